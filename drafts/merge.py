@@ -59,15 +59,13 @@ def merge_states(states: Sequence[tuple[State, float]], base: State | None = Non
 
 @takes(MergeConfig)
 def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
-    """Write the merged draft to `config.out`; returns the summary, a dictionary.
+    """Write the merged draft to `config.out`, unless the same merge is there; returns the summary, a dictionary.
 
     The checkpoint has the tokenizer and the shape of the first draft, fp32 weights, a record of its parts and their
     weights, and the hashes of all prompts that any part was trained on.
     """
-    out, sources = Path(config.out), config.sources()
+    out, weights, sources = Path(config.out), dict(config.weights()), config.sources()
     check_out(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"--out {out}: exists; choose another, or delete it")
     kind = head_kind(sources[0]) or "draft-lm"
     records = [read_record(Path(source)) for source in sources]
     targets = {record["target_fingerprint"]: record["target"] for record in records if record.get("target_fingerprint")}
@@ -76,55 +74,55 @@ def merge(config: MergeConfig, command: str | None = None) -> dict[str, Any]:
         "kind": kind,
         "target": target,
         "target_fingerprint": target_fingerprint,
-        "merged_from": [{"draft": source, "weight": weight} for source, weight in config.weights()],
+        "merged_from": [{"draft": source, "weight": weight} for source, weight in weights.items()],
         "merge_base": config.base,
-        **provenance(command or command_line("merge", config), asdict(config)),
     }
-    with writing(out), atomic_dir(out) as directory:
-        record["fingerprint"] = (_merge_models if kind == "draft-lm" else _merge_heads)(config, directory)
-        hashes = [each for source in sources if (each := read_prompt_hashes(Path(source))) is not None]
-        if hashes:
-            write_prompt_hashes(directory, np.concatenate(hashes).tolist())
-        (directory / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-        (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
-    weights = dict(config.weights())
-    return {"checkpoint": str(out), "kind": kind, "weights": weights, "fingerprint": record["fingerprint"]}
+    merged = read_record(out)
+    if any(merged.get(key) != value for key, value in record.items()):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InputError(f"--out {out}: exists; choose another, or delete it")
+        record |= provenance(command or command_line("merge", config), asdict(config))
+        with writing(out), atomic_dir(out) as directory:
+            record["fingerprint"] = _write(config, kind, directory)
+            hashes = [each for source in sources if (each := read_prompt_hashes(Path(source))) is not None]
+            if hashes:
+                write_prompt_hashes(directory, np.concatenate(hashes).tolist())
+            (directory / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+            (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
+        merged = record
+    return {"checkpoint": str(out), "kind": kind, "weights": weights, "fingerprint": merged["fingerprint"]}
 
 
-def _merge_models(config: MergeConfig, directory: Path) -> str:
-    """Merge language models into a directory; the fingerprint of the result."""
-    sources = config.sources()
+def _write(config: MergeConfig, kind: str, directory: Path) -> str:
+    """Write the merged weights into a directory; their fingerprint."""
+    sources, base = config.sources(), config.base
+
+    def merged(states: Mapping[str, State]) -> dict[str, Tensor]:
+        parts = [(states[source], weight) for source, weight in config.weights()]
+        return merge_states(parts, None if base is None else states[base])
+
+    if kind != "draft-lm":
+        shape = read_json(Path(sources[0]) / "config.json", "the config of a head")
+        tensors = merged({source: read_tensors(Path(source))[1] for source in sources})
+        write_tensors(directory, tensors, shape)
+        return hash_tensors(shape, sorted(tensors.items()))
     options: Any = {"device": "cpu", "dtype": "float32", "trust_remote_code": config.trust_remote_code}
-    models = [load_model(source, **options) for source in sources]
-    vocabularies = {source: read_draft_vocabulary(source, vocabulary_size(models[0])) for source in sources}
+    models = {source: load_model(source, **options) for source in sources}
+    model = models[sources[0]]
+    vocabularies = {source: read_draft_vocabulary(source, vocabulary_size(model)) for source in sources}
     ids_D = vocabularies[sources[0]]
     for source, other in vocabularies.items():
         # A base may draft all tokens: the merged draft keeps the rows that its drafts were trained in.
-        if source == config.base and other is None:
+        if source == base and other is None:
             continue
         if not (ids_D is other if ids_D is None or other is None else torch.equal(ids_D, other)):
             raise InputError(
                 f"{source}: drafts other tokens than {sources[0]} ({FILE}); merge drafts of one draft vocabulary"
             )
-    states = dict(zip(sources, (model.state_dict() for model in models), strict=True))
-    models[0].load_state_dict(_merged(config, states))
-    models[0].save_pretrained(directory)
+    model.load_state_dict(merged({source: each.state_dict() for source, each in models.items()}))
+    model.save_pretrained(directory)
     if ids_D is not None:
         write_draft_vocabulary(directory, ids_D)
     if (tokenizer := find_tokenizer(sources[0], config.trust_remote_code)) is not None:
         tokenizer.save_pretrained(directory)
-    return fingerprint(models[0])
-
-
-def _merge_heads(config: MergeConfig, directory: Path) -> str:
-    """Merge heads, which are their tensors and a config, into a directory; the fingerprint of the result."""
-    sources = config.sources()
-    shape = read_json(Path(sources[0]) / "config.json", "the config of a head")
-    merged = _merged(config, {source: read_tensors(Path(source))[1] for source in sources})
-    write_tensors(directory, merged, shape)
-    return hash_tensors(shape, sorted(merged.items()))
-
-
-def _merged(config: MergeConfig, states: Mapping[str, State]) -> dict[str, Tensor]:
-    base = None if config.base is None else states[config.base]
-    return merge_states([(states[source], weight) for source, weight in config.weights()], base)
+    return fingerprint(model)

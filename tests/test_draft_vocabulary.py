@@ -24,8 +24,6 @@ from drafts.draft_vocabulary import (
     attach_draft_vocabulary,
     draft_rows,
     draft_vocabulary,
-    from_offsets,
-    offsets,
     read_draft_vocabulary,
     trim,
 )
@@ -71,15 +69,6 @@ def trained(target_dir: str, draft_dir: str, distilled: str, tmp_path_factory: p
     options: Any = {"max_length": 48, "objective": "fkl", "steps": 6, "eval_every": 3, "optim": Optim(lr=0.01)}
     ds.train(ds.TrainConfig(**shared, **options, head=HeadOptions(draft_vocab_size=KEPT)))
     return out
-
-
-def test_offsets_name_tokens_and_back() -> None:
-    assert torch.equal(from_offsets(offsets(IDS), 40), IDS)  # type: ignore[arg-type]
-    for wrong in ([0, -1], [-1, 0], [0, 39], [[0]], [0.0, 1.0], []):
-        assert from_offsets(torch.tensor(wrong), 40) is None
-    tokens = torch.arange(40)
-    rows = draft_rows(IDS, tokens)
-    assert torch.equal(IDS[rows[rows < len(IDS)]], IDS) and int((rows == len(IDS)).sum()) == 40 - len(IDS)
 
 
 @pytest.mark.parametrize("make", [lambda: random_llama(3, 40), gemma])

@@ -83,8 +83,12 @@ def test_the_merged_draft_decodes_and_says_what_it_is(
     assert hashes is not None and hashes.tolist() == np.array([5, 7], dtype=np.uint64).tolist()
     pair = ds.load_pair(target_dir, draft=str(out), device="cpu")
     assert len(pair.generate("Return the", max_new_tokens=8).output_ids) == 8
-    # The same again does not write over it.
-    assert main(["merge", "--base", draft_dir, "--draft", f"{moved_dir}=0.5", "--out", str(out)]) == 2
+    # Killed after its last rename: the same again says what is there, and another merge does not write over it.
+    written = (out / "model.safetensors").stat().st_mtime_ns
+    assert main(["merge", "--base", draft_dir, "--draft", f"{moved_dir}=0.5", "--out", str(out), "--json"]) == 0
+    assert capsys.readouterr().out.splitlines() == printed
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
+    assert main(["merge", "--base", draft_dir, "--draft", f"{moved_dir}=0.4", "--out", str(out)]) == 2
     assert "exists; choose another" in capsys.readouterr().err
 
 

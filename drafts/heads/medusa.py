@@ -13,7 +13,7 @@ Fresh heads give the target's own logits at t: blocks begin as the identity.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,10 +22,12 @@ from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import ReadsLastState, borrow
 
+_HYDRA_EXTRAS = ("own_projection", "skip_bias")
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
-    """Number of heads, and of residual blocks in each; for Medusa and Hydra."""
+    """Number of heads, and of residual blocks in each."""
 
     kind: ClassVar[str]
     architecture: ClassVar[str]
@@ -34,25 +36,25 @@ class HeadsConfig:
     vocab_size: int
     num_heads: int = 4
     num_layers: int = 1
+    own_projection: bool = False
+    """Every Hydra head has an output projection, with a bias; otherwise all use the target's."""
+    skip_bias: bool = False
+    """Hydra's map beside the first block has a bias."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
         """Read config.json; sizes that it lacks are the target's. Raises InputError if its sizes are others."""
         parts = borrow(target)
-        present = {key: value for key, value in values.items() if value is not None}
-        hidden_size = present.get("hidden_size", parts.hidden_size)
-        vocab_size = present.get("vocab_size", parts.vocab_size)
-        parts.check_sizes(hidden_size, vocab_size)
-        return cls(
-            hidden_size=hidden_size,
-            vocab_size=vocab_size,
-            num_heads=present[f"{cls.kind}_num_heads"],
-            num_layers=present.get(f"{cls.kind}_num_layers", 1),
-        )
+        sizes: dict[str, Any] = {"hidden_size": parts.hidden_size, "vocab_size": parts.vocab_size}
+        sizes = {key: values.get(key) or size for key, size in sizes.items()}
+        parts.check_sizes(**sizes)
+        num_heads, num_layers = values[f"{cls.kind}_num_heads"], values.get(f"{cls.kind}_num_layers", 1)
+        extras = {key: bool(values.get(f"hydra_{key}")) for key in _HYDRA_EXTRAS}
+        return cls(**sizes, num_heads=num_heads, num_layers=num_layers, **extras)
 
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
-        return {
+        values: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.kind,
             "hidden_size": self.hidden_size,
@@ -60,22 +62,22 @@ class HeadsConfig:
             f"{self.kind}_num_heads": self.num_heads,
             f"{self.kind}_num_layers": self.num_layers,
         }
-
-    @classmethod
-    def fresh(cls, target: PreTrainedModel, num_heads: int, num_layers: int) -> Self:
-        """For untrained heads on this target."""
-        return cls.from_json({f"{cls.kind}_num_heads": num_heads, f"{cls.kind}_num_layers": num_layers}, target)
+        if self.kind == "medusa":
+            # Serving engines read the one pair of names or the other.
+            values |= {"num_heads": self.num_heads, "num_hidden_layers": self.num_layers}
+        return values | {f"hydra_{key}": True for key in _HYDRA_EXTRAS if getattr(self, key)}
 
 
 class MedusaConfig(HeadsConfig):
-    """Number of heads, and of residual blocks in each."""
+    """Of Medusa heads."""
 
     kind, architecture = "medusa", "MedusaModel"
 
-    def to_json(self) -> dict[str, Any]:
-        """The whole config.json."""
-        # Serving engines read the one pair of names or the other.
-        return {**super().to_json(), "num_heads": self.num_heads, "num_hidden_layers": self.num_layers}
+
+class HydraConfig(HeadsConfig):
+    """Of Hydra heads."""
+
+    kind, architecture = "hydra", "HydraHeads"
 
 
 class ResBlock(nn.Module):
@@ -113,7 +115,8 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
     @classmethod
     def fresh(cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1) -> "MedusaHeads":
         """Untrained heads, each the target's own output, on its device, in its dtype and in training mode."""
-        heads = cls(MedusaConfig.fresh(target, num_heads, num_layers), target)
+        values = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers}
+        heads = cls(MedusaConfig.from_json(values, target), target)
         with torch.no_grad():
             for head in heads:
                 head[-1].weight.copy_(heads.borrowed.projection.weight_VH)  # type: ignore[index]
@@ -127,30 +130,6 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
             # The checkpoint format has no place for a bias, so the target's is used.
             logits_BTKV = logits_BTKV + self.borrowed.bias_V
         return self.borrowed.projection.finish(logits_BTKV)
-
-
-_EXTRAS = ("own_projection", "skip_bias")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HydraConfig(HeadsConfig):
-    """Number of heads, of residual blocks in each, and the extras of the authors' code."""
-
-    kind, architecture = "hydra", "HydraHeads"
-
-    own_projection: bool = False
-    """Every head has an output projection, with a bias; otherwise all use the target's."""
-    skip_bias: bool = False
-    """The map beside the first block has a bias."""
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
-        """Read config.json. Raises InputError if its sizes are not the target's."""
-        return replace(super().from_json(values, target), **{key: bool(values.get(f"hydra_{key}")) for key in _EXTRAS})
-
-    def to_json(self) -> dict[str, Any]:
-        """The whole config.json."""
-        return super().to_json() | {f"hydra_{key}": True for key in _EXTRAS if getattr(self, key)}
 
 
 class _FirstBlock(ResBlock):
@@ -192,7 +171,7 @@ class HydraHeads(ReadsLastState, nn.Module):
     @classmethod
     def fresh(cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1) -> "HydraHeads":
         """Untrained heads on the target's device, in its dtype and in training mode."""
-        config = HydraConfig.fresh(target, num_heads, num_layers)
+        config = HydraConfig.from_json({"hydra_num_heads": num_heads, "hydra_num_layers": num_layers}, target)
         return cls(config, target).to(device=target.device, dtype=target.dtype)
 
     def forward(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:

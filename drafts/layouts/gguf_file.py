@@ -167,7 +167,6 @@ class Vocabulary:
     model: str
     rules: str
     tokens: list[str]
-    kinds: list[int]
     merges: list[str]
     added: dict[str, int | None]
     """The token that is added before (`bos`) and behind (`eos`) a text, if any."""
@@ -204,9 +203,7 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
     spaces = json.dumps([backend["normalizer"], backend["pre_tokenizer"]])
     adds_space = any(sign in spaces for sign in ('"Prepend"', '_scheme": "always"', '_scheme": "first"'))
     by_id = {i: token for token, i in tokenizer.get_vocab().items()}
-    tokens = [by_id.get(i, f"[PAD{i}]") for i in range(size)]
-    kinds = [_kind(tokenizer, i, by_id.get(i), spelled) for i in range(size)]
-    return Vocabulary(kind, name, tokens, kinds, merges, added, adds_space)
+    return Vocabulary(kind, name, [by_id.get(i, f"[PAD{i}]") for i in range(size)], merges, added, adds_space)
 
 
 def _unknown(tokenizer: Tokenizer, what: str) -> InputError:
@@ -237,34 +234,31 @@ def _rules(pre: dict[str, Any] | None) -> list[str]:
     return rules
 
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # gguf.TokenType, without the package
-
-
-def _kind(tokenizer: Tokenizer, i: int, token: str | None, spelled: bool) -> int:
-    if token is None:
-        return _UNUSED
-    if token == tokenizer.unk_token:
-        return _UNKNOWN
-    if i in tokenizer.added_tokens_decoder:
-        return _CONTROL if tokenizer.added_tokens_decoder[i].special else _USER
-    return _BYTE if spelled and _is_byte(token) else _NORMAL
-
-
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
-    vocabulary = described(tokenizer, size)
+    from gguf import TokenType
+
+    vocabulary, added, known = described(tokenizer, size), tokenizer.added_tokens_decoder, tokenizer.get_vocab()
+    normal = [TokenType.BYTE if _is_byte(token) else TokenType.NORMAL for token in vocabulary.tokens]
+    kinds = [
+        kind if token in known else TokenType.UNUSED for kind, token in zip(normal, vocabulary.tokens, strict=True)
+    ]
+    for i, token in added.items():
+        kinds[i] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+    if tokenizer.unk_token is not None:
+        kinds[known[tokenizer.unk_token]] = TokenType.UNKNOWN
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.rules)
     if vocabulary.model == "llama":
         # llama.cpp joins the pair whose whole has the highest score; BPE joins the one whose merge stands first.
         rank = {merge.replace(" ", ""): -float(i) for i, merge in reversed(list(enumerate(vocabulary.merges)))}
         worst = -float(len(vocabulary.merges) + 1)
-        pairs = zip(vocabulary.tokens, vocabulary.kinds, strict=True)
-        writer.add_token_scores([rank.get(token, worst) if kind == _NORMAL else 0.0 for token, kind in pairs])
+        pairs = zip(vocabulary.tokens, kinds, strict=True)
+        writer.add_token_scores([rank.get(token, worst) if kind == TokenType.NORMAL else 0.0 for token, kind in pairs])
         writer.add_add_space_prefix(vocabulary.adds_space)
     else:
         writer.add_token_merges(vocabulary.merges)
     writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.kinds)
+    writer.add_token_types(kinds)
     for key, value in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
         if value is not None:
             getattr(writer, f"add_{key}_token_id")(value)
