@@ -2,11 +2,27 @@
 
 import difflib
 import importlib.util
+import re
 from collections.abc import Collection, Sequence
+from typing import Any
+
+_URL = re.compile(r"(\w[\w.+-]*://)(?:[^\s/?]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*?(?=:?(?:[\s'\"]|$)))?")
+
+
+def without_secrets(value: Any) -> Any:
+    """A text, or the texts in lists and dictionaries, without the passwords and queries (signatures) of URLs."""
+    if isinstance(value, dict):
+        return {key: without_secrets(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item) for item in value]
+    return _URL.sub(r"\1\2", value) if isinstance(value, str) else value
 
 
 class DraftsmithError(Exception):
     """Base of the family. One line (RequirementError: one a requirement), for the person who started the run."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_secrets(message))
 
 
 class InputError(DraftsmithError, ValueError):

@@ -38,7 +38,7 @@ import pydantic.dataclasses
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.settings import MIN_TEMPERATURE
 
 C = TypeVar("C")
@@ -291,9 +291,9 @@ def _summary(cls: type) -> str:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """The options that decide what a run makes, as plain values: all but those marked `NotIdentity`."""
+    """The options that decide what a run makes, as plain values without secrets: all but those marked `NotIdentity`."""
     values: dict[str, Any] = {}
-    plain = dataclasses.asdict(config)
+    plain = without_secrets(dataclasses.asdict(config))
     for option in options_of(type(config)):
         if option.identity:
             put(values, option.key, value_at(plain, option.key))

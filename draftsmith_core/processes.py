@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from safetensors import SafetensorError
 
-from draftsmith_core.errors import DraftsmithError, InputError, RunError, one_line
+from draftsmith_core.errors import DraftsmithError, InputError, RunError, one_line, without_secrets
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -73,7 +73,7 @@ def is_main() -> bool:
 def say(line: str) -> None:
     """Print to standard error, in the main process only."""
     if is_main():
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(without_secrets(line) + "\n")
         sys.stderr.flush()
 
 

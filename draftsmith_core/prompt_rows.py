@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith_core.errors import InputError, first_line, nearest, one_line
+from draftsmith_core.errors import InputError, first_line, nearest, one_line, without_secrets
 
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
@@ -151,7 +151,7 @@ def _sharegpt(conversation: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def iterate_records(source: str) -> Iterator[Record]:
     """The rows of a source as they are stored; InputError for a source that cannot be read."""
-    path = Path(source)
+    path = Path(without_secrets(source))
     kind = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
     if source.startswith("@"):
         yield from (Record(number, row) for number, row in _suite_rows(source))

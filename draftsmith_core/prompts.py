@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.io import canonical_json
 from draftsmith_core.prompt_rows import KEYS, TOKEN, Record, free_rows, iterate_records, parse_record, text_of
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
@@ -109,6 +109,9 @@ class PromptReader:
     max_tokens: int | None = None
     whole_chats: bool = True
 
+    def __post_init__(self) -> None:
+        self.source = without_secrets(self.source)
+
     def read(self, record: Record) -> Prompt | Skipped:
         """Return the prompt of a row, or why it is skipped. Raise InputError for a row that cannot be read."""
         row, where = parse_record(record, self.source), f"{self.source}:{record.number}"
@@ -185,7 +188,7 @@ def read_prompts(
         raise InputError(f"{source}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
     if not prompts:
         raise InputError(f"{source}: none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})")
-    return PromptSet(source, tuple(prompts), tuple(skipped), rows, more)
+    return PromptSet(reader.source, tuple(prompts), tuple(skipped), rows, more)
 
 
 def token_runs(ids: Sequence[int], length: int) -> set[tuple[int, ...]]:

@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import draftsmith_core
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.io import (
     atomic_dir,
     atomic_file,
@@ -221,8 +221,9 @@ def difference(recorded: dict[str, Any], current: dict[str, Any]) -> str | None:
 
 
 def provenance(command: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Where an artifact came from: command, options, versions, commit. No times: equal runs write equal bytes."""
-    return {"command": command, "config": config, "versions": versions(), "git_commit": git_commit()}
+    """Where an artifact came from, without secrets and times: equal runs write equal bytes."""
+    made: dict[str, Any] = without_secrets({"command": command, "config": config})
+    return made | {"versions": versions(), "git_commit": git_commit()}
 
 
 def versions() -> dict[str, str]:

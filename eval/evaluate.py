@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from decode import take_over
 from drafts.load import LoadedPair, load_pair
 from drafts.vocabulary import vocabulary_map
-from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.errors import InputError, RunError, without_secrets
 from draftsmith_core.io import remove_leftovers, write_json_atomic
 from draftsmith_core.models import reset_peak_memory, resolve_device
 from draftsmith_core.options import takes
@@ -85,7 +85,7 @@ def evaluate(config: EvalConfig) -> Results:
             document = rows.assemble(
                 setting,
                 measured,
-                config=asdict(config),
+                config=without_secrets(asdict(config)),
                 models=models,
                 provenance=provenance(command_line("eval", given), asdict(config)),
                 clock=clock(started, work.reused, work.measured, pair.target),

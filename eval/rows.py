@@ -11,6 +11,7 @@ import numpy as np
 
 from decode import Tree
 from decode.stats import independent_tau
+from draftsmith_core.errors import without_secrets
 from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.sampling import row_seed
 from eval.bootstrap import (
@@ -330,7 +331,7 @@ def suite_rows(suites: Sequence[Suite]) -> list[SuiteRow]:
         SuiteRow(
             name=suite.name,
             kind=suite.kind,
-            source=suite.source,
+            source=without_secrets(suite.source),
             read=suite.rows,
             done=len(suite.prompts),
             skipped=len(suite.skipped),

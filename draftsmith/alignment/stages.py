@@ -26,7 +26,7 @@ from draftsmith.config import InitConfig
 from draftsmith.starting import in_words, init
 from draftsmith_core.cards import add_results
 from draftsmith_core.command_line import check_file
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, read_json, sha256_file, write_json_atomic, write_rows, write_text_atomic
 from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
@@ -120,7 +120,7 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
             say(f"chosen: {line}")
         head = "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. Chosen were:\n"
         reasons = "".join(f"#   {line}\n" for line in choices)
-        write_text_atomic(file, head + reasons + yaml.safe_dump(dataclasses.asdict(whole), sort_keys=False, width=1000))
+        write_text_atomic(file, head + reasons + yaml.safe_dump(_shown(whole), sort_keys=False, width=1000))
         say(f"{file}: all options, to be edited and run again with --config")
     return replace(whole, **{key: getattr(config, key) for key in _NOT_IDENTITY})
 
@@ -228,7 +228,7 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     """The options of the run that began here; raise InputError if `config` differs from them."""
     check_file(AlignConfig, file)
     begun = AlignConfig(**yaml.safe_load(file.read_text(encoding="utf-8")))
-    known, wanted = dataclasses.asdict(begun), dataclasses.asdict(config)
+    known, wanted = _shown(begun), _shown(config)
     for section in _SECTIONS:
         wanted[section] = known[section] | wanted[section]
     wanted = {key: known[key] if value in (None, []) else value for key, value in wanted.items()}
@@ -237,7 +237,13 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     differs = difference(json.loads(json.dumps(known)), json.loads(json.dumps(wanted)))
     if differs is not None:
         raise InputError(
-            f"--out {file.parent}: another run was begun there: its {differs}; name another --out, or edit {file} "
+            f"--out {file.parent}: was begun with other options: {differs}; name another --out, or edit {file} "
             f"and run it with --config"
         )
-    return begun
+    # The file has no passwords of URLs.
+    return replace(begun, prompts=config.prompts, id=config.id or begun.id, ood=config.ood or begun.ood)
+
+
+def _shown(config: AlignConfig) -> dict[str, Any]:
+    values: dict[str, Any] = without_secrets(dataclasses.asdict(config))
+    return values
