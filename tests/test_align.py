@@ -24,7 +24,7 @@ CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 SMALL: list[object] = ["--distill.num_samples", 2, "--distill.max_new_tokens", 10, "--distill.batch_size", 4]
 SMALL += ["--distill.part_rows", 4]
 SMALL += ["--train.steps", 6, "--train.rows_per_step", 4, "--train.batch_size", 2, "--train.save_every", 2]
-SMALL += ["--train.eval_every", 2, "--train.heldout_fraction", 0.25, "--train.lr", 1e-3, "--device", "cpu"]
+SMALL += ["--train.eval_every", 2, "--train.heldout_fraction", 0.25, "--train.optim.lr", 1e-3, "--device", "cpu"]
 SMALL += ["--eval.max_new_tokens", 6, "--eval.speed_prompts", 0, "--eval.bootstrap", 100, "--policy", "id"]
 
 
@@ -83,12 +83,14 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
     chosen = [line for line in err.splitlines() if line.startswith("chosen: ")]
     written = yaml.safe_load((out / "align.yaml").read_text())
     for line in chosen:
-        section, _, key = line.split()[1].rpartition(".")
-        assert (written[section] if section else written)[key] is not None and line.endswith(")"), line
+        value: Any = written
+        for key in line.split()[1].split("."):
+            value = value[key]
+        assert value is not None and line.endswith(")"), line
         assert f"#   {line.removeprefix('chosen: ')}\n" in (out / "align.yaml").read_text(), line
     named = {line.split()[1] for line in chosen}
-    assert {"heldout_prompts", "distill.temperature", "train.max_length", "train.warmup_steps"} <= named
-    assert not named & {"train.steps", "distill.num_samples", "train.lr"}
+    assert {"heldout_prompts", "distill.temperature", "train.max_length", "train.optim.warmup_steps"} <= named
+    assert not named & {"train.steps", "distill.num_samples", "train.optim.lr"}
     for section in ("distill", "train", "eval"):
         assert None not in written[section].values() and [] not in written[section].values()
     # Two drafts at equal steps, measured in and out of distribution against the one they started from.
@@ -267,11 +269,11 @@ def test_choices_follow_what_is_given() -> None:
         return whole
 
     usual = chosen()
-    assert usual.train["lr"] == [2e-4] and usual.eval["temperature"] == [0.0, 1.0]
+    assert usual.train["optim"]["lr"] == 2e-4 and usual.eval["temperature"] == [0.0, 1.0]
     assert (usual.heldout_prompts, usual.distill["max_prompts"]) == (40, 960)
     # A larger draft learns at a smaller rate, in smaller batches.
     large = chosen(draft_parameters=2_600_000_000, on_gpu=True)
-    assert large.train["lr"] == [3e-5] and large.train["gradient_checkpointing"]
+    assert large.train["optim"]["lr"] == 3e-5 and large.train["gradient_checkpointing"]
     assert large.train["batch_size"] < usual.train["batch_size"]
     # Chats have longer answers, and nothing is longer than the context.
     assert chosen(rows="chat").distill["max_new_tokens"] > usual.distill["max_new_tokens"]
@@ -305,7 +307,6 @@ def test_choices_follow_what_is_given() -> None:
     [
         ({"ood": ["nameless.jsonl"]}, "expected NAME=VALUE"),
         ({"id": ["a=x"], "ood": ["a=y"]}, "either ID or OOD"),
-        ({"train": {"lr": [1e-3, 1e-3]}}, "2 rates for 1 objectives"),
         ({"train": {"stesp": 1}}, "train.stesp: Extra inputs are not permitted"),
         ({"eval": {"bootstrap": 3}}, "eval.bootstrap: Input should be greater than or equal to 100"),
         ({"init": "prune", "draft": "d"}, "init: makes the draft to start from, and --draft names one"),
@@ -322,7 +323,7 @@ def test_options_of_a_stage_reach_it(draft_dir: str) -> None:
     whole, _ = complete(config, facts())
     kept, plain = (train_config(whole, name) for name in ("jsd", "jsd-plain"))
     assert (kept.anchor_kl, kept.lora.rank, kept.lora.targets, kept.batch_size) == (0.3, 2, ["q_proj"], 4)
-    assert (kept.accumulation, kept.optim.lr, kept.replay) == (8, whole.train["lr"][0], ["o/general"])
+    assert (kept.accumulation, kept.optim.lr, kept.replay) == (8, whole.train["optim"]["lr"], ["o/general"])
     assert (plain.anchor_kl, plain.replay, plain.lora) == (0.0, [], kept.lora)
 
 

@@ -68,6 +68,8 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--data {prompts} --epochs inf", "epochs: Input should be a finite number"),
         ("--data {prompts} --kind eagl", "eagle"),
         ("--data {prompts} --lrr 3", "did you mean --optim.lr?"),
+        ("--data {prompts} --head.draft_vocab_size 9", "did you mean --draft_vocab_size?"),
+        ("--data {prompts} --kind medusa --draft_vocab_size 9", "draft_vocab_size: is for lm and eagle3"),
         ("--data none --max_length 64", "none"),
     ],
     "eval --target {target} --draft a={draft} --id b={prompts} --out out": [
@@ -84,6 +86,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--ood {prompts}", "expected NAME="),
         ("--ood a=none.jsonl", "none.jsonl: no such file"),
         ("--train.stesp 3", "did you mean --train.steps?"),
+        ("--train.lr 3", "did you mean --train.optim.lr?"),
         ("--eval.tree chian:4", "did you mean chain"),
         ("--distill.max_new_tokens 96", "leaves no room"),
         ("--prompts {one}", "too few"),

@@ -137,8 +137,8 @@ def head_parameters(target: PreTrainedModel, config: TrainConfig) -> int:
         return parameter_count(head)
     size, hidden = vocabulary_size(target), head.lm_head.in_features
     assert head.fc.weight.shape == (hidden, 3 * hidden) and len(set(head.hidden_layers)) == 3
-    assert config.head.draft_vocab_size is not None and config.head.draft_vocab_size < size
-    return parameter_count(head) - (size - config.head.draft_vocab_size) * int(hidden)
+    assert config.draft_vocab_size is not None and config.draft_vocab_size < size
+    return parameter_count(head) - (size - config.draft_vocab_size) * int(hidden)
 
 
 # EAGLE-1 and EAGLE-3 as their authors' checkpoints are; Medusa has a projection a head, Hydra the target's.

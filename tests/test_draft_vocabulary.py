@@ -33,7 +33,7 @@ from eval.acceptance import Continuation
 from eval.estimate import alpha_sums
 from tests.tiny_models import DRAFT_VOCAB, random_llama
 from train.batch import IGNORE, Batch
-from train.config import HeadOptions, OnPolicy, Optim
+from train.config import OnPolicy, Optim
 from train.data import load_examples
 from train.objective import parse_objective
 from train.onpolicy import Answerer
@@ -67,7 +67,7 @@ def trained(target_dir: str, draft_dir: str, distilled: str, tmp_path_factory: p
     out = tmp_path_factory.mktemp("trained") / "draft"
     shared: Any = {"target": target_dir, "draft": draft_dir, "data": [distilled], "out": str(out), "device": "cpu"}
     options: Any = {"max_length": 48, "objective": "fkl", "steps": 6, "eval_every": 3, "optim": Optim(lr=0.01)}
-    ds.train(ds.TrainConfig(**shared, **options, head=HeadOptions(draft_vocab_size=KEPT)))
+    ds.train(ds.TrainConfig(**shared, **options, draft_vocab_size=KEPT))
     return out
 
 
@@ -192,8 +192,8 @@ def test_training_again_keeps_what_it_has(
     out = trained
     words = f"train --target {target_dir} --draft {out} --data {distilled} --out {tmp_path / 'again'} --device cpu"
     words += " --max_length 48 --steps 2 --eval_every 2"
-    code, _, err = door(*words.split(), "--head.draft_vocab_size", KEPT)
-    assert code == 2 and f"head.draft_vocab_size: {out} has its own, in {FILE}" in err
+    code, _, err = door(*words.split(), "--draft_vocab_size", KEPT)
+    assert code == 2 and f"draft_vocab_size: {out} has its own, in {FILE}" in err
     code, _, err = door(*words.split())
     assert code == 0, err
     assert (tmp_path / "again" / FILE).read_bytes() == (out / FILE).read_bytes()

@@ -194,8 +194,9 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )
     options: dict[str, Any] = {"steps": 80, "eval_every": 80, "batch_size": len(TEXTS), "max_length": 96}
-    options |= {"head": HeadOptions(draft_vocab_size=2048, test_steps=AHEAD), "optim": Optim(lr=3e-3), "device": "cpu"}
-    options |= {"kind": "eagle3", "target": target, "objective": "fkl", "out": str(place / "head")}
+    options |= {"head": HeadOptions(test_steps=AHEAD), "optim": Optim(lr=3e-3), "device": "cpu"}
+    options |= {"kind": "eagle3", "draft_vocab_size": 2048}
+    options |= {"target": target, "objective": "fkl", "out": str(place / "head")}
     ds.train(ds.TrainConfig(data=[data], heldout=[data], **options))
     return place / "head"
 

@@ -91,8 +91,8 @@ def agree(found: Path, expected: Path, start: Path | None = None) -> None:
 
 
 # A head, answers of the draft's own, and a part of the vocabulary, by the ways to share weights.
-EAGLE3 = "--kind eagle3 --head.draft_vocab_size 120 --head.test_steps 3"
-PART = "--draft {draft} --head.draft_vocab_size 120"
+EAGLE3 = "--kind eagle3 --draft_vocab_size 120 --head.test_steps 3"
+PART = "--draft {draft} --draft_vocab_size 120"
 OTHERS = {
     "cpu2": ["--kind eagle --head.noise 0", "--draft {draft} --on_policy.fraction 0.5 --on_policy.max_new_tokens 8"],
     "cpu2_fsdp2": [EAGLE3, f"{PART} --anchor_kl 0.5 --lora.rank 4"],

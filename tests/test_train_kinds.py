@@ -36,7 +36,7 @@ DEPTH = 3
 OPTIONS: dict[str, list[str]] = {
     "lm": [],
     "eagle": ["--objective", "fkl"],
-    "eagle3": ["--objective", "fkl", "--head.draft_vocab_size", "120", "--head.test_steps", str(DEPTH)],
+    "eagle3": ["--objective", "fkl", "--draft_vocab_size", "120", "--head.test_steps", str(DEPTH)],
     "medusa": ["--objective", "lk_hybrid:eta=10", "--head.num_heads", str(DEPTH), "--head.num_layers", "2"],
     "hydra": ["--objective", "fkl", "--head.num_heads", str(DEPTH), "--head.step_decay", "1.0"],
 }

@@ -49,9 +49,9 @@ DraftKind = Literal["lm", "eagle", "eagle3", "medusa", "hydra"]
 
 # The options under `head` that each kind has, beside `features` and `features_gib`.
 _HEAD_OPTIONS: dict[str, set[str]] = {
-    "lm": {"draft_vocab_size"},
+    "lm": set(),
     "eagle": {"noise"},
-    "eagle3": {"draft_vocab_size", "test_steps", "step_decay"},
+    "eagle3": {"test_steps", "step_decay"},
     "medusa": {"num_heads", "num_layers", "step_decay"},
     "hydra": {"num_heads", "num_layers", "step_decay"},
 }
@@ -65,8 +65,6 @@ class HeadOptions:
     """Medusa, Hydra: number of heads, one per token ahead; 4."""
     num_layers: Rare[AtLeast1 | None] = None
     """Medusa, Hydra: residual layers per head; 1."""
-    draft_vocab_size: AtLeast1 | None = None
-    """lm, EAGLE-3: draft only this many tokens, the most frequent in the responses; null is all."""
     test_steps: AtLeast1 | None = None
     """EAGLE-3: training steps on its own features; 7."""
     step_decay: Rare[Annotated[float, Field(gt=0, le=1)] | None] = None
@@ -119,6 +117,8 @@ class TrainConfig(RunOptions, TargetOptions):
     """A Hugging Face config.json. Alone: a fresh model of that shape. With `draft`: the shape it must have."""
     target: str | None = None
     """The teacher. Needed by heads, and by every objective but `ce` unless `data` has teacher columns."""
+    draft_vocab_size: AtLeast1 | None = None
+    """Draft only this many tokens, the most frequent in the responses; null is all. For language models and EAGLE-3."""
     tokenizer: Rare[str | None] = None
     """Tokenizer for rows of text, saved with the draft. Default: the target's, else the draft's."""
     objective: str = "ce"
@@ -200,6 +200,7 @@ class TrainConfig(RunOptions, TargetOptions):
                 "is missing; heads, on_policy, heterogeneous_vocab and head.features need it",
             ),
             ("objective", head and (objective.keep or objective.depth), "@adaspec and @e2e are for kind lm"),
+            ("draft_vocab_size", self.draft_vocab_size and self.kind not in ("lm", "eagle3"), "is for lm and eagle3"),
             ("reference", objective.needs_reference and not self.reference, "@adaspec needs a distilled draft"),
             ("replay_fraction", bool(self.replay) != (self.replay_fraction > 0), "goes with `replay`; set both"),
             (

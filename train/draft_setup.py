@@ -109,8 +109,8 @@ def _with_draft_vocabulary(
     # Either vocabulary may be padded, and a token of the draft's padding is none of the target's.
     whole = min(vocabulary_size(part) for part in (model, target) if part is not None)
     known = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
-    if known is not None and config.head.draft_vocab_size is not None:
-        check_draft_vocabulary("head.draft_vocab_size", config.head.draft_vocab_size, whole, config.draft)
+    if known is not None and config.draft_vocab_size is not None:
+        check_draft_vocabulary("draft_vocab_size", config.draft_vocab_size, whole, config.draft)
     ids = _draft_vocab(config, whole, training) if known is None else known
     if ids is not None:
         attach_draft_vocabulary(model, torch.as_tensor(ids))
@@ -119,10 +119,10 @@ def _with_draft_vocabulary(
 
 def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[int] | None:
     """The most frequent tokens of the responses; None for the whole vocabulary."""
-    size = config.head.draft_vocab_size
+    size = config.draft_vocab_size
     if size is None or size == whole:
         return None
-    check_draft_vocabulary("head.draft_vocab_size", size, whole)
+    check_draft_vocabulary("draft_vocab_size", size, whole)
     return count_vocabulary(_responses(training), size)
 
 

@@ -1,5 +1,6 @@
 """Choose every option that `align` leaves open, and give the reason: one line per choice."""
 
+import copy
 import dataclasses
 import math
 from dataclasses import dataclass, replace
@@ -43,14 +44,16 @@ def most_prompts(config: AlignConfig, on_gpu: bool) -> int:
 
 def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]:
     """Return the options with nothing left open, and one line per choice: key, value and reason."""
-    sections = {name: dict(getattr(config, name)) for name in ("distill", "train", "eval")}
+    sections = {name: copy.deepcopy(getattr(config, name)) for name in ("distill", "train", "eval")}
     top: dict[str, Any] = {"policy": config.policy, "heldout_prompts": config.heldout_prompts}
     lines: list[str] = []
 
     def choose(key: str, value: Any, why: str) -> Any:
         """Return the option `key` (dotted) as it was given, or choose `value`."""
-        section, _, name = key.rpartition(".")
-        options = sections[section] if section else top
+        *groups, name = key.split(".")
+        options = sections[groups[0]] if groups else top
+        for group in groups[1:]:
+            options = options.setdefault(group, {})
         if options.get(name) in (None, []):
             options[name] = value
             shown = " ".join(map(str, value)) if isinstance(value, list) else value
@@ -101,9 +104,9 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
     # A fit through the recipes of this repository: 2e-4 at 68 M parameters, 1e-4 at 160 M, 3e-3 at 0.4 M.
     peak = float(f"{min(3e-3, max(1e-5, 2e-4 * math.sqrt(68e6 / draft))):.0e}")
     # Cross-entropy on sampled answers is a noisier gradient than a divergence between distributions.
-    rates = [float(f"{peak / 3:.0e}") if spec == "ce" else peak for spec in config.objective]
-    choose("train.lr", rates if len(set(rates)) > 1 else rates[:1], size)
-    choose("train.warmup_steps", min(100, max(1, steps // 20)), f"{steps} steps")
+    only_ce = set(config.objective) == {"ce"}
+    choose("train.optim.lr", float(f"{peak / 3:.0e}") if only_ce else peak, size)
+    choose("train.optim.warmup_steps", min(100, max(1, steps // 20)), f"{steps} steps")
     tokens = math.ceil((facts.longest_prompt + answer) / 32) * 32
     why = f"longest prompt {facts.longest_prompt}, answers {answer}, context {context or 'unknown'}"
     length = choose("train.max_length", min(tokens, 2048, context or tokens), why)

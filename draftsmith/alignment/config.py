@@ -13,7 +13,6 @@ from draftsmith_core.options import (
     AtLeast1,
     Given,
     NotIdentity,
-    Positive,
     Rare,
     RunOptions,
     TargetOptions,
@@ -53,14 +52,8 @@ class General:
 class Steps:
     """Optimizer steps."""
 
-    lr: list[Positive] = field(default_factory=list)
-    """Peak learning rate: one for all objectives, or one for each in their order."""
-    warmup_steps: AtLeast0 | None = None
-    """Steps in which the rate rises from 0."""
     rows_per_step: AtLeast1 = 32
     """Sequences per optimizer step, over all processes."""
-    draft_vocab_size: AtLeast0 = 0
-    """Draft language models: number of tokens to draft, the most frequent ones in the data; 0 drafts all."""
 
 
 @options
@@ -111,9 +104,9 @@ class AlignConfig(TargetOptions, RunOptions):
             without=(
                 *_SHARED,
                 *("data", "kind", "draft", "draft_config", "tokenizer", "objective", "reference", "heldout", "replay"),
-                *("accumulation", "epochs", "optim", "head", "smoke"),
+                *("accumulation", "epochs", "head", "smoke"),
             ),
-            shown=("steps", "lr", "rows_per_step", "batch_size", "max_length", "replay_fraction"),
+            shown=("steps", "optim.lr", "rows_per_step", "batch_size", "max_length", "replay_fraction"),
         ),
     ] = field(default_factory=dict)
     """Options of `draftsmith train`."""
@@ -135,11 +128,6 @@ class AlignConfig(TargetOptions, RunOptions):
             raise InputError("init: makes the draft to start from, and --draft names one; give one of the two")
         for spec in self.objective:
             parse_objective(spec)
-        rates = self.train.get("lr", [])
-        if len(rates) not in (0, 1, len(self.objective)):
-            raise InputError(
-                f"train.lr: {len(rates)} rates for {len(self.objective)} objectives; give one, or one for each"
-            )
         sets = parse_named("id", self.id)
         for name in parse_named("ood", self.ood):
             if name in sets:

@@ -40,7 +40,7 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     out, objective = Path(config.out), config.trained()[name]
     index = config.objective.index(objective)
     values = dict(config.train)
-    rates, rows, tokens = values.pop("lr"), values.pop("rows_per_step"), values.pop("draft_vocab_size", 0)
+    rows = values.pop("rows_per_step")
     if name in config.plain_drafts():
         values |= {"replay_fraction": 0.0, "anchor_kl": 0.0}
     elif values["replay_fraction"]:
@@ -54,8 +54,7 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     kind = "eagle" if config.draft is None else draft_kind(config.draft)
     values |= {"kind": "lm" if kind == "draft" else kind, "draft": config.draft, "objective": objective}
     values |= {"out": str(out / name), "data": [str(out / "distilled")], "accumulation": rows // batch}
-    values |= {"optim": {"lr": rates[index % len(rates)], "warmup_steps": values.pop("warmup_steps")}}
-    values |= {"head": {"draft_vocab_size": tokens or None}, "seed": config.seed + 1 + index}
+    values |= {"seed": config.seed + 1 + index}
     return TrainConfig(**values | _common(config))
 
 

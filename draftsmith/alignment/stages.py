@@ -230,6 +230,9 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     begun = AlignConfig(**yaml.safe_load(file.read_text(encoding="utf-8")))
     known, wanted = _shown(begun), _shown(config)
     for section in _SECTIONS:
+        for key, value in wanted[section].items():
+            group = isinstance(value, dict) and isinstance(known[section].get(key), dict)
+            wanted[section][key] = known[section][key] | value if group else value
         wanted[section] = known[section] | wanted[section]
     wanted = {key: known[key] if value in (None, []) else value for key, value in wanted.items()}
     for key in _NOT_IDENTITY:
