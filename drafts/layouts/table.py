@@ -1,8 +1,8 @@
-"""Layouts of heads on disk: `LAYOUTS` holds one table of tensor names per layout, used for reading and for writing.
+"""Layouts of heads on disk: `layouts.yaml` holds their tensor names and shapes, this file what differs otherwise.
 
-To add a layout, enter it in `LAYOUTS`; order matters, because the first layout that knows a directory reads it.
+To add a layout, enter it in `layouts.yaml`, in the order of recognition, and in `_FUNCTIONS`.
 
-Legend: V target vocabulary, D draft vocabulary, H hidden size, F feed-forward size, Q and K rows of queries and keys.
+Legend: V target vocabulary, D draft vocabulary, H hidden size.
 """
 
 import logging
@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import yaml
 from torch import Tensor
 
 from drafts.draft_vocabulary import from_offsets, offsets
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 Values = Mapping[str, Any]
 # The names of all tensors; calling it may load a pickle.
 Names = Callable[[], Set[str]]
+T = TypeVar("T")
+_DATA = yaml.safe_load(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))
 _FIELDS = {"i": r"\d+", "j": r"\d+", "part": "weight|bias", "rest": ".+"}
 
 
@@ -42,51 +45,46 @@ class HeadFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout of one kind of head: how it is recognised, its tensor names, what reading and writing add to them."""
+    """A layout of one kind of head; `layouts.yaml` says what its data mean."""
 
     title: str
     kind: str
     names: Mapping[str, str] = field(default_factory=dict)
-    """Name in the file -> name in our state dict. If several stand for one of ours, the first is written."""
     prefix: str = ""
-    """Removed from the names in a file."""
+    format: str | None = None
+    embedding: str = "never"
     known: Callable[[Values, Names], bool] = lambda values, names: False
     """Whether config.json describes such a head; asks for tensor names only if the config does not tell."""
     read: Callable[[HeadFiles], None] = lambda files: None
     """Complete config and tensors after renaming. Raises InputError for a variant that cannot be run."""
-    format: str | None = None
-    """The `export --format` that writes it."""
-    shapes: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that the readers' loaders look for, from their sources: name -> sizes, with a condition after `if`."""
-    embedding: str = "never"
-    """When the target's table of embeddings is written: never, always, or if it is scaled (the Gemma family)."""
     config: Callable[[dict[str, Any], Any], dict[str, Any]] = lambda ours, source: ours
     """config.json of the layout, from ours and the `Source` of the export."""
 
     def expected(self, config: Values, embedding: bool) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a file with this config.json."""
         config = config | config.get("transformer_layer_config", {})
-        hidden, size = config["hidden_size"], config.get("head_dim", 0)
+        hidden, size, blocks = config["hidden_size"], config.get("head_dim", 0), config["num_hidden_layers"]
         sizes = {"H": hidden, "2H": 2 * hidden, "3H": 3 * hidden, "F": config.get("intermediate_size")}
         sizes |= {"V": config["vocab_size"], "D": config.get("draft_vocab_size", config["vocab_size"])}
         sizes |= {"Q": config.get("num_attention_heads", 0) * size, "K": config.get("num_key_value_heads", 0) * size}
         conditions = {"": True, "bias": config.get("bias"), "reduced": sizes["D"] < sizes["V"], "embedding": embedding}
-        rules = {name: rule.partition(" if ") for name, rule in self.shapes.items()}
-        return {
-            name.format(i=i, j=j): tuple(sizes[letter] for letter in shape.split())
+        rules = {name: rule.partition(" if ") for name, rule in _DATA["shapes"][self.kind].items()}
+        shapes = {
+            name.format(i=i, j=j, blocks=blocks): tuple(sizes[letter] for letter in shape.split())
             for name, (shape, _, condition) in rules.items()
             if conditions[condition]
             for i in range(config.get("num_heads", 1))
-            for j in range(config["num_hidden_layers"])
+            for j in range(blocks)
         }
+        return renamed(shapes, inverted(self.names))
 
 
-def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str], prefix: str = "") -> dict[str, Tensor]:
-    """Tensors under the names that the first matching pattern of `names` gives them; others keep their name.
+def renamed(tensors: Mapping[str, T], names: Mapping[str, str], prefix: str = "") -> dict[str, T]:
+    """Tensors, or shapes, under the names that the first matching pattern of `names` gives them, else under their own.
 
     A `{j}` that only the new name has is the number of blocks: one more than the largest `{j}` of the other names.
     """
-    matched: list[tuple[Tensor, str, dict[str, str]]] = []
+    matched: list[tuple[T, str, dict[str, str]]] = []
     for key, tensor in tensors.items():
         name = key.removeprefix(prefix)
         fits = ((new, match) for pattern, new in names.items() if (match := _compiled(pattern).fullmatch(name)))
@@ -131,19 +129,6 @@ def _biases(files: HeadFiles, prefix: str) -> dict[str, bool]:
         "qkv_bias": f"{prefix}self_attn.q_proj.bias" in files.tensors,
         "attention_bias": f"{prefix}self_attn.o_proj.bias" in files.tensors,
     }
-
-
-def _layer(prefix: str, inputs: str) -> dict[str, str]:
-    shapes = {"self_attn.q_proj": f"Q {inputs}", "self_attn.k_proj": f"K {inputs}", "self_attn.v_proj": f"K {inputs}"}
-    shapes |= {"self_attn.o_proj": "H Q", "mlp.gate_proj": "F H", "mlp.up_proj": "F H", "mlp.down_proj": "H F"}
-    return {f"{prefix}{name}.weight": shape for name, shape in (shapes | {"post_attention_layernorm": "H"}).items()}
-
-
-_EAGLE_SHAPES = _layer("layers.0.", "H") | {
-    "embed_tokens.weight": "V H",
-    "fc.weight": "H 2H",
-    "fc.bias": "H if bias",
-}
 
 
 def _authors_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
@@ -206,12 +191,6 @@ def _read_draft_vocabulary(files: HeadFiles, size: int) -> Tensor:
         raise InputError(f"'d2t' and 't2d' do not describe one set of tokens below {size}; export it again")
     files.tensors |= {"d2t": d2t, "t2d": mask}
     return ids_D
-
-
-def _eagle3_shapes(prefix: str) -> dict[str, str]:
-    norms = {f"{prefix}input_layernorm.weight": "H", f"{prefix}hidden_norm.weight": "H", "norm.weight": "H"}
-    vocabulary = {"lm_head.weight": "D H", "d2t": "D if reduced", "t2d": "V if reduced"}
-    return _layer(prefix, "2H") | norms | vocabulary | {"fc.weight": "H 3H", _EMBEDDING: "V H if embedding"}
 
 
 def _sglang_eagle3_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
@@ -322,102 +301,34 @@ def _read_hydra(files: HeadFiles) -> None:
 
 # --- The table ------------------------------------------------------------------------------------------------------
 
-_MIDLAYER = {"midlayer.{rest}": "midlayer.{rest}", "layers.0.{rest}": "midlayer.{rest}"}
-_AUX_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 
-LAYOUTS: dict[str, Layout] = {
-    # src/speculators/models/eagle3 of github.com/vllm-project/speculators, versions 0.1 to 0.9
-    "speculators": Layout(
-        title="speculators EAGLE-3",
-        kind="eagle3",
-        names={"layers.0.{rest}": "midlayer.{rest}"} | _MIDLAYER | _AUX_NORMS,
-        prefix="model.",
-        known=lambda values, names: values.get("speculators_model_type") == "eagle3",
-        read=_read_speculators,
-        format="speculators",
-        shapes=_eagle3_shapes("layers.0."),
-        embedding="always",
-        config=_speculators_config,
-    ),
-    # vllm/model_executor/models/medusa.py
-    "vllm-medusa": Layout(
-        title="Medusa as vLLM names it",
-        kind="medusa",
-        names={"blocks.{i}.layers.{j}.{part}": "{i}.{j}.linear.{part}", "lm_heads.{i}.weight": "{i}.{j}.weight"},
-        prefix="medusa_heads.",
-        known=lambda values, names: _is_medusa(values, names) and any("blocks.0.layers.0." in name for name in names()),
-        read=_read_vllm_medusa,
-        format="medusa",
-        shapes={
-            "blocks.{i}.layers.{j}.weight": "H H",
-            "blocks.{i}.layers.{j}.bias": "H",
-            "lm_heads.{i}.weight": "V H",
-        },
-        # Without the first key vLLM builds the blocks without a bias and ignores ours.
-        config=lambda ours, source: ours | {"medusa_fc_bias": True, "original_lm_head": False},
-    ),
-    # medusa/model/medusa_model.py and medusa_model_legacy.py of github.com/FasterDecoding/Medusa
-    "medusa": Layout(
-        title="Medusa of its authors",
-        kind="medusa",
-        prefix="medusa_head.",
-        known=_is_medusa,
-        read=_read_medusa,
-    ),
-    # hydra/model/hydra_heads/mlp_head.py of github.com/zankner/Hydra
-    "hydra": Layout(
-        title="Hydra of its authors",
-        kind="hydra",
-        names={
-            "hydra_mlp.{i}.{j}.linear.{part}": "heads.{i}.{j}.linear.{part}",
-            "hydra_mlp.{i}.{j}.res_connection.{part}": "heads.{i}.{j}.skip.{part}",
-            "hydra_lm_head.{i}.{part}": "projections.{i}.{part}",
-        },
-        known=lambda values, names: "hydra_num_heads" in values,
-        read=_read_hydra,
-    ),
-    # eagle/model/cnets.py of github.com/SafeAILab/EAGLE; llama_eagle3.py of SGLang and of vLLM
-    "eagle3": Layout(
-        title="EAGLE-3 of its authors, SpecForge and ModelOpt",
-        kind="eagle3",
-        names=_MIDLAYER | _AUX_NORMS,
-        prefix="model.",
-        known=_is_eagle3,
-        read=_read_eagle3,
-        format="eagle",
-        shapes=_eagle3_shapes("midlayer."),
-        embedding="scaled",
-        config=_authors_config,
-    ),
-    "sglang-eagle3": Layout(
-        title="EAGLE-3 as SGLang reads it",
-        kind="eagle3",
-        names=_MIDLAYER,
-        format="sglang",
-        shapes=_eagle3_shapes("midlayer."),
-        config=_sglang_eagle3_config,
-    ),
-    # eagle/model/cnets1.py of github.com/SafeAILab/EAGLE; llama_eagle.py of SGLang and of vLLM
-    "eagle": Layout(
-        title="EAGLE-1/2 of its authors",
-        kind="eagle",
-        known=_is_eagle,
-        read=_read_eagle,
-        format="eagle",
-        shapes=_EAGLE_SHAPES,
-        embedding="always",
-        config=_authors_config,
-    ),
-    "sglang-eagle": Layout(
-        title="EAGLE-1/2 as SGLang reads it",
-        kind="eagle",
-        format="sglang",
-        shapes=_EAGLE_SHAPES,
-        embedding="always",
-        # SGLang's `fc` always has a bias, and one that is not in the file stays as it was drawn.
-        config=lambda ours, source: ours | {"architectures": ["LlamaForCausalLMEagle"], "bias": True},
-    ),
+def _is_vllm_medusa(values: Values, names: Names) -> bool:
+    return _is_medusa(values, names) and any("blocks.0.layers.0." in name for name in names())
+
+
+_FUNCTIONS: dict[str, dict[str, Any]] = {
+    "speculators": {
+        "known": lambda values, names: values.get("speculators_model_type") == "eagle3",
+        "read": _read_speculators,
+        "config": _speculators_config,
+    },
+    # Without the first key vLLM builds the blocks without a bias and ignores ours.
+    "vllm-medusa": {
+        "known": _is_vllm_medusa,
+        "read": _read_vllm_medusa,
+        "config": lambda ours, source: ours | {"medusa_fc_bias": True, "original_lm_head": False},
+    },
+    "medusa": {"known": _is_medusa, "read": _read_medusa},
+    "hydra": {"known": lambda values, names: "hydra_num_heads" in values, "read": _read_hydra},
+    "eagle3": {"known": _is_eagle3, "read": _read_eagle3, "config": _authors_config},
+    "sglang-eagle3": {"config": _sglang_eagle3_config},
+    "eagle": {"known": _is_eagle, "read": _read_eagle, "config": _authors_config},
+    # SGLang's `fc` always has a bias, and one that is not in the file stays as it was drawn.
+    "sglang-eagle": {
+        "config": lambda ours, source: ours | {"architectures": ["LlamaForCausalLMEagle"], "bias": True},
+    },
 }
+LAYOUTS = {name: Layout(**data, **_FUNCTIONS[name]) for name, data in _DATA["layouts"].items()}
 
 
 def layout_of(values: Values, names: Names) -> Layout | None:
