@@ -18,6 +18,7 @@ from draftsmith_core.io import read_json_value, write_text_atomic
 from eval.schema import KINDS, SCHEMA_VERSION, TARGET, Counts, ResultsDocument, Row, SuiteKind
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 Name = str | None
@@ -25,7 +26,7 @@ Number = float | None
 Cell = tuple[str, str, float, str | None, str | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Results:
     """The results of one evaluation. `document` is results.json, `directory` is where it was written.
 
@@ -37,6 +38,9 @@ class Results:
 
     document: ResultsDocument
     directory: Path
+
+    def __repr__(self) -> str:
+        return f"Results({str(self.directory)!r}, drafts={self.drafts}, domains={self.domains()})"
 
     @classmethod
     def load(cls, path: str | Path) -> "Results":
@@ -193,6 +197,18 @@ class Results:
         frame = frame[frame["figure"].isin(figures)].reset_index(drop=True)
         empty = [name for name in ("tree", "verifier", "at", "part") if frame[name].isna().all()]
         return frame.drop(columns=[*empty, *(["figure"] if len(figures) == 1 else [])])
+
+    def plot(self, name: str = "alpha") -> "Figure":
+        """Draw a figure of the report, such as alpha, gain, accept or tau; `.savefig(FILE)` of it writes a file."""
+        from eval.report.page import FIGURES
+        from eval.report.theme import LIGHT, Look, roles_of
+
+        if name not in FIGURES:
+            raise InputError(f"plot: no figure {name!r}; {nearest(name, FIGURES)}")
+        figure = FIGURES[name](self, Look(LIGHT, roles_of(self.drafts, self.base)))
+        if figure is None:
+            raise InputError(f"plot: {name} was not measured")
+        return figure
 
     @cached_property
     def _index(self) -> dict[tuple[str, str, str, float, str | None, str | None], list[Row]]:

@@ -349,6 +349,13 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are(results: Resul
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_figure_of_the_report_is_one_call_and_a_repr_is_a_line(results: Results, tmp_path: Path) -> None:
+    results.plot("alpha").savefig(tmp_path / "alpha.png")
+    assert (tmp_path / "alpha.png").stat().st_size > 5000 and len(repr(results)) < 200
+    with pytest.raises(InputError, match="no figure 'alhpa'; did you mean alpha?"):
+        results.plot("alhpa")
+
+
 def test_the_table_is_a_frame(results: Results) -> None:
     everything = results.to_frame()
     assert list(everything.columns)[:5] == ["figure", "draft", "domain", "kind", "temperature"]
