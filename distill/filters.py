@@ -9,9 +9,8 @@ from typing import Any
 from distill.config import DistillConfig
 from distill.conversations import THINKING
 from distill.engines import Answer
-from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json
-from draftsmith_core.prompt_rows import KEYS, iterate_rows
+from draftsmith_core.prompt_rows import KEYS, iterate_rows, parse_named
 from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.tokenization import Tokenizer, decode_text
 
@@ -59,12 +58,9 @@ class Suites:
     """Hashed runs of words of the evaluation's prompt sets, with the name of the set."""
 
     def __init__(self, named: Sequence[str]) -> None:
-        """named: `NAME=P`, P a prompt source. Raise InputError for a source that cannot be read."""
+        """named: prompt sources, `NAME=P` or P. Raise InputError for a source that cannot be read."""
         self._names: dict[int, str] = {}
-        for value in named:
-            name, equals, source = value.partition("=")
-            if not (name and equals and source):
-                raise InputError(f"--decontaminate {value}: expected NAME=P, such as gsm8k=gsm8k.jsonl")
+        for name, source in parse_named("--decontaminate", named).items():
             counts = Counter(run for _, row in iterate_rows(source) for run in set(runs_of_words(row)))
             self._names |= {run: name for run, count in counts.items() if count <= _FORM}
 

@@ -7,7 +7,8 @@ A *record* is a row as it is stored, before it is understood: a million of them 
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,29 @@ def _hub_records(source: str, dataset: str, split: str, **which: str | None) -> 
 def text_of(row: dict[str, Any], key: str) -> str:
     """The value under `key` as text; empty if there is none."""
     return "" if row.get(key) is None else str(row[key])
+
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
+    """Models or prompt sets by name: `["a=x", "runs/b", "data/c.jsonl", "@d"]` are called a, b, c and d.
+
+    Raise InputError for a name that cannot be, or that comes twice.
+    """
+    named: dict[str, str] = {}
+    for value in values:
+        name, equals, source = value.partition("=")
+        if not equals or "/" in name:
+            source, path = value, re.sub(r":[\w-]+$", "", value).rstrip("/")
+            name = re.sub(r"(\.(jsonl|json|parquet|txt|gz|zst))+$", "", path.rpartition("/")[2])
+            name = suite_name(value) if value.startswith("@") else re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")
+        if not NAME.fullmatch(name) or not source:
+            raise InputError(f"{option} {value}: write NAME=VALUE; a name has letters, digits, '.', '_' and '-'")
+        if name in named:
+            raise InputError(f"{option} {value}: the name {name!r} is used twice; write NAME={source}")
+        named[name] = source
+    return named
 
 
 @dataclass(frozen=True, kw_only=True)

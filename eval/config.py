@@ -58,9 +58,9 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     target: str
     """Target model: a local directory or hub name."""
     draft: Named
-    """Drafts to compare, each NAME=MODEL: a language model or the directory of a head."""
+    """Drafts to compare, each MODEL or NAME=MODEL: a language model or the directory of a head."""
     id: Named
-    """Prompt sets in distribution, each NAME=PROMPTS, @SUITE, or @SUITE:FILE for local rows of the suite."""
+    """Prompt sets in distribution, each PROMPTS, NAME=PROMPTS, @SUITE, or @SUITE:FILE for local rows of the suite."""
     ood: list[str] = field(default_factory=list)
     """Prompt sets out of distribution, written as for `id`."""
     base: str | None = None

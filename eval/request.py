@@ -1,6 +1,5 @@
 """An `EvalConfig` taken apart: names, sources, samplings and methods. Refuses what needs no model to be refused."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,12 +8,10 @@ from decode import VERIFIERS, TreeShape, default_verifier, parse_tree
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.processes import launched
-from draftsmith_core.prompt_rows import load_suite, suite_name
+from draftsmith_core.prompt_rows import load_suite, parse_named, suite_name
 from draftsmith_core.settings import Sampling
 from eval.config import EvalConfig
 from eval.require import Requirement
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -52,24 +49,8 @@ class EvalRequest:
     methods: list[Method]
 
 
-def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
-    """Turn `["a=x", "b=y"]` into `{"a": "x", "b": "y"}`; raise InputError for any other form or a repeated name."""
-    named: dict[str, str] = {}
-    for value in values:
-        name, _, source = value.partition("=")
-        if not NAME.fullmatch(name) or not source:
-            raise InputError(
-                f"{option} {value}: expected NAME=VALUE, the name of up to 64 letters, digits, '.', '_' or '-'"
-            )
-        if name in named:
-            raise InputError(f"{option} {value}: the name {name!r} is used twice")
-        named[name] = source
-    return named
-
-
 def _sets(option: str, values: Sequence[str]) -> dict[str, str]:
-    """Prompt sets by name; `@gsm8k` is `gsm8k=@gsm8k`."""
-    sets = parse_named(option, [f"{suite_name(value)}={value}" if value.startswith("@") else value for value in values])
+    sets = parse_named(option, values)
     for name, source in sets.items():
         if name in ("id", "ood"):
             raise InputError(f"{option} {name}=...: this name stands for all sets of a kind; use another")

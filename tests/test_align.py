@@ -67,7 +67,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
 ) -> None:
     out = tmp_path / "out"
     words = ["--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", out, *SMALL]
-    words += ["--ood", f"other={files['other']}", "--objective", "jsd:beta=0.5", "ce", "--eval.tree", "chain:1"]
+    words += ["--ood", files["other"], "--objective", "jsd:beta=0.5", "ce", "--eval.tree", "chain:1"]
     code, printed, err = door("align", *words, "--json")
     assert code == 0, err
     # A fifth of the prompts is held out, no prompt is on both sides, and every row is on one.
@@ -305,7 +305,7 @@ def test_choices_follow_what_is_given() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"ood": ["nameless.jsonl"]}, "expected NAME=VALUE"),
+        ({"ood": ["a/x.jsonl", "b/x.jsonl"]}, "the name 'x' is used twice; write NAME="),
         ({"id": ["a=x"], "ood": ["a=y"]}, "either ID or OOD"),
         ({"train": {"stesp": 1}}, "train.stesp: Extra inputs are not permitted"),
         ({"eval": {"bootstrap": 3}}, "eval.bootstrap: Input should be greater than or equal to 100"),

@@ -83,7 +83,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     ],
     "align --target {target} --draft {draft} --prompts {prompts} --out out": [
         ("--objective jsdd", "jsdd"),
-        ("--ood {prompts}", "expected NAME="),
+        ("--ood =", "write NAME="),
         ("--ood a=none.jsonl", "none.jsonl: no such file"),
         ("--train.stesp 3", "did you mean --train.steps?"),
         ("--train.lr 3", "did you mean --train.optim.lr?"),

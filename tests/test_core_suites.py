@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith_core import prompt_rows
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import iterate_rows, load_suite, suite_names
+from draftsmith_core.prompt_rows import iterate_rows, load_suite, parse_named, suite_names
 from eval.config import EvalConfig
 from eval.request import check
 
@@ -181,3 +181,15 @@ def test_real_rows_are_prompts(name: str) -> None:
         pytest.skip(f"needs {file}")
     rows = [row for _, row in iterate_rows(str(file))]
     assert len(rows) >= 164 and all(row["messages"][0]["role"] == "user" for row in rows)
+
+
+def test_what_has_no_name_is_called_as_its_file_or_directory() -> None:
+    values = [
+        "a=x/y",
+        "runs/Llama-3.2-1B",
+        "p/code.train.jsonl",
+        "hub/owner:test",
+        "s3://b/d.jsonl.gz",
+        "@gsm8k:f.jsonl",
+    ]
+    assert list(parse_named("--id", values)) == ["a", "Llama-3.2-1B", "code.train", "owner", "d", "gsm8k"]

@@ -177,6 +177,6 @@ def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
     write_rows("fox.jsonl", {"prompt": "other words"})
     code, _, err = door(*words)
     assert code == 2 and "decontaminated is" in err
-    for wrong in ("fox.jsonl", "=fox.jsonl", "fox="):
+    for wrong in ("=fox.jsonl", "fox="):
         code, _, err = door(*words[:-2], wrong, "--out", "o")
-        assert code == 2 and "expected NAME=P" in err
+        assert code == 2 and "write NAME=VALUE" in err

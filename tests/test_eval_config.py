@@ -56,7 +56,7 @@ def test_a_value_may_hold_an_equals_sign() -> None:
     ("change", "message"),
     [
         ({"draft": []}, "draft: List should have at least 1 item"),
-        ({"draft": ["runs/a"]}, "--draft runs/a: expected NAME=VALUE"),
+        ({"draft": ["runs/a", "other/a"]}, "--draft other/a: the name 'a' is used twice; write NAME=other/a"),
         ({"draft": ["a=x", "a=y"]}, "the name 'a' is used twice"),
         ({"draft": ["target=x"]}, "this name is the target's"),
         ({"ood": ["prose=x"]}, "--ood prose: --id has this name"),

@@ -18,6 +18,7 @@ from eval.report.page import render_page
 from eval.report.theme import LIGHT, Look, roles_of
 from eval.results import Results
 from eval.schema import SuiteKind
+from eval.summary import headline_and_table
 from tests.results_made_up import BASE, BOTH, made_up, view
 
 CHROMIUM = next(
@@ -354,6 +355,15 @@ def test_a_figure_of_the_report_is_one_call_and_a_repr_is_a_line(results: Result
     assert (tmp_path / "alpha.png").stat().st_size > 5000 and len(repr(results)) < 200
     with pytest.raises(InputError, match="no figure 'alhpa'; did you mean alpha?"):
         results.plot("alhpa")
+
+
+def test_what_eval_prints_is_the_decision_and_a_row_by_draft_and_set(results: Results) -> None:
+    headline, *table = headline_and_table(results)
+    assert headline == lead(results).headline
+    text = "\n".join(table)
+    assert all(heading in text for heading in ("draft", "set", "alpha", "tokens per call", "speed"))
+    for draft in results.drafts:
+        assert sum(f" {draft} " in line for line in text.splitlines()) == len(results.domains())
 
 
 def test_the_table_is_a_frame(results: Results) -> None:

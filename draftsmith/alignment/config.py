@@ -19,8 +19,8 @@ from draftsmith_core.options import (
     Text,
     options,
 )
+from draftsmith_core.prompt_rows import parse_named
 from eval.config import EvalConfig
-from eval.request import parse_named
 from train.config import TrainConfig
 from train.objective import parse_objective
 
@@ -79,9 +79,9 @@ class AlignConfig(TargetOptions, RunOptions):
     plain: bool = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""
     id: list[str] = field(default_factory=list)
-    """Prompt sets in distribution, NAME=PROMPTS. Default: part of --prompts, held out of training."""
+    """Prompt sets in distribution, PROMPTS or NAME=PROMPTS. Default: part of --prompts, held out of training."""
     ood: list[str] = field(default_factory=list)
-    """Prompt sets out of distribution, NAME=PROMPTS: domains that the draft is not aligned on."""
+    """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS: domains that the draft is not aligned on."""
     heldout_prompts: AtLeast1 | None = None
     """Number of --prompts to hold out if --id is empty."""
     prompt_tokens: Rare[AtLeast1] = 32

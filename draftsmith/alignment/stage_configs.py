@@ -8,9 +8,9 @@ from drafts.load import draft_kind
 from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.processes import launched
+from draftsmith_core.prompt_rows import NAME, parse_named
 from draftsmith_core.settings import loading
 from eval.config import EvalConfig
-from eval.request import NAME
 from train.config import TrainConfig
 
 
@@ -78,5 +78,5 @@ def eval_config(config: AlignConfig) -> EvalConfig:
 def _set_name(config: AlignConfig) -> str:
     """The name of the held-out prompts: that of their file, unless it is no name or another set has it."""
     name = Path(config.prompts.partition(":")[0]).stem
-    taken = {named.partition("=")[0] for named in config.ood} | {"id", "ood"}
+    taken = {*parse_named("ood", config.ood), "id", "ood"}
     return name if NAME.fullmatch(name) and name not in taken else "heldout"

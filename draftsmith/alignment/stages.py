@@ -32,7 +32,7 @@ from draftsmith_core.io import canonical_json, read_json, sha256_file, write_jso
 from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
 from draftsmith_core.options import takes
 from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
-from draftsmith_core.prompt_rows import asked_of, iterate_records, iterate_rows, parse_record
+from draftsmith_core.prompt_rows import asked_of, iterate_records, iterate_rows, parse_named, parse_record
 from draftsmith_core.prompts import PromptSet, read_prompts
 from draftsmith_core.runs import Run, difference
 from draftsmith_core.settings import loading, resolve_sampling, tokenizing
@@ -169,8 +169,8 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
 
     most = config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)
     prompts = read(config.prompts, "distill", most + (0 if config.id else config.heldout_prompts or 64))
-    for named in (*config.id, *config.ood):
-        read(named.partition("=")[2], "eval", 1000)
+    for source in parse_named("ood", [*config.id, *config.ood]).values():
+        read(source, "eval", 1000)
     _, first = next(iterate_rows(config.prompts))
     return Facts(
         rows="chat" if first.get("messages") is not None else "prompt" if first.get("prompt") is not None else "text",
