@@ -1,5 +1,7 @@
 """README.md of a checkpoint or a distilled set: a YAML header for the hub, and Markdown from `templates/`."""
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,7 @@ def _card(template: str, header: Values, record: Values, **values: Any) -> str:
     versions = record.get("versions", {})
     names = [f"{name} {versions[name]}" for name in ("draftsmith", "torch", "transformers") if name in versions]
     page = jinja2.Environment(loader=jinja2.PackageLoader("draftsmith_core"), keep_trailing_newline=True)
+    page.filters |= {"shell": shlex.quote, "python": json.dumps}
     page.globals |= {"table": _table, "here": PLACEHOLDER, "versions": ", ".join(names)}
     head = yaml.safe_dump({key: value for key, value in header.items() if value}, sort_keys=False, allow_unicode=True)
     return f"---\n{head}---\n\n" + page.get_template(template).render(values, record=record)

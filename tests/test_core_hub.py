@@ -1,8 +1,10 @@
 """Cards say what the records say and no more; an upload to a stand-in of the hub arrives, or fails in one line."""
 
+import ast
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from huggingface_hub import HfApi, RepoUrl
 
 from draftsmith.__main__ import main
 from draftsmith_core import cards, hub
+from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError, RunError
 
 RECORD: dict[str, Any] = {
@@ -194,6 +197,36 @@ def test_the_example_for_transformers_runs(target_dir: str, draft_dir: str, caps
     (code,) = re.findall(r"^```python\n(.*?)^```", card, flags=re.MULTILINE | re.DOTALL)
     exec(code, {})  # noqa: S102
     assert capsys.readouterr().out.strip()
+
+
+def words_of_shell(command: str, cwd: Path) -> list[str]:
+    return subprocess.check_output(["sh", "-c", f"printf '%s\\0' {command}"], cwd=cwd, text=True).split("\0")[:-1]
+
+
+def test_commands_and_code_that_are_printed_hold_any_path(tmp_path: Path) -> None:
+    """A space, both quotes and a command of the shell, as words of a shell, in JSON and in Python."""
+    target, draft = "my target/$(touch x)", 'it\'s "my" draft/`touch x`'
+    for engine, kinds in SERVING.items():
+        for kind, serving in kinds.items():
+            exports, command = serving.commands(kind, target, draft, 3)
+            for line in exports:
+                assert {target, draft} & set(words_of_shell(line, tmp_path)), (engine, line)
+            if serving.python:
+                ast.parse(command)
+                literals = [node.value for node in ast.walk(ast.parse(command)) if isinstance(node, ast.Constant)]
+                outs = {words_of_shell(line, tmp_path)[-1] for line in exports}
+                assert outs <= set(literals)
+                continue
+            words = words_of_shell(command.partition("  # ")[0], tmp_path)
+            if engine == "vllm":
+                config = json.loads(words[-1])
+                assert words[:3] == ["vllm", "serve", target]
+                assert config["model"] == (words_of_shell(exports[0], tmp_path)[-1] if exports else draft)
+    card = cards.checkpoint_card(RECORD | {"target": target}).replace(hub.PLACEHOLDER, "org/draft")
+    python, shell = re.findall(r"^```(?:python|bash)\n(.*?)^```", card, flags=re.MULTILINE | re.DOTALL)
+    assert target in [node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)]
+    assert all(target in words_of_shell(line, tmp_path) for line in shell.splitlines())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_upload_of_a_checkpoint(uploads: dict[str, dict[str, bytes]], checkpoint: Path) -> None:

@@ -18,6 +18,7 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
     decode = ["draftsmith", "decode", "--target", config.target, "--draft", checkpoint]
     decode += ["--tree", method[0], "--temperature", f"{results.top_temperature:g}"]
     decode += ["--trust_remote_code"] if config.trust_remote_code else []
+    decode += ["--revision", config.revision] if config.revision else []
     shown: dict[str, Any] = {
         "out": config.out,
         "config": str(Path(config.out) / "align.yaml"),
