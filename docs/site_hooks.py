@@ -50,9 +50,11 @@ def commands() -> str:
         "| 130, 143 | interrupted, told to stop; what was done is kept |"
     ]
     for name, command in COMMANDS.items():
-        rows = "\n".join(f"| {' | '.join(row)} |" for row in options(command.options))
-        head = f"## {name}\n\n{command.what[0].upper()}{command.what[1:]}."
-        parts.append(f"{head}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n{rows}")
+        uses = {name: command} | {f"{name} --{key}": other for key, other in command.instead.items()}
+        for title, use in uses.items():
+            rows = "\n".join(f"| {' | '.join(row)} |" for row in options(use.options))
+            head = f"{'##' if title == name else '###'} {title}\n\n{use.what[0].upper()}{use.what[1:]}."
+            parts.append(f"{head}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n{rows}")
     return "\n\n".join(parts) + "\n"
 
 

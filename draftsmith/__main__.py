@@ -21,7 +21,10 @@ from draftsmith_core.processes import Terminated, is_main, settle_threads  # noq
 
 def usage() -> str:
     """The help of `draftsmith` itself."""
-    lines = [f"  {name:<9}{command.what}" for name, command in COMMANDS.items()]
+    lines = []
+    for name, command in COMMANDS.items():
+        lines.append(f"  {name:<9}{command.what}")
+        lines += [f"  {'':<9}--{key}: {what}" for key, what in command.modes.items()]
     return (
         f"draftsmith {__version__}: align draft models for speculative decoding, and measure what it buys\n\n"
         "usage: draftsmith COMMAND [--key value ...] [--config FILE]\n"

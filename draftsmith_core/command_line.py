@@ -8,7 +8,7 @@ import argparse
 import difflib
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType
@@ -28,15 +28,19 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(message.removeprefix("argument "))
 
 
-def parse(cls: type[C], command: str, argv: list[str]) -> tuple[C, bool]:
-    """The configuration of a command and whether `--json` was given. Raise InputError for any misuse."""
+def parse(cls: type[C], command: str, argv: list[str], modes: Mapping[str, str] | None = None) -> tuple[C, bool]:
+    """The configuration of a command and whether `--json` was given. Raise InputError for any misuse.
+
+    modes: by key, what the command does when that option is typed, for the help.
+    """
     table = {option.key: option for option in options_of(cls)}
     words = [_underscored(word) for word in argv]
+    if asked := {"-h", "--help", "--help=all"} & set(words):
+        everything = "--help=all" in asked or words[-2:] == ["--help", "all"]
+        sys.stdout.write(parser(cls, command, everything, modes).format_help())
+        raise SystemExit(0)
     parsed, unknown = parser(cls, command, everything=False).parse_known_args(words)
     typed = vars(parsed)
-    if "help" in typed:
-        sys.stdout.write(parser(cls, command, everything=typed["help"] == "all").format_help())
-        raise SystemExit(0)
     if unknown:
         key = unknown[0].partition("=")[0]
         is_option = key.startswith("--")
@@ -125,7 +129,9 @@ def _print_config(table: dict[str, Option], values: dict[str, Any]) -> None:
     sys.stdout.write(yaml.safe_dump(filled, sort_keys=False, allow_unicode=True))
 
 
-def parser(cls: type, command: str, everything: bool = True) -> argparse.ArgumentParser:
+def parser(
+    cls: type, command: str, everything: bool = True, modes: Mapping[str, str] | None = None
+) -> argparse.ArgumentParser:
     """The options of a command as argparse and shtab (completion) read them."""
     arguments = _Parser(
         prog=f"draftsmith {command}",
@@ -136,11 +142,13 @@ def parser(cls: type, command: str, everything: bool = True) -> argparse.Argumen
         add_help=False,
         allow_abbrev=False,
     )
-    table = options_of(cls)
-    sections = {option.section: arguments.add_argument_group(option.section) for option in table}
+    table = sorted(options_of(cls), key=lambda option: option.default is not MISSING)
+    groups: dict[str, Any] = {}
     for option in table:
-        default = "required" if option.default is MISSING else f"default: {option.default_text}"
-        text = f"{option.help} ({default})" if default != "default: " else option.help
+        section = "Required" if option.default is MISSING else option.section
+        group = groups[section] = groups.get(section) or arguments.add_argument_group(section)
+        default = "" if option.default is MISSING else option.default_text
+        text = f"{option.help} (default: {default})" if default else option.help
         words: dict[str, Any] = {"metavar": option.kind, "help": text.replace("%", "%%")}
         if option.rare and not everything:
             words["help"] = argparse.SUPPRESS
@@ -150,13 +158,17 @@ def parser(cls: type, command: str, everything: bool = True) -> argparse.Argumen
             words |= {"nargs": "?", "const": "true"}
         if option.choices:
             words["choices"] = [*option.choices, *["null"] * (NoneType in parts(option.hint))]
-        sections[option.section].add_argument(f"--{option.key}", **words)
-    common = arguments.add_argument_group("Every command")
-    text = "YAML file with any of these options; typed ones override it"
+        group.add_argument(f"--{option.key}", **words)
+    if modes:
+        group = arguments.add_argument_group("Other uses; add --help to one for its options")
+        for key, what in modes.items():
+            group.add_argument(f"--{key}", metavar="...", help=f"{what[0].upper()}{what[1:]}.")
+    common = arguments.add_argument_group("Options of every command")
+    text = "YAML file with any of these options; typed ones override it."
     common.add_argument("--config", metavar="FILE", action="append", help=text)
-    common.add_argument("--print_config", action="store_true", help="print the options as such a file")
-    common.add_argument("--json", action="store_true", help="end standard output with one JSON object, the summary")
+    common.add_argument("--print_config", action="store_true", help="Print the options as such a file.")
+    common.add_argument("--json", action="store_true", help="End standard output with one JSON object, the summary.")
     hidden = sum(option.rare for option in table)
-    text = f"show this; --help=all lists {hidden} rarely used options as well" if hidden else "show this"
+    text = "Show this" + (f"; --help=all lists {hidden} rarely used options as well." if hidden else ".")
     common.add_argument("-h", "--help", nargs="?", const="", metavar="all", help=text)
     return arguments

@@ -20,8 +20,8 @@
 
 `@options` makes a frozen, keyword-only pydantic dataclass. Wrong values are an InputError of one line, from Python too.
 The docstring under a field is its help. `Rare[...]` hides an option from `--help` (`--help=all` shows it);
-`NotIdentity[...]` marks an option that does not change the result. The first docstring line of an inherited or nested
-class is the heading of its section. `Annotated[dict[str, Any], Given(DistillConfig)]` nests another config's options.
+`NotIdentity[...]` marks an option that does not change the result. The first sentence of an inherited or nested class
+is the heading of its section. `Annotated[dict[str, Any], Given(DistillConfig)]` nests another config's options.
 """
 
 import dataclasses
@@ -147,7 +147,7 @@ def takes(config: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 @options
 class CodeOptions:
-    """Models."""
+    """How models are loaded."""
 
     trust_remote_code: Rare[bool] = False
     """Run model code that comes with a checkpoint."""
@@ -155,7 +155,7 @@ class CodeOptions:
 
 @options
 class ModelOptions(CodeOptions):
-    """Models."""
+    """How models are loaded."""
 
     device: NotIdentity[str] = "auto"
     """auto, cpu, cuda or cuda:N."""
@@ -165,7 +165,7 @@ class ModelOptions(CodeOptions):
 
 @options
 class TargetOptions(ModelOptions):
-    """Models."""
+    """How models are loaded."""
 
     chat_template: Rare[str | None] = None
     """Jinja file with a chat template, in place of the one in the target's tokenizer."""
@@ -175,7 +175,7 @@ class TargetOptions(ModelOptions):
 
 @options
 class SamplingOptions:
-    """Sampling."""
+    """How tokens are sampled."""
 
     temperature: Temperature | None = None
     """0 is greedy. Default: the target's generation_config.json if that samples, else 0."""
@@ -189,7 +189,7 @@ class SamplingOptions:
 
 @options
 class PromptOptions:
-    """Prompts."""
+    """Which prompts are read."""
 
     max_prompts: AtLeast1 | None = None
     """Use only the first prompts."""
@@ -199,7 +199,7 @@ class PromptOptions:
 
 @options
 class RunOptions:
-    """Run."""
+    """Where the run writes, and its seed."""
 
     out: NotIdentity[Out]
     """Directory to write."""
@@ -287,7 +287,9 @@ def _field_docstrings(cls: type) -> dict[str, str]:
 
 
 def _summary(cls: type) -> str:
-    return (cls.__doc__ or "").strip().splitlines()[0].rstrip(".:")
+    """The first sentence of a docstring."""
+    paragraph = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
+    return paragraph.partition(". ")[0].rstrip(".:")
 
 
 def identity(config: Any) -> dict[str, Any]:

@@ -52,8 +52,7 @@ class TimeAgainConfig:
 
 @options
 class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
-    """Compare drafts of one target, in distribution (ID) and out of it (OOD). `eval --render DIR` draws the report of
-    DIR again; `eval --time_again DIR` times it again; `eval --compare A B` compares two evaluations."""
+    """Compare drafts of one target, in distribution (ID) and out of it (OOD)."""
 
     target: str
     """Target model: a local directory or hub name."""

@@ -171,6 +171,18 @@ def test_help_lists_every_option_with_its_sentence(command: str, door: Door) -> 
     assert code == 0 and "--config" in out and "--print_config" in out
     for option in options_of(COMMANDS[command].options):
         assert f"--{option.key} " in flat and option.help and not option.help.startswith("Default"), option.key
+    headings = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[0] in ("Required:", "Options:") and not [line for line in headings if line.count("`") % 2]
+
+
+@pytest.mark.parametrize(
+    ("command", "key"), [(name, key) for name, command in COMMANDS.items() for key in command.instead]
+)
+def test_help_shows_the_other_uses_of_a_command(command: str, key: str, door: Door) -> None:
+    for words in ((command, "--help"), ("--help",), (command, f"--{key}", "--help")):
+        code, out, _ = door(*words)
+        assert code == 0 and f"--{key}" in out
+    assert "Required:\n  --" in out
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -241,4 +253,4 @@ def test_help_has_two_tiers(capsys: pytest.CaptureFixture[str]) -> None:
         assert leaving.value.code == 0
         texts.append(capsys.readouterr().out)
     assert "--loud" not in texts[0] and "--loud" in texts[1] and "Whether to shout." in texts[1]
-    assert all("Models:" in text and "--device" in text and "A group:" in text for text in texts)
+    assert all("How models are loaded:" in text and "--device" in text and "A group:" in text for text in texts)

@@ -224,6 +224,11 @@ class Command:
         options: type = getattr(importlib.import_module(module), name)
         return options
 
+    @property
+    def modes(self) -> dict[str, str]:
+        """By key, what the command does when that is typed."""
+        return {key: other.what for key, other in self.instead.items()}
+
 
 COMMANDS = {
     "demo": Command("align the shipped nano pair, offline, in minutes", "draftsmith.config:DemoConfig", _demo, True),
@@ -271,7 +276,7 @@ def run(name: str, argv: list[str]) -> None:
     command, typed = COMMANDS[name], {word.partition("=")[0] for word in argv}
     command = next((other for key, other in command.instead.items() if f"--{key}" in typed), command)
     try:
-        config, as_json = parse(command.options, name, argv)
+        config, as_json = parse(command.options, name, argv, command.modes)
     except SystemExit:
         if name == "decode" and typed & {"-h", "--help"}:
             from draftsmith.cli.method_table import terminal
@@ -303,5 +308,7 @@ def print_completion(argv: list[str]) -> None:
     whole = argparse.ArgumentParser(prog="draftsmith")
     parsers = whole.add_subparsers()
     for name, command in COMMANDS.items():
-        parsers.add_parser(name, help=command.what, parents=[parser(command.options, name)], add_help=False)
+        parsers.add_parser(
+            name, help=command.what, parents=[parser(command.options, name, True, command.modes)], add_help=False
+        )
     print(shtab.complete(whole, argv[0]))
