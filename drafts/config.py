@@ -73,14 +73,8 @@ class MergeConfig(CodeOptions):
         if weights and len(weights) < len(drafts):
             without = next(source for source, weight in drafts if weight is None)
             raise InputError(f"--draft {without}: has no weight; write {without}=WEIGHT, or give no weights at all")
-        if len(drafts) == 1 and (self.base is None or not weights):
-            needed = "a second draft, or the base" if self.base is None else f"its weight, such as {drafts[0][0]}=0.5"
-            raise InputError(f"--draft {drafts[0][0]}: alone it would be copied; give {needed}")
         if self.base is None and weights and abs(sum(weights) - 1) > 1e-6:
             raise InputError(f"--draft: the weights add up to {sum(weights):g}; without --base they must add up to 1")
-        names = [source for source, _ in drafts] + [self.base]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise InputError(f"--draft {twice}: is named twice")
         return [(source, 1 / len(drafts) if weight is None else weight) for source, weight in drafts]
 
     def sources(self) -> list[str]:

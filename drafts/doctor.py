@@ -245,9 +245,7 @@ def examine(config: DoctorConfig) -> dict[str, Any]:
     tokens = {}
     if config.plan is not None:
         plan = read_json(Path(config.plan), "a plan of `draftsmith plan`")
-        if "engines" not in plan:
-            raise InputError(f"{config.plan}: has no 'engines'; name a plan of `draftsmith plan`")
-        tokens = {row["engine"]: row["draft_tokens"] for row in plan["engines"]}
+        tokens = {row["engine"]: row["draft_tokens"] for row in plan.get("engines", ())}
     kind = head_kind(config.draft) or "draft"
     differs, holds = None, "its layout holds this head"
     if kind == "draft":
@@ -283,10 +281,7 @@ def _model(name: str, trust_remote_code: bool) -> Model:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise InputError(f"{name}: no model could be read from it: {why_not(name, error)}") from None
-    text = config.get_text_config(decoder=True)
-    if not isinstance(getattr(text, "vocab_size", None), int):
-        raise InputError(f"{name}: its config.json says no 'vocab_size'; name a language model, or a head with it")
-    return Model(name, text, find_tokenizer(name, trust_remote_code))
+    return Model(name, config.get_text_config(decoder=True), find_tokenizer(name, trust_remote_code))
 
 
 def _meaning(target: Model, draft: Model) -> tuple[str | None, str]:

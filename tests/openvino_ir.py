@@ -13,10 +13,15 @@ from drafts.neighbours import how_to_get, program
 from draftsmith_core.engine_commands import SERVING
 
 
+def engine(name: str) -> Path:
+    found = program(name)
+    if found is None:
+        pytest.skip(f"{name} is not here: {how_to_get(name)}")
+    return found
+
+
 def openvino_ir(source: str, out: Path) -> Path:
-    python = program("openvino")
-    if python is None:
-        pytest.skip(f"openvino is not here: {how_to_get('openvino')}")
+    python = engine("openvino")
     copy = out.with_name(f"{out.name}-model")
     shutil.copytree(source, copy)
     # The class that a newer transformers names here may not exist in the engine's environment.

@@ -12,14 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import draftsmith as ds
-from drafts.heads import save_head
-from drafts.heads.eagle import EagleHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import HydraHeads, MedusaHeads
-from drafts.neighbours import complete, how_to_get, llama_server, program, work
+from drafts.heads import HEADS, save_head
+from drafts.neighbours import complete, llama_server, work
 from draftsmith.__main__ import main
 from draftsmith_core.models import load_model
-from tests.openvino_ir import openvino_ir
+from tests.openvino_ir import engine, openvino_ir
 
 PAIR = Path(__file__).parents[1] / "draftsmith" / "demo" / "pair"
 TARGET = str(PAIR / "target")
@@ -96,34 +93,21 @@ def test_each_engine_has_its_own_rule(draft: str, name: str) -> None:
     assert tuple(found) == ENGINES
     refusals = VARIANTS[name][1]
     assert {engine for engine, verdict in found.items() if not verdict["loads"]} == set(refusals)
-    for engine, said in refusals.items():
-        assert said in found[engine]["reason"] and found[engine]["command"] is None
+    for name_of_engine, said in refusals.items():
+        assert said in found[name_of_engine]["reason"] and found[name_of_engine]["command"] is None
     if name == "another token":
         # These compare sizes only, and would draft nonsense without a word.
         others = [verdict for engine, verdict in found.items() if engine != "llama.cpp"]
         assert all(not each["serves"] and "token 607 is another one" in each["reason"] for each in others)
 
 
-def test_the_path_that_vllm_takes_for_a_head(tmp_path: Path) -> None:
-    shutil.copytree(PAIR / "base", tmp_path / "my-eagle3-draft")
-    found = verdicts(TARGET, str(tmp_path / "my-eagle3-draft"))
-    assert not found["vllm"]["loads"] and "'eagle3'" in found["vllm"]["reason"]
-    assert found["sglang"]["serves"]
-
-
 def test_heads_by_what_their_layouts_can_say(tmp_path: Path) -> None:
     target = load_model(TARGET, device="cpu")
-    for head in (
-        EagleHead.fresh(target),
-        Eagle3Head.fresh(target),
-        MedusaHeads.fresh(target),
-        HydraHeads.fresh(target),
-    ):
-        save_head(head, tmp_path / head.kind)
-    serving = {
-        kind: {engine for engine, verdict in verdicts(TARGET, str(tmp_path / kind)).items() if verdict["serves"]}
-        for kind in ("eagle", "eagle3", "medusa", "hydra")
-    }
+    serving = {}
+    for kind, head in HEADS.items():
+        save_head(head.fresh(target), tmp_path / kind)
+        verdict = verdicts(TARGET, str(tmp_path / kind))
+        serving[kind] = {name for name in verdict if verdict[name]["serves"]}
     # The demo's target has six layers, of which the authors' code takes two states that are the same.
     assert serving == {
         "eagle": {"SafeAILab/EAGLE", "vllm", "sglang"},
@@ -156,13 +140,6 @@ def test_transformers_says_the_same(draft: str, name: str) -> None:
     assert loads == verdicts(TARGET, draft)["transformers"]["loads"]
 
 
-def there(engine: str) -> Path:
-    found = program(engine)
-    if found is None:
-        pytest.skip(f"{engine} is not here: {how_to_get(engine)}")
-    return found
-
-
 def exported(source: str, form: str, out: Path) -> Path:
     ds.export(ds.ExportConfig(draft=source, format=form, out=str(out)))  # type: ignore[arg-type]
     return out
@@ -177,7 +154,7 @@ def target_as(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.mark.engines
 @some(*VARIANTS)
 def test_llama_cpp_says_the_same(draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]) -> None:
-    server = there("llama-server")
+    server = engine("llama-server")
     target, small = (each / "model.gguf" for each in (target_as("gguf"), exported(draft, "gguf", tmp_path / "d")))
     words = ["-m", str(target), "-md", str(small), "--spec-type", "draft-simple", "-c", "128", "-np", "1", "-t", "1"]
     loads = True
@@ -197,7 +174,7 @@ def runs(script: str, *words: Path) -> bool:
     request = words[0].with_name("request.json")
     request.write_text(json.dumps(REQUEST))
     try:
-        work(there("openvino"), WORKERS / script, *words, request)
+        work(engine("openvino"), WORKERS / script, *words, request)
     except ds.RunError:
         return False
     return True
@@ -215,6 +192,6 @@ def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
 def test_onnxruntime_genai_says_the_same(
     draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]
 ) -> None:
-    there("openvino")
+    engine("openvino")
     models = target_as("hf"), exported(draft, "hf", tmp_path / "d"), tmp_path / "built"
     assert runs("onnx_generate.py", *models) == verdicts(TARGET, draft)["onnxruntime-genai"]["loads"]

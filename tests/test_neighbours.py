@@ -25,10 +25,10 @@ from transformers import (
 import draftsmith as ds
 from drafts.heads import load_head, save_head
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.neighbours import ask, complete, how_to_get, llama_server, program, work
+from drafts.neighbours import ask, complete, llama_server, work
 from draftsmith_core.models import load_model
 from draftsmith_core.tokenization import load_tokenizer
-from tests.openvino_ir import openvino_ir
+from tests.openvino_ir import engine, openvino_ir
 from tests.tiny_models import stirred
 from train.config import HeadOptions, Optim
 
@@ -47,13 +47,6 @@ TEXTS = [
 AHEAD, TOKENS = 4, 40
 
 pytestmark = pytest.mark.engines
-
-
-def engine(name: str) -> Path:
-    found = program(name)
-    if found is None:
-        pytest.skip(f"{name} is not here: {how_to_get(name)}")
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -179,21 +179,20 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
     Raises InputError for a tokenizer whose text llama.cpp would cut differently.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None:
-        raise _unknown(tokenizer, "has no tokenizer.json")
-    backend: dict[str, Any] = json.loads(fast.to_str())
-    model = backend["model"]
+    backend: dict[str, Any] = {"model": {"type": "slow"}} if fast is None else json.loads(fast.to_str())
+    model, kind, name, unknown = backend["model"], "llama", "default", ""
     if model["type"] != "BPE":
-        raise _unknown(tokenizer, f"its tokens come from a {model['type']} model")
-    kind, name = "llama", "default"
-    spelled = any(map(_is_byte, model["vocab"]))
-    if not (spelled and model.get("byte_fallback")):
-        rules = _rules(backend["pre_tokenizer"])
+        unknown = f"its tokens come from a {model['type']} model"
+    elif not (model.get("byte_fallback") and any(map(_is_byte, model["vocab"]))):
+        rules, ignores = _rules(backend["pre_tokenizer"]), bool(model.get("ignore_merges"))
         kind, name = "gpt2", next((name for name, known in _RULES.items() if known == rules), "")
-        if not name:
-            raise _unknown(tokenizer, f"its pre-tokenizer cuts text by {rules}")
-        if (name == "llama-bpe") != bool(model.get("ignore_merges")):
-            raise _unknown(tokenizer, f"its 'ignore_merges' is {bool(model.get('ignore_merges'))} beside these rules")
+        if not name or (name == "llama-bpe") != ignores:
+            unknown = f"its pre-tokenizer cuts text by {rules} ('ignore_merges' is {ignores})"
+    if unknown:
+        raise InputError(
+            f"{tokenizer.name_or_path}: {unknown}, and no rules of llama.cpp that are known here do the same; "
+            f"use --format hf and llama.cpp's own convert_hf_to_gguf.py"
+        )
     empty, bos, eos = tokenizer("")["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
     added = {
         "bos": bos if empty and empty[0] == bos else None,
@@ -204,13 +203,6 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
     adds_space = any(sign in spaces for sign in ('"Prepend"', '_scheme": "always"', '_scheme": "first"'))
     by_id = {i: token for token, i in tokenizer.get_vocab().items()}
     return Vocabulary(kind, name, [by_id.get(i, f"[PAD{i}]") for i in range(size)], merges, added, adds_space)
-
-
-def _unknown(tokenizer: Tokenizer, what: str) -> InputError:
-    return InputError(
-        f"{tokenizer.name_or_path}: {what}, and no rules of llama.cpp that are known here do the same; "
-        f"use --format hf and llama.cpp's own convert_hf_to_gguf.py"
-    )
 
 
 def _is_byte(token: str) -> bool:
