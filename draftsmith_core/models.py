@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import importlib
 import logging
 import math
 import os
@@ -68,8 +67,15 @@ def load_model(
     torch_dtype: Any = DTYPES.get(dtype, torch.float32 if place.type == "cpu" else "auto")
     options: dict[str, Any] = {}
     if quantize == "nf4":
+        require_package("bitsandbytes", "--quantize nf4", "use --quantize none")
         torch_dtype = torch.bfloat16 if torch_dtype == "auto" else torch_dtype
-        options = {"device_map": {"": place}, "quantization_config": _nf4(place, torch_dtype)}
+        nf4 = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch_dtype,
+        )
+        options = {"device_map": {"": place}, "quantization_config": nf4}
     quiet()
     # For a checkpoint on the hub without safetensors transformers would ask a service to convert it, in a thread.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
@@ -135,36 +141,20 @@ def _check_logits(name: str, model: PreTrainedModel) -> None:
         raise InputError(f"{name}: {type(model).__name__} reads tokens ahead, as encoders do; name a causal model")
 
 
-def _nf4(place: torch.device, compute: torch.dtype) -> BitsAndBytesConfig:
-    require_package("bitsandbytes", "--quantize nf4", "use --quantize none")
-    devices = importlib.import_module("bitsandbytes").supported_torch_devices
-    if place.type not in devices:
-        raise InputError(f"--quantize nf4: bitsandbytes runs on {', '.join(sorted(devices))}, not on {place.type}")
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
-    )
-
-
 def quantization(model: nn.Module) -> Quantize:
     """How the linear layers of a model are kept, as `--quantize` takes it."""
-    return "nf4" if any(_quant_state(parameter) is not None for parameter in model.parameters()) else "none"
-
-
-def _quant_state(parameter: Tensor) -> Any:
-    return getattr(parameter, "quant_state", None)
+    return "nf4" if any(hasattr(parameter, "quant_state") for parameter in model.parameters()) else "none"
 
 
 def _scales(parameter: Tensor) -> dict[str, Tensor]:
-    state = _quant_state(parameter)
-    values: dict[str, Any] = {} if state is None else state.as_dict()
+    values: dict[str, Any] = parameter.quant_state.as_dict() if hasattr(parameter, "quant_state") else {}
     names = ("absmax", "nested_absmax", "nested_offset")
     return {name: torch.as_tensor(values[name]) for name in names if name in values}
 
 
 def parameter_count(model: nn.Module) -> int:
     """Parameters of a model, 4-bit ones counted one by one although two share a byte."""
-    states = [(parameter, _quant_state(parameter)) for parameter in model.parameters()]
-    return sum(parameter.numel() if state is None else math.prod(state.shape) for parameter, state in states)
+    return sum(math.prod(getattr(parameter, "quant_state", parameter).shape) for parameter in model.parameters())
 
 
 def memory_bytes(model: nn.Module) -> int:

@@ -40,12 +40,11 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
         yield advance
 
 
-def no_advance(count: int, note: str) -> None:
-    """An `Advance` that does nothing."""
+def no_tick(*_: object) -> None:
+    """An `Advance` or a `Tick` that does nothing."""
 
 
-def no_tick(count: int) -> None:
-    """A `Tick` that does nothing, for work without a progress bar."""
+no_advance = no_tick
 
 
 def track(items: Iterable[T], what: str, total: int) -> Iterator[T]:

@@ -9,8 +9,9 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -235,30 +236,12 @@ def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
     return named
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptSuite:
-    """One file of configs/prompts/.
-
-    `user` (a message), `prompt` (text to continue) or `turns` (a column with a chat, of which the first `keep_turns`
-    are kept) makes a prompt of a row; `{column}`, `{column[key]}` and `{column[0]}` are filled in. Rows must match
-    `where` and not repeat an earlier prompt; every `every`-th of them is taken, up to `prompts`.
-    """
-
-    name: str
-    version: int
-    dataset: str
-    split: str
-    licence: str
-    citation: str
-    prompts: int
-    subset: str | None = None
-    files: str | None = None
-    user: str | None = None
-    prompt: str | None = None
-    turns: str | None = None
-    keep_turns: int = 1
-    where: dict[str, list[str]] = field(default_factory=dict)
-    every: int = 1
+# What a file of configs/prompts/ may leave open. `user` (a message), `prompt` (text to continue) or `turns` (a column
+# with a chat, of which the first `keep_turns` are kept) makes a prompt of a row; `{column}`, `{column[key]}` and
+# `{column[0]}` are filled in. Rows must match `where` and not repeat an earlier prompt; every `every`-th is taken, up
+# to `prompts`.
+_SUITE: dict[str, Any] = dict.fromkeys(("subset", "files", "user", "prompt", "turns"))
+_SUITE |= {"keep_turns": 1, "where": {}, "every": 1}
 
 
 def suite_names() -> list[str]:
@@ -271,11 +254,12 @@ def suite_name(source: str) -> str:
     return source.removeprefix("@").partition(":")[0]
 
 
-def load_suite(name: str) -> PromptSuite:
+def load_suite(name: str) -> SimpleNamespace:
     """Read a suite; InputError for an unknown name."""
     if name not in suite_names():
         raise InputError(f"@{name}: no such suite; {nearest(f'@{name}', [f'@{suite}' for suite in suite_names()])}")
-    return PromptSuite(name=name, **yaml.safe_load((DIRECTORY / f"{name}.yaml").read_text(encoding="utf-8")))
+    values = yaml.safe_load((DIRECTORY / f"{name}.yaml").read_text(encoding="utf-8"))
+    return SimpleNamespace(**_SUITE | values, name=name)
 
 
 def _suite_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -290,7 +274,13 @@ def _suite_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             if any(str(row[key]) not in allowed for key, allowed in suite.where.items()):
                 continue
-            prompt = _prompt(suite, row)
+            if suite.turns is not None:
+                turns = row[suite.turns][: suite.keep_turns]
+                prompt = {"conversations" if turns and "from" in turns[0] else "messages": turns}
+            elif suite.user is None:
+                prompt = {"prompt": suite.prompt.format_map(row)}
+            else:
+                prompt = {"messages": [{"role": "user", "content": suite.user.format_map(row).strip()}]}
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{file or source}:{record.number}: lacks {error}, which suite {suite.name} reads; name a file of "
@@ -304,12 +294,3 @@ def _suite_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
             yield record.number, prompt
             if fitting > (suite.prompts - 1) * suite.every:
                 return
-
-
-def _prompt(suite: PromptSuite, row: dict[str, Any]) -> dict[str, Any]:
-    if suite.turns is not None:
-        turns = row[suite.turns][: suite.keep_turns]
-        return {"conversations" if turns and "from" in turns[0] else "messages": turns}
-    if suite.user is None:
-        return {"prompt": str(suite.prompt).format_map(row)}
-    return {"messages": [{"role": "user", "content": suite.user.format_map(row).strip()}]}
