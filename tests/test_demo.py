@@ -1,5 +1,6 @@
 """The demo in its short form, from prompts to report, in any directory; and the corpus that every Python carries."""
 
+import html
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from draftsmith.demo import corpus, demo_run
 from draftsmith.demo.corpus import Split
+from eval.report.findings import lead
 from eval.results import Results
 
 
@@ -53,7 +55,9 @@ def test_demo_from_prompts_to_report(
     assert large.document["models"]["target"]["parameters"] > 4 * results.document["models"]["target"]["parameters"]
     assert all(way["speedup"] > 0 for cell in summary["large"]["cells"] for way in cell["decoding"])
     assert "padded with zeros" in Path(summary["large"]["report"]).read_text()
-    assert "padded with zeros" in out
+    page = (demo / "report.html").read_text()
+    assert "padded with zeros" in out and "padded with zeros" in page and "<svg" in page
+    assert lead(large).headline in html.unescape(page) and 'href="eval/report.html"' in page
     assert all(row["value"] == row["n"] for row in large.rows("identical"))
     words = summary["decode"].split()[1:]
     code, out, err = door(*words, "--max_new_tokens", "4")

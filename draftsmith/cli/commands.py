@@ -107,6 +107,7 @@ def _demo(config: Any, command: str) -> Done:
     from draftsmith.alignment import outcome
     from draftsmith.alignment.stages import run_stages
     from draftsmith.demo import demo_run
+    from draftsmith_core.processes import from_main
     from eval.summary import summary as eval_summary
 
     if config.rebuild_pair is not None:
@@ -118,7 +119,7 @@ def _demo(config: Any, command: str) -> Done:
     options, results = run_stages(demo_run.prepare(Path(config.out), config.short, config.device, config.dtype))
     large = demo_run.time_large(options, config.short)
     summary = outcome.summary(options, results) | {"large": eval_summary(large)}
-    lines = [*outcome.lines(options, results), *demo_run.large_lines(large)]
+    lines = [*outcome.lines(options, results), *from_main(lambda: demo_run.write_page(results, large))]
     return summary, [*lines, f"took {time.monotonic() - started:.0f} s"]
 
 

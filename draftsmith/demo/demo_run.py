@@ -12,12 +12,16 @@ from transformers import LlamaForCausalLM
 from drafts.make.widen import widen
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.demo import corpus
-from draftsmith_core.io import atomic_dir, make_dir, write_rows
+from draftsmith_core.io import atomic_dir, make_dir, write_rows, write_text_atomic
 from draftsmith_core.models import load_model
 from draftsmith_core.processes import join_processes, on_main, say
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
+from eval.report.findings import lead
+from eval.report.formats import WORDS
+from eval.report.page import FIGURES, Picture, render_template
+from eval.report.theme import MARKS, Look, inline_svg, roles_of
 from eval.results import Results
 from eval.summary import headline_and_table
 
@@ -92,13 +96,22 @@ def time_large(options: AlignConfig, short: bool) -> Results:
     )
 
 
-def large_lines(results: Results) -> list[str]:
-    """The evaluation on which drafting can pay, as lines of text."""
-    size = results.document["models"]["target"]["parameters"] / 1e6
+def write_page(small: Results, large: Results) -> list[str]:
+    """Write OUT/report.html, which leads with the target on which drafting can pay; return what it says as lines."""
+    sizes = [results.document["models"]["target"]["parameters"] / 1e6 for results in (small, large)]
     padded = (
-        f"the same target padded with zeros to {size:.0f} M parameters: it writes the same and costs as a large one"
+        f"The target here is the shipped one of {sizes[0]:.1f} M parameters, padded with zeros to {sizes[1]:.0f} M: "
+        f"it writes the same and costs as a large one."
     )
-    return [f"\n{padded}", *headline_and_table(results), f"report: {(results.directory / 'report.html').resolve()}"]
+    headline, *table = headline_and_table(large)
+    note = f"The shipped target of {sizes[0]:.1f} M parameters is too cheap for drafting to pay."
+    title, caption = WORDS["figures"]["alpha"]["title"], WORDS["figures"]["alpha"]["caption"]
+    figure = FIGURES["alpha"](small, Look(MARKS, roles_of(small.drafts, small.base)))
+    pictures = [] if figure is None else [Picture(title, caption, inline_svg(figure, "alpha", title))]
+    page = large.directory.parent / "report.html"
+    values = {"detail": lead(large).detail, "padded": padded, "table": "\n".join(table), "small": note}
+    write_text_atomic(page, render_template("demo.html.j2", headline, pictures, **values))
+    return ["", padded, headline, *table, f"report: {page.resolve()}"]
 
 
 def _write(out: Path) -> None:
