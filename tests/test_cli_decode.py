@@ -148,6 +148,12 @@ def test_one_prompt_is_streamed(door: Door, target_dir: str, draft_dir: str) -> 
     assert summary["outputs"][0]["prompt_ids"] == load_tokenizer(target_dir)("# The quick")["input_ids"]
 
 
+def test_a_missing_kernel_is_one_warning(door: Door, target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.cli.decode_run.missing_kernel", lambda device: "decoding without its kernel")
+    code, _, err = door("decode", "--target", target_dir, "--prompt", "a", "--max_new_tokens", 2)
+    assert code == 0 and err == "draftsmith decode: warning: decoding without its kernel\n"
+
+
 class Recorder(io.StringIO):
     """Remembers what was written piece by piece."""
 

@@ -51,7 +51,7 @@ def test_demo_from_prompts_to_report(
     assert (tmp_path / summary["checkpoint"] / "model.safetensors").is_file()
     # The second pair: the drafts beside the padded target, which writes what the small one writes.
     large = Results.load(demo / "eval-large")
-    assert large.drafts == results.drafts and large.domains() == ["prose"]
+    assert large.drafts == results.drafts and large.domains() == results.domains()
     assert large.document["models"]["target"]["parameters"] > 4 * results.document["models"]["target"]["parameters"]
     assert all(way["speedup"] > 0 for cell in summary["large"]["cells"] for way in cell["decoding"])
     assert "padded with zeros" in Path(summary["large"]["report"]).read_text()

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from decode import PROPOSERS, DecodeStats
+from decode.native import missing_kernel
 from decode.suffix_index import SuffixIndex
 from drafts.load import draft_kind
 from draftsmith.cli.token_stream import Stream
@@ -36,6 +37,8 @@ Batches = Callable[[int], Iterator[list[Output]]]
 def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
     """Decode; return the summary of `--json` and lines for a person."""
     pair, decoding = load(config)
+    if config.fast and (line := missing_kernel(pair.target.device)):
+        _say(f"warning: {line}")
     if not decoding.lossless:
         name = decoding.decoder.verifier.name
         _say(f"warning: verifier {name} is lossy; above temperature 0 outputs do not follow the target's distribution")

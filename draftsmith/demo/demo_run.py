@@ -87,6 +87,7 @@ def time_large(options: AlignConfig, short: bool) -> Results:
             target=str(large),
             draft=[f"base={options.draft}", *(f"{name}={Path(options.out) / name}" for name in options.compared())],
             id=options.id,
+            ood=options.ood,
             out=str(Path(options.out) / "eval-large"),
             seed=options.seed,
             device=options.device,
