@@ -2,6 +2,7 @@
 plain ones.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
@@ -10,13 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     PreTrainedModel,
 )
 
@@ -32,7 +28,7 @@ from decode import (
     Tree,
 )
 from decode.runner import Block, Runner
-from decode.tree_batch import TreeBatch
+from decode.tree_batch import batch_of
 from draftsmith_core.sampling import Sampling, generator
 from tests.tiny_models import stirred, tiny_llama
 
@@ -48,49 +44,32 @@ SHAPES: dict[str, Any] = {
 }
 
 
-def widen(model: PreTrainedModel, std: float = 0.35) -> PreTrainedModel:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, std)
-    model.float().eval()
-    return model
+SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 16, "num_key_value_heads": 1},
+    "opt": {"ffn_dim": 16, "word_embed_proj_dim": 16},
+    "gemma2": {
+        **{"intermediate_size": 16, "num_key_value_heads": 1, "head_dim": 8},
+        **{"sliding_window": 4, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
+    },
+}
 
 
 @cache
-def model_of(kind: str, seed: int, vocab: int = VOCAB, limit: int = 64) -> PreTrainedModel:
+def model_of(kind: str, seed: int, limit: int = 64) -> PreTrainedModel:
     torch.manual_seed(seed)
-    shapes = {**SHAPES, "vocab_size": vocab, "max_position_embeddings": limit}
-    small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    if kind == "llama":
-        config = LlamaConfig(**shapes, **small, intermediate_size=16, num_key_value_heads=1)
-        return widen(LlamaForCausalLM(config))
-    if kind == "opt":
-        opt = OPTConfig(**shapes, **small, ffn_dim=16, word_embed_proj_dim=16)
-        return widen(OPTForCausalLM(opt))
-    gemma = Gemma2Config(
-        **shapes,
-        **small,
-        intermediate_size=16,
-        num_key_value_heads=1,
-        head_dim=8,
-        sliding_window=4,
-        query_pre_attn_scalar=8,
-        tie_word_embeddings=False,
-    )
-    return widen(Gemma2ForCausalLM(gemma))
-
-
-def near(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with noise on its weights: an aligned but imperfect draft."""
-    noisy = AutoModelForCausalLM.from_config(model.config).float().eval()
-    noisy.load_state_dict(model.state_dict())
-    return cast(PreTrainedModel, stirred(noisy, 0.08))
+    config = AutoConfig.for_model(kind, **SHAPES, **SMALL, **KINDS[kind], max_position_embeddings=limit)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.35)
+    return model
 
 
 def decoder_of(kind: str, tree: str, verifier: str) -> SpeculativeDecoder:
     target = model_of(kind, 1)
-    return SpeculativeDecoder(target, DraftModelProposer(near(target)), tree, verifier)
+    return SpeculativeDecoder(target, DraftModelProposer(stirred(copy.deepcopy(target), 0.08)), tree, verifier)
 
 
 def run(decoder: SpeculativeDecoder, rows: Sequence[int], sampling: Sampling, new_tokens: int = 12) -> list[Generation]:
@@ -252,43 +231,34 @@ def test_the_context_may_be_filled_to_the_last_token(kind: str) -> None:
 def test_context_limits_are_checked_before_anything_runs() -> None:
     long, short = model_of("llama", 1), model_of("llama", 1, limit=20)
     with pytest.raises(ValueError, match="prompt of 7 tokens .* 14 .*target's context of 20"):
-        SpeculativeDecoder(short).generate([PROMPTS[0]], GREEDY, 14, [generator(0)])
+        SpeculativeDecoder(short).generate([PROMPTS[0]], GREEDY, 14)
     with pytest.raises(ValueError, match="draft's context of 20 tokens; .* to 13"):
-        SpeculativeDecoder(long, DraftModelProposer(short)).generate([PROMPTS[0]], GREEDY, 14, [generator(0)])
+        SpeculativeDecoder(long, DraftModelProposer(short)).generate([PROMPTS[0]], GREEDY, 14)
 
 
-def test_invalid_combinations_are_refused() -> None:
-    target = model_of("llama", 1)
-    proposer = DraftModelProposer(model_of("llama", 2))
-    with pytest.raises(ValueError, match="chains only.*use verifier mcsd or exact"):
-        SpeculativeDecoder(target, proposer, "kary:4,2", "speculative")
-    with pytest.raises(ValueError, match="unknown; use one of block, exact, .*typical"):
-        SpeculativeDecoder(target, proposer, "chain:2", "medusa")
-    with pytest.raises(ValueError, match="takes one draft, and there are 2; use specinfer"):
-        SpeculativeDecoder(target, DraftModelProposer([model_of("llama", 2), model_of("llama", 3)]), "kary:2,2", "kseq")
-    for tree, verifier in (("chain:4", None), (None, "exact")):
-        with pytest.raises(ValueError, match="proposer=None drafts nothing; leave them out"):
-            SpeculativeDecoder(target, None, tree, verifier)
+def test_parts_that_do_not_fit_are_refused() -> None:
+    target, proposer = model_of("llama", 1), DraftModelProposer(model_of("llama", 2))
+    for parts, message in (
+        ((proposer, "kary:4,2", "speculative"), "chains only.*use verifier mcsd or exact"),
+        ((proposer, "chain:2", "medusa"), "unknown; use one of block, exact, .*typical"),
+        ((None, "chain:4", None), "proposer=None drafts nothing; leave them out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SpeculativeDecoder(target, *parts)
     decoder = SpeculativeDecoder(target, proposer, "kary:1,1", "speculative")
-    wrong: list[Any] = [[], "text", [VOCAB], [2, -1]]
-    for prompt in wrong:
+    for prompt in ([], [VOCAB], [2, -1]):
         with pytest.raises(ValueError, match="prompt 1: expected at least one token id, each from 0 to 16"):
             decoder.generate([[1], prompt], GREEDY, 4)
-    with pytest.raises(ValueError, match="max_new_tokens: must be at least 1"):
-        decoder.generate([[1]], GREEDY, 0)
     assert decoder.generate([], GREEDY, 4, []).generations == []
 
 
-def test_training_mode_is_refused_when_it_is_switched_on_later() -> None:
-    target, draft = model_of("llama", 1), model_of("llama", 2)
-    decoder = SpeculativeDecoder(target, DraftModelProposer(draft), "chain:2")
-    for model, words in ((target, "target is in training mode"), (draft, "draft is in training mode")):
-        model.train()
-        try:
-            with pytest.raises(ValueError, match=words):
-                decoder.generate([PROMPTS[0]], GREEDY, 4, [generator(0)])
-        finally:
-            model.eval()
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_training_mode_is_refused_when_it_is_switched_on_later(name: str) -> None:
+    models = {"target": copy.deepcopy(model_of("llama", 1)), "draft": copy.deepcopy(model_of("llama", 2))}
+    decoder = SpeculativeDecoder(models["target"], DraftModelProposer(models["draft"]), "chain:2")
+    models[name].train()
+    with pytest.raises(ValueError, match=f"{name} is in training mode"):
+        decoder.generate([PROMPTS[0]], GREEDY, 4, [generator(0)])
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -312,35 +282,23 @@ def test_under_autocast_outputs_are_the_targets_own(fast: bool) -> None:
 
 def test_a_rope_that_changes_with_length_ends_the_context() -> None:
     """Behind the pretrained context longrope would change every key that is already cached."""
-    config = LlamaConfig(
-        vocab_size=17,
-        hidden_size=8,
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [4.0, 4.0]}
+    config = AutoConfig.for_model(
+        "llama",
+        **SHAPES,
+        **SMALL | {"hidden_size": 8},
         intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
         max_position_embeddings=64,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0, 1.0],
-            "long_factor": [4.0, 4.0],
-            "original_max_position_embeddings": 24,
-        },
+        rope_parameters=rope | {"original_max_position_embeddings": 24},
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     decoder = SpeculativeDecoder(model, DraftModelProposer(model), "chain:4")
     with pytest.raises(ValueError, match="context of 24 tokens"):
         decoder.generate([[1] * 20], GREEDY, 5, [generator(0)])
     prompt = torch.tensor([[1, 2, 3]])
-    wanted = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=21,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = model.generate(prompt, max_new_tokens=21, **options)
     got = decoder.generate([[1, 2, 3]], GREEDY, 21, [generator(0)]).generations[0].output_ids
     assert got == wanted[0, 3:].tolist()
 
@@ -367,23 +325,7 @@ class TwoShapes(Proposer, Session):
         return self
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        shapes = [TreeBatch.build(self.trees[row % 2], torch.device("cpu")) for row in self.live]
-        width = max(shape.children_RMK.shape[2] for shape in shapes)
-
-        def stack(name: str) -> Tensor:
-            parts = [getattr(shape, name) for shape in shapes]
-            if name == "children_RMK":
-                parts = [torch.nn.functional.pad(x, (0, width - x.shape[2])) for x in parts]
-            return torch.cat(parts)
-
-        tree = TreeBatch(
-            parents_RN=stack("parents_RN"),
-            depths_RN=stack("depths_RN"),
-            children_RMK=stack("children_RMK"),
-            groups_RM=stack("groups_RM"),
-            sees_RMM=stack("sees_RMM"),
-            widths=(2, 1, 1),
-        )
+        tree = batch_of([self.trees[row % 2].parents for row in self.live], (2, 1, 1), torch.device("cpu"))
         guesses = [[-1, *(self.texts[row] * 2)[1:4]] for row in self.live]
         return Proposal(tree, torch.tensor(guesses), None, "deterministic")
 
@@ -419,7 +361,7 @@ def test_the_protocol_carries_trees_by_row_and_hidden_states(kind: str, verifier
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_bfloat16_runs_with_masks_and_cache_of_its_own_type(kind: str) -> None:
     """Half precision has ties, so only the mechanics are checked: types, lengths, counts that add up."""
-    target = cast(Any, near(model_of(kind, 1))).to(torch.bfloat16)
+    target = cast(Any, copy.deepcopy(model_of(kind, 1))).to(torch.bfloat16)
     decoder = SpeculativeDecoder(target, DraftModelProposer(target), "kary:2,2", "mcsd")
     batch = decoder.generate(PROMPTS[:2], WARM, 12, [generator(0), generator(1)])
     for g in batch.generations:

@@ -1,20 +1,51 @@
-"""The compiled linear layer: right for every shape, kept in the cache, and dispensable."""
+"""The compiled kernel: right for every shape and processor, kept in the cache, and dispensable."""
 
+import ctypes
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from decode import native
+from decode import DraftModelProposer, SpeculativeDecoder, native
+from decode import llama_forward as forward_module
+from decode import packed_weights as packed_module
+from decode.llama_forward import LeanForward
 from decode.native import _MOST_ROWS as MOST_ROWS
 from decode.native import Kernel, PackedMatrix, kernel, narrowest
-from tests.native_builds import PARAMETERS, built_for
+from decode.packed_weights import packs_of
+from decode.runner import Block, Runner
+from decode.supported_models import attention_windows
+from draftsmith_core.sampling import Sampling
 
 built = pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
+
+# The instructions that the source can be built for here; sse2 has no vector instruction for fp16 and no fused
+# multiply-add. The processor that runs the tests has to know them. What has to be compiled is slow.
+BUILDS = {"avx512f": "-march=native", "asimd": "-march=native", "f16c": "-march=haswell", "sse2": "-march=x86-64"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if "native" in flag else pytest.mark.slow) for name, flag in BUILDS.items()],
+)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    """The kernel built for one of `BUILDS`."""
+    own, flag = kernel(), BUILDS[request.param]
+    if own is None or request.param not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip("this processor, or its compiler, cannot build or run that")
+    if flag in native._FLAGS:
+        return own
+    path = tmp_path_factory.mktemp("kernel") / "kernel.so"
+    flags = [flag if each.startswith("-march") else each for each in native._FLAGS]
+    subprocess.run(["cc", *flags, "-o", path, native.SOURCE], check=True)
+    return Kernel(ctypes.CDLL(str(path)))
 
 
 @built
@@ -49,27 +80,6 @@ def test_equals_the_plain_layer_within_rounding(
     assert torch.equal(matrix.rows(torch.arange(outputs)), weight)
 
 
-@built
-def test_threads_do_not_change_the_bits() -> None:
-    made = kernel()
-    assert made is not None
-    weight, x = torch.randn(700, 90), torch.randn(9, 90)
-    for exact in (weight, weight.bfloat16().float()):
-        matrix = PackedMatrix(made, exact)
-        one = matrix.linear(x)
-        before = torch.get_num_threads()
-        torch.set_num_threads(2)
-        try:
-            assert torch.equal(matrix.linear(x), one)
-        finally:
-            torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", params=PARAMETERS)
-def each_build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    return built_for(request.param, tmp_path_factory)
-
-
 def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
     """To the bit, but for the sign and payload of NaN."""
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(
@@ -83,14 +93,14 @@ SHAPES = [(1, 1), (3, 65), (63, 7), (64, 128), (65, 129), (130, 300), (200, 511)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_sixteen_bits_give_the_bits_of_fp32(
-    each_build: Kernel, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, outputs: int, inputs: int
+    library: Kernel, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
     generator = torch.Generator().manual_seed(outputs * inputs)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype).float()
     bias = torch.randn(outputs, generator=generator)
-    narrow = PackedMatrix(each_build, weight)
+    narrow = PackedMatrix(library, weight)
     monkeypatch.setattr(native, "narrowest", lambda matrix: matrix)
-    wide = PackedMatrix(each_build, weight)
+    wide = PackedMatrix(library, weight)
     assert wide.values.dtype == torch.float32
     assert narrow.values.dtype == dtype or inputs * outputs < 10  # a few values may fit bf16 by chance
     for rows in range(1, 65) if outputs * inputs < 9000 else (1, 2, 5, 6, 7, 12, 13, 29, 61, 64):
@@ -101,16 +111,16 @@ def test_sixteen_bits_give_the_bits_of_fp32(
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 64), (63, 128), (64, 64), (65, 192), (130, 320)])
 def test_four_bits_give_the_bits_of_fp32(
-    each_build: Kernel, monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int
+    library: Kernel, monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int
 ) -> None:
     generator = torch.Generator().manual_seed(outputs * inputs)
     codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
     scales, table = torch.randn(outputs, inputs // 64, generator=generator), torch.randn(16, generator=generator)
     indices = torch.stack([codes >> 4, codes & 15], dim=2).reshape(outputs, inputs).long()
     weight = table[indices] * scales.repeat_interleave(64, dim=1)
-    four, bias = PackedMatrix.of_codes(each_build, codes, scales, table), torch.randn(outputs, generator=generator)
+    four, bias = PackedMatrix.of_codes(library, codes, scales, table), torch.randn(outputs, generator=generator)
     monkeypatch.setattr(native, "narrowest", lambda matrix: matrix)
-    wide = PackedMatrix(each_build, weight)
+    wide = PackedMatrix(library, weight)
     assert torch.equal(four.rows(torch.arange(outputs)), weight)
     # 4 bits a value and a scale for 64 of them, the surplus columns of the last panel, and the table.
     assert four.values.numel() == 64 + wide.values.numel() * 36 // 64
@@ -125,19 +135,19 @@ SPECIAL = [0.0, -0.0, 1.0, 2**-14, -(2**-24), 3 * 2**-24, 65504.0, float("inf"),
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_value_is_itself_again(
-    each_build: Kernel, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    library: Kernel, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     # NaN is one value here: what tells one from another is lost on the way to 16 bits, in torch itself too.
     every = torch.where(every.isnan(), torch.tensor(float("nan"), dtype=dtype), every).view(256, 256)
-    matrix = PackedMatrix(each_build, every.float())
+    matrix = PackedMatrix(library, every.float())
     assert matrix.values.dtype == dtype
     assert same_numbers(matrix.rows(torch.arange(256)), every.float())
     # The vector path: each input alone picks out a column.
     clean = every.float().nan_to_num(nan=0, posinf=3, neginf=-3)
-    assert same_numbers(PackedMatrix(each_build, clean).linear(torch.eye(256)).t() + 0.0, clean + 0.0)
+    assert same_numbers(PackedMatrix(library, clean).linear(torch.eye(256)).t() + 0.0, clean + 0.0)
     monkeypatch.setattr(native, "narrowest", lambda weight: weight)
-    wide = PackedMatrix(each_build, every.float())
+    wide = PackedMatrix(library, every.float())
     x = torch.tensor(SPECIAL).repeat(7, 26)[:, :256].contiguous()
     x[:, 20:] = torch.randn(7, 236, generator=torch.Generator().manual_seed(0))
     assert same_numbers(matrix.linear(x), wide.linear(x))
@@ -167,17 +177,6 @@ def test_a_matrix_is_narrowed_when_and_only_when_every_value_survives(value: flo
     got = narrowest(weight)
     assert got.dtype == dtype
     assert torch.equal(got.float().view(torch.int32), weight.view(torch.int32))
-
-
-@built
-def test_rows_that_are_not_there_are_refused() -> None:
-    made = kernel()
-    assert made is not None
-    matrix = PackedMatrix(made, torch.ones(3, 2))
-    for ids in ([3], [0, -1]):
-        with pytest.raises(IndexError, match="a matrix that has 3"):
-            matrix.rows(torch.tensor(ids))
-    assert matrix.rows(torch.tensor([], dtype=torch.long)).shape == (0, 2)
 
 
 @built
@@ -231,6 +230,193 @@ def test_without_a_compiler_there_is_none(
     assert native.missing_kernel("cuda") is None
 
 
+@built
 def test_a_wrong_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_is_right", lambda made: False)
-    assert "built it wrongly" in str(native._kernel_or_reason.__wrapped__()) or kernel() is None
+    assert "built it wrongly" in native._kernel_or_reason.__wrapped__()
+
+
+# The forward of a LLaMA as one call: equal to tensor operations, and to itself to the bit in any tree.
+
+# Heads that fill no vector, that fill several, and one key/value head for all.
+MODELS: dict[str, Any] = {
+    "grouped": (LlamaForCausalLM, LlamaConfig, {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}),
+    "one group": (LlamaForCausalLM, LlamaConfig, {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 10}),
+    "biased": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+    "tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True, "head_dim": 16}),
+    "head norms": (Qwen3ForCausalLM, Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 36}),
+}
+
+
+@torch.inference_mode(False)
+def build(name: str) -> LlamaForCausalLM:
+    torch.manual_seed(len(name))
+    model, config, changes = MODELS[name]
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 83, "hidden_size": 72}
+    made = model(config(**sizes | changes, intermediate_size=100, num_hidden_layers=3, max_position_embeddings=256))
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, 0.9 if parameter.ndim == 1 else 0, 0.2)
+    eval_mode: LlamaForCausalLM = made.train(False)
+    return eval_mode
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch, library: Kernel) -> Iterator[list[int]]:
+    """Every model goes through the kernel, built as the test says; counts its forwards."""
+    monkeypatch.setattr(forward_module, "_SMALLEST_MODEL", 0)
+    monkeypatch.setattr(packed_module, "_SMALLEST", 0)
+    for module in (forward_module, packed_module):
+        monkeypatch.setattr(module, "kernel", lambda: library)
+    calls: list[int] = []
+    run = LeanForward._call
+
+    def counted(self: LeanForward, *values: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        calls.append(values[0].numel())
+        return run(self, *values)
+
+    monkeypatch.setattr(LeanForward, "_call", counted)
+    yield calls
+
+
+def chain(count: int) -> Block:
+    sees = torch.ones(1, count, count, dtype=torch.bool).tril()
+    return Block(torch.arange(count).unsqueeze(0), sees, static=True)
+
+
+# The root, two children, and a child of each.
+TREE = Block(
+    torch.tensor([[0, 1, 1, 2, 2]]),
+    torch.tensor([[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]]).bool(),
+    static=True,
+)
+
+
+def runner(model: LlamaForCausalLM, prompts: list[list[int]]) -> Runner:
+    made = Runner(model, attention_windows(model), 256, packs_of(model))
+    made.prefill(prompts, 40)
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_equals_tensor_operations(whole: list[int], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model = build(name)
+    prompts = [list(range(1, 38)), list(range(2, 21))]
+    tokens = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]])
+
+    def outputs() -> list[Tensor]:
+        found = []
+        run = runner(model, prompts)
+        for kept in (0, 2):
+            run.open()
+            logits, states = run.forward(tokens, TREE, keep_logits=kept, hidden_layers=(0, 2, -1))
+            run.keep([[0, 2, 4], [0, 1]])
+            found += [logits, *states]
+        return found
+
+    ours = outputs()
+    assert whole == [10, 10]
+    monkeypatch.setattr(LeanForward, "_whole", lambda self: None)
+    theirs = outputs()
+    assert whole == [10, 10]
+    assert [each.shape for each in ours] == [each.shape for each in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_a_token_has_the_same_bits_alone_and_in_a_tree(whole: list[int], name: str) -> None:
+    model = build(name)
+    prompt, tokens = list(range(1, 30)), [4, 9, 7, 2, 8]
+    alone, together = runner(model, [prompt]), runner(model, [prompt])
+    together.open()
+    tree, _ = together.forward(torch.tensor([tokens]), TREE)
+    one_by_one = []
+    for node in (0, 2, 4):
+        alone.open()
+        logits, _ = alone.forward(torch.tensor([[tokens[node]]]), chain(1))
+        alone.keep([[0]])
+        one_by_one.append(logits[0, 0])
+    assert torch.equal(torch.stack(one_by_one), tree[0, [0, 2, 4]])
+    # After the path has moved up in the cache, too.
+    together.keep([[0, 2, 4]])
+    together.open()
+    alone.open()
+    next_token = torch.tensor([[6]])
+    assert torch.equal(together.forward(next_token, chain(1))[0], alone.forward(next_token, chain(1))[0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_many_queries_behind_a_long_cache(whole: list[int], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    # More slots than one block of keys, and more queries with one key/value head than are taken together.
+    model = build(name)
+    prompt, tokens = [place % 80 for place in range(150)], torch.arange(35).unsqueeze(0)
+
+    def outputs(pieces: list[Tensor]) -> Tensor:
+        run, found = runner(model, [prompt]), []
+        for piece in pieces:
+            run.open()
+            found.append(run.forward(piece, chain(piece.shape[1]))[0])
+            run.keep([list(range(piece.shape[1]))])
+        return torch.cat(found, dim=1)
+
+    together = outputs([tokens])
+    assert torch.equal(outputs(list(tokens.split([1, 20, 14], dim=1))), together)
+    assert len(whole) == 4
+    monkeypatch.setattr(LeanForward, "_whole", lambda self: None)
+    torch.testing.assert_close(outputs([tokens]), together, atol=2e-4, rtol=1e-4)
+    assert len(whole) == 4
+
+
+@torch.inference_mode()
+def test_threads_do_not_change_the_bits(whole: list[int]) -> None:
+    run = runner(build("one group"), [list(range(1, 38))])
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            run.open()
+            found.append(run.forward(torch.tensor([[5, 6, 7, 8, 9]]), TREE)[0])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
+
+
+def test_speculation_gives_the_tokens_of_no_draft(whole: list[int]) -> None:
+    target, draft = build("grouped"), build("tied")
+    prompts = [list(range(1, 20)), [4, 5], list(range(7, 40))]
+    plain = SpeculativeDecoder(target).generate(prompts, Sampling(temperature=0.0), 30, eos_ids=())
+    for tree in ("chain:3", "kary:3,2", "eagle2:depth=3,beam=3,nodes=8"):
+        decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree)
+        drafted = decoder.generate(prompts, Sampling(temperature=0.0), 30, eos_ids=())
+        assert [row.output_ids for row in drafted.generations] == [row.output_ids for row in plain.generations]
+    assert len(whole) > 30
+
+
+@torch.inference_mode()
+def test_what_is_not_a_number_stays_none_and_large_numbers_are_right(whole: list[int]) -> None:
+    with torch.inference_mode(False):
+        model = build("grouped")
+        model.model.layers[1].mlp.gate_proj.weight.data.mul_(2e3)  # far beyond what exp can hold
+    run = runner(model, [[1, 2, 3]])
+    run.open()
+    (ours, _), own = run.forward(torch.tensor([[4, 5]]), chain(2)), model(torch.tensor([[1, 2, 3, 4, 5]])).logits[:, 3:]
+    assert ours.isfinite().all()
+    torch.testing.assert_close(ours / own.abs().max(), own / own.abs().max(), atol=1e-4, rtol=1e-3)
+    with torch.inference_mode(False):
+        model.model.layers[0].input_layernorm.weight.data[3] = float("nan")
+    run = runner(model, [[1, 2, 3]])
+    run.open()
+    assert run.forward(torch.tensor([[4, 5]]), chain(2))[0].isnan().all()
+
+
+@torch.inference_mode()
+def test_a_token_outside_the_vocabulary_is_refused(whole: list[int]) -> None:
+    run = runner(build("tied"), [[1, 2, 3]])
+    for token in (83, -1):
+        run.open()
+        with pytest.raises(IndexError, match="a token outside 0..82"):
+            run.forward(torch.tensor([[token]]), chain(1))
