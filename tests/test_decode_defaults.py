@@ -1,18 +1,27 @@
-"""What is chosen where nothing is named, and that listing the choices needs no torch."""
+"""Defaults, parts of one's own, and models that are refused with the reason that is theirs."""
 
 import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from decode import (
     PROPOSERS,
     VERIFIERS,
     DraftModelProposer,
+    Drawing,
     LookaheadProposer,
     PromptLookupProposer,
     Proposal,
@@ -26,6 +35,7 @@ from decode import (
     default_verifier,
     parse_tree,
 )
+from decode.supported_models import attention_windows
 from decode.tree_batch import TreeBatch
 from decode.verify import uniforms_per_depth
 from decode.verify.exact import exact
@@ -141,18 +151,11 @@ def test_a_proposer_and_a_verifier_of_ones_own() -> None:
     assert (decoder.tree, decoder.verifier) == (parse_tree("chain:4"), VERIFIERS["exact"])
     made = decoder.generate(PROMPTS, GREEDY, 20).generations
     assert [g.output_ids for g in made] == plain
-    asked: list[int] = []
-
-    def counting(proposal: Any, p_BMV: Any, u_BU: Any) -> Any:
-        asked.append(len(p_BMV))
-        return exact(proposal, p_BMV, u_BU)
-
-    mine = Verifier(
-        name="mine", title="mine", paper="", drawings=("deterministic",), uniforms=uniforms_per_depth, run=counting
-    )
+    run = mock.Mock(side_effect=exact)
+    drawings: tuple[Drawing, ...] = ("deterministic",)
+    mine = Verifier(name="mine", title="mine", paper="", drawings=drawings, uniforms=uniforms_per_depth, run=run)
     decoder = SpeculativeDecoder(target, Repeat(), Tree((-1, 0)), mine)
-    assert [g.output_ids for g in decoder.generate(PROMPTS, GREEDY, 20).generations] == plain
-    assert asked
+    assert [g.output_ids for g in decoder.generate(PROMPTS, GREEDY, 20).generations] == plain and run.called
     with pytest.raises(ValueError, match="verifier 'mine' is not valid for drafts drawn 'deterministic'"):
         SpeculativeDecoder(target, Repeat(), "kary:2,2", replace(mine, drawings=("top_and_one",)))
 
@@ -183,3 +186,49 @@ def test_a_proposer_serves_targets_of_several_vocabularies() -> None:
     wide = LlamaForCausalLM(LlamaConfig(**{**tiny(1).config.to_dict(), "vocab_size": 19}))
     SpeculativeDecoder(wide.eval(), proposer).generate(PROMPTS, GREEDY, 12)
     assert decoder.generate(PROMPTS, GREEDY, 12).generations == before
+
+
+def of_kind(kind: str, **options: Any) -> PreTrainedModel:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = AutoConfig.for_model(kind, **sizes | options)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mamba", "MambaForCausalLM is recurrent: its state cannot go back"),
+        ("rwkv", "RwkvForCausalLM is recurrent: its state cannot go back"),
+        ("openai-gpt", "OpenAIGPTLMHeadModel keeps no key/value cache"),
+        ("bloom", "BloomForCausalLM does not take position_ids"),
+        ("gpt_neo", "masks by a table of its own"),
+        ("lfm2", "layers of type 'conv'"),
+        ("llama", "LlamaForCausalLM attends to all tokens, and its config.json sets a sliding window"),
+        ("olmo2", "Olmo2ForCausalLM attends to all tokens, and its config.json sets a sliding window"),
+        ("doge", "gives other outputs with a cache"),
+    ],
+)
+def test_the_reason_is_the_right_one(kind: str, reason: str) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "lfm2": {"layer_types": ["conv", "full_attention"]},
+        "llama": {"sliding_window": 8},
+        "olmo2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 2},
+    }
+    with pytest.raises(ValueError, match=reason) as caught:
+        SpeculativeDecoder(of_kind(kind, **options.get(kind, {})))
+    assert "\n" not in str(caught.value)
+
+
+class Renamed(MistralForCausalLM):
+    """A class of one's own, whose file says nothing of windows."""
+
+
+def test_a_window_of_the_class_below_is_a_window() -> None:
+    model = of_kind("mistral", sliding_window=8)
+    model.__class__ = Renamed
+    assert attention_windows(model) == {"sliding_attention": 8}
+    model.config.sliding_window = None
+    assert attention_windows(model) == {"full_attention": None}

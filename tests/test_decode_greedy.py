@@ -17,46 +17,21 @@ from tests.tiny_models import stirred
 GREEDY = Sampling(temperature=0.0)
 VOCAB = 17
 MODERN: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 64},
 }
+WINDOWED = {**MODERN, "head_dim": 8, "sliding_window": 5}
+OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", MODERN),
     "llama-eager": ("llama", {**MODERN, "attn_implementation": "eager"}),
-    "mistral-window": ("mistral", {**MODERN, "head_dim": 8, "sliding_window": 6}),
+    "mistral-window": ("mistral", {**WINDOWED, "sliding_window": 6}),
     "qwen2": ("qwen2", MODERN),
-    "qwen2-mixed": (
-        "qwen2",
-        {**MODERN, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
+    "qwen2-mixed": ("qwen2", {**MODERN, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {**MODERN, "head_dim": 8}),
-    "gemma2-mixed": (
-        "gemma2",
-        # Untied: with random tied embeddings the most probable next token is the token itself, for
-        # ever.
-        {
-            **MODERN,
-            "head_dim": 8,
-            "sliding_window": 5,
-            "query_pre_attn_scalar": 8,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "opt": (
-        "opt",
-        {
-            "hidden_size": 32,
-            "ffn_dim": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-            "word_embed_proj_dim": 32,
-        },
-    ),
+    # Untied: with random tied embeddings the most probable next token is the token itself, for ever.
+    "gemma2-mixed": ("gemma2", {**WINDOWED, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}),
+    "opt": ("opt", {**OPT, "max_position_embeddings": 64}),
     "gpt_neox": ("gpt_neox", {**MODERN, "num_key_value_heads": None}),
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "phi": ("phi", MODERN),
@@ -102,14 +77,8 @@ def draft_of(name: str, relation: str) -> PreTrainedModel:
 def huggingface_greedy(name: str, row: int, eos: int | None) -> list[int]:
     model = cast(Any, target_of(name))
     prompt = torch.tensor([PROMPTS[row]])
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=NEW_TOKENS,
-        eos_token_id=eos,
-        pad_token_id=0,
-    )
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    output = model.generate(prompt, max_new_tokens=NEW_TOKENS, **options)
     return [int(token) for token in output[0, prompt.shape[1] :]]
 
 

@@ -7,17 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from decode import packed_weights as packed_module
@@ -32,50 +28,40 @@ from decode.tree_batch import TreeBatch
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "max_position_embeddings": 128},
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {**SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {**SCALED, "rope_type": "yarn"}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
-    "llama gqa": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "llama bias": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
-    "llama gelu": (LlamaForCausalLM, LlamaConfig, {"hidden_act": "gelu"}),
-    "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
-    "linear": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LINEAR}),
-    "yarn": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": YARN}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"num_key_value_heads": 2, "sliding_window": None}),
-    "mistral sliding": (MistralForCausalLM, MistralConfig, {"num_key_value_heads": 1, "sliding_window": 7}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"num_key_value_heads": 2}),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_key_value_heads": 4}),
+    "llama gqa": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama bias": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
+    "llama gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "linear": ("llama", {"rope_parameters": LINEAR}),
+    "yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral sliding": ("mistral", {"num_key_value_heads": 1, "sliding_window": 7}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2}),
     "qwen2 mixed": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
+        "qwen2",
         {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
 }
 HIDDEN = (0, 1, 2, 3, -1)
 TREE = Tree((-1, -1, 0, 0, 1))
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    kind, config, options = MODELS[name]
+    kind, options = MODELS[name]
     torch.manual_seed(3)
-    model: PreTrainedModel = kind(config(**SIZES | options | changes)).eval()
+    config = AutoConfig.for_model(kind, **SIZES | options | changes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # Norm weights of 1 and biases of 0 would hide a mistake.

@@ -1,6 +1,7 @@
 """The compiled kernel: right for every shape and processor, kept in the cache, and dispensable."""
 
 import ctypes
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from decode import packed_weights as packed_module
 from decode.llama_forward import LeanForward
 from decode.native import _MOST_ROWS as MOST_ROWS
 from decode.native import Kernel, PackedMatrix, kernel, narrowest
+from decode.native.large_pages import empty_bytes, zeros
 from decode.packed_weights import packs_of
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
@@ -234,6 +236,39 @@ def test_without_a_compiler_there_is_none(
 def test_a_wrong_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_is_right", lambda made: False)
     assert "built it wrongly" in native._kernel_or_reason.__wrapped__()
+
+
+# Memory of packed weights and caches.
+
+
+def test_pieces_do_not_overlap_and_begin_at_cache_lines() -> None:
+    # The last is larger than what is left of an area, and than an area.
+    sizes = [1, 1000, 128, 5 << 20, 30 << 20, 0, 33 << 20]
+    pieces = [empty_bytes(size) for size in sizes]
+    for number, piece in enumerate(pieces):
+        piece.fill_(number)
+    assert [len(piece) for piece in pieces] == sizes
+    assert all(bool((piece == number).all()) for number, piece in enumerate(pieces))
+    assert all(piece.data_ptr() % 64 == 0 for piece in pieces)
+
+
+@built
+def test_large_pages_are_asked_for_and_the_weights_begin_one() -> None:
+    piece = empty_bytes(8 << 20).fill_(1)
+    assert piece.data_ptr() % (2 << 20) == 0
+    mappings = re.findall(
+        r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.DOTALL | re.MULTILINE
+    )
+    (flags,) = [flags for begin, end, flags in mappings if int(begin, 16) <= piece.data_ptr() < int(end, 16)]
+    assert "hg" in flags.split()
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 5, 1 << 19)])
+def test_zeros_are_zeros_in_memory_of_their_own(shape: tuple[int, ...]) -> None:
+    first, second = (zeros(shape, torch.empty(0)) for _ in range(2))
+    assert first.shape == shape and first.dtype == torch.float32 and not first.any()
+    first.fill_(1)
+    assert not second.any() and not zeros(shape, torch.empty(0)).any()
 
 
 # The forward of a LLaMA as one call: equal to tensor operations, and to itself to the bit in any tree.

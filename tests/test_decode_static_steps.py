@@ -7,23 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from decode import DraftModelProposer, SpeculativeDecoder
 from decode.static_steps import bucket
 from draftsmith_core.sampling import Sampling
+from tests.tiny_models import random_llama
 
 GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
-    )
-    made = LlamaForCausalLM(config)
-    made.eval()
-    return made
+    return random_llama(1, 40)
 
 
 @pytest.mark.usefixtures("replayed")

@@ -27,7 +27,8 @@ def empty_bytes(size: int) -> Tensor:
     global _rest
     if size >= _AREA:
         return _mapped(size)
-    with _lock:
+    # An area outlives the mode in which it is made.
+    with _lock, torch.inference_mode(False):
         taken = -(-size // _ALIGNMENT) * _ALIGNMENT
         if len(_rest) < taken:
             _rest = _mapped(_AREA)
