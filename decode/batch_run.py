@@ -1,10 +1,10 @@
 """Prompts that are decoded together, step by step: draft, score, verify, record.
 
-Legend: B rows still in the batch, N drafted nodes, M = N + 1 with the root, D depth, V vocabulary, U uniforms per row.
+At each step a row draws uniforms for the proposer and then for the verifier from its own generator, always the same
+number: its output does not depend on its batch mates (law 4). At temperature 0 it draws none. A row that has ended
+leaves the batch at once; the last rows move up into its place.
 
-At each step a row draws N uniforms for the proposer and then those of the verifier from its own generator, always the
-same number: its output depends on its prompt and generator, not on its batch mates (law 4). At temperature 0 it draws
-none. A row that has ended leaves the batch at once; the last rows move up into its place.
+Legend: B rows still in the batch, N drafted nodes, M = N + 1 with the root, D depth, V vocabulary, U uniforms per row.
 """
 
 import math
@@ -59,13 +59,15 @@ class StopStrings:
         """Return how many of the last `new` tokens of `ids` to keep; None if no string is complete."""
         known = len(ids) - new
         # Decode the whole block first, because most steps complete nothing.
-        if not self._complete(ids[max(known - self._reach, 0) :]):
-            return None
-        ends = range(known + 1, len(ids) + 1)
-        return next((end - known for end in ends if self._complete(ids[max(end - self._reach, 0) : end])), None)
+        if self._complete(ids, known, len(ids)):
+            for end in range(known + 1, len(ids) + 1):
+                if self._complete(ids, end, end):
+                    return end - known
+        return None
 
-    def _complete(self, ids: Sequence[int]) -> bool:
-        text = self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+    def _complete(self, ids: Sequence[int], begin: int, end: int) -> bool:
+        recent = list(ids[max(begin - self._reach, 0) : end])
+        text = self._tokenizer.decode(recent, clean_up_tokenization_spaces=False)
         return any(string in text for string in self._strings)
 
 

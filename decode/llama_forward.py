@@ -114,7 +114,8 @@ class LeanForward:
         head: Any = model.lm_head
         config: Any = model.config
         attention, weights = body.layers[0].self_attn, list(model.parameters())
-        self.packs, self._functions = packs, kernel() if packs is not None and packs.native else None
+        on_cpu = packs is not None and packs.native and weights[0].device.type == "cpu"
+        self.packs, self._functions = packs, kernel() if on_cpu else None
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.size: int = attention.head_dim
         self.scale: float = attention.scaling
