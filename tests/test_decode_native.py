@@ -235,7 +235,7 @@ def test_without_a_compiler_there_is_none(
 @built
 def test_a_wrong_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_is_right", lambda made: False)
-    assert "built it wrongly" in native._kernel_or_reason.__wrapped__()
+    assert "built it wrongly" in str(native._kernel_or_reason.__wrapped__())
 
 
 # Memory of packed weights and caches.
