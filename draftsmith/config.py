@@ -110,9 +110,8 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """transplant: the model to move, of any tokenizer; a local directory or hub name."""
     num_layers: AtLeast1 | None = None
     """prune, transplant: number of layers to keep. Default: a quarter for prune, all for transplant."""
-    keep: Literal["first", "last", "even", "measured"] | None = None
-    """prune, transplant: which layers to keep. Default: even. measured (prune): those without which alpha on --prompts
-    falls most."""
+    keep: Literal["first", "last", "even"] | None = None
+    """prune, transplant: which layers to keep. Default: even."""
     intermediate_size: AtLeast1 | None = None
     """prune: number of neurons per feed-forward block to keep, those that do most on --prompts."""
     cost: OpenShare | None = None
@@ -137,16 +136,10 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
                 raise InputError(f"{key}: --method {self.method} does not read it; leave it out")
         if self.method == "transplant" and self.donor is None:
             raise InputError("donor: --method transplant moves a model; name it with --donor")
-        if self.prompts is not None:
-            return
-        if self.draft_vocab_size is not None and not self.data:
+        if self.prompts is None and self.draft_vocab_size is not None and not self.data:
             raise InputError("draft_vocab_size: needs texts to count tokens in; add --data, or --prompts")
-        for key, measures in (
-            ("intermediate_size", self.intermediate_size is not None),
-            ("keep", self.keep == "measured"),
-        ):
-            if measures:
-                raise InputError(f"{key}: is measured on texts; add --prompts")
+        if self.prompts is None and self.intermediate_size is not None:
+            raise InputError("intermediate_size: is measured on texts; add --prompts")
 
 
 @options

@@ -1,21 +1,15 @@
-"""Make a draft to start from, measure it, write it.
-
-Legend: N measured positions, V vocabulary.
-"""
+"""Make a draft to start from, measure it, write it."""
 
 import copy
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode import SpeculativeDecoder
-from decode.propose.network import fit_vocabulary
 from drafts.draft_vocabulary import check_draft_vocabulary, count_vocabulary, coverage, trim, write_draft_vocabulary
 from drafts.load import LoadedPair, load_pair
 from drafts.make.fresh import fresh, read_per_token, too_costly
@@ -29,7 +23,7 @@ from draftsmith_core.options import takes
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.runs import command_line, provenance
-from draftsmith_core.sampling import Sampling, acceptance, probs
+from draftsmith_core.sampling import Sampling
 from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from eval.acceptance import Continuation
@@ -123,7 +117,6 @@ def _make(config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]) -
             keep=keep,
             intermediate_size=config.intermediate_size,
             texts=[(*text.prompt_ids, *text.output_ids) for text in texts],
-            score=_alpha_against(target, texts, config.temperature) if keep == "measured" else None,
         )
         return draft, [f"layers {' '.join(map(str, layers))} of the target's {depth}, chosen as {keep}"]
     assert config.donor is not None
@@ -171,29 +164,3 @@ def alphas(
     sums: Any = alpha_sums(target, draft, texts, sampling, batch_size=_BATCH)
     count = sum(sums["count"])
     return {"positions": count} | {key: sum(sums[name]) / count for key, name in keys.items()}
-
-
-@torch.inference_mode()
-def _alpha_against(
-    target: PreTrainedModel, texts: Sequence[Continuation], temperature: float
-) -> Callable[[PreTrainedModel], float]:
-    """A score for `prune`: alpha of a changed target against the target as it is now."""
-    size, sampling = vocabulary_size(target), Sampling(temperature=temperature)
-
-    def distribution(model: PreTrainedModel, text: Continuation) -> Tensor:
-        """The distributions `[N, V]` at the tokens of the answer."""
-        ids = torch.tensor([[*text.prompt_ids, *text.output_ids][:-1]], device=model.device)
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(text.output_ids)).logits[0]
-        return probs(fit_vocabulary(logits, size), sampling)
-
-    # In the target's own dtype: at fp32 the distributions of 16 answers over 128,000 tokens would take 400 MB.
-    before = [distribution(target, text).to(target.dtype) for text in texts]
-
-    @torch.inference_mode()
-    def score(changed: PreTrainedModel) -> float:
-        alphas = (
-            acceptance(p_NV.float(), distribution(changed, text)) for p_NV, text in zip(before, texts, strict=True)
-        )
-        return math.fsum(float(alpha_N.double().sum()) for alpha_N in alphas)
-
-    return score

@@ -41,13 +41,12 @@ def test_a_pruned_draft_of_all_layers_is_the_target(
     assert record["kind"] == "draft-lm" and record["target"] == target_dir and "--method prune" in record["command"]
 
 
-@pytest.mark.parametrize("method", ["prune", "measured", "fresh", "transplant"])
+@pytest.mark.parametrize("method", ["prune", "fresh", "transplant"])
 def test_what_is_made_decodes_losslessly(
     method: str, door: Door, target_dir: str, donor_dir: str, prompts_file: str, tmp_path: Path
 ) -> None:
     words: dict[str, tuple[object, ...]] = {
         "prune": ("--method", "prune", "--num_layers", 1, "--intermediate_size", 12),
-        "measured": ("--method", "prune", "--num_layers", 1, "--keep", "measured"),
         "fresh": ("--method", "fresh", "--cost", 0.6),
         "transplant": ("--method", "transplant", "--donor", donor_dir, "--num_layers", 1),
     }

@@ -9,10 +9,10 @@ Legend: F neurons of a block.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from draftsmith_core.errors import InputError
 
-Keep = Literal["first", "last", "even", "measured"]
-# What the caller measures of a model, such as alpha: the lower the number, the worse the model.
-Score = Callable[[PreTrainedModel], float]
+Keep = Literal["first", "last", "even"]
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,10 @@ def prune(
     keep: Keep = "even",
     intermediate_size: int | None = None,
     texts: Sequence[Sequence[int]] = (),
-    score: Score | None = None,
 ) -> tuple[PreTrainedModel, list[int]]:
     """A model of the target's family with fewer or thinner layers, and which of its layers were kept.
 
-    texts: token ids, read for the importance of neurons. score: for keep="measured", of the target with one layer left
-    out; the layers without which it falls most are kept. None: as in the target.
+    texts: token ids, read for the importance of neurons. None: as in the target.
     """
     kind = target.config.model_type
     if kind not in FAMILIES:
@@ -75,7 +71,8 @@ def prune(
     width = int(_by_inputs(layers[0].get_submodule(family.down)).shape[0])
     wanted_layers = _within("num_layers", num_layers, depth)
     wanted_width = _within("intermediate_size", intermediate_size, width)
-    kept = _layers(target, layers, wanted_layers, keep, score)
+    even = [round(place * (depth - 1) / max(wanted_layers - 1, 1)) for place in range(wanted_layers)]
+    kept = {"first": list(range(wanted_layers)), "last": list(range(depth))[-wanted_layers:], "even": even}[keep]
     setattr(config, family.depth_key, wanted_layers)
     setattr(config, family.width_key, wanted_width)
     if len(getattr(config, "layer_types", None) or ()) == depth:
@@ -108,29 +105,6 @@ def _within(key: str, wanted: int | None, present: int) -> int:
     if wanted is not None and not 0 < wanted <= present:
         raise InputError(f"{key}: {wanted} is not in 1 to {present}, what the target has")
     return present if wanted is None else wanted
-
-
-def _layers(target: PreTrainedModel, layers: nn.ModuleList, wanted: int, keep: Keep, score: Score | None) -> list[int]:
-    depth = len(layers)
-    if wanted == depth or keep == "first":
-        return list(range(wanted))
-    if keep == "last":
-        return list(range(depth - wanted, depth))
-    if keep == "even":
-        return [round(place * (depth - 1) / max(wanted - 1, 1)) for place in range(wanted)]
-    assert score is not None
-    without = []
-    for layer in layers:
-        handle = layer.register_forward_hook(_skip, with_kwargs=True)
-        without.append(score(target))
-        handle.remove()
-    return sorted(sorted(range(depth), key=lambda index: without[index])[:wanted])
-
-
-def _skip(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    # A forward hook that gives a layer's input in place of its output.
-    states = args[0] if args else kwargs["hidden_states"]
-    return states if isinstance(output, Tensor) else (states, *output[1:])
 
 
 def _sums_of_squares(
