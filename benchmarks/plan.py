@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.shipped_pair import LARGER_DRAFT, PAIR, answer, heldout_prompts
-from decode import SpeculativeDecoder, TreeShape, parse_tree
+from decode import SpeculativeDecoder, Tree, TreeShape, parse_tree
 from decode.tree_spec import kary
 from drafts.load import load_pair
 from draftsmith_core.progress import progress
@@ -62,7 +62,7 @@ class BenchmarkConfig:
 
 def run(config: BenchmarkConfig) -> dict[str, Any]:
     """Plan, sweep, and time the best again."""
-    from eval.plan import TRIED, Planner, plan_pair, planned_tree
+    from eval.plan import TRIED, Planner, plan_pair
     from eval.plan_model import kary_space
 
     pair = load_pair(config.target, {"draft": config.draft}, device="cpu", dtype="float32")
@@ -78,7 +78,9 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     )
     planned = plan_pair(planner, config.timed)
     chosen = planned["name"] if planned["pays"] is not False else ALONE
-    shapes: dict[str, TreeShape | None] = {ALONE: None, planned["name"]: planned_tree(planned)}
+    tree = planned["tree"]
+    shape = parse_tree(tree["spec"]) if "spec" in tree else Tree(tuple(tree["parents"]))
+    shapes: dict[str, TreeShape | None] = {ALONE: None, planned["name"]: shape}
     shapes |= {f"chain:{n}": kary((1,) * n) for n in range(1, 17)}
     shapes |= kary_space(config.nodes, config.depth, 32)
     shapes |= {spec: parse_tree(spec) for spec in TRIED}

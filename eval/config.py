@@ -1,10 +1,12 @@
 """Options of `draftsmith eval` and `draftsmith plan`, without torch. `eval.request` reads the names in them."""
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from draftsmith_core.errors import InputError
 from draftsmith_core.io import check_out
 from draftsmith_core.options import (
     AtLeast0,
@@ -68,7 +70,7 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Temperatures to measure at; the report leads with the highest."""
     tree: Named = field(default_factory=lambda: ["chain:4"])
     """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, sequoia:FILE, eagle2, opt, auto:FILE (a plan),
-    or auto (plan first, for the first draft that is not the base, at the highest temperature)."""
+    or auto (the plan.json beside the first draft that is not the base)."""
     verifier: list[str] = field(default_factory=list)
     """Verifiers to decode with. Default: speculative on chains, mcsd on trees, exact on trees that grow."""
     max_prompts: AtLeast1 = 64
@@ -110,8 +112,9 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Draft: a language model or the directory of a head."""
     prompts: str
     """Prompts like those that you will serve; rows may have domains."""
-    out: NotIdentity[Out]
-    """The .json file to write. `--tree auto:FILE` of decode and eval reads it."""
+    out: NotIdentity[Out | None] = None
+    """The .json file to write; `--tree auto:FILE` of decode and eval reads it. Default: plan.json in the draft's
+    directory, which `--tree auto` reads."""
     batch_size: AtLeast1 = 1
     """Rows that are decoded together when the plan is used."""
     max_prompts: AtLeast1 = 32
@@ -124,5 +127,12 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """nf4: load the target in 4 bits with bitsandbytes."""
 
     def __post_init__(self) -> None:
-        # Hours of timing come before the file is written.
-        check_out(self.out, [self.prompts], file=True)
+        if self.out is None and not Path(self.draft).is_dir():
+            raise InputError(f"--draft {self.draft}: is no directory that could hold plan.json; name a file with --out")
+        # The timing comes before the file is written.
+        check_out(self.file, [self.prompts], file=True)
+
+    @property
+    def file(self) -> Path:
+        """The file to write."""
+        return Path(self.draft) / "plan.json" if self.out is None else Path(self.out)

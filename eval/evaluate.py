@@ -4,7 +4,6 @@ import json
 import os
 import time
 from dataclasses import asdict, replace
-from itertools import zip_longest
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -13,7 +12,7 @@ from decode import take_over
 from drafts.load import LoadedPair, load_pair
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core.errors import InputError, RunError, without_secrets
-from draftsmith_core.io import remove_leftovers, write_json_atomic
+from draftsmith_core.io import remove_leftovers
 from draftsmith_core.models import reset_peak_memory, resolve_device
 from draftsmith_core.options import takes
 from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
@@ -26,17 +25,13 @@ from eval.config import EvalConfig
 from eval.diagnosis_rows import diagnosis_rows, texts_by_id
 from eval.measure import Suite, decoder_of, fit, load_suites
 from eval.measure_all import Evaluation, measure_all
-from eval.model_rows import clock, identity, machine, model_row
-from eval.plan import Planner, plan_pair
+from eval.model_rows import clock, model_row
 from eval.remarks import announce
 from eval.report.page import write_report
 from eval.request import EvalRequest, check
 from eval.results import Results
 from eval.schema import Remark
 from eval.tracking import track
-
-# For `--tree auto`: prompts to plan on, and tokens per answer.
-PLANNED_PROMPTS, PLANNED_TOKENS = 8, 48
 
 
 @takes(EvalConfig)
@@ -63,9 +58,6 @@ def evaluate(config: EvalConfig) -> Results:
         models = {"target": model_row(config.target, pair.target)}
         models |= {name: model_row(request.drafts[name], draft) for name, draft in pair.drafts.items()}
         work = Evaluation(config, check(config), suites, pair, models, run)
-        if "auto" in config.tree:
-            work.config = config = _with_planned_tree(work)
-            work.request = check(config)
         notes += announce(remarks.of_models(models, config.quantize_draft), strict=config.strict)
         notes += announce(remarks.of_target(config.target, pair.target), strict=False)
         measured = measure_all(work)
@@ -150,38 +142,6 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         say(f"eval: {', '.join(cut)}: using the first {config.max_prompts} rows (--max_prompts)")
     notes = remarks.of_prompts(suites) + remarks.of_training(request.drafts, suites)
     return suites, pair, announce(notes, strict=config.strict)
-
-
-def _with_planned_tree(work: Evaluation) -> EvalConfig:
-    """Replace the tree `auto` by the fastest tree, planned now or by the run that this one resumes: for the first draft
-    that is not the base, at the highest temperature and batch 1, on prompts in distribution in turn.
-    """
-    config, pair = work.config, work.pair
-    draft = next((name for name in pair.drafts if name != work.request.base), work.request.base)
-    sampling = max(work.request.samplings, key=lambda sampling: sampling.temperature)
-    turns = zip_longest(*(suite.prompts for suite in work.suites if suite.kind == "id"))
-    prompts = [prompt for turn in turns for prompt in turn if prompt is not None][:PLANNED_PROMPTS]
-    decides = {
-        "what": "plan",
-        "prompts": [list(prompt.ids) for prompt in prompts],
-        "sampling": asdict(sampling),
-        "models": [identity(work.models[name]) for name in ("target", draft)],
-        "machine": machine(pair.target),
-        "options": [config.max_new_tokens, config.seed],
-    }
-    tokens = min(PLANNED_TOKENS, max(4, config.max_new_tokens))
-    planner = Planner(pair.target, pair.drafts[draft], prompts, sampling, 1, tokens, config.seed)
-    plan = work.cell(decides, lambda _: plan_pair(planner, len(prompts)))
-    file = Path(config.out) / "plan.json"
-    write_json_atomic(file, plan)
-    when = "planned before" if work.reused else "planned now"
-    best = "no draft is faster; the best is " * (plan["pays"] is False) + plan["name"]
-    say(
-        f"eval: --tree auto, for draft {draft} at T = {sampling.temperature:g}: {when}, on {plan['prompts']} prompts: "
-        f"{best} ({plan['speedup']['value']:.2f} times no draft)"
-    )
-    tree = plan["tree"].get("spec") or f"auto:{file}"
-    return replace(config, tree=[tree if spec == "auto" else spec for spec in config.tree])
 
 
 def _with_sampling_of(target: PreTrainedModel, config: EvalConfig) -> EvalConfig:

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -61,7 +61,9 @@ STEP_TOKENS, TRY_PROMPTS, TRY_TOKENS = 16, 3, 32
 FINALISTS, TEXT_BATCH = 3, 16
 # Time finalists again, with the same seeds, until each has run this long, in at most this many rounds.
 CONFIRM_S, CONFIRM_ROUNDS = 1.0, 5
-STEPS, LIMIT_S = 6, 900.0
+STEPS = 6
+# Seconds after which nothing is begun that can be left out: more prompts, rounds, trees that can only be tried.
+LIMIT_S = 900.0
 # The rule by which an engine accepts above temperature 0: a verifier of ours, and words (engines' sources and
 # documentation, November 2026). At temperature 0 all of them accept what the target would have chosen.
 _GREEDY_DRAFT = ("naive", "the draft takes its most probable token, the target samples")
@@ -145,16 +147,22 @@ class _Expected:
         tau = self.tokens_per_call(tree, verifier).pooled or 0.0
         return tau / self.costs.step(tree), tau
 
+    def row(self, candidate: Candidate, seed: int) -> dict[str, Any]:
+        """A candidate as JSON, with the tau that is expected; None for one that was only tried."""
+        tau, tree = None, candidate.shape
+        if candidate.step_s is not None and isinstance(tree, Tree):
+            picks = resamples(len(self.traces.lengths_P), 500, row_seed(seed, "plan/tau"))
+            tau = estimate(self.tokens_per_call(tree, default_verifier(tree)), picks)
+        names = {"family": candidate.family, "tree": candidate.name}
+        return {**names, "tokens_per_s": candidate.rate, "step_s": candidate.step_s, "tau": tau}
 
-def plan_pair(planner: Planner, confirm_batches: int, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """Return the plan as JSON, without the names of the models and the machine.
 
-    limit_s: seconds after which nothing that can be left out is begun: prompts, rounds, trees that can only be tried.
-    """
+def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
+    """Return the plan as JSON, without the names of the models and the machine."""
     started, sampling, load = time.perf_counter(), planner.sampling, os.getloadavg()[0]
 
     def within(share: float) -> bool:
-        return time.perf_counter() - started < share * limit_s
+        return time.perf_counter() - started < share * LIMIT_S
 
     with progress("plan", STEPS) as advance:
         advance(1, "the target's answers")
@@ -190,11 +198,6 @@ def plan_pair(planner: Planner, confirm_batches: int, limit_s: float = LIMIT_S) 
     )
     busy = remarks.of_timing([conditions], os.cpu_count() or 1)
     winner = finalists[best]
-    candidates = [
-        {"family": candidate.family, "tree": candidate.name, "tokens_per_s": candidate.rate, "step_s": candidate.step_s}
-        | {"tau": _tau(candidate, expected, planner.seed)}
-        for candidate in [*static[:20], *tried]
-    ]
     return {
         "schema_version": SCHEMA_VERSION,
         "tree": {"spec": winner.spec} if winner.spec else {"parents": list(winner.shape.parents)},  # type: ignore[union-attr]
@@ -209,7 +212,7 @@ def plan_pair(planner: Planner, confirm_batches: int, limit_s: float = LIMIT_S) 
         "positions": positions,
         "ranks": ranks,
         "costs": {**asdict(costs), "rounds": rounds},
-        "candidates": candidates,
+        "candidates": [expected.row(candidate, planner.seed) for candidate in [*static[:20], *tried]],
         "not_tried": not_tried,
         "confirmed": confirmed,
         # Engines get no advice from rough costs, nor where no draft pays.
@@ -220,22 +223,14 @@ def plan_pair(planner: Planner, confirm_batches: int, limit_s: float = LIMIT_S) 
     }
 
 
-def planned_tree(plan: dict[str, Any]) -> TreeShape:
-    """Return the tree in a plan (the contents of plan.json)."""
-    tree = plan["tree"]
-    return parse_tree(tree["spec"]) if tree.get("spec") else Tree(tuple(tree["parents"]))
-
-
 def _stepper(planner: Planner, texts: list[list[int]]) -> Callable[[Tree | None], float]:
     """Seconds per step on a tree behind real contexts: the first two thirds of prompts with their answers."""
     contexts = [text[: max(1, 2 * len(text) // 3)] for text in texts]
     batch = [contexts[index % len(contexts)] for index in range(planner.batch_size)]
-    decoders: dict[Tree | None, SpeculativeDecoder] = {}
+    decoder = cache(planner.decoder)
 
     def seconds(tree: Tree | None) -> float:
-        if tree not in decoders:
-            decoders[tree] = planner.decoder(tree)
-        _, spent, steps = planner.run(decoders[tree], batch, STEP_TOKENS, ends=False)
+        _, spent, steps = planner.run(decoder(tree), batch, STEP_TOKENS, ends=False)
         return spent / steps
 
     return seconds
@@ -270,13 +265,11 @@ def _try(planner: Planner, go_on: Callable[[], bool]) -> tuple[list[Candidate], 
         except ValueError as error:
             not_tried.append({"tree": spec, "reason": str(error)})
             continue
-        tokens, seconds = 0, 0.0
-        for index, batch in enumerate(planner.batches(TRY_PROMPTS)):
-            if not index:
-                planner.run(decoder, batch, 4, ends=False)  # warm-up
-            emitted, spent, _ = planner.run(decoder, batch, TRY_TOKENS, ends=True)
-            tokens, seconds = tokens + emitted, seconds + spent
-        candidates.append(Candidate("stop" if "stop" in spec else "grows", spec, shape, tokens / seconds, None))
+        batches = planner.batches(TRY_PROMPTS)
+        planner.run(decoder, batches[0], 4, ends=False)  # warm-up
+        runs = [planner.run(decoder, batch, TRY_TOKENS, ends=True) for batch in batches]
+        rate = sum(tokens for tokens, _, _ in runs) / sum(seconds for _, seconds, _ in runs)
+        candidates.append(Candidate("stop" if "stop" in spec else "grows", spec, shape, rate, None))
     return candidates, not_tried
 
 
@@ -342,15 +335,6 @@ def _pays(speedups: Sequence[dict[str, Any]], best: int) -> bool | None:
     return False if (speedups[best]["value"] or 0.0) <= 1 else None
 
 
-def _tau(candidate: Candidate, expected: _Expected, seed: int) -> dict[str, Any] | None:
-    """Expected tau of a static candidate with its interval; None for a tree that was only tried."""
-    if candidate.step_s is None or not isinstance(candidate.shape, Tree):
-        return None
-    picks = resamples(len(expected.traces.lengths_P), 500, row_seed(seed, "plan/tau"))
-    tau = estimate(expected.tokens_per_call(candidate.shape, default_verifier(candidate.shape)), picks)
-    return {key: tau[key] for key in ("value", "low", "high")}
-
-
 def _engines(kind: str, expected: _Expected, longest: int) -> list[dict[str, Any]]:
     """For each engine that loads such a draft, the best draft length under its own rule at this machine's costs."""
     rows: list[dict[str, Any]] = []
@@ -365,7 +349,8 @@ def _engines(kind: str, expected: _Expected, longest: int) -> list[dict[str, Any
 
 @takes(PlanConfig)
 def plan(config: PlanConfig) -> dict[str, Any]:
-    """Find the fastest tree for a pair, write it with everything it is based on to `config.out`, and return that."""
+    """Find the fastest tree for a pair, write it with everything it is based on to `config.file`, and return that."""
+    say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}
     suites = measure.load_suites({"prompts": config.prompts}, {}, tokenizer, **limits)
@@ -396,7 +381,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         "machine": machine(pair.target),
         "provenance": provenance("draftsmith plan", {"prompts": config.prompts, "seed": config.seed}),
     }
-    write_json_atomic(Path(config.out), document)
+    write_json_atomic(config.file, document)
     return document
 
 

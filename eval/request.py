@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from decode import VERIFIERS, TreeShape, default_verifier, parse_tree
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
-from draftsmith_core.processes import launched
 from draftsmith_core.prompt_rows import load_suite, parse_named, suite_name
 from draftsmith_core.settings import Sampling
 from eval.config import EvalConfig
@@ -62,18 +62,13 @@ def _sets(option: str, values: Sequence[str]) -> dict[str, str]:
 def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
     methods: list[Method] = []
     for spec in trees:
-        if spec == "auto":
-            continue  # planned once the models are loaded
         try:
-            shape = parse_tree(spec, read_tree_file)
-            for name in verifiers or [default_verifier(shape)]:
+            for name in verifiers or [default_verifier(parse_tree(spec, read_tree_file))]:
                 if name not in VERIFIERS:
                     raise InputError(f"unknown verifier; {nearest(name, VERIFIERS)}")
-                method = Method(spec, name)
-                # A draft can draw the siblings of a static tree in any way, so take the verifier's first choice. A tree
-                # that grows while decoding always takes the most probable tokens.
+                methods.append(method := Method(spec, name))
+                # A draft can draw the siblings of a static tree in any way, so take the verifier's first choice.
                 VERIFIERS[name].check(method.shape, VERIFIERS[name].drawings[0])
-                methods.append(method)
         except ValueError as error:
             raise InputError(f"--tree {spec} --verifier {' '.join(verifiers) or 'default'}: {error}") from None
     return list(dict.fromkeys(methods))
@@ -90,28 +85,28 @@ def check(config: EvalConfig) -> EvalRequest:
     base = config.base or next(iter(drafts))
     if base not in drafts:
         raise InputError(f"--base {base}: no draft has this name; {nearest(base, drafts)}")
-    if "auto" in config.tree and launched() > 1:
-        raise InputError("--tree auto: times in one process; run `draftsmith plan`, then use --tree auto:FILE")
+    planned = Path(drafts[next((name for name in drafts if name != base), base)]) / "plan.json"
+    if "auto" in config.tree and not planned.is_file():
+        raise InputError(f"--tree auto: {planned} is missing; `draftsmith plan` with this draft makes it")
     # Until the target is loaded, what its generation_config.json decides is off.
     top_p = 1.0 if config.top_p is None else config.top_p
     samplings = [
         Sampling(temperature=temperature, top_k=config.top_k or 0, top_p=top_p, min_p=config.min_p or 0.0)
         for temperature in dict.fromkeys(config.temperature)
     ]
-    methods = _methods(config.tree, config.verifier)
+    methods = _methods([f"auto:{planned}" if spec == "auto" else spec for spec in config.tree], config.verifier)
     for text in config.require:
         requirement = Requirement.parse(text)
         if requirement.figure == "speedup" and not config.speed_prompts:
             raise InputError(f"--require {text!r}: --speed_prompts 0 times nothing")
         if requirement.figure == "transfer" and not ood_sets:
             raise InputError(f"--require {text!r}: needs sets out of distribution; add --ood")
-        if "auto" not in config.tree:  # else the trees are not known yet
-            requirement.cells(
-                drafts=list(drafts),
-                base=base,
-                id_sets=id_sets,
-                ood_sets=ood_sets,
-                temperatures=config.temperature,
-                methods=[(method.tree, method.verifier) for method in methods],
-            )
+        requirement.cells(
+            drafts=list(drafts),
+            base=base,
+            id_sets=id_sets,
+            ood_sets=ood_sets,
+            temperatures=config.temperature,
+            methods=[(method.tree, method.verifier) for method in methods],
+        )
     return EvalRequest(drafts, base, id_sets, ood_sets, samplings, methods)

@@ -14,12 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import peers, sections, sixteen_bits
 from benchmarks import train as bench_train
-from benchmarks.decode import DRAFT, DRAFT_SHAPE, POSITIONS, TARGET, TARGET_SHAPE
+from benchmarks.decode import TARGET
 from benchmarks.methods import Pair, build, endless
 from benchmarks.sections import Bench
 from benchmarks.widen import main as widen_main
 from decode.native import kernel
-from drafts.make.widen import wide_config, widen
+from drafts.make.widen import widen
 from draftsmith_core.tokenization import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -170,19 +170,6 @@ def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(monkeypatch: 
     assert all("make engines" in found[name]["skipped"] for name in ("openvino-genai f32", "llama-server"))
     answer = {"version": "1", "ar": {"tokens_per_s": 2.0, "outputs": [[1], [2]]}}
     assert peers.without_outputs(answer, [[1], [3]]) == {"version": "1", "ar": {"tokens_per_s": 2.0, "equal": "1 of 2"}}
-
-
-def test_the_shipped_pair_is_what_the_readme_says() -> None:
-    sizes = []
-    for path, shape in ((TARGET, TARGET_SHAPE), (DRAFT, DRAFT_SHAPE)):
-        old = LlamaConfig.from_pretrained(path)
-        with torch.device("meta"):
-            wide = LlamaForCausalLM(wide_config(old, **shape, max_position_embeddings=POSITIONS))
-        sizes.append(wide.num_parameters())
-        assert old.vocab_size == 4096
-    assert 95e6 < sizes[0] < 100e6
-    assert 7e6 < sizes[1] < 8e6
-    assert sum(file.stat().st_size for file in DRAFT.iterdir()) <= 2.6e6
 
 
 @pytest.mark.slow

@@ -1,18 +1,19 @@
 """The benchmark of what keeps a base draft's knowledge, on a tiny pair: what it runs, takes, and calls a frontier."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import frontier, objectives_data
+from benchmarks import domains, frontier, objectives_data
 from benchmarks.frontier import EnoughError, Options, Sets, run
 from benchmarks.frontier_tables import area, document_of, tables, write_pictures
 from benchmarks.frontier_tables import frontier as hull_of
+from draftsmith.demo import corpus
 from eval.bootstrap import PromptSums
-from tests.test_benchmarks_objectives import noted, tiny_pair
+from tests.test_benchmarks_objectives import noted, texts, tiny_pair
 from train.config import TrainConfig
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -117,3 +118,22 @@ def test_the_area_under_a_frontier() -> None:
     # More loss than the plain method's counts for nothing, and without a loss there is nothing to trade.
     assert area([(0.1, -0.5)], 0.1, -0.2) == pytest.approx(0.2, abs=1e-3)
     assert area([(0.1, 0.1)], 0.1, 0.05) is None
+
+
+@pytest.mark.slow
+def test_ways_to_mix_domains_differ_in_the_mixture_alone(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = noted(monkeypatch, domains)
+    monkeypatch.setattr(domains, "OTHERS", {"code": 0.5, "lists": 0.25})
+    monkeypatch.setattr(corpus, "split", lambda domain: corpus.Split((), (), ()))
+    monkeypatch.setattr(corpus, "passages", lambda domain, *_: texts(8, 10 + len(domain)))
+    names = [key for key in asdict(options) if key in domains.Options.__dataclass_fields__]
+    small = domains.Options(**{key: getattr(options, key) for key in names})
+    found = domains.run(small)
+    first = trained[: len(domains.WAYS)]
+    assert [[Path(each).name for each in config.data] for config in first] == [["id"]] + [["id", "code", "lists"]] * 3
+    assert {(config.optim.lr, config.steps, config.seed) for config in first} == {(domains.RATE, 4, 0)}
+    mixtures = [(config.mixing_temperature, config.replay_fraction) for config in first]
+    assert mixtures == [(1.0, 0.0), (1.0, 0.0), (3.0, 0.0), (3.0, 0.5)]
+    assert domains.run(small) == found and len(trained) == len(domains.WAYS) * small.seeds
+    lines = domains.table(found).splitlines()
+    assert lines[0] == "| way | prose | code | lists | other | a gain in every domain |" and len(lines) == 6

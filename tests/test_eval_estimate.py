@@ -57,15 +57,6 @@ def test_equals_a_computation_by_hand(pair: tuple[LlamaForCausalLM, LlamaForCaus
     assert cell["sum"] == pytest.approx([_by_hand(*pair, row, sampling) for row in rows], abs=1e-4)
 
 
-def test_at_temperature_zero_it_is_argmax_agreement(pair: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
-    row = _rows(1, 3)[0]
-    ids = torch.tensor([[*row.prompt_ids, *row.output_ids][:-1]])
-    with torch.inference_mode():
-        best = [model(input_ids=ids).logits[0, len(row.prompt_ids) - 1 :].argmax(-1) for model in pair]
-    agree = float((best[0] == best[1]).sum())
-    assert alpha_sums(*pair, [row], Sampling(temperature=0.0), batch_size=1)["sum"] == [agree]
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_draft_equal_to_its_target_is_always_accepted(
     pair: tuple[LlamaForCausalLM, LlamaForCausalLM], sampling: Sampling

@@ -8,21 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from decode import DynamicTree, Tree
 from draftsmith.cli.commands import run
 from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.prompts import Prompt
 from eval.config import EvalConfig
 from eval.evaluate import evaluate, render
+from eval.measure import Suite, fit
+from eval.request import Method, check
 from eval.results import Results
 from eval.summary import summary as summarise
 from tests.results_made_up import timeless
+from tests.tiny_models import near, tiny_llama
 
-# Keys whose values are clock time; all others are the same in a run that was killed and one that was not.
 VOCAB = 17
 ROOT = Path(__file__).parents[1]
 
@@ -47,50 +50,24 @@ evaluate(EvalConfig(**{options!r}))
 """
 
 
-def _save(path: Path, base: LlamaForCausalLM | None, seed: int, noise: float, **changes: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    shape: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 64} | changes
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        initializer_range=0.6,
-        bos_token_id=1,
-        eos_token_id=2,
-        **shape,
-    )
-    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
-    if base is not None:
-        with torch.no_grad():
-            for own, other in zip(model.parameters(), base.parameters(), strict=True):
-                own.copy_(other + noise * own)
-    model.save_pretrained(path)
-    return model
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> EvalConfig:
-    """A target, a poor and a good draft, two prompt sets, and the evaluation of them."""
+    """A target, a poor and a good draft, and two prompt sets."""
     root = tmp_path_factory.mktemp("world")
-    target = _save(root / "target", None, 0, 0.0)
-    _save(root / "poor", target, 1, 0.9)
-    _save(root / "good", target, 2, 0.15)
+    target = tiny_llama(0, VOCAB)
+    for name, model in (("target", target), ("poor", near(target, 0.5, 1)), ("good", near(target, 0.09, 2))):
+        model.save_pretrained(root / name)
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(root / "target")
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(root / "target")
     for name, shift in (("prose", 0), ("code", 5)):
         rows = [
-            {
-                "id": f"{name}{i}",
-                "prompt": " ".join(f"w{3 + (i * k + shift) % 14}" for k in range(1, 4 + i % 3)),
-            }
+            {"id": f"{name}{i}", "prompt": " ".join(f"w{3 + (i * k + shift) % 14}" for k in range(1, 4 + i % 3))}
             for i in range(6)
         ]
-        rows += [{"id": "empty", "prompt": " "}, {"id": "long", "prompt": "w3 " * 60}]
+        rows += [{"id": "empty", "prompt": " "}, {"id": "long", "prompt": "w3 " * 120}]
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return EvalConfig(
         target=str(root / "target"),
@@ -121,7 +98,7 @@ def test_every_row_read_is_accounted_for(world: EvalConfig, summary: dict[str, A
     for suite in _results(world)["suites"]:
         assert (suite["read"], suite["done"], suite["skipped"], suite["failed"]) == (8, 6, 2, 0)
         assert "empty" in suite["skipped_rows"][0]["reason"]
-        assert "60 tokens and 10 new ones exceed a context of 64" in suite["skipped_rows"][1]["reason"]
+        assert "120 tokens and 10 new ones exceed a context of 128" in suite["skipped_rows"][1]["reason"]
 
 
 def test_counts_add_up(world: EvalConfig, summary: dict[str, Any]) -> None:
@@ -148,19 +125,18 @@ def test_counts_add_up(world: EvalConfig, summary: dict[str, Any]) -> None:
         assert sum(by_depth) == sums["accepted"]
 
 
-def test_headroom_stands_beside_every_sampled_static_tree(world: EvalConfig, summary: dict[str, Any]) -> None:
+def test_greedy_outputs_are_the_targets_and_sampled_trees_have_headroom(
+    world: EvalConfig, summary: dict[str, Any]
+) -> None:
     results = Results.load(world.out)
-    rows: list[Any] = list(results.rows("headroom"))
+    rows: list[Any] = list(results.rows("identical"))
+    assert len(rows) == 16 and {row["temperature"] for row in rows} == {0.0}
+    assert all(row["value"] == row["n"] for row in rows)
+    rows = list(results.rows("headroom"))
     # 2 drafts, 2 trees, 2 sets and both kinds, at temperature 1 only. The simulated verifier may exceed the bound by
     # chance.
     assert len(rows) == 16 and {row["temperature"] for row in rows} == {1.0}
     assert all(0.8 < row["value"] < 1.6 and row["low"] is not None for row in rows)
-
-
-def test_greedy_outputs_are_the_targets_own(world: EvalConfig, summary: dict[str, Any]) -> None:
-    rows = list(Results.load(world.out).rows("identical"))
-    assert len(rows) == 16 and {row["temperature"] for row in rows} == {0.0}
-    assert all(row["value"] == row["n"] for row in rows)
 
 
 def test_the_better_draft_is_found_better(world: EvalConfig, summary: dict[str, Any]) -> None:
@@ -196,13 +172,7 @@ def _without_clocks(config: EvalConfig) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than measuring these models, and is tested elsewhere."""
-    monkeypatch.setattr("eval.evaluate.write_report", lambda results: results.directory)
-
-
-@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("undrawn")
 def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(
     world: EvalConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,7 +194,7 @@ def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(
     assert not (tmp_path / "strict" / "cells").exists()
 
 
-@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("undrawn")
 def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(
     world: EvalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +210,7 @@ def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(
     assert found["conditions"][0]["load"] == [99.0, 99.0]
 
 
-@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("undrawn")
 def test_killed_and_started_again_equals_never_killed(
     world: EvalConfig, tmp_path: Path, spawn: Callable[..., Any]
 ) -> None:
@@ -259,7 +229,7 @@ def test_killed_and_started_again_equals_never_killed(
     assert _without_clocks(killed) == _without_clocks(whole)
 
 
-@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("undrawn")
 def test_sampling_that_is_left_open_is_the_targets(
     world: EvalConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,7 +251,7 @@ def test_sampling_that_is_left_open_is_the_targets(
     assert _results(asked)["clock"]["cells_reused"] == 0
 
 
-@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("undrawn")
 def test_cells_are_kept_and_never_taken_for_another_configuration(world: EvalConfig, tmp_path: Path) -> None:
     first = replace(world, out=str(tmp_path), speed_prompts=0, temperature=[0.0], tree=["chain:3"], ood=[])
     evaluate(first)
@@ -353,3 +323,46 @@ def test_two_processes_find_the_same_bytes(
         cells = [path for path in (there / "out" / "cells").glob("*.json") if "one_level" not in path.read_text()]
         found.append({path.name: path.read_bytes() for path in cells})
     assert found[0] == found[2] and found[1] == found[3] and len(found[1]) > 8
+
+
+GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["prose=h.jsonl"], ood=["code=a.jsonl"], out="o")
+
+
+def test_defaults_choose_a_lossless_verifier_for_each_tree() -> None:
+    request = check(replace(GOOD, tree=["chain:4", "kary:2,2"]))
+    assert request.methods == [Method("chain:4", "speculative"), Method("kary:2,2", "mcsd")]
+    assert all(method.lossless for method in request.methods)
+    assert request.base == "base" and request.drafts == {"base": "b", "mine": "m"}
+    assert [sampling.temperature for sampling in request.samplings] == [0.0, 1.0]
+
+
+def test_trees_from_files_and_trees_that_grow_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "paths.json").write_text('{"paths": [[0], [1], [0, 0]], "stop": 0.1}')
+    (tmp_path / "rates.json").write_text('{"acceptance": [0.6, 0.2], "nodes": 6, "depth": 3}')
+    trees = [f"static:{tmp_path / 'paths.json'}", f"sequoia:{tmp_path / 'rates.json'}", "eagle2", "opt:nodes=8"]
+    methods = check(replace(GOOD, tree=trees)).methods
+    assert [method.verifier for method in methods] == ["mcsd", "mcsd", "exact", "exact"]
+    assert methods[0].shape == Tree((-1, -1, 0), 0.1)
+    assert methods[1].shape.size == 6 and methods[1].shape.depth <= 3
+    assert methods[2].shape == DynamicTree(6, 10, 60)
+
+
+def test_a_file_is_read_once(tmp_path: Path) -> None:
+    (file := tmp_path / "tree.json").write_text('{"parents": [-1]}')
+    (method,) = check(replace(GOOD, tree=[f"static:{file}"])).methods
+    file.unlink()
+    assert method.shape == Tree((-1,))
+
+
+def _suite(*lengths: int) -> Suite:
+    prompts = tuple(Prompt(f"p{i}", "d", (1,) * length) for i, length in enumerate(lengths))
+    return Suite("d", "id", "d.jsonl", prompts, (("row 9", "empty"),), len(lengths) + 1)
+
+
+def test_prompts_too_long_for_a_model_are_skipped_with_a_reason_and_counted() -> None:
+    (fitted,) = fit([_suite(4, 30, 20)], 12, 32)
+    assert [prompt.id for prompt in fitted.prompts] == ["p0", "p2"]
+    assert fitted.skipped == (("row 9", "empty"), ("prompt p1", "30 tokens and 12 new ones exceed a context of 32"))
+    assert len(fitted.prompts) + len(fitted.skipped) == fitted.rows == 4
+    with pytest.raises(InputError, match=r"d\.jsonl: 9 tokens and 12 new ones exceed a context of 16"):
+        fit([_suite(9)], 12, 16)

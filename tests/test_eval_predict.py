@@ -22,13 +22,8 @@ from eval.estimate import measure_alphas
 from eval.evaluate import evaluate
 from eval.predict import predictable
 from eval.request import Method
-from eval.results import Results
 from tests.tiny_models import HEADS, near, stirred_head, tiny_llama
 
-SOME_WORDS = (
-    "socket thread queue json string random calendar decimal logging email html zipfile bisect heapq enum".split()
-)
-SOME_WORDS += ["copy", "abc", "ast"]
 PROMPTS = [Prompt(f"p{i}", "d", (1, 3 + i % 13, 3 + i // 13 % 20)) for i in range(300)]
 HOT, WARM, COLD = Sampling(temperature=1.0), Sampling(temperature=0.7, top_p=0.9), Sampling(temperature=0.0)
 CASES = [
@@ -134,8 +129,10 @@ def test_trees_that_grow_lossy_rules_and_traversal_of_trees_are_not_predicted() 
 
 
 @pytest.fixture(scope="module")
-def cells(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
-    """Predictions beside what was decoded: two pairs, two heads, five domains, three temperatures, four methods."""
+def cells(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, ...]]:
+    """Predictions beside what was decoded: two pairs, two heads, five domains, two temperatures, four methods. At
+    temperature 0 both are equal by construction.
+    """
     root = tmp_path_factory.mktemp("cells")
     model = load_model(target_dir, device="cpu")
     save_head(EagleHead.fresh(model, seed=1), root / "eagle")
@@ -161,7 +158,7 @@ def cells(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFact
         id=[f"{name}={root / name}.jsonl" for name in starts],
         out=str(root / "out"),
         tree=["chain:2", "chain:4", "kary:2,2", "kary:3,1,1"],
-        temperature=[0.0, 0.7, 1.0],
+        temperature=[0.7, 1.0],
         max_new_tokens=16,
         speed_prompts=0,
         batch_size=16,
@@ -172,17 +169,13 @@ def cells(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         # The report is tested elsewhere.
         patch.setattr("eval.evaluate.write_report", lambda results: results.directory)
-        evaluate(config)
-    results = Results.load(root / "out")
-    cells = []
+        results = evaluate(config)
+    cells: list[tuple[Any, ...]] = []
     for row in results.rows("tau_predicted"):
         tau, run, independent = (results.beside(row, name) for name in ("tau", "tau_run", "tau_independent"))
         if tau is not None and run is not None and row["domain"] != row["kind"]:
-            measured = tau["value"] or 0.0
-            # At temperature 0 nothing is random, and rounding is all that differs.
-            inside = (run["low"] or 0.0) - 1e-9 <= measured <= (run["high"] or 0.0) + 1e-9
-            formula = independent and independent["value"]
-            cells.append((row["temperature"], row["value"] or 0.0, measured, inside, formula))
+            inside = run["low"] <= tau["value"] <= run["high"]  # type: ignore[operator]
+            cells.append((row["value"], tau["value"], inside, independent and independent["value"]))
     return cells
 
 
@@ -190,19 +183,13 @@ def cells(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFact
 def test_the_measured_figure_lies_in_the_interval_of_its_prediction(
     cells: list[tuple[Any, ...]], record_property: Callable[[str, object], None]
 ) -> None:
-    """Law 10, counted: of the cells that were decoded too, at least 93 in 100 hold what was measured."""
-    for chosen in (cells, [cell for cell in cells if cell[0]]):
-        held = sum(inside for *_, inside, _ in chosen)
-        record_property("cells", f"{held} of {len(chosen)} hold the measured tau")
-        assert held >= 0.93 * len(chosen)
-    assert len(cells) == 240
-
-
-@pytest.mark.slow
-def test_the_formula_of_independent_tokens_is_off_by_more_than_the_prediction(
-    cells: list[tuple[Any, ...]], record_property: Callable[[str, object], None]
-) -> None:
-    errors = [(abs(tau - m), abs(formula - m)) for temperature, tau, m, _, formula in cells if temperature and formula]
+    """Law 10, counted: of the cells that were decoded too, at least 93 in 100 hold what was measured. The prediction is
+    nearer than the formula of independent tokens.
+    """
+    held = sum(inside for _, _, inside, _ in cells)
+    record_property("cells", f"{held} of {len(cells)} hold the measured tau")
+    assert len(cells) == 160 and held >= 0.93 * len(cells)
+    errors = [(abs(tau - measured), abs(formula - measured)) for tau, measured, _, formula in cells if formula]
     ours, theirs = (sum(column) / len(errors) for column in zip(*errors, strict=True))
     record_property("mean error", f"prediction {ours:.4f}, formula {theirs:.4f}")
     assert ours < theirs

@@ -201,8 +201,12 @@ def _plan(config: Any, command: str) -> Done:
 
     document = plan(config)
     keys = ("tree", "name", "verifier", "pays", "speedup", "sampling", "batch_size", "confirmed", "engines")
-    summary = {"plan": config.out, **{key: document[key] for key in keys}}
-    return summary, [*plan_lines(document), "", f"plan: {config.out} (--tree auto:{config.out})"]
+    summary = {"plan": str(config.file), **{key: document[key] for key in keys}}
+    return summary, [
+        *plan_lines(document),
+        "",
+        f"plan: {config.file} (--tree auto{f':{config.out}' if config.out else ''})",
+    ]
 
 
 @dataclass(frozen=True)
