@@ -112,7 +112,7 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Draft: a language model or the directory of a head."""
     prompts: str
     """Prompts like those that you will serve; rows may have domains."""
-    out: NotIdentity[Out | None] = None
+    out: NotIdentity[Out | None] = None  # type: ignore[assignment]
     """The .json file to write; `--tree auto:FILE` of decode and eval reads it. Default: plan.json in the draft's
     directory, which `--tree auto` reads."""
     batch_size: AtLeast1 = 1

@@ -202,11 +202,8 @@ def _plan(config: Any, command: str) -> Done:
     document = plan(config)
     keys = ("tree", "name", "verifier", "pays", "speedup", "sampling", "batch_size", "confirmed", "engines")
     summary = {"plan": str(config.file), **{key: document[key] for key in keys}}
-    return summary, [
-        *plan_lines(document),
-        "",
-        f"plan: {config.file} (--tree auto{f':{config.out}' if config.out else ''})",
-    ]
+    tree = "auto" if config.out is None else f"auto:{config.out}"
+    return summary, [*plan_lines(document), "", f"plan: {config.file} (--tree {tree})"]
 
 
 @dataclass(frozen=True)
