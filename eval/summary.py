@@ -25,7 +25,9 @@ def headline_and_table(results: Results) -> list[str]:
             tau = best_tau(results, alpha["draft"], alpha["domain"], alpha["temperature"])
             speed = with_interval(results.beside(tau, "speedup"), 2)
             row = {"draft": alpha["draft"], "set": named_set(alpha), "alpha": with_interval(alpha)}
-            row |= {"tokens per call": with_interval(tau, 2), "speed": speed, "tree": tree_name(tau["tree"] or "")}
+            row |= {"tokens per call": with_interval(tau, 2)}
+            row |= {"predicted": with_interval(results.beside(tau, "tau_predicted"), 2)}
+            row |= {"speed": speed, "tree": tree_name(tau["tree"] or "")}
             rows.append(row)
     return [lead(results).headline, *text_table(f"temperature {results.top_temperature:g}, 95 % intervals", rows)]
 
@@ -75,14 +77,17 @@ def _decoding(results: Results, row: Row, tree: str, verifier: str) -> dict[str,
     def figure(name: str) -> Any:
         return results.figure(name, row["draft"], row["domain"], row["temperature"], tree, verifier)
 
-    plain = ("tau_predicted", "tokens_per_s", "latency_s_per_token")
-    values = {name: (other := figure(name)) and other["value"] for name in (*plain, "largest_gap")}
+    values = {
+        name: (other := figure(name)) and other["value"]
+        for name in ("tokens_per_s", "latency_s_per_token", "largest_gap")
+    }
     run, same, gap = figure("tau_run"), figure("identical"), values.pop("largest_gap")
     return {
         "tree": tree,
         "verifier": verifier,
         "lossless": results.lossless(verifier),
         **_figure(figure("tau"), "tau"),
+        **_figure(figure("tau_predicted"), "tau_predicted"),
         **_figure(figure("speedup"), "speedup"),
         "tau_predicted_run": run and [run["low"], run["high"]],
         "identical_outputs": same and {"same": int(same["value"] or 0), "of": same["n"], "largest_gap": gap},

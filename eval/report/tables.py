@@ -83,6 +83,7 @@ def by_draft(results: Results) -> Table:
                     ),
                 }
             row |= {"τ ID [95 %]": with_interval(tau, 2), "tree": tree_name(tau["tree"] or NONE)}
+            row["predicted [95 %]"] = with_interval(results.beside(tau, "tau_predicted"), 2)
             if timed := results.beside(tau, "speedup"):
                 row["speed ID [95 %]"] = with_interval(timed, 2)
             rows.append(row)
