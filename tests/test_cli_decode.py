@@ -361,7 +361,7 @@ def test_auto_takes_the_plan_beside_the_draft_or_says_how_to_make_it(
     words = ["--target", target_dir, "--draft", draft, "--tree", "auto", "--prompt", "a", "--max_new_tokens", "4"]
     code, printed, err = door("decode", *words, "--json")
     assert code == 0 and json.loads(printed.splitlines()[-1])["tree"] == "chain:4"
-    assert f"draftsmith plan --target {target_dir} --draft '{draft}' --prompts PROMPTS --out '{draft}/plan.json'" in err
+    assert f"draftsmith plan --target {target_dir} --draft '{draft}' --prompts PROMPTS" in err
     (draft / "plan.json").write_text(json.dumps({"tree": {"spec": "kary:2,1"}, "pays": True}))
     assert summary_of(door, *words)["tree"] == f"auto:{draft}/plan.json"
 

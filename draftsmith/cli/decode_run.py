@@ -120,7 +120,7 @@ def _planned(config: DecodeConfig) -> str | None:
     if plan.is_file():
         return f"auto:{plan}"
     words = ["draftsmith", "plan", "--target", config.target, "--draft", config.draft[0]]
-    words += ["--prompts", config.prompts or "PROMPTS", "--out", str(plan)]
+    words += ["--prompts", config.prompts or "PROMPTS"]
     _say(f"--tree auto: {plan} is missing, so the default tree drafts; make it with: {shlex.join(words)}")
     return None
 
