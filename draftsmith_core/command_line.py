@@ -70,7 +70,8 @@ def parse(cls: type[C], command: str, argv: list[str], modes: Mapping[str, str] 
 
 def _underscored(word: str) -> str:
     key, equals, value = word.partition("=")
-    return "--" + key[2:].replace("-", "_") + equals + value if word.startswith("--") else word
+    is_key = word.startswith("--") and " " not in key
+    return "--" + key[2:].replace("-", "_") + equals + value if is_key else word
 
 
 def check_file(cls: type, file: Path) -> None:
