@@ -93,7 +93,9 @@ def test_every_spelling_of_a_value() -> None:
     assert [parse(Options, "test", ["--name", "a", *more])[1] for more in ((), ("--json",))] == [False, True]
 
 
-@pytest.mark.parametrize("text", ["5", "a: b", "[1]", "# heading", "", "{", "'", "true", "- x", "--a-b c", "a\nb\t", "é"])
+@pytest.mark.parametrize(
+    "text", ["5", "a: b", "[1]", "# heading", "", "{", "'", "true", "- x", "--a-b c", "a\nb\t", "é"]
+)
 def test_text_is_taken_as_it_is_typed(text: str) -> None:
     assert read("--name", text, "--note", text, "--words", text) == Options(name=text, note=text, words=[text])
 

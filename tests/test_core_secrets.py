@@ -37,6 +37,7 @@ ALIGN = (
         "eval --target {target} --draft d={draft} --id s={address} --out out --max_new_tokens 4 --speed_prompts 0 "
         "--bootstrap 100 --json",
         "distill --target {target} --prompts {address}x --out out --max_new_tokens 4",
+        "distill --target {target} --prompts {address} --out out --engine openai --endpoint http://me:PASSWORD@127.0.0.1:9",
         pytest.param(ALIGN, marks=pytest.mark.slow),
     ],
 )
@@ -47,10 +48,10 @@ def test_they_are_in_no_file_and_no_message(
     monkeypatch.setattr("fsspec.open", open_store)
     words = command.format(target=target_dir, draft=draft_dir, address=ADDRESS).split()
     code, out, err = door(*words)
-    assert code == (2 if f"{ADDRESS}x" in words else 0), err
+    assert code == (2 if f"{ADDRESS}x" in words or "--endpoint" in words else 0), err
     texts = [out, err, *(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())]
     assert not [text for text in texts if "PASSWORD" in text or "SIGNATURE" in text]
-    assert any("/rows.jsonl" in text for text in texts)
+    assert any("/rows.jsonl" in text or "http://127.0.0.1" in text for text in texts)
     if words[0] == "align":
         code, _, err = door(*words)
         assert code == 0 and "continuing what was begun" in err, err
