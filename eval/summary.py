@@ -29,7 +29,9 @@ def headline_and_table(results: Results) -> list[str]:
             row |= {"predicted": with_interval(results.beside(tau, "tau_predicted"), 2)}
             row |= {"speed": speed, "tree": tree_name(tau["tree"] or "")}
             rows.append(row)
-    return [lead(results).headline, *text_table(f"temperature {results.top_temperature:g}, 95 % intervals", rows)]
+    head = lead(results)
+    again = [f"time again on a quiet machine: {head.command}"] if head.command else []
+    return [head.headline, *again, *text_table(f"temperature {results.top_temperature:g}, 95 % intervals", rows)]
 
 
 def summary(results: Results) -> dict[str, Any]:

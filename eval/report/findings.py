@@ -17,11 +17,13 @@ from eval.schema import BUSY, Row
 class Lead:
     """The head of a report: the decision, its cells (label, sentence), the changes, and whether outputs differ.
 
-    `draft` is the decided draft, or the best aligned one; `setting` the decided setting.
+    `draft` is the decided draft, or the best aligned one; `setting` the decided setting; `command` times again what was
+    timed on a busy machine.
     """
 
     draft: str
     setting: str
+    command: str
     headline: str
     detail: str
     cells: list[tuple[str, str]]
@@ -36,7 +38,9 @@ TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}
 def lead(results: Results) -> Lead:
     """The decision, each of its cells, and the changes at each temperature."""
     decision = decide(results)
+    again = shlex.join(["draftsmith", "eval", "--time_again", results.document["config"].get("out", "DIR")])
     return Lead(
+        command=again if any(cell.busy for cell in decision.cells) else "",
         draft=decision.setting.draft if decision.setting else best_aligned(results),
         setting=_setting(decision.setting) if decision.setting else "",
         headline=_fill(WORDS["headlines"][decision.verdict], decision, results),
@@ -93,8 +97,7 @@ def _detail(decision: Decision, results: Results) -> str:
     if any(cell.busy for cell in decision.cells):
         causes = [remark["text"] for remark in results.document["remarks"] if remark["about"] == BUSY]
         cause = causes[0] if causes else "the machine was busy during timing"
-        directory = shlex.quote(results.document["config"].get("out", "DIR"))
-        text += " " + WORDS["busy"].format(cause=cause[0].upper() + cause[1:], directory=directory)
+        text += f" {cause[0].upper()}{cause[1:]}. {WORDS['busy']}"
     return text
 
 
@@ -136,9 +139,21 @@ def _change(results: Results, temperature: float) -> str:
         names = [" and ".join(each) if len(each) <= 2 else f"{len(each)} domains" for each in (gained, lost)]
         return text + str(WORDS["ood_mixed"]).format(gained=names[0], lost=names[1])
     gain, kept = results.gain(draft, "ood", temperature), results.transfer(draft, "ood", temperature)
+    worst = worst_set(results, draft, temperature)
+    aside = (
+        f" (worst on {worst['domain']}: {number(100 * (worst['value'] or 0.0), 1, sign=True)})"
+        if len(signs) > 1 and worst
+        else ""
+    )
     if sign(gain) == 1 and kept is not None and kept["value"] is not None:
-        return text + str(WORDS["ood_kept"]).format(kept=percent(kept["value"]))
-    return text + str(WORDS["ood_change"][sign(gain)]).format(points=points(gain))
+        return text + str(WORDS["ood_kept"]).format(kept=percent(kept["value"]), worst=aside)
+    return text + str(WORDS["ood_change"][sign(gain)]).format(points=points(gain), worst=aside)
+
+
+def worst_set(results: Results, draft: str, temperature: float) -> Row | None:
+    """The gain on the OOD set where a draft gains least; None for the base."""
+    gains = [results.gain(draft, domain, temperature) for domain in results.domains("ood")]
+    return min((gain for gain in gains if gain is not None), key=lambda gain: gain["value"] or 0.0, default=None)
 
 
 def _lossless(results: Results) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from eval.bootstrap import signs
 from eval.report.formats import CLEAR, NONE, WORDS, kept, memory, named_set, number, tree_name, with_interval
+from eval.report.findings import worst_set
 from eval.results import Results
 from eval.schema import TARGET, Row
 
@@ -66,15 +67,13 @@ def by_draft(results: Results) -> Table:
     for draft in sorted(results.drafts, key=lambda draft: draft == results.base):
         for temperature in sorted(results.temperatures):
             tau = best_tau(results, draft, "id", temperature)
-            sets = [results.gain(draft, domain, temperature) for domain in results.domains("ood")]
-            worst = min((row for row in sets if row is not None), key=lambda row: row["value"] or 0.0, default=None)
+            worst = worst_set(results, draft, temperature)
             row = {
                 "draft": draft,
                 "T": f"{temperature:g}",
-                "α ID": number(results.alpha(draft, "id", temperature)["value"]),
                 "gain ID [95 %]": with_interval(results.gain(draft, "id", temperature), sign=True),
             }
-            if sets:
+            if results.domains("ood"):
                 row |= {
                     "gain OOD [95 %]": with_interval(results.gain(draft, "ood", temperature), sign=True),
                     "worst OOD set": f"{worst['domain']} {with_interval(worst, sign=True)}" if worst else NONE,
