@@ -15,6 +15,7 @@ from eval.report.figures_why import cost_figure
 from eval.report.findings import lead
 from eval.report.formats import memory, number, percent
 from eval.report.page import render_page
+from eval.report.tables import tables
 from eval.report.theme import LIGHT, Look, roles_of
 from eval.results import Results
 from eval.schema import SuiteKind
@@ -44,6 +45,18 @@ def test_what_alignment_changed_is_what_the_intervals_allow(gain_id: float, gain
     head = lead(view({"base": BASE, "mine": {"id": gain_id, "ood": gain_ood}}, BOTH))
     assert len(head.changes) == 2 and head.changes[0].startswith("At T = 0, alignment ")
     assert re.search(says, head.changes[1]), head.changes
+
+
+def test_the_worst_set_stands_beside_the_pool_and_a_loss_is_no_share() -> None:
+    document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": -0.1}}, {"prose": "id", "code": "ood", "talk": "ood"})
+    for row in document["rows"]:
+        if row["figure"] == "gain" and row["domain"] == "talk":
+            row |= {"value": -0.3, "low": -0.31, "high": -0.29}
+    results = Results(document, Path())
+    assert re.search(r"it cost [\d.]+ points \(worst: talk, \N{MINUS SIGN}30.0 points\)\.$", lead(results).changes[1])
+    drafts, *_ = tables(results)
+    assert drafts.rows[0]["worst OOD set"].startswith("talk \N{MINUS SIGN}0.300 [")
+    assert re.fullmatch(r"[\d.]+ points lost", drafts.rows[0]["of the ID gain"])
 
 
 def test_the_best_of_several_drafts_leads() -> None:

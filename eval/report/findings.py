@@ -140,11 +140,8 @@ def _change(results: Results, temperature: float) -> str:
         return text + str(WORDS["ood_mixed"]).format(gained=names[0], lost=names[1])
     gain, kept = results.gain(draft, "ood", temperature), results.transfer(draft, "ood", temperature)
     worst = worst_set(results, draft, temperature)
-    aside = (
-        f" (worst on {worst['domain']}: {number(100 * (worst['value'] or 0.0), 1, sign=True)})"
-        if len(signs) > 1 and worst
-        else ""
-    )
+    change_there = number(100 * (worst["value"] or 0.0), 1, sign=True) if worst else ""
+    aside = f" (worst: {worst['domain']}, {change_there} points)" if worst and len(signs) > 1 else ""
     if sign(gain) == 1 and kept is not None and kept["value"] is not None:
         return text + str(WORDS["ood_kept"]).format(kept=percent(kept["value"]), worst=aside)
     return text + str(WORDS["ood_change"][sign(gain)]).format(points=points(gain), worst=aside)

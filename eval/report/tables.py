@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eval.bootstrap import signs
-from eval.report.formats import CLEAR, NONE, WORDS, kept, memory, named_set, number, tree_name, with_interval
 from eval.report.findings import worst_set
+from eval.report.formats import CLEAR, NONE, WORDS, kept, memory, named_set, number, tree_name, with_interval
 from eval.results import Results
 from eval.schema import TARGET, Row
 

@@ -1,0 +1,153 @@
+"""Make the tables and figures of the docs again from kept results: `python -m benchmarks.figures`.
+
+docs/results/ holds the results.json files, compressed. `--keep NAME=FILE` first takes a new one, without the paths of
+the machine: `--keep demo=out/demo/eval/results.json demo-large=out/demo/eval-large/results.json`.
+"""
+
+import argparse
+import json
+import lzma
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import frontier_tables, objectives_figure, objectives_tables
+from eval.report.formats import number, with_interval
+from eval.report.page import render_page
+from eval.results import Results
+
+ROOT = Path(__file__).parents[1]
+DRAFTS = {"base": "base", "jsd-plain": "plain (`jsd-plain`)", "jsd-balanced": "**balanced** (`jsd-balanced`)"}
+
+
+def kept(root: Path, name: str) -> Any:
+    """A kept document; None if there is none of this name."""
+    file = root / "docs" / "results" / f"{name}.json.xz"
+    return json.loads(lzma.decompress(file.read_bytes())) if file.is_file() else None
+
+
+def keep(root: Path, name: str, source: Path) -> None:
+    """Keep results under a name. The directory of the run that is above the evaluation becomes out/NAME."""
+    text, run = source.read_text(encoding="utf-8"), source.resolve().parents[1]
+    for path in (str(run), str(source.parents[1])):
+        text = text.replace(path, "out/demo") if len(path) > 1 else text
+    (folder := root / "docs" / "results").mkdir(exist_ok=True)
+    (folder / f"{name}.json.xz").write_bytes(lzma.compress(text.encode(), preset=9))
+
+
+def demo_tables(results: Results) -> dict[str, list[str]]:
+    """The tables of the README by their first line."""
+    sets = [f"{name} (ID)" if results.kind(name) == "id" else f"{name} (OOD)" for name in results.domains()]
+    alphas = []
+    for draft in results.drafts:
+        taus = [results.figure(name, draft, "id", 1.0, "chain:2", "speculative") for name in ("tau_predicted", "tau")]
+        cells = [with_interval(results.alpha(draft, domain, 1.0)) for domain in results.domains()]
+        cells += [with_interval(taus[0], 2), number(taus[1]["value"] if taus[1] else None, 2)]
+        alphas.append([DRAFTS.get(draft, draft), *cells])
+    gains = [
+        [f"{draft.removeprefix('jsd-')}, temperature {t:g}"]
+        + [with_interval(results.gain(draft, domain, t), sign=True) for domain in results.domains()]
+        for t in sorted(results.temperatures, reverse=True)
+        for draft in reversed(results.aligned)
+    ]
+    heads = ["draft", *sets, "tokens per target call ID, predicted", "decoded"], ["change of alpha over base", *sets]
+    return {
+        head[0]: [_row(row) for row in (head, ["---"] * len(head), *rows)]
+        for head, rows in zip(heads, (alphas, gains), strict=True)
+    }
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def put(page: Path, tables: dict[str, list[str]]) -> None:
+    """Replace the tables of a page whose header begins with the same cell."""
+    lines = page.read_text(encoding="utf-8").split("\n")
+    for first, table in tables.items():
+        start = next(index for index, line in enumerate(lines) if line.startswith(f"| {first} |"))
+        end = next(index for index in range(start, len(lines)) if not lines[index].startswith("|"))
+        lines[start:end] = table
+    page.write_text("\n".join(lines), encoding="utf-8")
+
+
+def screenshots(results: Results, root: Path) -> None:
+    """The first page of a report, light and dark; needs Chromium."""
+    chromium = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
+    if chromium is None:
+        sys.stderr.write("docs/figures/demo-report*.png: not made again, needs chromium\n")
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        (page := Path(scratch) / "page.html").write_text(render_page(results), encoding="utf-8")
+        for suffix, words in (("", []), ("-dark", ["--blink-settings=preferredColorScheme=0"])):
+            picture = root / "docs" / "figures" / f"demo-report{suffix}.png"
+            words = [
+                *words,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                "--window-size=900,1900",
+            ]
+            words += [f"--user-data-dir={scratch}/profile", f"--screenshot={picture}", page.as_uri()]
+            subprocess.run([chromium, *words], check=True, capture_output=True)
+
+
+def demo(document: Any, root: Path) -> None:
+    """The tables of the README."""
+    put(root / "README.md", demo_tables(Results(document, Path())))
+
+
+def demo_large(document: Any, root: Path) -> None:
+    """The picture of the report that README and docs begin with."""
+    screenshots(Results(document, Path()), root)
+
+
+def objectives(document: Any, root: Path) -> None:
+    """The pictures and, on standard output, the tables of docs/objectives.md."""
+    objectives_figure.write_pictures(document, root / "docs" / "figures")
+    sys.stdout.write(objectives_tables.tables(document))
+
+
+def frontier(document: Any, root: Path) -> None:
+    """The pictures of docs/robust.md."""
+    frontier_tables.write_pictures(document, root / "docs" / "figures")
+
+
+# By the name of the kept results.
+MADE: dict[str, Callable[[Any, Path], None]] = {
+    "demo": demo,
+    "demo-large": demo_large,
+    "objectives-nano": objectives,
+    "objectives-stories": objectives,
+    "frontier-nano": frontier,
+}
+
+
+def remake(root: Path) -> list[str]:
+    """Make everything again whose results are kept; return the names of the others."""
+    missing = []
+    for name, make in MADE.items():
+        if (document := kept(root, name)) is None:
+            missing.append(name)
+        else:
+            make(document, root)
+    return missing
+
+
+def main() -> None:
+    """Take new results, if any are given, and make everything again."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keep", nargs="*", default=[], metavar="NAME=FILE")
+    for name, _, file in (word.partition("=") for word in parser.parse_args().keep):
+        keep(ROOT, name, Path(file))
+    if missing := remake(ROOT):
+        sys.stdout.write(f"not kept, so not made again: {', '.join(missing)}; --keep NAME=FILE keeps a run\n")
+
+
+if __name__ == "__main__":
+    main()
