@@ -11,13 +11,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import frontier_tables, objectives_figure, objectives_tables
+from draftsmith.demo.demo_run import write_page
 from eval.report.formats import number, with_interval
-from eval.report.page import render_page
 from eval.results import Results
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +34,7 @@ def keep(root: Path, name: str, source: Path) -> None:
     text, run = source.read_text(encoding="utf-8"), source.resolve().parents[1]
     for path in (str(run), str(source.parents[1])):
         text = text.replace(path, "out/demo") if len(path) > 1 else text
-    (folder := root / "docs" / "results").mkdir(exist_ok=True)
+    (folder := root / "docs" / "results").mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json.xz").write_bytes(lzma.compress(text.encode(), preset=9))
 
 
@@ -75,14 +74,15 @@ def put(page: Path, tables: dict[str, list[str]]) -> None:
     page.write_text("\n".join(lines), encoding="utf-8")
 
 
-def screenshots(results: Results, root: Path) -> None:
-    """The first page of a report, light and dark; needs Chromium."""
-    chromium = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
-    if chromium is None:
+def demo(root: Path) -> None:
+    """The tables of the README, and the first page of the demo's report, light and dark (by Chromium)."""
+    small, large = (kept(root, name) for name in ("demo", "demo-large"))
+    put(root / "README.md", demo_tables(Results(small, Path())))
+    if (chromium := shutil.which("chromium") or shutil.which("google-chrome")) is None:
         sys.stderr.write("docs/figures/demo-report*.png: not made again, needs chromium\n")
         return
     with tempfile.TemporaryDirectory() as scratch:
-        (page := Path(scratch) / "page.html").write_text(render_page(results), encoding="utf-8")
+        write_page(Results(small, Path(scratch) / "eval"), Results(large, Path(scratch) / "eval-large"))
         for suffix, words in (("", []), ("-dark", ["--blink-settings=preferredColorScheme=0"])):
             picture = root / "docs" / "figures" / f"demo-report{suffix}.png"
             words = [
@@ -91,52 +91,24 @@ def screenshots(results: Results, root: Path) -> None:
                 "--no-sandbox",
                 "--disable-gpu",
                 "--hide-scrollbars",
-                "--window-size=900,1900",
+                "--window-size=1000,1500",
             ]
-            words += [f"--user-data-dir={scratch}/profile", f"--screenshot={picture}", page.as_uri()]
+            words += [f"--user-data-dir={scratch}/profile", f"--screenshot={picture}", f"file://{scratch}/report.html"]
             subprocess.run([chromium, *words], check=True, capture_output=True)
 
 
-def demo(document: Any, root: Path) -> None:
-    """The tables of the README."""
-    put(root / "README.md", demo_tables(Results(document, Path())))
-
-
-def demo_large(document: Any, root: Path) -> None:
-    """The picture of the report that README and docs begin with."""
-    screenshots(Results(document, Path()), root)
-
-
-def objectives(document: Any, root: Path) -> None:
+def objectives(root: Path) -> None:
     """The pictures and, on standard output, the tables of docs/objectives.md."""
-    objectives_figure.write_pictures(document, root / "docs" / "figures")
-    sys.stdout.write(objectives_tables.tables(document))
+    for pair in ("nano", "stories"):
+        if document := kept(root, f"objectives-{pair}"):
+            objectives_figure.write_pictures(document, root / "docs" / "figures")
+            sys.stdout.write(objectives_tables.tables(document))
 
 
-def frontier(document: Any, root: Path) -> None:
+def frontier(root: Path) -> None:
     """The pictures of docs/robust.md."""
-    frontier_tables.write_pictures(document, root / "docs" / "figures")
-
-
-# By the name of the kept results.
-MADE: dict[str, Callable[[Any, Path], None]] = {
-    "demo": demo,
-    "demo-large": demo_large,
-    "objectives-nano": objectives,
-    "objectives-stories": objectives,
-    "frontier-nano": frontier,
-}
-
-
-def remake(root: Path) -> list[str]:
-    """Make everything again whose results are kept; return the names of the others."""
-    missing = []
-    for name, make in MADE.items():
-        if (document := kept(root, name)) is None:
-            missing.append(name)
-        else:
-            make(document, root)
-    return missing
+    if document := kept(root, "frontier-nano"):
+        frontier_tables.write_pictures(document, root / "docs" / "figures")
 
 
 def main() -> None:
@@ -145,8 +117,8 @@ def main() -> None:
     parser.add_argument("--keep", nargs="*", default=[], metavar="NAME=FILE")
     for name, _, file in (word.partition("=") for word in parser.parse_args().keep):
         keep(ROOT, name, Path(file))
-    if missing := remake(ROOT):
-        sys.stdout.write(f"not kept, so not made again: {', '.join(missing)}; --keep NAME=FILE keeps a run\n")
+    for make in (demo, objectives, frontier):
+        make(ROOT)
 
 
 if __name__ == "__main__":

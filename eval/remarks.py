@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
+from decode.native import missing_kernel
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import parameter_count
 from draftsmith_core.processes import say
@@ -103,13 +104,15 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None)
 
 
 def of_target(name: str, target: PreTrainedModel) -> list[Remark]:
-    """Find a target that `drafts.make.widen` made: its speed is real, its size is not."""
-    small = getattr(target.config, "widened_from", None)
-    if small is None:
-        return []
-    size = f"is a model of {small:,} parameters padded with zeros to {parameter_count(target):,}"
-    text = f"target {name}: {size}; it writes and accepts like the small model, and costs as much as a large one"
-    return [Remark(about="widened_target", text=text)]
+    """Find a target that `drafts.make.widen` made, whose speed is real and size is not, and a missing kernel."""
+    remarks = []
+    if small := getattr(target.config, "widened_from", None):
+        size = f"is a model of {small:,} parameters padded with zeros to {parameter_count(target):,}"
+        text = f"target {name}: {size}; it writes and accepts like the small model, and costs as much as a large one"
+        remarks.append(Remark(about="widened_target", text=text))
+    if slower := missing_kernel(target.device):
+        remarks.append(Remark(about="missing_kernel", text=f"speeds are of {slower}"))
+    return remarks
 
 
 def conditions(domain: str, temperature: float, load: list[float], rates: Sequence[float], cpus: int) -> Conditions:

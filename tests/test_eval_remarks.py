@@ -84,7 +84,10 @@ def test_strict_makes_a_remark_an_error(capsys: pytest.CaptureFixture[str]) -> N
     assert str(caught.value).endswith("(and 1 more)")
 
 
-def test_a_target_that_is_padded_is_no_large_model() -> None:
+def test_a_target_that_is_padded_is_no_large_model_and_a_missing_kernel_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remarks, "missing_kernel", lambda device: None)
     config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     small = LlamaForCausalLM(config)
     assert remarks.of_target("small", small) == []
@@ -92,3 +95,6 @@ def test_a_target_that_is_padded_is_no_large_model() -> None:
     (remark,) = remarks.of_target("large", wide)
     assert remark["about"] == "widened_target"
     assert f"{small.num_parameters():,} parameters padded with zeros to {wide.num_parameters():,}" in remark["text"]
+    monkeypatch.setattr(remarks, "missing_kernel", lambda device: "decoding without its compiled kernel: no compiler")
+    (remark,) = remarks.of_target("small", small)
+    assert remark["about"] == "missing_kernel" and remark["text"].endswith("without its compiled kernel: no compiler")
