@@ -10,6 +10,7 @@ own, which halves its memory, and every architecture multiplies with them.
 Legend: X rows, I inputs, O outputs of a linear layer.
 """
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits, release_freed_memory
@@ -177,8 +179,12 @@ class Packs:
         self._freed = True
         return matrix
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: PreTrainedModel) -> None:
         """Pack the linear layers of a model for its own forward."""
+        if self.native and not self.owned and model.dtype != torch.float32:
+            dtype = str(model.dtype).removeprefix("torch.")
+            advice = "load it in float32, or call decode.take_over(model)"
+            warnings.warn(f"{type(model).__name__} in {dtype} decodes slowly on a CPU; {advice}", stacklevel=2)
         for name, module in model.named_modules() if self.owned else ():
             # A layer with a forward of its own (a hook of accelerate, an adapter) is left alone.
             if "forward" in module.__dict__:
