@@ -90,7 +90,6 @@ class Options:
 class AtOnce:
     """An engine that answers with one token, at once."""
 
-    keeps_answers = False
     max_prompt_tokens = None
     first_answer = 0.0
     answered = 0

@@ -1,8 +1,9 @@
-"""Answers of unfinished parts, written as they come and read back by the run that continues."""
+"""Answers of unfinished parts, written as they come and read back by the run that resumes."""
 
 import base64
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,22 @@ class _Part:
     open: int
 
 
+@dataclass
+class _Wave:
+    """Requests that are asked together. rows: answers to keep once all are there. open: requests without an outcome."""
+
+    open: int
+    rows: list[Any] = field(default_factory=list)
+
+
 def ask(engine: Engine, run: Run, parts: Iterator[Numbered], done: Done, where: str = "") -> None:
     """Run `engine` over the requests of `parts` that have no kept answer.
 
-    Keep every answer in a journal in directory `where` of the run until its part is done.
+    Keep answers in a journal per part, in directory `where` of the run, until the part is done: each at once, or those
+    of a wave together. A row of a journal is a list of answers.
     """
     part_of: dict[tuple[int, int], _Part] = {}  # by row and sample, which later turns share
+    wave_of: dict[tuple[int, int], _Wave] = {}
 
     def pass_on(request: AnswerRequest, answer: Answer | Failed | None) -> AnswerRequest | None:
         """Pass on the answer, if any, and the kept ones of the turns after it; return the request to ask next."""
@@ -45,6 +56,10 @@ def ask(engine: Engine, run: Run, parts: Iterator[Numbered], done: Done, where: 
             if following is None:
                 break
             request, answer = following, None
+        if (wave := wave_of.pop(request.key[:2], None)) is not None:
+            wave.open -= 1
+            if not wave.open and wave.rows:
+                part.journal.append(wave.rows)
         del part_of[request.key[:2]]
         part.open -= 1
         if not part.open:
@@ -54,17 +69,28 @@ def ask(engine: Engine, run: Run, parts: Iterator[Numbered], done: Done, where: 
     def missing() -> Iterator[Sequence[AnswerRequest]]:
         for number, requests in parts:
             journal = run.journal(f"{where}.part-{number:05d}.answers.jsonl")
-            part = _Part(journal, dict(map(_unpack, journal.rows)), len(requests))
+            answers = dict(_unpack(answer) for row in journal.rows for answer in row)
+            part = _Part(journal, answers, len(requests))
             part_of.update({request.key[:2]: part for request in requests})
-            left = [pass_on(request, None) for request in requests]
-            if group := [request for request in left if request is not None]:
-                yield group
+            size = engine.wave or len(requests)
+            for start in range(0, len(requests), size):
+                left = [pass_on(request, None) for request in requests[start : start + size]]
+                if group := [request for request in left if request is not None]:
+                    if engine.wave is not None:
+                        wave = _Wave(len(group))
+                        wave_of.update({request.key[:2]: wave for request in group})
+                    yield group
 
     def answered(request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
+        place = request.key[:2]
         if isinstance(answer, Answer):
             teacher = None if answer.teacher is None else base64.b64encode(answer.teacher).decode()
             ids, reason, prompt = answer.response_ids, answer.finish_reason, content_id(request.prompt_ids)
-            part_of[request.key[:2]].journal.append([request.key, prompt, ids, reason, answer.tokens_from, teacher])
+            row = [request.key, prompt, ids, reason, answer.tokens_from, teacher]
+            if place in wave_of:
+                wave_of[place].rows.append(row)
+            else:
+                part_of[place].journal.append([row])
         return pass_on(request, answer)
 
     try:
@@ -74,8 +100,8 @@ def ask(engine: Engine, run: Run, parts: Iterator[Numbered], done: Done, where: 
             part.journal.close()
 
 
-def _unpack(row: list[Any]) -> tuple[tuple[int, ...], tuple[str, Answer]]:
-    key, prompt, ids, reason, tokens_from, teacher = row
+def _unpack(answer: list[Any]) -> tuple[tuple[int, ...], tuple[str, Answer]]:
+    key, prompt, ids, reason, tokens_from, teacher = answer
     packed = None if teacher is None else base64.b64decode(teacher)
     return tuple(key), (prompt, Answer(tuple(ids), reason, tokens_from, packed))
 
@@ -83,4 +109,5 @@ def _unpack(row: list[Any]) -> tuple[tuple[int, ...], tuple[str, Answer]]:
 def count_kept(out: Path) -> int:
     """Count the answers in the finished parts and the journals of an unfinished set."""
     rows: int = sum(pq.read_metadata(path).num_rows for path in out.glob("part-*.parquet"))
-    return rows + sum(path.read_bytes().count(b"\n") for pattern in JOURNALS for path in out.glob(pattern))
+    journals = [path for pattern in JOURNALS for path in out.glob(pattern)]
+    return rows + sum(len(json.loads(line)) for path in journals for line in path.open())

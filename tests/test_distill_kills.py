@@ -43,16 +43,18 @@ def told():
 module.check_empty = claiming
 atexit.register(told)
 """
-# A signal arrives once the third answer is kept.
-STOP_AT_ANSWER = """
+# A signal arrives once two waves of answers are kept.
+STOP_IN_WAVE = """
 import os, signal, time
+import distill.engines.hf
+distill.engines.hf.WAVE_BATCHES = 1
 import draftsmith_core.runs as module
 append, kept = module.Journal.append, []
 def stopping(self, row):
     append(self, row)
     kept.append(row)
-    if len(kept) == 3:
-        {act}
+    if len(kept) == 2:
+        os.kill(os.getpid(), signal.{name})
         time.sleep(60)
 module.Journal.append = stopping
 """
@@ -144,10 +146,10 @@ def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words: list[s
 def test_a_stopped_run_says_how_many_answers_are_kept(
     words: list[str], door: Door, spawn: Spawn, name: str, code: int, line: str
 ) -> None:
-    act = f"os.kill(os.getpid(), signal.{name})"
-    ended, out, err = spawn(*words, cwd=Path.cwd(), patch=STOP_AT_ANSWER.format(act=act)).wait()
+    words += ["--part_rows", "8", "--batch_size", "2"]
+    ended, out, err = spawn(*words, cwd=Path.cwd(), patch=STOP_IN_WAVE.format(name=name)).wait()
     assert (ended, out) == (code, "")
-    note = "3 answers are kept; run the same command again to resume"
+    note = "4 answers are kept; run the same command again to resume"
     assert err.splitlines()[-1] == f"draftsmith distill: {line}; {note}"
     assert sorted(files()) == [".part-00000.answers.jsonl", "run.json"]
     assert door(*words)[0] == 0

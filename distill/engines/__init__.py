@@ -13,6 +13,10 @@ from draftsmith_core.models import end_tokens
 from draftsmith_core.settings import ResolvedSampling, Sampling, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import Tokenizer
 
+# Batches of answers that a killed run may lose. Batches are refilled from one wave alone, so that its answers are the
+# same bytes when it is asked again; in smaller waves more of the time would pass with batches that empty.
+WAVE_BATCHES = 8
+
 
 @dataclass(frozen=True)
 class AnswerRequest:
@@ -55,13 +59,16 @@ class Engine(Protocol):
     """A target that answers requests.
 
     identity: fingerprint and dtype, or the served name. max_prompt_tokens: the longest prompt that leaves room for an
-    answer, None if unlimited. takes_ids: prompts reach the target as token ids.
+    answer, None if unlimited. takes_ids: prompts reach the target as token ids. wave: number of requests in a group,
+    and of answers that are kept together, because an answer's rounding depends on the batch; None to keep each one at
+    once.
     """
 
     identity: dict[str, Any]
     sampling: ResolvedSampling
     max_prompt_tokens: int | None
     takes_ids: bool
+    wave: int | None
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         """Answer all requests of all groups, each the requests of one part of the set.

@@ -7,7 +7,7 @@ import torch
 
 from decode import PROPOSERS, SpeculativeDecoder, parse_tree, take_over
 from distill.config import DistillConfig
-from distill.engines import Answer, AnswerRequest, Done, at_temperature, sampling_of
+from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, at_temperature, sampling_of
 from distill.score import score
 from drafts.load import Draft, depth_limit, draft_fingerprint, kind_of, load_pair
 from draftsmith_core.errors import InputError
@@ -50,6 +50,7 @@ class HFEngine:
             raise InputError(f"{config.draft or config.target}: {error}") from None
         self.sampling = sampling_of(config, model)
         self._batch_size, self._teacher_top_k = config.batch_size, config.teacher_top_k
+        self.wave = WAVE_BATCHES * config.batch_size
         self._max_new_tokens = config.max_new_tokens
         self._eos_ids = () if config.ignore_eos else eos_ids(model)
 
@@ -58,16 +59,10 @@ class HFEngine:
         ended.
         """
         for group in groups:
-            for _ in self.steps(group, done):
-                pass
+            for temperature in sorted({request.temperature for request in group}, key=lambda value: value or 0.0):
+                self._ask([request for request in group if request.temperature == temperature], temperature, done)
 
-    def steps(self, group: Sequence[AnswerRequest], done: Done) -> Iterator[None]:
-        """Ask one group; stop after every answer."""
-        for temperature in sorted({request.temperature for request in group}, key=lambda value: value or 0.0):
-            same = [request for request in group if request.temperature == temperature]
-            yield from self._ask(same, temperature, done)
-
-    def _ask(self, requests: list[AnswerRequest], temperature: float | None, done: Done) -> Iterator[None]:
+    def _ask(self, requests: list[AnswerRequest], temperature: float | None, done: Done) -> None:
         # Longest first: rows that share a batch are of like lengths, so that little is computed for padding, and what
         # a batch needs in memory is known with its first rows. The next turns of chats find their place among them.
         waiting = sorted(requests, key=_length)
@@ -85,7 +80,6 @@ class HFEngine:
             following = done(request, Answer(ids, generation.finish_reason, teacher=teacher))
             if following is not None:
                 insort(waiting, following, key=_length)
-            yield
 
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
         """Time each tree, and the target alone as "", on these requests as one batch."""

@@ -33,6 +33,8 @@ Slot = tuple[Server, httpx.AsyncClient]
 class OpenAIEngine:
     """Servers that answer, and the distribution that they are asked to draw from."""
 
+    wave = None
+
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         target = RemoteTarget(config.target, tokenizer)

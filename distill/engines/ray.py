@@ -1,4 +1,4 @@
-"""The target on a Ray cluster: `hf` engines as actors, each given the requests of one part at a time.
+"""The target on a Ray cluster: `hf` engines as actors, each given one group of requests at a time.
 
 Ray places the workers, carries requests and answers, restarts a worker that died and asks it again.
 """
@@ -15,9 +15,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util import ActorPool
 
 from distill.config import DistillConfig
-from distill.engines import Answer, AnswerRequest, Done
+from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, Failed
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.settings import ResolvedSampling
@@ -55,12 +56,12 @@ class Worker:
         times: dict[str, float] = self._engine().seconds_per_token(requests)
         return times
 
-    def answer(self, requests: Sequence[AnswerRequest], tree: str) -> Iterator[tuple[Key, Answer]]:
-        """Answer a group; yield the answer of each request as it comes, by the request's key."""
-        engine, answers = self._engine(), []
+    def answer(self, requests: Sequence[AnswerRequest], tree: str) -> dict[Key, Answer | Failed]:
+        """Answer a group; return the outcome of each request by its key."""
+        engine, answers = self._engine(), {}
         engine.tree = tree
-        for _ in engine.steps(requests, lambda request, answer: answers.append((request.key, answer))):
-            yield answers.pop()
+        engine.run(iter([requests]), lambda request, answer: answers.update({request.key: answer}))
+        return {request.key: answers[request.key] for request in requests}
 
 
 class RayEngine:
@@ -74,7 +75,7 @@ class RayEngine:
         if self._joined:
             _join(config.address)
         self.workers: list[Any] = []
-        self.tree = ""
+        self.tree, self.wave = "", WAVE_BATCHES * config.batch_size
         try:
             count, resources = _resources(config)
             actor = ray.remote(Worker).options(max_restarts=_RESTARTS, max_task_retries=_RETRIES, **resources)
@@ -97,31 +98,27 @@ class RayEngine:
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         """Ask everything in `groups`, one group per worker call. Later turns of a group are asked together."""
-        idle = deque(self.workers * 2)  # a worker holds the next group while it works on one
-        following: deque[list[AnswerRequest]] = deque()
-        # By stream of answers: its worker, its requests, and the later turns of those that were answered.
-        streams: dict[Any, tuple[Any, dict[Key, AnswerRequest], list[AnswerRequest]]] = {}
-        stream: Any
-        while True:
-            while idle and (group := following.popleft() if following else next(groups, None)) is not None:
-                worker = idle.popleft()
-                stream = worker.answer.options(num_returns="streaming").remote(list(group), self.tree)
-                streams[stream] = worker, {request.key: request for request in group}, []
-            if not streams:
-                return
+        pool = ActorPool(self.workers)
+        following: deque[Sequence[AnswerRequest]] = deque()
+        submitted: dict[Key, Sequence[AnswerRequest]] = {}
+
+        def submit() -> None:
+            while len(submitted) < 2 * len(self.workers):  # a worker holds the next group while it works on one
+                group = following.popleft() if following else next(groups, None)
+                if group is None:
+                    return
+                submitted[group[0].key] = group
+                pool.submit(lambda worker, group: worker.answer.remote(list(group), self.tree), group)
+
+        submit()
+        while submitted:
             with _worker_errors():
-                (stream,), _ = ray.wait(list(streams), num_returns=1)
-                item = next(stream, None)
-                answer = None if item is None else ray.get(item)
-            worker, requests, turns = streams[stream]
-            if answer is not None:
-                turn = done(requests[answer[0]], answer[1])
-                turns += [] if turn is None else [turn]
-                continue
-            del streams[stream]
-            idle.append(worker)
-            if turns:
-                following.append(turns)
+                answers = pool.get_next_unordered()
+            group = submitted.pop(next(iter(answers)))
+            turns = [done(request, answers[request.key]) for request in group]
+            if requests := [request for request in turns if request is not None]:
+                following.append(requests)
+            submit()
 
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
         """Time the candidate trees on one worker for all."""

@@ -22,6 +22,7 @@ class VLLMEngine:
     """A model in vLLM. Every request has its seed, but rounding depends on the batch, so bytes may differ."""
 
     takes_ids = True
+    wave = None
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         require_single_process("distill --engine vllm --tensor_parallel_size N")
