@@ -21,17 +21,7 @@ def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch: py
     assert found == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "decode --target t --prompt a",
-        "init --target t --method prune --out o",
-        "merge --draft a b --out o",
-        "export --draft q --format hf --out o",
-        "doctor --target t --draft q",
-        "plan --target t --draft q --prompts p --out o",
-    ],
-)
+@pytest.mark.parametrize("line", ["decode --target t --prompt a", "merge --draft a b --out o"])
 def test_a_command_of_one_process_is_refused_in_several(
     line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,41 +51,35 @@ def test_a_process_that_waits_for_others_can_be_ended(number: int) -> None:
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 
 
-@pytest.fixture
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "given", "limit", "expected"),
+    [
+        ("train", {}, "max 100000", {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ("eval", {}, "1600000 100000", {"GOMP_SPINCOUNT": "2000"}),
+        ("plan", {}, None, {}),
+        ("decode", {}, "250000 100000", {"OMP_NUM_THREADS": "2"}),
+        ("decode", {}, "50000 100000", {"OMP_NUM_THREADS": "1"}),
+        # What the user has set stays.
+        ("train", {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "5"}, "200000 100000", {}),
+    ],
+)
+def test_threads_follow_the_command_and_the_share_of_the_container(
+    command: str,
+    given: dict[str, str],
+    limit: str | None,
+    expected: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in OPENMP:
         monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-
-
-@pytest.mark.usefixtures("nothing_set")
-@pytest.mark.parametrize(
-    ("command", "name"), [("train", "OMP_WAIT_POLICY"), ("eval", "GOMP_SPINCOUNT"), ("decode", None), ("plan", None)]
-)
-def test_how_threads_wait_depends_on_the_command(command: str, name: str | None, tmp_path: Path) -> None:
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(f"{limit}\n")
     settle_threads(command, tmp_path)
-    assert [variable for variable in OPENMP if variable in os.environ] == ([name] if name else [])
-
-
-@pytest.mark.usefixtures("nothing_set")
-def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    (tmp_path / "cpu.max").write_text("200000 100000\n")
-    settle_threads("train", tmp_path)
-    values = {name: os.environ[name] for name in OPENMP if name in os.environ}
-    assert values == {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "5"}
-
-
-@pytest.mark.usefixtures("nothing_set")
-@pytest.mark.parametrize(
-    ("limit", "threads"),
-    [("250000 100000\n", "2"), ("50000 100000\n", "1"), ("max 100000\n", None), ("1600000 100000\n", None)],
-)
-def test_a_container_gets_the_threads_of_its_share(limit: str, threads: str | None, tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text(limit)
-    settle_threads("decode", tmp_path)
-    assert os.environ.get("OMP_NUM_THREADS") == threads
+    assert {name: os.environ[name] for name in OPENMP if name in os.environ} == given | expected
 
 
 def test_commands_settle_it_before_torch_is_imported() -> None:
