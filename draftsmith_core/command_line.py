@@ -107,7 +107,7 @@ def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> d
         for key_node, node in mapping.value:
             key, where = f"{prefix}{key_node.value}", f"{name}:{key_node.start_mark.line + 1}"
             if key in places:
-                raise InputError(f"{where}: {key}: stands twice in the file ({places[key]}); keep one")
+                raise InputError(f"{where}: {key}: appears twice in the file ({places[key]}); keep one")
             is_group = any(known.startswith(f"{key}.") for known in table)
             if key not in table and not is_group:
                 raise InputError(f"{where}: {key}: unknown key{_nearest(key, table)}")

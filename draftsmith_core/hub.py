@@ -70,10 +70,10 @@ def why_not(name: str, error: Exception) -> str:
 
 
 def lfs_pointer(*files: Path) -> str | None:
-    """Which of these files is a pointer of git-lfs, as a clone without it has; None if none is."""
+    """Which of these files is a git-lfs pointer, as a clone without it has; None if none is."""
     for file in files:
         if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_LFS):
-            return f"{file.name} is a pointer of git-lfs and not the file itself; run git lfs pull there"
+            return f"{file.name} is a git-lfs pointer, not the file itself; run git lfs pull there"
     return None
 
 

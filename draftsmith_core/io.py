@@ -55,7 +55,7 @@ def check_out(out: Path | str, inputs: Iterable[str | None] = (), *, file: bool 
     above = next(parent for parent in path.absolute().parents if parent.exists())
     for wrong, reason in (
         # A rename by root would replace a device such as /dev/null.
-        (file and path.exists() and not path.is_file(), "is no ordinary file; name a file"),
+        (file and path.exists() and not path.is_file(), "is not a regular file; name a file"),
         (
             any(name is not None and Path(name).resolve() == path.resolve() for name in inputs),
             "is read as well, and would be overwritten; name another file",
@@ -63,7 +63,7 @@ def check_out(out: Path | str, inputs: Iterable[str | None] = (), *, file: bool 
         (Path.cwd().is_relative_to(path.resolve()), "is where this command runs; name a directory in it"),
         (
             not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)),
-            f"{above} is no directory that can be written; name another place",
+            f"{above} is not a writable directory; choose another",
         ),
     ):
         if wrong:
@@ -122,7 +122,7 @@ def writing(path: Path) -> Iterator[None]:
         number = getattr(error, "errno", None)
         # pyarrow sets the number and a sentence of its own; safetensors has the sentence alone.
         reason = os.strerror(number) if number else one_line(error)
-        raise RunError(f"{path}: cannot be written ({reason}); mend that and run the same command again") from None
+        raise RunError(f"{path}: cannot be written ({reason}); fix that and run the same command again") from None
 
 
 def make_dir(path: Path, option: str = "--out") -> None:
@@ -130,7 +130,7 @@ def make_dir(path: Path, option: str = "--out") -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{option} {path}: cannot be made a directory ({error.strerror})") from None
+        raise InputError(f"{option} {path}: cannot be created ({error.strerror})") from None
 
 
 def write_text_atomic(path: Path, text: str) -> None:

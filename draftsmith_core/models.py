@@ -106,14 +106,14 @@ def load_model(
 def _check_weights(name: str, kind: str, info: dict[str, Any]) -> None:
     """Raise InputError for missing or mismatched weights, which transformers draws at random; warn of unused ones."""
     if missing := sorted(info["missing_keys"]):
-        reason = f"lacks {len(missing)} weights of a {kind} (such as {missing[0]})"
+        reason = f"lacks weights of a {kind} ({len(missing)}, such as {missing[0]})"
         raise InputError(f"{name}: {reason}; it is another kind of model (a head?) or an incomplete copy")
     if mismatched := sorted(info["mismatched_keys"], key=str):
         key, in_file, by_config = mismatched[0]
-        shapes = f"such as {key}: {list(in_file)} in the file, {list(by_config)} by the config"
-        raise InputError(f"{name}: {len(mismatched)} weights do not fit its config.json ({shapes})")
+        shapes = f"{len(mismatched)}, such as {key}: {list(in_file)} in the file, {list(by_config)} by the config"
+        raise InputError(f"{name}: its weights do not fit its config.json ({shapes})")
     if unused := sorted(info["unexpected_keys"]):
-        log.warning("%s: %d of its weights have no place in a %s (such as %s)", name, len(unused), kind, unused[0])
+        log.warning("%s: holds weights that a %s does not use (%d, such as %s)", name, kind, len(unused), unused[0])
 
 
 @torch.inference_mode()

@@ -161,10 +161,10 @@ def iterate_records(source: str) -> Iterator[Record]:
         yield from (Record(number, {"prompt": ""}) for number in range(1, free + 1))
     elif path.is_file() or "://" in source:
         if path.suffix != ".parquet" and kind not in _JSON_LINES:
-            raise InputError(f"{source}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
+            raise InputError(f"{source}: unsupported file type {path.suffix!r}; use .jsonl or .parquet")
         yield from _file_records(source, path.suffix)
     elif path.exists():
-        raise InputError(f"{source}: is no file; name a .jsonl or .parquet file")
+        raise InputError(f"{source}: is not a file; name a .jsonl or .parquet file")
     elif kind in (*_JSON_LINES, ".parquet") or source.startswith((".", "/", "~")) or not source.strip():
         raise InputError(f"{source}: no such file")
     else:

@@ -47,7 +47,7 @@ def find_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer | No
         return load_tokenizer(name, trust_remote_code)
     except InputError as error:
         if _has_files(name):
-            log.warning("%s; what goes with it is taken to have no tokenizer of its own", error)
+            log.warning("%s; continuing without its tokenizer", error)
         return None
 
 

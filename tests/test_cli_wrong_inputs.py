@@ -22,7 +22,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     "decode --target {target} --prompt a": [
         ("more words", "unexpected word"),
         ("--out=", "at least 1 character"),
-        ("--out {here}", "is no ordinary file"),
+        ("--out {here}", "is not a regular file"),
         ("--temperature warm", "temperature: Input should be a valid number"),
         ("--temperature -1", "temperature: Input should be greater than or equal to 0"),
         ("--num_samples 2.5", "num_samples: Input should be a valid integer"),

@@ -97,9 +97,9 @@ def test_where_the_command_runs_is_not_replaced(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(InputError, match="^--out .*: is where this command runs"):
             check_out(out)
     for path in ("../file/x/y", "../file/x.json"):
-        with pytest.raises(InputError, match=f"^--out {path}: .*/file is no directory that can be written"):
+        with pytest.raises(InputError, match=f"^--out {path}: .*/file is not a writable directory"):
             check_out(path)
-    with pytest.raises(InputError, match="^--out ../file/sub: cannot be made a directory"):
+    with pytest.raises(InputError, match="^--out ../file/sub: cannot be created"):
         make_dir(Path("../file/sub"), "--out")
     for out in ("b", "c", "c/d", "../e"):
         check_out(out)

@@ -131,7 +131,7 @@ def test_misuse_is_one_line(words: str, expected: str) -> None:
         ("name: a\ninner:\n  rat: 1\n", ":3: inner.rat: unknown key; did you mean inner.rate?"),
         ("name: a\ninner:\n  rate: 0\n", ":3: inner.rate: Input should be greater than 0"),
         ("name: a\ninner: 3\n", ":2: inner: Input should be"),
-        ("name: a\ncount: 1\ncount: 2\n", ":3: count: stands twice"),
+        ("name: a\ncount: 1\ncount: 2\n", ":3: count: appears twice"),
         ("name: a\nwords: b\n", ":2: words: Input should be a valid list"),
         ("name: a\ncount: -1\n", ":2: count: -1 must not be negative"),
         ("name: a\ncolour: blue\n", ":2: colour: Input should be 'red' or 'green', got 'blue'"),

@@ -97,18 +97,18 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [
     (spoil("lm_head.weight", float("inf")), r": its weight lm_head\.weight holds NaN or inf; .* copy it again$"),
     (
         lambda d: set_keys(d / "config.json", vocab_size=300),
-        r": 2 weights .*\(such as lm_head\.weight: \[290, 16\] in the file, \[300, 16\] by the config\)",
+        r": its weights .*\(2, such as lm_head\.weight: \[290, 16\] in the file, \[300, 16\] by the config\)",
     ),
     (
         lambda d: change_weights(d, lambda weights: weights.pop("lm_head.weight")),
-        r": lacks 1 weights of a LlamaForCausalLM \(such as lm_head\.weight\)",
+        r": lacks weights of a LlamaForCausalLM \(1, such as lm_head\.weight\)",
     ),
     (cut("model.safetensors", 1000), r": no causal language model could be loaded: "),
     (lambda d: (d / "model.safetensors").unlink(), r"no file named model\.safetensors"),
     (sharded, "model-00002"),
     (
         lambda d: (d / "model.safetensors").write_text(LFS),
-        r": model\.safetensors is a pointer of git-lfs .*; run git lfs",
+        r": model\.safetensors is a git-lfs pointer.*; run git lfs",
     ),
     (lambda d: as_pickle(d, evil=Evil()), r"pickle with more in it than tensors, .*would run code"),
     (lambda d: set_keys(d / "config.json", model_type="nonesuch"), "model type `nonesuch`"),
@@ -160,7 +160,7 @@ def test_weights_without_a_place_are_named(copy: Path, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         load_on_cpu(str(copy))
     warnings = [record.getMessage() for record in caplog.records if record.name == "draftsmith_core.models"]
-    assert warnings == [f"{copy}: 1 of its weights have no place in a LlamaForCausalLM (such as vision.weight)"]
+    assert warnings == [f"{copy}: holds weights that a LlamaForCausalLM does not use (1, such as vision.weight)"]
 
 
 def test_logits_that_overflow_name_the_dtype(copy: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_full_disk_names_the_file_and_what_to_do(
     assert (code, out) == (1, "")
     assert err.strip().splitlines()[-1] == (
         "draftsmith distill: set/part-00001.parquet: cannot be written (No space left on device); "
-        "mend that and run the same command again"
+        "fix that and run the same command again"
     )
     assert sorted(os.listdir("set")) == [".part-00001.answers.jsonl", "part-00000.parquet", "run.json"]
     assert door(*words)[0] == 0

@@ -219,7 +219,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     ("words", "message"),
     [
         ("plan --target {t} --draft {d} --prompts {p} --out out.json --max_new_tokens 2", "greater than or equal to 4"),
-        ("plan --target {t} --draft {d} --prompts {p} --out .", "is no ordinary file"),
+        ("plan --target {t} --draft {d} --prompts {p} --out .", "is not a regular file"),
         ("plan --target {t} --draft owner/name --prompts {p}", "name a file with --out"),
         ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto", "plan.json is missing"),
         (
