@@ -99,7 +99,7 @@ def load_model(
             module.support_avx512bf16_for_cpu = False
     model.eval()
     check_finite(name, model)
-    _check_logits(name, model)
+    check_logits(name, model)
     return cast(PreTrainedModel, model)
 
 
@@ -126,7 +126,7 @@ def check_finite(name: str, model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def _check_logits(name: str, model: PreTrainedModel) -> None:
+def check_logits(name: str, model: PreTrainedModel) -> None:
     """Raise InputError unless logits are finite and causal; transformers loads encoders (BERT) as causal models too."""
     size = vocabulary_size(model)
     # From inside the vocabulary: at its ends are padding, and markers of images and sound that need an input.

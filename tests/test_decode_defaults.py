@@ -208,6 +208,9 @@ def of_kind(kind: str, **options: Any) -> PreTrainedModel:
         ("llama", "LlamaForCausalLM attends to all tokens, and its config.json sets a sliding window"),
         ("olmo2", "Olmo2ForCausalLM attends to all tokens, and its config.json sets a sliding window"),
         ("doge", "gives other outputs with a cache"),
+        ("bert", "BertLMHeadModel reads tokens ahead, as encoders do"),
+        ("electra", "ElectraForCausalLM reads tokens ahead"),
+        ("roberta", "RobertaForCausalLM reads tokens ahead"),
     ],
 )
 def test_the_reason_is_the_right_one(kind: str, reason: str) -> None:
@@ -216,6 +219,7 @@ def test_the_reason_is_the_right_one(kind: str, reason: str) -> None:
         "llama": {"sliding_window": 8},
         "olmo2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
         "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 2},
+        **dict.fromkeys(("bert", "electra", "roberta"), {"initializer_range": 0.5}),
     }
     with pytest.raises(ValueError, match=reason) as caught:
         SpeculativeDecoder(of_kind(kind, **options.get(kind, {})))
