@@ -24,7 +24,7 @@ from distill.manifest import RECORDS, check_empty, copy_set, finish
 from distill.own_prompts import draw_prompts, find_opening
 from distill.parts import SCHEMA, TEACHER, Part, check_digest
 from draftsmith_core import options
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, counted
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_atomic
 from draftsmith_core.options import takes
@@ -67,7 +67,7 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
                 return _distill(config, engine, tokenizer, command or command_line("distill", config), run, processes)
     except (KeyboardInterrupt, Terminated) as stop:
         if kept := count_kept(Path(config.out)):
-            stop.add_note(f"{kept} answers are kept; run the same command again to resume")
+            stop.add_note(f"kept {counted(kept, 'answer')}; run the same command again to resume")
         raise
 
 

@@ -73,7 +73,8 @@ def _run(words: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.addLevelName(logging.WARNING, "warning")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     warnings.filterwarnings("ignore", category=FutureWarning)
     if "torch" not in sys.modules:
         settle_threads(name)

@@ -51,6 +51,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def counted(count: int, noun: str) -> str:
+    """A count with its noun: 1 row, 2 rows."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def nearest(word: str, known: Collection[str], otherwise: str = "use one of") -> str:
     """What to say of an unknown word: the known one that it resembles, or `otherwise` and all of them."""
     near = difflib.get_close_matches(word, known, 1)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, counted
 from eval.bootstrap import PromptSums, Resamples, interval, pooled_ratios, resamples, signs
 from eval.report.formats import CLEAR, NONE, named_set, number, text_table, tree_name, with_interval
 from eval.results import Cell, Results
@@ -68,7 +68,7 @@ class Comparison:
                 | ({"method": _method(row.first)} if figure != "alpha" else {})
                 | {"first": number(row.first["value"]), "second": number(row.second["value"])}
                 | {"second - first [95 %]": with_interval(row.difference, sign=True)}
-                | {"over": f"{row.shared} shared prompts" if row.paired else "each one's own prompts"}
+                | {"over": counted(row.shared, "shared prompt") if row.paired else "each one's own prompts"}
                 | {"": CLEAR[row.sign]}
                 for row in self.rows
                 if row.figure == figure

@@ -25,6 +25,7 @@ from decode import PROPOSERS, SpeculativeDecoder, Tree, TreeShape, default_verif
 from decode.tree_spec import kary
 from drafts.load import Draft, depth_limit, kind_of, load_pair
 from draftsmith_core.engine_commands import SERVING
+from draftsmith_core.errors import counted
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.options import takes
@@ -90,7 +91,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """The spec, or the size of a tree without one."""
-        return self.spec or f"static, {self.shape.size} nodes in {self.shape.depth} levels"
+        return self.spec or f"static, {counted(self.shape.size, 'node')} in {counted(self.shape.depth, 'level')}"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from decode.native import missing_kernel
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, counted
 from draftsmith_core.models import parameter_count
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
@@ -44,18 +44,13 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
         hashes = {prompt_hash(prompt.ids) for prompt in one.prompts}
         rest = [prompt for prompt in other.prompts if prompt_hash(prompt.ids) not in hashes]
         if same := len(other.prompts) - len(rest):
-            text = f"{names}: {same} of {_prompts(len(other.prompts))} of the second are in the first too{meaning}"
-            remarks.append(Remark(about="same_prompts", text=text))
+            text = f"{names}: {same} of {counted(len(other.prompts), 'prompt')} of the second"
+            remarks.append(Remark(about="same_prompts", text=f"{text} are in the first too{meaning}"))
         if near := near_duplicates(one.prompts, rest):
-            text = (
-                f"{names}: near-duplicates of the first are {_prompts(len(near))} of the second, such as {near[0].id}"
-            )
+            text = f"{names}: {counted(len(near), 'prompt')} of the second nearly repeat the first"
+            text += f", such as {near[0].id}"
             remarks.append(Remark(about="near_duplicates", text=text + meaning))
     return remarks
-
-
-def _prompts(count: int) -> str:
-    return f"{count} prompt{'s' * (count != 1)}"
 
 
 def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
@@ -82,7 +77,7 @@ def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Rema
             hashes = np.array([prompt_hash(prompt.ids) for prompt in suite.prompts], dtype=np.uint64)
             if seen := int(np.isin(hashes, trained).sum()):
                 where = f"{suite.name} ({suite.kind.upper()})"
-                text = f"{where}: draft {name} was trained on {seen} of its {_prompts(len(hashes))}"
+                text = f"{where}: draft {name} was trained on {seen} of its {counted(len(hashes), 'prompt')}"
                 remarks.append(
                     Remark(about="trained_on", text=f"{text}; its figures there are not about unseen prompts")
                 )

@@ -149,7 +149,7 @@ def test_a_stopped_run_says_how_many_answers_are_kept(
     words += ["--part_rows", "8", "--batch_size", "2"]
     ended, out, err = spawn(*words, cwd=Path.cwd(), patch=STOP_IN_WAVE.format(name=name)).wait()
     assert (ended, out) == (code, "")
-    note = "4 answers are kept; run the same command again to resume"
+    note = "kept 4 answers; run the same command again to resume"
     assert err.splitlines()[-1] == f"draftsmith distill: {line}; {note}"
     assert sorted(files()) == [".part-00000.answers.jsonl", "run.json"]
     assert door(*words)[0] == 0
