@@ -89,5 +89,9 @@ def render_template(name: str, headline: str, pictures: Sequence[Picture], **val
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # No line ends inside T = 1 or 37 %.
+    environment.filters["unbroken"] = lambda text: text.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}").replace(
+        " %", "\N{NO-BREAK SPACE}%"
+    )
     palettes = {"light": LIGHT, "dark": DARK}
     return environment.get_template(name).render(headline=headline, pictures=pictures, **palettes, **values)
