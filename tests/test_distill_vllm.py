@@ -52,6 +52,7 @@ class LLM:
         self,
         model: str,
         *,
+        revision: str | None = None,
         trust_remote_code: bool = False,
         tensor_parallel_size: int = 1,
         dtype: str = "auto",

@@ -198,6 +198,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "WORLD_SIZE": "2"}
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "only 1 of the launched processes"),
     ],
 )
+@pytest.mark.usefixtures("door")  # which makes accelerate forget its state
 def test_a_launcher_that_would_be_ignored_is_refused(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
