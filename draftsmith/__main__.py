@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     called = " ".join(["draftsmith", *words[:1]])
     try:
         try:
-            return _run(words)
+            if (code := _prepare(words)) is None:
+                run(words[0], words[1:])
+            return code or 0
         finally:
             # What was buffered for a reader who is gone, or for a full disk, fails here, not when Python shuts down.
             sys.stdout.flush()
@@ -55,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         return _failed(called, error)
 
 
-def _run(words: list[str]) -> int:
+def _prepare(words: list[str]) -> int | None:
+    """Prepare the process for a command; answer words that are none, and return their exit code."""
     name = words[0] if words else ""
     if name in ("", "-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
@@ -78,8 +81,7 @@ def _run(words: list[str]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     if "torch" not in sys.modules:
         settle_threads(name)
-    run(name, words[1:])
-    return 0
+    return None
 
 
 def _failed(called: str, error: BaseException) -> int:
