@@ -1,7 +1,8 @@
 """What each way of keeping the base draft's knowledge buys: alpha in distribution against alpha out of it.
 
-    python -m benchmarks.frontier --out DIR [--pair nano | pruned] [--seeds 3] [--runs 4]
+    python -m benchmarks.frontier --out DIR [--pair nano | pruned] [--own prose] [--seeds 5] [--runs 4]
     python -m benchmarks.frontier --out DIR --pair stories --target MODEL --texts DIRECTORY
+    python -m benchmarks.frontier --out HELD_BACK --own unicode --settings_of DIR [DIR ...]
     python -m benchmarks.frontier --out DIR --table
 
 Every run starts from one base draft and makes the same number of optimizer steps on the same number of sequences
@@ -10,6 +11,8 @@ alpha on held-out prompts in distribution, and all other methods are trained at 
 otherwise. With seed 0 every setting of every method is run. Of each method the setting is taken that has the greatest
 sum of two changes in alpha over the base: on held-out prompts in distribution, and on the sets for tuning. The sets
 `near` and `far` that are reported have no say. The other seeds, which change the order of the data, run what was taken.
+With --settings_of nothing is chosen here: the settings are those with the greatest sum over the results in these other
+directories, so that this domain was held back from every choice.
 
 alpha is what `draftsmith eval` measures, at temperature 1: the mean of sum_x min(p, q) over positions of continuations
 that the target drew itself. Drafts between the base and a trained one cost no training and share the target's forward
@@ -27,7 +30,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from benchmarks import objectives_data
-from benchmarks.frontier_tables import Alphas, document_of, tables, write_pictures
+from benchmarks.frontier_tables import Alphas, chosen_settings, document_of, tables, write_pictures
 from benchmarks.objectives import claim
 from benchmarks.objectives_data import Pair, distilled, once, pieces, shuffled
 from distill.config import DistillConfig
@@ -65,6 +68,12 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         **{f"share {share:g}": {"replay_fraction": share, "replay": ["token"]} for share in (0.3, 0.5, 0.7)},
         "share 0.7, half the lr": {"replay_fraction": 0.7, "replay": ["token"], "times": 0.5},
     },
+    # As many sequences of answers as the plain method has, beside the replayed ones.
+    "longer even replay": {
+        f"share {share:g}, {rate}": {"replay_fraction": share, "replay": ["token"], "share": 1 / (1 - share), **times}
+        for share in (0.5, 0.7)
+        for rate, times in (("the lr", {}), ("half the lr", {"times": 0.5}))
+    },
     "mixed replay": {
         **{f"share {share:g}": {"replay_fraction": share, "replay": ["self", "token"]} for share in (0.3, 0.5, 0.7)},
         "share 0.7, half the lr": {"replay_fraction": 0.7, "replay": ["self", "token"], "times": 0.5},
@@ -81,6 +90,7 @@ MERGED = {
     "interpolation": "plain",
     "replay + interpolation": "replay",
     "even replay + interpolation": "even replay",
+    "longer even replay + interpolation": "longer even replay",
     "mixed replay + interpolation": "mixed replay",
 }
 WEIGHTS = (0.25, 0.5, 0.75)
@@ -100,7 +110,11 @@ class Options:
     """stories: a directory with alpaca.jsonl, c4.jsonl, wiki.jsonl, gsm8k_train.jsonl and humaneval.jsonl."""
     only: list[str] = field(default_factory=list)
     """Methods to train beside `plain`; all when empty. What others have made before stands in the tables too."""
-    seeds: int = 3
+    own: str = "prose"
+    """nano and pruned: the domain in distribution: prose, code or unicode."""
+    settings_of: list[str] = field(default_factory=list)
+    """Directories of other runs of this benchmark, by which every setting is chosen; none is chosen here."""
+    seeds: int = 5
     runs: int | None = None
     """Stop after so many more training runs; the same command continues."""
     steps: int = 160
@@ -120,7 +134,9 @@ class Options:
     @property
     def data(self) -> objectives_data.Options:
         """The same, as the pairs of benchmarks/objectives.py are made from."""
-        shared = {key: value for key, value in asdict(self).items() if key not in ("only", "runs", "table")}
+        shared = {
+            key: value for key, value in asdict(self).items() if key not in ("only", "settings_of", "runs", "table")
+        }
         return objectives_data.Options(**shared)
 
 
@@ -153,6 +169,15 @@ SETS = {
 }
 
 
+def sets_of(options: Options) -> Sets:
+    """The sets of the pair; with another domain in distribution, the others are out of it."""
+    sets = SETS[options.pair]
+    others = [name for name in (sets.own, *sets.near, *sets.far) if name != options.own]
+    if options.pair == "stories" or options.own == sets.own:
+        return sets
+    return Sets(options.own, sets.tuning, tuple(others[:-1]), tuple(others[-1:]))
+
+
 class EnoughError(Exception):
     """As many training runs as were asked for have been made."""
 
@@ -180,7 +205,7 @@ def prepare(options: Options) -> Bench:
     """Prompts, training sets and continuations; what is there is not made again."""
     claim(options.data)
     out = Path(options.out)
-    pair, sets = objectives_data.PAIRS[options.pair](options.data), SETS[options.pair]
+    pair, sets = objectives_data.PAIRS[options.pair](options.data), sets_of(options)
     if "tables" in sets.tuning and not (out / "tables").is_dir():
         # Character tables: neither the pair nor any domain of the demo has seen them.
         sources = sorted(Path(next(iter(encodings.__path__))).glob("*.py"))
@@ -316,37 +341,54 @@ def run(options: Options) -> dict[str, Any]:
     bench = prepare(options)
     base = alphas_of(bench, Path(bench.pair.draft), fingerprint(bench.base), (0.0,))[0.0]
     rates = {setting: changes["lr"] for setting, changes in METHODS["plain"].items()}
-    plain = {setting: measured(bench, "plain", setting, rates[setting], 0)[1.0] for setting in rates}
-    best = max(plain, key=lambda setting: plain[setting]["heldout"].pooled or 0.0)
+    others = [read_json(Path(path) / "results.json", "the results of this benchmark") for path in options.settings_of]
+    given = chosen_settings(others) if others else None
+    if given is None:
+        plain = {setting: measured(bench, "plain", setting, rates[setting], 0)[1.0] for setting in rates}
+        best = max(plain, key=lambda setting: plain[setting]["heldout"].pooled or 0.0)
+    else:
+        best = given["plain"]
     rate = rates[best]
+    wanted = _trained(given) or {name: set(METHODS[name]) for name in METHODS}
     found: dict[tuple[str, str], list[Alphas]] = {}
     try:
-        for method, setting, alphas in points(bench, 0, rate, {name: set(METHODS[name]) for name in METHODS}):
+        for method, setting, alphas in points(bench, 0, rate, wanted):
             found[method, setting] = [alphas]
     except EnoughError:
-        _write(bench, base, found, best)
+        _write(bench, base, found, best, given)
         raise
-    taken = _write(bench, base, found, best)["taken"]
-    wanted = {method: {taken[method]} for method in METHODS if method in taken}
-    for merged, of in MERGED.items():
-        if of in wanted:
-            wanted[of].add(taken[merged].rpartition(", ")[0])
+    wanted = _trained(_write(bench, base, found, best, given)["taken"])
     try:
         for seed in range(1, options.seeds):
             for method, setting, alphas in list(points(bench, seed, rate, wanted)):
                 found[method, setting].append(alphas)
-            _write(bench, base, found, best)
+            _write(bench, base, found, best, given)
     except EnoughError:
-        _write(bench, base, found, best)
+        _write(bench, base, found, best, given)
         raise
-    return _write(bench, base, found, best)
+    return _write(bench, base, found, best, given)
 
 
-def _write(bench: Bench, base: Alphas, found: dict[tuple[str, str], list[Alphas]], best: str) -> dict[str, Any]:
+def _trained(taken: dict[str, str] | None) -> dict[str, set[str]]:
+    """By method the settings to train for what is taken: its own, and the one of the drafts merged from it."""
+    wanted = {method: {taken[method]} for method in METHODS if method in taken} if taken else {}
+    for merged, of in MERGED.items():
+        if taken and of in wanted and merged in taken:
+            wanted[of].add(taken[merged].rpartition(", ")[0])
+    return wanted
+
+
+def _write(
+    bench: Bench,
+    base: Alphas,
+    found: dict[tuple[str, str], list[Alphas]],
+    best: str,
+    given: dict[str, str] | None,
+) -> dict[str, Any]:
     """OUT/results.json of what there is so far."""
-    apart = ("out", "target", "texts", "only", "runs", "table")
+    apart = ("out", "target", "texts", "only", "runs", "table", "settings_of")
     options = {key: value for key, value in asdict(bench.options).items() if key not in apart}
-    document = document_of(bench.sets, base, found, best, bench.options.bootstrap) | {"options": options}
+    document = document_of(bench.sets, base, found, best, bench.options.bootstrap, given) | {"options": options}
     write_json_atomic(bench.out / "results.json", document)
     return document
 

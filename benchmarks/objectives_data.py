@@ -41,6 +41,8 @@ class Options:
     """stories: a directory with alpaca.jsonl, c4.jsonl, wiki.jsonl, gsm8k_train.jsonl and humaneval.jsonl."""
     only: list[str] = field(default_factory=list)
     """Cells to train; all when empty."""
+    own: str = "prose"
+    """nano and pruned: the domain in distribution."""
     seeds: int = 3
     steps: int = 160
     batch_size: int = 16
@@ -88,7 +90,7 @@ class Pair:
 def nano(options: Options) -> Pair:
     """The shipped pair on Python's own text, as the demo has it; general prompts are code, so unicode stays new."""
     out = Path(options.out) / "prompts"
-    own, *others = corpus.DOMAINS
+    own, *others = sorted(corpus.DOMAINS, key=lambda domain: domain != options.own)
     if not out.is_dir():
         with atomic_dir(out) as made:
             for domain in corpus.DOMAINS:

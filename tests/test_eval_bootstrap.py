@@ -7,6 +7,7 @@ from eval.bootstrap import (
     PromptSums,
     Resamples,
     difference,
+    difference_over_seeds,
     estimate,
     pool_resamples,
     pool_sums,
@@ -14,6 +15,7 @@ from eval.bootstrap import (
     resamples,
     signs,
     transfer,
+    two_level,
     why_undefined,
 )
 
@@ -143,3 +145,30 @@ def test_transfer_is_undefined_without_a_gain_in_distribution(gain: float, reaso
     found = transfer(*_gain(gain, 1), *_gain(0.1, 2))
     assert found["value"] is found["low"] is found["high"] is None
     assert reason in (why_undefined(difference(*_gain(gain, 1)), difference(*_gain(0.1, 2))) or "")
+
+
+@pytest.mark.parametrize(("seeds", "prompts"), [(5, 64), (3, 24)])
+def test_two_levels_cover_the_truth_where_prompts_alone_do_not(seeds: int, prompts: int) -> None:
+    """Training seeds that differ more than prompts let see; each simulated study has seeds and prompts of its own."""
+    draw, covered, too_narrow, studies = np.random.default_rng(0), 0, 0, 300
+    for study in range(studies):
+        base_P, by_prompt_P = draw.normal(0.4, 0.1, prompts), draw.normal(0.05, 0.02, prompts)
+        figures = [base_P + by_prompt_P + draw.normal(0, 0.02) + draw.normal(0, 0.01, prompts) for _ in range(seeds)]
+        ones = np.ones(prompts)
+        new, base = [PromptSums(figure_P, ones) for figure_P in figures], PromptSums(base_P, ones)
+        picks = resamples(prompts, 400, study)
+        mean = PromptSums(np.mean(figures, axis=0), ones)
+        for name, change in (("both", difference_over_seeds(new, base, picks)), ("one", difference(mean, base, picks))):
+            assert change["low"] is not None and change["high"] is not None
+            inside = change["low"] < 0.05 < change["high"]
+            covered, too_narrow = covered + (name == "both" and inside), too_narrow + (name == "one" and inside)
+    assert too_narrow / studies < 0.75 and 0.92 <= covered / studies <= 0.995
+
+
+def test_one_seed_is_the_bootstrap_over_prompts_and_equal_seeds_are_paired() -> None:
+    draw = np.random.default_rng(1)
+    base, *new = (PromptSums(draw.random(20), np.ones(20)) for _ in range(4))
+    picks = resamples(20, 500, 0)
+    assert difference_over_seeds(new[:1], base, picks) == difference(new[0], base, picks)
+    assert np.array_equal(two_level(new, picks) - two_level(new, picks), np.zeros(500))
+    assert difference_over_seeds(new[:1] * 3, base, picks) == pytest.approx(difference(new[0], base, picks))

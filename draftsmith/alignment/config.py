@@ -82,6 +82,10 @@ class AlignConfig(TargetOptions, RunOptions):
     """Prompt sets in distribution, PROMPTS or NAME=PROMPTS. Default: part of --prompts, held out of training."""
     ood: list[str] = field(default_factory=list)
     """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS: domains that the draft is not aligned on."""
+    tune: list[str] = field(default_factory=list)
+    """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS, on which policy balanced or no_loss also chooses the share of
+    replay and the learning rate, among four training runs. The last of several is held back: nothing is chosen on it,
+    and the choice is measured on it. The evaluation asks for none of them."""
     heldout_prompts: AtLeast1 | None = None
     """Number of --prompts to hold out if --id is empty."""
     prompt_tokens: Rare[AtLeast1] = 32
@@ -129,9 +133,13 @@ class AlignConfig(TargetOptions, RunOptions):
         for spec in self.objective:
             parse_objective(spec)
         sets = parse_named("id", self.id)
-        for name in parse_named("ood", self.ood):
-            if name in sets:
-                raise InputError(f"ood: the name {name!r} is taken by --id; a set is either ID or OOD")
+        for key, named in (("ood", parse_named("ood", self.ood)), ("tune", parse_named("tune", self.tune))):
+            for name, source in named.items():
+                if name in (*sets, "id", "general") or source in sets.values():
+                    raise InputError(f"{key}: {name}={source} is in another set too; --id, --ood and --tune are apart")
+            sets |= named
+        if self.tune and self.policy == "id":
+            raise InputError("tune: is for policy balanced or no_loss")
 
     def drafts(self) -> dict[str, str]:
         """The name of each aligned draft and its objective: `jsd` for `jsd:beta=0.5` if one name is enough."""
@@ -146,9 +154,17 @@ class AlignConfig(TargetOptions, RunOptions):
         """The drafts that are trained as policy id does, for comparison, with their objectives."""
         return {f"{name}-plain": spec for name, spec in self.drafts().items()} if self.plain else {}
 
+    def tried(self, name: str) -> dict[str, tuple[float, float]]:
+        """The training runs that the draft `name` is chosen from: share of replay, and factor of the learning rate."""
+        share = self.train["replay_fraction"]
+        shares = dict.fromkeys((share, 0.5)) if share else (share,)
+        settings = [(fraction, factor) for fraction in shares for factor in (1.0, 0.5)]
+        others = {f"{name}-replay{fraction:g}-rate{factor:g}": (fraction, factor) for fraction, factor in settings[1:]}
+        return {name: settings[0]} | (others if self.tune and self.policy != "id" else {})
+
     def trained(self) -> dict[str, str]:
         """Every training run and its objective."""
-        return self.plain_drafts() | self.drafts()
+        return self.plain_drafts() | {run: spec for name, spec in self.drafts().items() for run in self.tried(name)}
 
     def offered(self) -> dict[str, str]:
         """The drafts to choose the best from, with their objectives: those of the policy, if it makes any."""

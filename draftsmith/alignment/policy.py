@@ -1,9 +1,11 @@
 """Choose a draft between base and aligned, so that the gain in distribution is not a loss elsewhere.
 
 The line theta = (1 - w) base + w aligned (WiSE-FT, arXiv 2109.01903) costs no training. All its drafts are measured on
-one forward of the target, without decoding: in distribution on the answers that training held out, and in general on
-texts that the target writes from BOS. Training replays texts that begin with any token instead, and on that kind every
-draft looks better than it is elsewhere (docs/robust.md). No prompt of the evaluation is used.
+one forward of the target, without decoding: in distribution on the answers that training held out, in general on texts
+that the target writes from BOS, and on the sets of `--tune`, on which runs of other shares of replay and other rates
+are compared too. The last of several such sets is held back: it is measured when all is chosen. Training replays texts
+that begin with any token instead, and on that kind every draft looks better than it is elsewhere (docs/robust.md). No
+prompt of the evaluation is used.
 """
 
 import copy
@@ -32,6 +34,7 @@ from eval import measure
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums, difference, estimate, resamples
 from eval.estimate import measure_alphas
+from draftsmith_core.prompt_rows import parse_named
 from eval.schema import Estimate
 from train.data import divide, load_examples
 
@@ -43,21 +46,22 @@ TOLERANCE = 0.01
 TEXTS = 64
 RULES: dict[str, str] = {
     "id": "the aligned draft as it was trained",
-    "balanced": "the greatest sum of the two changes in alpha",
-    "no_loss": f"the greatest change in distribution with a change in general above -{TOLERANCE:g} (lower bound)",
+    "balanced": "the greatest sum of the change in alpha in distribution and the least change elsewhere",
+    "no_loss": f"the greatest change in distribution with every change elsewhere above -{TOLERANCE:g} (lower bound)",
 }
 assert set(RULES) == set(get_args(Policy))
 
 
 @dataclass(frozen=True)
 class Point:
-    """alpha of one draft on the line. `*_change`: against the base, paired by text, with 95 % intervals."""
+    """A draft between the base and the training run `run`: alpha by kind of text, with 95 % intervals, and its change
+    against the base, paired by text. The kinds are "id", "general" and the sets of `--tune` that are not held back.
+    """
 
+    run: str
     weight: float
-    id: Estimate
-    general: Estimate
-    id_change: Estimate
-    general_change: Estimate
+    alpha: dict[str, Estimate]
+    change: dict[str, Estimate]
 
 
 def free_texts(pair: LoadedPair, count: int, max_new_tokens: int, seed: int) -> list[Continuation]:
@@ -93,84 +97,121 @@ def between(base: PreTrainedModel, aligned: PreTrainedModel, weight: float) -> P
 
 def choose(policy: Policy, points: Sequence[Point]) -> Point:
     """Return the point that the policy takes, as `RULES` describes; the base if nothing else qualifies."""
+
+    def elsewhere(point: Point) -> list[Estimate]:
+        return [change for kind, change in point.change.items() if kind != "id"]
+
+    def gain(point: Point) -> float:
+        return point.change["id"]["value"] or 0
+
     if policy == "id":
         return points[-1]
     if policy == "balanced":
-        return max(points, key=lambda point: (point.id_change["value"] or 0) + (point.general_change["value"] or 0))
-    lossless = [point for point in points if point.weight == 0 or _no_loss(point.general_change)]
-    return max(lossless, key=lambda point: point.id_change["value"] or 0)
-
-
-def _no_loss(change: Estimate) -> bool:
-    return change["low"] is not None and change["low"] > -TOLERANCE
+        return max(points, key=lambda point: gain(point) + min(change["value"] or 0 for change in elsewhere(point)))
+    lossless = [
+        point
+        for point in points
+        if point.weight == 0
+        or all(change["low"] is not None and change["low"] > -TOLERANCE for change in elsewhere(point))
+    ]
+    return max(lossless, key=gain)
 
 
 def keep_general(config: AlignConfig, run: Run) -> None:
-    """Write, for every aligned draft, the draft between it and the base that the policy takes, and print the choice.
+    """Write, for every objective, the draft that the policy takes, and print the choice.
 
-    OUT/policy/NAME.json has the measured line and the choice.
+    OUT/policy/NAME.json has the measured lines, the choice, and what it did on the set that was held back.
     """
     assert config.draft is not None
     loaded = cache(lambda: _load(config))
     for name, merged in zip(config.drafts(), config.offered(), strict=True):
-        aligned = run.out / name
-        record = run.step(f"policy/{name}.json", lambda aligned=aligned: _measure(config, aligned, *loaded()))
-        weight = record["weight"]
+        runs = list(config.tried(name))
+        record = run.step(f"policy/{name}.json", lambda runs=runs: _measure(config, runs, *loaded()))
+        chosen, weight = record["run"], record["weight"]
         if not (run.out / merged / "config.json").exists():
-            merge(MergeConfig(out=str(run.out / merged), base=config.draft, draft=[f"{aligned}={weight}"]))
-        point = next(point for point in record["points"] if point["weight"] == weight)
-        changes = " and ".join(
-            f"alpha {point[key]['value']:+.3f} [{point[key]['low']:+.3f}, {point[key]['high']:+.3f}] {where}"
-            for key, where in (("id_change", "ID"), ("general_change", "general text"))
-            if point[key]["low"] is not None
-        )
-        say(f"{merged}: interpolation weight {weight:g} towards {name} ({changes or 'no interval'})")
+            merge(MergeConfig(out=str(run.out / merged), base=config.draft, draft=[f"{run.out / chosen}={weight}"]))
+        point = next(point for point in record["points"] if (point["run"], point["weight"]) == (chosen, weight))
+        names = {"id": "ID", "general": "general text"}
+        changes = [_in_words(change, names.get(kind, kind)) for kind, change in point["change"].items()]
+        changes += [
+            f"{_in_words(change, kind)}, on which nothing was chosen" for kind, change in record["held_back"].items()
+        ]
+        say(f"{merged}: interpolation weight {weight:g} towards {chosen} ({'; '.join(filter(None, changes))})")
 
 
-def _load(config: AlignConfig) -> tuple[LoadedPair, dict[str, list[Continuation]]]:
-    """Target and base, and the texts of both kinds."""
+def _in_words(change: Mapping[str, Any], where: str) -> str:
+    if change["low"] is None:
+        return ""
+    return f"alpha {change['value']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}] {where}"
+
+
+def _load(config: AlignConfig) -> tuple[LoadedPair, dict[str, tuple[Sampling, list[Continuation]]]]:
+    """Target and base, and by kind the texts with the distribution that they were drawn from."""
     assert config.draft is not None
     pair = load_pair(config.target, {"base": config.draft}, **loading(config))
     distilled = str(Path(config.out) / "distilled")
-    answers = heldout_answers(distilled, config.train["max_length"], config.train["heldout_fraction"])
     longest = min(config.distill["max_new_tokens"], (pair.context or 1 << 30) - 2)
-    texts = {"id": answers, "general": free_texts(pair, TEXTS, longest, config.seed)}
-    if empty := next((kind for kind, rows in texts.items() if len(rows) < 2), None):
-        raise InputError(f"policy: {len(texts[empty])} texts to measure {empty} on are too few; use --policy id")
+    given = {key: config.distill.get(key) for key in ("temperature", "top_k", "top_p", "min_p")}
+    served, free = (
+        Sampling(**{key: value for key, value in given.items() if value is not None}),
+        Sampling(temperature=1.0),
+    )
+    heldout = heldout_answers(distilled, config.train["max_length"], config.train["heldout_fraction"])
+    texts = {"id": (served, heldout), "general": (free, free_texts(pair, TEXTS, longest, config.seed))}
+    for name, source in parse_named("tune", config.tune).items():
+        room = None if pair.context is None else pair.context - longest
+        prompts = read_prompts(
+            source, pair.tokenizer, prompt_tokens=config.prompt_tokens, max_tokens=room, limit=TEXTS
+        ).prompts
+        options: dict[str, Any] = {"max_new_tokens": longest, "batch_size": 16, "seed": config.seed}
+        answers = measure.answers(pair.target, prompts, served, **options)
+        texts[name] = (served, [row for row in answers if row.output_ids])
+    if empty := next((kind for kind, (_, rows) in texts.items() if len(rows) < 2), None):
+        raise InputError(f"policy: {len(texts[empty][1])} texts to measure {empty} on are too few; use --policy id")
     return pair, texts
 
 
 def _measure(
-    config: AlignConfig, aligned: Path, pair: LoadedPair, texts: Mapping[str, list[Continuation]]
+    config: AlignConfig, runs: Sequence[str], pair: LoadedPair, texts: Mapping[str, tuple[Sampling, list[Continuation]]]
 ) -> dict[str, Any]:
-    """The rule, the measured line, and the chosen point."""
+    """The rule, the measured lines, the chosen point, and its change on the set that is held back."""
     assert config.policy is not None
-    base = pair.drafts["base"]
-    draft = load_draft(str(aligned), pair.target, device=config.device, dtype=dtype_name(pair.target))
-    assert isinstance(base, PreTrainedModel) and isinstance(draft, PreTrainedModel)
-    if (ids_D := draft_vocabulary(draft)) is not None and draft_vocabulary(base) is None:
-        # The whole line drafts these tokens only, and so does what is merged on it.
-        base = copy.deepcopy(base)
-        trim(base, ids_D)
-    given = {key: config.distill.get(key) for key in ("temperature", "top_k", "top_p", "min_p")}
-    drawn = {
-        "id": Sampling(**{key: value for key, value in given.items() if value is not None}),
-        "general": Sampling(temperature=1.0),
-    }
-    line = {f"{weight:g}": between(base, draft, weight) for weight in WEIGHTS}
-    figures: dict[str, dict[str, Any]] = {name: {"weight": float(name)} for name in line}
-    for kind, rows in texts.items():
-        picks = resamples(len(rows), config.eval.get("bootstrap", 2000), config.seed)
-        options: dict[str, Any] = {"batch_size": config.eval["batch_size"], "seed": config.seed}
-        measured = measure_alphas(pair.target, line, rows, drawn[kind], **options)
-        sums = {name: PromptSums.of(counts["sum"], counts["count"]) for name, counts in measured.items()}
-        for name, part in sums.items():
-            figures[name] |= {kind: estimate(part, picks), f"{kind}_change": difference(part, sums["0"], picks)}
-    points = [Point(**figures[name]) for name in line]
+    held_back = list(parse_named("tune", config.tune))[1:][-1:]
+
+    def line(run: str, weights: Sequence[float], kinds: Sequence[str]) -> list[Point]:
+        """The drafts between the base and a run, measured on these kinds of text."""
+        base = pair.drafts["base"]
+        draft = load_draft(
+            str(Path(config.out) / run), pair.target, device=config.device, dtype=dtype_name(pair.target)
+        )
+        assert isinstance(base, PreTrainedModel) and isinstance(draft, PreTrainedModel)
+        if (ids_D := draft_vocabulary(draft)) is not None and draft_vocabulary(base) is None:
+            # The whole line drafts these tokens only, and so does what is merged on it.
+            base = copy.deepcopy(base)
+            trim(base, ids_D)
+        drafts = {f"{weight:g}": between(base, draft, weight) for weight in weights}
+        points = [Point(run, weight, {}, {}) for weight in weights]
+        for kind in kinds:
+            drawn, rows = texts[kind]
+            picks = resamples(len(rows), config.eval.get("bootstrap", 2000), config.seed)
+            options: dict[str, Any] = {"batch_size": config.eval["batch_size"], "seed": config.seed}
+            measured = measure_alphas(pair.target, drafts, rows, drawn, **options)
+            sums = [PromptSums.of(counts["sum"], counts["count"]) for counts in measured.values()]
+            for point, part in zip(points, sums, strict=True):
+                point.alpha[kind], point.change[kind] = estimate(part, picks), difference(part, sums[0], picks)
+        return points
+
+    kinds = [kind for kind in texts if kind not in held_back]
+    points = [point for run in runs for point in line(run, WEIGHTS, kinds)]
+    chosen = choose(config.policy, points)
+    # What was held back is measured when nothing can be chosen by it any more.
+    after = line(chosen.run, list(dict.fromkeys((0.0, chosen.weight))), held_back)[-1].change if held_back else {}
     return {
         "policy": config.policy,
         "rule": RULES[config.policy],
-        "texts": {kind: len(rows) for kind, rows in texts.items()},
-        "weight": choose(config.policy, points).weight,
+        "texts": {kind: len(rows) for kind, (_, rows) in texts.items()},
+        "run": chosen.run,
+        "weight": chosen.weight,
+        "held_back": after,
         "points": [asdict(point) for point in points],
     }

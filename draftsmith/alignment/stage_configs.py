@@ -43,8 +43,11 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     rows = values.pop("rows_per_step")
     if name in config.plain_drafts():
         values |= {"replay_fraction": 0.0, "anchor_kl": 0.0}
-    elif values["replay_fraction"]:
-        values["replay"] = [str(out / "general")]
+    else:
+        runs = [config.tried(draft) for draft in config.drafts()]
+        values["replay_fraction"], factor = next(settings[name] for settings in runs if name in settings)
+        values["optim"] = values["optim"] | {"lr": values["optim"]["lr"] * factor}
+        values["replay"] = [str(out / "general")] if values["replay_fraction"] else []
     batch = values["batch_size"] * launched()
     if rows % batch:
         raise InputError(
