@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from benchmarks import objectives_data
 from benchmarks.frontier_tables import Alphas, chosen_settings, document_of, tables, write_pictures
 from benchmarks.objectives import claim
-from benchmarks.objectives_data import Pair, distilled, once, pieces, shuffled
+from benchmarks.objectives_data import Cells, Pair, distilled, once, pieces, shuffled
 from distill.config import DistillConfig
 from draftsmith.alignment.policy import between
 from draftsmith_core.command_line import parse
@@ -40,14 +40,12 @@ from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, read_json, write_json_atomic, write_rows
 from draftsmith_core.models import eos_ids, fingerprint, load_model
 from draftsmith_core.prompts import read_prompts
-from draftsmith_core.runs import Run
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums
 from eval.estimate import measure_alphas
-from eval.measure_all import Cells
 from train.config import Lora, Optim, TrainConfig
 from train.training_run import train
 
@@ -231,7 +229,7 @@ def prepare(options: Options) -> Bench:
                 seed=1,
             )
         )
-    store = Cells(Run(out / "alpha"))
+    store = Cells(out / "alpha")
     target, tokenizer = load_model(pair.target), load_tokenizer(pair.target)
     rows = {}
     for name in sets.all:

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.objectives_data import COMMAND, PAIRS, Options, Pair, make_data, once
+from benchmarks.objectives_data import COMMAND, PAIRS, Cells, Options, Pair, make_data, once
 from benchmarks.objectives_figure import write_pictures
 from benchmarks.objectives_tables import ALIKE, Alphas, figures, places, tables
 from draftsmith_core.command_line import parse
@@ -40,13 +40,12 @@ from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import read_json, write_json_atomic
 from draftsmith_core.models import eos_ids, fingerprint, load_model
 from draftsmith_core.prompts import read_prompts
-from draftsmith_core.runs import Run, difference, versions
+from draftsmith_core.runs import difference, versions
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval import measure
 from eval.bootstrap import PromptSums
 from eval.estimate import alpha_sums
-from eval.measure_all import Cells
 from train.config import OnPolicy, Optim, TrainConfig
 from train.training_run import train
 
@@ -134,7 +133,7 @@ def train_variants(options: Options, pair: Pair) -> dict[str, dict[str, Any]]:
 
 def measure_alphas(options: Options, pair: Pair, drafts: dict[str, str]) -> dict[str, Alphas]:
     """alpha of every draft (name: directory) at every temperature and domain, as `draftsmith eval` measures it."""
-    store = Cells(Run(Path(options.out) / "alpha"))
+    store = Cells(Path(options.out) / "alpha")
     target, tokenizer = load_model(pair.target), load_tokenizer(pair.target)
     rows = {}
     common = {"target": fingerprint(target), "new_tokens": options.new_tokens}

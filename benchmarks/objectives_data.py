@@ -2,8 +2,9 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from draftsmith.config import InitConfig
 from draftsmith.demo import corpus
 from draftsmith.starting import init
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, read_json, sha256_file, write_json_atomic, write_rows
+from draftsmith_core.io import atomic_dir, hash_json, read_json, sha256_file, write_json_atomic, write_rows
 from draftsmith_core.prompt_rows import iterate_rows
+from draftsmith_core.runs import Run
 from draftsmith_core.tokenization import decode_text, encode_text, load_tokenizer
+from eval.measure_all import MEASUREMENT_VERSION
 from train.config import Optim, TrainConfig
 from train.training_run import train
 
@@ -193,6 +196,28 @@ def pieces(source: Path, characters: int = 400) -> list[dict[str, str]]:
         text = row["text"] if "text" in row else "\n\n".join(turn["content"] for turn in row["messages"])
         found += [text[i : i + characters] for i in range(0, max(1, len(text) - characters // 2), characters)]
     return [{"text": text} for text in dict.fromkeys(found) if len(text) >= 100]
+
+
+class Cells:
+    """Finished measurements below a directory: JSON files named by the hash of what decides their outcome."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run = Run(directory)
+
+    def get(self, request: dict[str, Any], make: Callable[[], Any]) -> Any:
+        """The kept outcome of a request, or that of `make()`, which is then kept."""
+        return self.run.step(self._name(request), make)
+
+    def get_all(
+        self, requests: Mapping[str, dict[str, Any]], make: Callable[[list[str]], Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """The outcomes of requests by name; `make(names)` measures all missing ones at once."""
+        missing = [key for key, asked in requests.items() if not (self.run.directory / self._name(asked)).exists()]
+        made = make(missing) if missing else {}
+        return {key: self.get(asked, partial(made.get, key)) for key, asked in requests.items()}
+
+    def _name(self, request: dict[str, Any]) -> str:
+        return f"cells/{hash_json({'version': MEASUREMENT_VERSION, **request})[:32]}.json"
 
 
 def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -83,9 +83,9 @@ class AlignConfig(TargetOptions, RunOptions):
     ood: list[str] = field(default_factory=list)
     """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS: domains that the draft is not aligned on."""
     tune: list[str] = field(default_factory=list)
-    """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS, on which policy balanced or no_loss also chooses the share of
-    replay and the learning rate, among four training runs. The last of several is held back: nothing is chosen on it,
-    and the choice is measured on it. The evaluation asks for none of them."""
+    """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS, on which policy balanced or no_loss also chooses the
+    share of replay and the learning rate, among four training runs. The last of several is held back: nothing is chosen
+    on it, and the choice is measured on it. The evaluation asks for none of them."""
     heldout_prompts: AtLeast1 | None = None
     """Number of --prompts to hold out if --id is empty."""
     prompt_tokens: Rare[AtLeast1] = 32

@@ -27,6 +27,7 @@ from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import dtype_name
 from draftsmith_core.processes import say
+from draftsmith_core.prompt_rows import parse_named
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import Sampling, loading
@@ -34,7 +35,6 @@ from eval import measure
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums, difference, estimate, resamples
 from eval.estimate import measure_alphas
-from draftsmith_core.prompt_rows import parse_named
 from eval.schema import Estimate
 from train.data import divide, load_examples
 
