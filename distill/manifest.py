@@ -15,7 +15,7 @@ from distill.filters import HELD_OUT
 from distill.own_prompts import RECORD
 from distill.parts import KINDS, names_of, part_name, read_record, reading
 from draftsmith_core.cards import distilled_set_card
-from draftsmith_core.errors import InputError, RunError, one_line
+from draftsmith_core.errors import InputError, RunError, one_line, without_secrets
 from draftsmith_core.io import (
     atomic_file,
     canonical_json,
@@ -154,4 +154,4 @@ def copy_set(out: Path, url: str | None) -> dict[str, str]:
             raise RunError(f"copy_to {url}: {one_line(error)}; {out} is complete, call again to copy") from None
 
     on_main(copy)
-    return {"copied_to": url}
+    return {"copied_to": without_secrets(url)}

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from distill.config import ScoreConfig
 from distill.manifest import RECORDS, SET_FORMAT, check_empty, finish
 from distill.parts import SCHEMA, TEACHER, check_digest, write_part
-from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.errors import InputError, RunError, without_secrets
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.models import (
     check_tokenizer,
@@ -176,15 +176,17 @@ def _of_file(config: ScoreConfig, tokenizer: Tokenizer, model: PreTrainedModel) 
         return [(record.number, _row(record, config, tokenizer, ends)) for record in group]
 
     keys = ("num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
-    values = dict.fromkeys(keys) | {"prompts": config.score, "part_rows": config.part_rows, "domain": config.domain}
-    return {"file": config.score}, count_rows(config.score), values, parts()
+    name = without_secrets(config.score)
+    values = dict.fromkeys(keys) | {"prompts": name, "part_rows": config.part_rows, "domain": config.domain}
+    return {"file": name}, count_rows(config.score), values, parts()
 
 
 def _row(record: Record, config: ScoreConfig, tokenizer: Tokenizer, ends: Sequence[int]) -> dict[str, Any] | str:
     """Return the answer in a row of a file, or why it cannot be read."""
-    where = f"{config.score}:{record.number}"
+    source = without_secrets(config.score)
+    where = f"{source}:{record.number}"
     try:
-        stored = parse_record(record, config.score)
+        stored = parse_record(record, source)
         own_id = text_of(stored, "id")
         if stored.get("messages") is not None:
             prompt, response = answered(stored["messages"], where, tokenizer, stored.get("tools") or None)
