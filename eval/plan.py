@@ -360,6 +360,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     )
     draft = pair.drafts["draft"]
     take_over(pair.target, draft)
+    remarks.announce(remarks.of_target(config.target, pair.target), strict=False)
     (suite,) = measure.fit(suites, config.max_new_tokens, pair.context)
     for place, reason in suite.skipped:
         say(f"plan: {place} skipped: {reason}")
