@@ -1,8 +1,6 @@
 """Speculative decoding: proposers draft token trees, one forward of the target scores them, a verifier keeps a path.
 
-`SpeculativeDecoder` is the entrance. The tables `PROPOSERS`, `TREES` and `VERIFIERS`, `parse_tree`, `default_tree` and
-`default_verifier` need no torch. All other names are imported when they are first used (PEP 562), so that a help text
-takes no time.
+`SpeculativeDecoder` is the entrance. Names that need torch are imported when they are first used (PEP 562).
 """
 
 from importlib import import_module

@@ -38,7 +38,7 @@ _FREE = 1 / 20
 
 @dataclass(frozen=True)
 class BatchOutput:
-    """All outputs in prompt order, and wall-clock seconds of prefill, decoding and recording steps (`compile`)."""
+    """Outputs in prompt order, and seconds of prefill, decoding and recording steps (`compile`)."""
 
     generations: list[Generation]
     prefill_s: float
@@ -77,10 +77,15 @@ class SpeculativeDecoder:
         self.drawing: Drawing = "deterministic"
         if proposer is not None:
             self.tree = parse_tree(tree) if isinstance(tree, str) else tree or proposer.default_tree()
-            self.verifier = _verifier(proposer, self.tree, verifier)
+            offered = proposer.drawings(self.tree)
+            if verifier is None:
+                draws = offered != {"deterministic"}
+                verifier = default_verifier(self.tree, draws=draws, drafts=proposer.drafts)
+            if isinstance(verifier, str) and verifier not in VERIFIERS:
+                raise ValueError(f"verifier '{verifier}': unknown; use one of {', '.join(sorted(VERIFIERS))}")
+            self.verifier = VERIFIERS[verifier] if isinstance(verifier, str) else verifier
             proposer.check(target, self.tree)
             # The first method of drawing that the verifier prefers and the proposer has.
-            offered = proposer.drawings(self.tree)
             self.drawing = next((name for name in self.verifier.drawings if name in offered), min(offered))
             self.verifier.check(self.tree, self.drawing, proposer.drafts)
         elif tree is not None or verifier is not None:
@@ -88,7 +93,7 @@ class SpeculativeDecoder:
         self._windows = attention_windows(target)
         self._limit = context_length(target)
         self._blocks: dict[TreeBatch, Block] = {}
-        self.steps = StaticSteps(target, compile, lean=bool(fast)) if compile else None
+        self.steps = StaticSteps(target, compile, lean=fast) if compile else None
         self.compile, self.compile_s = compile, 0.0
         # Recorded steps share one set of buffers, so threads take turns.
         self._turn = threading.Lock() if compile else nullcontext()
@@ -196,9 +201,9 @@ class SpeculativeDecoder:
         """Return the target's block of [root] + tree; cached for trees that all rows share."""
         block = self._blocks.get(tree)
         if block is None:
-            offsets_RM = torch.nn.functional.pad(tree.depths_RN, (1, 0))
-            block = Block(offsets_RM, tree.sees_RMM, static=tree.rows == 1 and not self.tree.grows)
-            if tree.rows == 1:
+            static = tree.rows == 1 and not self.tree.grows
+            block = Block(torch.nn.functional.pad(tree.depths_RN, (1, 0)), tree.sees_RMM, static=static)
+            if static:
                 # A static proposer passes the same few objects again: its tree, and that tree cut to a depth.
                 if len(self._blocks) >= _KEPT_BLOCKS:
                     self._blocks.clear()
@@ -222,14 +227,3 @@ class SpeculativeDecoder:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
-
-
-def _verifier(proposer: Proposer, tree: TreeShape, verifier: str | Verifier | None) -> Verifier:
-    if isinstance(verifier, Verifier):
-        return verifier
-    if verifier is None:
-        draws = proposer.drawings(tree) != {"deterministic"}
-        verifier = default_verifier(tree, draws=draws, drafts=proposer.drafts)
-    if verifier not in VERIFIERS:
-        raise ValueError(f"verifier '{verifier}': unknown; use one of {', '.join(sorted(VERIFIERS))}")
-    return VERIFIERS[verifier]

@@ -10,6 +10,7 @@ own, which halves its memory, and every architecture multiplies with them.
 Legend: X rows, I inputs, O outputs of a linear layer.
 """
 
+import ctypes
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits, release_freed_memory
+from decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
 
 # Smaller matrices stay in a core's cache, and the call itself costs more than packing saves.
 _SMALLEST = 1 << 16
@@ -33,7 +34,7 @@ _KERNEL_PRODUCTS = ContextVar("kernel_products", default=False)
 
 @contextmanager
 def kernel_products() -> Iterator[None]:
-    """Let packed modules multiply with the kernel. Outside, they compute what their fp32 weights would, to the bit."""
+    """Let packed modules multiply with the kernel. Outside, they compute what their own weights would, to the bit."""
     before = _KERNEL_PRODUCTS.set(True)
     try:
         yield
@@ -144,15 +145,24 @@ class Packs:
         functions = kernel() if self.native else None
         if functions is None:
             return None
-        if (packed := _one_matrix(linears)) is not None:
-            return packed
+        places = [linear.place for linear in linears if isinstance(linear, _Packed)]
+        if len(places) == len(linears) and len({id(place.matrix) for place in places}) == 1:
+            first, matrix = places[0].first, places[0].matrix
+            if first == 0 and sum(place.count for place in places) == matrix.outputs:
+                return matrix
         weights: list[Tensor] = [linear.weight for linear in linears]  # type: ignore[misc]
         four_bits = all(four_bit_state(weight) is not None for weight in weights)
-        if not four_bits and not all(map(_can_be_packed, weights)):
+        plain = [type(w) in (nn.Parameter, Tensor) and w.ndim == 2 and not w.is_inference() for w in weights]
+        if not four_bits and not (all(plain) and all(map(_on_cpu, weights))):
             return None
         if not any_size and sum(weight.numel() for weight in weights) < _SMALLEST:
             return None
-        stamp = None if self._replaceable(linears) else _stamp(weights)
+        holders = [holder for linear in linears for holder in self._sharing.get(id(linear), (None,))]
+        replaceable = self.owned and all(
+            type(holder) in (*_PACKED, *_PACKED.values()) and getattr(holder, "max_norm", None) is None
+            for holder in holders
+        )
+        stamp = None if replaceable else _stamp(weights)
         if stamp is not None and name in self._beside and self._beside[name][0] == stamp:
             return self._beside[name][1]
         transposed = isinstance(linears[0], Conv1D)
@@ -199,21 +209,15 @@ class Packs:
                 self.matrix(name, [module])
 
     def settle(self) -> None:
-        """Give the memory of replaced weights back to the system."""
-        if self._freed:
-            release_freed_memory()
+        """Give the memory of replaced weights back to the system: glibc would keep much of it."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if self._freed else None
         self._freed = False
+        if trim is not None:
+            trim(0)
 
     def nbytes(self) -> int:
         """Bytes of the packed weights beside the model's own."""
         return sum(matrix.values.nbytes for _, matrix in self._beside.values())
-
-    def _replaceable(self, linears: Sequence[nn.Module]) -> bool:
-        holders = [holder for linear in linears for holder in self._sharing.get(id(linear), (None,))]
-        known = (*_PACKED, *_PACKED.values())
-        return self.owned and all(
-            type(holder) in known and getattr(holder, "max_norm", None) is None for holder in holders
-        )
 
 
 _SHARED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Packs]]" = weakref.WeakKeyDictionary()
@@ -282,22 +286,8 @@ class FusedLinear:
         return sum_XO if self._biases_O[0] is None else sum_XO.add_(self._biases_O[0])
 
 
-def _one_matrix(linears: Sequence[nn.Module]) -> PackedMatrix | None:
-    """Return the matrix that holds the weights of packed modules and nothing else."""
-    places = [linear.place for linear in linears if isinstance(linear, _Packed)]
-    if len(places) < len(linears) or len({id(place.matrix) for place in places}) > 1:
-        return None
-    matrix = places[0].matrix
-    return matrix if sum(place.count for place in places) == matrix.outputs and places[0].first == 0 else None
-
-
 def _on_cpu(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _can_be_packed(weight: Tensor) -> bool:
-    plain = type(weight) in (nn.Parameter, Tensor) and weight.ndim == 2 and not weight.is_inference()
-    return plain and _on_cpu(weight)
 
 
 def _stamp(weights: Sequence[Tensor]) -> object:

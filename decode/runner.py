@@ -86,20 +86,18 @@ class Runner:
         packs: Packs | None = None,
         steps: StaticSteps | None = None,
     ) -> None:
-        """packs: `packs_of(model)`, for the lean forward and packed weights; None for the model's own forward only.
-        steps: record or compile forwards of fixed shapes, without packed weights.
-        """
+        """packs: `packs_of(model)`; None for the model's own forward only. steps: record or compile forwards."""
         self.model, self.windows, self.limit = model, windows, limit
         self.device: torch.device = next(model.get_input_embeddings().parameters()).device
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
         self.steps = steps
-        self._packs = packs = packs if steps is None else None
-        self._lean = None if packs is None else lean_forward(model, packs)
-        if packs is not None:
+        self._packs = packs if steps is None else None
+        self._lean = None if self._packs is None else lean_forward(model, self._packs)
+        if self._packs is not None:
             if self._lean is None:
-                packs.prepare(model)
-            packs.settle()
+                self._packs.prepare(model)
+            self._packs.settle()
         self.dtype: torch.dtype = model.dtype if self._lean is None else self._lean.dtype  # of masks
 
     def prefill(
@@ -119,10 +117,8 @@ class Runner:
             self.cache = self.steps.begin(len(prompts), layers, longest + room, self.limit)
             self._lean = self.steps.lean
         if longest == 0:
-            size = int(text_config(self.model).hidden_size)
-            return tuple(
-                torch.zeros(len(prompts), 0, size, dtype=self.model.dtype, device=self.device) for _ in hidden_layers
-            )
+            shape = len(prompts), 0, int(text_config(self.model).hidden_size)
+            return (torch.zeros(shape, dtype=self.model.dtype, device=self.device),) * len(hidden_layers)
         padded = [[*prompt, *[prompt[-1] if prompt else 0] * (longest - len(prompt))] for prompt in prompts]
         tokens_BT = torch.tensor(padded, device=self.device)
         parts = []
@@ -132,17 +128,16 @@ class Runner:
             end = min(begin + step, longest)
             self.cache.column = begin
             positions_1T = torch.arange(begin, end, device=self.device).unsqueeze(0)
+            tokens = tokens_BT[:, begin:end]
             # The logits are not used: the last prompt token is forwarded in the first step.
-            parts.append(self._prefill(tokens_BT[:, begin:end], positions_1T, begin, end, hidden_layers))
+            if self._lean is None:
+                _, hidden = self._own(tokens, positions_1T, None, 1, hidden_layers)
+            else:
+                masks = {kind: self._causal_mask(begin, end, window) for kind, window in self.windows.items()}
+                lean = self._lean.run(tokens, positions_1T, end - 1, masks, self.cache, 1, hidden_layers, prefill=True)
+                hidden = lean[1]
+            parts.append(hidden)
         return parts[0] if len(parts) == 1 else tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
-
-    def _prefill(
-        self, tokens: Tensor, positions: Tensor, begin: int, end: int, hidden_layers: Sequence[int]
-    ) -> tuple[Tensor, ...]:
-        if self._lean is None:
-            return self._own(tokens, positions, None, 1, hidden_layers)[1]
-        masks = {kind: self._causal_mask(begin, end, window) for kind, window in self.windows.items()}
-        return self._lean.run(tokens, positions, end - 1, masks, self.cache, 1, hidden_layers, prefill=True)[1]
 
     def _causal_mask(self, begin: int, end: int, window: int | None) -> Tensor | None:
         if not begin and (window is None or end <= window):

@@ -50,10 +50,9 @@ def bucket(size: int) -> int:
 class StaticSteps:
     """The steps of one model: its buffers, and the recorded or compiled functions.
 
-    `backend` True records CUDA graphs. The name of a torch.compile backend ("inductor") first compiles a step as one
-    graph and, on CUDA, then records it. Replays read the model's tensors at their addresses: values may change, and
-    tensors may be replaced between `generate` calls. One call at a time. `seconds` is the time of recording and
-    compiling, `count` the number of steps.
+    `backend` True records CUDA graphs; the name of a torch.compile backend ("inductor") compiles a step as one graph
+    first. Values may change, and tensors may be replaced between `generate` calls. One call at a time. `seconds` is the
+    time of recording and compiling, `count` the number of steps.
     """
 
     def __init__(self, model: PreTrainedModel, backend: bool | str, lean: bool = True) -> None:

@@ -31,13 +31,13 @@ class DecodeStats:
 
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
         return DecodeStats(
-            target_calls=self.target_calls + other.target_calls,
-            emitted=self.emitted + other.emitted,
-            proposed=self.proposed + other.proposed,
-            accepted=self.accepted + other.accepted,
-            depth_sum=self.depth_sum + other.depth_sum,
-            accepted_by_depth=_add(self.accepted_by_depth, other.accepted_by_depth),
-            reached_by_depth=_add(self.reached_by_depth, other.reached_by_depth),
+            self.target_calls + other.target_calls,
+            self.emitted + other.emitted,
+            self.proposed + other.proposed,
+            self.accepted + other.accepted,
+            self.depth_sum + other.depth_sum,
+            _add(self.accepted_by_depth, other.accepted_by_depth),
+            _add(self.reached_by_depth, other.reached_by_depth),
         )
 
     @property

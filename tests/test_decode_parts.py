@@ -1,5 +1,13 @@
-"""Trees, the cache and the counts, one by one."""
+"""The cache and the counts; batches in which prompts join and leave; steps of static shapes.
 
+That static steps decode as the eager ones do, and compile as one graph each, is in `test_decode_lossless.py` and
+`test_decode_greedy.py`.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -13,6 +21,7 @@ from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder
 from decode.batch_run import BatchRun
 from decode.cache import TreeCache
 from decode.runner import Runner
+from decode.static_steps import bucket
 from draftsmith_core.sampling import Sampling, generator
 from tests.tiny_models import random_llama
 
@@ -183,3 +192,158 @@ def test_a_ratio_over_zero_is_none() -> None:
     assert empty.accept_at == (0.0, None)
     full = DecodeStats(target_calls=4, emitted=10, accepted=6, depth_sum=8)
     assert full.tau == 2.5 and full.alpha_mcsd == 0.75
+
+
+# Continuous batches: the next prompt takes the place of one that has ended, at once, and in bounded memory.
+
+Prompts = list[tuple[int, list[int], torch.Generator]]
+
+
+def queue(prompts: list[list[int]]) -> tuple[deque[int], Callable[[int], Prompts]]:
+    waiting = deque(range(len(prompts)))
+
+    def source(free: int) -> Prompts:
+        return [
+            (row, prompts[row], generator(row)) for row in [waiting.popleft() for _ in range(min(free, len(waiting)))]
+        ]
+
+    return waiting, source
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("drafting", [False, True])
+def test_places_are_filled_until_nothing_waits(rows: int, drafting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of 1 to 40 tokens: at least 95 of 100 rows are busy for as long as a prompt waits."""
+    decoder = SpeculativeDecoder(tiny_llama(1), DraftModelProposer(tiny_llama(2)) if drafting else None)
+    prompts = [[1 + row % 7] * (1 + row * 5 % 11) for row in range(200 + 2 * rows)]
+    waiting, source = queue(prompts)
+    busy: list[int] = []
+    step = BatchRun.step
+
+    def counted(run: BatchRun) -> object:
+        if waiting:
+            busy.append(len(run.batch))
+        return step(run)
+
+    monkeypatch.setattr(BatchRun, "step", counted)
+    found = dict(decoder.continuous(source, rows, Sampling(), 40, range(3)))
+    assert sorted(found) == list(range(len(prompts)))
+    lengths = [len(each.output_ids) for each in found.values()]
+    assert min(lengths) < 4 and max(lengths) > 20
+    assert len(busy) > 15 and sum(busy) >= 0.95 * rows * len(busy)
+
+
+def test_memory_is_that_of_the_rows_of_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = SpeculativeDecoder(tiny_llama(1))
+    prompts = [[1] * (1 + row % 9) for row in range(100)]
+    sizes: set[tuple[int, int]] = set()
+    step = BatchRun.step
+
+    def measured(run: BatchRun) -> object:
+        ended = step(run)
+        sizes.update((s.all_keys.shape[1], s.all_keys.shape[3]) for s in run.runner.cache._stores)
+        return ended
+
+    monkeypatch.setattr(BatchRun, "step", measured)
+    _, source = queue(prompts)
+    assert len(list(decoder.continuous(source, 5, Sampling(), 12, range(3)))) == 100
+    assert max(rows for rows, _ in sizes) <= 5
+    assert max(slots for _, slots in sizes) <= 9 + 12 + 1
+
+
+def test_an_answer_can_lead_to_another_prompt() -> None:
+    decoder = SpeculativeDecoder(tiny_llama(1))
+    waiting: list[tuple[tuple[int, int], list[int]]] = [((row, 0), [1 + row]) for row in range(4)]
+    answers: dict[tuple[int, int], list[int]] = {}
+
+    def source(free: int) -> list[tuple[tuple[int, int], list[int], torch.Generator]]:
+        taken, waiting[:] = waiting[:free], waiting[free:]
+        return [(key, prompt, generator(hash(key) % 97)) for key, prompt in taken]
+
+    for key, made in decoder.continuous(source, 2, Sampling(), 9, range(3)):
+        answers[key] = made.output_ids
+        if key[1] < 3:
+            waiting.append(((key[0], key[1] + 1), [1 + key[0], *made.output_ids]))
+    assert sorted(answers) == [(row, turn) for row in range(4) for turn in range(4)]
+    for (row, turn), ids in answers.items():
+        prompt = [1 + row, *answers[row, turn - 1]] if turn else [1 + row]
+        alone = decoder.generate([prompt], Sampling(), 9, [generator(hash((row, turn)) % 97)], range(3))
+        assert alone.generations[0].output_ids == ids
+
+
+def test_what_cannot_join_is_refused() -> None:
+    decoder = SpeculativeDecoder(tiny_llama(1))
+    _, source = queue([[1], [2], []])
+    with pytest.raises(ValueError, match="expected at least one token id"):
+        list(decoder.continuous(source, 1, Sampling(), 3))
+    compiled = SpeculativeDecoder(tiny_llama(1), compile="eager")
+    with pytest.raises(ValueError, match="leave compile out"):
+        list(compiled.continuous(source, 1))
+
+
+# Static steps: their memory, their sizes, and what is refused.
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    return random_llama(1, 40)
+
+
+@pytest.mark.usefixtures("replayed")
+def test_memory_stays_where_it_is_until_it_is_too_small(model: LlamaForCausalLM) -> None:
+    decoder = SpeculativeDecoder(model, compile="inductor")
+    assert decoder.steps is not None
+
+    def address() -> int:
+        assert decoder.steps is not None
+        return decoder.steps.buffers(1, 1)[0].data_ptr()
+
+    decoder.generate([[1, 2, 3], [2]], GREEDY, 4)
+    first, count = address(), decoder.steps.count
+    decoder.generate([[3, 1]], GREEDY, 9)
+    assert address() == first and decoder.steps.count == count + 1  # a batch of one is another step
+    decoder.generate([[1]] * 5, GREEDY, 4)
+    assert decoder.steps.buffers(5, 1)[0].shape[1] == 5
+
+
+@pytest.mark.usefixtures("replayed")
+def test_replaced_weights_are_noticed(model: LlamaForCausalLM) -> None:
+    def greedy(decoder: SpeculativeDecoder) -> list[int]:
+        return decoder.generate([[1, 2, 3]], GREEDY, 8).generations[0].output_ids
+
+    decoder = SpeculativeDecoder(model, compile="inductor")
+    before = greedy(decoder)
+    model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
+    assert greedy(decoder) == greedy(SpeculativeDecoder(model, fast=False)) != before
+
+
+def test_buckets_waste_at_most_a_quarter() -> None:
+    sizes = [bucket(size) for size in range(1, 2000)]
+    assert all(size <= found <= 1.25 * size for size, found in enumerate(sizes, 1))
+    assert sizes == sorted(sizes) and len(set(sizes)) < 45 and all(bucket(size) == size for size in sizes)
+
+
+def test_graphs_without_a_gpu_are_refused(model: LlamaForCausalLM) -> None:
+    with pytest.raises(ValueError, match="CUDA graphs need a CUDA device"):
+        SpeculativeDecoder(model, compile=True)
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("drafting", [False, True])
+def test_threads_take_turns(model: LlamaForCausalLM, drafting: bool) -> None:
+    """Every call writes the same buffers, so that two at once would each read what the other has cached."""
+    proposer = DraftModelProposer([model]) if drafting else None
+    decoder = SpeculativeDecoder(model, proposer, "chain:2" if drafting else None, compile="inductor")
+
+    def greedy(prompt: list[int]) -> list[int]:
+        return decoder.generate([prompt], GREEDY, 24, eos_ids=()).generations[0].output_ids
+
+    prompts = [[1, 2, 3], [7], [5, 30, 2, 9]]
+    alone = [greedy(prompt) for prompt in prompts]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            assert list(threads.map(greedy, prompts * 3)) == alone * 3
+    finally:
+        sys.setswitchinterval(switch)

@@ -5,10 +5,11 @@ python -m pytest --noconftest -m gpu tests/test_gpu.py
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
 from decode import DraftModelProposer, PromptLookupProposer, Proposer, SpeculativeDecoder
 from draftsmith_core.sampling import Sampling
+from tests.tiny_models import random_llama
 from train.batch import Batch
 from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
@@ -21,19 +22,8 @@ PROMPTS = [[1, 2, 3], [5], [4, 4, 7, 9, 4]]
 
 
 def llama(seed: int, device: str = "cuda") -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-    )
-    model = LlamaForCausalLM(config)
+    model = random_llama(seed, 61, hidden=64, heads=4)
     torch.nn.Module.to(model, device)
-    model.eval()
     return model
 
 

@@ -148,13 +148,6 @@ def pack_four_bits(functions: Kernel, weights: Sequence[Tensor]) -> PackedMatrix
     return PackedMatrix.of_codes(functions, codes, torch.cat(parts), states[0].code)
 
 
-def release_freed_memory() -> None:
-    """Give freed memory back to the system: glibc would keep much of that of the fp32 weights."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def narrowest(weight_OI: Tensor) -> Tensor:
     """Return the same values in bf16 or fp16 if that dtype holds each of them to the bit, else `weight_OI` itself."""
     if weight_OI.dtype == torch.float32:
