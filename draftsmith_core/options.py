@@ -325,7 +325,7 @@ def reason_of(error: ValidationError) -> tuple[str, str]:
     if isinstance(raised := first.get("ctx", {}).get("error"), InputError):
         # Raised by a __post_init__, with the key in its message.
         line = f"{key}.{raised}" if key else str(raised)
-        return line.partition(":")[0].removeprefix("--"), line
+        return line.partition(":")[0].removeprefix("--").split()[0], line
     got = "null" if first["input"] is None else repr(first["input"])[:200]
     return key, f"{key}: {first['msg'].removeprefix('Value error, ')}" + (
         "" if "missing" in first["type"] else f", got {got}"
