@@ -5,13 +5,13 @@ from typing import Literal
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import check_out, read_json
-from draftsmith_core.options import CodeOptions, Out, options
+from draftsmith_core.options import CodeOptions, Out, RevisionOptions, options
 
 Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "gguf"]
 
 
 @options
-class ExportConfig(CodeOptions):
+class ExportConfig(RevisionOptions):
     """Write a draft in the layout that another engine reads, and say how that was proven."""
 
     draft: str
@@ -37,7 +37,7 @@ class ExportConfig(CodeOptions):
 
 
 @options
-class DoctorConfig(CodeOptions):
+class DoctorConfig(RevisionOptions):
     """Print which engines will load a target with a draft, which will not and why, and the commands that serve it."""
 
     target: str

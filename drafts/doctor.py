@@ -249,11 +249,12 @@ def examine(config: DoctorConfig) -> dict[str, Any]:
     kind = head_kind(config.draft) or "draft"
     differs, holds = None, "its layout holds this head"
     if kind == "draft":
-        target, draft = (_model(name, config.trust_remote_code) for name in (config.target, config.draft))
+        target = _model(config.target, config.trust_remote_code, config.revision)
+        draft = _model(config.draft, config.trust_remote_code)
         pair = Pair((target, draft))
         differs, holds = _meaning(target, draft)
     else:
-        source = load_source(config.draft, config.target, trust_remote_code=config.trust_remote_code)
+        source = load_source(config.draft, config.target, "auto", config.trust_remote_code, config.revision)
         assert source.target is not None
         pair = Pair((Model(config.target, text_config(source.target), source.tokenizer),), source)
     verdicts = []
@@ -275,13 +276,13 @@ def examine(config: DoctorConfig) -> dict[str, Any]:
     return {"target": config.target, "draft": config.draft, "kind": kind, "plan": config.plan, "verdicts": verdicts}
 
 
-def _model(name: str, trust_remote_code: bool) -> Model:
+def _model(name: str, trust_remote_code: bool, revision: str | None = None) -> Model:
     check_source(name)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision or "main")
     except Exception as error:
         raise InputError(f"{name}: no model could be read from it: {why_not(name, error)}") from None
-    return Model(name, config.get_text_config(decoder=True), find_tokenizer(name, trust_remote_code))
+    return Model(name, config.get_text_config(decoder=True), find_tokenizer(name, trust_remote_code, revision))
 
 
 def _meaning(target: Model, draft: Model) -> tuple[str | None, str]:

@@ -225,7 +225,11 @@ class Source:
 
 @torch.no_grad()
 def load_source(
-    name: str, target_name: str | None = None, dtype: str = "auto", trust_remote_code: bool = False
+    name: str,
+    target_name: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> Source:
     """Load the draft, and the target of a head. dtype "auto" is the draft's own; of a head, its target's."""
     kind = head_kind(name)
@@ -233,7 +237,8 @@ def load_source(
     target, tokenizer = None, None
     target_name = target_name or (None if kind is None else read_record(Path(name)).get("target"))
     if target_name is not None:
-        target, tokenizer = load_model(target_name, **options), find_tokenizer(target_name, trust_remote_code)
+        target = load_model(target_name, **options, revision=revision)
+        tokenizer = find_tokenizer(target_name, trust_remote_code, revision)
     draft: Draft
     if kind is not None:
         if target is None:
@@ -248,8 +253,8 @@ def load_source(
         tokenizer = find_tokenizer(name, trust_remote_code) or tokenizer
         target = None
     if dtype == "auto":
-        model = name if kind is None else str(target_name)
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        model, commit = (name, "main") if kind is None else (str(target_name), revision or "main")
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=commit)
         weights_dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
     else:
         weights_dtype = DTYPES[dtype]

@@ -154,6 +154,14 @@ class CodeOptions:
 
 
 @options
+class RevisionOptions(CodeOptions):
+    """How models are loaded."""
+
+    revision: Rare[str | None] = None
+    """Branch, tag or commit of the target on the hub."""
+
+
+@options
 class ModelOptions(CodeOptions):
     """How models are loaded."""
 
@@ -164,13 +172,11 @@ class ModelOptions(CodeOptions):
 
 
 @options
-class TargetOptions(ModelOptions):
+class TargetOptions(ModelOptions, RevisionOptions):
     """How models are loaded."""
 
     chat_template: Rare[str | None] = None
     """Jinja file with a chat template, in place of the one in the target's tokenizer."""
-    revision: Rare[str | None] = None
-    """Branch, tag or commit of the target on the hub."""
 
 
 @options

@@ -41,10 +41,10 @@ def load_tokenizer(
     return tokenizer
 
 
-def find_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer | None:
+def find_tokenizer(name: str, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:
     """`load_tokenizer`, or None: a draft may have no tokenizer of its own, and is then used with its target's."""
     try:
-        return load_tokenizer(name, trust_remote_code)
+        return load_tokenizer(name, trust_remote_code, revision=revision)
     except InputError as error:
         if _has_files(name):
             log.warning("%s; continuing without its tokenizer", error)

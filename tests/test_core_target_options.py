@@ -20,6 +20,8 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[ass
 def test_every_command_that_loads_a_target_has_the_group() -> None:
     group = {option.key for option in options_of(TargetOptions)}
     assert group == {"device", "dtype", "chat_template", "revision", "trust_remote_code"}
+    for name in ("doctor", "export"):
+        assert {"revision", "trust_remote_code"} <= {option.key for option in options_of(COMMANDS[name].options)}, name
     for name in ("align", "init", "distill", "train", "decode", "eval", "plan"):
         assert group <= {option.key for option in options_of(COMMANDS[name].options)}, name
 
@@ -52,5 +54,6 @@ def test_a_revision_is_the_targets_alone(
     pair = ds.load_pair("owner/model", draft=target_dir, revision="older", device="cpu")
     expected = [draft_fingerprint(load_model(name, device="cpu")) for name in (draft_dir, target_dir)]
     assert [draft_fingerprint(model) for model in (pair.target, *pair.drafts.values())] == expected
-    code, _, err = door("decode", "--target", "owner/model", "--revision", "none", "--prompt", "The")
-    assert code == 2 and err.startswith("draftsmith decode: owner/model: no ")
+    for words in ("decode --prompt The --max_new_tokens 4", f"doctor --draft {draft_dir}"):
+        codes = [door(*words.split(), "--target", "owner/model", "--revision", name)[0] for name in ("older", "none")]
+        assert codes == [0, 2]

@@ -37,7 +37,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
 
     Raises InputError for what the layout cannot say, so that no engine computes something else silently.
     """
-    source = load_source(config.draft, config.target, config.dtype, config.trust_remote_code)
+    source = load_source(config.draft, config.target, config.dtype, config.trust_remote_code, config.revision)
     write = WRITERS.get((config.format, source.kind))
     if write is None:
         formats = ", ".join(form for form, kind in WRITERS if kind == source.kind) or "none: no engine reads such heads"
