@@ -7,7 +7,8 @@ from itertools import takewhile
 
 from transformers import PreTrainedModel
 
-from draftsmith_core.models import check_logits, text_config
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import check_causal, text_config
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -15,9 +16,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     """Return the sliding window by type of layer, None for full attention: `{"sliding_attention": 4096}`.
 
-    Raise ValueError for encoders, and for models that a tree cannot be run through with a mask, positions and a
-    key/value cache alone.
+    Raise InputError for models that a tree cannot be run through with a mask, positions and a key/value cache alone.
     """
+    check_causal(model)
     config = text_config(model)
     arguments = signature(model.forward).parameters
     cached = "past_key_values" in arguments
@@ -46,10 +47,7 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ValueError(f"{type(model).__name__} {reason}")
-    if not getattr(config, "is_decoder", True):
-        # An encoder's config.json says so, and that of some decoders.
-        check_logits(model.name_or_path or "model", model)
+            raise InputError(f"{type(model).__name__} {reason}")
     if types is None:
         # Without layer_types a window applies to every layer (Mistral, Phi-3).
         return {_FULL: None} if window is None else {_SLIDING: window}

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode import SpeculativeDecoder
+from decode.supported_models import attention_windows
 from drafts.draft_vocabulary import check_draft_vocabulary, count_vocabulary, coverage, trim, write_draft_vocabulary
 from drafts.load import LoadedPair, load_pair
 from drafts.make.fresh import fresh, read_per_token, too_costly
@@ -50,6 +51,7 @@ def init(config: InitConfig) -> dict[str, Any]:
     check_out(out)
     pair = load_pair(config.target, chat_template=config.chat_template, **loading(config))
     target, tokenizer = pair.target, pair.tokenizer
+    attention_windows(target)  # raises InputError for a target that cannot check drafts
     texts = answer_texts(config, target, tokenizer)
     draft, notes = _make(config, pair, texts)
     used, ids_D = draft, None

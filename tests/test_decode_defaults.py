@@ -219,7 +219,6 @@ def test_the_reason_is_the_right_one(kind: str, reason: str) -> None:
         "llama": {"sliding_window": 8},
         "olmo2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
         "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 2},
-        **dict.fromkeys(("bert", "electra", "roberta"), {"initializer_range": 0.5}),
     }
     with pytest.raises(ValueError, match=reason) as caught:
         SpeculativeDecoder(of_kind(kind, **options.get(kind, {})))
