@@ -2,7 +2,6 @@
 
 import math
 import unicodedata
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from draftsmith_core.prompts import Prompt, token_runs
 from draftsmith_core.tokenization import Tokenizer
 from eval.bootstrap import PromptSums, difference, estimate, interval
 from eval.diagnose import BINS, Diagnosis
 from eval.measure import Suite
+from eval.remarks import overlaps
 from eval.rows import Group, Measured, Setting, joined
 from eval.schema import Estimate, Row, ViewedText
 
@@ -135,20 +134,13 @@ def _latin(character: str) -> bool:
 
 def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
     """By set, the largest share of each prompt's token trigrams that one other ID prompt has too."""
-    where: dict[tuple[int, ...], set[int]] = defaultdict(set)
     known = [prompt for suite in suites if suite.kind == "id" for prompt in suite.prompts]
-    for index, prompt in enumerate(known):
-        for gram in token_runs(prompt.ids, NGRAM):
-            where[gram].add(index)
-    places = {id(prompt): index for index, prompt in enumerate(known)}
-
-    def similarity(prompt: Prompt) -> float:
-        grams = token_runs(prompt.ids, NGRAM)
-        shared = Counter(index for gram in grams for index in where.get(gram, ()))
-        shared.pop(places.get(id(prompt), -1), None)
-        return max(shared.values(), default=0) / max(1, len(grams))
-
-    return {suite.name: [similarity(prompt) for prompt in suite.prompts] for suite in suites}
+    found: dict[str, list[float]] = {suite.name: [] for suite in suites}
+    for suite in suites:
+        for prompt, (runs, shared) in zip(suite.prompts, overlaps(known, suite.prompts, NGRAM), strict=True):
+            others = [count for index, count in shared.items() if known[index] is not prompt]
+            found[suite.name].append(max(others, default=0) / max(1, runs))
+    return found
 
 
 def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:

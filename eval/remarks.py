@@ -3,8 +3,8 @@
 `eval --strict` turns them into errors: before the first measurement if they are known by then, else at the end.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path
 
@@ -55,18 +55,23 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
 
 def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
     """The prompts of `others` that share at least `SIMILAR` of their token 5-grams with one of `known`."""
-    shingles = [token_runs(prompt.ids, SHINGLE) for prompt in known]
-    where: dict[tuple[int, ...], list[int]] = {}
-    for index, runs in enumerate(shingles):
-        for shingle in runs:
-            where.setdefault(shingle, []).append(index)
-    near = []
+    sizes = [len(token_runs(prompt.ids, SHINGLE)) for prompt in known]
+    return [
+        prompt
+        for prompt, (runs, shared) in zip(others, overlaps(known, others, SHINGLE), strict=True)
+        if any(count / (runs + sizes[index] - count) >= SIMILAR for index, count in shared.items())
+    ]
+
+
+def overlaps(known: Sequence[Prompt], others: Sequence[Prompt], length: int) -> Iterator[tuple[int, Counter[int]]]:
+    """For each of `others`, the number of its runs of `length` tokens, and how many of them each of `known` has too."""
+    where: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, prompt in enumerate(known):
+        for run in token_runs(prompt.ids, length):
+            where[run].append(index)
     for prompt in others:
-        runs = token_runs(prompt.ids, SHINGLE)
-        shared = Counter(index for shingle in runs for index in where.get(shingle, ()))
-        if any(count / (len(runs) + len(shingles[index]) - count) >= SIMILAR for index, count in shared.items()):
-            near.append(prompt)
-    return near
+        runs = token_runs(prompt.ids, length)
+        yield len(runs), Counter(index for run in runs for index in where.get(run, ()))
 
 
 def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Remark]:

@@ -155,37 +155,32 @@ def _at_depth(parts: Sequence[Any], depth: int) -> PromptSums:
 
 def figure_rows(setting: Setting, measured: Measured) -> list[Row]:
     """Every figure but those of the diagnosis (`eval.diagnosis_rows`)."""
-    makers = (alpha_rows, transfer_rows, decoding_rows, prediction_rows, speed_rows, cost_rows)
+    makers = (alpha_rows, decoding_rows, prediction_rows, speed_rows, cost_rows)
     return [row for make in makers for row in make(setting, measured)]
 
 
 def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
-    """alpha of every draft on every group, with its gain over the base."""
-    for group in setting.groups():
-        base = ratio(group.parts(measured.alphas, setting.base), "sum", "count")
-        for draft in setting.drafts:
-            parts = group.parts(measured.alphas, draft)
-            sums = ratio(parts, "sum", "count")
-            yield group.row("alpha", draft, estimate(sums, group.picks))
-            yield group.row("alpha_per_prompt", draft, sums.mean_per_prompt)
-            yield group.row("positions", draft, sums.denominator_P.sum())
-            if draft != setting.base:
-                yield group.row("gain", draft, difference(sums, base, group.picks))
-            for figure, key in ALPHAS.items():
-                yield group.row(figure, draft, estimate(ratio(parts, key, "count"), group.picks))
+    """alpha of every draft on every group, its gain over the base, and what of the ID gain transfers to OOD groups."""
 
+    def sums(group: Group, draft: str) -> PromptSums:
+        return ratio(group.parts(measured.alphas, draft), "sum", "count")
 
-def transfer_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
-    """transfer of every aligned draft to every OOD suite and to all of them pooled."""
     home = {group.temperature: group for group in setting.groups() if group.domain == "id"}
     for group in setting.groups():
-        for draft in setting.drafts if group.kind == "ood" else ():
+        base, at_home = sums(group, setting.base), home[group.temperature]
+        for draft in setting.drafts:
+            new = sums(group, draft)
+            yield group.row("alpha", draft, estimate(new, group.picks))
+            yield group.row("alpha_per_prompt", draft, new.mean_per_prompt)
+            yield group.row("positions", draft, new.denominator_P.sum())
+            for figure, key in ALPHAS.items():
+                figures = ratio(group.parts(measured.alphas, draft), key, "count")
+                yield group.row(figure, draft, estimate(figures, group.picks))
             if draft != setting.base:
-                sides: list[Any] = []
-                for side in (home[group.temperature], group):
-                    alphas = (ratio(side.parts(measured.alphas, d), "sum", "count") for d in (draft, setting.base))
-                    sides += [*alphas, side.picks]
-                yield group.row("transfer", draft, transfer(*sides))
+                yield group.row("gain", draft, difference(new, base, group.picks))
+            if draft != setting.base and group.kind == "ood":
+                sides = sums(at_home, draft), sums(at_home, setting.base), at_home.picks
+                yield group.row("transfer", draft, transfer(*sides, new, base, group.picks))
 
 
 def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:

@@ -33,7 +33,7 @@ CHROMIUM = next(
         (
             0.2,
             0.1,
-            r"raised acceptance in distribution from 50 % to 70 %; out of distribution [45]\d % of that gain survived",
+            r"raised acceptance in distribution from 50 % to 70 %; out of distribution it gained (9|10)\.\d points",
         ),
         (0.2, 0.0, "raised .*; out of distribution nothing measurable changed"),
         (0.2, -0.1, r"raised .*; out of distribution it cost (9\.\d|10\.\d) points"),
@@ -99,16 +99,6 @@ def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_cur
         }
 
 
-def test_the_lines_of_a_chart_reach_the_marks_of_drafts_that_cost_more_than_their_target() -> None:
-    document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
-    for row in document["rows"]:
-        row["value"] = 30.0 if row["figure"] == "draft_call" else row["value"]
-    figure = cost_figure(Results(document, Path()), Look(LIGHT, roles_of(["base", "mine"], "base")))
-    assert figure is not None
-    for ax in figure.axes:
-        assert max(float(line.get_xdata()[-1]) for line in ax.lines if len(line.get_xdata()) > 9) >= 30  # type: ignore[arg-type, index]
-
-
 def test_the_legend_of_many_drafts_of_long_names_is_within_its_figure() -> None:
     drafts: dict[str, dict[SuiteKind, float]] = {f"Wide-WWWWWWWWWWWWWWW-{index}": BASE for index in range(10)}
     look = Look(LIGHT, roles_of(list(drafts), next(iter(drafts))))
@@ -117,11 +107,6 @@ def test_the_legend_of_many_drafts_of_long_names_is_within_its_figure() -> None:
     assert figure is not None
     (legend,) = figure.legends
     assert len(legend.get_texts()) == 10 and legend.get_window_extent().width <= figure.bbox.width
-
-
-def test_a_chart_without_a_clock_has_no_marks() -> None:
-    figure = cost_figure(view({"base": BASE}, {"prose": "id"}, timed=False), Look(LIGHT, roles_of(["base"], "base")))
-    assert figure is not None and len(figure.axes[0].texts) == 3
 
 
 def test_headroom_stands_in_the_table_of_decoding() -> None:

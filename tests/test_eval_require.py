@@ -104,19 +104,11 @@ def test_what_the_run_would_not_measure_is_refused() -> None:
 def test_the_command_ends_with_3_and_one_line_for_each(
     door: Callable[..., tuple[int, str, str]], target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path
 ) -> None:
-    asked: list[object] = [
-        "eval",
-        "--target",
-        target_dir,
-        "--draft",
-        f"mine={draft_dir}",
-        "--id",
-        f"prose={prompts_file}",
-        "--json",
-    ]
-    asked += ["--out", tmp_path, "--tree", "chain:1", "--speed_prompts", 0, "--max_new_tokens", 4, "--temperature", 1]
-    asked += ["--bootstrap", 100, "--require", "alpha[prose] > 0", "tau[id] >= 4", "--require", "alpha<=0.0001"]
-    code, out, err = door(*asked)
+    words = (
+        f"eval --target {target_dir} --draft mine={draft_dir} --id prose={prompts_file} --out {tmp_path} --tree chain:1"
+    )
+    words += " --speed_prompts 0 --max_new_tokens 4 --temperature 1 --bootstrap 100 --json --require"
+    code, out, err = door(*words.split(), "alpha[prose] > 0", "tau[id] >= 4", "--require", "alpha<=0.0001")
     lines = [line for line in err.splitlines() if line.startswith("draftsmith eval:")]
     assert code == 3
     assert [line.split(": ")[1] for line in lines] == ["required tau[id] >= 4", "required alpha<=0.0001"]

@@ -131,26 +131,18 @@ def _change(results: Results, temperature: float) -> str:
     who = "alignment" if count == 1 else f"{draft}, the best of {count} alignments{both},"
     change = sign(results.gain(draft, "id", temperature))
     text = str(WORDS["id_change"][change]).format(who=who, before=before, after=after)
-    if not results.domains("ood"):
+    gain, worst = results.gain(draft, "ood", temperature), worst_set(results, draft, temperature)
+    if gain is None or worst is None:
         return f"{text}."
-    signs = {name: sign(results.gain(draft, name, temperature)) for name in results.domains("ood")}
-    gained, lost = ([name for name, each in signs.items() if each == wanted] for wanted in (1, -1))
-    if gained and lost:
-        names = [" and ".join(each) if len(each) <= 2 else f"{len(each)} domains" for each in (gained, lost)]
-        return text + str(WORDS["ood_mixed"]).format(gained=names[0], lost=names[1])
-    gain, kept = results.gain(draft, "ood", temperature), results.transfer(draft, "ood", temperature)
-    worst = worst_set(results, draft, temperature)
-    change_there = number(100 * (worst["value"] or 0.0), 1, sign=True) if worst else ""
-    aside = f" (worst: {worst['domain']}, {change_there} points)" if worst and len(signs) > 1 else ""
-    if sign(gain) == 1 and kept is not None and kept["value"] is not None:
-        return text + str(WORDS["ood_kept"]).format(kept=percent(kept["value"]), worst=aside)
+    there = f"{worst['domain']}, {number(100 * (worst['value'] or 0.0), 1, sign=True)} points"
+    aside = f" (worst: {there})" if len(results.domains("ood")) > 1 else ""
     return text + str(WORDS["ood_change"][sign(gain)]).format(points=points(gain), worst=aside)
 
 
 def worst_set(results: Results, draft: str, temperature: float) -> Row | None:
     """The gain on the OOD set where a draft gains least; None for the base."""
-    gains = [results.gain(draft, domain, temperature) for domain in results.domains("ood")]
-    return min((gain for gain in gains if gain is not None), key=lambda gain: gain["value"] or 0.0, default=None)
+    gains = (results.gain(draft, domain, temperature) for domain in results.domains("ood"))
+    return min(filter(None, gains), key=lambda gain: gain["value"] or 0.0, default=None)
 
 
 def _lossless(results: Results) -> str:
