@@ -128,7 +128,8 @@ def _cells(results: Results, figure: Figure) -> dict[Cell, _Side]:
 
 
 def _compared(figure: Figure, ours: _Side, theirs: _Side, bootstrap: int, seed: int) -> Compared:
-    shared = [name for name in ours[1] if name in set(theirs[1])]
+    others = set(theirs[1])
+    shared = [name for name in ours[1] if name in others]
     sides = []
     for turn, (_, names, parts) in enumerate((ours, theirs)):
         if len(shared) > 1:  # paired: the same prompts in the same order, resampled alike

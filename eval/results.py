@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_json_value, write_text_atomic
+from eval.bootstrap import why_undefined
 from eval.schema import KINDS, SCHEMA_VERSION, TARGET, Counts, ResultsDocument, Row, SuiteKind
 
 if TYPE_CHECKING:
@@ -142,8 +143,6 @@ class Results:
 
     def why_undefined(self, transfer: Row) -> str | None:
         """Say why a transfer has no value; None if it has one."""
-        from eval.bootstrap import why_undefined
-
         draft, temperature = transfer["draft"], transfer["temperature"]
         sides: list[Any] = [self.gain(draft, domain, temperature) for domain in ("id", transfer["domain"])]
         return why_undefined(*sides)

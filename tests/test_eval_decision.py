@@ -123,6 +123,13 @@ def test_one_cell_of_many_that_is_just_clear_of_1_is_not_taken_for_a_speedup() -
     assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06]) and holm([0.9, 0.8]) == [1.0, 1.0]
 
 
+def test_every_set_is_claimed_only_if_every_set_was_timed() -> None:
+    results = timed(everywhere("mine", "chain:2", *FAST))
+    document = results.document
+    document["rows"] = [row for row in document["rows"] if row["figure"] != "speedup" or row["domain"] == "prose"]
+    assert lead(Results(document, Path())).headline == "Ship mine for prose: 1.40 times the target alone"
+
+
 def test_without_sets_out_of_distribution_nothing_is_claimed_there() -> None:
     head = lead(view({"base": BASE, "mine": {"id": 0.25}}, {"prose": "id"}))
     assert head.headline.startswith("Ship mine: 1.")

@@ -66,25 +66,20 @@ def by_draft(results: Results) -> Table:
     rows = []
     for draft in sorted(results.drafts, key=lambda draft: draft == results.base):
         for temperature in sorted(results.temperatures):
-            tau = best_tau(results, draft, "id", temperature)
-            worst = worst_set(results, draft, temperature)
+            tau, worst = best_tau(results, draft, "id", temperature), worst_set(results, draft, temperature)
+            ood = results.gain(draft, "ood", temperature) if results.domains("ood") else None
             row = {
                 "draft": draft,
                 "T": f"{temperature:g}",
                 "gain ID [95 %]": with_interval(results.gain(draft, "id", temperature), sign=True),
+                "gain OOD [95 %]": with_interval(ood, sign=True),
+                "worst OOD set": f"{worst['domain']} {with_interval(worst, sign=True)}" if worst else NONE,
+                "of the ID gain": kept(results.transfer(draft, "ood", temperature), ood),
+                "τ ID [95 %]": with_interval(tau, 2),
+                "tree": tree_name(tau["tree"] or NONE),
+                "predicted [95 %]": with_interval(results.beside(tau, "tau_predicted"), 2),
+                "speed ID [95 %]": with_interval(results.beside(tau, "speedup"), 2),
             }
-            if results.domains("ood"):
-                row |= {
-                    "gain OOD [95 %]": with_interval(results.gain(draft, "ood", temperature), sign=True),
-                    "worst OOD set": f"{worst['domain']} {with_interval(worst, sign=True)}" if worst else NONE,
-                    "of the ID gain": kept(
-                        results.transfer(draft, "ood", temperature), results.gain(draft, "ood", temperature)
-                    ),
-                }
-            row |= {"τ ID [95 %]": with_interval(tau, 2), "tree": tree_name(tau["tree"] or NONE)}
-            row["predicted [95 %]"] = with_interval(results.beside(tau, "tau_predicted"), 2)
-            if timed := results.beside(tau, "speedup"):
-                row["speed ID [95 %]"] = with_interval(timed, 2)
             rows.append(row)
     return _table("drafts", 2, rows)
 
