@@ -131,9 +131,9 @@ def _change(results: Results, temperature: float) -> str:
     who = "alignment" if count == 1 else f"{draft}, the best of {count} alignments{both},"
     change = sign(results.gain(draft, "id", temperature))
     text = str(WORDS["id_change"][change]).format(who=who, before=before, after=after)
-    gain, worst = results.gain(draft, "ood", temperature), worst_set(results, draft, temperature)
-    if gain is None or worst is None:
+    if (worst := worst_set(results, draft, temperature)) is None:
         return f"{text}."
+    gain = results.gain(draft, "ood", temperature)
     there = f"{worst['domain']}, {number(100 * (worst['value'] or 0.0), 1, sign=True)} points"
     aside = f" (worst: {there})" if len(results.domains("ood")) > 1 else ""
     return text + str(WORDS["ood_change"][sign(gain)]).format(points=points(gain), worst=aside)
