@@ -242,9 +242,8 @@ class LeanForward:
             return x_XD.new_empty(rows, 0, 0), hidden
         if 0 < keep_logits < queries:
             x_XD = x_XD.view(rows, queries, -1)[:, -keep_logits:].reshape(rows * keep_logits, -1)
-        logits = self.head(x_XD if last in numbers else self._norm(x_XD, self.norm_D)).view(
-            rows, -1, sum(self.head.outputs)
-        )
+        x_XD = x_XD if last in numbers else self._norm(x_XD, self.norm_D)
+        logits = self.head(x_XD).view(rows, -1, sum(self.head.outputs))
         return self._over_all_tokens(logits), hidden
 
     def _call(
@@ -266,8 +265,8 @@ class LeanForward:
         kept = min(keep_logits or queries, queries)
         tokens_Bq, positions_Rq = tokens_Bq.contiguous(), positions_Rq.contiguous()
         keys_LBGPE, values_LBGPE = cache.whole(batch, self.groups, self.size, self.norm_D)
-        logits = torch.empty(batch, kept, whole.outputs)
-        states = torch.empty(len(wanted), batch, queries, len(self.norm_D))
+        logits = self.norm_D.new_empty(batch, kept, whole.outputs)
+        states = self.norm_D.new_empty(len(wanted), batch, queries, len(self.norm_D))
         step = whole.step
         step.batch, step.queries, step.kept = batch, queries, kept
         step.tokens, step.positions = tokens_Bq.data_ptr(), positions_Rq.data_ptr()
@@ -283,7 +282,7 @@ class LeanForward:
         step.wanted = ctypes.cast(ctypes.c_char_p(flags), _POINTER)
         needed = whole.functions.scratch(ctypes.byref(whole.model), ctypes.byref(step))
         if whole.scratch.numel() < needed:
-            whole.scratch = torch.empty(2 * needed)
+            whole.scratch = self.norm_D.new_empty(2 * needed)
         step.scratch = whole.scratch.data_ptr()
         if whole.functions.forward(ctypes.byref(whole.model), ctypes.byref(step)):
             raise IndexError(f"a token outside 0..{whole.model.vocabulary - 1}, the vocabulary of the embedding")

@@ -234,7 +234,11 @@ def test_a_model_in_sixteen_bits_decodes_as_one_in_fp32_with_its_values(
     # Whatever multiplies without the kernel fails.
     monkeypatch.setattr(F, "linear", None)
     monkeypatch.setattr(torch, "addmm", None)
-    outputs = decoded(model)
+    torch.set_default_dtype(dtype)
+    try:
+        outputs = decoded(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
     monkeypatch.undo()
     assert outputs == expected or kind == "gpt2"  # which rounds between its products
     assert all(torch.equal(before[key], value) and value.dtype == dtype for key, value in state(model).items())

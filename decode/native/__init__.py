@@ -113,7 +113,7 @@ class PackedMatrix:
         ids_N = ids_N.contiguous()
         if ids_N.numel() and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < self.outputs:
             raise IndexError(f"rows {int(ids_N.min())} to {int(ids_N.max())} of a matrix that has {self.outputs}")
-        rows_NI = torch.empty(len(ids_N), self.inputs)
+        rows_NI = torch.empty(len(ids_N), self.inputs, dtype=torch.float32)
         pointers = (self.values.data_ptr(), ids_N.data_ptr(), rows_NI.data_ptr())
         self._functions.rows(self.kind, *pointers, len(ids_N), self.inputs)
         return rows_NI
@@ -229,8 +229,8 @@ def _processor() -> bytes:
 def _is_right(built: Kernel) -> bool:
     """Whether it multiplies as torch does: odd sizes, bias and sum, from fp32, bf16, fp16 and 4 bits."""
     generator = torch.Generator().manual_seed(0)
-    weight_OI, x_XI = torch.randn(83, 320, generator=generator), torch.randn(7, 320, generator=generator)
-    bias_O, other_XO = torch.randn(83, generator=generator), torch.randn(7, 83, generator=generator)
+    shapes = ((83, 320), (7, 320), (83,), (7, 83))
+    weight_OI, x_XI, bias_O, other_XO = (torch.randn(shape, generator=generator).float() for shape in shapes)
     weights = [weight_OI[:, :301].to(dtype).float() for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     matrices = [PackedMatrix(built, weight) for weight in weights]
     codes = torch.randint(0, 256, (83, 160), generator=generator, dtype=torch.uint8)
