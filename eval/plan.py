@@ -198,6 +198,7 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
         "plan", sampling.temperature, [load, os.getloadavg()[0]], noise, os.cpu_count() or 1
     )
     busy = remarks.of_timing([conditions], os.cpu_count() or 1)
+    noted = [*remarks.of_target(str(planner.target.name_or_path), planner.target), *busy]
     winner = finalists[best]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -219,7 +220,7 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
         # Engines get no advice from rough costs, nor where no draft pays.
         "engines": [] if busy or pays is False else _engines(kind_of(planner.draft), expected, depth),
         "conditions": conditions,
-        "remarks": [remark["text"] for remark in busy],
+        "remarks": [remark["text"] for remark in noted],
         "seconds": time.perf_counter() - started,
     }
 
@@ -398,7 +399,8 @@ def plan_lines(document: dict[str, Any]) -> list[str]:
         False: f"use no draft: the best, {best}, is {times} times as fast",
         None: f"the best is {best}, {times} times as fast as no draft; that cannot be told from 1",
     }[document["pays"]]
-    lines = [*(f"remark: {remark}; plan again when the machine is idle" for remark in document["remarks"])]
+    lines = [f"remark: {remark}" for remark in document["remarks"]]
+    lines += ["plan again when the machine is idle"] if document["conditions"]["busy"] else []
     lines += [f"{verdict} ({where})", ""]
     width = max(len(row["tree"]) for row in document["confirmed"])
     for row in document["confirmed"]:

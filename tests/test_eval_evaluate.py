@@ -251,17 +251,6 @@ def test_sampling_that_is_left_open_is_the_targets(
     assert _results(asked)["clock"]["cells_reused"] == 0
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_cells_are_kept_and_never_taken_for_another_configuration(world: EvalConfig, tmp_path: Path) -> None:
-    first = replace(world, out=str(tmp_path), speed_prompts=0, temperature=[0.0], tree=["chain:3"], ood=[])
-    evaluate(first)
-    before = _without_clocks(first)
-    evaluate(first)
-    assert _results(first)["clock"]["cells_measured"] == 0 and _without_clocks(first) == before
-    evaluate(replace(first, seed=1))
-    assert _results(first)["clock"]["cells_reused"] == 0
-
-
 def test_a_report_is_drawn_again_from_its_results(
     world: EvalConfig, summary: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,13 +334,6 @@ def test_trees_from_files_and_trees_that_grow_are_accepted(tmp_path: Path) -> No
     assert methods[0].shape == Tree((-1, -1, 0), 0.1)
     assert methods[1].shape.size == 6 and methods[1].shape.depth <= 3
     assert methods[2].shape == DynamicTree(6, 10, 60)
-
-
-def test_a_file_is_read_once(tmp_path: Path) -> None:
-    (file := tmp_path / "tree.json").write_text('{"parents": [-1]}')
-    (method,) = check(replace(GOOD, tree=[f"static:{file}"])).methods
-    file.unlink()
-    assert method.shape == Tree((-1,))
 
 
 def _suite(*lengths: int) -> Suite:

@@ -194,7 +194,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     assert found["name"] == found["confirmed"][1 + rates.index(max(rates))]["tree"]
     engines = set() if busy or found["pays"] is False else {"vllm", "sglang", "llama.cpp", "transformers"}
     assert {row["engine"] for row in found["engines"]} == engines and ("vllm serve" in out) == bool(engines)
-    assert ("the machine was busy" in out) == bool(found["remarks"]) == busy
+    assert ("the machine was busy" in out) == found["conditions"]["busy"] == busy
     assert len(found["not_tried"]) == (6 if busy else 0)
     assert {len(found["costs"]["rounds"][name]) for name in ("alone", "rows:8")} == ({1} if busy else {3})
     predicted = [row for row in found["candidates"] if row["tau"]]

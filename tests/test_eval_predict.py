@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaForCausalLM
 
 from decode import parse_tree
-from decode.stats import independent_tau
 from drafts.heads import save_head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.medusa import MedusaHeads
@@ -88,21 +87,6 @@ def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(name: st
     target = tiny_llama(0, layers=3)
     for sampling in (HOT, COLD):
         _compare(target, stirred_head(name, target, 0.1), Method(tree, verifier), sampling, 150)
-
-
-def test_runs_are_not_independent_and_the_formula_is_off(
-    pair: tuple[LlamaForCausalLM, LlamaForCausalLM],
-) -> None:
-    assert independent_tau([0.5, 0.5]) == 1.75
-    target = pair[0]
-    # Half of the prompts are easy for this draft: runs come together, and one alpha for all of them says too little.
-    ours = measure.Task(target, PROMPTS, HOT, (), max_new_tokens=14, batch_size=100, seed=3).baseline()
-    rows = measure.continuations(PROMPTS, ours)
-    method = Method("chain:8", "speculative")
-    cell = measure_alphas(target, {"d": pair[1]}, rows, HOT, [method], batch_size=100)["d"]
-    tau = sum(cell["count"]) / sum(cell["predicted"][method.name]["target_calls"])
-    alpha = sum(cell["sum"]) / sum(cell["count"])
-    assert tau != pytest.approx(independent_tau([alpha] * 8), rel=0.002)
 
 
 def test_three_rules_from_one_forward_coincide_at_temperature_zero(
