@@ -49,8 +49,8 @@ class Options:
 class Pair:
     """A target, its drafts and prompts.
 
-    `larger` is set beside `aligned`; `tuned` is the target after fine-tuning on text of the first of `other`, of which
-    `other` has other pieces; `judge` is the draft of the untuned target that is measured under it.
+    `larger` is set beside `aligned`, `alike` if both were trained so. `tuned` is the target after fine-tuning on text
+    of the first of `other`, of which `other` has other pieces. `judge`: the draft that is measured under it.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Pair:
     larger: str
     judge: str
     sizes: str
+    alike: bool
     id: dict[str, str]
     other: dict[str, str]
 
@@ -83,6 +84,7 @@ def demo_pair(out: Path, options: Options) -> Pair:
         larger=str(LARGER_DRAFT),
         judge="base",
         sizes="target 3.4 M; drafts .4 M, and a larger one of 1.2 M that was trained longer and on all domains",
+        alike=False,
         id={"prose": prompts["prose"]},
         other={"code": prompts["code"], "unicode": prompts["unicode"]},
     )
@@ -115,6 +117,7 @@ def stories_pair(out: Path, options: Options) -> Pair:
         larger=fresh("larger", 64, 2, LONGER * options.steps),
         judge="aligned",
         sizes="target .26 M; drafts .03 M and .1 M, from nothing, trained alike on its answers",
+        alike=True,
         id={"stories": _rows(out / "stories.jsonl", openings[1::2])},
         other={"wiki": _rows(out / "wiki.jsonl", held)},
     )

@@ -124,7 +124,8 @@ class _Reader:
             self.arrays |= {key: np.zeros(shape) for key in ("ratio", "belief", "place")}
             self.arrays |= {rule: np.zeros((*shape, count)) for rule, count in self.ranks.items()}
             if isinstance(draft, PreTrainedModel):
-                self._read_draft(name, model_logits(draft, ids_BT, len(column_T) - first), self.c_N - first, 0)
+                logits = model_logits(draft, ids_BT, len(column_T) - first).to(target.device)
+                self._read_draft(name, logits, self.c_N - first, 0)
             else:
                 unrolled = draft_logits(draft, out.hidden_states, ids_BT, prompt_B == 1, self.depths)
                 for depth, logits in enumerate(unrolled):
@@ -140,8 +141,8 @@ class _Reader:
         if not len(n_N):
             return
         b_N, x_N1 = self.b_N[n_N], self.x_N1[n_N]
-        logits_NV = fit_vocabulary(logits_BCV[b_N, c_N[n_N - depth]], vocabulary_size(self.target))
-        logits_NV = self._finite(name, logits_NV.to(c_N.device))
+        chosen_NV = logits_BCV[b_N, c_N[n_N - depth]]
+        logits_NV = self._finite(name, fit_vocabulary(chosen_NV, vocabulary_size(self.target)))
         p_NV, q_NV = self.p_NV[n_N] if depth else self.p_NV, probs(logits_NV, sampling)
         values = {"ratio": q_NV.gather(1, x_N1) / p_NV.gather(1, x_N1).clamp(min=torch.finfo(p_NV.dtype).tiny)}
         values["belief"] = (logits_NV.float().softmax(-1) if sampling.greedy else q_NV).gather(1, x_N1)

@@ -37,7 +37,7 @@ def test_what_training_did_not_change_is_no_test(best_step: int, tmp_path: Path)
     assert unchanged(str(tmp_path)) == (best_step == 0)
     gained = {"base": BASE, "aligned": {"id": 0.2, "ood": 0.1}}
     results = view(gained, BOTH)
-    names: dict[str, Any] = dict.fromkeys(("target", "base", "larger", "sizes"), "") | {"judge": "base"}
+    names: dict[str, Any] = dict.fromkeys(("target", "base", "larger", "sizes"), "") | {"judge": "base", "alike": False}
     here = str(tmp_path)
     pair = Pair(name="tiny", tuned=here, aligned=here, id={"prose": ""}, other={"code": ""}, **names)
     tuned = view({"base": {"id": -0.3, "ood": 0.0}, "x": BASE}, {"code": "id"})
