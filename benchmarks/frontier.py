@@ -105,11 +105,12 @@ class Options:
     target: str | None = None
     """stories: a small Llama of children's stories (TinyStories, 260 thousand parameters)."""
     texts: str | None = None
-    """stories: a directory with alpaca.jsonl, c4.jsonl, wiki.jsonl, gsm8k_train.jsonl and humaneval.jsonl."""
+    """A directory with the files of --own; stories: with alpaca.jsonl, c4.jsonl, wiki.jsonl, gsm8k_train.jsonl and
+    humaneval.jsonl."""
     only: list[str] = field(default_factory=list)
     """Methods to train beside `plain`; all when empty. What others have made before stands in the tables too."""
     own: str = "prose"
-    """nano and pruned: the domain in distribution: prose, code or unicode."""
+    """nano and pruned: the domain in distribution: prose, code, unicode, or NAME with NAME_train.jsonl in --texts."""
     settings_of: list[str] = field(default_factory=list)
     """Directories of other runs of this benchmark, by which every setting is chosen; none is chosen here."""
     seeds: int = 5

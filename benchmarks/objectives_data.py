@@ -93,16 +93,26 @@ class Pair:
 def nano(options: Options) -> Pair:
     """The shipped pair on Python's own text, as the demo has it; general prompts are code, so unicode stays new."""
     out = Path(options.out) / "prompts"
-    own, *others = sorted(corpus.DOMAINS, key=lambda domain: domain != options.own)
+    own, *others = [options.own, *(domain for domain in corpus.DOMAINS if domain != options.own)]
     if not out.is_dir():
         with atomic_dir(out) as made:
-            for domain in corpus.DOMAINS:
-                write_rows(made / f"{domain}.jsonl", corpus.passages(domain, corpus.split(domain).heldout, 400))
-            write_train_rows(made, options, corpus.passages(own, corpus.split(own).train, 400))
-            general = corpus.passages(others[0], corpus.split(others[0]).train, 400)
+            for domain in (own, *others):
+                write_rows(made / f"{domain}.jsonl", _passages(options, domain, heldout=True))
+            write_train_rows(made, options, _passages(options, own, heldout=False))
+            general = _passages(options, others[0], heldout=False)
             write_rows(made / "general.train.jsonl", general[: options.sequences // 2])
     shipped = ROOT / "draftsmith" / "demo" / "pair"
     return Pair(str(shipped / "target"), str(shipped / "base"), 32, (own, *others), (others[0],), True)
+
+
+def _passages(options: Options, domain: str, heldout: bool) -> list[dict[str, str]]:
+    """Rows of a domain of the demo, or of DOMAIN_train.jsonl and DOMAIN_test.jsonl in --texts."""
+    if domain in corpus.DOMAINS:
+        split = corpus.split(domain)
+        return list(corpus.passages(domain, split.heldout if heldout else split.train, 400))
+    if options.texts is None:
+        raise InputError(f"--own {domain}: use {', '.join(corpus.DOMAINS)}, or add --texts with {domain}_train.jsonl")
+    return shuffled(pieces(Path(options.texts) / f"{domain}_{'test' if heldout else 'train'}.jsonl"))
 
 
 def pruned(options: Options) -> Pair:

@@ -295,7 +295,7 @@ def test_choices_follow_what_is_given() -> None:
     assert 32 % (4 * chosen(processes=4).train["batch_size"]) == 0
     # Knowledge is kept if there is a language model to go back to, and general text to replay.
     kept = (usual.policy, usual.train["replay_fraction"], usual.distill["general_texts"])
-    assert kept == ("balanced", 0.7, 1920)
+    assert kept == ("balanced", 0.5, 1920)
     head = chosen(id_only="a head has no language model to go back to")
     assert (head.policy, head.train["replay_fraction"], head.distill["general_texts"]) == ("id", 0.0, 0)
     greedy = chosen(sampling=ResolvedSampling(Sampling(temperature=0.0), {"temperature": 0.0}))
@@ -306,7 +306,7 @@ def test_choices_follow_what_is_given() -> None:
     ("options", "told"),
     [
         ({"ood": ["a/x.jsonl", "b/x.jsonl"]}, "the name 'x' is used twice; write NAME="),
-        ({"id": ["a=x"], "ood": ["a=y"]}, "either ID or OOD"),
+        ({"id": ["a=x"], "ood": ["a=y"]}, "is in another set too"),
         ({"train": {"stesp": 1}}, "train.stesp: Extra inputs are not permitted"),
         ({"eval": {"bootstrap": 3}}, "eval.bootstrap: Input should be greater than or equal to 100"),
         ({"init": "prune", "draft": "d"}, "init: makes the draft to start from, and --draft names one"),

@@ -71,8 +71,10 @@ def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
     assert code == 0, err
     # General text is replayed; the plain draft beside it is trained alike but for that.
     kept, plain = (json.loads((out / name / "draftsmith.json").read_text())["config"] for name in ("jsd", "jsd-plain"))
-    assert (kept["replay"], kept["replay_fraction"]) == ([str(out / "general")], 0.7)
-    assert {key for key in kept if kept[key] != plain[key]} == {"out", "replay", "replay_fraction"}
+    assert (kept["replay"], kept["replay_fraction"]) == ([str(out / "general")], 0.5)
+    assert {key for key in kept if kept[key] != plain[key]} == {"out", "replay", "replay_fraction", "steps"}
+    # Both are trained on as many answers.
+    assert (plain["steps"], kept["steps"]) == (6, 12) and "2 times the steps: as many answers" in err
     manifest = json.loads((out / "general" / "manifest.json").read_text())
     assert manifest["config"]["prompts"].startswith("token:") and manifest["config"]["temperature"] == 1.0
     record = json.loads((out / "policy" / "jsd.json").read_text())
@@ -113,11 +115,11 @@ def test_share_and_rate_are_chosen_on_several_domains_and_one_is_held_back(
     code, _, err = door("align", *words, "--policy", "balanced", "--out", out)
     assert code == 0, err
     record = json.loads((out / "policy" / "jsd.json").read_text())
-    runs = {"jsd": (0.7, 1e-3), "jsd-replay0.7-rate0.5": (0.7, 5e-4)}
-    runs |= {"jsd-replay0.5-rate1": (0.5, 1e-3), "jsd-replay0.5-rate0.5": (0.5, 5e-4)}
+    runs = {"jsd": (0.5, 1e-3, 12), "jsd-replay0.5-rate0.5": (0.5, 5e-4, 12)}
+    runs |= {"jsd-replay0.7-rate1": (0.7, 1e-3, 20), "jsd-replay0.7-rate0.5": (0.7, 5e-4, 20)}
     for name, settings in runs.items():
         made = json.loads((out / name / "draftsmith.json").read_text())["config"]
-        assert (made["replay_fraction"], made["optim"]["lr"]) == pytest.approx(settings)
+        assert (made["replay_fraction"], made["optim"]["lr"], made["steps"]) == pytest.approx(settings)
     assert {point["run"] for point in record["points"]} == runs.keys() and len(record["points"]) == 20
     # Nothing was chosen on the last set: only what was chosen is measured on it.
     assert all(point["change"].keys() == {"id", "general", "numbers"} for point in record["points"])

@@ -37,7 +37,7 @@ def test_demo_from_prompts_to_report(
     records = [json.loads((demo / name / "draftsmith.json").read_text()) for name in ("jsd-plain", "jsd")]
     assert [record["steps"] for record in records] == [4, 4]
     assert [record["objective"] for record in records] == ["jsd:beta=0.5"] * 2
-    assert [record["config"]["replay_fraction"] for record in records] == [0.0, 0.7]
+    assert [record["config"]["replay_fraction"] for record in records] == [0.0, 0.5]
     # Evaluation prompts come from documents that no alignment prompt comes from.
     names = {
         file: {json.loads(line)["id"].split(" #")[0] for line in (demo / "prompts" / file).open()}

@@ -12,7 +12,7 @@ from draftsmith_core.settings import ResolvedSampling
 
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 # The share of general text in every step that docs/robust.md supports.
-REPLAYED = 0.7
+REPLAYED = 0.5
 # More general text than this is not worth its generation: replay starts over.
 _MOST_TEXTS = 4096
 

@@ -50,7 +50,7 @@ class General:
 
 @options
 class Steps:
-    """Optimizer steps."""
+    """Optimizer steps. With replay, `steps` counts those that the answers alone would fill."""
 
     rows_per_step: AtLeast1 = 32
     """Sequences per optimizer step, over all processes."""
@@ -74,8 +74,8 @@ class AlignConfig(TargetOptions, RunOptions):
     """Training objective, as `train --objective` takes it; several are compared at equal steps."""
     policy: Policy | None = None
     """How much of the base's knowledge to keep. id: nothing is done. balanced, no_loss: replay general text while
-    training, then move the draft back towards the base as far as held-out answers and the target's own texts say
-    (docs/robust.md). Default: balanced for a draft language model, id for a head."""
+    training (half of every step, over twice the steps), then move the draft back towards the base as far as held-out
+    answers and the target's own texts say (docs/robust.md). Default: balanced for a language model, id for a head."""
     plain: bool = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""
     id: list[str] = field(default_factory=list)
@@ -157,7 +157,7 @@ class AlignConfig(TargetOptions, RunOptions):
     def tried(self, name: str) -> dict[str, tuple[float, float]]:
         """The training runs that the draft `name` is chosen from: share of replay, and factor of the learning rate."""
         share = self.train["replay_fraction"]
-        shares = dict.fromkeys((share, 0.5)) if share else (share,)
+        shares = dict.fromkeys((share, 0.7)) if share else (share,)
         settings = [(fraction, factor) for fraction in shares for factor in (1.0, 0.5)]
         others = {f"{name}-replay{fraction:g}-rate{factor:g}": (fraction, factor) for fraction, factor in settings[1:]}
         return {name: settings[0]} | (others if self.tune and self.policy != "id" else {})

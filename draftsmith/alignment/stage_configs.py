@@ -48,6 +48,8 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
         values["replay_fraction"], factor = next(settings[name] for settings in runs if name in settings)
         values["optim"] = values["optim"] | {"lr": values["optim"]["lr"] * factor}
         values["replay"] = [str(out / "general")] if values["replay_fraction"] else []
+        # As many sequences of answers as without replay.
+        values["steps"] = round(values["steps"] / (1 - values["replay_fraction"]))
     batch = values["batch_size"] * launched()
     if rows % batch:
         raise InputError(

@@ -74,8 +74,11 @@ def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
             say(f"{config.target} writes {config.distill['general_texts']} texts by itself, to be replayed")
             distill(general_config(config))
         for name, objective in config.trained().items():
-            say(f"\n2/3 train: {name} ({objective})")
-            train(train_config(config, name))
+            settings = train_config(config, name)
+            longer = settings.steps / config.train["steps"] if settings.steps else 1
+            why = f", {longer:.2g} times the steps: as many answers, and the replayed text beside them"
+            say(f"\n2/3 train: {name} ({objective}{why if longer > 1 else ''})")
+            train(settings)
             _free()
         if config.policy != "id":
             on_main(lambda: keep_general(config, run))
