@@ -7,7 +7,7 @@ OUT/.prompts; the first process joins them into OUT/prompts.jsonl. The files dep
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from distill.kept_answers import Numbered, ask
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import canonical_json, write_json_atomic
 from draftsmith_core.processes import on_main
-from draftsmith_core.progress import Advance, progress
+from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Reasons
 from draftsmith_core.runs import Run
 from draftsmith_core.sampling import row_seed
@@ -66,69 +66,59 @@ def draw_prompts(
 
     Raise RunError if no text can be a prompt.
     """
+    draws = range(opening.count)
+    groups = [draws[start : start + config.part_rows] for start in range(0, opening.count, config.part_rows)]
+    own = range(len(groups))[processes.process_index :: processes.num_processes]
+    # At temperature 0 all texts would be equal.
+    temperature = 1.0 if engine.sampling.sampling.greedy else None
+    texts: dict[int, dict[int, tuple[str, str]]] = {index: {} for index in own}  # with the reason to leave it out
+
+    def requests() -> Iterator[Numbered]:
+        for index in own:
+            if (run.out / _group(index)).exists():
+                advance(len(groups[index]), "")
+            else:
+                seeds = [row_seed(config.seed, f"magpie/{draw}") for draw in groups[index]]
+                yield (
+                    index,
+                    [
+                        AnswerRequest((draw, 0, 0), opening.ids, seed, temperature)
+                        for draw, seed in zip(groups[index], seeds, strict=True)
+                    ],
+                )
+
+    def record(request: AnswerRequest, answer: Answer | Failed) -> None:
+        draw = request.key[0]
+        index = draw // config.part_rows
+        group = texts[index]
+        group[draw] = ("", answer.reason) if isinstance(answer, Failed) else _text(opening, tokenizer, answer)
+        advance(1, "")
+        if len(group) == len(groups[index]):
+            lines = "".join(canonical_json([n, *group[n]]) + "\n" for n in sorted(group))
+            run.step(_group(index), lambda file: file.write_text(lines, encoding="utf-8"), who="each")
+            del texts[index]
+
     if not (run.out / PROMPTS).exists():
-        draws = _Draws(opening, config, engine, tokenizer, run)
-        draws.make(range(processes.process_index, draws.groups, processes.num_processes))
+        with progress("prompts", sum(len(groups[index]) for index in own)) as advance:
+            ask(engine, run, requests(), record, f"{_GROUPS}/")
         processes.wait_for_everyone()
     prompts: Path = run.step(PROMPTS, lambda file: _join(opening, config, run.out, file))
     on_main(lambda: shutil.rmtree(run.out / _GROUPS, ignore_errors=True))
     return prompts
 
 
-class _Draws:
-    """The texts that one process draws. unfinished: by group and draw, the text and the reason to leave it out."""
-
-    def __init__(self, opening: Opening, config: DistillConfig, engine: Engine, tokenizer: Tokenizer, run: Run) -> None:
-        self.opening, self.config, self.engine, self.tokenizer = opening, config, engine, tokenizer
-        self.run = run
-        self.groups = -(-opening.count // config.part_rows)
-        # At temperature 0 all texts would be equal.
-        self.temperature = 1.0 if engine.sampling.sampling.greedy else None
-        self.unfinished: dict[int, dict[int, tuple[str, str]]] = {}
-        self.advance: Advance
-
-    def make(self, indices: Sequence[int]) -> None:
-        """Draw these groups."""
-        with progress("prompts", sum(len(self._draws(index)) for index in indices)) as self.advance:
-            ask(self.engine, self.run, self._requests(indices), self._record, f"{_GROUPS}/")
-
-    def _draws(self, index: int) -> range:
-        size = self.config.part_rows
-        return range(index * size, min((index + 1) * size, self.opening.count))
-
-    def _requests(self, indices: Sequence[int]) -> Iterator[Numbered]:
-        for index in indices:
-            if (self.run.out / _group(index)).exists():
-                self.advance(len(self._draws(index)), "")
-            else:
-                self.unfinished[index] = {}
-                seeds = {draw: row_seed(self.config.seed, f"magpie/{draw}") for draw in self._draws(index)}
-                ids, temperature = self.opening.ids, self.temperature
-                yield index, [AnswerRequest((draw, 0, 0), ids, seed, temperature) for draw, seed in seeds.items()]
-
-    def _record(self, request: AnswerRequest, answer: Answer | Failed) -> None:
-        draw = request.key[0]
-        index = draw // self.config.part_rows
-        texts = self.unfinished[index]
-        texts[draw] = ("", answer.reason) if isinstance(answer, Failed) else self._text(answer)
-        self.advance(1, "")
-        if len(texts) == len(self._draws(index)):
-            lines = "".join(canonical_json([n, *texts[n]]) + "\n" for n in sorted(texts))
-            self.run.step(_group(index), lambda file: file.write_text(lines, encoding="utf-8"), who="each")
-            del self.unfinished[index]
-
-    def _text(self, answer: Answer) -> tuple[str, str]:
-        """Return the prompt in an answer and the reason to leave it out ("": keep)."""
-        ids = list(answer.response_ids)
-        text = decode_text(self.tokenizer, ids)
-        whole = str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        if self.opening.end and self.opening.end in whole:
-            text = whole.partition(self.opening.end)[0]
-            if any(token in text for token in self.tokenizer.all_special_tokens):
-                return "", "holds a special token"
-        elif answer.finish_reason != "stop":
-            return "", f"had no end within {len(ids)} tokens"
-        return (text.strip(), "") if text.strip() else ("", "empty")
+def _text(opening: Opening, tokenizer: Tokenizer, answer: Answer) -> tuple[str, str]:
+    """Return the prompt in an answer and the reason to leave it out ("": keep)."""
+    ids = list(answer.response_ids)
+    text = decode_text(tokenizer, ids)
+    whole = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    if opening.end and opening.end in whole:
+        text = whole.partition(opening.end)[0]
+        if any(token in text for token in tokenizer.all_special_tokens):
+            return "", "holds a special token"
+    elif answer.finish_reason != "stop":
+        return "", f"had no end within {len(ids)} tokens"
+    return (text.strip(), "") if text.strip() else ("", "empty")
 
 
 def _group(index: int) -> str:

@@ -40,25 +40,16 @@ class Worker:
         self._config, self._tokenizer = config, tokenizer
         self._loaded: Any = None
 
-    def _engine(self) -> Any:
+    def engine(self) -> Any:
+        """Return the engine."""
         from distill.engines.hf import HFEngine
 
         self._loaded = self._loaded or HFEngine(self._config, self._tokenizer)
         return self._loaded
 
-    def facts(self) -> tuple[dict[str, Any], ResolvedSampling, int | None]:
-        """Return identity, sampling and longest prompt of the engine."""
-        engine = self._engine()
-        return engine.identity, engine.sampling, engine.max_prompt_tokens
-
-    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
-        """Time the candidate trees, as `HFEngine` does."""
-        times: dict[str, float] = self._engine().seconds_per_token(requests)
-        return times
-
     def answer(self, requests: Sequence[AnswerRequest], tree: str) -> dict[Key, Answer | Failed]:
         """Answer a group; return the outcome of each request by its key."""
-        engine, answers = self._engine(), {}
+        engine, answers = self.engine(), {}
         engine.tree = tree
         engine.run(iter([requests]), lambda request, answer: answers.update({request.key: answer}))
         return {request.key: answers[request.key] for request in requests}
@@ -82,7 +73,7 @@ class RayEngine:
             local = replace(config, engine="hf", address=None, workers=None)
             self.workers += [actor.remote(local, tokenizer) for _ in range(count)]
             with _worker_errors():
-                facts = ray.get(self.workers[0].facts.remote(), timeout=_START_S)
+                facts = ray.get(self.workers[0].__ray_call__.remote(_facts), timeout=_START_S)
             self.identity, self.sampling, self.max_prompt_tokens = facts
         except BaseException:
             self.close()
@@ -123,8 +114,14 @@ class RayEngine:
     def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
         """Time the candidate trees on one worker for all."""
         with _worker_errors():
-            times: dict[str, float] = ray.get(self.workers[0].seconds_per_token.remote(requests))
+            call = self.workers[0].__ray_call__.remote(lambda worker: worker.engine().seconds_per_token(requests))
+            times: dict[str, float] = ray.get(call)
         return times
+
+
+def _facts(worker: Worker) -> tuple[dict[str, Any], ResolvedSampling, int | None]:
+    engine = worker.engine()
+    return engine.identity, engine.sampling, engine.max_prompt_tokens
 
 
 def _join(address: str | None) -> None:
