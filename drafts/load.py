@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from draftsmith_core.models import (
     fingerprint,
     hash_tensors,
     load_model,
+    parameter_count,
     vocabulary_size,
 )
 from draftsmith_core.runs import read_record
@@ -31,6 +33,7 @@ from draftsmith_core.tokenization import Tokenizer, find_tokenizer, load_tokeniz
 
 Draft = PreTrainedModel | Head
 log = logging.getLogger(__name__)
+_warn_once = cache(log.warning)
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def load_pair(
             attach(draft, mapping)
             shares = f"{mapping.shared} of the target's {len(tokenizer)} tokens"
             log.warning("%s: has another tokenizer; it shares %s, and drafts those only", source, shares)
+        if isinstance(draft, PreTrainedModel) and (size := parameter_count(draft)) > (whole := parameter_count(model)):
+            _warn_once(f"{source}: is larger than the target ({size:,} and {whole:,} parameters); drafting cannot pay")
         loaded[name] = draft
     return LoadedPair(target, model, tokenizer, loaded)
 

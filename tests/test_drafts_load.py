@@ -32,6 +32,16 @@ def test_a_draft_has_the_dtype_of_its_target(target_dir: str, draft_dir: str) ->
     assert [str(model.dtype) for model in pair.models] == ["torch.bfloat16"] * 2
 
 
+def test_a_draft_larger_than_its_target_is_remarked_once(
+    target_dir: str, draft_dir: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        load_pair(draft_dir, [target_dir, draft_dir], device="cpu")
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        f"{target_dir}: is larger than the target"
+    ]
+
+
 def test_what_does_not_belong_together_is_refused_by_name(
     target_dir: str, other_vocabulary_dir: str, tmp_path: Path
 ) -> None:
