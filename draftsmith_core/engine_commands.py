@@ -30,7 +30,9 @@ class Serving:
             if form is None:
                 continue
             name = named[role]
-            named[role] = out = f"{name.rstrip('/').rsplit('/', 1)[-1]}.{form}"
+            out = f"{Path(name).resolve().name}.{form}"
+            # A target and a draft of one name are two directories all the same.
+            named[role] = out = f"{role}-{out}" if out in named.values() else out
             words = ["draftsmith", "export", "--draft", name, "--format", form, "--out", out]
             if form == "openvino":  # which its own tool writes
                 words = ["optimum-cli", "export", form, "--model", name, "--task", "text-generation-with-past"]
@@ -42,7 +44,9 @@ class Serving:
         numbers = {"n": tokens, "n_and_root": tokens + 1}
         values = named | numbers | {"method": self.method, "config": json.dumps(config)}
         command = shlex.join(word.format(**values) for word in self.shell.split())
-        command += self.python.format(**{key: json.dumps(name) for key, name in named.items()}, **numbers)
+        if self.python:
+            code = self.python.format(**{key: json.dumps(name) for key, name in named.items()}, **numbers)
+            command = shlex.join(["python", "-c", code])
         note = self.note.format(**{key: shlex.quote(name) for key, name in named.items()}, **numbers)
         return tuple(exports), f"{command}  # {note}" if note else command
 

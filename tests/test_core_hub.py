@@ -212,8 +212,9 @@ def test_commands_and_code_that_are_printed_hold_any_path(tmp_path: Path) -> Non
             for line in exports:
                 assert {target, draft} & set(words_of_shell(line, tmp_path)), (engine, line)
             if serving.python:
-                ast.parse(command)
-                literals = [node.value for node in ast.walk(ast.parse(command)) if isinstance(node, ast.Constant)]
+                *python, code = words_of_shell(command, tmp_path)
+                literals = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+                assert python == ["python", "-c"]
                 outs = {words_of_shell(line, tmp_path)[-1] for line in exports}
                 assert outs <= set(literals)
                 continue

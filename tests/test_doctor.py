@@ -1,6 +1,7 @@
 """`draftsmith doctor`: its verdicts are those that the engines themselves give, where they can be run."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -127,6 +128,24 @@ def test_the_command_takes_the_length_of_a_plan(tmp_path: Path, capsys: pytest.C
     found = {verdict["engine"]: verdict["command"] for verdict in json.loads(out[-1])["verdicts"]}
     assert '"num_speculative_tokens": 7' in found["vllm"] and "--spec-draft-n-max 3" in found["llama.cpp"]
     assert "--speculative-num-steps 4" in found["sglang"] and any("llama-server -m" in line for line in out)
+
+
+def test_printed_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pasted into a shell: those of engines that are here, on a pair whose path a shell would take apart."""
+    shutil.copytree(PAIR, tmp_path / "my $(touch x) pair")
+    monkeypatch.chdir(tmp_path)
+    found = verdicts("my $(touch x) pair/target", "my $(touch x) pair/base")
+    for command in found["llama.cpp"]["exports"]:
+        assert main(shlex.split(command)[1:]) == 0
+    words = shlex.split(found["llama.cpp"]["command"])
+    assert words[1:5:2] == ["-m", "-md"] and all(Path(file).is_file() for file in words[2:5:2])
+    python, option, code = shlex.split(found["transformers"]["command"])
+    assert (python, option) == ("python", "-c")
+    capsys.readouterr()
+    exec(code, {})  # noqa: S102
+    assert capsys.readouterr().out.startswith("Hello") and not (tmp_path / "x").exists()
 
 
 @some(*VARIANTS)

@@ -163,6 +163,9 @@ def test_commands_say_what_must_be_written_first() -> None:
         "draftsmith export --draft models/T --format gguf --out T.gguf",
     )
     assert command.startswith("llama-server -m T.gguf/model.gguf -md D.gguf/model.gguf")
+    (one, other), command = SERVING["llama.cpp"]["draft"].commands("draft", "models/a", "drafts/a", 3)
+    assert one.endswith("--out a.gguf") and other.endswith("--out target-a.gguf")
+    assert command.startswith("llama-server -m target-a.gguf/model.gguf -md a.gguf/model.gguf")
 
 
 @pytest.mark.usefixtures("undrawn")
