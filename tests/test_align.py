@@ -184,7 +184,6 @@ def test_killed_at_every_stage_ends_as_if_it_had_not_been(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "sharing"), [("cpu2", "ddp"), ("cpu2_fsdp2", "fsdp")])
 def test_all_stages_on_two_processes(
     config: str,
     sharing: str,
@@ -199,7 +198,7 @@ def test_all_stages_on_two_processes(
     words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], *SMALL]
     words += ["--objective", "ce", "jsd:beta=0.5", "--ood", f"other={files['other']}", *ONE_WAY, "--out"]
     for _ in range(2):
-        options = ["--config_file", CONFIGS / f"{config}.yaml", "-m", "draftsmith"]
+        options = ["--config_file", CONFIGS / "cpu2.yaml", "-m", "draftsmith"]
         done = launch(options, *words, "two")
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         assert done.stdout.count("decode with it: ") == 1 and done.stderr.count("3/3 evaluate") == 1
@@ -212,7 +211,7 @@ def test_all_stages_on_two_processes(
         assert (two / "distilled" / name).read_bytes() == (one / "distilled" / name).read_bytes()
     for name in ("ce", "jsd"):
         record = json.loads((two / name / "draftsmith.json").read_text())
-        assert (record["processes"], record["sharing"], record["steps"]) == (2, sharing, 6)
+        assert (record["processes"], record["sharing"], record["steps"]) == (2, "ddp", 6)
     found = ds.Results.load(two / "eval")
     assert found.drafts == ["base", "ce", "jsd"]
     # Drafts that were trained on the same rows by two processes are the same but for rounding.
