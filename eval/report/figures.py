@@ -3,7 +3,7 @@
 Each figure is a function of the results and a look; None if there is nothing to show.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -23,12 +23,13 @@ HEADING = 36
 
 @dataclass(frozen=True)
 class Line:
-    """One line: a heading if it has no draft; else dots (hollow: out of distribution) and a number."""
+    """One line: a heading if it has no draft; else dots (hollow: out of distribution), a dashed mark, and a number."""
 
     text: str
     draft: str | None = None
     dots: Sequence[Row | None] = ()
     note: str = ""
+    dashed: float | None = None
 
 
 def _dot_plots(
@@ -38,15 +39,13 @@ def _dot_plots(
     *,
     reference: float | None = None,
     notes: str = "",
-    finish: Callable[[Axes, int], None] = lambda ax, panel: None,
 ) -> Figure:
     """Draw panels of (label, lines) one above the other. The x limits hold every interval, within `bounds`; a vertical
     line stands at `reference`, and `notes` above the numbers on the right.
     """
     with drawing(look.colours):
         figure = Figure(figsize=(WIDTH, sum(len(lines) * LINE + FRAME for _, lines in panels)))
-        for index, ax in enumerate(figure.subplots(len(panels), 1, squeeze=False)[:, 0]):
-            label, lines = panels[index]
+        for ax, (label, lines) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
             values = [] if reference is None else [reference]
             for y, line in enumerate(lines):
                 values += _draw(ax, look, y, line)
@@ -64,7 +63,6 @@ def _dot_plots(
             ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
             ax.set_xlabel(label)
             ax.annotate(notes, (1.02, -0.8), xycoords=("axes fraction", "data"), color=look.colours["soft"])
-            finish(ax, index)
     return figure
 
 
@@ -78,6 +76,8 @@ def _draw(ax: Axes, look: Look, y: int, line: Line) -> list[float]:
                     color=look.colours["ink"])  # fmt: skip
         return []
     colour, values = look.colour(line.draft), []
+    if line.dashed is not None:
+        ax.plot([line.dashed] * 2, [y - 0.5, y + 0.5], color=look.colours["base"], lw=1, ls=(0, (2, 2)))
     for row in line.dots:
         if row is None or row["value"] is None:
             continue
@@ -97,23 +97,16 @@ def _draw(ax: Axes, look: Look, y: int, line: Line) -> list[float]:
 
 def alpha_figure(results: Results, look: Look) -> Figure | None:
     """alpha of every draft on every set, ID first; a dashed line carries the base draft through each set."""
-    panels, height = [], 1 + len(results.drafts)
+    panels = []
     for temperature in sorted(results.temperatures):
         lines: list[Line] = []
         for domain in results.domains():
+            base = results.alpha(results.base, domain, temperature)["value"]
             alphas = [results.alpha(draft, domain, temperature) for draft in results.drafts]
             lines.append(Line(f"{domain} ({results.kind(domain).upper()})"))
-            lines += [Line(row["draft"], row["draft"], [row], number(row["value"])) for row in alphas]
+            lines += [Line(row["draft"], row["draft"], [row], number(row["value"]), base) for row in alphas]
         panels.append((f"expected acceptance α, T = {temperature:g}", lines))
-
-    def carry_base(ax: Axes, panel: int) -> None:
-        for index, domain in enumerate(results.domains()):
-            base = results.alpha(results.base, domain, sorted(results.temperatures)[panel])["value"]
-            if base is not None:
-                ends = [index * height + 0.6, (index + 1) * height - 0.6]
-                ax.plot([base] * 2, ends, color=look.colours["base"], lw=1, ls=(0, (2, 2)))
-
-    return _dot_plots(look, panels, (-0.01, 1.01), finish=carry_base)
+    return _dot_plots(look, panels, (-0.01, 1.01))
 
 
 def gain_figure(results: Results, look: Look) -> Figure | None:
