@@ -105,10 +105,10 @@ def is_hub_name(name: str) -> bool:
 
 def check_push(name: str) -> None:
     """Raise InputError, before any work is done, for an upload that could not succeed."""
-    if not is_hub_name(name):
-        raise InputError(f"push_to_hub: {name!r} is not a repository on the hub; write owner/name")
-    if not os.environ.get("HF_TOKEN"):
-        raise InputError("push_to_hub: the environment variable HF_TOKEN must hold a token that may write")
+    reason = "" if os.environ.get("HF_TOKEN") else "the environment variable HF_TOKEN must hold a token that may write"
+    reason = reason if is_hub_name(name) else f"{name!r} is not a repository on the hub; write owner/name"
+    if reason:
+        raise InputError(f"push_to_hub: {reason}")
 
 
 def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> str:

@@ -106,13 +106,15 @@ def load_model(
 
 def _check_weights(name: str, kind: str, info: dict[str, Any]) -> None:
     """Raise InputError for missing or mismatched weights, which transformers draws at random; warn of unused ones."""
-    if missing := sorted(info["missing_keys"]):
-        reason = f"lacks weights of a {kind} ({len(missing)}, such as {missing[0]})"
-        raise InputError(f"{name}: {reason}; it is another kind of model (a head?) or an incomplete copy")
+    reason = ""
     if mismatched := sorted(info["mismatched_keys"], key=str):
         key, in_file, by_config = mismatched[0]
         shapes = f"{len(mismatched)}, such as {key}: {list(in_file)} in the file, {list(by_config)} by the config"
-        raise InputError(f"{name}: its weights do not fit its config.json ({shapes})")
+        reason = f"its weights do not fit its config.json ({shapes})"
+    if missing := sorted(info["missing_keys"]):
+        reason = f"lacks weights of a {kind} ({len(missing)}, such as {missing[0]}); it is a head or an incomplete copy"
+    if reason:
+        raise InputError(f"{name}: {reason}")
     if unused := sorted(info["unexpected_keys"]):
         log.warning("%s: holds weights that a %s does not use (%d, such as %s)", name, kind, len(unused), unused[0])
 

@@ -155,18 +155,15 @@ def iterate_records(source: str) -> Iterator[Record]:
     """The rows of a source as they are stored; InputError for a source that cannot be read."""
     path = Path(without_secrets(source))
     kind = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+    readable, is_there = path.suffix == ".parquet" or kind in _JSON_LINES, path.exists() or "://" in source
     if source.startswith("@"):
         yield from (Record(number, row) for number, row in _suite_rows(source))
     elif (free := free_rows(source)) is not None:
         yield from (Record(number, {"prompt": ""}) for number in range(1, free + 1))
-    elif path.is_file() or "://" in source:
-        if path.suffix != ".parquet" and kind not in _JSON_LINES:
-            raise InputError(f"{source}: unsupported file type {path.suffix!r}; use .jsonl or .parquet")
+    elif readable and is_there:
         yield from _file_records(source, path.suffix)
-    elif path.exists():
-        raise InputError(f"{source}: is not a file; name a .jsonl or .parquet file")
-    elif kind in (*_JSON_LINES, ".parquet") or source.startswith((".", "/", "~")) or not source.strip():
-        raise InputError(f"{source}: no such file")
+    elif readable or is_there or source.startswith((".", "/", "~")) or not source.strip():
+        raise InputError(f"{source}: {'is not a .jsonl or .parquet file' if is_there else 'no such file'}")
     else:
         name, _, split = source.partition(":")
         yield from _hub_records(source, name, split or "train")

@@ -184,10 +184,11 @@ def read_prompts(
             prompts.append(prompt)
         else:
             prompts.append(replace(prompt, id=unique_id(prompt.id, repeats)))
-    if not rows:
-        raise InputError(f"{source}: holds no rows; a row needs one of the keys {', '.join(KEYS)}")
     if not prompts:
-        raise InputError(f"{source}: none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})")
+        reason = f"holds no rows; a row needs one of the keys {', '.join(KEYS)}"
+        if skipped:
+            reason = f"none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})"
+        raise InputError(f"{source}: {reason}")
     return PromptSet(reader.source, tuple(prompts), tuple(skipped), rows, more)
 
 
@@ -268,10 +269,8 @@ def answered(
 ) -> tuple[list[int], list[int]]:
     """Split a chat that ends with an assistant turn into prompt ids and answer ids, with EOS; InputError for others."""
     messages, turns = check_messages(value, where), check_turns(value, where)
-    if len(messages) == len(turns):
-        raise InputError(f"{where}: key 'messages': does not end with an assistant turn to train on")
-    if turns[-1].get("tool_calls"):
-        raise InputError(f"{where}: key 'messages': ends with calls of tools, whose tokens are not known")
+    if len(messages) == len(turns) or turns[-1].get("tool_calls"):
+        raise InputError(f"{where}: key 'messages': does not end with an assistant turn of text to train on")
     response: list[int] = tokenizer(turns[-1]["content"], add_special_tokens=False)["input_ids"]
     return encode_messages(tokenizer, messages, where, tools), with_eos(response, tokenizer)
 

@@ -163,9 +163,9 @@ def test_a_chat_without_a_chat_template_is_an_error(tmp_path: Path, tokenizer: T
         ("empty.jsonl", b"", "holds no rows"),
         ("all.jsonl", b'{"prompt": ""}', "none of its 1 rows can be used"),
         ("latin.jsonl", b'{"prompt": "\xe9"}', "not valid JSON"),
-        ("p.csv", b"a,b", "unsupported file type '.csv'"),
+        ("p.csv", b"a,b", "is not a .jsonl or .parquet file"),
         ("bad.parquet", b"hello", "cannot be read"),
-        ("", None, "is not a file"),
+        ("", None, "is not a .jsonl or .parquet file"),
         ("no/such-set:test", None, "no such file, and no dataset"),
     ],
 )
@@ -251,7 +251,7 @@ def test_the_same_rows_are_the_same_prompts_wherever_they_are(tokenizer: Tokeniz
         ("memory://prompts/cut.jsonl.gz", "cannot be read ("),
         ("memory://prompts/cut.parquet", "cannot be read ("),
         ("memory://prompts/none.jsonl", "cannot be read (/prompts/none.jsonl)"),
-        ("memory://prompts/rows.csv", "unsupported file type '.csv'"),
+        ("memory://prompts/rows.csv", "is not a .jsonl or .parquet file"),
         ("nonsense://rows.jsonl", "cannot be read (Protocol not known: nonsense)"),
     ):
         with pytest.raises(InputError) as error:

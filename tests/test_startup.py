@@ -64,7 +64,7 @@ MISTAKES = {
     "init": ["--target", "t", "--out", "o", "--method", "fresh", "--costs", "0.1"],
     "distill": ["--target", "t", "--prompts", "p", "--out", "o", "--num_samples", "0"],
     "train": ["--lrr", "3"],
-    "merge": ["--draft", "d", "--out", "o"],
+    "merge": ["--draft", "a=1", "b", "--out", "o"],
     "decode": ["--target", "t", "--prompt", "p", "--verifier", "specinfr"],
     "eval": ["--target", "t", "--draft", "a=b", "--id", "c=d", "--out", "o", "--tree", "chian:3"],
     "plan": ["--target", "t", "--draft", "d", "--prompts", "p", "--out", "o", "--batch_size", "0"],
