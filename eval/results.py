@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_json_value, write_text_atomic
-from eval.bootstrap import why_undefined
 from eval.schema import KINDS, SCHEMA_VERSION, TARGET, Counts, ResultsDocument, Row, SuiteKind
 
 if TYPE_CHECKING:
@@ -145,6 +144,8 @@ class Results:
         """Say why a transfer has no value; None if it has one."""
         draft, temperature = transfer["draft"], transfer["temperature"]
         sides: list[Any] = [self.gain(draft, domain, temperature) for domain in ("id", transfer["domain"])]
+        from eval.bootstrap import why_undefined  # numpy, which a mistyped option need not wait for
+
         return why_undefined(*sides)
 
     def tau(self, draft: str, domain: str, temperature: Number = None, tree: Name = None, verifier: Name = None) -> Row:
