@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 import draftsmith as ds
 from drafts.draft_vocabulary import FILE, draft_vocabulary, trim
 from drafts.load import load_pair
-from draftsmith.alignment.config import Policy
+from draftsmith.alignment import outcome
+from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith.alignment.policy import RULES, TOLERANCE, Point, between, choose
-from eval.schema import Estimate
+from eval.schema import Estimate, SuiteKind
+from tests.results_made_up import BASE, view
 from tests.test_align import ONE_WAY, SMALL
 
 Door = Callable[..., tuple[int, str, str]]
@@ -187,3 +189,14 @@ def test_a_policy_needs_a_language_model_to_go_back_to(
     code, _, err = door("align", *words, "--policy", "no_loss")
     assert code == 2 and "policy: no_loss cannot be followed (a head has no language model to go back to)" in err
     assert not (tmp_path / "out" / "align.yaml").exists()
+
+
+def test_the_worst_set_stands_beside_the_pool() -> None:
+    sets: dict[str, SuiteKind] = {"prose": "id", "code": "ood", "unicode": "ood"}
+    results = view({"base": BASE, "jsd-balanced": {"id": 0.2, "ood": 0.1}}, sets)
+    for row in results.rows("gain"):
+        if row["domain"] == "unicode":
+            row |= {"value": -0.022, "low": -0.036, "high": -0.009}
+    config = AlignConfig(target="t", prompts="p", draft="d", out="o", policy="balanced")
+    (line,) = (line for line in outcome.lines(config, results) if "out of distribution: alpha" in line)
+    assert "worst on unicode, \u22120.022 [\u22120.036, \u22120.009]" in line or "worst on unicode, -0.022" in line

@@ -49,9 +49,10 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
         parts = [f"alpha {with_interval(figures['alpha'])}"]
         if figures["gain"]:
             parts.append(f"{with_interval(figures['gain'], sign=True)} over the draft it started from")
-        parts.append(f"{with_interval(figures['tau'], 2)} tokens per target call")
-        if figures["speedup"]:
-            parts.append(f"{with_interval(figures['speedup'], 2)} times the target alone")
+        if figures["gain"] and kind == "ood" and len(results.domains("ood")) > 1:
+            known = [row for name in results.domains("ood") if (row := results.gain(shown["best"], name)) is not None]
+            worst = min(known, key=lambda row: row["value"] or 0.0)
+            parts.append(f"worst on {worst['domain']}, {with_interval(worst, sign=True)}")
         bought.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
     return [
         *headline_and_table(results),
