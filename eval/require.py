@@ -75,16 +75,12 @@ class Requirement:
         if self.figure not in _OF_GAIN and (not judged or "draft" in self.wanted):
             judged = list(drafts)
         if not judged:
-            raise InputError(
-                f"--require {self.text!r}: {self.figure} compares with the base, and there is no other draft"
-            )
+            raise InputError(f"--require {self.text!r}: {self.figure} needs a draft beside the base")
         if "domain" in self.wanted:
             domains = self._pick("domain", [*domains, *(kind for kind in sets if sets[kind])])
         trees = self._pick("tree", [tree for tree, _ in methods])
         rules = self._pick("verifier", [rule for _, rule in methods])
         chosen: list[tuple[Any, ...]] = [method for method in methods if method[0] in trees and method[1] in rules]
-        if not chosen:
-            raise InputError(f"--require {self.text!r}: this tree is not decoded with this verifier")
         texts = self._pick("T", [f"{t:g}" for t in temperatures])
         picked = [t for t in temperatures if f"{t:g}" in texts]
         if self.figure not in _PER_METHOD:

@@ -96,7 +96,7 @@ def test_what_the_run_would_not_measure_is_refused() -> None:
         check(replace(GOOD, require=["speedup > 1"], speed_prompts=0))
     with pytest.raises(InputError, match="needs sets out of distribution; add --ood"):
         check(replace(GOOD, ood=[], require=["transfer > 1"]))
-    with pytest.raises(InputError, match="no other draft"):
+    with pytest.raises(InputError, match="needs a draft beside the base"):
         check(replace(GOOD, draft=["base=b"], require=["gain > 0"]))
     assert check(replace(GOOD, draft=["base=b"], require=["alpha[ood T=1.0] > 0"])).base == "base"
 
