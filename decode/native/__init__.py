@@ -46,11 +46,9 @@ class Kernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self.pack, self.pack_codes = library.draftsmith_pack, library.draftsmith_pack_codes
+        self.packed_bytes, self.pack_codes = library.draftsmith_packed_bytes, library.draftsmith_pack_codes
         self.rows, self.linear = library.draftsmith_rows, library.draftsmith_linear
-        self.packed_bytes = library.draftsmith_packed_bytes
         self.packed_bytes.argtypes, self.packed_bytes.restype = [kind, size, size], size
-        self.pack.argtypes, self.pack.restype = [kind, pointer, pointer, size, size], None
         self.pack_codes.argtypes, self.pack_codes.restype = [*[pointer] * 4, size, size], None
         self.rows.argtypes, self.rows.restype = [kind, pointer, pointer, pointer, size, size], None
         self.linear.argtypes, self.linear.restype = [kind, *[pointer] * 5, *[size] * 3], None
@@ -67,9 +65,15 @@ class PackedMatrix:
 
     def __init__(self, functions: Kernel, weight_OI: Tensor) -> None:
         outputs, inputs = weight_OI.shape
-        narrow_OI = narrowest(weight_OI).contiguous()
+        narrow_OI = narrowest(weight_OI)
         self._hold(functions, outputs, inputs, narrow_OI.dtype)
-        functions.pack(self.kind, narrow_OI.data_ptr(), self.values.data_ptr(), outputs, inputs)
+        # Panels of outputs, input by input; the surplus columns of the last panel are zero.
+        width = functions.packed_bytes(self.kind, 1, 1) // narrow_OI.element_size()
+        count, rest = divmod(outputs, width)
+        panels = self.values.view(-1, inputs, width)
+        panels[:count] = narrow_OI[: outputs - rest].reshape(count, width, inputs).transpose(1, 2)
+        if rest:
+            panels[count] = torch.nn.functional.pad(narrow_OI[outputs - rest :].t(), (0, width - rest))
 
     @staticmethod
     def of_codes(functions: Kernel, codes: Tensor, scales: Tensor, table: Tensor) -> "PackedMatrix":

@@ -169,25 +169,6 @@ void draftsmith_pack_codes(
         }
 }
 
-/* weights [outputs][inputs] -> packed [outputs / PANEL][inputs][PANEL], both of the kind given */
-void draftsmith_pack(int kind, const char *weights, char *packed, size_t outputs, size_t inputs) {
-    size_t panels = draftsmith_padded(outputs) / PANEL, bytes = BYTES(kind);
-#pragma omp parallel for schedule(static)
-    for (size_t p = 0; p < panels; p++) {
-        char *to = packed + p * inputs * PANEL * bytes;
-        for (size_t i = 0; i < inputs; i++)
-            for (size_t output = p * PANEL; output < (p + 1) * PANEL; output++, to += bytes) {
-                const char *from = weights + (output * inputs + i) * bytes;
-                if (output >= outputs)
-                    memset(to, 0, bytes);
-                else if (bytes == 4)
-                    memcpy(to, from, 4);
-                else
-                    memcpy(to, from, 2);
-            }
-    }
-}
-
 /* The value of column c for input i of a panel. */
 INLINE float value_at(const int kind, const char *table, const char *panel, size_t c, size_t i) {
     float value, scale;
