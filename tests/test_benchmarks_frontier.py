@@ -151,7 +151,7 @@ def test_the_area_under_a_frontier() -> None:
 def test_ways_to_mix_domains_differ_in_the_mixture_alone(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = noted(monkeypatch, domains)
     monkeypatch.setattr(domains, "OTHERS", {"code": 0.5, "lists": 0.25})
-    monkeypatch.setattr(corpus, "split", lambda domain: corpus.Split((), (), ()))
+    monkeypatch.setattr(corpus, "split", lambda domain: corpus.Split((), ()))
     monkeypatch.setattr(corpus, "passages", lambda domain, *_: texts(8, 10 + len(domain)))
     names = [key for key in asdict(options) if key in domains.Options.__dataclass_fields__]
     small = domains.Options(**{key: getattr(options, key) for key in names})

@@ -1,6 +1,7 @@
 """Rebuilding the shipped pair, on a corpus and recipes cut down to seconds."""
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,15 +18,10 @@ WORDS = "the value of an expression is returned when name lookup fails in scope 
 
 
 def documents(domain: str) -> list[Document]:
-    """Forty documents of a hundred pseudo-random words, no two alike."""
-    made = []
-    for number in range(40):
-        state, words = 7919 * (number + 1) + len(domain), []
-        for _ in range(100):
-            state = (1103515245 * state + 12345) % 2**31
-            words.append(WORDS[state // 65536 % len(WORDS)] + str(state // 131072 % 90))
-        made.append(Document(f"{domain} {number}", " ".join(words)))
-    return made
+    """Forty documents of a hundred random words, no two alike."""
+    drawn = {f"{domain} {number}": random.Random(f"{domain} {number}") for number in range(40)}
+    words = {name: [f"{draw.choice(WORDS)}{draw.randrange(90)}" for _ in range(100)] for name, draw in drawn.items()}
+    return [Document(name, " ".join(text)) for name, text in words.items()]
 
 
 @pytest.fixture

@@ -42,11 +42,10 @@ class Document(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The two sides of a domain; `dropped` names held-out documents that repeat training text."""
+    """The two sides of a domain."""
 
     train: tuple[Document, ...]
     heldout: tuple[Document, ...]
-    dropped: tuple[str, ...]
 
 
 def _tidy(text: str) -> str:
@@ -137,17 +136,14 @@ def _train_shingles() -> frozenset[int]:
 @cache
 def split(domain: str) -> Split:
     """Training and held-out documents of a domain, without near-duplicates of any training document."""
-    train, heldout, dropped = [], [], []
-    for document in DOMAINS[domain]():
-        if not is_heldout(document.name):
-            train.append(document)
-            continue
-        runs = shingles(document.text)
-        if len(runs & _train_shingles()) > DUPLICATE_SHARE * len(runs):
-            dropped.append(document.name)
-        else:
-            heldout.append(document)
-    return Split(tuple(train), tuple(heldout), tuple(dropped))
+    documents = DOMAINS[domain]()
+    heldout = []
+    for document in documents:
+        if is_heldout(document.name):
+            runs = shingles(document.text)
+            if len(runs & _train_shingles()) <= DUPLICATE_SHARE * len(runs):
+                heldout.append(document)
+    return Split(tuple(document for document in documents if not is_heldout(document.name)), tuple(heldout))
 
 
 def passages(

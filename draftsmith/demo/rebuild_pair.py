@@ -56,7 +56,7 @@ def rebuild(recipes: Path, out: Path, device: str) -> Path:
 def write_corpus(directory: Path) -> None:
     """Write `DOMAIN.train.jsonl` and `DOMAIN.heldout.jsonl` for every domain of the corpus."""
     for domain in corpus.DOMAINS:
-        train, heldout, _ = corpus.split(domain)
+        train, heldout = corpus.split(domain)
         write_rows(directory / f"{domain}.train.jsonl", corpus.passages(domain, train))
         write_rows(directory / f"{domain}.heldout.jsonl", corpus.passages(domain, heldout))
 
