@@ -222,21 +222,24 @@ def test_norms_in_other_places_are_said_or_refused(
         assert bool(fields["eagle3.norm_before_residual"].parts[-1][0])
 
 
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         ({"head_dim": 16}, "head size 16 is not 32 / 4"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
-          | {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}}, "rope of type 'llama3'"),
+        ({"rope_parameters": LLAMA3}, "rope of type 'llama3'"),
         ({"num_hidden_layers": 6}, r"states \[2, 3, 4\] and SafeAILab's code always gives \[2, 3, 3\]"),
     ],
-)  # fmt: skip
+)
 def test_the_authors_code_has_limits_that_others_do_not(
-    change: dict[str, Any], said: str, saved: Saved, tmp_path: Path
+    change: dict[str, Any], reason: str, saved: Saved, tmp_path: Path
 ) -> None:
     target = saved(LlamaForCausalLM(LlamaConfig(**SHAPE | change)), tmp_path / "target")
     head_of("eagle3", target, tmp_path / "head")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=reason):
         exported(tmp_path, "eagle")
     for form in ("sglang", "speculators"):
         exported(tmp_path, form)
