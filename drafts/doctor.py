@@ -50,10 +50,8 @@ class Model:
     @property
     def head_size(self) -> int | None:
         """Size of one attention head; None for a model without attention."""
-        if (size := getattr(self.config, "head_dim", None)) is not None:
-            return int(size)
         heads = getattr(self.config, "num_attention_heads", None)
-        return None if heads is None else int(self.config.hidden_size // heads)
+        return heads and (getattr(self.config, "head_dim", None) or self.config.hidden_size // heads)
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ def examine(config: DoctorConfig) -> dict[str, Any]:
     tokens = {}
     if config.plan is not None:
         plan = read_json(Path(config.plan), "a plan of `draftsmith plan`")
-        tokens = {row["engine"]: row["draft_tokens"] for row in plan.get("engines", ())}
+        tokens = {row["engine"]: row["draft_tokens"] for row in plan.get("engines") or ()}
     kind = head_kind(config.draft) or "draft"
     differs, holds = None, "its layout holds this head"
     if kind == "draft":

@@ -176,25 +176,20 @@ def check_draft_vocabulary(
         return None
     sizes = vocabulary_size(target), vocabulary_size(draft)
     own = find_tokenizer(source, trust_remote_code)
-    if own is None:
-        if sizes[0] != sizes[1]:
-            raise InputError(
-                f"{source}: its vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}, and it has no "
-                f"tokenizer to tell whether only padding differs; use a draft that was trained with the target's "
-                f"tokenizer, or make one (docs/choosing-a-draft.md)"
-            )
-        return None
-    token = first_difference(tokenizer, own, min(sizes))
-    if token is None:
+    if own is None and sizes[0] != sizes[1]:
+        raise InputError(
+            f"{source}: its vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}, and no tokenizer tells "
+            f"whether only padding differs; use a draft with the target's tokenizer (docs/choosing-a-draft.md)"
+        )
+    if own is None or (token := first_difference(tokenizer, own, min(sizes))) is None:
         return None
     if heterogeneous:
         return map_vocabulary(tokenizer, own, *sizes, source=source)
     texts = own.convert_ids_to_tokens(token), tokenizer.convert_ids_to_tokens(token)
     theirs, ours = ("nothing" if text is None else ascii(text) for text in texts)
     raise InputError(
-        f"{source}: token {token} is {theirs} to it and {ours} to the target; use a "
-        f"draft that was trained with the target's tokenizer, move this one to it with draftsmith init "
-        f"--method transplant, or decode with --heterogeneous_vocab true (docs/choosing-a-draft.md)"
+        f"{source}: token {token} is {theirs} to it and {ours} to the target; use a draft with the target's tokenizer, "
+        f"draftsmith init --method transplant, or --heterogeneous_vocab true (docs/choosing-a-draft.md)"
     )
 
 
@@ -205,10 +200,8 @@ def first_difference(a: Tokenizer, b: Tokenizer, size: int) -> int | None:
     """
     tokens_a, tokens_b = ({i: token for token, i in tokenizer.get_vocab().items() if i < size} for tokenizer in (a, b))
     added = set(a.get_added_vocab().values()) | set(b.get_added_vocab().values())
-    for token_id in sorted(tokens_a.keys() | tokens_b.keys()):
-        if tokens_a.get(token_id) != tokens_b.get(token_id) and token_id not in added:
-            return token_id
-    return None
+    ids = sorted((tokens_a.keys() | tokens_b.keys()) - added)
+    return next((i for i in ids if tokens_a.get(i) != tokens_b.get(i)), None)
 
 
 @dataclass(frozen=True)

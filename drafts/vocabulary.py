@@ -96,10 +96,8 @@ class VocabularyMap:
         tokens = [token for text in texts for token in text]
         drafted = sum(token in shared for token in tokens)
         whole = sum(self.lost.isdisjoint(text) for text in texts)
-        return (
-            f"{drafted} of {len(tokens)} tokens are shared and can be drafted; {whole} of {len(texts)} texts can be "
-            f"written in its tokens without loss"
-        )
+        words = f"{drafted} of {len(tokens)} tokens are shared and can be drafted"
+        return f"{words}; {whole} of {len(texts)} texts can be written in its tokens without loss"
 
     def to_target(self, logits: Tensor) -> Tensor:
         """Logits `[..., draft vocabulary]` as logits over the target's: -inf for tokens that are not shared."""
@@ -120,10 +118,7 @@ def map_vocabulary(
             ours.setdefault(text, d)
     pairs = {t: ours[text] for t, text in theirs.items() if text in ours}
     if not pairs:
-        raise InputError(
-            f"{source}: its tokenizer shares no token with the target's, so nothing that it drafts can be the "
-            f"target's; docs/choosing-a-draft.md says which drafts can be had"
-        )
+        raise InputError(f"{source}: its tokenizer shares no token with the target's; see docs/choosing-a-draft.md")
     added = draft.get_added_vocab()
     special = {t: added[token] for token, t in target.get_added_vocab().items() if token in added}
     for role in _ROLES:

@@ -1,9 +1,8 @@
 """Give a small trained LLaMA the cost of a large one without changing what it computes.
 
-Measuring speed needs a target as expensive as a real one and a draft that agrees with it; training such a target takes
-days. So the width is padded with zeros, and layers that add nothing stand between the trained ones. The result is an
-ordinary `LlamaForCausalLM` with dense matrices: a multiplication by zero costs as much as any other. Its config keeps
-the parameter count of the original (`widened_from`), and evaluations report it.
+Measuring speed needs a target as expensive as a real one and a draft that agrees with it. So the width is padded with
+zeros, and layers that add nothing stand between the trained ones; a multiplication by zero costs as much as any other.
+The config keeps the parameter count of the original (`widened_from`), and evaluations report it.
 
 Legend: h the old width, H the new one.
 
