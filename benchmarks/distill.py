@@ -90,7 +90,7 @@ class Options:
 class AtOnce:
     """An engine that answers with one token, at once."""
 
-    max_prompt_tokens = None
+    max_prompt_tokens = wave = None
     first_answer = 0.0
     answered = 0
     stop_at = 0

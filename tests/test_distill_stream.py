@@ -113,18 +113,16 @@ def test_a_mixture_of_temperatures(words: list[str], door: Door, target_dir: str
 
 
 class _Echo:
-    """An engine that answers with one token, and remembers how far the source had been read when it was first asked."""
+    """An engine that answers with one token."""
 
-    max_prompt_tokens = None
+    max_prompt_tokens = wave = None
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         like = HFEngine(config, tokenizer)
         self.sampling, self.identity = like.sampling, like.identity
-        self.most = 0
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         for group in groups:
-            self.most = max(self.most, len(group))
             for request in group:
                 assert done(request, Answer((7,), "length")) is None
 
