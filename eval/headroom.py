@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decode import VERIFIERS
 from decode.propose.protocol import Proposal
-from decode.propose.static_tree import draw_children
+from decode.propose.static_tree import draw_children, most_probable
 from decode.transport_bound import optimal_acceptance
 from decode.tree import Drawing, Tree
 from decode.tree_batch import TreeBatch
@@ -117,9 +117,7 @@ def root_acceptance(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -
         bounds.append(optimal_acceptance(p, q, count, drawing))
         p, q, u = p.repeat_interleave(trials, dim=0), q.repeat_interleave(trials, dim=0), u.flatten(0, 1).to(p.device)
         if step.drawing == "deterministic":
-            best = q.topk(min(count, q.shape[1]), dim=-1)
-            tokens = best.indices.masked_fill(best.values <= 0, -1)
-            tokens = torch.nn.functional.pad(tokens, (0, count - tokens.shape[1]), value=-1)
+            tokens = most_probable(q.log(), count)
         else:
             tokens = draw_children(step.drawing, q.unsqueeze(1), u[:, None, :count], [count], 1)[:, 0]
         proposal = Proposal(

@@ -169,9 +169,7 @@ class Task:
     def baseline(self, tick: Tick = no_tick) -> BaselineMeasurement:
         """Continue every prompt with the target alone."""
         rows = self._decode(SpeculativeDecoder(self.target, None), None, tick)
-        return BaselineMeasurement(
-            output_ids=[row.output_ids for row in rows], finish_reason=[row.finish_reason for row in rows]
-        )
+        return {"output_ids": [row.output_ids for row in rows], "finish_reason": [row.finish_reason for row in rows]}
 
     def decoding(
         self, draft: Draft, method: Method, expected: BaselineMeasurement, tick: Tick = no_tick

@@ -1,14 +1,8 @@
 """`draftsmith plan`: the fastest tree on this machine, for this pair, sampling and traffic.
 
-1. The target writes the answers. One forward of each model over them gives the chances of acceptance at every rank and
-   depth (`eval.acceptance`).
-2. Steps are timed by the rows that the target verifies and the nodes that the draft expands (`eval.plan_model`).
-3. Chains, k-ary trees in MCSD's whole space and trees grown from joint runs are ranked by expected tokens per step over
-   seconds per step. Confidence stops and trees that grow while decoding cannot be predicted; they are timed on a few
-   prompts.
-4. The best three are timed beside the target alone, interleaved, and the fastest is the plan. The best of several noisy
-   timings is biased upwards (winner's curse). The interval of its speedup is a bootstrap over prompts; whether it pays
-   is judged among all.
+docs/planning.md has the steps. The best three candidates are timed beside the target alone, interleaved, and the
+fastest is the plan. The best of several noisy timings is biased upwards (winner's curse), so whether it pays is judged
+among all.
 """
 
 import os
