@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from decode import PROPOSERS, TREES, VERIFIERS
 from drafts.heads import HEADS, save_head
-from draftsmith.cli.decode_run import load
+from draftsmith.cli.decode_run import Stream, load
 from draftsmith.cli.method_table import method_rows
-from draftsmith.cli.token_stream import Stream
 from draftsmith.config import DecodeConfig
 from draftsmith.pair import Output
 from draftsmith_core.command_line import parse

@@ -3,21 +3,23 @@
 import dataclasses
 import shlex
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pydantic import TypeAdapter
+from rich.console import Console
+from rich.text import Text
 
 from decode import PROPOSERS, DecodeStats
 from decode.native import missing_kernel
 from decode.suffix_index import SuffixIndex
 from drafts.load import draft_kind
-from draftsmith.cli.token_stream import Stream
 from draftsmith.config import DecodeConfig
 from draftsmith.drafting import choose_method, planned_without_a_draft, read_documents
-from draftsmith.pair import Decoding, Output, Pair, load_pair
+from draftsmith.pair import Decoding, Detokenizer, Output, Pair, Piece, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source
 from draftsmith_core.io import hash_json, jsonl, write_text_atomic, writing
@@ -28,8 +30,9 @@ from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
+DRAFT_STYLE = "bold green"
 # Batches of outputs, from this request on.
 Batches = Callable[[int], Iterator[list[Output]]]
 
@@ -156,6 +159,38 @@ def _to_file(out: Path, head: dict[str, Any], batches: Batches) -> list[Output]:
                 write_text_atomic(out, jsonl(output.row() for output in outputs))
             journal.remove()
     return outputs
+
+
+class Stream:
+    """Write tokens as text, with drafted tokens in colour on a terminal."""
+
+    def __init__(self, tokenizer: Tokenizer, file: TextIO) -> None:
+        self._text = Detokenizer(tokenizer)
+        self._file = file
+        self._console = Console(file=file, highlight=False, soft_wrap=True)
+
+    def add(self, ids: list[int], from_draft: list[bool]) -> None:
+        """Show the tokens of one step."""
+        for piece in self._text.add(ids, from_draft):
+            self._show(piece)
+
+    def close(self) -> None:
+        """Show the rest, end the line, and explain the colour."""
+        self._show(self._text.rest())
+        self._console.print()
+        if self._console.is_terminal:
+            legend = Text("drafted", style=DRAFT_STYLE)
+            legend.append(" / from the target itself", style="not bold default")
+            self._console.print(legend)
+
+    def _show(self, piece: Piece) -> None:
+        if not self._console.is_terminal:
+            self._file.write(piece)
+            self._file.flush()
+            return
+        # What a model writes must not steer the terminal (escape sequences).
+        text = "".join(c for c in piece if c in "\n\t" or unicodedata.category(c) != "Cc")
+        self._console.print(Text(text, style=DRAFT_STYLE if piece.from_draft else ""), end="")
 
 
 def _summary(config: DecodeConfig, decoding: Decoding, prompts: PromptSet, outputs: list[Output]) -> dict[str, Any]:
