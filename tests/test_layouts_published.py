@@ -311,44 +311,25 @@ def test_speculators_that_cannot_be_run_are_refused(target: PreTrainedModel, tmp
             load_head(path, target)
 
 
-@pytest.fixture(scope="module")
-def medusa(target: PreTrainedModel) -> MedusaHeads:
+def test_medusa_of_its_authors(target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """FasterDecoding/medusa-vicuna-7b-v1.3: its config says two heads, its file holds more; medusa-1.0-*: the target's
+    config with two keys more, its weights beside the heads; the first Medusa reads the target's projection.
+    """
     heads: MedusaHeads = stirred(MedusaHeads.fresh(target, num_heads=3)).eval()
-    return heads
-
-
-def test_medusa_of_its_authors(
-    medusa: MedusaHeads, target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """FasterDecoding/medusa-vicuna-7b-v1.3: its config says two heads, its file holds more."""
-    values = {"base_model_name_or_path": "owner/base", "medusa_num_heads": 2, "medusa_num_layers": 1}
-    with caplog.at_level(logging.WARNING):
-        check(write(tmp_path / "head", values, medusa.state_dict(), "medusa_lm_head.pt"), medusa, target)
-    assert "says 2 heads, its file holds 3" in caplog.text
-
-
-def test_medusa_inside_a_whole_model(
-    medusa: MedusaHeads, target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """FasterDecoding/medusa-1.0-*: the target's config with two keys more, its weights beside the heads."""
-    tensors = {f"medusa_head.{name}": tensor for name, tensor in medusa.state_dict().items()}
-    values = target.config.to_dict() | {"medusa_num_heads": 3, "medusa_num_layers": 1}
-    path = write(tmp_path / "head", values, tensors | target.state_dict(), "pytorch_model-00001-of-00001.bin")
-    with caplog.at_level(logging.WARNING):
-        check(path, medusa, target)
-    assert f"ignoring {len(target.state_dict())} tensors of its base model" in caplog.text
-
-
-def test_the_first_medusa_reads_the_targets_projection(
-    target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    heads = MedusaHeads.fresh(target, num_heads=2, num_layers=2)
-    blocks = {name: t + 0.1 for name, t in heads.state_dict().items() if "linear" in name}
-    heads.load_state_dict(heads.state_dict() | blocks)
-    values = {"medusa_num_heads": 2, "medusa_num_layers": 2, "version": "2"}
-    with caplog.at_level(logging.WARNING):
-        check(write(tmp_path / "head", values, blocks, "medusa_lm_head.pt"), heads.eval(), target)
-    assert "no output projections" in caplog.text
+    first = MedusaHeads.fresh(target, num_heads=2, num_layers=2).eval()
+    blocks = {name: t + 0.1 for name, t in first.state_dict().items() if "linear" in name}
+    first.load_state_dict(first.state_dict() | blocks)
+    two = {"medusa_num_heads": 2, "medusa_num_layers": 1}
+    inside = target.state_dict() | {f"medusa_head.{name}": tensor for name, tensor in heads.state_dict().items()}
+    whole, others = target.config.to_dict() | two | {"medusa_num_heads": 3}, len(target.state_dict())
+    for ours, values, tensors, file, warning in (
+        (heads, two, heads.state_dict(), "medusa_lm_head.pt", "says 2 heads, its file holds 3"),
+        (heads, whole, inside, "pytorch_model-00001-of-00001.bin", f"ignoring {others} tensors of its base model"),
+        (first, two | {"medusa_num_layers": 2}, blocks, "medusa_lm_head.pt", "no output projections"),
+    ):
+        with caplog.at_level(logging.WARNING):
+            check(write(tmp_path / warning, values, tensors, file), ours, target)
+        assert warning in caplog.text
 
 
 @pytest.mark.parametrize("shared", [False, True])
