@@ -154,17 +154,8 @@ def test_onnxruntime_genai(exports: Any, prompts: list[list[int]], ours: Outputs
 def test_llama_cpp(exports: Any, pair: ds.Pair, prompts: list[list[int]], ours: Outputs, after_one: Outputs) -> None:
     server = engine("llama-server")
     models = {role: str(path / "model.gguf") for role, path in exports("gguf").items()}
-    words = [
-        "-m",
-        models["target"],
-        "-md",
-        models["base"],
-        "--spec-type",
-        "draft-simple",
-        "--spec-draft-n-max",
-        str(AHEAD),
-    ]
-    words += "-c 512 -np 1 -t 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32".split()
+    words = f"--spec-type draft-simple --spec-draft-n-max {AHEAD} -c 512 -np 1 -t 1 -fa off".split()
+    words += ["-m", models["target"], "-md", models["base"], *"-ctk f32 -ctv f32 -ctkd f32 -ctvd f32".split()]
     with llama_server(server, words) as port:
         rows = [complete(port, prompt, TOKENS) for prompt in prompts]
         texts = [*TEXTS, "naïve façade 3.14, 2^10; don't\n\n\n\tx = {'a': [1]}  # ünïcödé"]
