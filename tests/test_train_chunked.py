@@ -14,14 +14,12 @@ from draftsmith_core.errors import InputError
 from tests.test_train_objectives import losses_written_out
 from tests.train_laws import FAMILIES, tiny_family
 from train.batch import IGNORE, Batch
-from train.chunked import chunk_size, projected, token_measures
+from train.chunked import projected, token_measures
 from train.losses import LOSSES, adaspec_weights, overlap
 from train.objective import parse_objective
 from train.teacher import (
     LiveTeacher,
-    ReducedTeacher,
     StoredTeacher,
-    WidenedTeacher,
     find_projection,
     teacher_for_draft,
 )
@@ -115,17 +113,6 @@ def test_a_frozen_projection_no_gradient_and_no_token() -> None:
     sums.loss.backward()
     assert float(sums.loss.detach()) == 0 == int(sums.tokens)
     assert draft.weight.grad is not None and not draft.weight.grad.any()
-
-
-def test_the_default_chunk_follows_the_vocabulary() -> None:
-    assert chunk_size(torch.empty(32000, 1, device="meta"), None, 7) == 7
-    on_cpu, big = torch.empty(32000, 1), torch.empty(10**6, 1)
-    assert 64 <= chunk_size(on_cpu, None, None) <= 512
-    assert 1 <= chunk_size(big, None, None) <= 64
-    # A draft of few tokens does not make the target's logits fit.
-    small, wide = torch.empty(16, 1), LiveTeacher(torch.empty(4, 1), OutputProjection(torch.nn.Linear(1, 32000)))
-    for teacher in (wide, ReducedTeacher(wide, slice(16)), WidenedTeacher(wide, 16)):
-        assert chunk_size(small, teacher, None) == chunk_size(on_cpu, None, None)
 
 
 def test_stored_rows_are_laws_over_the_top_and_one_more() -> None:

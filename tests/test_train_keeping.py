@@ -19,7 +19,7 @@ from tests import train_laws
 from tests.train_laws import Words, metrics, words_of
 from train import draft_setup
 from train.batch import IGNORE
-from train.data import collate, drawn, load_examples, shares, units
+from train.data import collate, load_examples, shares, units
 from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
 
@@ -118,20 +118,6 @@ def test_shares_go_from_sizes_to_alike() -> None:
     assert shares([30, 10], 2.0) == pytest.approx([math.sqrt(3) / (1 + math.sqrt(3)), 1 / (1 + math.sqrt(3))])
     assert shares([30, 10, 5], 1e9) == pytest.approx([1 / 3] * 3)
     assert shares([10**9, 1], 1e-3) == [1.0, 0.0]
-
-
-def test_every_place_is_one_domains_wherever_the_stream_is_cut() -> None:
-    wanted = [0.5, 0.3, 0.2]
-    whole = drawn(wanted, 0, 1000)
-    assert sorted(place for places, _, _ in whole for place in places.tolist()) == list(range(1000))
-    assert [last - first for _, first, last in whole] == pytest.approx([500, 300, 200], abs=1)
-    of_place = {place: k for k, (places, _, _) in enumerate(whole) for place in places.tolist()}
-    for start, stop in ((0, 1), (3, 3), (17, 40), (999, 1000)):
-        for k, (places, first, last) in enumerate(drawn(wanted, start, stop)):
-            assert places.tolist() == [place - start for place in range(start, stop) if of_place[place] == k]
-            assert first == sum(of_place[place] == k for place in range(start)) and last - first == len(places)
-    # Evenly spread: no ten places in a row are without the commonest domain.
-    assert all(any(of_place[place + i] == 0 for i in range(10)) for place in range(990))
 
 
 def test_a_small_domain_is_drawn_more_often_and_each_of_its_rows_as_often(domains: list[str]) -> None:
