@@ -188,42 +188,27 @@ class TrainConfig(RunOptions, TargetOptions):
         for key in ("draft_config", "gradient_checkpointing", "compile"):
             if head and getattr(self, key):
                 raise InputError(f"{key}: is for kind lm, not {self.kind}")
+        lora, drawn, rewritten = self.lora != Lora(), self.on_policy != OnPolicy(), self.heterogeneous_vocab
+        untaught = not self.target and (head or policy or rewritten or self.head.features)
+        unmixed = self.mixing_temperature != 1 and (len(self.data) < 2 or self.packing)
+        own_tokens = self.objective == "ce" and not self.tokenizer and not self.head.features
+        starting = "is for a language model that starts from a `draft`"
         rules: list[tuple[str, object, str]] = [
-            (
-                "draft",
-                not head and not self.draft and not self.draft_config,
-                "give `draft` (weights to start from) or `draft_config` (a config.json)",
-            ),
-            (
-                "target",
-                (head or policy or self.heterogeneous_vocab or self.head.features) and not self.target,
-                "is missing; heads, on_policy, heterogeneous_vocab and head.features need it",
-            ),
+            ("draft", not (head or self.draft or self.draft_config), "give `draft` or `draft_config` (a config.json)"),
+            ("target", untaught, "is missing; heads, on_policy, heterogeneous_vocab and head.features need it"),
             ("objective", head and (objective.keep or objective.depth), "@adaspec and @e2e are for kind lm"),
             ("draft_vocab_size", self.draft_vocab_size and self.kind not in ("lm", "eagle3"), "is for lm and eagle3"),
             ("reference", objective.needs_reference and not self.reference, "@adaspec needs a distilled draft"),
             ("replay_fraction", bool(self.replay) != (self.replay_fraction > 0), "goes with `replay`; set both"),
-            (
-                "mixing_temperature",
-                self.mixing_temperature != 1 and (len(self.data) < 2 or self.packing),
-                "needs several `data`, and packing false",
-            ),
-            ("anchor_kl", self.anchor_kl and not starts, "is for a language model that starts from a `draft`"),
-            (
-                "lora",
-                self.lora != Lora() and not (starts and self.lora.rank),
-                "is for a language model that starts from a `draft`, and needs lora.rank",
-            ),
-            (
-                "on_policy",
-                self.on_policy != OnPolicy() and (head or self.packing or self.heterogeneous_vocab or not policy),
-                "is for language models without packing, and needs on_policy.fraction",
-            ),
+            ("mixing_temperature", unmixed, "needs several `data`, and packing false"),
+            ("anchor_kl", self.anchor_kl and not starts, starting),
+            ("lora", lora and not (starts and self.lora.rank), f"{starting}, and needs lora.rank"),
+            ("on_policy", drawn and (head or not policy), "is for language models, and needs on_policy.fraction"),
+            ("on_policy", drawn and (self.packing or rewritten), "cannot be used with packing or heterogeneous_vocab"),
             (
                 "heterogeneous_vocab",
-                self.heterogeneous_vocab
-                and (not starts or self.objective != "ce" or self.tokenizer or self.head.features),
-                "is for a language model that starts from a `draft`, with objective ce and the draft's own tokenizer",
+                rewritten and not (starts and own_tokens),
+                f"{starting}, with objective ce and the draft's own tokenizer",
             ),
         ]
         for key, wrong, reason in rules:
