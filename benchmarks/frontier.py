@@ -12,7 +12,7 @@ otherwise. With seed 0 every setting of every method is run. Of each method the 
 sum of two changes in alpha over the base: on held-out prompts in distribution, and on the sets for tuning. The sets
 `near` and `far` that are reported have no say. The other seeds, which change the order of the data, run what was taken.
 With --settings_of nothing is chosen here: the settings are those with the greatest sum over the results in these other
-directories, so that this domain was held back from every choice.
+directories, so that this domain was held back from every choice. --settings names them instead.
 
 alpha is what `draftsmith eval` measures, at temperature 1: the mean of sum_x min(p, q) over positions of continuations
 that the target drew itself. Drafts between the base and a trained one cost no training and share the target's forward
@@ -113,6 +113,8 @@ class Options:
     """nano and pruned: the domain in distribution: prose, code, unicode, or NAME with NAME_train.jsonl in --texts."""
     settings_of: list[str] = field(default_factory=list)
     """Directories of other runs of this benchmark, by which every setting is chosen; none is chosen here."""
+    settings: list[str] = field(default_factory=list)
+    """METHOD=SETTING of what to run, the plain one among them; nothing else is run and none is chosen."""
     seeds: int = 5
     runs: int | None = None
     """Stop after so many more training runs; the same command continues."""
@@ -134,7 +136,9 @@ class Options:
     def data(self) -> objectives_data.Options:
         """The same, as the pairs of benchmarks/objectives.py are made from."""
         shared = {
-            key: value for key, value in asdict(self).items() if key not in ("only", "settings_of", "runs", "table")
+            key: value
+            for key, value in asdict(self).items()
+            if key not in ("only", "settings_of", "settings", "runs", "table")
         }
         return objectives_data.Options(**shared)
 
@@ -341,7 +345,7 @@ def run(options: Options) -> dict[str, Any]:
     base = alphas_of(bench, Path(bench.pair.draft), fingerprint(bench.base), (0.0,))[0.0]
     rates = {setting: changes["lr"] for setting, changes in METHODS["plain"].items()}
     others = [read_json(Path(path) / "results.json", "the results of this benchmark") for path in options.settings_of]
-    given = chosen_settings(others) if others else None
+    given = chosen_settings(others) if others else dict(text.split("=", 1) for text in options.settings) or None
     if given is None:
         plain = {setting: measured(bench, "plain", setting, rates[setting], 0)[1.0] for setting in rates}
         best = max(plain, key=lambda setting: plain[setting]["heldout"].pooled or 0.0)
@@ -385,7 +389,7 @@ def _write(
     given: dict[str, str] | None,
 ) -> dict[str, Any]:
     """OUT/results.json of what there is so far."""
-    apart = ("out", "target", "texts", "only", "runs", "table", "settings_of")
+    apart = ("out", "target", "texts", "only", "runs", "table", "settings_of", "settings")
     options = {key: value for key, value in asdict(bench.options).items() if key not in apart}
     document = document_of(bench.sets, base, found, best, bench.options.bootstrap, given) | {"options": options}
     write_json_atomic(bench.out / "results.json", document)

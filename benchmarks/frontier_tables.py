@@ -87,7 +87,8 @@ def document_of(
         {"method": method, "setting": setting, **changes(seeds[:1])} for (method, setting), seeds in found.items()
     ]
     taken = chosen_settings([{"points": points}]) if settings is None else dict(settings)
-    taken = {method: taken[method] for method in dict.fromkeys(point["method"] for point in points)} | {"plain": plain}
+    measured = dict.fromkeys(point["method"] for point in points if point["method"] in taken)
+    taken = {method: taken[method] for method in measured} | {"plain": plain}
     reference = found["plain", plain]
     rows = {}
     for method, setting in taken.items():
