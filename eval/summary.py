@@ -5,7 +5,7 @@ from typing import Any
 
 from eval.decision import decide
 from eval.report.findings import lead
-from eval.report.formats import named_set, text_table, tree_name, with_interval
+from eval.report.formats import named_set, number, text_table, tree_name, with_interval
 from eval.report.tables import best_tau
 from eval.results import Results
 from eval.schema import Row
@@ -23,7 +23,8 @@ def headline_and_table(results: Results) -> list[str]:
     for alpha in results.rows("alpha"):
         if alpha["domain"] in results.domains() and alpha["temperature"] == results.top_temperature:
             tau = best_tau(results, alpha["draft"], alpha["domain"], alpha["temperature"])
-            speed = with_interval(results.beside(tau, "speedup"), 2)
+            speedup, busy = results.beside(tau, "speedup"), results.busy(alpha["domain"], alpha["temperature"])
+            speed = f"~{number(speedup['value'], 1)}" if speedup and busy else with_interval(speedup, 2)
             row = {"draft": alpha["draft"], "set": named_set(alpha), "alpha": with_interval(alpha)}
             row |= {"tokens per call": with_interval(tau, 2)}
             row |= {"predicted": with_interval(results.beside(tau, "tau_predicted"), 2)}

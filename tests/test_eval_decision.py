@@ -11,6 +11,7 @@ from eval.decision import Setting, decide
 from eval.report.findings import lead
 from eval.report.page import render_page
 from eval.results import Results
+from eval.summary import headline_and_table
 from tests.results_made_up import BASE, BOTH, made_up, view
 
 TREES = ("chain:2", "kary:2,1")
@@ -88,6 +89,9 @@ def test_a_draft_is_shipped_for_the_sets_on_which_it_pays() -> None:
     # What is not shown on a busy machine is not denied; what is shown to be slower is.
     unsure = lead(timed(everywhere("mine", "chain:2", *UNSURE), busy=True))
     assert unsure.headline == "Cannot tell: the machine was busy" and unsure.command == head.command
+    # Nor does the table pretend to two digits there.
+    for busy, speed in ((True, " ~1.1 "), (False, " 1.10 [0.90, 1.30] ")):
+        assert speed in "\n".join(headline_and_table(timed(everywhere("mine", "chain:2", *UNSURE), busy=busy)))
     assert decide(timed({}, busy=True)).verdict == "none_beats_none"
 
 
