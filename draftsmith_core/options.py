@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING
@@ -333,6 +334,8 @@ def reason_of(error: ValidationError) -> tuple[str, str]:
         line = f"{key}.{raised}" if key else str(raised)
         return line.partition(":")[0].removeprefix("--").split()[0], line
     got = "null" if first["input"] is None else repr(first["input"])[:200]
-    return key, f"{key}: {first['msg'].removeprefix('Value error, ')}" + (
+    # Pydantic's "Input should be a valid number, unable to parse string as a number" says it twice.
+    text = re.sub(r", (unable to|got a number with) .*", "", first["msg"].removeprefix("Value error, "))
+    return key, f"{key}: {text.replace('Input should', 'must', 1)}" + (
         "" if "missing" in first["type"] else f", got {got}"
     )

@@ -108,11 +108,11 @@ def test_text_is_taken_as_it_is_typed(text: str) -> None:
         ("--name a --zzzz 1", "--help=all lists them"),
         ("name", "'name': unexpected word"),
         ("--name a b", "'b': unexpected word"),
-        ("--name a --loud b", "--loud: Input should be a valid boolean"),
+        ("--name a --loud b", "--loud: must be a valid boolean"),
         ("--name", "--name: expected one argument"),
         ("", "--name: is missing"),
-        ("--name a --count x", "--count: Input should be a valid integer"),
-        ("--name a --inner.rate x", "--inner.rate: Input should be a valid number"),
+        ("--name a --count x", "--count: must be a valid integer"),
+        ("--name a --inner.rate x", "--inner.rate: must be a valid number"),
         ("--name a --colour blue", "--colour: invalid choice: 'blue'"),
         ("--name a --numbers x", "--numbers"),
         ("--name a --count -1", "count: -1 must not be negative"),
@@ -126,15 +126,15 @@ def test_misuse_is_one_line(words: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("name: a\ncount: x\n", ":2: count: Input should be a valid integer"),
+        ("name: a\ncount: x\n", ":2: count: must be a valid integer"),
         ("name: a\n\ncuont: 1\n", ":3: cuont: unknown key; did you mean count?"),
         ("name: a\ninner:\n  rat: 1\n", ":3: inner.rat: unknown key; did you mean inner.rate?"),
-        ("name: a\ninner:\n  rate: 0\n", ":3: inner.rate: Input should be greater than 0"),
-        ("name: a\ninner: 3\n", ":2: inner: Input should be"),
+        ("name: a\ninner:\n  rate: 0\n", ":3: inner.rate: must be greater than 0"),
+        ("name: a\ninner: 3\n", ":2: inner: must be"),
         ("name: a\ncount: 1\ncount: 2\n", ":3: count: appears twice"),
-        ("name: a\nwords: b\n", ":2: words: Input should be a valid list"),
+        ("name: a\nwords: b\n", ":2: words: must be a valid list"),
         ("name: a\ncount: -1\n", ":2: count: -1 must not be negative"),
-        ("name: a\ncolour: blue\n", ":2: colour: Input should be 'red' or 'green', got 'blue'"),
+        ("name: a\ncolour: blue\n", ":2: colour: must be 'red' or 'green', got 'blue'"),
         ("name: a\n  count: 1\n", ":2: not valid YAML"),
         ("- a\n- b\n", ": expected `key: value` lines"),
         ("name: !!python/object/apply:os.getcwd []\n", ":1: not valid YAML"),
@@ -225,19 +225,19 @@ def test_python_callers_get_the_same_checks() -> None:
     config: Any = Options(name=Path("a"), words=(Path("b"),), limit=np.int64(3))  # type: ignore[arg-type]
     assert (config.name, config.words, config.limit, type(config.limit)) == ("a", ["b"], 3, int)
     for values, told in (
-        ({"limit": 0}, "limit: Input should be greater than or equal to 1, got 0"),
-        ({"words": "b"}, "words: Input should be a valid list, got 'b'"),
-        ({"colour": "blue"}, "colour: Input should be 'red' or 'green', got 'blue'"),
+        ({"limit": 0}, "limit: must be greater than or equal to 1, got 0"),
+        ({"words": "b"}, "words: must be a valid list, got 'b'"),
+        ({"colour": "blue"}, "colour: must be 'red' or 'green', got 'blue'"),
         ({"count": float("nan")}, "count: "),
         ({"colours": "red"}, "colours: Unexpected keyword argument"),
-        ({"inner": {"rate": -1}}, "inner.rate: Input should be greater than 0, got -1"),
+        ({"inner": {"rate": -1}}, "inner.rate: must be greater than 0, got -1"),
         ({"count": -1}, "count: -1 must not be negative"),
-        ({"name": None}, "name: Input should be a valid string, got null"),
+        ({"name": None}, "name: must be a valid string, got null"),
     ):
         with pytest.raises(InputError) as caught:
             Options(**{"name": "a", **values})  # type: ignore[arg-type]
         assert str(caught.value).startswith(told)
-    with pytest.raises(InputError, match="limit: Input should be greater than or equal to 1"):
+    with pytest.raises(InputError, match="limit: must be greater than or equal to 1"):
         replace(config, limit=0)
 
 
