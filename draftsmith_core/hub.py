@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -57,6 +58,17 @@ def hub_has_address() -> bool:
             getproxies() or socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
         )
     return False
+
+
+@contextlib.contextmanager
+def offline_if_unreachable() -> Iterator[bool]:
+    """Let the hub's client use its cache at once if the hub cannot be asked; yield whether it can."""
+    before, reachable = constants.HF_HUB_OFFLINE, hub_has_address()
+    constants.HF_HUB_OFFLINE = not reachable
+    try:
+        yield reachable
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def why_not(name: str, error: Exception) -> str:

@@ -197,11 +197,16 @@ def _hub_records(source: str, dataset: str, split: str, **which: str | None) -> 
     """`which`: `name` of a configuration and `data_files`, as `datasets.load_dataset` takes them."""
     import datasets
 
+    from draftsmith_core.hub import offline_if_unreachable
+
+    reachable = True
     try:
-        for number, row in enumerate(datasets.load_dataset(dataset, split=split, streaming=True, **which), 1):
+        with offline_if_unreachable() as reachable:
+            rows = datasets.load_dataset(dataset, split=split, streaming=True, **which)
+        for number, row in enumerate(rows, 1):
             yield Record(number, dict(row))
     except Exception as error:  # the hub's client has many classes of errors
-        reason = first_line(error)
+        reason = first_line(error) if reachable else "the hub cannot be reached"
         raise InputError(f"{source}: no such file, and no dataset owner/name:split on the hub ({reason})") from None
 
 

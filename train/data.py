@@ -110,7 +110,7 @@ def load_examples(
     if mapping is not None:
         rows, written = _retokenized(rows, mapping)
         if not len(written):
-            raise InputError(f"data: none of its {read} rows can be written in the draft's tokens; use another draft")
+            raise InputError(f"none of its {read} rows can be written in the draft's tokens; use another draft")
         domains = domains[written]
         identity.append(mapping.in_draft)
     prompts, responses = (rows.data.column(name) for name in ("prompt_ids", "response_ids"))
@@ -122,7 +122,7 @@ def load_examples(
     valid = lengths - np.maximum(prompt_lengths, 1)
     keep = np.flatnonzero(valid > 0)
     if not len(keep):
-        raise InputError(f"data: no response token fits in max_length {max_length}; raise max_length")
+        raise InputError(f"no response token fits in max_length {max_length}; raise max_length")
     largest = [pc.max(pc.list_flatten(column)).as_py() for column in (prompts, responses)]
     return Examples(
         rows=rows.select(keep),

@@ -264,16 +264,19 @@ def _examples(
 ) -> tuple[Examples, Examples]:
     """Training data with its replay, and held-out data."""
 
-    def read(sources: list[str]) -> Examples:
-        return load_examples(sources, tokenizer, config.max_length, mapping)
+    def read(option: str) -> Examples:
+        try:
+            return load_examples(getattr(config, option), tokenizer, config.max_length, mapping)
+        except InputError as error:
+            raise InputError(f"{option}: {error}") from None
 
-    training = read(config.data)
+    training = read("data")
     if config.heldout:
-        heldout = read(config.heldout)
+        heldout = read("heldout")
     else:
         training, heldout = divide(training, config.heldout_fraction)
         heldout = replace(heldout, left_out=0)
-    parts = [training, heldout, *([read(config.replay)] if config.replay else [])]
+    parts = [training, heldout, *([read("replay")] if config.replay else [])]
     if config.packing:
         parts = [packed(part, config.seed) for part in parts]
     training, heldout, *replay = parts
