@@ -79,16 +79,18 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
     for name in ("jsd", "ce"):
         card = (out / name / "README.md").read_text()
         assert f"compared as `{name}` with `base`" in card and "| other (OOD) | 1.0 | " in card
-    # Every choice is said with its reason, and stands in a file that leaves nothing open.
-    chosen = [line for line in err.splitlines() if line.startswith("chosen: ")]
-    written = yaml.safe_load((out / "align.yaml").read_text())
+    # A file has every choice with its reason and leaves nothing open; what is printed before the work is short.
+    text = (out / "align.yaml").read_text()
+    chosen = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   ")]
+    written = yaml.safe_load(text)
     for line in chosen:
         value: Any = written
-        for key in line.split()[1].split("."):
+        for key in line.split()[0].split("."):
             value = value[key]
         assert value is not None and line.endswith(")"), line
-        assert f"#   {line.removeprefix('chosen: ')}\n" in (out / "align.yaml").read_text(), line
-    named = {line.split()[1] for line in chosen}
+    before_work = err.partition("1/3 distil")[0].strip().splitlines()
+    assert "6 steps" in before_work[-2] and f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 5
+    named = {line.split()[0] for line in chosen}
     assert {"heldout_prompts", "distill.temperature", "train.max_length", "train.optim.warmup_steps"} <= named
     assert not named & {"train.steps", "distill.num_samples", "train.optim.lr"}
     for section in ("distill", "train", "eval"):
@@ -129,7 +131,7 @@ def test_the_file_of_a_run_is_run_again_by_hand(
         monkeypatch.chdir(tmp_path / name)
         code, _, err = door("align", *given, "--out", "out")
         assert code == 0, err
-        assert ("chosen: " in err) == (name == "one")
+        assert (" 0 chosen with" in err) == (name == "two")
         found.append(timeless(tmp_path / name / "out"))
     del found[0]["align.yaml"], found[1]["align.yaml"]  # the reasons behind choices are in the first alone
     assert found[0] == found[1]
@@ -290,6 +292,10 @@ def test_choices_follow_what_is_given() -> None:
     assert chosen(prompts=8).policy == "id"
     with pytest.raises(ds.InputError, match="policy: no_loss chooses by held-out answers, and of 7 prompts too few"):
         complete(replace(config, policy="no_loss"), facts(prompts=8))
+    # A run of few steps is saved several times, too.
+    for steps, save_every in ((3, 1), (30, 6), (1000, 50)):
+        short = replace(config, train={"steps": steps})
+        assert complete(short, facts())[0].train["save_every"] == save_every
     # The rows of a step are shared by the processes.
     assert 32 % (4 * chosen(processes=4).train["batch_size"]) == 0
     # Knowledge is kept if there is a language model to go back to, and general text to replay.
@@ -307,7 +313,7 @@ def test_choices_follow_what_is_given() -> None:
         ({"ood": ["a/x.jsonl", "b/x.jsonl"]}, "the name 'x' is used twice; write NAME="),
         ({"id": ["a=x"], "ood": ["a=y"]}, "is in another set too"),
         ({"train": {"stesp": 1}}, "train.stesp: Extra inputs are not permitted"),
-        ({"eval": {"bootstrap": 3}}, "eval.bootstrap: Input should be greater than or equal to 100"),
+        ({"eval": {"bootstrap": 3}}, "eval.bootstrap: must be greater than or equal to 100"),
         ({"init": "prune", "draft": "d"}, "init: makes the draft to start from, and --draft names one"),
     ],
 )

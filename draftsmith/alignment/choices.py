@@ -115,7 +115,7 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
     batch = max(size for size in range(1, min(fits, share) + 1) if share % size == 0)
     choose("train.batch_size", batch, f"{size}, {facts.processes} process(es)")
     choose("train.eval_every", max(5, steps // 15), f"{steps} steps")
-    choose("train.save_every", 50, "a killed run loses at most this many steps")
+    choose("train.save_every", max(1, min(50, steps // 5)), "a killed run loses at most this many steps")
     large = gpu and draft >= _LARGE
     choose("train.gradient_checkpointing", large, f"{place}, {size}")
     if context is not None:

@@ -40,6 +40,7 @@ from draftsmith_core.tokenization import load_tokenizer
 from eval.evaluate import evaluate
 from eval.request import check
 from eval.results import Results
+from train.config import TrainConfig
 from train.training_run import train
 
 # Options that say where the work is done, not what is done: another value resumes a run.
@@ -111,21 +112,29 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
         whole, choices = complete(config, facts)
         # What a later stage would refuse is refused now, before anything is written or hours have passed.
         distill_config(whole, "")
-        for name in whole.trained():
-            train_config(whole, name)
+        runs = {name: train_config(whole, name) for name in whole.trained()}
         check(eval_config(whole))
         if whole.heldout_prompts is not None:
             hold_out(config.prompts, prompts, whole.heldout_prompts, out / "prompts")
         if prompts.skipped:
             skip, count = prompts.skipped[0], f"{len(prompts.skipped)} of {prompts.rows}"
             say(f"{config.prompts}: {count} rows skipped (row {skip.row}: {skip.reason})")
-        for line in choices:
-            say(f"chosen: {line}")
+        say(_summary(whole, runs))
         head = "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. Chosen were:\n"
         reasons = "".join(f"#   {line}\n" for line in choices)
         write_text_atomic(file, head + reasons + yaml.safe_dump(_shown(whole), sort_keys=False, width=1000))
-        say(f"{file}: all options, to be edited and run again with --config")
+        say(f"{file}: all options, {len(choices)} chosen with their reasons; edit it and run it with --config")
     return replace(whole, **{key: getattr(config, key) for key in _NOT_IDENTITY})
+
+
+def _summary(config: AlignConfig, runs: dict[str, TrainConfig]) -> str:
+    """Two lines: what is distilled and what is trained, with their sizes."""
+    distilled, rows = config.distill, config.train["rows_per_step"]
+    steps = ", ".join(f"{name} {run.steps} steps" for name, run in runs.items())
+    return (
+        f"distil: {distilled['num_samples']} answers to each of {distilled['max_prompts']} prompts, at most "
+        f"{distilled['max_new_tokens']} tokens each\ntrain: {steps} of {rows} rows"
+    )
 
 
 def _started(config: AlignConfig, run: Run) -> AlignConfig:
