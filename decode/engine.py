@@ -28,7 +28,7 @@ from draftsmith_core.models import context_length, vocabulary_size
 from draftsmith_core.models import eos_ids as eos_of
 from draftsmith_core.sampling import Sampling, generator, row_seed
 
-_KEPT_BLOCKS = 64
+_CACHED_BLOCKS = 64
 Key = TypeVar("Key")
 # Takes the number of free places; returns at most that many prompts, each as (key, token ids, generator).
 Source = Callable[[int], Sequence[tuple[Key, Sequence[int], torch.Generator]]]
@@ -53,7 +53,7 @@ class SpeculativeDecoder:
         batch = decoder.generate([tokenizer.encode("Return the")], Sampling(temperature=0.7), 64, seed=0)
         batch.generations[0].output_ids
 
-    proposer: an object of `decode`, or your own (`decode.propose.protocol.Proposer` has an example). tree: a spec
+    proposer: one of `decode`, or your own (`decode.propose.protocol.Proposer` has an example). tree: a spec
     (`parse_tree`) or a shape; by default one that suits the proposer. verifier: a key of `VERIFIERS` or your own
     `Verifier`; by default one that suits proposer and tree. fast: use packed weights and the lean LLaMA forward. The
     target is not changed; `take_over(target)` saves memory (`decode.packed_weights`). compile: True records each step
@@ -168,7 +168,7 @@ class SpeculativeDecoder:
                 return
             with torch.autocast(self.target.device.type, enabled=False):
                 if joining:
-                    prompts, generators = [each[1] for each in joining], [each[2] for each in joining]
+                    prompts, generators = [ids for _, ids, _ in joining], [source for _, _, source in joining]
                     self._check(prompts, max_new_tokens)
                     keys |= {index: key for index, (key, _, _) in enumerate(joining, count)}
                     runner = run.runner.fresh() if run is not None else None
@@ -205,7 +205,7 @@ class SpeculativeDecoder:
             block = Block(torch.nn.functional.pad(tree.depths_RN, (1, 0)), tree.sees_RMM, static=static)
             if static:
                 # A static proposer passes the same few objects again: its tree, and that tree cut to a depth.
-                if len(self._blocks) >= _KEPT_BLOCKS:
+                if len(self._blocks) >= _CACHED_BLOCKS:
                     self._blocks.clear()
                 self._blocks[tree] = block
         return block

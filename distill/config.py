@@ -58,15 +58,15 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     max_new_tokens: AtLeast1 = 256
     """Longest answer, in tokens."""
     temperature: Temperature | None = None
-    """Sample as you will serve; 0 is greedy. Default: the target's generation_config.json, else 1."""
+    """The temperature that you will serve with; 0 is greedy. Default: the target's generation_config.json, else 1."""
     temperatures: Rare[list[str]] = field(default_factory=list)
     """A mixture instead, TEMPERATURE:SHARE each, such as 0.0:0.2 0.7:0.4 1.0:0.4. Every sample draws its own."""
     turns: Literal["all", "last"] = "all"
-    """Of a chat, `all`: regenerate every assistant turn in order; each sees the regenerated earlier ones. One row per
-    turn. `last`: answer once, after the turns as they are."""
+    """Which turns of a chat to answer. `all`: regenerate every assistant turn in order; each sees the regenerated
+    earlier ones; one row per turn. `last`: answer once, after the turns as they are."""
     thinking: Literal["keep", "drop"] = "keep"
-    """Of a target that thinks: `keep` its thinking in the answers, or `drop`: switch thinking off in the chat template
-    and leave out answers that think all the same."""
+    """For targets that think. `keep`: leave the thinking in the answers. `drop`: switch it off in the chat template,
+    and leave out answers that still think."""
     batch_size: AtLeast1 = 32
     """Rows generated together. A finished row is replaced by the next prompt."""
     part_rows: Rare[AtLeast1] = 1024
@@ -81,7 +81,7 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Servers with OpenAI's API that all serve the target (vLLM, SGLang, llama-server, hosted), such as
     http://localhost:8000/v1. `target` then gives the tokenizer and needs no weights."""
     served_model: NotIdentity[str | None] = None
-    """Name of the target on the servers. Default: the one model that /models lists; with a name it is not asked."""
+    """Name of the target on the servers. Default: the one model that /models lists. A name is not looked up."""
     api_key_env: Rare[NotIdentity[str]] = "OPENAI_API_KEY"
     """Environment variable that holds the servers' key."""
     concurrency: Rare[NotIdentity[AtLeast1]] = 64

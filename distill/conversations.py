@@ -59,7 +59,7 @@ def switch_thinking_off(tokenizer: Tokenizer) -> None:
     begin, end = THINKING
     if after.rfind(begin) > after.rfind(end):
         raise InputError(
-            f"{option}: the chat template begins every answer with {begin}; name another template, or keep"
+            f"{option}: the chat template begins every answer with {begin}; name another, or use --thinking keep"
         )
     if after == before:
         log.warning("%s: the chat template has no switch for it; answers that think all the same are left out", option)

@@ -1,7 +1,7 @@
 """A distilled set from prompts: read, tokenise, ask, write.
 
-Groups of consecutive rows become parts. Which rows a part has follows from the options alone, not from the number of
-processes or from kills.
+Groups of consecutive rows become parts. The options alone decide which rows a part has, whatever the number of
+processes or kills.
 """
 
 import dataclasses
@@ -66,8 +66,8 @@ def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]
             with closing(ENGINES[config.engine](config, tokenizer)) as engine:
                 return _distill(config, engine, tokenizer, command or command_line("distill", config), run, processes)
     except (KeyboardInterrupt, Terminated) as stop:
-        if kept := count_kept(Path(config.out)):
-            stop.add_note(f"kept {counted(kept, 'answer')}; run the same command again to resume")
+        if answers := count_kept(Path(config.out)):
+            stop.add_note(f"kept {counted(answers, 'answer')}; run the same command again to resume")
         raise
 
 
@@ -171,7 +171,7 @@ def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: S
 
 
 class _Parts:
-    """The parts that this process makes: every n-th of n processes, starting at its index."""
+    """The parts that this process makes: of n processes, every n-th part from its index on."""
 
     def __init__(
         self,
@@ -257,12 +257,12 @@ class _Parts:
 
     def _temperature(self, name: str) -> float | None:
         """Choose the temperature of a sample from the mixture, for all its turns; None without a mixture."""
-        point, height = row_seed(self.config.seed, f"temperature of {name}") / 2**63, 0.0
+        point, cumulative = row_seed(self.config.seed, f"temperature of {name}") / 2**63, 0.0
         for value, share in self.mixture:
-            height += share
-            if point < height:
+            cumulative += share
+            if point < cumulative:
                 return value
-        return self.mixture[-1][0] if self.mixture else None  # rounding can leave the last height just below 1
+        return self.mixture[-1][0] if self.mixture else None  # rounding can leave the sum just below 1
 
     def _record(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
         """Put an answer into its part; write a complete part. Return the request for the next turn, if any."""

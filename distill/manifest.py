@@ -151,7 +151,7 @@ def copy_set(out: Path, url: str | None) -> dict[str, str]:
             for path in sorted(files, key=lambda path: (path.name == "manifest.json", path.name)):
                 store.put_file(str(path), f"{directory.rstrip('/')}/{path.name}")
         except Exception as error:  # every store's package has errors of its own
-            raise RunError(f"copy_to {url}: {one_line(error)}; {out} is complete, call again to copy") from None
+            raise RunError(f"copy_to {url}: {one_line(error)}; {out} is complete, run again to copy it") from None
 
     on_main(copy)
     return {"copied_to": without_secrets(url)}

@@ -112,7 +112,7 @@ def check_digest(out: Path, index: int, digest: str, source: str) -> int | None:
     record = read_record(out, index)
     if record is not None and record["digest"] != digest:
         raise InputError(
-            f"{source}: its rows are not those that {out / part_name(index)} was made from; choose another --out or "
+            f"{source}: its rows changed since {out / part_name(index)} was made; choose another --out or "
             f"delete the directory"
         )
     return None if record is None else int(record["read"])

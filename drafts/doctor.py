@@ -1,7 +1,7 @@
-"""`draftsmith doctor`, and what `export` cannot say: what each engine checks of a pair, in one table, `RULES`.
+"""`draftsmith doctor`, and the refusals of `export`: what each engine requires of a pair, in one table, `RULES`.
 
-A rule of a language model is what the engine itself checks when it loads a pair (its sources, November 2026). A rule of
-a head names what a layout cannot express: its engine would compute other logits without an error. Of language models
+Rules for language models repeat what the engine checks when it loads a pair (its sources, November 2026). Rules for
+heads name what a layout cannot express: its engine would compute other logits without an error. For language models,
 only configs and tokenizers are read; a head is loaded with its target.
 """
 
@@ -28,15 +28,15 @@ from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 DRAFT_TOKENS = 4
 # vLLM takes a draft for a head if its path contains one of these, whatever the files say.
 PATH_TRAPS = ("eagle-", "eagle3", "dflash", "dspark")
-# common/speculative.cpp of llama.cpp.
+# Greatest difference of vocabulary sizes, and first token that is compared (llama.cpp, common/speculative.cpp).
 _LLAMA_SIZES_APART, _LLAMA_FIRST_TEXT = 128, 5
-# What the rotary embedding of the authors' code knows.
+# Types of rope that SafeAILab's code knows.
 _AUTHORS_ROPES = ("default", "linear", "dynamic")
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the rules look at in a language model."""
+    """The parts of a language model that rules read."""
 
     name: str
     config: Any
@@ -56,7 +56,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Pair:
-    """The language models of a pair, target first, and its head with the target if the draft is one."""
+    """The language models of a pair, target first; source: the head and its target, if the draft is a head."""
 
     models: tuple[Model, ...]
     source: Source | None = None
@@ -75,7 +75,7 @@ class Pair:
 
     @property
     def states(self) -> list[int]:
-        """Which of the target's hidden states the head reads."""
+        """Indices of the target's hidden states that the head reads."""
         return list(self.head.hidden_layers)
 
     @property
@@ -85,13 +85,13 @@ class Pair:
         return int(text_config(self.source.target).num_hidden_layers)
 
     def first(self, breaks: Callable[[Model], Any]) -> tuple[Model, Any] | None:
-        """The first language model for which `breaks` gives something, with that."""
+        """Return the first language model with a truthy `breaks(model)`, and that value."""
         return next(((model, value) for model in self.models if (value := breaks(model))), None)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`broken` gives something true for a pair that breaks the rule; `message` shows it as {x} and the pair as {p}."""
+    """`broken(pair)` is truthy if the pair breaks the rule; `message` shows that value as {x} and the pair as {p}."""
 
     where: Set[str]
     """Engines, and formats of `export` (`gguf-lm` for a language model as GGUF)."""
@@ -103,7 +103,7 @@ class Rule:
 
 
 def first_broken(pair: Pair, where: Set[str]) -> str | None:
-    """What the first rule that a pair breaks in these engines and formats says, or None."""
+    """Message of the first rule of these engines and formats that a pair breaks, or None."""
     kind = "draft" if pair.source is None else pair.source.kind
     for rule in RULES:
         if rule.where & where and kind in rule.kinds and (x := rule.broken(pair)):
@@ -131,9 +131,9 @@ def _other_tokens(pair: Pair) -> str | None:
             return f"only one of them adds {flag.upper()} to a text, or they add different tokens"
     if abs(len(target.tokens) - len(draft.tokens)) > _LLAMA_SIZES_APART:
         return f"{pair.sizes}; they may differ by {_LLAMA_SIZES_APART}"
-    for i, (theirs, ours) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
-        if i >= _LLAMA_FIRST_TEXT and theirs != ours:
-            return f"token {i} is {ascii(theirs)} to the target and {ascii(ours)} to the draft"
+    for i, (target_token, draft_token) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
+        if i >= _LLAMA_FIRST_TEXT and target_token != draft_token:
+            return f"token {i} is {ascii(target_token)} to the target and {ascii(draft_token)} to the draft"
     return None
 
 
@@ -176,7 +176,7 @@ def _head_size(pair: Pair) -> tuple[int, int, int] | None:
 _LM, _EAGLE3, _EAGLES, _HEADS = {"draft"}, {"eagle3"}, {"eagle", "eagle3"}, {"eagle", "eagle3", "medusa"}
 _FORMATS = {"eagle", "sglang", "speculators", "medusa", "gguf"}
 _LLAMA, _WITH_TARGET = {"llama.cpp", "gguf-lm"}, {"draft", "eagle3"}
-_NO_WORD = "this layout cannot say so, and its engine would compute other logits; use the head here"
+_NO_WORD = "this layout cannot express it, so its engine would compute other logits; use the head here"
 _CONVERT = "use --format hf and llama.cpp's own convert_hf_to_gguf.py"
 _OTHER = "use --format sglang or speculators"
 
@@ -184,10 +184,10 @@ _OTHER = "use --format sglang or speculators"
 RULES: tuple[Rule, ...] = (
     # Language models, by engine.
     Rule({"transformers"}, _LM, lambda p: p.sizes,
-         "{x}", "it then wants both tokenizers (universal assisted decoding, another method)"),
+         "{x}", "it then needs both tokenizers (universal assisted decoding, another method)"),
     Rule({"vllm"}, _LM, _path_trap,
          "the draft's path has '{x}' in it, so vLLM takes it for such a head", "rename the directory"),
-    Rule({"vllm"}, _LM, lambda p: p.sizes, "{x}", 'it wants equal sizes, or "use_heterogeneous_vocab": true'),
+    Rule({"vllm"}, _LM, lambda p: p.sizes, "{x}", 'it needs equal sizes, or "use_heterogeneous_vocab": true'),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: m.config.model_type not in ARCHITECTURES),
          "{x[0].name} is a {x[0].config.model_type} model, which export does not write as GGUF", _CONVERT),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(_sliding), "{x[0].name} has sliding attention", _CONVERT),
@@ -197,10 +197,10 @@ RULES: tuple[Rule, ...] = (
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: _vocabulary_error(m, m.size)), "{x[1]}"),
     Rule({"llama.cpp"}, _LM, _other_tokens, "{x}"),
     Rule({"onnxruntime-genai"}, _LM, lambda p: p.first(lambda m: m.head_size is None),
-         "{x[0].name} has no attention heads, and its builder makes such models only"),
+         "{x[0].name} has no attention heads, and the engine's builder needs them"),
     Rule({"onnxruntime-genai"}, _LM, lambda p: p.first(lambda m: (m.head_size or 0) % 16),
-         "{x[0].name} has attention heads of size {x[0].head_size}; its attention wants a multiple of 16"),
-    Rule({"sglang", "onnxruntime-genai"}, _LM, lambda p: p.sizes, "{x}", "it wants equal sizes"),
+         "{x[0].name} has attention heads of size {x[0].head_size}; its attention needs a multiple of 16"),
+    Rule({"sglang", "onnxruntime-genai"}, _LM, lambda p: p.sizes, "{x}", "it needs equal sizes"),
     # Heads, by format: what the target does to logits and embeddings.
     Rule(_FORMATS, _HEADS, lambda p: p.head.borrowed.projection.softcap, "the target caps its logits at {x}", _NO_WORD),
     Rule(_FORMATS, _HEADS, lambda p: p.head.borrowed.projection.scale != 1 and p.head.borrowed.projection.scale,
@@ -217,7 +217,7 @@ RULES: tuple[Rule, ...] = (
          "the head has '{x}', a norm in another place", _NO_WORD),
     Rule(_FORMATS, _EAGLE3, lambda p: len(set(p.states)) < 3 or max(p.states) >= p.target_layers,
          "the head reads states {p.states} of a target of {p.target_layers} layers",
-         "engines give three different ones, each entering a layer, which needs a target of at least five layers"),
+         "engines give three different ones, each the input of a layer; use a target of at least five layers"),
     Rule({"sglang"}, _EAGLE3, lambda p: min(p.states) < 1,
          "the head reads states {p.states}, and SGLang cannot give the embedding", "use --format speculators"),
     Rule({"eagle"}, _EAGLES, _head_size,
@@ -237,8 +237,8 @@ RULES: tuple[Rule, ...] = (
 def examine(config: DoctorConfig) -> dict[str, Any]:
     """The verdict of every engine on a target and a draft.
 
-    `loads`: without an error. `serves`: and the draft means what it drafts. `exports`: commands that write what the
-    engine reads, in order, if it does not read these directories.
+    `loads`: whether it loads the pair without an error. `serves`: and the token ids mean the same to both models.
+    `exports`: commands that write what the engine reads, in order, if it does not read these directories.
     """
     tokens = {}
     if config.plan is not None:
@@ -284,11 +284,11 @@ def _model(name: str, trust_remote_code: bool, revision: str | None = None) -> M
 
 
 def _meaning(target: Model, draft: Model) -> tuple[str | None, str]:
-    """Why nothing would be accepted although an engine loads the pair, if so; else what holds and what else to know."""
+    """Return why an engine would load the pair but accept nothing, or None; and, if None, notes on the pair."""
     if target.tokenizer is not None and draft.tokenizer is not None:
         token = first_difference(target.tokenizer, draft.tokenizer, min(target.size, draft.size))
         if token is not None:
-            return f"loads it without an error, but token {token} is another one to the draft: nothing is accepted", ""
+            return f"loads it without an error, but token {token} differs in the draft: nothing is accepted", ""
     notes = ["its rules hold"]
     if draft.size > target.size:
         notes.append(f"the {draft.size - target.size} ids that only the draft has must be padding")

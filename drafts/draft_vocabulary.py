@@ -29,7 +29,7 @@ _BUFFER = "target_ids_D"
 def check_draft_vocabulary(option: str, size: int, whole: int, has_one: str | None = None) -> None:
     """Raise InputError if `size` exceeds the vocabulary, or if the draft `has_one` has a draft vocabulary already."""
     if has_one is not None:
-        raise InputError(f"{option}: {has_one} has its own, in {FILE}; leave it out")
+        raise InputError(f"{option}: {has_one} already has one ({FILE}); leave the option out")
     if size > whole:
         raise InputError(f"{option}: {size} is more than the vocabulary of {whole}; lower it")
 

@@ -135,7 +135,7 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
             if getattr(self, key) is not None and self.method not in methods:
                 raise InputError(f"{key}: --method {self.method} does not read it; leave it out")
         if self.method == "transplant" and self.donor is None:
-            raise InputError("donor: --method transplant moves a model; name it with --donor")
+            raise InputError("donor: --method transplant needs a model to move; name it with --donor")
         if self.prompts is None and self.draft_vocab_size is not None and not self.data:
             raise InputError("draft_vocab_size: needs texts to count tokens in; add --data, or --prompts")
         if self.prompts is None and self.intermediate_size is not None:

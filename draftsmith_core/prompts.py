@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 # Beside the weights of a checkpoint: hashes of the prompts it was trained on.
 PROMPT_HASHES = "prompt_hashes.npy"
-# Keys of a row that other tools would put into the prompt, and that are not read here.
+# Keys of a row that other tools put into the prompt; they are ignored here.
 _CONTEXT = ("system", "functions", "documents", "images", "image", "audio", "video", "videos")
 
 
@@ -36,7 +36,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, tokenised. id: the row's explicit id (then `own_id`), or a hash of the content. row: from 1."""
+    """One tokenised prompt. id: the row's explicit id (if `own_id`), else a hash of its tokens. row: from 1."""
 
     id: str
     domain: str
@@ -141,7 +141,9 @@ class PromptReader:
         """
         first = next((i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None), None)
         if first is None:
-            raise InputError(f"{self.source}: the tokenizer has no BOS or EOS to begin a text with; name prompts")
+            raise InputError(
+                f"{self.source}: the tokenizer has no BOS or EOS to begin a text with; use a file of prompts"
+            )
         if not self.source.startswith(TOKEN):
             return (int(first),)
         special, draw = set(self.tokenizer.all_special_ids), 0
@@ -161,8 +163,8 @@ def read_prompts(
 ) -> PromptSet:
     """Read all prompts of `source` (a file, `owner/name[:split]` on the hub or a suite), as `PromptReader` makes them.
 
-    A row without an `id` gets a hash of its tokens, with a count if the same prompt came before. `limit` stops after
-    that many rows. Raise InputError that names file, line and key of a row that cannot be read.
+    The id of a row without one is a hash of its tokens, with a count if the same prompt came before. limit: most rows
+    to read. If a row cannot be read, raise InputError with its file, line and key.
     """
     reader = PromptReader(source, tokenizer, domain, prompt_tokens, max_tokens)
     prompts: list[Prompt] = []
@@ -178,7 +180,7 @@ def read_prompts(
         if isinstance(prompt, Skipped):
             skipped.append(prompt)
         elif prompt.own_id:
-            # An id names its row in what is written and seeds its answers.
+            # Ids label the rows of outputs and seed answers, so no two rows may share one.
             if (first := first_rows.setdefault(prompt.id, prompt.row)) != prompt.row:
                 raise InputError(f"{source}:{prompt.row}: key 'id': {prompt.id!r} is also the id of row {first}")
             prompts.append(prompt)
@@ -198,28 +200,28 @@ def token_runs(ids: Sequence[int], length: int) -> set[tuple[int, ...]]:
 
 
 def content_id(ids: Sequence[int]) -> str:
-    """The id of a prompt that has none of its own: its `prompt_hash`, as 16 hex digits."""
+    """Id of a prompt without an explicit one: its `prompt_hash` as 16 hex digits."""
     return f"{prompt_hash(ids):016x}"
 
 
 def unique_id(content: str, repeats: Counter[str]) -> str:
-    """`content`, with its count if it came before (in `repeats`)."""
+    """Return `content`, with its count if it came before; update the counts in `repeats`."""
     repeats[content] += 1
     return content if repeats[content] == 1 else f"{content}-{repeats[content]}"
 
 
 def prompt_hash(ids: Sequence[int]) -> int:
-    """64 bits that tell a tokenised prompt from others: the start of the sha256 of its ids as 32-bit integers."""
+    """Hash a tokenised prompt: the first 64 bits of the sha256 of its ids as 32-bit integers."""
     return int.from_bytes(hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes()).digest()[:8], "big")
 
 
 def write_prompt_hashes(directory: Path, hashes: Iterable[int]) -> None:
-    """Keep beside a checkpoint which prompts it was trained on, sorted, eight bytes each, without their text."""
+    """Save the hashes of a checkpoint's training prompts beside it, sorted, eight bytes each."""
     np.save(directory / PROMPT_HASHES, np.unique(np.fromiter(hashes, dtype=np.uint64)))
 
 
 def read_prompt_hashes(checkpoint: Path) -> npt.NDArray[np.uint64] | None:
-    """What `write_prompt_hashes` kept; None for other checkpoints."""
+    """Read what `write_prompt_hashes` saved; None for other checkpoints."""
     path = checkpoint / PROMPT_HASHES
     if not path.is_file():
         return None
@@ -246,7 +248,7 @@ def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens
         return [], f"key {key!r} is empty"
     if key == "prompt":
         return encode_text(tokenizer, value), ""
-    # Enough characters for `prompt_tokens` tokens in nearly all cases, so that a book is not tokenised for its start.
+    # Nearly always enough characters for `prompt_tokens` tokens, so that no book is tokenised for its start.
     start = value[: 64 + 16 * prompt_tokens]
     ids = encode_text(tokenizer, start)[:prompt_tokens]
     if len(ids) < prompt_tokens and len(start) < len(value):

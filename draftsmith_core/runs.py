@@ -9,9 +9,9 @@
         with run.journal(".answers.jsonl") as journal:            # rows appended one by one
             journal.rows, journal.append(row)
 
-A step is written whole (temporary name, fsync, rename), so a killed run finds each step finished or missing. Of several
-processes, the main one makes a step while the others wait; with `who="all"` every process calls `make` and the main
-one writes; with `who="each"` this process alone makes it.
+A step is written whole (temporary name, fsync, rename), so a killed run finds each step finished or missing. With
+several processes, `who` says which of them make a step: "main" (the others wait), "all" (every process calls `make`,
+the main one writes) or "each" (the calling process, by itself).
 """
 
 import contextlib
@@ -188,10 +188,10 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
 
 
 def claim(directory: Path, identity: Mapping[str, Any], records: Sequence[str] = ("run.json",)) -> bool:
-    """Make `directory` this run's own, and return whether a run of the same identity began it.
+    """Claim `directory` for this run; return whether a run of the same identity began it.
 
-    identity: everything that decides the result; JSON. records: files with an identity; a new run writes the last one.
-    Raise InputError that names the first key that differs.
+    identity: everything that decides the result; JSON. records: files that may hold an identity; a new run writes the
+    last. If the identities differ, raise InputError with the first such key.
     """
     remove_leftovers(directory)
     current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
@@ -222,8 +222,8 @@ def difference(recorded: dict[str, Any], current: dict[str, Any]) -> str | None:
 
 def provenance(command: str, config: dict[str, Any]) -> dict[str, Any]:
     """Where an artifact came from, without secrets and times: equal runs write equal bytes."""
-    made: dict[str, Any] = without_secrets({"command": command, "config": config})
-    return made | {"versions": versions(), "git_commit": git_commit()}
+    origin: dict[str, Any] = without_secrets({"command": command, "config": config})
+    return origin | {"versions": versions(), "git_commit": git_commit()}
 
 
 def versions() -> dict[str, str]:

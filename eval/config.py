@@ -94,8 +94,8 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     machine (exit code 1)."""
     require: list[str] = field(default_factory=list)
     """Requirements, such as "alpha[code] >= 0.4", "gain[id] > 0" or "speedup[code T=0 draft=jsd] > 1". They are judged
-    on 95 % bounds: the low one for > and >=, the high one for < and <=. What the brackets leave open holds for every
-    draft but the base, prompt set, temperature and tree. If one is not met, the exit code is 3."""
+    on 95 % bounds: the low one for > and >=, the high one for < and <=. If the brackets omit the prompt set,
+    temperature, tree or draft, all must meet it (drafts but the base). If one is not met, the exit code is 3."""
     tracker: Rare[Literal["none", "wandb"]] = "none"
     """wandb: also log figures, results.json and report.html to Weights & Biases (offline with WANDB_MODE=offline)."""
     project: Rare[str] = "draftsmith"
@@ -128,7 +128,7 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
 
     def __post_init__(self) -> None:
         if self.out is None and not Path(self.draft).is_dir():
-            raise InputError(f"--draft {self.draft}: is no directory that could hold plan.json; name a file with --out")
+            raise InputError(f"--draft {self.draft}: is not a directory to put plan.json in; name a file with --out")
         # The timing comes before the file is written.
         check_out(self.file, [self.prompts], file=True)
 

@@ -2,9 +2,9 @@
 
 A cell is one prompt set at one temperature; a setting is a draft with a tree and a verifier. A setting pays in a cell
 if it is faster there than the target alone beyond chance: the interval of its speedup lies above 1, also under Holm's
-correction over all cells of all settings, because the best of many is judged. Lossy verifiers are not. The setting that
-pays in most cells leads; of drafts that pay in as many and cannot be told apart in speed, the one that loses least out
-of distribution. It was chosen on the prompts it is judged on, so expect a little less of it on others.
+correction over all cells of all settings, because the best of many is judged. Lossy verifiers are left out. The setting
+that pays in most cells is chosen; of drafts that pay in as many cells and cannot be told apart in speed, the one that
+loses least out of distribution. It is chosen and judged on the same prompts, so expect a little less on others.
 """
 
 import math
@@ -33,7 +33,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Cell:
-    """One set at one temperature: the speed of the decided setting there, and the fastest setting there.
+    """One set at one temperature: the chosen setting's speedup there, and the fastest setting there.
 
     `sign` is 1 if the setting pays, -1 if it costs time, 0 if neither is shown, None without an interval.
     """
@@ -90,8 +90,8 @@ def decide(results: Results) -> Decision:
     if chosen.draft != results.base:
         base = max((setting for setting in timed if setting.draft == results.base), key=merit.__getitem__)
         over_base = _quotient(results, timed[chosen], timed[base])
-    every = [sign for cells_of in signs_of.values() for sign in cells_of]
-    return Decision(_verdict(results, cells, every), chosen, cells, over_base)
+    all_signs = [sign for cells_of in signs_of.values() for sign in cells_of]
+    return Decision(_verdict(results, cells, all_signs), chosen, cells, over_base)
 
 
 def _prefer_smaller_loss(
@@ -114,15 +114,15 @@ def _prefer_smaller_loss(
     return max((s for s in best if s == fastest or as_fast(s)), key=lambda s: (gain(s), merit[s]))
 
 
-def _verdict(results: Results, cells: Sequence[Cell], signs_of_all: Sequence[int | None]) -> Verdict:
-    found = [cell.sign for cell in cells]
-    if 1 in found:
+def _verdict(results: Results, cells: Sequence[Cell], all_signs: Sequence[int | None]) -> Verdict:
+    chosen_signs = {cell.sign for cell in cells}
+    if 1 in chosen_signs:
         timed = {(cell.domain, cell.temperature) for cell in cells}
-        everywhere = set(found) == {1} and timed == set(product(results.domains(), results.temperatures))
+        everywhere = chosen_signs == {1} and timed == set(product(results.domains(), results.temperatures))
         return "ship" if everywhere else "ship_for"
-    if set(found) == {None}:
+    if chosen_signs == {None}:
         return "too_few"
-    if set(signs_of_all) == {-1}:
+    if set(all_signs) == {-1}:
         return "none_beats_none"
     return "busy" if any(cell.busy for cell in cells) else "not_shown"
 
@@ -138,7 +138,7 @@ def _quotient(results: Results, new: Sequence[Row], base: Sequence[Row]) -> Esti
     picks: dict[str, Resamples] = {}
     for row in new:
         picks.setdefault(row["domain"], resamples(row["n"], config["bootstrap"], config["seed"] + len(picks)))
-    sizes = tuple(size for each in picks.values() for size in each.sizes)
+    sizes = tuple(size for domain_picks in picks.values() for size in domain_picks.sizes)
     weights = Resamples(np.concatenate([picks[row["domain"]].weights_RP for row in new], axis=1), sizes)
 
     def rates(rows: Sequence[Row]) -> PromptSums:

@@ -172,7 +172,7 @@ class _Reader:
         if broken_N.any():
             row = self.rows[int(self.b_N[broken_N.nonzero()[0, 0]])].id
             model = self.names.get(name, f"draft {name}" if name else "the target")
-            raise RunError(f"{model}: not finite logits on prompt {row}; try --dtype float32, or check its weights")
+            raise RunError(f"{model}: non-finite logits on prompt {row}; try --dtype float32, or check its weights")
         return logits_NV
 
 

@@ -1,8 +1,8 @@
 """`draftsmith plan`: the fastest tree on this machine, for this pair, sampling and traffic.
 
 docs/planning.md has the steps. The best three candidates are timed beside the target alone, interleaved, and the
-fastest is the plan. The best of several noisy timings is biased upwards (winner's curse), so whether it pays is judged
-among all.
+fastest is the plan. The best of several noisy timings is biased upwards (winner's curse), so the test that it
+pays corrects for all of them.
 """
 
 import os
@@ -42,7 +42,7 @@ from eval.request import Method
 
 SCHEMA_VERSION = 1
 NODES, DEPTH, LONGEST_CHAIN = 64, 16, 16
-# Candidates per node: all of MCSD's if drawing that many is quick, else few.
+# Siblings per node that are predicted: RANKS if drawing that many is quick, else FEW_RANKS.
 RANKS, FEW_RANKS, MANY_ELEMENTS = 32, 8, 2**25
 TRIED = (
     "chain:6,stop=0.1",
@@ -57,10 +57,10 @@ FINALISTS, TEXT_BATCH = 3, 16
 # Time finalists again, with the same seeds, until each has run this long, in at most this many rounds.
 CONFIRM_S, CONFIRM_ROUNDS = 1.0, 5
 STEPS = 6
-# Seconds after which nothing is begun that can be left out: more prompts, rounds, trees that can only be tried.
+# Time limit. Towards it, skip what can be left out: more prompts, rounds, trees that can only be tried.
 LIMIT_S = 900.0
-# The rule by which an engine accepts above temperature 0: a verifier of ours, and words (engines' sources and
-# documentation, November 2026). At temperature 0 all of them accept what the target would have chosen.
+# Each engine's acceptance rule above temperature 0: our verifier, and a description (engines' sources and
+# documentation, November 2026). At temperature 0 all engines accept what the target would have chosen.
 _GREEDY_DRAFT = ("naive", "the draft takes its most probable token, the target samples")
 ENGINE_RULES = {
     "vllm": _GREEDY_DRAFT,
@@ -125,14 +125,14 @@ class Planner:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What one forward over the answers tells about static trees."""
+    """Predictions for static trees, from one forward over the answers."""
 
     sampling: Sampling
     traces: Traces
     costs: Costs
 
     def tokens_per_call(self, tree: Tree, verifier: str) -> PromptSums:
-        """Tokens of every text over the target calls that are expected for it."""
+        """Tokens of every text over its predicted target calls."""
         counts = predict(tree, verifier, self.sampling, self.traces)
         assert counts is not None
         return PromptSums.of(self.traces.lengths_P.tolist(), counts["target_calls"])
@@ -143,7 +143,7 @@ class _Expected:
         return tau / self.costs.step(tree), tau
 
     def row(self, candidate: Candidate, seed: int) -> dict[str, Any]:
-        """A candidate as JSON, with the tau that is expected; None for one that was only tried."""
+        """A candidate as JSON, with its predicted tau (None if it was only tried)."""
         tau, tree = None, candidate.shape
         if candidate.step_s is not None and isinstance(tree, Tree):
             picks = resamples(len(self.traces.lengths_P), 500, row_seed(seed, "plan/tau"))
@@ -186,7 +186,7 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
         confirmed, rounds["confirmed"] = _confirm(planner, finalists, confirm_batches, lambda: within(1.0))
     best = max(range(len(finalists)), key=lambda index: confirmed[1 + index]["tokens_per_s"])
     pays = _pays([row["speedup"] for row in confirmed[1:]], best)
-    # Rounds of every shape over their median: they differ by what others on the machine took.
+    # Timings of every shape over their median; other work on the machine spreads them.
     noise = [second / median(seconds) for seconds in rounds.values() for second in seconds]
     conditions = remarks.conditions(
         "plan", sampling.temperature, [load, os.getloadavg()[0]], noise, os.cpu_count() or 1
@@ -220,7 +220,7 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
 
 
 def _stepper(planner: Planner, texts: list[list[int]]) -> Callable[[Tree | None], float]:
-    """Seconds per step on a tree behind real contexts: the first two thirds of prompts with their answers."""
+    """Return a timer: seconds per step on a tree. Contexts are the first two thirds of prompts with their answers."""
     contexts = [text[: max(1, 2 * len(text) // 3)] for text in texts]
     batch = [contexts[index % len(contexts)] for index in range(planner.batch_size)]
     decoder = cache(planner.decoder)
@@ -250,7 +250,7 @@ def _choose(planner: Planner, expected: _Expected, ranks: int, depth: int) -> li
 
 
 def _try(planner: Planner, go_on: Callable[[], bool]) -> tuple[list[Candidate], list[dict[str, str]]]:
-    """Time on a few prompts what cannot be predicted; return also what this draft cannot do, with the reason."""
+    """Time the trees of `TRIED` on a few prompts; return also the skipped ones, with the reason."""
     candidates, not_tried = [], []
     for spec in TRIED:
         shape = parse_tree(spec)
@@ -345,7 +345,7 @@ def _engines(kind: str, expected: _Expected, longest: int) -> list[dict[str, Any
 
 @takes(PlanConfig)
 def plan(config: PlanConfig) -> dict[str, Any]:
-    """Find the fastest tree for a pair, write it with everything it is based on to `config.file`, and return that."""
+    """Find the fastest tree for a pair, write it to `config.file` with all that it is based on, and return it."""
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}

@@ -284,13 +284,13 @@ def test_choices_follow_what_is_given() -> None:
     few = chosen(prompts=20)
     assert (few.heldout_prompts, few.distill["num_samples"]) == (4, 4)
     assert chosen(prompts=20_000, on_gpu=True).distill["num_samples"] == 1
-    with pytest.raises(ds.InputError, match="prompts: 2 usable ones are too few"):
+    with pytest.raises(ds.InputError, match="prompts: 2 usable prompts are too few"):
         chosen(prompts=2)
     # A policy needs answers to choose by; that is said before anything is drawn.
     assert chosen(prompts=8).policy == "balanced"
     config = replace(config, heldout_prompts=1, distill={"num_samples": 1})
     assert chosen(prompts=8).policy == "id"
-    with pytest.raises(ds.InputError, match="policy: no_loss chooses by held-out answers, and of 7 prompts too few"):
+    with pytest.raises(ds.InputError, match="policy: no_loss chooses by held-out answers, and too few of 7 prompts"):
         complete(replace(config, policy="no_loss"), facts(prompts=8))
     # A run of few steps is saved several times, too.
     for steps, save_every in ((3, 1), (30, 6), (1000, 50)):
@@ -314,7 +314,7 @@ def test_choices_follow_what_is_given() -> None:
         ({"id": ["a=x"], "ood": ["a=y"]}, "is in another set too"),
         ({"train": {"stesp": 1}}, "train.stesp: Extra inputs are not permitted"),
         ({"eval": {"bootstrap": 3}}, "eval.bootstrap: must be greater than or equal to 100"),
-        ({"init": "prune", "draft": "d"}, "init: makes the draft to start from, and --draft names one"),
+        ({"init": "prune", "draft": "d"}, "init: makes the draft that --draft would name"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: str) -> None:

@@ -125,7 +125,7 @@ def test_share_and_rate_are_chosen_on_several_domains_and_one_is_held_back(
     assert {point["run"] for point in record["points"]} == runs.keys() and len(record["points"]) == 20
     # Nothing was chosen on the last set: only what was chosen is measured on it.
     assert all(point["change"].keys() == {"id", "general", "numbers"} for point in record["points"])
-    assert record["held_back"].keys() == {"code"} and "code, on which nothing was chosen" in err
+    assert record["held_back"].keys() == {"code"} and "code, held back from the choice" in err
     sums = {
         (point["run"], point["weight"]): point["change"]["id"]["value"]
         + min(point["change"][kind]["value"] for kind in ("general", "numbers"))

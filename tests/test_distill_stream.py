@@ -78,7 +78,7 @@ def test_prompts_that_changed_since_are_refused(words: list[str], door: Door) ->
     Path("p.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     code, _, err = door(*words)
     assert code == 2
-    assert "p.jsonl: its rows are not those that set/part-00005.parquet was made from" in err
+    assert "p.jsonl: its rows changed since set/part-00005.parquet was made" in err
     assert files() == made
 
 

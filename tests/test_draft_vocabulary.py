@@ -193,7 +193,7 @@ def test_training_again_keeps_what_it_has(
     words = f"train --target {target_dir} --draft {out} --data {distilled} --out {tmp_path / 'again'} --device cpu"
     words += " --max_length 48 --steps 2 --eval_every 2"
     code, _, err = door(*words.split(), "--draft_vocab_size", KEPT)
-    assert code == 2 and f"draft_vocab_size: {out} has its own, in {FILE}" in err
+    assert code == 2 and f"draft_vocab_size: {out} already has one ({FILE})" in err
     code, _, err = door(*words.split())
     assert code == 0, err
     assert (tmp_path / "again" / FILE).read_bytes() == (out / FILE).read_bytes()

@@ -229,7 +229,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
             "plan --target {t} --draft {d} --prompts {p} --out o.json --max_new_tokens 95",
             "and 95 new ones exceed a context of",
         ),
-        ("decode --target {t} --draft {d} {d} --prompt a --tree auto", "auto is the plan of one --draft"),
+        ("decode --target {t} --draft {d} {d} --prompt a --tree auto", "auto reads the plan of a draft"),
         ("decode --target {t} --draft {d} --prompt a --tree auto:none.json", "none.json"),
         ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto:", "needs a file"),
     ],

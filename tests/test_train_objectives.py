@@ -225,9 +225,9 @@ def test_losses_of_whole_drafts_are_those_that_are_written_out(depth: int) -> No
         ("jsd:beta=1", "beta must lie between 0 and 1, not 1"),
         ("jsd:alpha=0.5", "jsd has no option 'alpha'; it has beta"),
         ("x*fkl", "the weight 'x' is not a number"),
-        ("fkl@topk", "behind '@' stands adaspec"),
+        ("fkl@topk", "after '@' write adaspec"),
         ("adaspec:keep=0", "keep must be above 0"),
-        ("jsd@e2e", "only tvd stands before it"),
+        ("jsd@e2e", "write tvd before it"),
         ("e2e:depth=1.5", "depth must be a whole number"),
     ],
 )

@@ -122,10 +122,10 @@ class TrainConfig(RunOptions, TargetOptions):
     tokenizer: Rare[str | None] = None
     """Tokenizer for rows of text, saved with the draft. Default: the target's, else the draft's."""
     objective: str = "ce"
-    """ce, fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha, lk_hybrid:eta=3; sums such as `0.9*fkl+0.1*ce`;
-    `@adaspec:keep=0.4` behind it selects tokens; tvd@e2e:depth=4."""
+    """ce, fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha, lk_hybrid:eta=3; or a sum such as `0.9*fkl+0.1*ce`. Append
+    `@adaspec:keep=0.4` to select tokens, or to tvd `@e2e:depth=4`."""
     temperature: Rare[Positive] = 1.0
-    """Divides the logits of draft and target in the objective (not in `ce`, and not for the reported alpha)."""
+    """Divides the logits of draft and target in the objective; `ce` and the reported alpha ignore it."""
     reference: Rare[str | None] = None
     """A distilled draft that `@adaspec` compares with."""
     heldout: list[str] = field(default_factory=list)

@@ -39,8 +39,8 @@ from train.parallel import World, WrappedTrainee
 class TrainingJob:
     """All that a run needs. trainee: not wrapped yet. answerer: generates with the draft if training is on-policy.
 
-    frozen: by role (target, reference, anchor), the models that are read. identity: settings that must match for a run
-    to resume this one. tokenizer: saved with the draft.
+    frozen: the models that are only read, by role (target, reference, anchor). identity: settings that must match for a
+    run to resume this one. tokenizer: saved with the draft.
     """
 
     config: TrainConfig
@@ -57,7 +57,7 @@ class TrainingJob:
 
     @property
     def run_dir(self) -> Path:
-        """What only training itself needs: checkpoints, the best weights, metrics."""
+        """Directory of what only training needs: checkpoints, the best weights, metrics."""
         return Path(self.config.out) / "run"
 
     @property
@@ -90,7 +90,7 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 
 
 def make_batches(job: TrainingJob, step: int) -> tuple[list[Batch], list[int]]:
-    """Make this process's batches of a step; the lengths of the answers that the draft generated for them.
+    """Return this process's batches of a step, and the lengths of the answers that the draft generated for them.
 
     The units of a step are consecutive in the shuffled stream and dealt to (forward, process) in turn, so that a step
     has the same units however they are divided (law 6).
@@ -122,14 +122,14 @@ def _vector(sums: LossSums) -> Tensor:
 
 
 def _curves(vector: list[float], prefix: str) -> dict[str, float]:
-    """Alpha by depth as far as it was measured, the tau it gives, and the mass on tokens that the draft lacks."""
+    """Alpha of each measured depth, the tau it gives, and the target's mass on tokens that the draft lacks."""
     missing, missing_tokens, *by_depth = vector[2:]
     depths = len(by_depth) // 2
     pairs = zip(by_depth[:depths], by_depth[depths:], strict=True)
     alphas = [alpha / tokens for alpha, tokens in pairs if tokens]
     figures: dict[str, float] = {}
     if alphas:
-        # For the chain that is drafted when no tree is named, as `eval` has it (`independent` of its predictions).
+        # Predict tau of the default chain, as `independent` in the predictions of `eval`.
         chain = alphas[:CHAIN] if len(alphas) > 1 else alphas * CHAIN
         figures |= {f"{prefix}alpha": alphas[0], f"{prefix}tau": independent_tau(chain)}
     if len(alphas) > 1:
@@ -184,7 +184,7 @@ def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
     batches = [longest[i : i + size] for i in range(0, len(longest), size)]
     total: Tensor | None = None
     # Sharded weights require the same number of forwards in every process: one with fewer batches repeats the last
-    # one, which does not count.
+    # batch, which does not count.
     for index in range(job.world.accelerator.process_index, math.ceil(len(batches) / world) * world, world):
         rows = batches[min(index, len(batches) - 1)]
         vector = _vector(wrapped.module(collate(job.heldout, rows).to(job.world.device)))
@@ -199,9 +199,9 @@ def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
 
 
 def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]]:
-    """Train to the end, from the newest checkpoint if there is one. Return where it ended and the best weights.
+    """Train to the end, from the newest checkpoint if there is one. Return the last position and the best weights.
 
-    The weights are in the main process only, by name.
+    The weights are by name, in the main process only.
 
     SIGTERM raises Terminated and Ctrl-C KeyboardInterrupt, with a checkpoint saved. Raise RunError if a number is not
     finite or memory runs out.
@@ -224,7 +224,7 @@ def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]
                 _log(job, position.step, figures, clock)
                 if position.step % config.eval_every == 0 or position.step == job.steps:
                     position, best = _evaluate_and_keep(job, wrapped, position, best)
-                    # An evaluation may be long: a signal that came in it is shared before the next step.
+                    # An evaluation may be long: agree on a signal that came during it before the next step.
                     asked = torch.tensor(float(stop.asked > 0), device=job.world.device)
                     stop.agreed |= float(job.world.accelerator.reduce(asked, reduction="sum")) > 0
                 if position.step % config.save_every == 0 or position.stopped or stop.agreed:
@@ -273,7 +273,7 @@ def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position, dict[str, Tensor
 def _evaluate_and_keep(
     job: TrainingJob, wrapped: WrappedTrainee, position: Position, best: dict[str, Tensor]
 ) -> tuple[Position, dict[str, Tensor]]:
-    """Evaluate; return the position and the best weights; `stopped` after `patience` evaluations without a best."""
+    """Evaluate; return position and best weights. Set `stopped` after `patience` evaluations without a new best."""
     figures = evaluate(job, wrapped)
     _log(job, position.step, figures)
     value = figures.get("heldout_alpha", -figures["heldout_loss"])

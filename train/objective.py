@@ -131,7 +131,7 @@ def parse_objective(spec: str, temperature: float = 1.0) -> Objective:
     name, _, option = mask.partition(":")
     key, _, value = option.partition("=")
     if name not in _MASKS or key not in ("", _MASKS[name][0]):
-        raise InputError(f"objective: {spec!r}: behind '@' stands adaspec:keep=0.4 or e2e:depth=4, not '{mask}'")
+        raise InputError(f"objective: {spec!r}: after '@' write adaspec:keep=0.4 or e2e:depth=4, not '{mask}'")
     _, default, least, most = _MASKS[name]
     number = _number(value, key, spec) if key else default
     if not least <= number <= most or (name == "e2e" and number != int(number)):
@@ -140,7 +140,7 @@ def parse_objective(spec: str, temperature: float = 1.0) -> Objective:
     if name == "adaspec":
         return Objective(text, terms, temperature, keep=number)
     if losses != "tvd":
-        raise InputError(f"objective: {spec!r}: @e2e multiplies acceptances, so only tvd stands before it")
+        raise InputError(f"objective: {spec!r}: @e2e multiplies acceptances, so write tvd before it")
     return Objective(text, terms, temperature, depth=int(number))
 
 

@@ -75,5 +75,5 @@ def _shape(source: str) -> dict[str, Any]:
             return {key: shape[key] for key in ("model_type", "tie_word_embeddings") if key in shape} | _SIZES
     family = next((family for part, family in _FAMILIES.items() if part in name), None)
     if name.endswith(".json") or family is None:
-        raise InputError(f"smoke: {source}: no such file, and no family of models is in its name")
+        raise InputError(f"smoke: {source}: no such file, and its name contains no known family of models")
     return {"model_type": family} | _SIZES

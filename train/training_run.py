@@ -251,7 +251,7 @@ def _check(
     token = max(examples.max_token for examples in data)
     for role, size in sizes.items():
         if token >= size:
-            raise InputError(f"data: has token {token}, and the {role}'s vocabulary has {size}; use its own data")
+            raise InputError(f"data: token {token} exceeds the {role}'s vocabulary of {size}; use data in its tokens")
     stored = all(examples.stored for examples in data)
     if target is None and not stored and objective.needs_target:
         raise InputError(

@@ -45,7 +45,7 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class DraftingPlan:
-    """All indices and masks of drafting one tree. They are the same at every step, so the proposer keeps them."""
+    """All indices and masks of drafting one tree. They are the same at every step, so the proposer caches them."""
 
     tree: Tree
     device: torch.device
@@ -57,7 +57,7 @@ class DraftingPlan:
 
     @staticmethod
     def build(tree: Tree, device: torch.device, target_device: torch.device) -> "DraftingPlan":
-        """Indices on the draft's device; the trees of the proposals on the target's."""
+        """Put the indices on the draft's device, and the trees of proposals on the target's."""
 
         def tensor(values: list[Any]) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=device)
@@ -152,7 +152,7 @@ class StaticTreeSession(NetworkSession):
         return self._most_probable_chain() if self._on_host else self.of_tensors(u_BN)
 
     def of_tensors(self, u_BN: Tensor | None) -> Proposal:
-        """`propose` by functions of tensors, which can be recorded."""
+        """`propose` on tensors, so that its forwards can be recorded."""
         network, plan, stop = self.network, self.plan, self.plan.tree.stop
         self._forwarded = 0
         drafted: list[Tensor] = []
@@ -184,7 +184,7 @@ class StaticTreeSession(NetworkSession):
         return self._proposal(torch.cat([root_B1, *drafted], dim=1), parts_q, len(drafted), finite)
 
     def _most_probable_chain(self) -> Proposal:
-        # On a CPU, where reading a tensor waits for nothing, lists take less than half the time of small tensors.
+        # On a CPU, reading a tensor does not wait, and lists take less than half the time of small tensors.
         network, plan, stop = self.network, self.plan, self.plan.tree.stop
         self._forwarded = 0
         drafted: list[list[int]] = []

@@ -25,7 +25,7 @@ from draftsmith_core.sampling import draw
 
 
 def traversal(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
-    """The rule above. With deterministic children, q one-hot for each, it comes to `exact` and runs as that."""
+    """The rule above. For deterministic children (q is one-hot) it equals `exact` and runs as that."""
     if proposal.q_BEV is None or proposal.tree.depth == 0:
         return walk(proposal, p_BMV, u_BU, hit_by_target, per_node=1)
     return walk_around(proposal, p_BMV, u_BU.to(p_BMV.device))
@@ -104,7 +104,7 @@ def stored_depth(depth: Index, tree: TreeBatch) -> Index:
 
 
 def uniform_of(node: Index) -> Index:
-    """The uniform that decides a node; for index 0, no node, one that is not used."""
+    """Index of the uniform that decides a node; for node 0 (none), an index whose value is ignored."""
     return (node - 1).clamp(min=0) if isinstance(node, Tensor) else node - 1
 
 
@@ -135,7 +135,7 @@ def visits(
 
 @lru_cache(maxsize=8)
 def _shared(tree: TreeBatch) -> tuple[tuple[int, int, int, bool, bool, bool], ...]:
-    # Reading a tree from a device waits for the device, once per tree.
+    # Cached, because reading a tree from a device waits for the device.
     events_RS, depths_RM, inner_RM = _events(tree)
     (events,), (depths,), (inner,), (groups,) = (
         array.tolist() for array in (events_RS, depths_RM, inner_RM, tree.groups_RM)

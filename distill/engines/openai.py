@@ -112,7 +112,7 @@ class OpenAIEngine:
             (name,) = models
             self._completion = replace(self._completion, model=name)
         if models and name not in models:
-            raise InputError(f"{server.url}: serves {', '.join(models)}, and {self._servers[0].url} {name}")
+            raise InputError(f"{server.url}: serves {', '.join(models)}, but {self._servers[0].url} serves {name}")
         await server.choose_dialect(client, self._completion, {str(entry.get("owned_by")) for entry in models.values()})
         if not server.dialect.ids:  # type: ignore[union-attr]
             sys.stderr.write(f"draftsmith distill: {server.url}: returns text, not token ids; tokenising it again\n")

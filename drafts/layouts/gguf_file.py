@@ -156,7 +156,7 @@ def _proof(model: Any, file: Path, server: Path) -> Proof:
     with llama_server(server, words) as port:
         theirs = complete(port, ids[0].tolist(), count)["tokens"]
     if theirs != ours[0, ids.shape[1] :].tolist():
-        raise RunError(f"{file}: llama-server continues a prompt otherwise than the model does; nothing was written")
+        raise RunError(f"{file}: llama-server continues a prompt differently from the model; nothing was written")
     return Proof("llama.cpp (llama-server)", f"loaded it; {count} greedy tokens equal the model's own")
 
 

@@ -158,7 +158,7 @@ def _read_eagle3(files: HeadFiles) -> None:
         tensors.pop(name, None)
     inner = values.get("eagle_config") or {}
     if inner.get("use_aux_hidden_state") is False:
-        raise InputError("'use_aux_hidden_state' is false; only heads on several of the target's layers run")
+        raise InputError("'use_aux_hidden_state' is false; only heads that read several of the target's layers can run")
     for key in _EAGLE3_FLAGS & inner.keys():
         values.setdefault(key, inner[key])
     size = values.get("vocab_size") or len(files.lm_head_VH)
@@ -270,7 +270,7 @@ def _read_medusa(files: HeadFiles) -> None:
 def _read_vllm_medusa(files: HeadFiles) -> None:
     tensors, values = files.tensors, files.values
     if "token_map" in tensors or values.get("truncated_vocab_size") not in (None, len(files.lm_head_VH)):
-        raise InputError("Medusa heads with a part of the vocabulary cannot be run; use the checkpoint before the cut")
+        raise InputError("Medusa heads with a reduced vocabulary cannot be run; use the checkpoint with the full one")
     heads, layers = files.count(_MEDUSA_BLOCK)
     shared = tensors.pop("lm_head.weight", None)
     if shared is None and values.get("original_lm_head") is True:

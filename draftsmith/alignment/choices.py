@@ -69,14 +69,14 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         heldout = choose("heldout_prompts", max(1, min(limit, facts.prompts // 5)), f"{count}, no --id")
     prompts = choose("distill.max_prompts", max(1, facts.prompts - heldout), f"{count}, {place}")
     if min(prompts, facts.prompts - heldout) < 2:
-        raise InputError(f"prompts: {facts.prompts} usable ones are too few to train on and to hold out; add some")
+        raise InputError(f"prompts: {facts.prompts} usable prompts are too few to train on and to hold out; add some")
     samples = choose("distill.num_samples", 4 if prompts < 500 else 2 if prompts < 5000 else 1, f"{prompts} prompts")
     fraction = choose("train.heldout_fraction", 0.06, "enough to choose weights by")
     few = max(1, round(fraction * prompts)) * samples < 2
     if few and config.policy not in (None, "id"):
         raise InputError(
-            f"policy: {config.policy} chooses by held-out answers, and of {prompts} prompts too few are held out; "
-            f"add some, or use --policy id"
+            f"policy: {config.policy} chooses by held-out answers, and too few of {prompts} prompts are held out; "
+            f"add prompts, or use --policy id"
         )
     id_only = facts.id_only or ("too few prompts to hold any out for the choice" if few else "")
     policy = choose("policy", "id" if id_only else "balanced", id_only or "docs/robust.md")

@@ -129,17 +129,17 @@ class AlignConfig(TargetOptions, RunOptions):
 
     def __post_init__(self) -> None:
         if self.init is not None and self.draft is not None:
-            raise InputError("init: makes the draft to start from, and --draft names one; give one of the two")
+            raise InputError("init: makes the draft that --draft would name; give one of the two")
         for spec in self.objective:
             parse_objective(spec)
         sets = parse_named("id", self.id)
         for key, named in (("ood", parse_named("ood", self.ood)), ("tune", parse_named("tune", self.tune))):
             for name, source in named.items():
                 if name in (*sets, "id", "general") or source in sets.values():
-                    raise InputError(f"{key}: {name}={source} is in another set too; --id, --ood and --tune are apart")
+                    raise InputError(f"{key}: {name}={source} is in another set too; sets must not overlap")
             sets |= named
         if self.tune and self.policy == "id":
-            raise InputError("tune: is for policy balanced or no_loss")
+            raise InputError("tune: needs --policy balanced or no_loss")
 
     def drafts(self) -> dict[str, str]:
         """The name of each aligned draft and its objective: `jsd` for `jsd:beta=0.5` if one name is enough."""
@@ -155,7 +155,7 @@ class AlignConfig(TargetOptions, RunOptions):
         return {f"{name}-plain": spec for name, spec in self.drafts().items()} if self.plain else {}
 
     def tried(self, name: str) -> dict[str, tuple[float, float]]:
-        """The training runs that the draft `name` is chosen from: share of replay, and factor of the learning rate."""
+        """The runs that draft `name` is chosen from, each with its share of replay and factor of the learning rate."""
         share = self.train["replay_fraction"]
         shares = dict.fromkeys((share, 0.7)) if share else (share,)
         settings = [(fraction, factor) for fraction in shares for factor in (1.0, 0.5)]

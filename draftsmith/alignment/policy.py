@@ -1,11 +1,11 @@
 """Choose a draft between base and aligned, so that the gain in distribution is not a loss elsewhere.
 
-The line theta = (1 - w) base + w aligned (WiSE-FT, arXiv 2109.01903) costs no training. All its drafts are measured on
-one forward of the target, without decoding: in distribution on the answers that training held out, in general on texts
-that the target writes from BOS, and on the sets of `--tune`, on which runs of other shares of replay and other rates
-are compared too. The last of several such sets is held back: it is measured when all is chosen. Training replays texts
-that begin with any token instead, and on that kind every draft looks better than it is elsewhere (docs/robust.md). No
-prompt of the evaluation is used.
+The line theta = (1 - w) base + w aligned (WiSE-FT, arXiv 2109.01903) costs no training. Its drafts are measured with
+one forward of the target, without decoding, on three kinds of text: answers that training held out ("id"), texts that
+the target writes from BOS ("general"), and the sets of `--tune`. With `--tune`, runs with other shares of replay and
+other learning rates are candidates too. The last of several such sets is held back and measured after the choice.
+Replayed texts begin with a random token; on that kind every draft looks better than it is elsewhere, so "general" does
+not use it (docs/robust.md). No prompt of the evaluation is used.
 """
 
 import copy
@@ -40,13 +40,13 @@ from train.data import divide, load_examples
 
 # Share of the way from base to aligned. 0 is the base itself, 1 the aligned draft.
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# What `no_loss` takes for no loss: the lower bound of the change in general acceptance is above minus this.
+# `no_loss`: the lower bound of every change elsewhere must be above minus this.
 TOLERANCE = 0.01
-# Texts that each of the two figures is measured on, at most.
+# Most texts of a kind.
 TEXTS = 64
 RULES: dict[str, str] = {
     "id": "the aligned draft as it was trained",
-    "balanced": "the greatest sum of the change in alpha in distribution and the least change elsewhere",
+    "balanced": "the greatest sum of the change in alpha in distribution and the worst change elsewhere",
     "no_loss": f"the greatest change in distribution with every change elsewhere above -{TOLERANCE:g} (lower bound)",
 }
 assert set(RULES) == set(get_args(Policy))
@@ -73,7 +73,7 @@ def free_texts(pair: LoadedPair, count: int, max_new_tokens: int, seed: int) -> 
 
 
 def heldout_answers(distilled: str, max_length: int, fraction: float) -> list[Continuation]:
-    """Return at most `TEXTS` answers of a distilled set that training held out: first one of every prompt."""
+    """Return at most `TEXTS` answers of a distilled set that training held out, one of every prompt first."""
     _, heldout = divide(load_examples([distilled], None, max_length), fraction)
     by_prompt: dict[tuple[int, ...], list[Continuation]] = {}
     for row in heldout.rows.select_columns(["prompt_ids", "response_ids"]):
@@ -120,7 +120,7 @@ def choose(policy: Policy, points: Sequence[Point]) -> Point:
 def keep_general(config: AlignConfig, run: Run) -> None:
     """Write, for every objective, the draft that the policy takes, and print the choice.
 
-    OUT/policy/NAME.json has the measured lines, the choice, and what it did on the set that was held back.
+    OUT/policy/NAME.json has the measured lines, the choice, and its change on the held-back set.
     """
     assert config.draft is not None
     loaded = cache(lambda: _load(config))
@@ -134,7 +134,7 @@ def keep_general(config: AlignConfig, run: Run) -> None:
         names = {"id": "ID", "general": "general text"}
         changes = [_in_words(change, names.get(kind, kind)) for kind, change in point["change"].items()]
         changes += [
-            f"{_in_words(change, kind)}, on which nothing was chosen" for kind, change in record["held_back"].items()
+            f"{_in_words(change, kind)}, held back from the choice" for kind, change in record["held_back"].items()
         ]
         say(f"{merged}: interpolation weight {weight:g} towards {chosen} ({'; '.join(filter(None, changes))})")
 
@@ -146,7 +146,7 @@ def _in_words(change: Mapping[str, Any], where: str) -> str:
 
 
 def _load(config: AlignConfig) -> tuple[LoadedPair, dict[str, tuple[Sampling, list[Continuation]]]]:
-    """Target and base, and by kind the texts with the distribution that they were drawn from."""
+    """Load target and base; return also, by kind, the texts and the sampling that drew them."""
     assert config.draft is not None
     pair = load_pair(config.target, {"base": config.draft}, **loading(config))
     distilled = str(Path(config.out) / "distilled")
@@ -167,14 +167,14 @@ def _load(config: AlignConfig) -> tuple[LoadedPair, dict[str, tuple[Sampling, li
         answers = measure.answers(pair.target, prompts, served, **options)
         texts[name] = (served, [row for row in answers if row.output_ids])
     if empty := next((kind for kind, (_, rows) in texts.items() if len(rows) < 2), None):
-        raise InputError(f"policy: {len(texts[empty][1])} texts to measure {empty} on are too few; use --policy id")
+        raise InputError(f"policy: {len(texts[empty][1])} texts are too few to measure {empty} on; use --policy id")
     return pair, texts
 
 
 def _measure(
     config: AlignConfig, runs: Sequence[str], pair: LoadedPair, texts: Mapping[str, tuple[Sampling, list[Continuation]]]
 ) -> dict[str, Any]:
-    """The rule, the measured lines, the chosen point, and its change on the set that is held back."""
+    """The rule, the measured lines, the chosen point, and its change on the held-back set."""
     assert config.policy is not None
     held_back = list(parse_named("tune", config.tune))[1:][-1:]
 
@@ -186,7 +186,7 @@ def _measure(
         )
         assert isinstance(base, PreTrainedModel) and isinstance(draft, PreTrainedModel)
         if (ids_D := draft_vocabulary(draft)) is not None and draft_vocabulary(base) is None:
-            # The whole line drafts these tokens only, and so does what is merged on it.
+            # All drafts of the line draft these tokens only, and so does the merged one.
             base = copy.deepcopy(base)
             trim(base, ids_D)
         drafts = {f"{weight:g}": between(base, draft, weight) for weight in weights}
@@ -204,7 +204,7 @@ def _measure(
     kinds = [kind for kind in texts if kind not in held_back]
     points = [point for run in runs for point in line(run, WEIGHTS, kinds)]
     chosen = choose(config.policy, points)
-    # What was held back is measured when nothing can be chosen by it any more.
+    # The held-back set is measured after the choice, so it cannot influence it.
     after = line(chosen.run, list(dict.fromkeys((0.0, chosen.weight))), held_back)[-1].change if held_back else {}
     return {
         "policy": config.policy,

@@ -118,7 +118,7 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
 def _planned(config: DecodeConfig) -> str | None:
     """The plan that is kept beside the draft; None without one."""
     if len(config.draft) != 1 or config.proposer is not None:
-        raise InputError("tree: auto is the plan of one --draft, without --proposer; name one, or write a tree")
+        raise InputError("tree: auto reads the plan of a draft; give one --draft and no --proposer, or write a tree")
     plan = Path(config.draft[0]) / "plan.json"
     if plan.is_file():
         return f"auto:{plan}"
