@@ -178,7 +178,7 @@ def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_t
     # A draft that has one gets no other, and that is said before anything is made.
     more = ["--draft", out / "jsd", "--out", tmp_path / "none", "--train.draft_vocab_size", 120]
     code, _, err = door("align", *words, *more)
-    assert code == 2 and f"train.draft_vocab_size: {out / 'jsd'} has its own" in err.splitlines()[-1]
+    assert code == 2 and f"train.draft_vocab_size: {out / 'jsd'} already has one" in err.splitlines()[-1]
     assert not (tmp_path / "none" / "align.yaml").exists()
 
 
