@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-_URL = re.compile(r"(\w[\w.+-]*://)(?:[^\s/?]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*?(?=:?(?:[\s'\"]|$)))?")
+_URL = re.compile(r"(\w[\w.+-]*://)(?:[^\s/?]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*?(?=(?::(?:\d+:)?)?(?:[\s'\"]|$)))?")
 
 
 def without_secrets(value: Any) -> Any:

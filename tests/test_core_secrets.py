@@ -67,3 +67,4 @@ def test_what_is_no_secret_stays() -> None:
         assert without_secrets(text) == text
     config = {"ood": ["x=https://me:a@b@c/d?e=f"], "seed": 3}
     assert without_secrets(config) == {"ood": ["x=https://c/d"], "seed": 3}
+    assert without_secrets("https://me:a@b/c.jsonl?e=f:2: not valid JSON") == "https://b/c.jsonl:2: not valid JSON"
