@@ -34,7 +34,15 @@ def parse(cls: type[C], command: str, argv: list[str], modes: Mapping[str, str] 
     modes: by key, what the command does when that option is typed, for the help.
     """
     table = {option.key: option for option in options_of(cls)}
-    words = [_underscored(word) for word in argv]
+    words: list[str] = []
+    known = {"-h", "--help", "--config", "--json", "--print_config", *(f"--{key}" for key in table)}
+    for word in argv:
+        option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
+        single = option is not None and not (option.many or option.switch)
+        if single and word.startswith("-") and _underscored(word).partition("=")[0] not in known:
+            words[-1] += f"={word}"  # argparse takes a word that begins with a dash for an option
+        else:
+            words.append(_underscored(word))
     if asked := {"-h", "--help", "--help=all"} & set(words):
         everything = "--help=all" in asked or words[-2:] == ["--help", "all"]
         sys.stdout.write(parser(cls, command, everything, modes).format_help())

@@ -100,6 +100,13 @@ def test_text_is_taken_as_it_is_typed(text: str) -> None:
     assert read("--name", text, "--note", text, "--words", text) == Options(name=text, note=text, words=[text])
 
 
+def test_the_single_value_of_an_option_may_begin_with_a_dash() -> None:
+    assert read("--name", "-x", "--note", "--foo-bar", "--loud") == Options(name="-x", note="--foo-bar", loud=True)
+    assert read("--name", "--foo=a-b") == Options(name="--foo=a-b")
+    assert "--inner.rate: must be greater than 0" in refusal("--name", "a", "--inner.rate", "-1e-3")
+    assert "--name: expected one argument" in refusal("--name", "--note", "b")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
