@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith_core.errors import InputError, first_line, nearest, one_line, without_secrets
+from draftsmith_core.errors import InputError, first_line, nearest, one_line, require_package, without_secrets
 
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
@@ -189,6 +189,8 @@ def _file_records(source: str, suffix: str) -> Iterator[Record]:
                 if isinstance(row, dict) or row.strip():
                     yield Record(number, row)
     except (OSError, ValueError, ImportError, pyarrow.ArrowException) as error:
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            require_package(error.__cause__.name or "", source)
         reason = getattr(error, "strerror", None) or first_line(error)
         raise InputError(f"{source}: cannot be read ({reason})") from None
 

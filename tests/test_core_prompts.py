@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,10 @@ def test_a_key_that_could_be_meant_for_the_prompt_and_is_not_read_is_named_once(
     assert [record.getMessage() for record in caplog.records] == [warning]
 
 
-def test_the_same_rows_are_the_same_prompts_wherever_they_are(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_same_rows_are_the_same_prompts_wherever_they_are(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
     rows = [{"id": f"r{number}", "prompt": f"The {number}", "domain": None} for number in range(5)]
     source = Path(jsonl(tmp_path / "rows.jsonl", *rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -253,6 +257,7 @@ def test_the_same_rows_are_the_same_prompts_wherever_they_are(tokenizer: Tokeniz
         ("memory://prompts/none.jsonl", "cannot be read (/prompts/none.jsonl)"),
         ("memory://prompts/rows.csv", "is not a .jsonl or .parquet file"),
         ("nonsense://rows.jsonl", "cannot be read (Protocol not known: nonsense)"),
+        ("https://127.0.0.1/rows.jsonl", "needs aiohttp, which is not installed; pip install aiohttp"),
     ):
         with pytest.raises(InputError) as error:
             read_prompts(url, tokenizer)
