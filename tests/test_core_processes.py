@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.__main__ import main
-from draftsmith_core.processes import divided, on_main, settle_threads
+from draftsmith_core.processes import divided, launcher_request, on_main, settle_threads
 
 
 def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,3 +90,16 @@ def test_commands_settle_it_before_torch_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "PASSIVE"]
+
+
+def test_settings_of_the_launcher_that_nothing_follows_are_dropped_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "false")
+    assert [launcher_request() for _ in range(2)] == ["single", "single"]
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: ignoring the launcher's dynamo_backend; set `compile` instead",
+        "warning: ignoring the launcher's megatron_lm_config; use DDP, DeepSpeed or FSDP instead",
+    ]
