@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> bool:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--keep", nargs="*", default=[], help="NAME=PROMPTS: sets on which nothing may be lost")
     parser.add_argument("--require", nargs="+", default=["gain[recent] > 0", "gain >= -0.02"])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="that the log alone would fill; replay doubles them")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--max_new_tokens", type=int, default=64, help="of the texts that are replayed and measured")
     options = parser.parse_args(argv)
@@ -96,9 +96,9 @@ def main(argv: list[str] | None = None) -> bool:
     common, general = {"target": options.target}, str(out / "general")
     texts = {"prompts": f"token:{cut}", "temperature": 1.0, "max_new_tokens": options.max_new_tokens}
     ds.distill(ds.DistillConfig(**common, **texts, out=general))
-    training = {"objective": "jsd:beta=0.5", "steps": options.steps, "optim": Optim(lr=options.lr)}
+    training = {"objective": "jsd:beta=0.5", "steps": 2 * options.steps, "optim": Optim(lr=options.lr)}
     training |= {"max_length": min(2048, max(len(ids) + len(answer) for _, ids, answer in rows))}
-    data = {"data": [str(out / "logged")], "heldout_fraction": 0.1, "replay": [general], "replay_fraction": 0.7}
+    data = {"data": [str(out / "logged")], "heldout_fraction": 0.1, "replay": [general], "replay_fraction": 0.5}
     ds.train(ds.TrainConfig(**common, **training, **data, draft=str(old), out=str(new)))
 
     drafts = {"draft": [f"old={old}", f"new={new}"], "id": [f"recent={out / 'recent.jsonl'}"], "ood": options.keep}
