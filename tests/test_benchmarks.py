@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import peers, sections, sixteen_bits
+from benchmarks import lengths, peers, sections, sixteen_bits
 from benchmarks import train as bench_train
 from benchmarks.decode import TARGET
 from benchmarks.methods import Pair, build, endless
@@ -20,6 +21,7 @@ from benchmarks.sections import Bench
 from benchmarks.widen import main as widen_main
 from decode.native import kernel
 from drafts.make.widen import widen
+from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -212,3 +214,26 @@ def test_the_methods_of_the_training_benchmark_make_the_same_step(objective: str
         assert bench_train.apart(step.draft, steps["chunked"].draft) < 1e-6, name
     found = bench_train.loss_by_chunk(options)
     assert found["default"]["tokens"] == 36 and found["default"]["seconds"] > 0
+
+
+def test_lengths_measures_every_cell_once_and_resumes(tmp_path: Path) -> None:
+    options = lengths.Options(
+        out=str(tmp_path / "lengths.json"), prompts=4, group=2, new_tokens=80, batch=[1, 2], prompt_tokens=[8, 510],
+        timed_tokens=4, rounds=1, threads=1,
+    )  # fmt: skip
+    found = lengths.run(options)
+    names = {"alpha 0", "alpha 2", "batch 1 8", "batch 2 8", "prompt 1 8", "prompt 1 510"}
+    assert set(found["cells"]) == names and "left_out" in found["cells"]["prompt 1 510"]
+    first, second = found["summary"]["alpha"]
+    assert (first["from"], first["to"], second["from"], second["to"]) == (0, 63, 64, 79)
+    assert all(0 < row["alpha"]["low"] <= row["alpha"]["value"] <= row["alpha"]["high"] < 1 for row in (first, second))
+    assert all(row["tau"] >= 1 and row["without_prompt"][0] > 0 for row in found["summary"]["speed"][:3])
+    # A kept cell is not measured again; one that is missing is.
+    del found["cells"]["alpha 2"]
+    found["cells"]["alpha 0"]["sums"][0] = [1.0, 1.0]
+    (tmp_path / "lengths.json").write_text(json.dumps(found))
+    again = lengths.run(options)["cells"]
+    assert set(again) == names and again["alpha 0"]["sums"][0] == [1.0, 1.0]
+    assert "the models reach 512 positions" in lengths.tables(found["summary"])
+    with pytest.raises(InputError, match="other options: rounds is 1, now it is 2"):
+        lengths.run(replace(options, rounds=2))
