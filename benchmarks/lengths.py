@@ -51,6 +51,8 @@ from eval.remarks import conditions, of_timing
 COMMAND = "benchmarks/lengths.py"
 SECTIONS = ("alpha", "batch", "prompt")
 FIRST_BIN, WARM_UP_TOKENS = 64, 4
+# Length of the prompts that `heldout_prompts` cuts.
+ANSWERED_TOKENS = 32
 SAMPLING = Sampling(temperature=1.0)
 
 
@@ -139,7 +141,9 @@ def cells_of(options: Options, tokenizer: Tokenizer, pair: Sequence[PreTrainedMo
     limit = min(context_length(model) or 10**9 for model in pair)
     texts = [row["text"] for row in corpus.passages("prose", corpus.split("prose").heldout)]
     text = [token for each in texts for token in encode_text(tokenizer, each)]
-    tokens = min(options.new_tokens, limit - 32)
+    tokens = min(options.new_tokens, limit - ANSWERED_TOKENS)
+    if (count := len(heldout_prompts(tokenizer, options.prompts))) < options.prompts:
+        raise InputError(f"--prompts {options.prompts}: the held-out prose has only {count} passages; ask for fewer")
     sizes = [("batch", size, options.prompt_tokens[0]) for size in options.batch]
     sizes += [("prompt", 1, length) for length in options.prompt_tokens]
 
@@ -160,14 +164,14 @@ def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
     """Alpha by bin with its change from the first bin, and speed-ups with the prompt's forward in and out."""
     found: dict[str, Any] = {"alpha": [], "speed": []}
     done = [cell for name, cell in cells.items() if name.startswith("alpha")]
-    if sums := [row for cell in done for row in cell["sums"]]:
+    if sums := [of_prompt for cell in done for of_prompt in cell["sums"]]:
         tokens, ends = done[0]["tokens"], [end for cell in done for end in cell["first_eos"]]
         picks, parts = resamples(len(sums), 2000, 0), []
         for index, (low, high) in enumerate(bins(tokens)):
-            parts.append(PromptSums.of([row[index] for row in sums], [high - low] * len(sums)))
-            row = {"from": low, "to": high - 1, "alpha": bootstrap.estimate(parts[-1], picks)}
+            parts.append(PromptSums.of([of_prompt[index] for of_prompt in sums], [high - low] * len(sums)))
+            alpha, change = bootstrap.estimate(parts[-1], picks), bootstrap.difference(parts[-1], parts[0], picks)
             ended = sum(end is not None and end < low for end in ends)
-            found["alpha"].append(row | {"change": bootstrap.difference(parts[-1], parts[0], picks), "ended": ended})
+            found["alpha"].append({"from": low, "to": high - 1, "alpha": alpha, "change": change, "ended": ended})
     conditioned = []
     for name, cell in cells.items():
         kind, *sizes = name.split()
