@@ -113,7 +113,7 @@ def test_rows_from_elsewhere(words: list[str], door: Door, target_dir: str) -> N
         ({"text": "no answer"}, f"needs `messages` that end with the assistant's answer, or {ids}"),
         ({"prompt_ids": [], "response_ids": [7, 8, 9]}, ""),
         ({"prompt_ids": [2**31], "response_ids": [7]}, ids),
-        ({"messages": [chat[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "an assistant turn of text"),
+        ({"messages": [chat[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "turn of text"),
         ("{broken", "not valid JSON"),
     ]
     words[4] = write_rows("rows.jsonl", *(row for row, _ in cases))
