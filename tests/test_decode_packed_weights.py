@@ -127,7 +127,9 @@ def read(function: Callable[[Any], Any]) -> Use:
     def use(model: Any) -> Iterator[Any]:
         yield
         with torch.no_grad():
-            yield function(model)
+            value = function(model)
+        # Outside the block: while this generator is suspended, its caller would compute without gradients.
+        yield value
 
     return use
 
