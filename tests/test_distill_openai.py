@@ -256,7 +256,7 @@ def test_a_mixture_of_temperatures_is_asked_for(words: list[str], door: Door, se
 def test_servers_that_must_not_be_used(words: list[str], door: Door, serve: Serve) -> None:
     first, other, moved = serve(), serve(model="another"), serve(moved_to="https://elsewhere")
     code, _, err = door(*words, first.url, other.url)
-    assert code == 2 and f"{other.url}: serves another, but {first.url} target" in err
+    assert code == 2 and f"{other.url}: serves another, but {first.url} serves target" in err
     code, _, err = door(*words, moved.url)
     assert code == 2 and "leads to https://elsewhere/v1/models" in err and not Path("set").exists()
 
