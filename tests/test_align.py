@@ -187,8 +187,6 @@ def test_killed_at_every_stage_ends_as_if_it_had_not_been(
 
 @pytest.mark.slow
 def test_all_stages_on_two_processes(
-    config: str,
-    sharing: str,
     spawn: Any,
     launch: Any,
     files: dict[str, str],
