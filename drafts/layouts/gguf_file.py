@@ -235,7 +235,8 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
         kind if token in known else TokenType.UNUSED for kind, token in zip(normal, vocabulary.tokens, strict=True)
     ]
     for i, token in added.items():
-        kinds[i] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+        if i < size:  # a tokenizer may have tokens that the model has no row for
+            kinds[i] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
     if tokenizer.unk_token is not None:
         kinds[known[tokenizer.unk_token]] = TokenType.UNKNOWN
     writer.add_tokenizer_model(vocabulary.model)
