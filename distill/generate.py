@@ -27,7 +27,6 @@ from draftsmith_core import options
 from draftsmith_core.errors import InputError, counted
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_atomic
-from draftsmith_core.options import takes
 from draftsmith_core.processes import Terminated, join_processes, on_main
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
@@ -48,13 +47,13 @@ _SUMMARY = (
 )
 
 
-@takes(DistillConfig)
-def distill(config: DistillConfig, command: str | None = None) -> dict[str, Any]:
+def distill(config: DistillConfig | None = None, command: str | None = None, **options: Any) -> dict[str, Any]:
     """Make the distilled set, or resume one that a killed run left; return its summary.
 
     command: the command line to record, by default the one of `config`. Raise InputError for invalid input and RunError
     for failures of the run.
     """
+    config = config or DistillConfig(**options)
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     try:

@@ -22,7 +22,6 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source, why_not
 from draftsmith_core.io import read_json
 from draftsmith_core.models import text_config
-from draftsmith_core.options import takes
 from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 
 DRAFT_TOKENS = 4
@@ -233,13 +232,13 @@ RULES: tuple[Rule, ...] = (
 # fmt: on
 
 
-@takes(DoctorConfig)
-def examine(config: DoctorConfig) -> dict[str, Any]:
+def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any]:
     """The verdict of every engine on a target and a draft.
 
     `loads`: whether it loads the pair without an error. `serves`: and the token ids mean the same to both models.
     `exports`: commands that write what the engine reads, in order, if it does not read these directories.
     """
+    config = config or DoctorConfig(**options)
     tokens = {}
     if config.plan is not None:
         plan = read_json(Path(config.plan), "a plan of `draftsmith plan`")

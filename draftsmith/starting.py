@@ -20,7 +20,6 @@ from draftsmith.config import InitConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, check_out, write_json_atomic, writing
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
-from draftsmith_core.options import takes
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.runs import command_line, provenance
@@ -36,8 +35,7 @@ _BATCH = 8
 _BLOCK = 1024  # tokens of a text that are read at a time
 
 
-@takes(InitConfig)
-def init(config: InitConfig) -> dict[str, Any]:
+def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
     """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and measure it.
 
     Return what `init --json` prints. Costs are parameters read per token. The rest are means over `positions` of the
@@ -45,6 +43,7 @@ def init(config: InitConfig) -> dict[str, Any]:
     `alpha_greedy_draft`, if the draft takes its likeliest token, p(argmax q); `alpha_match`, if draft and target must
     sample the same token, sum_x p q; `missing_mass`, the target's probability of tokens that the draft cannot draft.
     """
+    config = config or InitConfig(**options)
     out = Path(config.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists and is not empty; name another directory")

@@ -30,7 +30,7 @@ import inspect
 import os
 import re
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform
@@ -127,23 +127,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def takes(config: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Let a function of a configuration take its options themselves, too: `f(config)` or `f(target=..., out=...)`."""
-
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        own = inspect.signature(function).parameters
-
-        @functools.wraps(function)
-        def call(*words: Any, **named: Any) -> T:
-            if not words and "config" not in named:
-                words = (config(**{key: named.pop(key) for key in list(named) if key not in own}),)
-            return function(*words, **named)
-
-        return call
-
-    return decorate
 
 
 @options

@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -14,7 +15,6 @@ from drafts.vocabulary import vocabulary_map
 from draftsmith_core.errors import InputError, RunError, without_secrets
 from draftsmith_core.io import remove_leftovers
 from draftsmith_core.models import reset_peak_memory, resolve_device
-from draftsmith_core.options import takes
 from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
@@ -34,14 +34,14 @@ from eval.schema import Remark
 from eval.tracking import track
 
 
-@takes(EvalConfig)
-def evaluate(config: EvalConfig) -> Results:
+def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
     """Measure every draft on every suite, write results.json, report.html and plots/, and return the results.
 
     Launched processes divide the prompts and find the same bytes as one, except for the clock, which runs in one of
     them. A killed run resumes from OUT/cells. Raise InputError before the first measurement, and RequirementError, once
     everything is written, if a requirement is not met.
     """
+    config = config or EvalConfig(**options)
     started = time.time()
     request = check(config)
     check_tracker(config.tracker)

@@ -22,7 +22,6 @@ from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import counted
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.models import eos_ids, vocabulary_size
-from draftsmith_core.options import takes
 from draftsmith_core.processes import say
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt
@@ -343,9 +342,9 @@ def _engines(kind: str, expected: _Expected, longest: int) -> list[dict[str, Any
     return rows
 
 
-@takes(PlanConfig)
-def plan(config: PlanConfig) -> dict[str, Any]:
+def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     """Find the fastest tree for a pair, write it to `config.file` with all that it is based on, and return it."""
+    config = config or PlanConfig(**options)
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}

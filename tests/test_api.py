@@ -191,7 +191,7 @@ def test_the_stages_are_the_functions_of_the_commands(
     parts = [next((tmp_path / side).glob("*.parquet")).read_bytes() for side in ("py", "sh")]
     assert parts[0] == parts[1]
     # A function takes a configuration, or its options.
-    lengths = {"steps": 2, "max_length": 64, "heldout_fraction": 0.3}
+    lengths: dict[str, Any] = {"steps": 2, "max_length": 64, "heldout_fraction": 0.3}
     trained = ds.train(**common, out=tmp_path / "d", data=[tmp_path / "py"], draft=draft_dir, **lengths)
     assert trained["steps"] == 2
     with pytest.raises(ds.InputError, match="stesp"):

@@ -23,7 +23,6 @@ from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import remove_leftovers
 from draftsmith_core.models import check_tokenizer, context_length, dtype_name, fingerprint, load_model, vocabulary_size
 from draftsmith_core.options import identity as identity_options
-from draftsmith_core.options import takes
 from draftsmith_core.processes import Terminated, is_main, leave_processes, on_main, say
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.runs import Run, command_line, provenance, read_record
@@ -43,8 +42,9 @@ from train.smoke import make_inputs, smoke_config
 log = logging.getLogger(__name__)
 
 
-@takes(TrainConfig)
-def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | None = None) -> dict[str, Any]:
+def train(
+    config: TrainConfig | None = None, command: str | None = None, *, loss: LossFn | None = None, **options: Any
+) -> dict[str, Any]:
     """Train to the end, resuming what a killed run left. Return the summary.
 
     command: the command line to record. loss: your own loss in place of `config.objective`
@@ -52,6 +52,7 @@ def train(config: TrainConfig, command: str | None = None, *, loss: LossFn | Non
     RunError for what fails while running. SIGTERM ends it with Terminated (exit code 143) and Ctrl-C with
     KeyboardInterrupt, with a checkpoint of that step.
     """
+    config = config or TrainConfig(**options)
     out = Path(f"{config.out}-smoke" if config.smoke else config.out)
     if config.push_to_hub is not None and not config.smoke:
         check_push(config.push_to_hub)

@@ -27,16 +27,15 @@ from drafts.neighbours import Proof, compared, probe_ids, program, work
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, writing
 from draftsmith_core.models import fingerprint, text_config
-from draftsmith_core.options import takes
 from draftsmith_core.runs import RECORD, command_line, hold, provenance
 
 
-@takes(ExportConfig)
-def export(config: ExportConfig) -> dict[str, Any]:
+def export(config: ExportConfig | None = None, **options: Any) -> dict[str, Any]:
     """Write `config.out` whole or not at all; the summary: format, files, bytes and how it was proven.
 
     Raises InputError for what the layout cannot say, so that no engine computes something else silently.
     """
+    config = config or ExportConfig(**options)
     source = load_source(config.draft, config.target, config.dtype, config.trust_remote_code, config.revision)
     write = WRITERS.get((config.format, source.kind))
     if write is None:

@@ -37,11 +37,6 @@ class Facts:
     id_only: str = ""
 
 
-def most_prompts(config: AlignConfig, on_gpu: bool) -> int:
-    """Number of prompts to read at most."""
-    return config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)
-
-
 def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]:
     """Return the options with nothing left open, and one line per choice: key, value and reason."""
     sections = {name: copy.deepcopy(getattr(config, name)) for name in ("distill", "train", "eval")}

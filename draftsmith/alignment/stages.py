@@ -30,7 +30,6 @@ from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, read_json, sha256_file, write_json_atomic, write_rows, write_text_atomic
 from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
-from draftsmith_core.options import takes
 from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
 from draftsmith_core.prompt_rows import asked_of, iterate_records, iterate_rows, parse_named, parse_record
 from draftsmith_core.prompts import PromptSet, read_prompts
@@ -48,14 +47,14 @@ _NOT_IDENTITY = ("out", "device", "push_to_hub")
 _SECTIONS = ("distill", "train", "eval")
 
 
-@takes(AlignConfig)
-def align(config: AlignConfig) -> Results:
+def align(config: AlignConfig | None = None, **options: Any) -> Results:
     """Distil, train, evaluate and report; return the results. What `config` leaves open is chosen, and printed.
 
     Everything is under `config.out`: align.yaml (the options with nothing left open), prompts/, distilled/, one
     checkpoint per objective, eval/. Every stage resumes what a killed run left. Of several processes all generate,
     train and evaluate. Raise InputError for bad input, RunError for a run that failed.
     """
+    config = config or AlignConfig(**options)
     return run_stages(config)[1]
 
 

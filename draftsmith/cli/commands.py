@@ -5,7 +5,6 @@ for a person, and where results miss a requirement the error that says so.
 """
 
 import importlib
-import inspect
 import json
 import shlex
 import shutil
@@ -73,7 +72,7 @@ def _stats(config: Any, command: str) -> Done:
 def _train(config: Any, command: str) -> Done:
     from train.training_run import train
 
-    summary = inspect.unwrap(train)(config, command)  # one frame less in every traceback and profile
+    summary = train(config, command)
     alpha = f", alpha {summary['heldout_alpha']:.4f}" if "heldout_alpha" in summary else ""
     line = f"{summary['checkpoint']}: {summary['steps']} steps, best held-out loss {summary['heldout_loss']:.4f}"
     return summary, [f"{line}{alpha} at step {summary['best_step']}"]
