@@ -230,15 +230,15 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
     from gguf import TokenType
 
     vocabulary, added, known = described(tokenizer, size), tokenizer.added_tokens_decoder, tokenizer.get_vocab()
-    normal = [TokenType.BYTE if _is_byte(token) else TokenType.NORMAL for token in vocabulary.tokens]
-    kinds = [
-        kind if token in known else TokenType.UNUSED for kind, token in zip(normal, vocabulary.tokens, strict=True)
-    ]
-    for i, token in added.items():
-        if i < size:  # a tokenizer may have tokens that the model has no row for
-            kinds[i] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+    declared = {i: TokenType.CONTROL if t.special else TokenType.USER_DEFINED for i, t in added.items()}
     if tokenizer.unk_token is not None:
-        kinds[known[tokenizer.unk_token]] = TokenType.UNKNOWN
+        declared[known[tokenizer.unk_token]] = TokenType.UNKNOWN
+    by_spelling = [
+        TokenType.UNUSED if token not in known else TokenType.BYTE if _is_byte(token) else TokenType.NORMAL
+        for token in vocabulary.tokens
+    ]
+    # The tokenizer may declare tokens that the model has no row for; those stay out.
+    kinds = [declared.get(i, kind) for i, kind in enumerate(by_spelling)]
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.rules)
     if vocabulary.model == "llama":
