@@ -19,11 +19,11 @@ from typing import Any, cast
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.rebuild_pair import write_corpus
 from distill.config import DistillConfig
 from distill.generate import distill
 from drafts.make.fresh import read_per_token
 from draftsmith.config import InitConfig
-from draftsmith.demo.rebuild_pair import write_corpus
 from draftsmith.starting import alphas, answer_texts, init
 from draftsmith_core.command_line import parse
 from draftsmith_core.io import write_json_atomic

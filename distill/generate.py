@@ -79,8 +79,6 @@ def _distill(
     processes: "PartialState",
 ) -> dict[str, Any]:
     out = run.out
-    if engine.max_prompt_tokens is not None and engine.max_prompt_tokens < 1:
-        raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room for a prompt in the target's context")
     reader = PromptReader(
         config.prompts,
         tokenizer,

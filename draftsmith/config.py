@@ -151,8 +151,6 @@ class DemoConfig(ModelOptions):
     """Directory for everything, a copy of the pair and the prompts included."""
     short: bool = False
     """Use a few prompts and steps, to see in seconds that everything runs; the figures mean nothing."""
-    rebuild_pair: str | None = None
-    """Instead, train the shipped pair from nothing in this directory (about an hour on two cores)."""
 
 
 @options

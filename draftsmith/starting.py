@@ -21,7 +21,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, check_out, write_json_atomic, writing
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
 from draftsmith_core.processes import say
-from draftsmith_core.prompts import read_prompts
+from draftsmith_core.prompts import read_prompts, room_for_prompts
 from draftsmith_core.runs import command_line, provenance
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.settings import loading
@@ -139,9 +139,8 @@ def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokeniz
     """The target's answers to --prompts; empty without."""
     if config.prompts is None:
         return []
-    limit = context_length(target)
-    longest = None if limit is None else limit - config.max_new_tokens
-    limits: dict[str, Any] = {"max_tokens": longest, "limit": config.max_prompts}
+    room = room_for_prompts(context_length(target), config.max_new_tokens)
+    limits: dict[str, Any] = {"max_tokens": room, "limit": config.max_prompts}
     read = read_prompts(config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, **limits)
     if read.skipped:
         first = read.skipped[0]

@@ -39,8 +39,8 @@ def parse(cls: type[C], command: str, argv: list[str], modes: Mapping[str, str] 
     for word in argv:
         option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
         single = option is not None and not (option.many or option.switch)
-        if single and word.startswith("-") and _underscored(word).partition("=")[0] not in known:
-            words[-1] += f"={word}"  # argparse takes a word that begins with a dash for an option
+        if single and _underscored(word).partition("=")[0] not in known:
+            words[-1] += f"={word}"  # else argparse takes a value that begins with a dash for an option
         else:
             words.append(_underscored(word))
     if asked := {"-h", "--help", "--help=all"} & set(words):

@@ -84,8 +84,10 @@ def require_single_process(command: str) -> None:
 
 
 def launcher_request() -> Sharing:
-    """How processes share weights, by the environment variables of accelerate."""
-    _drop_unsupported()
+    """How processes share weights, by accelerate's variables. Unset unsupported ones, with a warning."""
+    for variable, advice in _UNSUPPORTED.items():
+        if os.environ.pop(variable, "no").lower() not in ("no", "false", ""):
+            say(f"warning: ignoring the launcher's {advice}")
     if _true("ACCELERATE_USE_DEEPSPEED"):
         return "zero"
     if _true(_FSDP) or _true(_HIDDEN_FSDP):
@@ -93,19 +95,12 @@ def launcher_request() -> Sharing:
     return "ddp" if launched() > 1 else "single"
 
 
-# Variables of accelerate that draftsmith does not support.
+# Variables with which accelerate would compile twice, or fail.
 _UNSUPPORTED = {
     "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend; set `compile` instead",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_config; use DDP, DeepSpeed or FSDP instead",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config; use DDP, DeepSpeed or FSDP instead",
 }
-
-
-def _drop_unsupported() -> None:
-    """Unset them with a warning: accelerate would compile twice, or fail."""
-    for variable, advice in _UNSUPPORTED.items():
-        if os.environ.pop(variable, "no").lower() not in ("no", "false", ""):
-            say(f"warning: ignoring the launcher's {advice}")
 
 
 def _true(variable: str) -> bool:
@@ -166,7 +161,6 @@ def join_processes(device: str) -> "PartialState":
 
     from draftsmith_core.models import resolve_device
 
-    _drop_unsupported()
     on_cpu = resolve_device(device).type == "cpu"
     with interruptible():
         state = PartialState(cpu=on_cpu, **process_group_options(on_cpu))

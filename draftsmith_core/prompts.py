@@ -194,6 +194,14 @@ def read_prompts(
     return PromptSet(reader.source, tuple(prompts), tuple(skipped), rows, more)
 
 
+def room_for_prompts(context: int | None, new_tokens: int, key: str = "max_new_tokens") -> int | None:
+    """Return how long a prompt may be if `new_tokens` follow it, None if unlimited; raise InputError for no room."""
+    room = None if context is None else context - new_tokens
+    if room is not None and room < 1:
+        raise InputError(f"{key}: {new_tokens} leaves no room in a context of {context}")
+    return room
+
+
 def token_runs(ids: Sequence[int], length: int) -> set[tuple[int, ...]]:
     """All runs of `length` tokens of a prompt."""
     return {tuple(ids[start : start + length]) for start in range(len(ids) - length + 1)}

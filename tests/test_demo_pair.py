@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from draftsmith.demo import corpus, rebuild_pair
+from benchmarks import rebuild_pair
+from draftsmith.demo import corpus
 from draftsmith.demo.corpus import Document
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.tokenization import encode_text, load_tokenizer

@@ -13,6 +13,7 @@ from drafts.load import Draft, depth_limit, draft_fingerprint, kind_of, load_pai
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_tree_file
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
+from draftsmith_core.prompts import room_for_prompts
 from draftsmith_core.sampling import generator
 from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer
@@ -33,7 +34,7 @@ class HFEngine:
         pair = load_pair(config.target, drafts, tokenizer=tokenizer, **loading(config))
         self._model = model = pair.target
         self.identity = {"target_fingerprint": fingerprint(model), "target_dtype": dtype_name(model)}
-        self.max_prompt_tokens = None if pair.context is None else pair.context - config.max_new_tokens
+        self.max_prompt_tokens = room_for_prompts(pair.context, config.max_new_tokens)
         self.tree = ""
         take_over(model, *pair.drafts.values())
         try:

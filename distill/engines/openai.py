@@ -17,6 +17,7 @@ from distill.config import DistillConfig
 from distill.engines import Answer, AnswerRequest, Done, Failed, RemoteTarget, sampling_of
 from distill.engines.server import Completion, NoAnswer, Server
 from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.prompts import room_for_prompts
 from draftsmith_core.tokenization import Tokenizer
 
 # Attempts per request that a server may have seen, and the silence of all servers after which the run ends.
@@ -51,7 +52,7 @@ class OpenAIEngine:
         self._spent_requests = self._spent_tokens = 0
         length = _run(self._probe())
         self.takes_ids = all(server.dialect.ids for server in self._servers if server.dialect is not None)
-        self.max_prompt_tokens = None if length is None else length - config.max_new_tokens
+        self.max_prompt_tokens = room_for_prompts(length, config.max_new_tokens)
         self.identity: dict[str, Any] = {"target_fingerprint": None, "served_model": self._completion.model}
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:

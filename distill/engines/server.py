@@ -33,6 +33,7 @@ _NO_FAULT = (*range(300, 400), 402, 404, 405, 409, 410, 425, 429, 503)
 _RETRY = (408, *_NO_FAULT)
 
 
+@dataclass(eq=False)
 class NoAnswer(Exception):
     """A request without an answer.
 
@@ -40,19 +41,12 @@ class NoAnswer(Exception):
     the delay that the server asks for. garbled: the server replied, with something that is no completion.
     """
 
-    def __init__(
-        self,
-        reason: str,
-        status: int = 0,
-        *,
-        retry: bool = True,
-        counts: bool = True,
-        after_s: float = 0.0,
-        garbled: bool = False,
-    ) -> None:
-        super().__init__(reason)
-        self.reason, self.status, self.retry, self.counts = reason, status, retry, counts
-        self.after_s, self.garbled = after_s, garbled
+    reason: str
+    status: int = 0
+    retry: bool = True
+    counts: bool = True
+    after_s: float = 0.0
+    garbled: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from distill.config import DistillConfig
 from distill.engines import Answer, AnswerRequest, Done, Failed, RemoteTarget, at_temperature, sampling_of
 from draftsmith_core.errors import InputError, RunError, one_line
 from draftsmith_core.processes import require_single_process
+from draftsmith_core.prompts import room_for_prompts
 from draftsmith_core.teacher_rows import pack
 from draftsmith_core.tokenization import Tokenizer
 
@@ -43,7 +44,7 @@ class VLLMEngine:
         except (OSError, RuntimeError, ValueError) as error:
             raise InputError(f"{config.target}: vLLM cannot run it: {one_line(error)[:300]}") from None
         model = self._llm.llm_engine.model_config
-        self.max_prompt_tokens: int | None = model.max_model_len - config.max_new_tokens
+        self.max_prompt_tokens = room_for_prompts(model.max_model_len, config.max_new_tokens)
         self.identity: dict[str, Any] = {"target_fingerprint": None, "target_dtype": str(model.dtype)}
         self._max_new_tokens, self._k = config.max_new_tokens, min(config.teacher_top_k, model.get_vocab_size())
         self._vocabulary = model.get_vocab_size()

@@ -113,13 +113,8 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
     choose("train.save_every", max(1, min(50, steps // 5)), "a killed run loses at most this many steps")
     large = gpu and draft >= _LARGE
     choose("train.gradient_checkpointing", large, f"{place}, {size}")
-    if context is not None:
-        for key, value, least in (
-            ("distill.max_new_tokens", answer, context - 1),
-            ("train.max_length", length, context),
-        ):
-            if value > least:
-                raise InputError(f"{key}: {value} leaves no room in a context of {context}")
+    if context is not None and length > context:
+        raise InputError(f"train.max_length: {length} is longer than the context of {context}")
 
     choose("eval.temperature", sorted({0.0, sections["distill"]["temperature"]}), "greedy, and as distilled")
     choose("eval.tree", ["chain:4", "kary:4,2,2"] if gpu else ["chain:2", "kary:3,2"], place)

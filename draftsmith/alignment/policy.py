@@ -28,7 +28,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import dtype_name
 from draftsmith_core.processes import say
 from draftsmith_core.prompt_rows import parse_named
-from draftsmith_core.prompts import read_prompts
+from draftsmith_core.prompts import read_prompts, room_for_prompts
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import Sampling, loading
 from eval import measure
@@ -62,14 +62,6 @@ class Point:
     weight: float
     alpha: dict[str, Estimate]
     change: dict[str, Estimate]
-
-
-def free_texts(pair: LoadedPair, count: int, max_new_tokens: int, seed: int) -> list[Continuation]:
-    """Return `count` texts of at most `max_new_tokens` that the target writes by itself at temperature 1."""
-    prompts = read_prompts(f"self:{count}", pair.tokenizer).prompts
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": 16, "seed": seed}
-    written = measure.answers(pair.target, prompts, Sampling(temperature=1.0), **options)
-    return [row for row in written if row.output_ids]
 
 
 def heldout_answers(distilled: str, max_length: int, fraction: float) -> list[Continuation]:
@@ -152,20 +144,18 @@ def _load(config: AlignConfig) -> tuple[LoadedPair, dict[str, tuple[Sampling, li
     distilled = str(Path(config.out) / "distilled")
     longest = min(config.distill["max_new_tokens"], (pair.context or 1 << 30) - 2)
     given = {key: config.distill.get(key) for key in ("temperature", "top_k", "top_p", "min_p")}
-    served, free = (
-        Sampling(**{key: value for key, value in given.items() if value is not None}),
-        Sampling(temperature=1.0),
-    )
+    served = Sampling(**{key: value for key, value in given.items() if value is not None})
     heldout = heldout_answers(distilled, config.train["max_length"], config.train["heldout_fraction"])
-    texts = {"id": (served, heldout), "general": (free, free_texts(pair, TEXTS, longest, config.seed))}
-    for name, source in parse_named("tune", config.tune).items():
-        room = None if pair.context is None else pair.context - longest
-        prompts = read_prompts(
-            source, pair.tokenizer, prompt_tokens=config.prompt_tokens, max_tokens=room, limit=TEXTS
-        ).prompts
+    texts = {"id": (served, heldout)}
+    room = room_for_prompts(pair.context, longest)
+    sources = {"general": f"self:{TEXTS}"} | parse_named("tune", config.tune)
+    for name, source in sources.items():
+        drawn = Sampling(temperature=1.0) if name == "general" else served
+        limits: dict[str, Any] = {"prompt_tokens": config.prompt_tokens, "max_tokens": room, "limit": TEXTS}
+        prompts = read_prompts(source, pair.tokenizer, **limits).prompts
         options: dict[str, Any] = {"max_new_tokens": longest, "batch_size": 16, "seed": config.seed}
-        answers = measure.answers(pair.target, prompts, served, **options)
-        texts[name] = (served, [row for row in answers if row.output_ids])
+        answers = measure.answers(pair.target, prompts, drawn, **options)
+        texts[name] = (drawn, [row for row in answers if row.output_ids])
     if empty := next((kind for kind, (_, rows) in texts.items() if len(rows) < 2), None):
         raise InputError(f"policy: {len(texts[empty][1])} texts are too few to measure {empty} on; use --policy id")
     return pair, texts

@@ -32,7 +32,7 @@ from draftsmith_core.io import canonical_json, read_json, sha256_file, write_jso
 from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
 from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
 from draftsmith_core.prompt_rows import asked_of, iterate_records, iterate_rows, parse_named, parse_record
-from draftsmith_core.prompts import PromptSet, read_prompts
+from draftsmith_core.prompts import PromptSet, read_prompts, room_for_prompts
 from draftsmith_core.runs import Run, difference
 from draftsmith_core.settings import loading, resolve_sampling, tokenizing
 from draftsmith_core.tokenization import load_tokenizer
@@ -173,9 +173,7 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     def read(source: str, section: str, limit: int) -> PromptSet:
         """Prompts that leave room for the new tokens of a stage."""
         tokens = getattr(config, section).get("max_new_tokens") or 1
-        room = None if pair.context is None else pair.context - tokens
-        if room is not None and room < 1:
-            raise InputError(f"{section}.max_new_tokens: {tokens} leaves no room in a context of {pair.context}")
+        room = room_for_prompts(pair.context, tokens, f"{section}.max_new_tokens")
         return read_prompts(source, tokenizer, prompt_tokens=config.prompt_tokens, max_tokens=room, limit=limit)
 
     most = config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)

@@ -110,11 +110,6 @@ def _demo(config: Any, command: str) -> Done:
     from draftsmith_core.processes import from_main
     from eval.summary import summary as eval_summary
 
-    if config.rebuild_pair is not None:
-        from draftsmith.demo.rebuild_pair import rebuild
-
-        pair = rebuild(demo_run.RECIPES, Path(config.rebuild_pair), config.device)
-        return {"pair": str(pair)}, [f"{pair}: target/ and base/, as in {demo_run.PAIR}"]
     started = time.monotonic()
     options, results = run_stages(demo_run.prepare(Path(config.out), config.short, config.device, config.dtype))
     large = demo_run.time_large(options, config.short)
@@ -285,7 +280,7 @@ def run(name: str, argv: list[str]) -> None:
 
             print("\n" + terminal(shutil.get_terminal_size().columns))
         raise
-    if not command.parallel or getattr(config, "rebuild_pair", None) is not None:
+    if not command.parallel:
         require_single_process(name)
     summary, lines, *missed = command.function(config, shlex.join(["draftsmith", name, *argv]))
     if is_main():

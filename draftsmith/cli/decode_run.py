@@ -27,7 +27,7 @@ from draftsmith_core.models import peak_memory
 from draftsmith_core.options import identity
 from draftsmith_core.processes import say
 from draftsmith_core.progress import progress
-from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
+from draftsmith_core.prompts import Prompt, PromptSet, read_prompts, room_for_prompts
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
@@ -129,9 +129,7 @@ def _planned(config: DecodeConfig) -> str | None:
 
 
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
-    room = None if pair.context is None else pair.context - config.max_new_tokens
-    if room is not None and room < 1:
-        raise InputError(f"max_new_tokens: {config.max_new_tokens} leaves no room in a context of {pair.context}")
+    room = room_for_prompts(pair.context, config.max_new_tokens)
     if config.prompts is not None:
         limits: dict[str, Any] = {"max_tokens": room, "limit": config.max_prompts}
         return read_prompts(config.prompts, pair.tokenizer, prompt_tokens=config.prompt_tokens, **limits)

@@ -1,7 +1,11 @@
-"""Rebuild the nano pair that ships with the project: corpus, tokenizer, target, base draft, their perplexities."""
+"""Rebuild the nano pair that ships with the project: corpus, tokenizer, target, base draft, their perplexities.
+
+python -m benchmarks.rebuild_pair DIR
+"""
 
 import json
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.cli.commands import run
 from draftsmith.demo import corpus
+from draftsmith.demo.demo_run import RECIPES
 from draftsmith_core.io import atomic_dir, hash_json, read_json, write_json_atomic, write_rows
 from draftsmith_core.models import fingerprint, load_model
 from draftsmith_core.progress import track
@@ -119,3 +124,7 @@ def perplexity(checkpoint: Path, texts: Path, domain: str) -> float:
         total += float(cross_entropy(logits_NV, None, batch.labels_BT[valid]).double().sum())
         count += int(valid.sum())
     return round(math.exp(total / count), 3)
+
+
+if __name__ == "__main__":
+    rebuild(RECIPES, Path(sys.argv[1]), "auto")
