@@ -306,10 +306,6 @@ class Child:
         os.kill(int((self.directory / "pid").read_text()), number)
         (self.directory / "sent").touch()
 
-    @property
-    def ended(self) -> bool:
-        return (self.directory / "code").exists()
-
     def _until(self, name: str) -> None:
         while not (self.directory / name).exists():
             time.sleep(0.005)

@@ -305,21 +305,6 @@ def test_choices_follow_what_is_given() -> None:
     assert greedy.eval["temperature"] == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"ood": ["a/x.jsonl", "b/x.jsonl"]}, "the name 'x' is used twice; write NAME="),
-        ({"id": ["a=x"], "ood": ["a=y"]}, "is in another set too"),
-        ({"train": {"stesp": 1}}, "train.stesp: Extra inputs are not permitted"),
-        ({"eval": {"bootstrap": 3}}, "eval.bootstrap: must be greater than or equal to 100"),
-        ({"init": "prune", "draft": "d"}, "init: makes the draft that --draft would name"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ds.InputError, match=told):
-        AlignConfig(target="t", prompts="p", out="o", **options)
-
-
 def test_options_of_a_stage_reach_it(draft_dir: str) -> None:
     given: dict[str, Any] = {"anchor_kl": 0.3, "lora": {"rank": 2, "targets": ["q_proj"]}, "batch_size": 4}
     config = AlignConfig(target="t", draft=draft_dir, prompts="p", out="o", plain=True, train=given)

@@ -182,15 +182,6 @@ def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_t
     assert not (tmp_path / "none" / "align.yaml").exists()
 
 
-def test_a_policy_needs_a_language_model_to_go_back_to(
-    door: Door, prompts: str, target_dir: str, tmp_path: Path
-) -> None:
-    words: list[Any] = ["--target", target_dir, "--prompts", prompts, "--out", tmp_path / "out", *SMALL]
-    code, _, err = door("align", *words, "--policy", "no_loss")
-    assert code == 2 and "policy: no_loss cannot be followed (a head has no language model to go back to)" in err
-    assert not (tmp_path / "out" / "align.yaml").exists()
-
-
 def test_the_worst_set_stands_beside_the_pool() -> None:
     sets: dict[str, SuiteKind] = {"prose": "id", "code": "ood", "unicode": "ood"}
     results = view({"base": BASE, "jsd-balanced": {"id": 0.2, "ood": 0.1}}, sets)

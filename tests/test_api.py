@@ -210,12 +210,3 @@ def test_the_stages_are_the_functions_of_the_commands(
     assert isinstance(results, ds.Results)
     alpha = results.alpha("mine", "own", temperature=1.0)["value"]
     assert alpha == ds.Results.load(tmp_path / "eval").alpha("mine", "id", temperature=1.0)["value"]
-
-
-def test_what_a_callback_does_with_its_tokens_changes_no_output(pair: Pair) -> None:
-    def emptied(row: int, ids: list[int], from_draft: list[bool]) -> None:
-        ids.clear()
-        from_draft.clear()
-
-    plain, called = (pair.generate("The quick", max_new_tokens=12, on_tokens=each) for each in (None, emptied))
-    assert (called.output_ids, called.from_draft) == (plain.output_ids, plain.from_draft)

@@ -91,20 +91,6 @@ def test_rows_are_those_of_the_contract(
     assert "1 of 9 prompts skipped (row 4" in printed
 
 
-@pytest.mark.parametrize("temperature", ["0", "1"])
-def test_rows_do_not_depend_on_the_batch(
-    tmp_path: Path, door: Door, target_dir: str, draft_dir: str, prompts_file: str, temperature: str
-) -> None:
-    found = []
-    for size in (1, 3, 8):
-        out = tmp_path / f"{size}.jsonl"
-        words = ["--target", target_dir, "--draft", draft_dir, "--prompts", prompts_file, "--batch_size", size]
-        more = ["--temperature", temperature, "--max_new_tokens", "12", "--out", out]
-        assert door("decode", *words, *more)[0] == 0
-        found.append(timeless(read(out)))
-    assert found[0] == found[1] == found[2]
-
-
 def test_a_killed_run_continues_where_it_was(
     tmp_path: Path, spawn: Callable[..., Any], target_dir: str, draft_dir: str, prompts_file: str
 ) -> None:

@@ -8,13 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith_core.errors import InputError
 from draftsmith_core.io import (
     atomic_dir,
     atomic_file,
-    check_out,
-    make_dir,
-    read_json,
     remove_leftovers,
 )
 
@@ -76,30 +72,3 @@ def test_leftovers_are_told_from_files_that_are_not_ours(tmp_path: Path) -> None
     (tmp_path / ".part.parquet.tmp12").touch()
     remove_leftovers(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".hidden", "a.tmp1", "part.parquet"]
-
-
-def test_reading_json_names_the_place(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file; expected a manifest"):
-        read_json(tmp_path / "none.json", "a manifest")
-    (tmp_path / "bad.json").write_text('{\n "a": 1,\n "b" 2}')
-    with pytest.raises(InputError, match=r"bad\.json:3: not valid JSON"):
-        read_json(tmp_path / "bad.json", "a manifest")
-    (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(InputError, match=r"list\.json: holds a JSON list, not an object"):
-        read_json(tmp_path / "list.json", "a manifest")
-
-
-def test_where_the_command_runs_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "file").touch()
-    monkeypatch.chdir(tmp_path / "a")
-    for out in (".", "..", "b/..", str(tmp_path / "a")):
-        with pytest.raises(InputError, match="^--out .*: is where this command runs"):
-            check_out(out)
-    for path in ("../file/x/y", "../file/x.json"):
-        with pytest.raises(InputError, match=f"^--out {path}: .*/file is not a writable directory"):
-            check_out(path)
-    with pytest.raises(InputError, match="^--out ../file/sub: cannot be created"):
-        make_dir(Path("../file/sub"), "--out")
-    for out in ("b", "c", "c/d", "../e"):
-        check_out(out)

@@ -26,7 +26,6 @@ from draftsmith_core.models import (
     peak_memory,
     quantization,
     reset_peak_memory,
-    resolve_device,
     vocabulary_size,
 )
 from draftsmith_core.sampling import Sampling, generator
@@ -59,14 +58,6 @@ def test_a_fingerprint_follows_weights_and_architecture(target_dir: str, draft_d
     model = load_model(target_dir, device="cpu")
     model.config.rms_norm_eps = 0.5
     assert fingerprint(model) != before
-
-
-def test_devices() -> None:
-    assert resolve_device("cpu").type == "cpu"
-    assert resolve_device("auto").type in ("cpu", "cuda")
-    for name in ("abacus", "cuda:77", "meta", "mps"):
-        with pytest.raises(InputError, match=f"^--device {name}: "):
-            resolve_device(name)
 
 
 bnb = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")

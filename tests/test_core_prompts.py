@@ -13,7 +13,7 @@ import pytest
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.prompt_rows import count_rows
-from draftsmith_core.prompts import Prompt, PromptSet, Reasons, read_prompts
+from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -103,14 +103,6 @@ def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path: Path,
         assert reason in skipped.reason
 
 
-def test_long_tokens_do_not_make_a_text_short(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """The first characters of a text are tokenised first; when they hold too few tokens, the rest is."""
-    few = load_tokenizer(str(Path(tokenizer.name_or_path)))
-    few.add_tokens([" " * 500])
-    source = jsonl(tmp_path / "p.jsonl", {"text": " " * 5000 + "the fox"})
-    assert len(read_prompts(source, few, prompt_tokens=11).prompts[0].ids) == 11
-
-
 def test_limit_counts_rows_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = jsonl(tmp_path / "p.jsonl", {"prompt": ""}, {"prompt": "a"}, {"prompt": "b"}, {"nonsense": 1})
     prompts = read_prompts(source, tokenizer, limit=3)
@@ -191,23 +183,6 @@ def test_a_hub_dataset_is_read_by_name_and_split(monkeypatch: pytest.MonkeyPatch
     assert len(read_prompts("owner/name:validation", tokenizer).prompts) == 2
     assert len(read_prompts("owner/name", tokenizer, limit=1).prompts) == 1
     assert calls == [("owner/name", "validation", True), ("owner/name", "train", True)]
-
-
-def test_reasons_are_one_line_each() -> None:
-    reasons = Reasons()
-    assert reasons.lines("skipped") == []
-    for row, reason in (
-        (2, "is empty"),
-        (4, "700 tokens, more than 512"),
-        (7, "is empty"),
-        (9, "900 tokens, more than 5"),
-    ):
-        reasons.add(row, reason)
-    assert reasons.total() == 4
-    assert reasons.lines("skipped") == [
-        "2 skipped: is empty (row 2, the first)",
-        "2 skipped: 700 tokens, more than 512 (row 4, the first)",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """One run at a time writes a directory, and only a run of the same options continues it."""
 
-import json
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.runs import Run, claim, difference, hold
+from draftsmith_core.runs import Run, claim, hold
 
 ROOT = Path(__file__).parents[1]
 HOLDER = """
@@ -104,15 +103,6 @@ def test_a_directory_belongs_to_the_run_that_claimed_it(tmp_path: Path) -> None:
     )
 
 
-def test_a_finished_record_goes_before_the_one_in_the_making(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps({"identity": {"seed": 1}}))
-    records = ("manifest.json", "run.json")
-    assert claim(tmp_path, {"seed": 1}, records) is True
-    assert not (tmp_path / "run.json").exists()
-    with pytest.raises(InputError, match="with other options: seed is 1, now it is 2"):
-        claim(tmp_path, {"seed": 2}, records)
-
-
 def make_steps(out: Path, fail_at: int = 99) -> list[Any]:
     """A run of three steps and a journal that raises at its write number `fail_at`."""
     writes = 0
@@ -173,12 +163,3 @@ def test_a_journal_drops_what_a_kill_cut_short_and_what_another_run_wrote(tmp_pa
             assert journal.rows == []
             journal.remove()
     assert content(tmp_path) == {}
-
-
-def test_a_difference_is_named_by_its_key() -> None:
-    recorded = {"config": {"seed": 1, "optim": {"lr": 0.1}}, "data": "x"}
-    assert difference(recorded, recorded) is None
-    assert difference(recorded, {**recorded, "data": "y"}) == 'data is "x", now it is "y"'
-    other: dict[str, Any] = {"config": {"seed": 1, "optim": {"lr": 0.2}}, "data": "x"}
-    assert difference(recorded, other) == "optim.lr is 0.1, now it is 0.2"
-    assert difference({}, {"a": "z" * 99}) == 'a is null, now it is "' + "z" * 56 + "..."

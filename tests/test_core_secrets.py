@@ -1,6 +1,7 @@
 """Passwords and signatures of addresses (law 9) reach the store that they open, and no file or message."""
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from draftsmith_core.errors import without_secrets
 
 Door = Callable[..., tuple[int, str, str]]
 ADDRESS = "https://me:PASSWORD@store.example/rows.jsonl?sig=SIGNATURE"
-ROWS = "".join(f'{{"prompt": "The quick {number}"}}\n' for number in range(12)).encode()
+# Prompts, and answers to score.
+ANSWER = {"prompt_ids": [5, 6], "response_ids": [7, 8]}
+ROWS = "".join(json.dumps({"prompt": f"The quick {number}"} | ANSWER) + "\n" for number in range(12)).encode()
 
 
 def open_store(url: str, mode: str) -> io.BytesIO:
@@ -36,6 +39,7 @@ ALIGN = (
         "decode --target {target} --prompts {address} --out out/rows.jsonl --max_new_tokens 4 --json",
         "eval --target {target} --draft d={draft} --id s={address} --out out --max_new_tokens 4 --speed_prompts 0 "
         "--bootstrap 100 --json",
+        "distill --target {target} --score {address} --out out",
         "distill --target {target} --prompts {address}x --out out --max_new_tokens 4",
         "distill --target {target} --prompts {address} --out out --engine openai --endpoint http://me:PASSWORD@127.0.0.1:9",
         pytest.param(ALIGN, marks=pytest.mark.slow),

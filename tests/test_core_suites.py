@@ -174,15 +174,6 @@ def test_logs_of_a_server_are_prompts(tmp_path: Path) -> None:
     assert found == ["Hi", "Hello there", "Yo", image]
 
 
-@pytest.mark.parametrize("name", ["alpaca", "gsm8k_test", "humaneval"])
-def test_real_rows_are_prompts(name: str) -> None:
-    file = Path(__file__).parents[2] / "shared" / "data" / f"{name}.jsonl"
-    if not file.is_file():
-        pytest.skip(f"needs {file}")
-    rows = [row for _, row in iterate_rows(str(file))]
-    assert len(rows) >= 164 and all(row["messages"][0]["role"] == "user" for row in rows)
-
-
 def test_what_has_no_name_is_called_as_its_file_or_directory() -> None:
     values = [
         "a=x/y",

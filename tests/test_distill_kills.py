@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith_core.tokenization import load_tokenizer
-from tests.distilled import KILL_IN_PART, Door, Spawn, files, manifest, rows_of, write_rows
+from tests.distilled import KILL_IN_PART, Door, Spawn, files, rows_of, write_rows
 from tests.serving import serving
 
 KILLS = 3
@@ -179,27 +179,6 @@ def test_a_full_disk_names_the_file_and_what_to_do(
     )
     assert sorted(os.listdir("set")) == [".part-00001.answers.jsonl", "part-00000.parquet", "run.json"]
     assert door(*words)[0] == 0
-
-
-def test_the_sampling_that_the_target_asks_for_is_used_and_said(
-    words: list[str], tmp_path: Path, target_dir: str, door: Door, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = shutil.copytree(target_dir, tmp_path / "sampling")
-    file = model / "generation_config.json"
-    keys = {"do_sample": True, "temperature": 0.5, "top_k": 7, "min_p": 0.05, "repetition_penalty": 1.2}
-    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
-    words[2] = str(model)
-    code, out, err = door(*words)
-    assert code == 0, err
-    said = "sampling: temperature 0.5, top_k 7, min_p 0.05 from the target's generation_config.json"
-    assert out.splitlines()[-1] == said
-    assert f"{model}: its generation_config.json sets repetition_penalty=1.2; this is ignored here" in caplog.text
-    recorded = manifest()["identity"]["config"]
-    assert [recorded[key] for key in ("temperature", "top_k", "top_p", "min_p")] == [0.5, 7, 1.0, 0.05]
-    # The same, asked for by name, is the same set: nothing is made again.
-    before = Path("set/part-00000.parquet").stat().st_mtime_ns
-    assert door(*words, *"--temperature 0.5 --top_k 7 --top_p 1 --min_p 0.05".split())[0] == 0
-    assert Path("set/part-00000.parquet").stat().st_mtime_ns == before
 
 
 def test_what_is_not_a_distilled_set_is_not_written_into(words: list[str], door: Door) -> None:

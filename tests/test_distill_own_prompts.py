@@ -65,21 +65,6 @@ def test_a_text_that_was_drawn_before_is_left_out(words: list[str], door: Door) 
     assert any("left out: had no end within 2 tokens (row " in line for line in out.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["magpie:x"], "prompts: 'magpie:x': expected magpie:N, such as magpie:1000"),
-        (["magpie:0"], "prompts: 'magpie:0': expected magpie:N, such as magpie:1000"),
-        (["magpie:3", "--chat_template", "empty.jinja"], "puts nothing before a user's text"),
-    ],
-)
-def test_prompts_that_cannot_be_drawn(words: list[str], door: Door, wrong: list[str], said: str) -> None:
-    Path("empty.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    code, out, err = door(*words, *wrong)
-    assert (code, out) == (2, "") and said in err
-    assert not Path("set").exists()
-
-
 def test_servers_draw_them_too_and_nothing_is_asked_twice(words: list[str], door: Door, target_dir: str) -> None:
     tokenizer = load_tokenizer(target_dir)
     with serving("vllm", tokenizer) as server:

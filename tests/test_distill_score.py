@@ -1,6 +1,5 @@
 """Teacher rows are the target's own distributions, of answers made or found, and training needs no target with them."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -140,16 +139,3 @@ def test_a_source_that_cannot_be_used(words: list[str], door: Door) -> None:
     words[4] = write_rows("prompts.jsonl", {"prompt": "only asked"})
     code, _, err = door(*words, "--out", "o")
     assert code == 1 and "o: no row is left: 1 skipped: needs `messages`" in err
-
-
-def test_the_password_of_a_source_is_not_kept(words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law 9: in no file, and in no reason for a row."""
-    rows = b'{"prompt_ids": [5, 6], "response_ids": [7, 8]}\n{broken\n'
-    monkeypatch.setattr("fsspec.open", lambda url, mode: io.BytesIO(rows))
-    words[4] = "https://me:PASSWORD@store.example/rows.jsonl?sig=SIGNATURE"
-    code, out, err = door(*words)
-    assert code == 0, err
-    assert errors("scored")[0]["reason"].startswith("not valid JSON")
-    texts = [out.encode(), err.encode(), *files("scored").values()]
-    assert not [text for text in texts if b"PASSWORD" in text or b"SIGNATURE" in text]
-    assert manifest("scored")["identity"]["scored"] == {"file": "https://store.example/rows.jsonl"}

@@ -59,11 +59,3 @@ def test_sums_are_those_of_the_rows(made: Path, target_dir: str) -> None:
     teacher = read_teacher(data)
     assert teacher is not None and teacher[0].sum() == sum(lengths)
     assert teacher[1] == pytest.approx(entropy, rel=2e-3)
-
-
-def test_what_is_no_set_is_refused(made: Path, door: Door) -> None:
-    assert door("distill", "--stats", "gone")[0] == 2
-    (made / "part-00000.parquet").write_bytes(b"PAR1")
-    code, _, err = door("distill", "--stats", made)
-    assert code == 2 and "part-00000.parquet" in err and "set: cannot be read" in err
-    assert not (made / "stats.html").exists()
