@@ -80,6 +80,42 @@ def from_offsets(d2t: Tensor, size: int) -> Tensor | None:
     return ids_D if bool((ids_D >= 0).all() and (ids_D < size).all() and (ids_D.diff() > 0).all()) else None
 
 
+class DraftVocabulary(nn.Module):
+    """A head over the tokens `target_ids_D` of the target's vocabulary; `reduced` says whether these are a part of it.
+
+    On disk a part is the offsets `d2t` (target id = draft id + offset) and the mask `t2d`.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+    target_ids_D: Tensor
+
+    def hold_vocabulary(self, drafted: int, size: int) -> None:
+        """Begin with the first `drafted` tokens of `size`."""
+        self.vocab_size, self.reduced = size, drafted < size
+        ids_D = torch.arange(drafted)
+        self.register_buffer("target_ids_D", ids_D, persistent=False)
+        if self.reduced:
+            self.register_buffer("d2t", torch.zeros_like(ids_D))
+            self.register_buffer("t2d", torch.arange(size) < drafted)
+
+    def set_draft_vocab(self, ids: Sequence[int]) -> None:
+        """Make these the tokens it drafts: sorted target ids, as many as it has rows."""
+        chosen = torch.tensor(ids, dtype=torch.long, device=self.d2t.device)
+        self.d2t = offsets(chosen)
+        self.t2d = torch.zeros_like(self.t2d).index_fill_(0, chosen, True)
+        self.read_draft_vocab()
+
+    def read_draft_vocab(self) -> None:
+        """Take the draft vocabulary from `d2t`, after weights were loaded."""
+        if self.reduced:
+            self.target_ids_D = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary `[..., V]`: -inf for tokens that the head cannot draft."""
+        return to_target(logits, self.target_ids_D, self.vocab_size) if self.reduced else logits
+
+
 def write_draft_vocabulary(directory: Path, ids_D: Tensor) -> None:
     """Name these tokens beside a language model that was saved whole."""
     save_file({"d2t": offsets(ids_D.cpu()).contiguous()}, directory / FILE)

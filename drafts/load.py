@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from drafts.draft_vocabulary import FILE, attach_draft_vocabulary, draft_vocabulary, read_draft_vocabulary, trim
 from drafts.heads import Head, head_kind, load_head
+from drafts.heads.block import BlockHead
 from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.vocabulary import VocabularyMap, attach, map_vocabulary
 from draftsmith_core.errors import InputError
@@ -146,7 +147,9 @@ def kind_of(draft: Draft) -> str:
 
 
 def depth_limit(draft: Draft) -> int | None:
-    """Number of tokens that a set of heads drafts ahead; None for drafts without a limit."""
+    """Number of tokens that a set of heads or a block drafts ahead; None for drafts without a limit."""
+    if isinstance(draft, BlockHead):
+        return draft.depths
     return draft.config.num_heads if isinstance(draft, MedusaHeads | HydraHeads) else None
 
 

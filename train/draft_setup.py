@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from drafts.draft_vocabulary import (
+    DraftVocabulary,
     attach_draft_vocabulary,
     check_draft_vocabulary,
     count_vocabulary,
@@ -19,7 +20,6 @@ from drafts.draft_vocabulary import (
     write_draft_vocabulary,
 )
 from drafts.heads import HEADS, load_head, write_head
-from drafts.heads.eagle3 import Eagle3Head
 from drafts.load import Draft, draft_kind
 from drafts.make.fresh import filled, read_per_token, too_costly
 from draftsmith_core.errors import InputError, first_line, require_package
@@ -132,7 +132,10 @@ def announce_draft_vocabulary(draft: Draft, training: Examples) -> None:
     if isinstance(draft, PreTrainedModel):
         ids_D, whole = draft_vocabulary(draft), vocabulary_size(draft)
     else:
-        ids_D, whole = draft.target_ids_D if isinstance(draft, Eagle3Head) and draft.reduced else None, draft.vocab_size
+        ids_D, whole = (
+            draft.target_ids_D if isinstance(draft, DraftVocabulary) and draft.reduced else None,
+            draft.vocab_size,
+        )
     if ids_D is not None:
         known = coverage(ids_D, _responses(training))
         say(f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses {known}")
@@ -212,7 +215,7 @@ def make_trainee(
 def load_state(draft: Draft, weights: dict[str, Tensor]) -> None:
     """Load weights that a run has saved into a draft that `build` made."""
     parallel.load_weights(draft, weights)
-    if isinstance(draft, Eagle3Head):
+    if isinstance(draft, DraftVocabulary):
         draft.read_draft_vocab()
 
 

@@ -1,4 +1,4 @@
-"""Heads that draft from a target's own hidden states: EAGLE, EAGLE-3, Medusa, Hydra.
+"""Heads that draft from a target's own hidden states: EAGLE, EAGLE-3, Medusa, Hydra, block drafters.
 
 A head holds the parameters that are trained; embedding and output projection are borrowed from the target by reference.
 """

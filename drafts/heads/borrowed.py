@@ -109,13 +109,18 @@ class Borrowed:
         rows = torch.arange(0, len(weight), max(1, len(weight) // 16), device=weight.device)
         return not torch.equal(self.embed(rows, weight.dtype), weight[rows])
 
-    def project(self, states: Tensor) -> Tensor:
-        """The target's logits `[..., V]` of states `[..., H]` after its final norm. Gradients reach the states only."""
+    def project(self, states: Tensor, finish: bool = True) -> Tensor:
+        """The target's logits `[..., V]` of states `[..., H]` after its final norm. Gradients reach the states only.
+
+        finish: scale and cap them as the target does.
+        """
         module, states = self.projection.module, states.to(self.projection.weight_VH.dtype)
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             detached = {name: p.detach() for name, p in module.named_parameters()}
-            return self.projection.finish(torch.func.functional_call(module, detached, (states,)))
-        return self.projection.finish(module(states))
+            logits: Tensor = torch.func.functional_call(module, detached, (states,))
+        else:
+            logits = module(states)
+        return self.projection.finish(logits) if finish else logits
 
     @property
     def bias_V(self) -> Tensor | None:

@@ -10,6 +10,7 @@ the key `bias` (of `fc`), tensors without a prefix, and a copy of the target's e
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,7 +25,7 @@ from draftsmith_core.models import text_config, vocabulary_size
 from draftsmith_core.sampling import generator
 
 # Standard deviation of fresh weights, as in LLaMA.
-_INITIALIZER_RANGE = 0.02
+INITIALIZER_RANGE = 0.02
 
 
 _SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
@@ -33,7 +34,9 @@ _SIZES += ["max_position_embeddings", "rms_norm_eps", "rope_parameters"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """A head of one LLaMA decoder layer: its sizes, under the names that they have in a Llama config.json."""
+    """A head of LLaMA decoder layers: their sizes, under the names that they have in a Llama config.json."""
+
+    one_layer: ClassVar[bool] = True
 
     hidden_size: int
     intermediate_size: int
@@ -44,22 +47,23 @@ class LayerConfig:
     rms_norm_eps: float
     rope_parameters: Mapping[str, Any]
     vocab_size: int
+    num_hidden_layers: int = 1
     hidden_act: str = "silu"
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
 
     @classmethod
-    def like(cls, target: PreTrainedModel, **more: Any) -> Self:
+    def like(cls, target: PreTrainedModel, changes: Mapping[str, Any] = MappingProxyType({}), **more: Any) -> Self:
         """A layer as wide as the target's own, for any family of targets; what a family lacks is as in LLaMA."""
         values = {key: getattr(text_config(target), key, None) for key in _SIZES}
-        return cls.read(values | {"vocab_size": vocabulary_size(target)}, **more)
+        return cls.read(values | {"vocab_size": vocabulary_size(target)} | dict(changes), **more)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], **more: Any) -> Self:
         """The layer that a config.json of transformers 4 or 5 describes."""
         present = {key: value for key, value in values.items() if value is not None}
-        if (layers := present.get("num_hidden_layers", 1)) != 1:
+        if cls.one_layer and (layers := present.get("num_hidden_layers", 1)) != 1:
             raise InputError(f"'num_hidden_layers' is {layers}; only heads of one layer can be loaded")
         hidden, heads = present["hidden_size"], present["num_attention_heads"]
         rope = dict(present.get("rope_parameters", present.get("rope_scaling", {})))
@@ -71,6 +75,7 @@ class LayerConfig:
         rope.pop("partial_rotary_factor", None)
         defaults = {"intermediate_size": 4 * hidden, "num_key_value_heads": heads, "head_dim": hidden // heads}
         defaults |= {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu", "qk_norm": False}
+        defaults |= {"num_hidden_layers": 1}
         o_bias = present.get("attention_bias", False)
         return cls(
             **{key: present.get(key, default) for key, default in defaults.items()},
@@ -93,7 +98,7 @@ class LayerConfig:
             **{key: values[key] for key in (*_SIZES, "hidden_act")},
             "rope_theta": rope["rope_theta"],
             "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": self.num_hidden_layers,
             "attention_bias": self.o_bias,
             "mlp_bias": False,
             **{key: True for key in ("qkv_bias", "qk_norm") if values[key]},
@@ -103,16 +108,16 @@ class LayerConfig:
 
     def llama(self) -> Any:
         """The config that transformers' modules of LLaMA and Qwen 3 take."""
-        values = {key: getattr(self, key) for key in (*_SIZES, "hidden_act", "vocab_size")}
+        values = {key: getattr(self, key) for key in (*_SIZES, "hidden_act", "vocab_size", "num_hidden_layers")}
         values["rope_parameters"] = dict(self.rope_parameters)
-        config: Any = Qwen3Config(**values, num_hidden_layers=1, attention_bias=False)
+        config: Any = Qwen3Config(**values, attention_bias=False)
         config.mlp_bias = False
         config._attn_implementation = "sdpa"
         return config
 
-    def attention(self, inputs: int) -> nn.Module:
+    def attention(self, inputs: int, layer: int = 0) -> nn.Module:
         """Self-attention over states `inputs` wide: LLaMA's, with the biases (Qwen 2) or norms (Qwen 3) asked for."""
-        module: nn.Module = (Qwen3Attention if self.qk_norm else LlamaAttention)(self.llama(), 0)
+        module: nn.Module = (Qwen3Attention if self.qk_norm else LlamaAttention)(self.llama(), layer)
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         module.q_proj = nn.Linear(inputs, queries, bias=self.qkv_bias)
         module.k_proj = nn.Linear(inputs, keys, bias=self.qkv_bias)
@@ -182,15 +187,16 @@ class FeatureHead(nn.Module):
             "position_embeddings": self.rotary(states_BTH, positions),
         }
 
-    def draw(self, layer: nn.Module, seed: int) -> None:
-        """Draw the weights of `fc`, whose outputs have the scale of its inputs, and of all linear maps in `layer`."""
-        random = generator(seed)
-        maps = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-        for linear in (self.fc, *maps):
-            std = 1 / math.sqrt(linear.in_features) if linear is self.fc else _INITIALIZER_RANGE
-            nn.init.normal_(linear.weight, 0.0, std, generator=random)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+
+def draw(fc: nn.Linear, layers: nn.Module, seed: int) -> None:
+    """Draw the weights of `fc`, whose outputs have the scale of its inputs, and of all linear maps in `layers`."""
+    random = generator(seed)
+    maps = [module for module in layers.modules() if isinstance(module, nn.Linear)]
+    for linear in (fc, *maps):
+        std = 1 / math.sqrt(linear.in_features) if linear is fc else INITIALIZER_RANGE
+        nn.init.normal_(linear.weight, 0.0, std, generator=random)
+        if linear.bias is not None:
+            nn.init.zeros_(linear.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +238,7 @@ class EagleHead(ReadsLastState, FeatureHead):
     def fresh(cls, target: PreTrainedModel, *, seed: int = 0) -> "EagleHead":
         """An untrained head on the target's device, in its dtype and in training mode."""
         head = cls(EagleConfig.like(target), target)
-        head.draw(head.layers, seed)
+        draw(head.fc, head.layers, seed)
         return head.to(device=target.device, dtype=target.dtype)
 
     def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:

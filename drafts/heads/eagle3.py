@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from drafts.draft_vocabulary import offsets, to_target
+from drafts.draft_vocabulary import DraftVocabulary
 from drafts.heads.borrowed import borrow
-from drafts.heads.eagle import FeatureHead, LayerConfig, Rotary
+from drafts.heads.eagle import FeatureHead, LayerConfig, Rotary, draw
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config, vocabulary_size
 
@@ -126,25 +126,20 @@ class _MidLayer(nn.Module):
         return out
 
 
-class Eagle3Head(FeatureHead):
+class Eagle3Head(DraftVocabulary, FeatureHead):
     """Fused target states or own features in; logits over the draft vocabulary and the next own features out.
 
     The features that it reads are `fuse` of the target's states, or its own. `hidden_layers` are the indices of these
-    states in the target's `hidden_states`, low to high; `reduced` says whether it drafts a part of the vocabulary.
+    states in the target's `hidden_states`, low to high.
     """
 
     kind: ClassVar[str] = "eagle3"
     config_type = Eagle3Config
 
-    d2t: Tensor
-    t2d: Tensor
-    target_ids_D: Tensor
-
     def __init__(self, config: Eagle3Config, target: PreTrainedModel) -> None:
         super().__init__()
         self.config, self.borrowed = config, borrow(target)
-        self.vocab_size, self.hidden_layers = config.vocab_size, config.eagle_aux_hidden_state_layer_ids
-        self.reduced = config.draft_vocab_size < config.vocab_size
+        self.hidden_layers = config.eagle_aux_hidden_state_layer_ids
         hidden, eps = config.hidden_size, config.rms_norm_eps
         fused, width = len(self.hidden_layers), config.target_hidden_size
         if config.own_embedding:
@@ -158,11 +153,7 @@ class Eagle3Head(FeatureHead):
         self.norm = LlamaRMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config.llama())
-        ids = torch.arange(config.draft_vocab_size)
-        self.register_buffer("target_ids_D", ids, persistent=False)
-        if self.reduced:
-            self.register_buffer("d2t", torch.zeros_like(ids))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < len(ids))
+        self.hold_vocabulary(config.draft_vocab_size, config.vocab_size)
 
     @classmethod
     def fresh(cls, target: PreTrainedModel, *, draft_vocab: Sequence[int] | None = None, seed: int = 0) -> "Eagle3Head":
@@ -179,25 +170,13 @@ class Eagle3Head(FeatureHead):
             target_hidden_size=borrow(target).hidden_size,
         )
         head = cls(config, target)
-        head.draw(head.midlayer, seed)
+        draw(head.fc, head.midlayer, seed)
         with torch.no_grad():
             weight = head.borrowed.projection.weight_VH
             head.lm_head.weight.copy_(weight[torch.tensor(ids, device=weight.device)])
         if head.reduced:
             head.set_draft_vocab(ids)
         return head.to(device=target.device, dtype=target.dtype)
-
-    def set_draft_vocab(self, ids: Sequence[int]) -> None:
-        """Make these the tokens it drafts: sorted target ids, as many as its projection has rows."""
-        chosen = torch.tensor(ids, dtype=torch.long, device=self.d2t.device)
-        self.d2t = offsets(chosen)
-        self.t2d = torch.zeros_like(self.t2d).index_fill_(0, chosen, True)
-        self.target_ids_D = chosen
-
-    def read_draft_vocab(self) -> None:
-        """Take the draft vocabulary from `d2t`, after weights were loaded."""
-        if self.reduced:
-            self.target_ids_D = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """Features `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
@@ -224,7 +203,3 @@ class Eagle3Head(FeatureHead):
     def logits(self, g_BTH: Tensor) -> Tensor:
         """`[B, T, D]`, of its own features."""
         return self.borrowed.projection.finish(self.lm_head(self.normed(g_BTH)))
-
-    def to_target(self, logits_BTD: Tensor) -> Tensor:
-        """Logits over the target's vocabulary `[..., V]`: -inf for tokens that the head cannot draft."""
-        return to_target(logits_BTD, self.target_ids_D, self.vocab_size) if self.reduced else logits_BTD

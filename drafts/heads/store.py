@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drafts.draft_vocabulary import DraftVocabulary
+from drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
 from drafts.heads.borrowed import borrow
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
@@ -23,13 +25,16 @@ from draftsmith_core.hub import cached, is_hub_name, lfs_pointer, snapshot
 from draftsmith_core.io import atomic_dir, read_json, write_json_atomic
 from draftsmith_core.runs import read_record
 
-Head = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
+Head = EagleHead | Eagle3Head | MedusaHeads | HydraHeads | BlockHead
 
 HEADS: dict[str, type[Head]] = {
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "medusa": MedusaHeads,
     "hydra": HydraHeads,
+    "dflash": DFlashHead,
+    "dspark": DSparkHead,
+    "jetspec": JetSpecHead,
 }
 
 _EMBEDDING = "embed_tokens.weight"
@@ -98,20 +103,20 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
     except (KeyError, TypeError, ValueError) as error:
         # A key that is missing, or a value that transformers does not know, such as a type of rope.
         raise InputError(f"{config}: describes no head ({type(error).__name__}: {first_line(error)})") from None
-    if isinstance(head, EagleHead | Eagle3Head) and _EMBEDDING in tensors.keys() - head.state_dict().keys():
+    if isinstance(head, EagleHead | Eagle3Head | BlockHead) and _EMBEDDING in tensors.keys() - head.state_dict().keys():
         _check_embedding(head, file, tensors.pop(_EMBEDDING))
     try:
         head.load_state_dict(tensors)
     except RuntimeError as error:
         raise InputError(f"{file}: does not fit {config}: {one_line(error)}") from None
-    if isinstance(head, Eagle3Head):
+    if isinstance(head, DraftVocabulary):
         head.read_draft_vocab()
     head.to(device=target.device, dtype=target.dtype)
     head.eval()
     return head
 
 
-def _check_embedding(head: EagleHead | Eagle3Head, file: Path, copy: Tensor) -> None:
+def _check_embedding(head: EagleHead | Eagle3Head | BlockHead, file: Path, copy: Tensor) -> None:
     """Raise InputError if the copy of the target's embedding that EAGLE heads carry is another target's."""
     table = head.borrowed.embedding_table
     step = max(1, len(table) // _COMPARED_ROWS)

@@ -1,0 +1,389 @@
+"""Block drafters: one forward drafts a whole block of tokens from the target's states. DFlash, DSpark and JetSpec are
+presets of one network.
+
+A block is its anchor, the newest token, whose target state does not exist yet, followed by MASK tokens. The queries of
+a layer come from the block; its keys and values from the block and from the context, H = norm(fc(states of several
+target layers)) of all tokens before the anchor. All layers project the same H. A cache keeps the keys and values of the
+context and nothing of a block.
+
+| preset | source | `sample_from_anchor` | `causal` | `markov_rank`, `confidence` |
+|---|---|---|---|---|
+| dflash | arXiv 2602.06036 | no: slot k drafts token anchor + k, slot 0 nothing | no | - |
+| jetspec | arXiv 2606.18394 | no | yes | - |
+| dspark | arXiv 2607.05147 | yes: slot k drafts token anchor + k + 1 | no | both |
+
+With a Markov head the logits of a slot get W2 W1[token before it], so that a block is sampled left to right and q stays
+exact. The confidence of a slot estimates alpha there, given the token before it.
+
+MASK is an id of the target's vocabulary, with the target's own embedding, because the layouts of other engines have no
+place for an embedding of the draft's own. Without a reserved id, training takes the rarest token of its data: an unused
+row, if the target has one. The slot, not the id, says what is masked, so that this token can still be drafted and read.
+
+On disk: the names of DeepSpec's and z-lab's checkpoints, without copies of the target's embedding and projection.
+
+Legend: B rows, T tokens, A anchors of a row, S slots of a block, N = A * S, P cached tokens, H hidden size, V target
+vocabulary, D draft vocabulary, R Markov rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
+
+from drafts.draft_vocabulary import DraftVocabulary
+from drafts.heads.borrowed import borrow
+from drafts.heads.eagle import INITIALIZER_RANGE, LayerConfig, Rotary, draw
+from drafts.heads.eagle3 import aux_layers
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import text_config, vocabulary_size
+from draftsmith_core.sampling import generator
+
+# Queries of one attention: blocks are forwarded in groups, so that masks grow with the tokens, not with their square.
+_QUERIES = 1024
+_MARKOV_RANK = 256
+
+
+def target_layers(layers: int) -> tuple[int, ...]:
+    """Layers of a target whose outputs a fresh head reads: five as in DFlash, in a small target those of EAGLE-3."""
+    if layers < 8:
+        return tuple(sorted({entering - 1 for entering in aux_layers(layers) if entering}))
+    return tuple(round(1 + index * (layers - 4) / 4) for index in range(5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(LayerConfig):
+    """The layers, the block, and what is read of the target."""
+
+    one_layer: ClassVar[bool] = False
+
+    architecture: str
+    block_size: int
+    """Tokens of a block, anchor included."""
+    target_layer_ids: tuple[int, ...]
+    """Layers of the target whose outputs are fused, from 0."""
+    num_target_layers: int
+    mask_token_id: int
+    draft_vocab_size: int
+    window: int | None = None
+    """A token attends to the context less than this many positions before it; None: to all of it."""
+    sample_from_anchor: bool = False
+    markov_rank: int = 0
+    confidence: bool = False
+    causal: bool = False
+    """A slot attends to the earlier slots of its block only."""
+    confidence_temperatures: tuple[float, ...] = ()
+    """By slot, what divides the confidence's logit; empty for 1."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole config.json."""
+        inner: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
+        inner |= {"causal": self.causal} | ({"use_swa": True, "swa_window_size": self.window} if self.window else {})
+        return super().to_json() | {
+            "architectures": [self.architecture],
+            "model_type": "qwen3",
+            "block_size": self.block_size,
+            "num_target_layers": self.num_target_layers,
+            "draft_vocab_size": self.draft_vocab_size,
+            "sample_from_anchor": self.sample_from_anchor,
+            "dflash_config": inner,
+            **({"markov_rank": self.markov_rank, "markov_head_type": "vanilla"} if self.markov_rank else {}),
+            **self._confidence_json(),
+        }
+
+    def _confidence_json(self) -> dict[str, Any]:
+        if not self.confidence:
+            return {}
+        keys = {"enable_confidence_head": True, "confidence_head_with_markov": self.markov_rank > 0}
+        temperatures = list(self.confidence_temperatures)
+        return keys | ({"confidence_temperatures": temperatures} if temperatures else {})
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
+        """Read config.json. Raises InputError if it does not fit the target."""
+        borrow(target).check_sizes(values["hidden_size"], values["vocab_size"])
+        layers = int(text_config(target).num_hidden_layers)
+        values = dict(values.get("dflash_config") or {}) | dict(values) | {"qk_norm": True}
+        architecture, ids = values["architectures"][0], values["target_layer_ids"]
+        if min(ids) < 0 or max(ids) >= layers:
+            raise InputError(f"'target_layer_ids' is {ids} and the target has {layers} layers; use its own target")
+        if values.get("markov_head_type", "vanilla") != "vanilla":
+            raise InputError(f"'markov_head_type' is {values['markov_head_type']}; only 'vanilla' can be loaded")
+        return cls.read(
+            values,
+            architecture=architecture,
+            block_size=values["block_size"],
+            target_layer_ids=tuple(ids),
+            num_target_layers=layers,
+            mask_token_id=values["mask_token_id"],
+            draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
+            window=values.get("swa_window_size") if values.get("use_swa") else None,
+            sample_from_anchor=bool(values.get("sample_from_anchor", "DSpark" in architecture)),
+            markov_rank=int(values.get("markov_rank") or 0),
+            confidence=bool(values.get("enable_confidence_head")),
+            causal=bool(values.get("causal", values.get("causal_head", False))),
+            confidence_temperatures=tuple(values.get("confidence_temperatures", ())),
+        )
+
+
+class BlockHead(DraftVocabulary):
+    """The network of all presets. `hidden_layers`: indices into the target's `hidden_states` of what it fuses.
+
+    The cache of `remember` and `states` is any Cache of transformers; only `remember` appends to it what may stay.
+    """
+
+    kind: ClassVar[str]
+    architecture: ClassVar[str] = "DFlashDraftModel"
+    preset: ClassVar[Mapping[str, Any]] = {"block_size": 16}
+    config_type = BlockConfig
+
+    def __init__(self, config: BlockConfig, target: PreTrainedModel) -> None:
+        super().__init__()
+        self.config, self.borrowed = config, borrow(target)
+        self.hidden_layers = tuple(layer + 1 for layer in config.target_layer_ids)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(self.hidden_layers) * hidden, hidden, bias=False)
+        self.hidden_norm, self.norm = Qwen3RMSNorm(hidden, eps), Qwen3RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList()
+        for index in range(config.num_hidden_layers):
+            layer = Qwen3DecoderLayer(config.llama(), index)
+            layer.self_attn = config.attention(hidden, index)  # type: ignore[assignment]
+            self.layers.append(layer)
+        self.rotary = Rotary(config.llama())
+        if config.markov_rank:
+            w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+            w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+            self.markov_head = nn.ModuleDict({"markov_w1": w1, "markov_w2": w2})
+        if config.confidence:
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(hidden + config.markov_rank, 1)})
+        self.register_buffer("rows_DH", None, persistent=False)
+        self.hold_vocabulary(config.draft_vocab_size, config.vocab_size)
+
+    @classmethod
+    def fresh(
+        cls,
+        target: PreTrainedModel,
+        *,
+        seed: int = 0,
+        draft_vocab: Sequence[int] | None = None,
+        num_layers: int = 5,
+        block_size: int | None = None,
+        target_layers: Sequence[int] | None = None,
+        window: int | None = None,
+        mask_token_id: int | None = None,
+    ) -> Self:
+        """An untrained head on the target's device, in its dtype and in training mode.
+
+        draft_vocab: sorted ids of the target's tokens to draft; None for all. mask_token_id: by default the last token.
+        Raises InputError for layers that the target does not have.
+        """
+        depth, size = int(text_config(target).num_hidden_layers), vocabulary_size(target)
+        chosen = _target_layers(target_layers, depth)
+        preset = dict(cls.preset)
+        if "markov_rank" in preset:
+            preset["markov_rank"] = min(_MARKOV_RANK, borrow(target).hidden_size)
+        if block_size is not None:
+            preset["block_size"] = block_size
+        config = BlockConfig.like(
+            target,
+            {"qk_norm": True, "num_hidden_layers": num_layers},
+            architecture=cls.architecture,
+            target_layer_ids=chosen,
+            num_target_layers=depth,
+            mask_token_id=size - 1 if mask_token_id is None else mask_token_id,
+            draft_vocab_size=size if draft_vocab is None else len(draft_vocab),
+            window=window,
+            **preset,
+        )
+        head = cls(config, target)
+        draw(head.fc, head.layers, seed)
+        if config.markov_rank:
+            # W2 starts at zero, so that a fresh head is DFlash's; W1 must not.
+            nn.init.normal_(head.markov_head["markov_w1"].weight, 0.0, INITIALIZER_RANGE, generator=generator(seed))  # type: ignore[arg-type]
+            nn.init.zeros_(head.markov_head["markov_w2"].weight)  # type: ignore[arg-type]
+        if config.confidence:
+            nn.init.zeros_(head.confidence_head["proj"].weight)  # type: ignore[arg-type]
+            nn.init.zeros_(head.confidence_head["proj"].bias)  # type: ignore[arg-type]
+        if draft_vocab is not None and head.reduced:
+            head.set_draft_vocab(draft_vocab)
+        return head.to(device=target.device, dtype=target.dtype)
+
+    @property
+    def depths(self) -> int:
+        """Number of tokens that a block drafts."""
+        return self.config.block_size - (not self.config.sample_from_anchor)
+
+    def read_draft_vocab(self) -> None:
+        """Take the draft vocabulary from `d2t`, and its rows of the target's output projection."""
+        super().read_draft_vocab()
+        if self.reduced:
+            weight = self.borrowed.projection.weight_VH.detach()
+            self.rows_DH = weight.index_select(0, self.target_ids_D.to(weight.device)).to(self.fc.weight)
+
+    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
+        """H `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
+        fused: Tensor = self.hidden_norm(self.fc(torch.cat([state.to(self.fc.weight.dtype) for state in hidden], -1)))
+        return fused
+
+    def remember(self, context_BTH: Tensor, positions_BT: Tensor, past_key_values: Any) -> None:
+        """Append the keys and values of H, which stands at these positions, to the cache of every layer."""
+        cos, sin = self.rotary(context_BTH, positions_BT)
+        for index, layer in enumerate(self.layers):
+            attention: Any = layer.self_attn
+            shape = (*context_BTH.shape[:2], -1, self.config.head_dim)
+            keys = attention.k_norm(attention.k_proj(context_BTH).view(shape)).transpose(1, 2)
+            values = attention.v_proj(context_BTH).view(shape).transpose(1, 2)
+            past_key_values.update(apply_rotary_pos_emb(keys, keys, cos, sin)[1], values, index)
+
+    def states(self, ids_BN: Tensor, mask: Tensor | None, positions_BN: Tensor, past_key_values: Any) -> Tensor:
+        """Normed states `[B, N, H]` of blocks over the cached context; the cache gets the blocks' keys and values too.
+
+        mask: additive or boolean, `[B or 1, 1, N, P + N]`; None for a single block per row that sees all P.
+        """
+        states_BNH = self.borrowed.embed(ids_BN, self.fc.weight.dtype)
+        if mask is None:
+            count, past = ids_BN.shape[1], int(past_key_values.get_seq_length())
+            mask = torch.ones(count, past + count, dtype=torch.bool, device=ids_BN.device)
+            mask = (mask.tril(past) if self.config.causal else mask)[None, None]
+        rotation = self.rotary(states_BNH, positions_BN)
+        for layer in self.layers:
+            states_BNH = layer(
+                states_BNH, attention_mask=mask, past_key_values=past_key_values, position_embeddings=rotation
+            )
+        out: Tensor = self.norm(states_BNH)
+        return out
+
+    def slots(self, states_BSH: Tensor) -> Tensor:
+        """The states of the slots that draft, `[B, depths, H]`."""
+        return states_BSH[..., self.config.block_size - self.depths :, :]
+
+    def block(self, anchors: Tensor) -> Tensor:
+        """Tokens `[..., S]` of blocks that begin with these tokens `[...]`."""
+        ids = anchors.new_full((*anchors.shape, self.config.block_size), self.config.mask_token_id)
+        ids[..., 0] = anchors
+        return ids
+
+    def drafted(
+        self,
+        ids_BT: Tensor,
+        hidden: Sequence[Tensor],
+        anchors_BA: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
+        """States `[B, A, depths, H]` of blocks at these columns of whole texts: what decoding computes at each of them.
+
+        hidden: the target's states at `hidden_layers`. positions, documents: of packed rows; a block sees its document.
+        """
+        if positions_BT is None:
+            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        context = _Context()
+        self.remember(self.fuse(hidden), positions_BT, context)
+        slots = self.config.block_size
+        drafted = []
+        for group_BG in anchors_BA.split(max(1, _QUERIES // slots), dim=1):
+            # Later columns are hidden from all blocks of the group.
+            context.shown = int(group_BG.max())
+            positions_BGS = positions_BT.gather(1, group_BG)[..., None] + torch.arange(slots, device=ids_BT.device)
+            mask = self._mask(group_BG, positions_BGS, positions_BT[:, : context.shown], documents_BT)
+            ids_BGS = self.block(ids_BT.gather(1, group_BG))
+            states_BNH = self.states(ids_BGS.flatten(1), mask, positions_BGS.flatten(1), context)
+            drafted.append(self.slots(states_BNH.unflatten(1, (-1, slots))))
+        return torch.cat(drafted, dim=1)
+
+    def _mask(
+        self, anchors_BG: Tensor, positions_BGS: Tensor, positions_BP: Tensor, documents_BT: Tensor | None
+    ) -> Tensor:
+        """Which keys, context then blocks, each query of several blocks sees: `[B, 1, N, P + N]`."""
+        rows, blocks, slots = positions_BGS.shape
+        columns_P = torch.arange(positions_BP.shape[1], device=positions_BP.device)
+        sees_BGSP = (columns_P < anchors_BG[..., None, None]).expand(-1, -1, slots, -1)
+        if documents_BT is not None:
+            own_BG = documents_BT.gather(1, anchors_BG)
+            sees_BGSP = sees_BGSP & (documents_BT[:, None, None, : len(columns_P)] == own_BG[..., None, None])
+        if self.config.window is not None:
+            sees_BGSP = sees_BGSP & (positions_BGS[..., None] - positions_BP[:, None, None] < self.config.window)
+        inside_SS = torch.ones(slots, slots, dtype=torch.bool, device=columns_P.device)
+        inside_SS = inside_SS.tril() if self.config.causal else inside_SS
+        inside_NN = torch.block_diag(*[inside_SS] * blocks).expand(rows, -1, -1)
+        return torch.cat([sees_BGSP.flatten(1, 2), inside_NN], dim=-1)[:, None]
+
+    def raw_logits(self, states: Tensor) -> Tensor:
+        """`[..., D]` by the target's output projection, for `logits`."""
+        if not self.reduced:
+            return self.borrowed.project(states, finish=False)
+        bias_V = self.borrowed.bias_V
+        return F.linear(states, self.rows_DH, None if bias_V is None else bias_V[self.target_ids_D].to(states))
+
+    def logits(self, raw: Tensor, previous: Tensor | None = None) -> Tensor:
+        """Logits over the target's vocabulary `[..., V]`, -inf for tokens that the head cannot draft.
+
+        previous: tokens `[...]` before those that the slots draft; for the Markov head.
+        """
+        if self.config.markov_rank:
+            assert previous is not None, "the Markov head needs the tokens before"
+            raw = raw + self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous))
+        return self.to_target(self.borrowed.projection.finish(raw))
+
+    def confidence_logits(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Logits `[...]` of the confidence, before its temperatures, from states `[..., H]` and tokens before them."""
+        if self.config.markov_rank:
+            states = torch.cat([states, self.markov_head["markov_w1"](previous)], dim=-1)
+        out: Tensor = self.confidence_head["proj"](states).squeeze(-1)
+        return out.float()
+
+    def confidence(self, states: Tensor, previous: Tensor, slot: int) -> Tensor:
+        """Estimated alpha `[...]` of the token that `slot`, from 0, drafts, given all before it."""
+        temperatures = self.config.confidence_temperatures
+        return (self.confidence_logits(states, previous) / (temperatures[slot] if temperatures else 1)).sigmoid()
+
+
+def _target_layers(given: Sequence[int] | None, depth: int) -> tuple[int, ...]:
+    if given is None:
+        return target_layers(depth)
+    if sorted(set(given)) != list(given) or given[-1] >= depth:
+        raise InputError(f"target_layers: {list(given)} are not ascending layers from 0 to {depth - 1} of the target")
+    return tuple(given)
+
+
+class _Context:
+    """Keys and values of a context for several forwards of blocks over it: what `states` appends is not kept.
+
+    shown: how many columns the next forward sees.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.shown: int | None = None
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+        """Keep a layer's first keys and values; return the kept ones with all later."""
+        if layer == len(self.kept):
+            self.kept.append((keys, values))
+            return keys, values
+        old_keys, old_values = (old[:, :, : self.shown] for old in self.kept[layer])
+        return torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2)
+
+
+class DFlashHead(BlockHead):
+    """Masked slots that see each other, on the target's own output projection."""
+
+    kind = "dflash"
+
+
+class JetSpecHead(BlockHead):
+    """DFlash, causal within the block."""
+
+    kind, preset = "jetspec", {"block_size": 16, "causal": True}
+
+
+class DSparkHead(BlockHead):
+    """DFlash that drafts from its anchor on, with a Markov head and a confidence."""
+
+    kind, architecture = "dspark", "Qwen3DSparkModel"
+    preset = {"block_size": 7, "sample_from_anchor": True, "markov_rank": _MARKOV_RANK, "confidence": True}
