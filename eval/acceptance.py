@@ -27,6 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 from decode.verify.siblings import without
 from decode.verify.tree_walk import residual
 from drafts.heads import Head
+from drafts.heads.block import BlockHead
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
@@ -54,11 +55,18 @@ def draft_logits(
     """Yield a head's logits `[B, T, V]` at depth 1, 2, ... below every token of whole texts, -inf for tokens it lacks.
 
     At depth d, entry t is for the token at t + d. It is drafted from the text up to t and from the text's tokens
-    t + 1 .. t + d - 1 as if they had been drafted. There are at most as many depths as heads. `hidden_states`: the
+    t + 1 .. t + d - 1 as if they had been drafted. There are at most as many depths as heads, or as a block drafts. `hidden_states`: the
     target's over the same tokens. `alone_B`: rows with a prompt of one token; only in those does an EAGLE head read the
     first token, with a state of zeros, as in decoding. Rows may be padded on the right.
     """
     states = [hidden_states[layer] for layer in head.hidden_layers]
+    if isinstance(head, BlockHead):
+        anchors_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        drafted_BTDH = head.drafted(ids_BT, states, anchors_BT)
+        for depth in range(min(depths, head.depths)):
+            yield head.logits(head.raw_logits(drafted_BTDH[:, :, depth]), ids_BT)
+            ids_BT = _later(ids_BT)
+        return
     # A head pairs each token with the state it was predicted from, one position earlier.
     chosen_from = [torch.cat([torch.zeros_like(state[:, :1]), state[:, :-1]], dim=1) for state in states]
     if isinstance(head, EagleHead | Eagle3Head):

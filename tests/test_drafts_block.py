@@ -53,7 +53,8 @@ def decoded_block(head: Any, ids_BT: Tensor, states: list[Tensor], anchor: int) 
         context = positions_BS[:, :, None] - positions_BT[:, None, :] < head.config.window
         own = torch.ones(S, S, dtype=torch.bool)
         mask = torch.cat([context, (own.tril() if head.config.causal else own).expand(rows, -1, -1)], -1)[:, None]
-    return head.slots(head.states(head.block(ids_BT[:, anchor]), mask, positions_BS, cache))
+    states_BDH: Tensor = head.slots(head.states(head.block(ids_BT[:, anchor]), mask, positions_BS, cache))
+    return states_BDH
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])

@@ -26,18 +26,17 @@ from decode.propose.protocol import Outcome, SessionSetup
 from decode.runner import Block, Runner
 from decode.static_steps import steps_for
 from decode.tree import Tree, TreeShape
+from drafts.heads import Head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.load import depth_limit
 
-AnyHead = EagleHead | Eagle3Head | MedusaHeads | HydraHeads
-
 
 class HeadProposer(NetworkProposer):
     """Drafts with a trained head. chains_only: blockwise parallel decoding (Stern et al. 2018, arXiv 1811.03115)."""
 
-    def __init__(self, head: AnyHead, *, chains_only: bool = False, fast: bool = True) -> None:
+    def __init__(self, head: Head, *, chains_only: bool = False, fast: bool = True) -> None:
         super().__init__()
         self.head = head
         self.name = f"draft head {type(head).__name__}"
@@ -78,7 +77,7 @@ class HeadProposer(NetworkProposer):
         return _EagleNetwork(self._model, runner, setup)
 
 
-def feature_size(head: AnyHead) -> int:
+def feature_size(head: Head) -> int:
     """Width of the features that a head drafts with. An EAGLE-3 head fuses them from states of the target's width."""
     return head.config.hidden_size
 
