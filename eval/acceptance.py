@@ -55,9 +55,9 @@ def draft_logits(
     """Yield a head's logits `[B, T, V]` at depth 1, 2, ... below every token of whole texts, -inf for tokens it lacks.
 
     At depth d, entry t is for the token at t + d. It is drafted from the text up to t and from the text's tokens
-    t + 1 .. t + d - 1 as if they had been drafted. There are at most as many depths as heads, or as a block drafts. `hidden_states`: the
-    target's over the same tokens. `alone_B`: rows with a prompt of one token; only in those does an EAGLE head read the
-    first token, with a state of zeros, as in decoding. Rows may be padded on the right.
+    t + 1 .. t + d - 1 as if they had been drafted. There are at most as many depths as heads, or as a block drafts.
+    `hidden_states`: the target's over the same tokens. `alone_B`: rows with a prompt of one token; only in those does
+    an EAGLE head read the first token, with a state of zeros, as in decoding. Rows may be padded on the right.
     """
     states = [hidden_states[layer] for layer in head.hidden_layers]
     if isinstance(head, BlockHead):

@@ -29,7 +29,7 @@ from decode.tree import Tree, TreeShape
 from drafts.heads import Head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import HydraHeads, MedusaHeads
+from drafts.heads.medusa import MedusaHeads
 from drafts.load import depth_limit
 
 
