@@ -8,11 +8,11 @@ from typing import Any
 
 import jinja2
 import yaml
-from huggingface_hub import hf_hub_download, metadata_load
+from huggingface_hub import metadata_load
 
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
-from draftsmith_core.hub import PLACEHOLDER, hub_has_address, is_hub_name
+from draftsmith_core.hub import PLACEHOLDER, cached, is_hub_name
 from draftsmith_core.io import read_json, write_text_atomic
 
 Values = Mapping[str, Any]
@@ -85,12 +85,10 @@ def add_results(checkpoint: Path, results: Path, draft: str) -> None:
 
 def licence_of(name: str) -> str | None:
     """Return the licence that a model's card states; None if there is none or it cannot be read."""
+    card = cached(name, "README.md")
     try:
-        card = Path(name) / "README.md"
-        if not Path(name).is_dir():
-            card = Path(hf_hub_download(name, "README.md", local_files_only=not hub_has_address()))
-        return str((metadata_load(card) or {})["license"])
-    except Exception:  # the hub client's errors share no base class; each means that the licence is not known
+        return None if card is None else str((metadata_load(card) or {})["license"])
+    except (OSError, KeyError, ValueError, yaml.YAMLError):
         return None
 
 

@@ -100,7 +100,8 @@ def snapshot(name: str) -> Path:
 def cached(name: str, file: str) -> Path | None:
     """A file of a directory, or of the hub through its cache; None if there is none or the hub cannot be asked."""
     try:
-        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        with offline_if_unreachable():
+            path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     except Exception:  # the same refusal follows, with its reason, when the model itself is loaded
         return None
     return None if path is None else Path(path)
