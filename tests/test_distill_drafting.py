@@ -37,19 +37,17 @@ def test_answers_are_those_of_the_decoder(target_dir: str, draft_dir: str, promp
     engine = HFEngine(config, load_tokenizer(target_dir))
     target, draft = (load_model(name, device="cpu") for name in (target_dir, draft_dir))
     requests = [AnswerRequest((n, 0, 0), (5, 70, 80 + n), row_seed(3, str(n))) for n in range(12)]
-    answers: dict[str, list[list[int]]] = {}
-    for used, decoder in (
-        ("", SpeculativeDecoder(target)),
-        (tree, SpeculativeDecoder(target, DraftModelProposer(draft), tree)),
-    ):
-        engine.tree, made = used, dict[tuple[int, int, int], list[int]]()
-        engine.run(iter([requests]), lambda request, answer, made=made: made.update({request.key: answer.response_ids}))
+    decoders = {"": SpeculativeDecoder(target), tree: SpeculativeDecoder(target, DraftModelProposer(draft), tree)}
+    answers: dict[str, dict[Any, tuple[int, ...]]] = {used: {} for used in decoders}
+
+    def done(request: AnswerRequest, answer: Any) -> None:
+        answers[engine.tree][request.key] = answer.response_ids
+
+    for engine.tree, decoder in decoders.items():
+        engine.run(iter([requests]), done)
         for request in requests:
-            alone = decoder.generate(
-                [request.prompt_ids], Sampling(top_k=3), 9, [generator(request.seed)], eos_ids(target)
-            )
-            assert list(made[request.key]) == alone.generations[0].output_ids
-        answers[used] = [list(made[request.key]) for request in requests]
+            rows: Any = [request.prompt_ids], Sampling(top_k=3), 9, [generator(request.seed)], eos_ids(target)
+            assert list(answers[engine.tree][request.key]) == decoder.generate(*rows).generations[0].output_ids
     assert answers[""] != answers[tree], "nothing was drafted"
 
 
