@@ -19,7 +19,6 @@ if __name__ == "__main__":
 import copy
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -42,6 +41,7 @@ from draftsmith_core.io import write_text_atomic
 from draftsmith_core.models import dtype_name, load_model, resolve_device
 from draftsmith_core.runs import git_commit, versions
 from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer
+from eval.model_rows import machine
 
 TARGET, DRAFT = ROOT / "draftsmith" / "demo" / "pair" / "target", ROOT / "configs" / "bench" / "draft"
 # Positions beyond the trained 512 cost what they cost anywhere; what the models say there does not matter.
@@ -58,23 +58,13 @@ class Options:
     target: str | None = None
     """A local directory or hub name, used as it is; with `draft`. Default: the demo's target, widened."""
     draft: str | None = None
-    sections: list[str] = field(default_factory=lambda: list(SECTIONS))
-    """Any of forwards, methods, sixteen_bits, four_bits, verifiers, batch, context."""
+    sections: list[str] = field(default_factory=lambda: [name for name in SECTIONS if name != "peers"])
+    """Any of forwards, methods, sixteen_bits, four_bits."""
     methods: list[str] = field(
-        default_factory=lambda: [
-            "hf",
-            "ar",
-            "hf-assisted",
-            "hf-constant:4",
-            "chain:2",
-            "chain:4",
-            "chain:6",
-            "chain:8,stop=0.4",
-            "kary:4,2,2",
-            "kary:2,2,1",
-            "eagle2:depth=4,beam=4,nodes=16",
-            "prompt_lookup@chain:6",
-        ]
+        default_factory=lambda: (
+            "hf ar hf-assisted hf-constant:4 chain:2 chain:4 chain:6 chain:8,stop=0.4 kary:4,2,2 "
+            "kary:2,2,1 eagle2:depth=4,beam=4,nodes=16 prompt_lookup@chain:6".split()
+        )
     )
     """Ways to set side by side (benchmarks/methods.py); `hf` and `ar` are always timed."""
     temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
@@ -84,15 +74,10 @@ class Options:
     """Prompts of one round, taken from the domains in turn."""
     prompt_tokens: int = 64
     max_new_tokens: int = 64
-    context: list[int] = field(default_factory=lambda: [128, 1024, 4000])
-    """Prompt lengths of the section `context`; the section `forwards` uses 128 and 4096 where they fit."""
-    verifier_trees: list[str] = field(default_factory=lambda: ["kary:3,2,1", "kary:2,2,2,2"])
-    """Trees of the section `verifiers`: 15 and 30 nodes."""
     sixteen_bit_methods: list[str] = field(
         default_factory=lambda: ["ar", "chain:4", "chain:8,stop=0.1", "eagle2:depth=4,beam=4,nodes=16"]
     )
     """Methods of the section `sixteen_bits`."""
-    batch: list[int] = field(default_factory=lambda: [1, 4, 8])
     threads: int = 2
     """CPU threads of torch."""
     peers: bool = False
@@ -119,19 +104,19 @@ SECTIONS: dict[str, Callable[[Bench, Any], Any]] = {
     "methods": lambda bench, options: sections.methods(bench, options.methods, options.temperature, options.rounds),
     "sixteen_bits": lambda bench, options: sixteen_bits(bench, options.sixteen_bit_methods, options.rounds),
     "four_bits": lambda bench, options: four_bits(bench, options.rounds),
-    "verifiers": lambda bench, options: sections.verifiers(bench, options.verifier_trees, options.rounds),
-    "batch": lambda bench, options: sections.batches(bench, options.batch, options.rounds),
-    "context": lambda bench, options: sections.contexts(bench, options.context, options.rounds),
+    "peers": lambda bench, options: peers.compare(
+        bench, load_tokenizer(options.target or str(TARGET)), options.methods, options.rounds, options.threads
+    ),
 }
 
 
 def load_bench(options: Options) -> Bench:
-    """Models and prompts. `Bench.small` decodes the same tokens for less, where only counts are wanted."""
+    """Models and prompts."""
     target, draft = (
         load_model(name, device=options.device, dtype=options.dtype)
         for name in (options.target or str(TARGET), options.draft or str(DRAFT))
     )
-    small = pair = Pair(endless(target), endless(draft))
+    pair = Pair(endless(target), endless(draft))
     if options.target is None:
         pair = Pair(_wide(target, TARGET_SHAPE), _wide(draft, DRAFT_SHAPE))
     tokenizer = load_tokenizer(options.target or str(TARGET))
@@ -139,10 +124,9 @@ def load_bench(options: Options) -> Bench:
     take_over(pair.target, pair.draft)
     return Bench(
         pair=pair,
-        small=small,
         apart=apart,
         prompts=prompts(tokenizer, options.rounds * options.prompts, options.prompt_tokens),
-        text=long_text(tokenizer, max([*options.context, *sections.FORWARD_CONTEXTS])),
+        text=long_text(tokenizer, max(sections.FORWARD_CONTEXTS)),
         max_new_tokens=options.max_new_tokens,
     )
 
@@ -175,15 +159,14 @@ def long_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
         ids += encode_text(tokenizer, row["text"])
         if len(ids) >= tokens:
             return ids[:tokens]
-    raise InputError(f"--context {tokens}: the held-out prose has only {len(ids)} tokens; ask for fewer")
+    raise ValueError(f"the held-out prose has only {len(ids)} tokens")
 
 
 def setting(options: Options, bench: Bench) -> dict[str, Any]:
     """Where and on what this was measured."""
     target, draft = bench.pair.target, bench.pair.draft
-    cuda = target.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(target.device) if cuda else processor(),
+        "device": device_name(target),
         "cores": os.cpu_count(),
         "memory_GB": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
         "native_kernel": kernel() is not None,
@@ -198,14 +181,10 @@ def setting(options: Options, bench: Bench) -> dict[str, Any]:
     }
 
 
-def processor() -> str:
-    """What the processor calls itself."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+def device_name(model: PreTrainedModel) -> str:
+    """What the GPU or the processor calls itself."""
+    found = machine(model)
+    return str(found["gpu"] or found["cpu"])
 
 
 def main() -> None:
@@ -215,19 +194,13 @@ def main() -> None:
     resolve_device(options.device)
     bench = load_bench(options)
     result: dict[str, Any] = {"setting": setting(options, bench)}
-    for name in options.sections:
+    for name in [*options.sections, *(["peers"] if options.peers else [])]:
         started = time.monotonic()
         result[name] = SECTIONS[name](bench, options)
         sys.stderr.write(f"{name}: {time.monotonic() - started:.0f} s\n")
         if options.out is not None:
             write_text_atomic(Path(options.out), json.dumps(result, indent=2) + "\n")
-    if options.peers:
-        tokenizer = load_tokenizer(options.target or str(TARGET))
-        result["peers"] = peers.compare(bench, tokenizer, options.methods, options.rounds, options.threads)
-        if options.out is not None:
-            write_text_atomic(Path(options.out), json.dumps(result, indent=2) + "\n")
-    json.dump(result, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

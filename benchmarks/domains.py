@@ -10,28 +10,24 @@ and is not made again: killed and called again, it continues.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import frontier
 from benchmarks.frontier import Bench
-from benchmarks.frontier_tables import Alphas
-from benchmarks.objectives_data import distilled, once
-from benchmarks.objectives_tables import mean_of, row_of
-from distill.config import DistillConfig
+from benchmarks.frontier_tables import Alphas, picks_of
+from benchmarks.objectives_data import Size, distilled, trained
+from benchmarks.objectives_tables import mean_of
+from benchmarks.pages import gap, table
 from draftsmith.demo import corpus
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, write_json_atomic, write_rows
 from draftsmith_core.models import fingerprint
-from draftsmith_core.sampling import row_seed
 from eval.bootstrap import difference
-from eval.bootstrap import resamples as resample
 from train.config import TrainConfig
-from train.training_run import train
 
 COMMAND = "benchmarks/domains.py"
 RATE = 3e-3
@@ -47,23 +43,10 @@ WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Size):
     """At what size."""
 
-    out: str
-    """Everything that is made, domains.json last."""
     seeds: int = 2
-    steps: int = 160
-    batch_size: int = 16
-    sequences: int = 1280
-    """Sequences of the largest domain, and of general text to replay."""
-    response_tokens: int = 64
-    """Longest answer in training."""
-    prompts: int = 64
-    """Prompts a domain that alpha is measured on."""
-    new_tokens: int = 48
-    """Longest continuation that alpha is measured on."""
-    bootstrap: int = 2000
 
 
 def prepare(options: Options) -> Bench:
@@ -74,18 +57,8 @@ def prepare(options: Options) -> Bench:
         if not made_in.is_dir():
             with atomic_dir(made_in) as made:
                 write_rows(made / f"{domain}.jsonl", corpus.passages(domain, corpus.split(domain).train, 400))
-        distilled(
-            DistillConfig(
-                target=bench.pair.target,
-                prompts=str(made_in / f"{domain}.jsonl"),
-                out=str(bench.out / "data" / domain),
-                max_prompts=max(1, round(share * options.sequences)),
-                max_new_tokens=options.response_tokens,
-                prompt_tokens=bench.pair.prompt_tokens,
-                batch_size=64,
-                seed=1,
-            )
-        )
+        count = max(1, round(share * options.sequences))
+        distilled(options, bench.pair, made_in / f"{domain}.jsonl", domain, count)
     return bench
 
 
@@ -113,42 +86,40 @@ def run(options: Options) -> dict[str, Any]:
     for seed in range(options.seeds):
         for way, alphas in found.items():
             config = config_of(bench, way, seed)
-            draft = Path(config.out)
-            summary = once(draft.parent / f"{draft.name}.json", partial(train, config, COMMAND))
-            alphas.append(frontier.alphas_of(bench, draft, summary["fingerprint"], (1.0,))[1.0])
+            mark = trained(config)["fingerprint"]
+            alphas.append(frontier.alphas_of(bench, Path(config.out), mark, (1.0,))[1.0])
     own, other = (bench.sets.own, *OTHERS), bench.sets.tuning
+    picks = {name: picks_of(base[name], name, options.bootstrap) for name in own + other}
     results = {
         "options": {key: value for key, value in asdict(options).items() if key != "out"},
         "domains": own,
         "other": other,
         "base": {name: base[name].pooled for name in own + other},
-        "rows": {way: _changes(alphas, base, own + other, options.bootstrap) for way, alphas in found.items()},
+        "rows": {
+            way: {
+                name: difference(mean_of([alphas[name] for alphas in seeds]), base[name], picks[name]) for name in picks
+            }
+            for way, seeds in found.items()
+        },
     }
     write_json_atomic(bench.out / "domains.json", results)
     return results
 
 
-def _changes(seeds: Sequence[Alphas], base: Alphas, names: Sequence[str], count: int) -> dict[str, Any]:
-    picks = {name: resample(len(base[name].numerator_P), count, row_seed(0, name) % 2**32) for name in names}
-    return {name: difference(mean_of([each[name] for each in seeds]), base[name], picks[name]) for name in names}
-
-
-def table(results: Mapping[str, Any]) -> str:
+def gains(results: Mapping[str, Any]) -> str:
     """In Markdown; the last column says whether every domain gained, by the lower bounds."""
     names = [*results["domains"], *results["other"]]
-    lines = [row_of(["way", *names, "a gain in every domain"]), row_of(["---"] * (len(names) + 2))]
-    lines.append(row_of(["base, alpha", *(f"{results['base'][name]:.3f}" for name in names), ""]))
+    rows = [["base, alpha", *(f"{results['base'][name]:.3f}" for name in names), ""]]
     for way, row in results["rows"].items():
-        told = [f"{row[name]['value']:+.3f} [{row[name]['low']:+.3f}, {row[name]['high']:+.3f}]" for name in names]
         every = all(row[name]["low"] > 0 for name in results["domains"])
-        lines.append(row_of([way, *told, "yes" if every else "no"]))
-    return "\n".join(lines) + "\n"
+        rows.append([way, *(gap(row[name]) for name in names), "yes" if every else "no"])
+    return table(["way", *names, "a gain in every domain"], rows) + "\n"
 
 
 def main() -> None:
     """Run, and print the table."""
     options, _ = parse(Options, COMMAND, sys.argv[1:])
-    sys.stdout.write(table(run(options)))
+    sys.stdout.write(gains(run(options)))
 
 
 if __name__ == "__main__":

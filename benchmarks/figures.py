@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import frontier_tables, objectives_figure, objectives_tables
+from benchmarks.pages import table
 from draftsmith.demo.demo_run import write_page
 from eval.report.formats import number, with_interval
 from eval.results import Results
@@ -54,23 +55,16 @@ def demo_tables(results: Results) -> dict[str, list[str]]:
         for draft in reversed(results.aligned)
     ]
     heads = ["draft", *sets, "tokens per target call ID, predicted", "decoded"], ["change of alpha over base", *sets]
-    return {
-        head[0]: [_row(row) for row in (head, ["---"] * len(head), *rows)]
-        for head, rows in zip(heads, (alphas, gains), strict=True)
-    }
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return {head[0]: table(head, rows).split("\n") for head, rows in zip(heads, (alphas, gains), strict=True)}
 
 
 def put(page: Path, tables: dict[str, list[str]]) -> None:
     """Replace the tables of a page whose header begins with the same cell."""
     lines = page.read_text(encoding="utf-8").split("\n")
-    for first, table in tables.items():
+    for first, rows in tables.items():
         start = next(index for index, line in enumerate(lines) if line.startswith(f"| {first} |"))
         end = next(index for index in range(start, len(lines)) if not lines[index].startswith("|"))
-        lines[start:end] = table
+        lines[start:end] = rows
     page.write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -29,25 +29,33 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from benchmarks import objectives_data
 from benchmarks.frontier_tables import Alphas, chosen_settings, document_of, tables, write_pictures
 from benchmarks.objectives import claim
-from benchmarks.objectives_data import Cells, Pair, distilled, once, pieces, shuffled
-from distill.config import DistillConfig
+from benchmarks.objectives_data import (
+    PAIRS,
+    Cells,
+    Pair,
+    PairOptions,
+    continued,
+    distilled,
+    pieces,
+    record_of,
+    run_of,
+    shuffled,
+    trained,
+)
 from draftsmith.alignment.policy import between
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, read_json, write_json_atomic, write_rows
-from draftsmith_core.models import eos_ids, fingerprint, load_model
+from draftsmith_core.models import fingerprint, load_model
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
-from eval import measure
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums
 from eval.estimate import measure_alphas
-from train.config import Lora, Optim, TrainConfig
-from train.training_run import train
+from train.config import Lora, TrainConfig
 
 COMMAND = "benchmarks/frontier.py"
 OBJECTIVE = "jsd:beta=0.5"
@@ -95,22 +103,9 @@ WEIGHTS = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Which pair, and at what size."""
+class Options(PairOptions):
+    """Which pair and methods, and at what size; `plain` is always among the methods."""
 
-    out: str
-    """Everything that is made, results.json last."""
-    pair: str = "nano"
-    """nano or pruned (shipped with the project), or stories (needs --target and --texts)."""
-    target: str | None = None
-    """stories: a small Llama of children's stories (TinyStories, 260 thousand parameters)."""
-    texts: str | None = None
-    """A directory with the files of --own; stories: with alpaca.jsonl, c4.jsonl, wiki.jsonl, gsm8k_train.jsonl and
-    humaneval.jsonl."""
-    only: list[str] = field(default_factory=list)
-    """Methods to train beside `plain`; all when empty. What others have made before stands in the tables too."""
-    own: str = "prose"
-    """nano and pruned: the domain in distribution: prose, code, unicode, or NAME with NAME_train.jsonl in --texts."""
     settings_of: list[str] = field(default_factory=list)
     """Directories of other runs of this benchmark, by which every setting is chosen; none is chosen here."""
     settings: list[str] = field(default_factory=list)
@@ -118,29 +113,6 @@ class Options:
     seeds: int = 5
     runs: int | None = None
     """Stop after so many more training runs; the same command continues."""
-    steps: int = 160
-    batch_size: int = 16
-    sequences: int = 1280
-    """Sequences of answers, and of general text to replay."""
-    response_tokens: int = 64
-    """Longest answer in training."""
-    prompts: int = 64
-    """Prompts a set that alpha is measured on."""
-    new_tokens: int = 48
-    """Longest continuation that alpha is measured on."""
-    bootstrap: int = 2000
-    table: bool = False
-    """Only print the tables of OUT/results.json, and draw its pictures."""
-
-    @property
-    def data(self) -> objectives_data.Options:
-        """The same, as the pairs of benchmarks/objectives.py are made from."""
-        shared = {
-            key: value
-            for key, value in asdict(self).items()
-            if key not in ("only", "settings_of", "settings", "runs", "table")
-        }
-        return objectives_data.Options(**shared)
 
 
 @dataclass(frozen=True)
@@ -206,9 +178,9 @@ class Bench:
 
 def prepare(options: Options) -> Bench:
     """Prompts, training sets and continuations; what is there is not made again."""
-    claim(options.data)
+    claim(options)
     out = Path(options.out)
-    pair, sets = objectives_data.PAIRS[options.pair](options.data), sets_of(options)
+    pair, sets = PAIRS[options.pair](options), sets_of(options)
     if "tables" in sets.tuning and not (out / "tables").is_dir():
         # Character tables: neither the pair nor any domain of the demo has seen them.
         sources = sorted(Path(next(iter(encodings.__path__))).glob("*.py"))
@@ -217,23 +189,12 @@ def prepare(options: Options) -> Bench:
             write_rows(made / "whole.jsonl", [found])
             write_rows(made / "tables.jsonl", shuffled(pieces(made / "whole.jsonl"))[: 2 * options.prompts])
     for name, prompts, count in (
-        ("id", str(out / "prompts" / "id.train.jsonl"), options.sequences),
-        ("heldout", str(out / "prompts" / "id.heldout.jsonl"), options.prompts),
+        ("id", out / "prompts" / "id.train.jsonl", options.sequences),
+        ("heldout", out / "prompts" / "id.heldout.jsonl", options.prompts),
         ("self", f"self:{options.sequences}", options.sequences),
         ("token", f"token:{options.sequences}", options.sequences),
     ):
-        distilled(
-            DistillConfig(
-                target=pair.target,
-                prompts=prompts,
-                out=str(out / "data" / name),
-                max_prompts=count,
-                max_new_tokens=options.response_tokens,
-                prompt_tokens=pair.prompt_tokens,
-                batch_size=64,
-                seed=1,
-            )
-        )
+        distilled(options, pair, prompts, name, count)
     store = Cells(out / "alpha")
     target, tokenizer = load_model(pair.target), load_tokenizer(pair.target)
     rows = {}
@@ -246,12 +207,8 @@ def prepare(options: Options) -> Bench:
             source = f"token:{count}" if name == "even" else f"self:{count}"
         prompts_read = read_prompts(source, tokenizer, prompt_tokens=pair.prompt_tokens).prompts
         prompts_read = prompts_read[-options.prompts :] if name == "even" else prompts_read[: options.prompts]
-        asked = {"target": fingerprint(target), "new_tokens": options.new_tokens, "set": name}
-        asked["prompts"] = [list(prompt.ids) for prompt in prompts_read]
-        hot, ends = Sampling(temperature=1.0), eos_ids(target)
-        task = measure.Task(target, prompts_read, hot, ends, options.new_tokens, seed=99, batch_size=32)
-        continued = measure.continuations(prompts_read, store.get(asked, task.baseline))
-        rows[name] = (asked, [row for row in continued if row.output_ids])
+        asked, texts = continued(options, store, target, prompts_read, 1.0, seed=99)
+        rows[name] = (asked, [row for row in texts if row.output_ids])
     left = float("inf") if options.runs is None else options.runs
     return Bench(options, pair, sets, target, load_model(pair.draft), rows, store, left)
 
@@ -262,47 +219,22 @@ def config_of(bench: Bench, method: str, setting: str, rate: float, seed: int) -
     steps = round(changes.pop("share", 1.0) * options.steps)
     lr = changes.pop("lr", rate) * changes.pop("times", 1.0)
     name = f"{method}-{setting}-seed{seed}".replace(" ", "_").replace(",", "")
-    plain = TrainConfig(
-        out=str(out / "drafts" / name),
-        data=[str(out / "data" / "id")],
-        draft=bench.pair.draft,
-        target=bench.pair.target,
-        tokenizer=bench.pair.target,
-        objective=OBJECTIVE,
-        heldout=[str(out / "data" / "heldout")],
-        max_length=bench.pair.prompt_tokens + options.response_tokens,
-        batch_size=options.batch_size,
-        steps=steps,
-        eval_every=steps,
-        save_every=steps,
-        keep=1,
-        optim=Optim(lr=lr, warmup_steps=steps // 12),
-        seed=seed,
-    )
     if "replay" in changes:
         changes["replay"] = [str(out / "data" / name) for name in changes["replay"]]
-    return replace(plain, **changes)
+    plain = run_of(options, bench.pair, out / "drafts" / name, lr, seed, steps)
+    return replace(plain, objective=OBJECTIVE, **changes)
 
 
 def measured(bench: Bench, method: str, setting: str, rate: float, seed: int) -> dict[float, Alphas]:
     """alpha on every set of a setting's draft (under 1), and of those between it and the base where they are wanted."""
     config = config_of(bench, method, setting, rate, seed)
-    run = Path(config.out)
-
-    def make() -> dict[str, Any]:
+    if not record_of(config).exists():
         if bench.left < 1:
             raise EnoughError
         bench.left -= 1
-        return train(config, COMMAND)
-
-    summary = once(_summary(run), make)
+    mark = trained(config)["fingerprint"]
     weights = (*WEIGHTS, 1.0) if method in MERGED.values() else (1.0,)
-    return alphas_of(bench, run, summary["fingerprint"], weights)
-
-
-def _summary(run: Path) -> Path:
-    """The record of a training run that is over."""
-    return run.parent / f"{run.name}.json"
+    return alphas_of(bench, Path(config.out), mark, weights)
 
 
 def alphas_of(bench: Bench, draft: Path, mark: str, weights: tuple[float, ...]) -> dict[float, Alphas]:
@@ -328,7 +260,7 @@ def points(bench: Bench, seed: int, rate: float, wanted: dict[str, set[str]]) ->
     only = bench.options.only
     for method, settings in wanted.items():
         for setting in METHODS[method]:
-            made = _summary(Path(config_of(bench, method, setting, rate, seed).out)).exists()
+            made = record_of(config_of(bench, method, setting, rate, seed)).exists()
             if setting not in settings or not (made or not only or method in ("plain", *only)):
                 continue
             for weight, alphas in measured(bench, method, setting, rate, seed).items():

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.objectives_tables import mean_of, row_of
+from benchmarks.objectives_tables import mean_of
+from benchmarks.pages import gap, table
 from draftsmith_core.sampling import row_seed
 from eval.bootstrap import (
     PromptSums,
@@ -17,9 +18,10 @@ from eval.bootstrap import (
     pool_resamples,
     pool_sums,
     pooled_ratios,
+    resamples,
     two_level,
 )
-from eval.bootstrap import resamples as resample
+from eval.report.formats import with_interval
 from eval.report.theme import DARK, LIGHT, drawing, write_png
 
 # Of one draft: per-prompt sums and counts by set.
@@ -54,6 +56,11 @@ class Sets(Protocol):
     def tuned_on(self) -> tuple[str, ...]: ...  # noqa: D102
 
 
+def picks_of(sums: PromptSums, name: str, count: int) -> Resamples:
+    """The resamples of a set, the same for every draft."""
+    return resamples(len(sums.numerator_P), count, row_seed(0, name) % 2**32)
+
+
 def document_of(
     sets: Sets, base: Alphas, found: Found, plain: str, count: int, settings: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
@@ -62,7 +69,7 @@ def document_of(
     plain: the setting of the plain method. settings: of each method, chosen elsewhere; None: chosen here, as
     `chosen_settings` does. Changes are over the base, paired by prompt; intervals are over seeds and prompts.
     """
-    picks = {name: resample(len(each.numerator_P), count, row_seed(0, name) % 2**32) for name, each in base.items()}
+    picks = {name: picks_of(each, name, count) for name, each in base.items()}
     places = {"id": (sets.own,), "ood": sets.near + sets.far, "near": sets.near, "far": sets.far}
     places |= {"heldout": ("heldout",), "tuning": sets.tuned_on}
     places |= {f"set {name}": (name,) for name in places["ood"]}
@@ -186,28 +193,17 @@ def tables(results: Mapping[str, Any]) -> str:
     """The table of docs/robust.md, in Markdown."""
     sets, base = results["sets"], results["base"]
     heading = ["method", "setting", "seeds", "ID", "of the plain gain", "worst OOD set", "OOD", "area", "bar"]
-    lines = [row_of(heading), row_of(["---"] * len(heading))]
+    rows = []
     for method, row in results["rows"].items():
-        share = row["share"]
-        words = [method, row["setting"], str(row["seeds"]), _told(row["id"]["change"])]
-        words.append("" if share["value"] is None else _percent(share))
-        words += [f"{_told(row['worst']['change'])} {row['worst']['set']}", _told(row["ood"]["change"])]
-        words += ["" if row["area"] is None else f"{row['area']:.2f}", "met" if row["met"] else "not met"]
-        lines.append(row_of(words))
+        share, worst = row["share"], row["worst"]
+        words = [method, row["setting"], str(row["seeds"]), gap(row["id"]["change"])]
+        words.append("" if share["value"] is None else f"{with_interval(share, 0, scale=100)} %")
+        words += [f"{gap(worst['change'])} {worst['set']}", gap(row["ood"]["change"])]
+        rows.append([*words, "" if row["area"] is None else f"{row['area']:.2f}", "met" if row["met"] else "not met"])
     said = ", ".join(f"{place} {base[place]:.3f}" for place in ("id", "ood", "near", "far"))
     on = f"ID: {sets['own']}; near: {', '.join(sets['near'])}; far: {', '.join(sets['far'])}"
     tuned = f"tuned on held-out prompts of {sets['own']}, and out of distribution on {', '.join(sets['tuned_on'])}"
-    return "\n".join([*lines, "", f"Base: {said}. {on}; {tuned}."]) + "\n"
-
-
-def _told(change: Mapping[str, Any]) -> str:
-    interval = "" if change["low"] is None else f" [{change['low']:+.3f}, {change['high']:+.3f}]"
-    return f"{change['value']:+.3f}{interval}"
-
-
-def _percent(share: Mapping[str, Any]) -> str:
-    interval = "" if share["low"] is None else f" [{share['low']:.0%}, {share['high']:.0%}]"
-    return f"{share['value']:.0%}{interval}"
+    return f"{table(heading, rows)}\n\nBase: {said}. {on}; {tuned}.\n"
 
 
 def write_pictures(results: Mapping[str, Any], out: Path) -> None:

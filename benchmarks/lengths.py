@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.decode import processor
-from benchmarks.objectives_tables import gap, row_of, told
+from benchmarks.decode import device_name
+from benchmarks.pages import gap, table
 from benchmarks.shipped_pair import PAIR, heldout_prompts
 from benchmarks.timing import rotated
 from decode import DraftModelProposer, SpeculativeDecoder
@@ -47,6 +47,7 @@ from eval.bootstrap import PromptSums, resamples
 from eval.estimate import read_traces
 from eval.measure import Task, continuations
 from eval.remarks import conditions, of_timing
+from eval.report.formats import with_interval
 
 COMMAND = "benchmarks/lengths.py"
 SECTIONS = ("alpha", "batch", "prompt")
@@ -198,18 +199,20 @@ def _rates(rounds: Sequence[Mapping[str, float]], key: str) -> Any:
 
 def tables(found: Mapping[str, Any]) -> str:
     """The tables and remarks of a summary, in Markdown."""
-    lines = [row_of(["position", "alpha", "change from the first bin", "answers past EOS"]), "|---|---|---|---|"]
+    alphas = []
     for row in found["alpha"]:
-        apart = gap(row["change"] | {"told_apart": False}) if row["from"] else ""
-        lines.append(row_of([f"{row['from']}-{row['to']}", told(row["alpha"]), apart, str(row["ended"])]))
-    lines += ["", row_of(["batch", "prompt", "speed-up, prompt in", "prompt out", "tau"]), "|---|---|---|---|---|"]
+        change = gap(row["change"]) if row["from"] else ""
+        alphas.append([f"{row['from']}-{row['to']}", with_interval(row["alpha"]), change, str(row["ended"])])
+    speeds = []
     for row in found["speed"]:
         rest = [row.get("left_out", ""), "", ""]
         if "tau" in row:
             gains = ("{:.2f} ({:.2f} to {:.2f})".format(*row[key]) for key in ("with_prompt", "without_prompt"))
             rest = [*gains, f"{row['tau']:.2f}"]
-        lines.append(row_of([str(row["batch"]), str(row["prompt_tokens"]), *rest]))
-    return "\n".join([*lines, *(f"\n{remark['text']}" for remark in found["remarks"])]) + "\n"
+        speeds.append([str(row["batch"]), str(row["prompt_tokens"]), *rest])
+    parts = [table(["position", "alpha", "change from the first bin", "answers past EOS"], alphas)]
+    parts.append(table(["batch", "prompt", "speed-up, prompt in", "prompt out", "tau"], speeds))
+    return "\n\n".join([*parts, *(remark["text"] for remark in found["remarks"])]) + "\n"
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -223,8 +226,7 @@ def run(options: Options) -> dict[str, Any]:
     free = ("out", "sections")  # what may differ when a run is resumed
     identity = {key: value for key, value in asdict(options).items() if key not in free}
     identity |= {"target_weights": fingerprint(target), "draft_weights": fingerprint(draft)}
-    device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else processor()
-    setting = {"identity": identity, **provenance(COMMAND, asdict(options)), "device": device}
+    setting = {"identity": identity, **provenance(COMMAND, asdict(options)), "device": device_name(target)}
     setting["parameters"] = {"target": target.num_parameters(), "draft": draft.num_parameters()}
     out, cells = Path(options.out), {}
     with hold(out, file=True):

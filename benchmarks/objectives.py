@@ -26,30 +26,48 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.objectives_data import COMMAND, PAIRS, Cells, Options, Pair, make_data, once
+from benchmarks.objectives_data import (
+    ALIKE,
+    COMMAND,
+    PAIRS,
+    Cells,
+    Pair,
+    PairOptions,
+    continued,
+    make_data,
+    run_of,
+    trained,
+)
 from benchmarks.objectives_figure import write_pictures
-from benchmarks.objectives_tables import ALIKE, Alphas, figures, places, tables
+from benchmarks.objectives_tables import Alphas, figures, places, tables
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import read_json, write_json_atomic
-from draftsmith_core.models import eos_ids, fingerprint, load_model
+from draftsmith_core.models import fingerprint, load_model
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.runs import difference, versions
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
-from eval import measure
 from eval.bootstrap import PromptSums
 from eval.estimate import alpha_sums
-from train.config import OnPolicy, Optim, TrainConfig
-from train.training_run import train
+from train.config import OnPolicy
 
 TEMPERATURES = (1.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(PairOptions):
+    """Which variants to run, and at what size."""
+
+    rates: list[float] = field(default_factory=lambda: [1e-3, 3e-3, 6e-3])
+    """Learning rates to choose from."""
+
 
 OBJECTIVES = {
     "ce": "ce",
@@ -77,34 +95,16 @@ MODES: dict[str, dict[str, Any]] = {
 def train_cell(options: Options, pair: Pair, name: str, rate: float, seed: int) -> dict[str, Any]:
     """Train one variant; its summary, and the seconds."""
     out = Path(options.out)
-    run = out / "drafts" / f"{name}-lr{rate:g}-seed{seed}"
-    config = TrainConfig(
-        out=str(run),
-        data=[str(out / "data" / "id")],
-        draft=pair.draft,
-        target=pair.target,
-        tokenizer=pair.target,
-        objective="ce",
-        heldout=[str(out / "data" / "heldout")],
-        max_length=pair.prompt_tokens + options.response_tokens,
-        batch_size=options.batch_size,
-        steps=options.steps,
-        eval_every=options.steps,
-        save_every=options.steps,
-        keep=1,
-        optim=Optim(lr=rate, warmup_steps=options.steps // 12),
-        seed=seed,
-    )
     changes = dict(MODES.get(name, {}))
     for key in ("data", "replay"):
         if key in changes:
             changes[key] = [str(out / "data" / each) for each in changes[key]]
     if "on_policy" in changes:
         changes["on_policy"] = OnPolicy(fraction=changes["on_policy"], max_new_tokens=options.response_tokens)
-    changes["objective"] = OBJECTIVES.get(name, OBJECTIVES[ALIKE])
-    if "adaspec" in changes["objective"]:
+    if "adaspec" in (objective := OBJECTIVES.get(name, ALIKE)):
         changes["reference"] = str(out / "drafts" / f"{ALIKE}-lr{chosen_rate(options, pair, ALIKE):g}-seed{seed}")
-    return once(run.parent / f"{run.name}.json", lambda: train(replace(config, **changes), COMMAND))
+    config = run_of(options, pair, out / "drafts" / f"{name}-lr{rate:g}-seed{seed}", rate, seed, options.steps)
+    return trained(replace(config, objective=objective, **changes))
 
 
 def chosen_rate(options: Options, pair: Pair, name: str) -> float:
@@ -136,17 +136,12 @@ def measure_alphas(options: Options, pair: Pair, drafts: dict[str, str]) -> dict
     store = Cells(Path(options.out) / "alpha")
     target, tokenizer = load_model(pair.target), load_tokenizer(pair.target)
     rows = {}
-    common = {"target": fingerprint(target), "new_tokens": options.new_tokens}
     for domain in pair.domains:
         source = Path(options.out) / "prompts" / f"{domain}.jsonl"
         read = read_prompts(str(source), tokenizer, domain=domain, prompt_tokens=pair.prompt_tokens)
-        prompts = read.prompts[: options.prompts]
-        asked = {**common, "prompts": [list(prompt.ids) for prompt in prompts]}
         for temperature in TEMPERATURES:
-            sampling = Sampling(temperature=temperature)
-            task = measure.Task(target, prompts, sampling, eos_ids(target), options.new_tokens, seed=0, batch_size=32)
-            continued = store.get(asked | {"temperature": temperature}, task.baseline)
-            rows[domain, temperature] = (asked, measure.continuations(prompts, continued))
+            prompts = read.prompts[: options.prompts]
+            rows[domain, temperature] = continued(options, store, target, prompts, temperature)
     found: dict[str, Alphas] = {}
     for name, directory in drafts.items():
         draft = load_model(directory)
@@ -154,16 +149,14 @@ def measure_alphas(options: Options, pair: Pair, drafts: dict[str, str]) -> dict
         for (domain, temperature), (asked, continuations) in rows.items():
             sampling = Sampling(temperature=temperature)
             variant = store.get(
-                asked | {"temperature": temperature, "draft": fingerprint(draft)},
+                asked | {"draft": fingerprint(draft)},
                 partial(alpha_sums, target, draft, continuations, sampling, batch_size=32),
             )
-            found[name][f"{temperature:g}"][domain] = PromptSums.of(
-                variant["sum"], [float(count) for count in variant["count"]]
-            )
+            found[name][f"{temperature:g}"][domain] = PromptSums.of(variant["sum"], variant["count"])
     return found
 
 
-def claim(options: Options) -> None:
+def claim(options: PairOptions) -> None:
     """InputError when OUT was begun at another size; more variants, seeds and rates are welcome there."""
     path = Path(options.out) / "options.json"
     fixed = ("pair", "steps", "batch_size", "sequences", "response_tokens", "prompts")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import PreTrainedModel
 
 from distill.config import DistillConfig
 from distill.generate import distill
@@ -19,58 +20,72 @@ from draftsmith.demo import corpus
 from draftsmith.starting import init
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, hash_json, read_json, sha256_file, write_json_atomic, write_rows
+from draftsmith_core.models import eos_ids, fingerprint
 from draftsmith_core.prompt_rows import iterate_rows
+from draftsmith_core.prompts import Prompt
 from draftsmith_core.runs import Run
+from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import decode_text, encode_text, load_tokenizer
+from eval import measure
+from eval.acceptance import Continuation
 from eval.measure_all import MEASUREMENT_VERSION
 from train.config import Optim, TrainConfig
 from train.training_run import train
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "benchmarks/objectives.py"
+ALIKE = "fkl"  # what differences are taken from, and what every data mode is trained with
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Which variants to run, and at what size."""
+class Size:
+    """Where everything goes, and how much of it there is."""
 
     out: str
-    """Everything that is made, results.json last."""
+    """Everything that is made, the results last."""
+    seeds: int = 3
+    steps: int = 160
+    batch_size: int = 16
+    sequences: int = 1280
+    """Sequences of every training set (of the largest domain, of several), and of general text to replay."""
+    response_tokens: int = 64
+    """Longest answer in training."""
+    prompts: int = 64
+    """Prompts a set that alpha is measured on."""
+    new_tokens: int = 48
+    """Longest continuation that alpha is measured on."""
+    bootstrap: int = 2000
+
+    def __post_init__(self) -> None:
+        for key in ("seeds", "steps", "batch_size", "sequences", "response_tokens", "prompts", "new_tokens"):
+            if getattr(self, key) < 1:
+                raise InputError(f"--{key}: {getattr(self, key)} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions(Size):
+    """Which pair."""
+
     pair: str = "nano"
     """nano or pruned (shipped with the project), or stories (needs --target and --texts)."""
     target: str | None = None
     """stories: a small Llama of children's stories (TinyStories, 260 thousand parameters)."""
     texts: str | None = None
-    """stories: a directory with alpaca.jsonl, c4.jsonl, wiki.jsonl, gsm8k_train.jsonl and humaneval.jsonl."""
+    """A directory with the files of --own; stories: with alpaca.jsonl, c4.jsonl, wiki.jsonl, gsm8k_train.jsonl and
+    humaneval.jsonl."""
     only: list[str] = field(default_factory=list)
-    """Cells to train; all when empty."""
+    """What to train; all when empty. What was made before stands in the tables too."""
     own: str = "prose"
-    """nano and pruned: the domain in distribution."""
-    seeds: int = 3
-    steps: int = 160
-    batch_size: int = 16
-    rates: list[float] = field(default_factory=lambda: [1e-3, 3e-3, 6e-3])
-    """Learning rates to choose from."""
-    sequences: int = 1280
-    """Sequences of every training set."""
-    response_tokens: int = 64
-    """Longest answer in training."""
-    prompts: int = 64
-    """Prompts a domain that alpha is measured on."""
-    new_tokens: int = 48
-    """Longest continuation that alpha is measured on."""
-    bootstrap: int = 2000
+    """nano and pruned: the domain in distribution: prose, code, unicode, or NAME with NAME_train.jsonl in --texts."""
     table: bool = False
     """Only print the tables of OUT/results.json, and draw its pictures."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.pair not in PAIRS:
             raise InputError(f"--pair {self.pair}: use {' or '.join(PAIRS)}")
         if self.pair == "stories" and (self.target is None or self.texts is None):
             raise InputError("--pair stories: also needs --target and --texts")
-        for key in ("seeds", "steps", "batch_size", "sequences", "response_tokens", "prompts", "new_tokens"):
-            if getattr(self, key) < 1:
-                raise InputError(f"--{key}: {getattr(self, key)} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,7 @@ class Pair:
     has_text: bool
 
 
-def nano(options: Options) -> Pair:
+def nano(options: PairOptions) -> Pair:
     """The shipped pair on Python's own text, as the demo has it; general prompts are code, so unicode stays new."""
     out = Path(options.out) / "prompts"
     own, *others = [options.own, *(domain for domain in corpus.DOMAINS if domain != options.own)]
@@ -105,7 +120,7 @@ def nano(options: Options) -> Pair:
     return Pair(str(shipped / "target"), str(shipped / "base"), 32, (own, *others), (others[0],), True)
 
 
-def _passages(options: Options, domain: str, heldout: bool) -> list[dict[str, str]]:
+def _passages(options: PairOptions, domain: str, heldout: bool) -> list[dict[str, str]]:
     """Rows of a domain of the demo, or of DOMAIN_train.jsonl and DOMAIN_test.jsonl in --texts."""
     if domain in corpus.DOMAINS:
         split = corpus.split(domain)
@@ -115,7 +130,7 @@ def _passages(options: Options, domain: str, heldout: bool) -> list[dict[str, st
     return shuffled(pieces(Path(options.texts) / f"{domain}_{'test' if heldout else 'train'}.jsonl"))
 
 
-def pruned(options: Options) -> Pair:
+def pruned(options: PairOptions) -> Pair:
     """The nano target with its own first layer as the draft, as `draftsmith init --method prune` cuts it out."""
     pair, start = nano(options), str(Path(options.out) / "start")
     if not Path(start).is_dir():
@@ -127,7 +142,7 @@ STARTS = ("Once upon a time", "One day, a boy", "There was a little", "Lily and 
 ENDS = ("", " who", " and", " was", " saw")
 
 
-def stories(options: Options) -> Pair:
+def stories(options: PairOptions) -> Pair:
     """A model of children's stories, in distribution on its own beginnings; instructions, web text and the
     like are out of distribution.
 
@@ -148,7 +163,8 @@ def stories(options: Options) -> Pair:
         batch_size=256,
         seed=11,
     )
-    distilled(beginnings)
+    if not (out / "beginnings" / "manifest.json").exists():
+        distill(beginnings, COMMAND)
     if not (out / "prompts").is_dir():
         tokenizer = load_tokenizer(options.target)
         parts = [pq.read_table(path).to_pylist() for path in sorted((out / "beginnings").glob("part-*.parquet"))]
@@ -181,14 +197,14 @@ def stories(options: Options) -> Pair:
     shape = read_json(Path(options.target) / "config.json", "the config of a model")
     small = {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
     write_json_atomic(out / "base.config.json", shape | small | {"num_key_value_heads": 4, "head_dim": 12})
-    once(out / "base.json", lambda: train(base, COMMAND))
+    trained(base)
     return Pair(options.target, str(out / "base"), 24, ("stories", *others), ("c4",), False)
 
 
-PAIRS: dict[str, Callable[[Options], Pair]] = {"nano": nano, "pruned": pruned, "stories": stories}
+PAIRS: dict[str, Callable[[PairOptions], Pair]] = {"nano": nano, "pruned": pruned, "stories": stories}
 
 
-def write_train_rows(made: Path, options: Options, rows: Sequence[dict[str, str]]) -> None:
+def write_train_rows(made: Path, options: PairOptions, rows: Sequence[dict[str, str]]) -> None:
     """The first go to held-out, as many as are measured on; the others are for training."""
     write_rows(made / "id.heldout.jsonl", rows[: 2 * options.prompts])
     write_rows(made / "id.train.jsonl", rows[2 * options.prompts :])
@@ -240,13 +256,59 @@ def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return read_json(path, "a record of this benchmark")
 
 
-def distilled(config: DistillConfig) -> None:
-    """The real command's work, unless it is there."""
-    if not (Path(config.out) / "manifest.json").exists():
-        distill(config, COMMAND)
+def distilled(options: Size, pair: Pair, prompts: Path | str, name: str, count: int, **more: Any) -> None:
+    """Answers of the pair's target to `count` prompts, in OUT/data/NAME, unless they are there."""
+    out = Path(options.out) / "data" / name
+    if not (out / "manifest.json").exists():
+        sizes: dict[str, Any] = {"max_prompts": count, "max_new_tokens": options.response_tokens, "batch_size": 64}
+        given = {"target": pair.target, "prompts": str(prompts), "prompt_tokens": pair.prompt_tokens, "seed": 1}
+        distill(DistillConfig(out=str(out), **sizes, **given, **more), COMMAND)
 
 
-def make_data(options: Options, pair: Pair) -> None:
+def run_of(options: Size, pair: Pair, out: Path, rate: float, seed: int, steps: int) -> TrainConfig:
+    """A run of training on OUT/data/id with the objective of `ALIKE`, which `trained` makes."""
+    data = Path(options.out) / "data"
+    return TrainConfig(
+        out=str(out),
+        data=[str(data / "id")],
+        draft=pair.draft,
+        target=pair.target,
+        tokenizer=pair.target,
+        objective=ALIKE,
+        heldout=[str(data / "heldout")],
+        max_length=pair.prompt_tokens + options.response_tokens,
+        batch_size=options.batch_size,
+        steps=steps,
+        eval_every=steps,
+        save_every=steps,
+        keep=1,
+        optim=Optim(lr=rate, warmup_steps=steps // 12),
+        seed=seed,
+    )
+
+
+def record_of(config: TrainConfig) -> Path:
+    """The record of a training run that is over."""
+    return Path(f"{config.out}.json")
+
+
+def trained(config: TrainConfig) -> dict[str, Any]:
+    """The summary of a training run, which is made unless it is over."""
+    return once(record_of(config), lambda: train(config, COMMAND))
+
+
+def continued(
+    options: Size, store: "Cells", target: PreTrainedModel, prompts: Sequence[Prompt], temperature: float, seed: int = 0
+) -> tuple[dict[str, Any], list[Continuation]]:
+    """What identifies measurements on the target's continuations of prompts, and these, kept in `store`."""
+    asked = {"target": fingerprint(target), "new_tokens": options.new_tokens, "temperature": temperature}
+    asked |= {"prompts": [list(prompt.ids) for prompt in prompts], "seed": seed}
+    sampling = Sampling(temperature=temperature)
+    task = measure.Task(target, prompts, sampling, eos_ids(target), options.new_tokens, seed=seed, batch_size=32)
+    return asked, measure.continuations(prompts, store.get(asked, task.baseline))
+
+
+def make_data(options: PairOptions, pair: Pair) -> None:
     """OUT/data: id (one answer a prompt), x4, heldout, general, and text."""
     out = Path(options.out)
     sets = {
@@ -256,24 +318,13 @@ def make_data(options: Options, pair: Pair) -> None:
         "general": ("general.train", options.sequences, 1),
     }
     for name, (prompts, count, samples) in sets.items():
-        config = DistillConfig(
-            target=pair.target,
-            prompts=str(out / "prompts" / f"{prompts}.jsonl"),
-            out=str(out / "data" / name),
-            num_samples=samples,
-            max_prompts=count,
-            max_new_tokens=options.response_tokens,
-            prompt_tokens=pair.prompt_tokens,
-            teacher_top_k=16,
-            batch_size=64,
-            seed=1,
-        )
-        distilled(config)
+        source = out / "prompts" / f"{prompts}.jsonl"
+        distilled(options, pair, source, name, count, num_samples=samples, teacher_top_k=16)
     if pair.has_text and not (out / "data" / "text").is_dir():
         write_text_set(options, pair, out / "data" / "text")
 
 
-def write_text_set(options: Options, pair: Pair, directory: Path) -> None:
+def write_text_set(options: PairOptions, pair: Pair, directory: Path) -> None:
     """The prompts of `id` with the text that follows them in place of the target's answers, of the same length."""
     tokenizer = load_tokenizer(pair.target)
     rows = []

@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.objectives_data import ALIKE
+from benchmarks.pages import gap, table
 from draftsmith_core.sampling import row_seed
 from eval.bootstrap import PromptSums, Resamples, difference, estimate, pool_resamples, pool_sums, resamples
+from eval.report.formats import with_interval
 
-ALIKE = "fkl"  # what differences are taken from, and what every data mode is trained with
 # Of one draft: temperature, then domain, then per-prompt sums and counts.
 Alphas = dict[str, dict[str, PromptSums]]
 
@@ -80,48 +82,32 @@ def tables(results: dict[str, Any]) -> str:
         kinds = {"objectives": ["base", *objectives]} | ({"data modes": [ALIKE, *modes]} if modes else {})
         for title, names in kinds.items():
             heading = ["draft", f"{own} (ID)", f"over {ALIKE}", "OOD", f"over {ALIKE}", "over base", *others]
-            lines = [f"**T = {temperature}: {title}**", "", row_of(heading), row_of(["---"] * len(heading))]
+            rows = []
             for name in names:
                 words = [name]
                 for place in (own, "ood"):
                     apart = None if name == "base" else at[name][place].get(f"above_{ALIKE}")
-                    words += [told(at[name][place]["alpha"]), gap(apart)]
-                words.append(gap(at[name]["ood"].get("above_base")))
-                lines.append(row_of([*words, *(f"{at[name][place]['alpha']['value']:.3f}" for place in others)]))
-            parts.append("\n".join(lines))
+                    words += [with_interval(at[name][place]["alpha"]), _above(apart)]
+                words.append(_above(at[name]["ood"].get("above_base")))
+                rows.append([*words, *(f"{at[name][place]['alpha']['value']:.3f}" for place in others)])
+            parts.append(f"**T = {temperature}: {title}**\n\n{table(heading, rows)}")
     rates = [f"{rate:g}" for rate in results["options"]["rates"]]
     heading = ["objective", *(f"{rate}: {own}" for rate in rates), *(f"{rate}: OOD" for rate in rates), "chosen"]
-    lines = ["**T = 1: by learning rate, one seed**", "", row_of(heading), row_of(["---"] * len(heading))]
+    rows = []
     for name, tried in results["by_rate"].items():
         values = [f"{tried[rate][place]:.3f}" for place in (own, "ood") for rate in rates]
-        lines.append(row_of([name, *values, f"{results['cells'][name]['rate']:g}"]))
-    parts.append("\n".join(lines))
+        rows.append([name, *values, f"{results['cells'][name]['rate']:g}"])
+    parts.append(f"**T = 1: by learning rate, one seed**\n\n{table(heading, rows)}")
     heading = ["draft", f"{own}, seed by seed", "OOD, seed by seed", "step of the kept weights", "processor s a step"]
-    lines = ["**T = 1: seeds**", "", row_of(heading), row_of(["---"] * len(heading))]
+    rows = []
     for name, variant in results["cells"].items():
         at = results["figures"]["1"][name]
         each = [" ".join(f"{value:.3f}" for value in at[place]["seeds"]) for place in (own, "ood")]
         steps = " ".join(str(run["best_step"]) for run in variant["runs"])
         seconds = min(run["processor_seconds"] for run in variant["runs"]) / results["options"]["steps"]
-        lines.append(row_of([name, *each, steps, f"{seconds:.2f}"]))
-    return "\n\n".join([*parts, "\n".join(lines)]) + "\n"
+        rows.append([name, *each, steps, f"{seconds:.2f}"])
+    return "\n\n".join([*parts, f"**T = 1: seeds**\n\n{table(heading, rows)}"]) + "\n"
 
 
-def row_of(words: Sequence[str]) -> str:
-    """A row of a Markdown table."""
-    return f"| {' | '.join(words)} |"
-
-
-def told(alpha: dict[str, Any]) -> str:
-    """A figure with its interval."""
-    interval = "" if alpha["low"] is None else f" [{alpha['low']:.3f}, {alpha['high']:.3f}]"
-    return f"{alpha['value']:.3f}{interval}"
-
-
-def gap(apart: dict[str, Any] | None) -> str:
-    """A difference with its interval, bold where it is told apart from zero."""
-    if apart is None:
-        return ""
-    interval = "" if apart["low"] is None else f" [{apart['low']:+.3f}, {apart['high']:+.3f}]"
-    text = f"{apart['value']:+.3f}{interval}"
-    return f"**{text}**" if apart["told_apart"] else text
+def _above(change: dict[str, Any] | None) -> str:
+    return gap(change, clear=change is not None and change["told_apart"])

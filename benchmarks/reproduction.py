@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
+from benchmarks.pages import put, table
 from benchmarks.reproduction_pairs import Options, Pair, demo_pair, stories_pair, unchanged
 from draftsmith_core.command_line import parse
 from draftsmith_core.io import write_json_atomic
@@ -35,7 +36,7 @@ from eval.evaluate import evaluate
 from eval.report.formats import with_interval
 from eval.results import Results
 
-BEGIN, END = "<!-- rows: written by benchmarks/reproduction.py -->", "<!-- end of rows -->"
+MARKERS = "<!-- rows: written by benchmarks/reproduction.py -->", "<!-- end of rows -->"
 # A chain, a tree as deep, and one that grows with as many nodes and levels as the tree.
 CHAIN, TREE, GROWN = "chain:4", "kary:3,2,1,1", "eagle2:depth=4,beam=4,nodes=21"
 # What "little" and "small errors" are taken to mean.
@@ -94,7 +95,7 @@ def main() -> None:
     write_json_atomic(out / "reproduction.json", found)
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     if options.page is not None:
-        _put(Path(options.page), table(found["rows"]))
+        put(Path(options.page), MARKERS, verdicts(found["rows"]))
 
 
 def measure(pair: Pair, out: Path, options: Options) -> Measured:
@@ -293,23 +294,12 @@ CLAIMS: list[Callable[[Measured], Iterator[Row]]] = [
 VERDICTS = {True: "agrees", False: "disagrees", None: "open"}
 
 
-def table(rows: Sequence[Any]) -> str:
+def verdicts(rows: Sequence[Any]) -> str:
     """The rows as Markdown."""
-    lines = ["| claim | paper | pair | what we measured | verdict |", "|---|---|---|---|---|"]
-    for row in rows:
-        cells = (row["claim"], row["paper"], row["pair"], row["measured"], VERDICTS[row["agrees"]])
-        lines.append(f"| {' | '.join(cells)} |")
+    cells = ([*(row[key] for key in ("claim", "paper", "pair", "measured")), VERDICTS[row["agrees"]]] for row in rows)
     agree, disagree, undecided = ([row["agrees"] for row in rows].count(verdict) for verdict in VERDICTS)
-    return "\n".join([*lines, "", f"{agree} rows agree, {disagree} disagree, {undecided} are open."])
-
-
-def _put(page: Path, text: str) -> None:
-    whole = page.read_text(encoding="utf-8")
-    before, begin, rest = whole.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        sys.exit(f"benchmarks/reproduction.py: {page} has no lines '{BEGIN}' and '{END}' for the table")
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    text = table(["claim", "paper", "pair", "what we measured", "verdict"], cells)
+    return f"{text}\n\n{agree} rows agree, {disagree} disagree, {undecided} are open."
 
 
 if __name__ == "__main__":

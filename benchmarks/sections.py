@@ -3,7 +3,6 @@
 Legend: s seconds, ms milliseconds; `rows` tokens of one forward; a *step* is one target forward that decides tokens.
 """
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.methods import Method, Pair, build, decoder
+from benchmarks.methods import Method, Pair, build
 from benchmarks.timing import (
     Clock,
     Run,
@@ -25,10 +24,7 @@ from benchmarks.timing import (
     runner_forwards,
     timed_run,
 )
-from decode import VERIFIERS, parse_tree
-from draftsmith_core.errors import InputError
 from draftsmith_core.models import context_length
-from draftsmith_core.sampling import Sampling, generator, row_seed
 
 FORWARD_ROWS = (1, 2, 5, 9, 17, 29, 61)
 FORWARD_CONTEXTS = (128, 4096)
@@ -39,12 +35,11 @@ FORWARD_REPEATS = 15
 class Bench:
     """Models, prompts with their domain (as many for every round), and a long text.
 
-    `small` gives the tokens of `pair` for less. `apart` is a copy of `pair` for transformers: this engine packs the
-    weights of what it decodes with, which makes every other forward of the same model slower.
+    `apart` is a copy of `pair` for transformers: this engine packs the weights of what it decodes with, which makes
+    every other forward of the same model slower.
     """
 
     pair: Pair
-    small: Pair
     apart: Pair
     prompts: list[tuple[str, list[int]]]
     text: list[int]
@@ -235,113 +230,4 @@ def _summary(
         "draft_ms_per_forward": per_call("draft"),
         "draft_forwards_per_step": sum(run.calls.get("draft", 0) for run in pooled)
         / sum(_steps(method, run) for run in pooled),
-    }
-
-
-def verifiers(bench: Bench, trees: Sequence[str], seeds: int) -> dict[str, Any]:
-    """tau at temperature 1 of every verifier on the same tree, and of a grown deterministic tree of as many nodes.
-
-    Counts only: decoded with the small models, which give the same tokens. `standard_error` is over (prompt, seed).
-    A rule that is not valid for a tree says so.
-    """
-    found: dict[str, Any] = {}
-    for tree in trees:
-        shape = parse_tree(tree)
-        grown = f"eagle2:depth={shape.depth},beam={round(math.sqrt(shape.size))},nodes={shape.size}/exact"
-        names = (*(f"{tree}/{verifier}" for verifier in VERIFIERS), grown)
-        found[f"{shape.size} nodes"] = {name: _tau(bench, name, seeds) for name in names}
-    return found
-
-
-def _tau(bench: Bench, name: str, seeds: int) -> dict[str, Any]:
-    try:
-        engine = decoder(name, bench.small)
-    except InputError as error:
-        return {"refused": str(error)}
-    prompts = [prompt for _, prompt in bench.prompts]
-    counts: list[tuple[int, int]] = []
-    for seed in range(seeds):
-        generators = [generator(row_seed(seed, str(row))) for row in range(len(prompts))]
-        batch = engine.generate(prompts, Sampling(temperature=1.0), bench.max_new_tokens, generators)
-        counts += [(each.stats.emitted, each.stats.target_calls) for each in batch.generations]
-    calls = sum(count for _, count in counts)
-    tau = sum(emitted for emitted, _ in counts) / calls
-    # Of a ratio of sums: the spread of what each row emits beyond its share.
-    spread = math.sqrt(sum((emitted - tau * count) ** 2 for emitted, count in counts))
-    lossless = engine.verifier.lossless
-    return {"tau": tau, "standard_error": spread / calls, "target_calls": calls, "lossless": lossless}
-
-
-def batches(bench: Bench, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Greedy decoding of several prompts at once: seconds a row and tokens a second of the whole batch."""
-    target = bench.pair.target
-    made = {name: bench.build(name, 0.0) for name in ("hf", "ar", "chain:4", "kary:2,2,1")}
-    runs_of = [(name, size) for size in sizes for name in made]
-    labels = [f"{name} {size}" for name, size in runs_of]
-    runs: dict[str, list[Run]] = {label: [] for label in labels}
-    of = dict(zip(labels, runs_of, strict=True))
-    with bench.clock() as clock:
-        for turn in range(-1, rounds):
-            for label in rotated(labels, turn):
-                name, size = of[label]
-                prompts = [bench.prompts[row % len(bench.prompts)][1] for row in range(size)]
-                run = timed_run(clock, target.device, partial(made[name].decode, prompts, turn))
-                if turn >= 0:
-                    runs[label].append(run)
-    found: dict[str, Any] = {}
-    for label, (name, size) in of.items():
-        found.setdefault(name, {})[str(size)] = {
-            "ms_per_row_and_token": statistics.median(1e3 * run.wall_s / _emitted(run) for run in runs[label]),
-            "tokens_per_s": statistics.median(_emitted(run) / run.wall_s for run in runs[label]),
-            "ms_per_step_after_prefill": _after_prefill_ms(runs[label]),
-            "equal_to_ar": runs[label][0].outputs == runs[f"ar {size}"][0].outputs,
-        }
-    return found
-
-
-def _after_prefill_ms(runs: Sequence[Run]) -> float:
-    return statistics.median(1e3 * run.after_prefill_s / (run.calls["target"] - 1) for run in runs)
-
-
-def contexts(bench: Bench, lengths: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Milliseconds of a step behind long prompts, after the prefill, beside the raw forward there.
-
-    tau is not reported: the shipped models were trained on short texts.
-    """
-    target = bench.pair.target
-    limit = min(context_length(model) or 10**9 for model in (target, bench.pair.draft))
-    found: dict[str, Any] = {}
-    for length in lengths:
-        if length + bench.max_new_tokens > limit:
-            found[str(length)] = {"left_out": f"the models reach {limit} positions"}
-            continue
-        found[str(length)] = _context(bench, bench.text[:length], rounds)
-    return found
-
-
-def _context(bench: Bench, prompt: list[int], rounds: int) -> dict[str, Any]:
-    target = bench.pair.target
-    made = {name: bench.build(name, 0.0) for name in ("hf", "ar", "hf-constant:4", "chain:4")}
-    raw = {
-        f"{name} {rows} rows": call
-        for name, by_rows in (
-            ("transformers", hugging_face_forwards(bench.apart.target, prompt, (1, 5))),
-            ("ours", runner_forwards(target, prompt, (1, 5), True)),
-        )
-        for rows, call in by_rows.items()
-    }
-    raw_s = medians_s(raw, target.device, FORWARD_REPEATS)
-    runs: dict[str, list[Run]] = {name: [] for name in made}
-    with bench.clock() as clock:
-        for turn in range(-1, rounds):
-            for name in rotated(list(made), turn):
-                run = timed_run(clock, target.device, partial(made[name].decode, [prompt], turn))
-                if turn >= 0:
-                    runs[name].append(run)
-    return {"raw_forward_ms": {name: 1e3 * value for name, value in raw_s.items()}} | {
-        name: {
-            "ms_per_step_after_prefill": _after_prefill_ms(each),
-            "greedy_equal": each[0].outputs == runs["ar"][0].outputs,
-        }
-        for name, each in runs.items()
     }

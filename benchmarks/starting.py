@@ -14,12 +14,14 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.pages import table
 from benchmarks.rebuild_pair import write_corpus
+from benchmarks.shipped_pair import PAIR
 from distill.config import DistillConfig
 from distill.generate import distill
 from drafts.make.fresh import read_per_token
@@ -34,7 +36,6 @@ from eval.acceptance import Continuation
 from train.config import Optim, TrainConfig
 from train.training_run import train
 
-_PAIR = Path(__file__).parents[1] / "draftsmith" / "demo" / "pair"
 _DONOR_VOCABULARY = 1024
 
 
@@ -62,7 +63,7 @@ def main() -> None:
     out = Path(options.out)
     if not (out / "texts").is_dir():
         write_corpus(out / "texts")
-    target = options.target or str(_PAIR / "target")
+    target = options.target or str(PAIR / "target")
     if not (out / "data").is_dir():
         prose = str(out / "texts" / "prose.train.jsonl")
         answers = {"max_prompts": options.rows, "max_new_tokens": 64, "temperature": 1.0, "batch_size": 64}
@@ -96,7 +97,7 @@ def main() -> None:
                 rows.append(row | {"steps": steps} | _measure(model, load_model(str(trained), device="cpu"), texts))
                 sys.stderr.write(json.dumps(rows[-1]) + "\n")
     write_json_atomic(out / "starting.json", rows)
-    sys.stdout.write(table(rows) + "\n")
+    sys.stdout.write(means(rows) + "\n")
 
 
 def _starts(out: Path, target: str, seed: int) -> dict[str, str]:
@@ -109,7 +110,7 @@ def _starts(out: Path, target: str, seed: int) -> dict[str, str]:
         "transplant": {"method": "transplant", "donor": donor},
         "fresh": {"method": "fresh", "cost": 0.15, "seed": seed},
     }
-    found = {"base": str(_PAIR / "base")} if target == str(_PAIR / "target") else {}
+    found = {"base": str(PAIR / "base")} if target == str(PAIR / "target") else {}
     for name, options in words.items():
         place = out / "starts" / (f"{name}-{seed}" if name == "fresh" else name)
         if not place.is_dir():
@@ -134,7 +135,7 @@ def _train_donor(out: Path, place: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<|begin|>", eos_token="<|end|>").save_pretrained(
         out / "donor-tokenizer"
     )
-    shape = json.loads((_PAIR / "base" / "config.json").read_text()) | {"vocab_size": _DONOR_VOCABULARY}
+    shape = json.loads((PAIR / "base" / "config.json").read_text()) | {"vocab_size": _DONOR_VOCABULARY}
     (out / "donor.config.json").write_text(json.dumps(shape))
     train(
         TrainConfig(
@@ -185,19 +186,16 @@ def _align(start: str, target: str, out: Path, place: Path, steps: int, seed: in
 
 def _measure(
     target: PreTrainedModel, draft: PreTrainedModel, texts: Mapping[str, list[Continuation]]
-) -> dict[str, float]:
-    found = {}
-    for domain, own in texts.items():
-        alpha = alphas(target, draft, own, Sampling(temperature=1.0))["alpha"]
-        found[domain] = cast(float, alpha)
-    return found
+) -> dict[str, Any]:
+    hot = Sampling(temperature=1.0)
+    return {domain: alphas(target, draft, own, hot)["alpha"] for domain, own in texts.items()}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def means(rows: list[dict[str, Any]]) -> str:
     """Markdown: mean over seeds, and in brackets the least and the greatest where they differ."""
     budgets = sorted({row["steps"] for row in rows})
     head = [f"{domain} after {steps}" for domain in ("prose (ID)", "code (OOD)") for steps in budgets]
-    lines = ["| start | cost | " + " | ".join(head) + " |", "| --- |" * 1 + " --- |" * (len(head) + 1)]
+    lines = []
     for name in dict.fromkeys(row["start"] for row in rows):
         own = [row for row in rows if row["start"] == name]
         cells = [
@@ -205,8 +203,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             for domain in ("prose", "code")
             for steps in budgets
         ]
-        lines.append(f"| {name} | {own[0]['cost']:.2f} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([name, f"{own[0]['cost']:.2f}", *cells])
+    return table(["start", "cost", *head], lines)
 
 
 def _cell(values: list[float]) -> str:

@@ -22,7 +22,7 @@ from draftsmith_core.io import read_json, write_text_atomic
 from draftsmith_core.teacher_rows import COLUMN, unpack
 from eval.report.formats import percent, shortened
 from eval.report.page import Picture, render_template
-from eval.report.theme import MARKS, WIDTH, drawing, inline_svg
+from eval.report.theme import LIGHT, WIDTH, drawing, inline_svg
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -113,18 +113,18 @@ def _pictures(answers: "DataFrame", entropies: npt.NDArray[np.int64] | None) -> 
         ax.set_xlabel(label)
         pictures.append(Picture(title, caption, inline_svg(figure, title.replace(" ", "-").lower(), title)))
 
-    with drawing(MARKS):
+    with drawing(LIGHT):
         caption = "Tokens of an answer, by how it ended: `stop` is the target's own end, `length` the limit."
         with picture("How long the answers are", caption, "tokens of an answer") as ax:
             ends = {reason: group["answer"] for reason, group in sorted(answers.groupby("finish_reason"), reverse=True)}
-            colours = [MARKS[f"d{index % 6 + 1}"] for index in range(len(ends))]
+            colours = [LIGHT[f"d{index % 6 + 1}"] for index in range(len(ends))]
             bins = _bins(answers["answer"].max())
             ax.hist(list(ends.values()), bins, stacked=True, color=colours, label=list(ends), lw=0)
             ax.legend()
             ax.set_ylabel("rows")
         caption = "Tokens of a prompt, with the earlier turns of its conversation."
         with picture("How long the prompts are", caption, "tokens of a prompt") as ax:
-            ax.hist(answers["prompt"], _bins(answers["prompt"].max()), color=MARKS["d1"], lw=0)
+            ax.hist(answers["prompt"], _bins(answers["prompt"].max()), color=LIGHT["d1"], lw=0)
             ax.set_ylabel("rows")
         if entropies is not None:
             caption = (
@@ -134,7 +134,7 @@ def _pictures(answers: "DataFrame", entropies: npt.NDArray[np.int64] | None) -> 
             with picture("How sure the target is", caption, "entropy, nats") as ax:
                 last = int(np.flatnonzero(entropies).max(initial=0)) + 1
                 widths = np.diff(_ENTROPY_EDGES)[:last]
-                ax.bar(_ENTROPY_EDGES[:last], entropies[:last], widths, align="edge", color=MARKS["d1"], lw=0)
+                ax.bar(_ENTROPY_EDGES[:last], entropies[:last], widths, align="edge", color=LIGHT["d1"], lw=0)
                 ax.set_ylabel("tokens")
         tokens = answers.groupby("domain")["answer"].sum().sort_values(ascending=False, kind="stable")
         shares = dict(tokens[:_DOMAINS] / max(1, tokens.sum()))
@@ -143,8 +143,8 @@ def _pictures(answers: "DataFrame", entropies: npt.NDArray[np.int64] | None) -> 
         caption, height = "Share of the response tokens, by domain.", 0.7 + 0.25 * len(shares)
         with picture("What it is about", caption, "share of the response tokens", height) as ax:
             names = [shortened(name, _NAME) for name in shares]
-            bars = ax.barh(range(len(shares)), list(shares.values()), tick_label=names, color=MARKS["d1"], height=0.6)
-            ax.bar_label(bars, [f" {percent(share)}" for share in shares.values()], color=MARKS["ink"])
+            bars = ax.barh(range(len(shares)), list(shares.values()), tick_label=names, color=LIGHT["d1"], height=0.6)
+            ax.bar_label(bars, [f" {percent(share)}" for share in shares.values()], color=LIGHT["ink"])
             ax.invert_yaxis()
             ax.grid(visible=False, axis="y")
             ax.set_xlim(0, 1.12)

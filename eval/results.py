@@ -126,7 +126,27 @@ class Results:
         self, figure: str, draft: str, domain: str, temperature: Number = None, tree: Name = None, verifier: Name = None
     ) -> list[Row]:
         """The rows of a figure that has several, such as `accept` by depth, in the order of `at`."""
-        return self._index.get((figure, *self._cell(figure, draft, domain, temperature, tree, verifier)), [])
+        temperature = self.top_temperature if temperature is None else temperature
+        for name, value, known in (
+            ("draft", draft, [*self.drafts, TARGET]),
+            ("domain", domain, [*self.domains(), *self.kinds]),
+            ("temperature", temperature, self.temperatures),
+        ):
+            if value not in known:
+                listed = ", ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in known)
+                raise InputError(f"{name} {value!r}: not measured; there are {listed}")
+        methods = self._methods_of.get(figure)
+        if methods is None or draft == TARGET:
+            tree = verifier = None
+        else:
+            fit = [method for method in methods if tree in (None, method[0]) and verifier in (None, method[1])]
+            fit = [method for method in fit if method in self.methods] or fit  # a decoded one before a predicted one
+            if len(fit) != 1:
+                wanted = " ".join(filter(None, (tree, verifier))) or "no tree named"
+                listed = ", ".join(map(" ".join, fit or self.methods))
+                raise InputError(f"{wanted}: {'several fit:' if fit else 'not measured; there are'} {listed}")
+            tree, verifier = fit[0]
+        return self._index.get((figure, draft, domain, temperature, tree, verifier), [])
 
     def alpha(self, draft: str, domain: str, temperature: Number = None) -> Row:
         """Expected acceptance of one draft token."""
@@ -211,7 +231,7 @@ class Results:
         return figure
 
     @cached_property
-    def _index(self) -> dict[tuple[str, str, str, float, str | None, str | None], list[Row]]:
+    def _index(self) -> dict[tuple[Any, ...], list[Row]]:
         index: dict[Any, list[Row]] = {}
         for row in self.document["rows"]:
             index.setdefault((row["figure"], *_cell_of(row)), []).append(row)
@@ -224,28 +244,6 @@ class Results:
             if tree is not None and verifier is not None:
                 methods.setdefault(figure, dict.fromkeys(self.methods))[tree, verifier] = None
         return methods
-
-    def _cell(self, figure: str, draft: str, domain: str, temperature: Number, tree: Name, verifier: Name) -> Cell:
-        """Check the names; fill in the highest temperature and the only method, preferring those that were decoded."""
-        temperature = self.top_temperature if temperature is None else temperature
-        for name, value, known in (
-            ("draft", draft, [*self.drafts, TARGET]),
-            ("domain", domain, [*self.domains(), *self.kinds]),
-            ("temperature", temperature, self.temperatures),
-        ):
-            if value not in known:
-                listed = ", ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in known)
-                raise InputError(f"{name} {value!r}: not measured; there are {listed}")
-        methods = self._methods_of.get(figure)
-        if methods is None or draft == TARGET:
-            return draft, domain, temperature, None, None
-        fit = [method for method in methods if tree in (None, method[0]) and verifier in (None, method[1])]
-        fit = [method for method in fit if method in self.methods] or fit
-        if len(fit) != 1:
-            wanted = " ".join(filter(None, (tree, verifier))) or "no tree named"
-            listed = ", ".join(map(" ".join, fit or self.methods))
-            raise InputError(f"{wanted}: {'several fit:' if fit else 'not measured; there are'} {listed}")
-        return draft, domain, temperature, *fit[0]
 
 
 def _cell_of(row: Any) -> Cell:

@@ -98,7 +98,6 @@ def tiny_bench() -> Bench:
     prompts = list(zip(["prose", "code", "prose", "code"], tokens, strict=True))
     return Bench(
         pair=pair,
-        small=pair,
         apart=copy.deepcopy(pair),
         prompts=prompts,
         text=[t % VOCAB for t in range(40)],
@@ -131,14 +130,7 @@ def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> 
     assert methods["T=0"]["chain:2"]["greedy_equal"] == methods["T=0"]["hf"]["greedy_equal"] == "4 of 4"
     assert methods["T=1"]["ar"]["tau"] == methods["T=1"]["hf"]["tau"] == 1 <= methods["T=1"]["chain:2"]["tau"] <= 3
     assert "greedy_equal" not in methods["T=1"]["chain:2"]
-    verified = sections.verifiers(bench, ["kary:2,1"], seeds=1)["4 nodes"]
-    assert "chains only" in verified["kary:2,1/speculative"]["refused"]
-    assert 1 <= verified["kary:2,1/mcsd"]["tau"] <= 3
-    assert all(cell["equal_to_ar"] for cells in sections.batches(bench, [1, 3], 1).values() for cell in cells.values())
-    contexts = sections.contexts(bench, [16, 100], rounds=1)
-    assert contexts["16"]["chain:4"]["greedy_equal"] is True
-    assert "left_out" in contexts["100"]
-    json.dumps([forwards, methods, verified, contexts])
+    json.dumps([forwards, methods])
 
 
 @pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")

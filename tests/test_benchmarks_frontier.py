@@ -35,9 +35,7 @@ def options(tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest
     return Options(out=str(tmp_path / "out"), new_tokens=6, bootstrap=50, **small)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
-    return noted(monkeypatch, frontier)
+trained = pytest.fixture(noted)
 
 
 @pytest.mark.slow  # every method is trained
@@ -148,8 +146,9 @@ def test_the_area_under_a_frontier() -> None:
 
 
 @pytest.mark.slow
-def test_ways_to_mix_domains_differ_in_the_mixture_alone(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = noted(monkeypatch, domains)
+def test_ways_to_mix_domains_differ_in_the_mixture_alone(
+    options: Options, trained: list[TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(domains, "OTHERS", {"code": 0.5, "lists": 0.25})
     monkeypatch.setattr(corpus, "split", lambda domain: corpus.Split((), ()))
     monkeypatch.setattr(corpus, "passages", lambda domain, *_: texts(8, 10 + len(domain)))
@@ -162,6 +161,6 @@ def test_ways_to_mix_domains_differ_in_the_mixture_alone(options: Options, monke
     mixtures = [(config.mixing_temperature, config.replay_fraction) for config in first]
     assert mixtures == [(1.0, 0.0), (1.0, 0.0), (3.0, 0.0), (3.0, 0.5)]
     assert domains.run(small) == found and len(trained) == len(domains.WAYS) * small.seeds
-    lines = domains.table(found).splitlines()
+    lines = domains.gains(found).splitlines()
     assert lines[0] == "| way | prose | code | lists | other | a gain in every domain |"
     assert len(lines) == 3 + len(domains.WAYS)

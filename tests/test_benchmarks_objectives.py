@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import objectives, objectives_data
-from benchmarks.objectives import measure_alphas, run
-from benchmarks.objectives_data import Options, Pair
+from benchmarks.objectives import Options, measure_alphas, run
+from benchmarks.objectives_data import Pair, PairOptions
 from benchmarks.objectives_figure import write_pictures
 from benchmarks.objectives_tables import above, tables
 from draftsmith_core.errors import InputError
@@ -27,10 +27,10 @@ def texts(count: int, start: int) -> list[dict[str, str]]:
     return [{"text": " ".join(WORDS[(i * k + start) % len(WORDS)] for k in range(1, 16))} for i in range(count)]
 
 
-def tiny_pair(target: str, draft: str) -> Callable[[Options], Pair]:
+def tiny_pair(target: str, draft: str) -> Callable[[PairOptions], Pair]:
     """A pair `nano` that is made of the tests' tiny models."""
 
-    def tiny(options: Options) -> Pair:
+    def tiny(options: PairOptions) -> Pair:
         out = Path(options.out) / "prompts"
         if not out.is_dir():
             with atomic_dir(out) as made:
@@ -43,7 +43,7 @@ def tiny_pair(target: str, draft: str) -> Callable[[Options], Pair]:
     return tiny
 
 
-def noted(monkeypatch: pytest.MonkeyPatch, benchmark: Any) -> list[TrainConfig]:
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The configurations that a benchmark really trains, in order."""
     asked: list[TrainConfig] = []
     real = train_run.train
@@ -52,7 +52,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, benchmark: Any) -> list[TrainConfig]:
         asked.append(config)
         return real(config, command)
 
-    monkeypatch.setattr(benchmark, "train", train)
+    monkeypatch.setattr(objectives_data, "train", train)
     return asked
 
 
@@ -64,9 +64,7 @@ def options(tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest
     return Options(out=str(tmp_path / "out"), rates=[1e-2, 3e-3], new_tokens=6, bootstrap=50, **small)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
-    return noted(monkeypatch, objectives)
+trained = pytest.fixture(noted)
 
 
 def without_times(document: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.alignment.config import AlignConfig
+from eval.report.findings import worst_set
 from eval.report.formats import with_interval
 from eval.results import Results
 from eval.summary import best_method, headline_and_table
@@ -50,9 +51,8 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
         if figures["gain"]:
             parts.append(f"{with_interval(figures['gain'], sign=True)} over the draft it started from")
         if figures["gain"] and kind == "ood" and len(results.domains("ood")) > 1:
-            known = [row for name in results.domains("ood") if (row := results.gain(shown["best"], name)) is not None]
-            worst = min(known, key=lambda row: row["value"] or 0.0)
-            parts.append(f"worst on {worst['domain']}, {with_interval(worst, sign=True)}")
+            worst = worst_set(results, shown["best"], results.top_temperature)
+            parts += [f"worst on {worst['domain']}, {with_interval(worst, sign=True)}"] if worst else []
         bought.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
     return [
         *headline_and_table(results),

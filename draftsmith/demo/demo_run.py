@@ -21,7 +21,7 @@ from eval.evaluate import evaluate
 from eval.report.findings import lead
 from eval.report.formats import WORDS
 from eval.report.page import FIGURES, Picture, render_template
-from eval.report.theme import MARKS, Look, inline_svg, roles_of
+from eval.report.theme import LIGHT, Look, inline_svg, roles_of
 from eval.results import Results
 from eval.summary import headline_and_table
 
@@ -107,7 +107,7 @@ def write_page(small: Results, large: Results) -> list[str]:
     headline, *table = headline_and_table(large)
     note = f"The shipped target of {sizes[0]:.1f} M parameters is too cheap for drafting to pay."
     title, caption = WORDS["figures"]["alpha"]["title"], WORDS["figures"]["alpha"]["caption"]
-    figure = FIGURES["alpha"](small, Look(MARKS, roles_of(small.drafts, small.base)))
+    figure = FIGURES["alpha"](small, Look(LIGHT, roles_of(small.drafts, small.base)))
     pictures = [] if figure is None else [Picture(title, caption, inline_svg(figure, "alpha", title))]
     page = large.directory.parent / "report.html"
     values = {"detail": lead(large).detail, "padded": padded, "table": "\n".join(table), "small": note}

@@ -13,7 +13,7 @@ from eval.report import figures, figures_why
 from eval.report.findings import lead
 from eval.report.formats import WORDS, tree_name
 from eval.report.tables import tables
-from eval.report.theme import DARK, LIGHT, MARKS, Look, inline_svg, roles_of, write_png
+from eval.report.theme import DARK, LIGHT, Look, inline_svg, roles_of, write_png
 from eval.report.viewer import viewed_texts
 from eval.results import Results
 from eval.schema import BUSY
@@ -51,19 +51,18 @@ def write_report(results: Results) -> Path:
 
 def render_page(results: Results, png_directory: Path | None = None) -> str:
     """The page as text; PNGs beside it when a directory is given."""
-    roles = roles_of(results.drafts, results.base)
-    pictures = []
+    look, pictures = Look(LIGHT, roles_of(results.drafts, results.base)), []
     for name, draw in FIGURES.items():
         title, caption = WORDS["figures"][name]["title"], WORDS["figures"][name]["caption"]
         if name == "accept":
             tree, verifier = results.methods[0]
             lossy = "" if results.lossless(verifier) else " (lossless: false)"
             caption += f" Tree {tree_name(tree)}, verifier {verifier}{lossy}, temperature {results.top_temperature:g}."
-        figure = draw(results, Look(MARKS, roles))
-        if figure is not None:
-            pictures.append(Picture(title, caption, inline_svg(figure, name, f"{title}. {caption}")))
-        if png_directory is not None and (plain := draw(results, Look(LIGHT, roles))) is not None:
-            write_png(plain, png_directory / f"{name}.png")
+        if (figure := draw(results, look)) is None:
+            continue
+        pictures.append(Picture(title, caption, inline_svg(figure, name, f"{title}. {caption}")))
+        if png_directory is not None:
+            write_png(figure, png_directory / f"{name}.png")
     suites = results.document["suites"]
     head = lead(results)
     return render_template(

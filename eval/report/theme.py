@@ -1,7 +1,7 @@
 """How figures look: palettes, matplotlib settings, and one drawing as a PNG or as an SVG in the colours of the page.
 
-Colours are drawn by role. A PNG has the light palette; in an SVG every role becomes a CSS variable, so that the page
-decides between light and dark.
+Figures are drawn in the light palette. In an SVG each of its colours becomes the CSS variable of its role, so that the
+page decides between light and dark.
 """
 
 import io
@@ -33,8 +33,6 @@ _ROLES = {
     "d6": ("#2f93c4", "#9fd3f0"),
 }
 LIGHT, DARK = ({role: pair[index] for role, pair in _ROLES.items()} for index in (0, 1))
-# Colours that occur nowhere else: drawn into an SVG and replaced by CSS variables there.
-MARKS = {role: f"#fe01{index:02x}" for index, role in enumerate(LIGHT)}
 # More of them than colours, so that no two of many drafts have both alike; the base draft has the circle.
 _MARKERS = ("s", "D", "^", "v", "P", "X", "h")
 _FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
@@ -96,8 +94,8 @@ def inline_svg(figure: Figure, name: str, label: str) -> Markup:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    for role, mark in MARKS.items():
-        svg = svg.replace(mark, f"var(--{role})")
+    for role, colour in LIGHT.items():
+        svg = svg.replace(colour, f"var(--{role})")
     svg = re.sub(r"'DejaVu Sans'(, sans-serif)?", _FONTS, svg)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
