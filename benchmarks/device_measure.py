@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.timing import synchronise
 from draftsmith_core.models import peak_memory, reset_peak_memory
 
 
@@ -35,20 +36,15 @@ class Check:
         """Whether no time is left for something else."""
         return time.monotonic() > self.until
 
-    def synchronise(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def seconds(self, function: Callable[[], object], repeats: int = 5) -> float:
         """The median time of a function after one call that is not counted."""
         function()
         times = []
         for _ in range(1 if self.tiny else repeats):
-            self.synchronise()
+            synchronise(self.device)
             began = time.perf_counter()
             function()
-            self.synchronise()
+            synchronise(self.device)
             times.append(time.perf_counter() - began)
         return statistics.median(times)
 

@@ -83,10 +83,8 @@ def decoding(check: Check) -> None:
     new, length, trees = (8, 16, TREES[:1]) if check.tiny else (64, 128, TREES)
     for batch in (1,) if check.tiny else (1, 8, 32):
         prompts = passages(batch, length)
-        rows = torch.tensor(prompts, device=check.device)
-        raw = {}
-        for queries in (1, 5, 17):
-            raw[queries] = 1e3 * check.seconds(partial(_forward, pair.target, rows, queries))
+        forward = _behind(pair.target, prompts)
+        raw = {queries: 1e3 * check.seconds(partial(forward, queries)) for queries in (1, 5, 17)}
         check.report(f"batch {batch}, raw forward behind {length} tokens, ms by tokens per row", raw)
         ways: list[tuple[str, bool | str]] = [("hf", False), *([("hf-assisted", False)] if batch == 1 else [])]
         ways += [(tree, backend) for tree in ("ar", *trees) for backend in (False, check.backend)]
@@ -107,20 +105,22 @@ def decoding(check: Check) -> None:
             check.report(f"batch {batch}, {name}{f', compiled ({backend})' if backend else ''}", figures)
     for parameter in target.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    rows = torch.tensor(passages(1, length), device=check.device)
-    check.report("raw forward of random weights, batch 1, ms", 1e3 * check.seconds(partial(_forward, target, rows, 1)))
+    forward = _behind(target, passages(1, length))
+    check.report("raw forward of random weights, batch 1, ms", 1e3 * check.seconds(partial(forward, 1)))
 
 
 @torch.inference_mode()
-def _forward(model: PreTrainedModel, rows: torch.Tensor, queries: int) -> object:
-    """One forward of the model as it is, behind the cached rows, less their prefill: the cache is made once."""
-    key = (id(model), rows.data_ptr())
-    if _forward.__dict__.get("key") != key:
-        _forward.__dict__.update(key=key, cache=model(rows, use_cache=True, logits_to_keep=1).past_key_values)
-    cache = _forward.__dict__["cache"]
-    logits = model(rows[:, :queries], past_key_values=cache, use_cache=True).logits
-    cache.crop(-queries)
-    return logits
+def _behind(model: PreTrainedModel, prompts: list[list[int]]) -> Callable[[int], None]:
+    """A forward of so many tokens per row, of the model as it is, behind prompts that are cached once."""
+    rows = torch.tensor(prompts, device=model.device)
+    cache = model(rows, use_cache=True, logits_to_keep=1).past_key_values
+
+    @torch.inference_mode()
+    def forward(queries: int) -> None:
+        model(rows[:, :queries], past_key_values=cache, use_cache=True)
+        cache.crop(-queries)
+
+    return forward
 
 
 def _speed(

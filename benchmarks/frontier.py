@@ -29,7 +29,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from benchmarks.frontier_tables import Alphas, chosen_settings, document_of, tables, write_pictures
+from benchmarks.frontier_tables import Alphas, Sets, chosen_settings, document_of, tables, write_pictures
 from benchmarks.objectives import claim
 from benchmarks.objectives_data import (
     PAIRS,
@@ -113,28 +113,6 @@ class Options(PairOptions):
     seeds: int = 5
     runs: int | None = None
     """Stop after so many more training runs; the same command continues."""
-
-
-@dataclass(frozen=True)
-class Sets:
-    """Prompt sets by what they are for. own: in distribution, reported. tuning: out of it, never reported, beside
-    `heldout` (in distribution), `general` and `even` (what the target writes by itself, begun as for replay).
-    """
-
-    own: str
-    tuning: tuple[str, ...]
-    near: tuple[str, ...]
-    far: tuple[str, ...]
-
-    @property
-    def tuned_on(self) -> tuple[str, ...]:
-        """Out of distribution, for tuning."""
-        return ("general", "even", *self.tuning)
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        """Every set that alpha is measured on."""
-        return (self.own, *self.near, *self.far, "heldout", *self.tuned_on)
 
 
 SETS = {
@@ -284,24 +262,27 @@ def run(options: Options) -> dict[str, Any]:
     else:
         best = given["plain"]
     rate = rates[best]
-    wanted = _trained(given) or {name: set(METHODS[name]) for name in METHODS}
     found: dict[tuple[str, str], list[Alphas]] = {}
+
+    def write() -> dict[str, Any]:
+        apart = ("out", "target", "texts", "only", "runs", "table", "settings_of", "settings")
+        sizes = {key: value for key, value in asdict(options).items() if key not in apart}
+        document = document_of(bench.sets, base, found, best, options.bootstrap, given) | {"options": sizes}
+        write_json_atomic(bench.out / "results.json", document)
+        return document
+
     try:
-        for method, setting, alphas in points(bench, 0, rate, wanted):
+        for method, setting, alphas in points(bench, 0, rate, _trained(given) or {m: set(METHODS[m]) for m in METHODS}):
             found[method, setting] = [alphas]
-    except EnoughError:
-        _write(bench, base, found, best, given)
-        raise
-    wanted = _trained(_write(bench, base, found, best, given)["taken"])
-    try:
+        wanted = _trained(write()["taken"])
         for seed in range(1, options.seeds):
             for method, setting, alphas in list(points(bench, seed, rate, wanted)):
                 found[method, setting].append(alphas)
-            _write(bench, base, found, best, given)
+            write()
     except EnoughError:
-        _write(bench, base, found, best, given)
+        write()
         raise
-    return _write(bench, base, found, best, given)
+    return write()
 
 
 def _trained(taken: dict[str, str] | None) -> dict[str, set[str]]:
@@ -311,21 +292,6 @@ def _trained(taken: dict[str, str] | None) -> dict[str, set[str]]:
         if taken and of in wanted and merged in taken:
             wanted[of].add(taken[merged].rpartition(", ")[0])
     return wanted
-
-
-def _write(
-    bench: Bench,
-    base: Alphas,
-    found: dict[tuple[str, str], list[Alphas]],
-    best: str,
-    given: dict[str, str] | None,
-) -> dict[str, Any]:
-    """OUT/results.json of what there is so far."""
-    apart = ("out", "target", "texts", "only", "runs", "table", "settings_of", "settings")
-    options = {key: value for key, value in asdict(bench.options).items() if key not in apart}
-    document = document_of(bench.sets, base, found, best, bench.options.bootstrap, given) | {"options": options}
-    write_json_atomic(bench.out / "results.json", document)
-    return document
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """What the runs of benchmarks/frontier.py come to: what is taken of each method, areas, bars, tables, the picture."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -43,17 +44,26 @@ MARKERS = dict(zip(COLOURS, "oPDvsXh*", strict=True))
 GAIN, MARGIN = 0.9, 0.01
 
 
-class Sets(Protocol):
-    """Prompt sets by what they are for, as benchmarks/frontier.py has them."""
+@dataclass(frozen=True)
+class Sets:
+    """Prompt sets by what they are for. own: in distribution, reported. tuning: out of it, never reported, beside
+    `heldout` (in distribution), `general` and `even` (what the target writes by itself, begun as for replay).
+    """
+
+    own: str
+    tuning: tuple[str, ...]
+    near: tuple[str, ...]
+    far: tuple[str, ...]
 
     @property
-    def own(self) -> str: ...  # noqa: D102
+    def tuned_on(self) -> tuple[str, ...]:
+        """Out of distribution, for tuning."""
+        return ("general", "even", *self.tuning)
+
     @property
-    def near(self) -> tuple[str, ...]: ...  # noqa: D102
-    @property
-    def far(self) -> tuple[str, ...]: ...  # noqa: D102
-    @property
-    def tuned_on(self) -> tuple[str, ...]: ...  # noqa: D102
+    def all(self) -> tuple[str, ...]:
+        """Every set that alpha is measured on."""
+        return (self.own, *self.near, *self.far, "heldout", *self.tuned_on)
 
 
 def picks_of(sums: PromptSums, name: str, count: int) -> Resamples:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from benchmarks.timing import tensor_of
 from decode import PROPOSERS, DraftModelProposer, SpeculativeDecoder
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling import Sampling, generator, row_seed
@@ -114,7 +113,7 @@ def _hugging_face(
             drafting.num_assistant_tokens, drafting.assistant_confidence_threshold = assisted
             drafting.num_assistant_tokens_schedule = "constant"
         torch.manual_seed(seed)
-        ids_BT = tensor_of(prompts, pair.target.device)
+        ids_BT = torch.tensor(prompts, device=pair.target.device)
         out_BT = generate(ids_BT, attention_mask=torch.ones_like(ids_BT), generation_config=config, **extra)
         return [list(map(int, row)) for row in out_BT[:, ids_BT.shape[1] :].tolist()]
 

@@ -244,8 +244,3 @@ def rotated(names: Sequence[str], turn: int) -> list[str]:
     """The names from another one on at every turn, so that none always runs behind the same other."""
     shift = turn % len(names)
     return [*names[shift:], *names[:shift]]
-
-
-def tensor_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Equally long rows of tokens as int64 `[B, T]`."""
-    return torch.tensor([list(row) for row in rows], device=device)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks import domains, frontier, objectives_data
-from benchmarks.frontier import EnoughError, Options, Sets, run
-from benchmarks.frontier_tables import area, chosen_settings, document_of, tables, write_pictures
+from benchmarks.frontier import EnoughError, Options, run
+from benchmarks.frontier_tables import Sets, area, chosen_settings, document_of, tables, write_pictures
 from benchmarks.frontier_tables import frontier as hull_of
 from draftsmith.demo import corpus
 from eval.bootstrap import PromptSums
