@@ -39,10 +39,10 @@ def parse(cls: type[C], command: str, argv: list[str], modes: Mapping[str, str] 
     for word in argv:
         option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
         single = option is not None and not (option.many or option.switch)
-        if single and _underscored(word).partition("=")[0] not in known:
+        if single and underscored(word).partition("=")[0] not in known:
             words[-1] += f"={word}"  # else argparse takes a value that begins with a dash for an option
         else:
-            words.append(_underscored(word))
+            words.append(underscored(word))
     if asked := {"-h", "--help", "--help=all"} & set(words):
         everything = "--help=all" in asked or words[-2:] == ["--help", "all"]
         sys.stdout.write(parser(cls, command, everything, modes).format_help())
@@ -76,7 +76,8 @@ def parse(cls: type[C], command: str, argv: list[str], modes: Mapping[str, str] 
         raise InputError(where + line.removeprefix("--")) from None
 
 
-def _underscored(word: str) -> str:
+def underscored(word: str) -> str:
+    """A word of a command line with `_` for `-` in the name of its option."""
     key, equals, value = word.partition("=")
     is_key = word.startswith("--") and " " not in key
     return "--" + key[2:].replace("-", "_") + equals + value if is_key else word

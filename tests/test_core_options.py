@@ -178,7 +178,13 @@ def test_help_lists_every_option_with_its_sentence(command: str, door: Door) -> 
     ("command", "key"), [(name, key) for name, command in COMMANDS.items() for key in command.instead]
 )
 def test_help_shows_the_other_uses_of_a_command(command: str, key: str, door: Door) -> None:
-    for words in ((command, "--help"), ("--help",), (command, f"--{key}", "--help")):
+    dashed = key.replace("_", "-")
+    for words in (
+        (command, "--help"),
+        ("--help",),
+        (command, f"--{key}", "--help"),
+        (command, f"--{dashed}", "--help"),
+    ):
         code, out, _ = door(*words)
         assert code == 0 and f"--{key}" in out
     assert "Required:\n  --" in out

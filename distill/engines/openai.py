@@ -5,8 +5,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,22 +62,20 @@ class OpenAIEngine:
     def close(self) -> None:
         """Nothing to release: connections end with each run."""
 
-    @asynccontextmanager
-    async def _client(self, server: Server) -> AsyncIterator[httpx.AsyncClient]:
-        """Open a client with one connection.
+    def _client(self, server: Server) -> httpx.AsyncClient:
+        """Return a client for one connection.
 
         A client with many connections scans all of them at each request, which at 64 costs more than the request.
         """
         # Of other characters httpx would complain, and show the key.
         key = "".join(letter for letter in os.environ.get(self._config.api_key_env, "") if "!" <= letter <= "~")
-        async with httpx.AsyncClient(
+        return httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             verify=self._certificates,
             timeout=httpx.Timeout(self._config.timeout_s, connect=min(10.0, self._config.timeout_s)),
             # A server on this machine is asked directly, not through a proxy of the environment.
             trust_env=urlsplit(server.url).hostname not in ("localhost", "127.0.0.1", "::1"),
-        ) as client:
-            yield client
+        )
 
     async def _probe(self) -> int | None:
         """Try every server. Return the context length that all of them have, if they list one.

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -45,11 +45,9 @@ TOLERANCE = 0.01
 # Most texts of a kind.
 TEXTS = 64
 RULES: dict[str, str] = {
-    "id": "the aligned draft as it was trained",
     "balanced": "the greatest sum of the change in alpha in distribution and the worst change elsewhere",
     "no_loss": f"the greatest change in distribution with every change elsewhere above -{TOLERANCE:g} (lower bound)",
 }
-assert set(RULES) == set(get_args(Policy))
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,6 @@ def choose(policy: Policy, points: Sequence[Point]) -> Point:
     def gain(point: Point) -> float:
         return point.change["id"]["value"] or 0
 
-    if policy == "id":
-        return points[-1]
     if policy == "balanced":
         return max(points, key=lambda point: gain(point) + min(change["value"] or 0 for change in elsewhere(point)))
     lossless = [

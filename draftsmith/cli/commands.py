@@ -266,11 +266,11 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 def run(name: str, argv: list[str]) -> None:
     """Run the command `name`: lines on standard output, and with `--json` the summary as the last one."""
-    from draftsmith_core.command_line import parse
+    from draftsmith_core.command_line import parse, underscored
     from draftsmith_core.processes import is_main, require_single_process
 
     config: Any
-    command, typed = COMMANDS[name], {word.partition("=")[0] for word in argv}
+    command, typed = COMMANDS[name], {underscored(word).partition("=")[0] for word in argv}
     command = next((other for key, other in command.instead.items() if f"--{key}" in typed), command)
     try:
         config, as_json = parse(command.options, name, argv, command.modes)
