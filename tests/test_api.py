@@ -164,18 +164,9 @@ def test_drafts_are_chosen_by_name(target_dir: str, draft_dir: str, other_vocabu
         several.generate("dog", draft="c")
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"prompts": "a", "tree": "chian:3"}, "unknown kind 'chian'"),
-    ({"prompts": "a", "temperature": -1}, "temperature: cannot be -1"),
-    ({"prompts": "dog " * 200, "max_new_tokens": 5}, "context"),
-    ({"prompts": [1, 2, 999]}, "each from 0 to 289"),
-]
-
-
-@pytest.mark.parametrize(("options", "told"), WRONG, ids=[told[:24] for _, told in WRONG])
-def test_what_is_wrong_is_one_line(pair: Pair, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ds.InputError, match=told) as caught:
-        pair.generate(**options)
+def test_what_is_wrong_is_one_line(pair: Pair) -> None:
+    with pytest.raises(ds.InputError, match="each from 0 to 289") as caught:
+        pair.generate([1, 2, 999])
     assert "\n" not in str(caught.value) and isinstance(caught.value, ValueError)
 
 

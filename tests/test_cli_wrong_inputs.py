@@ -45,6 +45,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--target {target} --prompts none.jsonl --out rows.jsonl", "no such file"),
         ("--target {target} --prompts {empty} --out rows.jsonl", "holds no rows"),
         ("--target {target} --prompts {keyless} --out rows.jsonl", "needs one of the keys"),
+        ("--target {target} --prompts @mt-bench:{keyless}", "lacks 'prompt', which suite mt-bench reads; name a file"),
         ("--target {target} --prompts {torn_rows} --out rows.jsonl", "torn_rows.jsonl:2: not valid JSON"),
     ],
     "distill --target {target} --prompts {prompts}": [

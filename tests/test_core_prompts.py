@@ -116,16 +116,12 @@ def test_any_unicode_goes_through(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 BAD_ROWS = [
-    ('{"prompt": "a"', 1, "not valid JSON"),
-    ("[1]", 1, "must be a JSON object"),
     ('{"promt": "a"}', 1, "needs one of the keys messages, prompt, text, .*; has 'promt'"),
-    ('{"prompt": 3}', 1, "key 'prompt': expected text, got int"),
     ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', 2, "key 'id': 'x' is also the id of row 1"),
     ('{"messages": "hi"}', 1, "key 'messages'"),
     ('{"conversations": [{"from": "human"}]}', 1, "key 'conversations'"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', 1, "only an assistant turn"),
     ('{"messages": [{"role": "judge", "content": "x"}]}', 1, "key 'messages': .*no judges here"),
-    ('{"prompt": "ab\\ud83d"}', 1, "not valid JSON .*surrogates not allowed"),
     ('{"prompt": "a"}\n' + "[" * 100_000, 2, "not valid JSON"),
 ]
 
@@ -152,10 +148,7 @@ def test_a_chat_without_a_chat_template_is_an_error(tmp_path: Path, tokenizer: T
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("none.jsonl", None, "no such file"),
-        ("empty.jsonl", b"", "holds no rows"),
         ("all.jsonl", b'{"prompt": ""}', "none of its 1 rows can be used"),
-        ("latin.jsonl", b'{"prompt": "\xe9"}', "not valid JSON"),
         ("p.csv", b"a,b", "is not a .jsonl or .parquet file"),
         ("bad.parquet", b"hello", "cannot be read"),
         ("", None, "is not a .jsonl or .parquet file"),

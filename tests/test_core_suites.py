@@ -145,20 +145,6 @@ def test_options_name_suites_and_give_their_names_to_the_sets() -> None:
         check(EvalConfig(id=["@gsm8k", "@gsm8k:rows.jsonl"], **options))
 
 
-def test_rows_of_something_else_are_refused_in_one_line(tmp_path: Path) -> None:
-    for name, row, message in (
-        ("gsm8k", {"messages": []}, r"rows\.jsonl:1: lacks 'ques"),
-        ("mt-bench", {"prompt": []}, "which suite mt-bench reads"),
-        (
-            "spec-bench-qa",
-            {"turns": ["a"]},
-            r"lacks 'category', which suite spec-bench-qa reads; name a file of prompts without @",
-        ),
-    ):
-        with pytest.raises(InputError, match=message):
-            list(iterate_rows(f"@{name}:{write(tmp_path / 'rows.jsonl', [row])}"))
-
-
 def test_logs_of_a_server_are_prompts(tmp_path: Path) -> None:
     """Request and response as clients of an OpenAI-compatible server log them; parts of text are joined."""
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
