@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         if server.kind == "text":
             prompt = server.tokenizer(prompt)["input_ids"]
         most = int(body["n_predict" if server.kind == "llama.cpp" else "max_tokens"])
-        seed = body["seed"] if server.samples and body["temperature"] else 0
+        seed = body["seed"] if body["temperature"] else 0
         ids, reason = answer_of(prompt, seed, most)
         with server.lock:
             server.answered.append(json.dumps([prompt, seed]))
