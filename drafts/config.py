@@ -7,7 +7,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import check_out, read_json
 from draftsmith_core.options import CodeOptions, Out, RevisionOptions, options
 
-Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "gguf"]
+Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "dflash", "gguf"]
 
 
 @options
@@ -18,8 +18,8 @@ class ExportConfig(RevisionOptions):
     """The draft: a local directory or hub name of a language model, or a directory of a head."""
     format: Format
     """hf: a directory for transformers, vLLM, SGLang, onnxruntime-genai's builder. eagle: EAGLE and EAGLE-3 heads as
-    their authors' code and vLLM read them. sglang: the same heads for SGLang. speculators: EAGLE-3 heads for vLLM.
-    medusa: Medusa heads for vLLM. gguf: one file for llama.cpp."""
+    their authors' code and vLLM read them. sglang: the same heads for SGLang. speculators: EAGLE-3 heads, DFlash and
+    DSpark for vLLM. medusa: Medusa heads for vLLM. dflash: block drafters for vLLM. gguf: one file for llama.cpp."""
     out: Out
     """The directory to write; an earlier export there is replaced."""
     target: str | None = None

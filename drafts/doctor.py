@@ -16,7 +16,7 @@ from drafts.config import DoctorConfig
 from drafts.draft_vocabulary import read_draft_vocabulary
 from drafts.heads import head_kind
 from drafts.layouts.gguf_file import ARCHITECTURES, ROPES, described
-from drafts.load import Source, first_difference, load_source
+from drafts.load import Source, depth_limit, first_difference, load_source
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source, why_not
@@ -172,12 +172,13 @@ def _head_size(pair: Pair) -> tuple[int, int, int] | None:
     return None if sizes[0] * sizes[2] == sizes[1] else sizes
 
 
-_LM, _EAGLE3, _EAGLES, _HEADS = {"draft"}, {"eagle3"}, {"eagle", "eagle3"}, {"eagle", "eagle3", "medusa"}
-_FORMATS = {"eagle", "sglang", "speculators", "medusa", "gguf"}
+_LM, _EAGLE3, _EAGLES, _BLOCKS = {"draft"}, {"eagle3"}, {"eagle", "eagle3"}, {"dflash", "dspark", "jetspec"}
+_HEADS = {*_EAGLES, "medusa", *_BLOCKS}
+_FORMATS = {"eagle", "sglang", "speculators", "medusa", "dflash", "gguf"}
 _LLAMA, _WITH_TARGET = {"llama.cpp", "gguf-lm"}, {"draft", "eagle3"}
 _NO_WORD = "this layout cannot express it, so its engine would compute other logits; use the head here"
 _CONVERT = "use --format hf and llama.cpp's own convert_hf_to_gguf.py"
-_OTHER = "use --format sglang or speculators"
+_OTHER, _BLOCK = "use --format sglang or speculators", "use --format dflash"
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
@@ -204,12 +205,16 @@ RULES: tuple[Rule, ...] = (
     Rule(_FORMATS, _HEADS, lambda p: p.head.borrowed.projection.softcap, "the target caps its logits at {x}", _NO_WORD),
     Rule(_FORMATS, _HEADS, lambda p: p.head.borrowed.projection.scale != 1 and p.head.borrowed.projection.scale,
          "the target scales its logits by {x:g}", _NO_WORD),
-    Rule(_FORMATS, {"eagle", "medusa"}, lambda p: p.head.borrowed.projection.bias_V is not None,
+    Rule(_FORMATS, {"eagle", "medusa", *_BLOCKS}, lambda p: p.head.borrowed.projection.bias_V is not None,
          "the target has a bias in its output projection", _NO_WORD),
     Rule({"sglang"}, _EAGLES, lambda p: p.head.borrowed.scales_embedding,
          "the target scales its embedding (the Gemma family), and SGLang gives a head the bare table",
          "use --format speculators for an EAGLE-3 head, which has a table of its own"),
+    Rule({"speculators"}, _BLOCKS, lambda p: p.head.borrowed.scales_embedding,
+         "the target scales its embedding (the Gemma family), and speculators gives a block the bare table", _BLOCK),
     # Heads, by format: variants of the head.
+    Rule({"speculators"}, _BLOCKS, lambda p: p.head.config.window,
+         "the head attends to a window of {x} tokens, which this layout says of causal blocks only", _BLOCK),
     Rule({"eagle", "sglang"}, _EAGLE3, _variant("norm_before_residual"),
          "the head has '{x}', a norm in another place", _NO_WORD),
     Rule(_FORMATS, _EAGLE3, _variant("norm_output", "norm_before_fc", "fc_norm"),
@@ -244,7 +249,7 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any
         plan = read_json(Path(config.plan), "a plan of `draftsmith plan`")
         tokens = {row["engine"]: row["draft_tokens"] for row in plan.get("engines") or ()}
     kind = head_kind(config.draft) or "draft"
-    differs, holds = None, "its layout holds this head"
+    differs, holds, usual = None, "its layout holds this head", DRAFT_TOKENS
     if kind == "draft":
         target = _model(config.target, config.trust_remote_code, config.revision)
         draft = _model(config.draft, config.trust_remote_code)
@@ -254,6 +259,9 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any
         source = load_source(config.draft, config.target, "auto", config.trust_remote_code, config.revision)
         assert source.target is not None
         pair = Pair((Model(config.target, text_config(source.target), source.tokenizer),), source)
+        if kind in _BLOCKS:
+            # Slots that see each other draft something else in a shorter block.
+            usual, tokens = depth_limit(source.draft) or usual, tokens if pair.head.config.causal else {}
     verdicts = []
     for engine, kinds in SERVING.items():
         if not {kind, "draft"} & kinds.keys():
@@ -266,7 +274,7 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any
             layout = {str(serving.draft_format)} | ({engine} if serving.target_format else set())
             verdict["reason"] = first_broken(pair, {engine} if kind == "draft" else layout)
             if verdict["reason"] is None:
-                exports, command = serving.commands(kind, config.target, config.draft, tokens.get(engine, DRAFT_TOKENS))
+                exports, command = serving.commands(kind, config.target, config.draft, tokens.get(engine, usual))
                 verdict |= {"loads": True, "serves": differs is None, "reason": differs or holds}
                 verdict |= {"command": command, "exports": exports}
         verdicts.append(verdict)

@@ -62,10 +62,13 @@ def llama(seed: int, vocabulary: int = VOCAB, layers: int = 2) -> PreTrainedMode
     return random_llama(seed, vocabulary, hidden=8, layers=layers, heads=1, positions=48, spread=0.45)
 
 
-def head(kind: str) -> HeadProposer:
-    target = llama(2)
-    made: Head = Eagle3Head.fresh(target, draft_vocab=[0, 1, 3, 4]) if kind == "eagle3" else HEADS[kind].fresh(target)
-    return HeadProposer(stirred(made.eval(), 0.25, seed=11))
+def head(kind: str, **options: Any) -> HeadProposer:
+    fresh: Callable[..., Head] = HEADS[kind].fresh
+    return HeadProposer(stirred(fresh(llama(2), **options).eval(), 0.25, seed=11))
+
+
+def block(kind: str, **options: Any) -> HeadProposer:
+    return head(kind, num_layers=2, block_size=4, target_layers=[0, 1], **options)
 
 
 def retrieval() -> RetrievalProposer:
@@ -102,9 +105,12 @@ VARIANTS: dict[str, Callable[[], Proposer]] = {
     "draft, of a part of the vocabulary": of_a_part,
     "several drafts": lambda: DraftModelProposer([llama(7), llama(8, VOCAB + 3, 1)]),
     "eagle": lambda: head("eagle"),
-    "eagle3": lambda: head("eagle3"),
+    "eagle3": lambda: head("eagle3", draft_vocab=[0, 1, 3, 4]),
     "medusa": lambda: head("medusa"),
     "hydra": lambda: head("hydra"),
+    "dflash": lambda: block("dflash"),
+    "dspark": lambda: block("dspark", draft_vocab=[0, 1, 3, 4]),
+    "jetspec": lambda: block("jetspec", window=5),
     "blockwise": lambda: HeadProposer(head("medusa").head, chains_only=True),
     "prompt_lookup": PromptLookupProposer,
     "lookahead": lambda: LookaheadProposer(window=3, ngram=3, candidates=3),
@@ -194,6 +200,7 @@ def own_greedy(row: int) -> list[int]:
 # How many of TREES x LOSSLESS each takes.
 VALID = {
     **dict.fromkeys(["draft", "draft, padded", "draft, fewer tokens", "eagle", "eagle3", "medusa", "hydra"], 44),
+    **dict.fromkeys(["dflash", "dspark", "jetspec"], 44),
     "draft, of another vocabulary": 44,
     "draft, of a part of the vocabulary": 44,
     "several drafts": 12,
@@ -386,6 +393,32 @@ def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(decode.propose.static_tree.StaticTreeSession, "_proposal", pruned)
         assert statistic(made, SAMPLED, 8_000) > 1.5
+
+
+def test_a_confidence_may_only_use_what_precedes_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopping by a block drafter's confidence is lossless; the length with the greatest confidence of a whole drawn
+    chain is not, because the confidence behind a token depends on that token (DSpark, arXiv 2607.05147, appendix).
+    """
+    drafting = block("dspark")
+    with torch.no_grad():
+        drafting.head.confidence_head["proj"].weight.mul_(20)  # type: ignore[union-attr]
+    made = SpeculativeDecoder(llama(2), drafting, "chain:3,stop=0.3", "speculative")
+    assert statistic(made, SAMPLED, 8_000) < 1
+    drafted = [(g.stats.proposed, g.stats.target_calls) for g in run(made, [0, 1, 2, 3], SAMPLED)]
+    assert all(calls < proposed < 3 * calls for proposed, calls in drafted)
+    session = decode.propose.static_tree.StaticTreeSession
+    whole = session._proposal
+
+    def looking_ahead(self: Any, tokens_BM: Tensor, *rest: Any) -> Any:
+        network = self.network
+        above_BD = torch.cat([network.roots_B1, tokens_BM[:, 1:-1]], dim=1)
+        sure_BD = torch.cat([network._sure(slot, above_BD[:, slot : slot + 1]) for slot in range(3)], dim=1)
+        cut_BM = torch.arange(4) > sure_BD.argmax(1, keepdim=True)
+        return whole(self, tokens_BM.masked_fill(cut_BM, -1), *rest)
+
+    monkeypatch.setattr(session, "_proposal", looking_ahead)
+    made = SpeculativeDecoder(llama(2), drafting, "chain:3", "speculative")
+    assert statistic(made, SAMPLED, 8_000) > 1.5
 
 
 def pair_of(variant: str, tree: str, verifier: str, backend: str) -> tuple[SpeculativeDecoder, SpeculativeDecoder]:

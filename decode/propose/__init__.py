@@ -79,6 +79,27 @@ PROPOSERS: dict[str, ProposerKind] = {
         "head",
         _in("head_proposers", "HeadProposer"),
     ),
+    "dflash": ProposerKind(
+        "block drafter: all tokens from one forward",
+        "depth up to the block",
+        "DFlash 2026, arXiv 2602.06036",
+        "head",
+        _in("head_proposers", "HeadProposer"),
+    ),
+    "dspark": ProposerKind(
+        "block drafter with a Markov head and a confidence",
+        "depth up to the block",
+        "DSpark 2026, arXiv 2607.05147",
+        "head",
+        _in("head_proposers", "HeadProposer"),
+    ),
+    "jetspec": ProposerKind(
+        "block drafter, causal within its block",
+        "depth up to the block",
+        "JetSpec 2026, arXiv 2606.18394",
+        "head",
+        _in("head_proposers", "HeadProposer"),
+    ),
     "blockwise": ProposerKind(
         "independent heads on a chain: blockwise parallel decoding",
         "chain, up to the heads",

@@ -1,20 +1,24 @@
-"""Heads on the target's features draft the tree: EAGLE, EAGLE-3, Medusa, Hydra, and blockwise parallel decoding.
+"""Heads on the target's features draft the tree: EAGLE, EAGLE-3, Medusa, Hydra, block drafters, and blockwise parallel
+decoding.
 
-Legend: B rows, W pending tokens, e nodes of a level, E nodes expanded so far, d depth, K heads, T positions, V
-vocabulary, H feature size.
+Legend: B rows, W pending tokens, S slots of a block, e nodes of a level, E nodes expanded so far, d depth, K heads, T
+positions, V vocabulary, H feature size.
 
 A feature is the target's hidden state at a position; the token after it was chosen from it. EAGLE heads forward drafted
 tokens with features that the head itself predicted, and accepted ones again with true features (arXiv 2401.15077,
 section 3). Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109) heads read the feature from which the root was
-chosen.
+chosen. A block drafter (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147; JetSpec, arXiv 2606.18394) attends to the
+features of all tokens before the root and forwards the root with the slots behind it at once; a Markov head then adds
+what depends on the token above a node.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from decode.cache import TreeCache
@@ -27,6 +31,7 @@ from decode.runner import Block, Runner
 from decode.static_steps import steps_for
 from decode.tree import Tree, TreeShape
 from drafts.heads import Head
+from drafts.heads.block import BlockHead
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
@@ -42,7 +47,9 @@ class HeadProposer(NetworkProposer):
         self.name = f"draft head {type(head).__name__}"
         self.hidden_layers = tuple(head.hidden_layers)
         self._chains_only = chains_only
-        self._model = _HeadAsModel(head) if isinstance(head, EagleHead | Eagle3Head) else None
+        self._model: _HeadAsModel | None = None
+        if isinstance(head, EagleHead | Eagle3Head | BlockHead):
+            self._model = (_BlockAsModel if isinstance(head, BlockHead) else _HeadAsModel)(head)
         self._packs = packs_of(self._model) if self._model is not None and fast else None
 
     def default_tree(self) -> Tree:
@@ -57,7 +64,8 @@ class HeadProposer(NetworkProposer):
             raise ValueError(f"head for hidden size {reads}, target has {width}; use its own target")
         heads = depth_limit(self.head) or tree.depth
         if tree.depth > heads:
-            raise ValueError(f"tree of depth {tree.depth}, but there are {heads} heads; use for example chain:{heads}")
+            what = f"a block drafts {heads} tokens" if isinstance(self.head, BlockHead) else f"there are {heads} heads"
+            raise ValueError(f"tree of depth {tree.depth}, but {what}; use for example chain:{heads}")
         if self._chains_only and not tree.is_chain:
             raise ValueError(f"blockwise decoding drafts chains only; use chain:{tree.depth}, or proposer medusa")
 
@@ -69,12 +77,13 @@ class HeadProposer(NetworkProposer):
     def network(self, setup: SessionSetup) -> Network:
         """The head over the features of the prompts."""
         if self._model is None:
-            kind = _MedusaNetwork if isinstance(self.head, MedusaHeads) else _HydraNetwork
-            return kind(self.head, setup)
+            return (_MedusaNetwork if isinstance(self.head, MedusaHeads) else _HydraNetwork)(self.head, setup)
         self.steps = steps_for([self._model], setup.compile, False, self.steps)
         steps = self.steps[0] if self.steps else None
-        runner = Runner(self._model, {"full_attention": None}, None, self._packs, steps)  # type: ignore[arg-type]
-        return _EagleNetwork(self._model, runner, setup)
+        window = self.head.config.window if isinstance(self.head, BlockHead) else None
+        runner = Runner(self._model, {"full_attention": window}, None, self._packs, steps)  # type: ignore[arg-type]
+        kind = _BlockNetwork if isinstance(self.head, BlockHead) else _EagleNetwork
+        return kind(self._model, runner, setup)
 
 
 def feature_size(head: Head) -> int:
@@ -93,11 +102,12 @@ def last_features(prompts: Sequence[Sequence[int]], hidden_BTH: Tensor) -> list[
 class _HeadAsModel(nn.Module):
     """An EAGLE head as a model for a `Runner`, which passes tokens only; `features_BTH` holds the coming features."""
 
-    def __init__(self, head: EagleHead | Eagle3Head) -> None:
+    def __init__(self, head: Any) -> None:
         super().__init__()
-        self.head: EagleHead | Eagle3Head = head
+        self.head = head
         self.features_BTH: Tensor | None = None
-        self.config = PreTrainedConfig.from_dict({"num_hidden_layers": 1, "hidden_size": feature_size(head)})
+        layers = getattr(head.config, "num_hidden_layers", 1)
+        self.config = PreTrainedConfig.from_dict({"num_hidden_layers": layers, "hidden_size": feature_size(head)})
         weight = next(head.parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self.eval()
@@ -108,8 +118,10 @@ class _HeadAsModel(nn.Module):
     def allocate(self, cache: TreeCache) -> None:
         """Give the cache its memory, by a forward of one token."""
         one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        size: int = self.config.hidden_size
-        self.head(one_11, torch.zeros(1, 1, size, dtype=self.dtype, device=self.device), None, one_11, cache)
+        one_11H = torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        coming, self.features_BTH = self.features_BTH, one_11H
+        self(one_11, None, one_11, cache, True)
+        self.features_BTH = coming
 
     def forward(
         self,
@@ -128,12 +140,56 @@ class _HeadAsModel(nn.Module):
         return CausalLMOutput(logits=logits, hidden_states=(features,))
 
 
+class _BlockAsModel(_HeadAsModel):
+    """A block drafter as a model: its first tokens are those of the coming features, the rest is one block."""
+
+    head: BlockHead
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Any,
+        position_ids: Tensor,
+        past_key_values: Any,
+        use_cache: bool,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Cache the features, and return the logits of the drafting slots before the Markov head, with their states."""
+        features = self.features_BTH
+        assert features is not None
+        known = features.shape[1]
+        if known == input_ids.shape[1]:
+            self.head.remember(features, position_ids, past_key_values)
+            return CausalLMOutput(logits=features[:, :0], hidden_states=(features[:, :0],))
+        context = DynamicCache()
+        self.head.remember(features, position_ids[:, :known], context)
+        cache = _Behind(context, past_key_values)
+        states = self.head.states(input_ids[:, known:], attention_mask[:, :, known:], position_ids[:, known:], cache)
+        states = self.head.slots(states)
+        return CausalLMOutput(logits=self.head.raw_logits(states), hidden_states=(states,))
+
+
+class _Behind(Cache):
+    """A cache that puts the states of `context` before the first that it is given in a layer: one write a layer."""
+
+    def __init__(self, context: DynamicCache, cache: Cache) -> None:
+        self.context, self.cache = context, cache
+        super().__init__(layers=cache.layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        known: Any = self.context.layers[layer_idx]
+        keys, values = torch.cat([known.keys, key_states], dim=2), torch.cat([known.values, value_states], dim=2)
+        return self.cache.update(keys, values, layer_idx)
+
+
 class _EagleNetwork(Network):
     runner: Runner
 
     def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
         self.head, self.runner, self.device, self.vocabulary = model.head, runner, setup.device, setup.vocabulary
-        features_BTH = self._fuse(setup.hidden_BTH)
+        features_BTH = self.head.fuse(setup.hidden_BTH)
         model.features_BTH = features_BTH[:, : max(features_BTH.shape[1] - 1, 0)]
         room = setup.max_new_tokens + slots_per_step(setup.tree)
         runner.prefill([prompt[1:-1] for prompt in setup.prompts], room)
@@ -174,12 +230,12 @@ class _EagleNetwork(Network):
         # Only tokens forwarded with true features stay; the emitted ones now have theirs and are pending.
         live = [bool(tokens) for tokens in outcome.tokens]
         self.runner.keep(
-            [[*range(lead, self.width)] if alive else [] for lead, alive in zip(self.lead, live, strict=True)]
+            [[*range(lead, self.known)] if alive else [] for lead, alive in zip(self.lead, live, strict=True)]
         )
         for row, emitted in enumerate(outcome.tokens):
             if emitted:
                 states = [state.unsqueeze(0) for state in outcome.hidden[row]]
-                self.rows[row] = list(emitted), self._fuse(states)[0]
+                self.rows[row] = list(emitted), self.head.fuse(states)[0]
             else:
                 self.runner.finish(row)
                 tokens, features = self.rows[row]
@@ -187,7 +243,7 @@ class _EagleNetwork(Network):
 
     def _pending(self) -> tuple[Tensor, Tensor, Block]:
         tokens_BW, self.lead = self.runner.open_pending([tokens for tokens, _ in self.rows])
-        self.width = tokens_BW.shape[1]
+        self.known = self.width = tokens_BW.shape[1]
         pairs = zip(self.rows, self.lead, strict=True)
         features = [nn.functional.pad(features, (0, 0, lead, 0)) for (_, features), lead in pairs]
         return tokens_BW, torch.stack(features), pending_block(self.width, self.runner.device)
@@ -198,9 +254,6 @@ class _EagleNetwork(Network):
         features = self.outputs_BEH.gather(1, index.expand(-1, -1, self.outputs_BEH.shape[2]))
         return frontier.tokens_Be, features, frontier.block
 
-    def _fuse(self, hidden: Sequence[Tensor]) -> Tensor:
-        return self.head.fuse(hidden) if isinstance(self.head, Eagle3Head) else hidden[0]
-
     def _forward(self, tokens_Bq: Tensor, features_BqH: Tensor, block: Block, keep: int) -> tuple[Tensor, Tensor]:
         logits, (features,) = self.runner.forward(tokens_Bq, block, hidden_layers=(0,), features_BqH=features_BqH)
         return self._logits(logits[:, -keep:]), features
@@ -209,6 +262,65 @@ class _EagleNetwork(Network):
         if isinstance(self.head, Eagle3Head):
             logits = self.head.to_target(logits)
         return fit_vocabulary(logits, self.vocabulary)
+
+
+class _BlockNetwork(_EagleNetwork):
+    """Every step forwards the features of the tokens emitted in the last one, and the block that the newest begins."""
+
+    def __init__(self, model: _BlockAsModel, runner: Runner, setup: SessionSetup) -> None:
+        self.head, self.runner, self.device, self.vocabulary = model.head, runner, setup.device, setup.vocabulary
+        model.features_BTH = features_BTH = self.head.fuse(setup.hidden_BTH)
+        config = self.head.config
+        room = setup.max_new_tokens + slots_per_step(setup.tree) + config.block_size
+        runner.prefill([prompt[:-1] for prompt in setup.prompts], room)
+        self.masks, self.causal = [config.mask_token_id] * (config.block_size - 1), config.causal
+        self.rows = [([prompt[-1]], features_BTH[row, :0]) for row, prompt in enumerate(setup.prompts)]
+
+    def open(self) -> Tensor:
+        blocks = [[*[0] * len(features), tokens[-1], *self.masks] for tokens, features in self.rows]
+        tokens_BT, self.lead = self.runner.open_pending(blocks)
+        self.known = tokens_BT.shape[1] - len(self.masks) - 1
+        pairs = zip(self.rows, self.lead, strict=True)
+        features_BWH = torch.stack([nn.functional.pad(features, (0, 0, lead, 0)) for (_, features), lead in pairs])
+        block = _block_behind(self.known, len(self.masks) + 1, self.causal, self.runner.device)
+        self.raw_BSD, (self.states_BSH,) = self.runner.forward(
+            tokens_BT, block, hidden_layers=(0,), features_BqH=features_BWH
+        )
+        self.depth = 0
+        self.roots_B1 = tokens_BT[:, self.known : self.known + 1]
+        return self._logits_below(self.roots_B1)
+
+    def extend(self, frontier: Frontier) -> Tensor:
+        self.depth += 1
+        return self._logits_below(frontier.tokens_Be)
+
+    def static(self, frontier: Frontier | None) -> StaticCall | None:
+        return None  # the runner records the forward; the slots behind it are a few products
+
+    def confidence(self, tokens_Bc: Tensor) -> Tensor | None:
+        if not self.head.config.confidence:
+            return None
+        sure_Bc = self._sure(self.depth + 1, tokens_Bc)
+        return sure_Bc if self.depth else sure_Bc * self._sure(0, self.roots_B1)
+
+    def _sure(self, slot: int, above_Be: Tensor) -> Tensor:
+        states_BeH = self.states_BSH[:, slot : slot + 1].expand(-1, above_Be.shape[1], -1)
+        return self.head.confidence(states_BeH, above_Be.clamp(min=0), slot)
+
+    def _logits_below(self, above_Be: Tensor) -> Tensor:
+        raw_BeD = self.raw_BSD[:, self.depth : self.depth + 1].expand(-1, above_Be.shape[1], -1)
+        return fit_vocabulary(self.head.logits(raw_BeD, above_Be), self.vocabulary)
+
+
+@lru_cache(maxsize=64)
+def _block_behind(width: int, slots: int, causal: bool, device: torch.device) -> Block:
+    """The forward of `width` features, which attend to nothing, and one block, which attends to them and to itself."""
+    total = width + slots
+    sees_TT = torch.eye(total, dtype=torch.bool, device=device)
+    sees_TT[width:] = True
+    if causal:
+        sees_TT = sees_TT.tril()
+    return Block(torch.arange(total, device=device).unsqueeze(0), sees_TT[None], static=True)
 
 
 class _FeatureNetwork(Network):

@@ -76,6 +76,12 @@ class Network(ABC):
     def extend(self, frontier: Frontier) -> Tensor:
         """Logits `[B, e * d, V]` at these nodes, node by node."""
 
+    def confidence(self, tokens_Bc: Tensor) -> Tensor | None:
+        """By token of the newest level `[B, c]`, the chance that the target accepts a child of it, predicted without
+        knowing that child; at depth 1 times the chance of the token itself. None if the network predicts none.
+        """
+        return None
+
     def static(self, frontier: Frontier | None) -> StaticCall | None:
         """The forward of `open` (None) or `extend` as a function of tensors; None if it is not recorded."""
         return None

@@ -202,7 +202,8 @@ class StaticTreeSession(NetworkSession):
             if depth + 1 == len(plan.levels):
                 break
             if stop:
-                beliefs_B1 = logits_B1V.float().softmax(-1).amax(-1).tolist()
+                sure_B1 = network.confidence(tokens_B1)
+                beliefs_B1 = (logits_B1V.float().softmax(-1).amax(-1) if sure_B1 is None else sure_B1).tolist()
                 confidence_B = [before * now for before, (now,) in zip(confidence_B, beliefs_B1, strict=True)]
                 alive_B = [alive and sure >= stop for alive, sure in zip(alive_B, confidence_B, strict=True)]
                 if not any(alive_B):
@@ -258,10 +259,12 @@ class StaticTreeSession(NetworkSession):
             return Grown(tokens_Bc, q_BeV, finite, None, None, None)
         live_Bc, confidence_Be = tokens_Bc, None
         if stop:
-            believed_BeV = q_BeV if q_BeV is not None else logits_BeV.float().softmax(-1)
-            source_c = level.parent_c * self.network.drafts + level.rank_c % self.network.drafts
-            rows_B1 = torch.arange(len(tokens_Bc), device=believed_BeV.device).unsqueeze(1)
-            confidence_Bc = believed_BeV[rows_B1, source_c, tokens_Bc.clamp(min=0)]
+            confidence_Bc = self.network.confidence(tokens_Bc)
+            if confidence_Bc is None:
+                believed_BeV = q_BeV if q_BeV is not None else logits_BeV.float().softmax(-1)
+                source_c = level.parent_c * self.network.drafts + level.rank_c % self.network.drafts
+                rows_B1 = torch.arange(len(tokens_Bc), device=believed_BeV.device).unsqueeze(1)
+                confidence_Bc = believed_BeV[rows_B1, source_c, tokens_Bc.clamp(min=0)]
             if above is not None and above.confidence_Be is not None:
                 confidence_Bc = confidence_Bc * above.confidence_Be[:, level.parent_c]
             live_Bc = tokens_Bc.masked_fill(confidence_Bc < stop, -1)

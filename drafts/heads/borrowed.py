@@ -3,6 +3,7 @@
 Legend: H hidden size, V vocabulary; `...` any leading shape.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,10 @@ class ReadsLastState:
     def vocab_size(self) -> int:
         """Size of the vocabulary (V)."""
         return int(self.config.vocab_size)
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """The state itself, `[B, T, H]`, under the name that heads on several states give to their fusion."""
+        return states[0]
 
 
 def borrow(target: PreTrainedModel) -> Borrowed:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from drafts.config import ExportConfig
 from drafts.doctor import PATH_TRAPS, Model, Pair, first_broken
 from drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
+from drafts.heads.block import BlockHead
 from drafts.heads.store import write_tensors
 from drafts.layouts import gguf_file
 from drafts.layouts.table import LAYOUTS, Layout, inverted, renamed
@@ -102,6 +103,8 @@ def _write_head(layout: Layout, source: Source, out: Path) -> Proof:
     if layout.embedding == "always" or (layout.embedding == "scaled" and head.borrowed.scales_embedding):
         tensors.setdefault("embed_tokens.weight", head.borrowed.embedding_table)
     expected = layout.expected(config, "embed_tokens.weight" in tensors and layout.embedding != "never")
+    if "lm_head.weight" in expected.keys() - tensors.keys():
+        tensors["lm_head.weight"] = head.rows_DH  # of a block drafter: the target's, for the tokens that it drafts
     for name, shape in expected.items():
         if name.endswith(".bias"):
             tensors.setdefault(name, torch.zeros(shape))
@@ -130,13 +133,21 @@ def check_layout(file: Path, expected: dict[str, tuple[int, ...]]) -> int:
 def _proven_by_speculators(source: Source, out: Path, python: Path) -> Proof:
     assert source.target is not None
     head: Any = source.draft
-    ids = probe_ids(source.target)
+    slots = head.config.block_size if isinstance(head, BlockHead) else 0
+    ids = probe_ids(source.target, 24 + slots)
     hidden = source.target(ids, output_hidden_states=True).hidden_states
-    states = [hidden[layer][:, :-1] for layer in head.hidden_layers]
-    ours, _ = head(ids[:, 1:], head.fuse(states))
+    states = [hidden[layer] for layer in head.hidden_layers]
+    if slots:
+        # As many blocks, each followed by its own tokens.
+        blocks = ids[0, : 24 + head.depths].unfold(0, head.depths, 1)[:24]
+        raw = head.raw_logits(head.drafted(ids, states, torch.arange(24)[None])[0])
+        ours = head.logits(raw, blocks)[..., head.target_ids_D].flatten(0, 1)[None]
+    else:
+        ids, states = ids[:, 1:], [state[:, :-1] for state in states]
+        ours, _ = head(ids, head.fuse(states))
     with tempfile.TemporaryDirectory() as place:
         inputs, answer = Path(place) / "inputs.safetensors", Path(place) / "logits.safetensors"
-        save_file({"ids": ids[:, 1:].contiguous(), "states": torch.cat(states, dim=-1).contiguous()}, inputs)
+        save_file({"ids": ids.contiguous(), "states": torch.cat(states, dim=-1).contiguous()}, inputs)
         report = work(python, Path(__file__).with_name("speculators_logits.py"), out, inputs, answer)
         theirs = load_file(answer)["logits"]
     if report["aux"] != list(head.hidden_layers):

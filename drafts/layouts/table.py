@@ -7,7 +7,7 @@ Legend: V target vocabulary, D draft vocabulary, H hidden size.
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -67,7 +67,10 @@ class Layout:
         sizes = {"H": hidden, "2H": 2 * hidden, "3H": 3 * hidden, "F": config.get("intermediate_size")}
         sizes |= {"V": config["vocab_size"], "D": config.get("draft_vocab_size", config["vocab_size"])}
         sizes |= {"Q": config.get("num_attention_heads", 0) * size, "K": config.get("num_key_value_heads", 0) * size}
+        sizes |= {"A": size, "TH": hidden * len(_target_layers(config)), "R": config.get("markov_rank", 0), "1": 1}
+        sizes |= {"HR": hidden + sizes["R"]}
         conditions = {"": True, "bias": config.get("bias"), "reduced": sizes["D"] < sizes["V"], "embedding": embedding}
+        conditions |= {"markov": sizes["R"], "confidence": config.get("enable_confidence_head")}
         rules = {name: rule.partition(" if ") for name, rule in _DATA["shapes"][self.kind].items()}
         shapes = {
             name.format(i=i, j=j, blocks=blocks): tuple(sizes[letter] for letter in shape.split())
@@ -210,34 +213,117 @@ def _read_speculators(files: HeadFiles) -> None:
     _read_eagle3(files)
 
 
-_GREEDY = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-
-
 def _speculators_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
-    outside = ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual")
+    outside = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual")
+    more = {key: ours[key] for key in outside} | {"norm_before_fc": False}
+    return _speculators("Eagle3Speculator", "eagle3", 3, ours, more, source)
+
+
+def _speculators(
+    architecture: str, algorithm: str, tokens: int, ours: dict[str, Any], more: dict[str, Any], source: Any
+) -> dict[str, Any]:
+    """config.json of a speculator that drafts so many tokens; `more` stands beside its layers' config."""
+    greedy = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     path = Path(source.target_name)
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
         # Later versions add flags that must stay off for heads of the original form.
         "speculators_version": "0.7.0",
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
-            "proposal_methods": [_GREEDY],
+            "proposal_methods": [greedy],
             "verifier": {
                 # vLLM loads the target by this name from wherever it is started.
                 "name_or_path": str(path.resolve()) if path.is_dir() else source.target_name,
                 "architectures": list(source.target.config.architectures or [type(source.target).__name__]),
             },
         },
-        "transformer_layer_config": {key: value for key, value in ours.items() if key not in outside},
-        **{key: ours[key] for key in outside[1:]},
+        "transformer_layer_config": {k: v for k, v in ours.items() if k not in ("architectures", *more)},
+        **more,
         "target_hidden_size": None,
-        "norm_before_fc": False,
         "tie_word_embeddings": False,
         "torch_dtype": str(source.dtype).removeprefix("torch."),
     }
+
+
+# --- Block drafters -------------------------------------------------------------------------------------------------
+
+
+def _target_layers(values: Values) -> Sequence[int]:
+    """The layers of a target whose outputs a block drafter reads; speculators names each by the next one's number."""
+    if (entering := values.get("aux_hidden_state_layer_ids")) is not None:
+        return [layer - 1 for layer in entering]
+    inner = values.get("dflash_config") or {}
+    return inner.get("target_layer_ids") or values.get("target_layer_ids") or ()
+
+
+def _is_causal(values: Values) -> bool:
+    return bool(((values.get("dflash_config") or {}) | values).get("causal", values.get("causal_head")))
+
+
+def _is_block(values: Values, names: Names) -> bool:
+    return "dflash_config" in values or "DFlash" in str(values.get("architectures"))
+
+
+def _is_dspark(values: Values, names: Names) -> bool:
+    return "DSpark" in str(values.get("architectures"))
+
+
+def _read_block(files: HeadFiles) -> None:
+    """Check what stands for the target's own: a reduced output projection must be rows of the target's."""
+    values, tensors = files.values, files.tensors
+    kinds = set(values.get("layer_types") or ())
+    if len(kinds) > 1:
+        raise InputError("its layers attend to windows and to everything in turn; only layers that are alike can be run")
+    if kinds == {"sliding_attention"}:
+        window = {"use_swa": True, "swa_window_size": values["sliding_window"]}
+        # Where nothing else is said, engines make layers with a window causal.
+        values["dflash_config"] = {"causal": True} | window | dict(values.get("dflash_config") or {})
+    size = values.get("vocab_size") or len(files.lm_head_VH)
+    values["draft_vocab_size"] = values.get("draft_vocab_size") or size
+    rows_DH = tensors.pop("lm_head.weight", None)
+    ids_D = _read_draft_vocabulary(files, size)
+    if rows_DH is not None:
+        own_DH = files.lm_head_VH.detach().cpu()[ids_D].float()
+        # Rounding to bf16 changes it by 0.4 %.
+        if rows_DH.shape != own_DH.shape or (rows_DH.float() - own_DH).norm() > 0.01 * own_DH.norm():
+            raise InputError("'lm_head.weight' is not the target's own; use the target it was trained for")
+
+
+def _dflash_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
+    # DeepSpec keeps these two outside.
+    inner = ours["dflash_config"]
+    beside = {key: inner[key] for key in ("mask_token_id", "target_layer_ids")} if "markov_rank" in ours else {}
+    return ours | beside | {"dtype": str(source.dtype).removeprefix("torch.")}
+
+
+_DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+
+
+def _speculators_block_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
+    head, inner = source.draft, ours["dflash_config"]
+    outside = ("draft_vocab_size", "block_size", "sample_from_anchor", *_DSPARK_KEYS)
+    more = {key: ours[key] for key in outside if key in ours} | {"mask_token_id": inner["mask_token_id"]}
+    # vLLM makes all layers causal where the last is false or absent, the library only those with a window.
+    more |= {"aux_hidden_state_layer_ids": list(head.hidden_layers), "sliding_window_non_causal": True}
+    names = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
+    return _speculators(names[head.kind], head.kind, head.depths, ours, more, source)
+
+
+def _read_speculators_block(files: HeadFiles) -> None:
+    layer, values = files.values.pop("transformer_layer_config"), files.values
+    inner = {"mask_token_id": values["mask_token_id"], "target_layer_ids": list(_target_layers(values))}
+    # The library makes only layers with a window causal, and those unless told otherwise.
+    windowed = "sliding_attention" in (layer.get("layer_types") or ())
+    inner["causal"] = windowed and not values.get("sliding_window_non_causal", False)
+    architecture = "DFlashDraftModel" if values["speculators_model_type"] == "dflash" else "Qwen3DSparkModel"
+    values.setdefault("sample_from_anchor", values["speculators_model_type"] == "dspark")
+    files.values = layer | values | {"dflash_config": inner, "architectures": [architecture]}
+    for name in ("verifier_norm.weight", "verifier_lm_head.weight", _EMBEDDING):
+        files.tensors.pop(name, None)
+    _read_block(files)
 
 
 # --- Medusa and Hydra -----------------------------------------------------------------------------------------------
@@ -312,6 +398,14 @@ _FUNCTIONS: dict[str, dict[str, Any]] = {
         "read": _read_speculators,
         "config": _speculators_config,
     },
+    **{
+        f"speculators-{kind}": {
+            "known": lambda values, names, kind=kind: values.get("speculators_model_type") == kind,
+            "read": _read_speculators_block,
+            "config": _speculators_block_config,
+        }
+        for kind in ("dflash", "dspark")
+    },
     # Without the first key vLLM builds the blocks without a bias and ignores ours.
     "vllm-medusa": {
         "known": _is_vllm_medusa,
@@ -319,6 +413,13 @@ _FUNCTIONS: dict[str, dict[str, Any]] = {
         "config": lambda ours, source: ours | {"medusa_fc_bias": True, "original_lm_head": False},
     },
     "medusa": {"known": _is_medusa, "read": _read_medusa},
+    "dspark": {"known": _is_dspark, "read": _read_block, "config": _dflash_config},
+    "jetspec": {
+        "known": lambda values, names: _is_block(values, names) and _is_causal(values),
+        "read": _read_block,
+        "config": _dflash_config,
+    },
+    "dflash": {"known": _is_block, "read": _read_block, "config": _dflash_config},
     "hydra": {"known": lambda values, names: "hydra_num_heads" in values, "read": _read_hydra},
     "eagle3": {"known": _is_eagle3, "read": _read_eagle3, "config": _authors_config},
     "sglang-eagle3": {"config": _sglang_eagle3_config},
@@ -333,7 +434,8 @@ LAYOUTS = {name: Layout(**data, **_FUNCTIONS[name]) for name, data in _DATA["lay
 
 def layout_of(values: Values, names: Names) -> Layout | None:
     """The layout of a directory with these values in config.json; None for a language model."""
-    layouts = [LAYOUTS["speculators"]] if "speculators_model_type" in values else LAYOUTS.values()
+    library = "speculators_model_type" in values
+    layouts = (layout for name, layout in LAYOUTS.items() if name.startswith("speculators") or not library)
     return next((layout for layout in layouts if layout.known(values, names)), None)
 
 
