@@ -35,7 +35,6 @@ from decode import (
 from decode.suffix_index import SuffixIndex
 from drafts.draft_vocabulary import trim
 from drafts.heads import HEADS, Head
-from drafts.heads.eagle3 import Eagle3Head
 from drafts.vocabulary import VocabularyMap, attach
 from draftsmith_core.sampling import Sampling, draw_with_replacement, generator, probs
 from tests.chi_square import chi_square, counts_of, exact_distribution
@@ -401,7 +400,7 @@ def test_a_confidence_may_only_use_what_precedes_its_token(monkeypatch: pytest.M
     """
     drafting = block("dspark")
     with torch.no_grad():
-        drafting.head.confidence_head["proj"].weight.mul_(20)  # type: ignore[union-attr]
+        drafting.head.get_parameter("confidence_head.proj.weight").mul_(20)
     made = SpeculativeDecoder(llama(2), drafting, "chain:3,stop=0.3", "speculative")
     assert statistic(made, SAMPLED, 8_000) < 1
     drafted = [(g.stats.proposed, g.stats.target_calls) for g in run(made, [0, 1, 2, 3], SAMPLED)]

@@ -82,7 +82,7 @@ class HeadProposer(NetworkProposer):
         steps = self.steps[0] if self.steps else None
         window = self.head.config.window if isinstance(self.head, BlockHead) else None
         runner = Runner(self._model, {"full_attention": window}, None, self._packs, steps)  # type: ignore[arg-type]
-        kind = _BlockNetwork if isinstance(self.head, BlockHead) else _EagleNetwork
+        kind = _BlockNetwork if isinstance(self._model, _BlockAsModel) else _EagleNetwork
         return kind(self._model, runner, setup)
 
 
@@ -104,16 +104,17 @@ class _HeadAsModel(nn.Module):
 
     def __init__(self, head: Any) -> None:
         super().__init__()
-        self.head = head
+        self.head: Any = head
         self.features_BTH: Tensor | None = None
-        layers = getattr(head.config, "num_hidden_layers", 1)
-        self.config = PreTrainedConfig.from_dict({"num_hidden_layers": layers, "hidden_size": feature_size(head)})
+        sizes = {key: getattr(head.config, key) for key in ("num_hidden_layers", "hidden_size")}
+        self.config = PreTrainedConfig.from_dict(sizes)
         weight = next(head.parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self.eval()
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.head
+        head: nn.Module = self.head
+        return head
 
     def allocate(self, cache: TreeCache) -> None:
         """Give the cache its memory, by a forward of one token."""
@@ -142,8 +143,6 @@ class _HeadAsModel(nn.Module):
 
 class _BlockAsModel(_HeadAsModel):
     """A block drafter as a model: its first tokens are those of the coming features, the rest is one block."""
-
-    head: BlockHead
 
     def forward(
         self,
@@ -267,7 +266,7 @@ class _EagleNetwork(Network):
 class _BlockNetwork(_EagleNetwork):
     """Every step forwards the features of the tokens emitted in the last one, and the block that the newest begins."""
 
-    def __init__(self, model: _BlockAsModel, runner: Runner, setup: SessionSetup) -> None:
+    def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
         self.head, self.runner, self.device, self.vocabulary = model.head, runner, setup.device, setup.vocabulary
         model.features_BTH = features_BTH = self.head.fuse(setup.hidden_BTH)
         config = self.head.config
@@ -305,7 +304,8 @@ class _BlockNetwork(_EagleNetwork):
 
     def _sure(self, slot: int, above_Be: Tensor) -> Tensor:
         states_BeH = self.states_BSH[:, slot : slot + 1].expand(-1, above_Be.shape[1], -1)
-        return self.head.confidence(states_BeH, above_Be.clamp(min=0), slot)
+        sure_Be: Tensor = self.head.confidence(states_BeH, above_Be.clamp(min=0), slot)
+        return sure_Be
 
     def _logits_below(self, above_Be: Tensor) -> Tensor:
         raw_BeD = self.raw_BSD[:, self.depth : self.depth + 1].expand(-1, above_Be.shape[1], -1)

@@ -235,7 +235,7 @@ class BlockHead(DraftVocabulary):
         cos, sin = self.rotary(context_BTH, positions_BT)
         for index, layer in enumerate(self.layers):
             attention: Any = layer.self_attn
-            shape = (*context_BTH.shape[:2], -1, self.config.head_dim)
+            shape = (*context_BTH.shape[:2], self.config.num_key_value_heads, self.config.head_dim)
             keys = attention.k_norm(attention.k_proj(context_BTH).view(shape)).transpose(1, 2)
             values = attention.v_proj(context_BTH).view(shape).transpose(1, 2)
             past_key_values.update(apply_rotary_pos_emb(keys, keys, cos, sin)[1], values, index)

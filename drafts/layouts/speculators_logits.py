@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 
 def eagle3_logits(model, ids, states):
+    """Of every token, with a causal forward."""
     states = torch.cat([model.embed_tokens(ids), model.fc(states)], dim=-1)
     tokens = states.shape[1]
     positions = torch.arange(tokens)[None]
@@ -39,6 +40,7 @@ def eagle3_logits(model, ids, states):
 
 
 def block_logits(model, ids, states):
+    """Of every slot that drafts, by the library's training forward with these anchors."""
     slots = model.block_size
     count = ids.shape[1] - slots
     anchors = torch.arange(count)

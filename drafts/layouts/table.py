@@ -260,7 +260,7 @@ def _target_layers(values: Values) -> Sequence[int]:
 
 
 def _is_causal(values: Values) -> bool:
-    return bool(((values.get("dflash_config") or {}) | values).get("causal", values.get("causal_head")))
+    return bool((values.get("dflash_config") or values).get("causal", values.get("causal_head")))
 
 
 def _is_block(values: Values, names: Names) -> bool:
@@ -276,7 +276,9 @@ def _read_block(files: HeadFiles) -> None:
     values, tensors = files.values, files.tensors
     kinds = set(values.get("layer_types") or ())
     if len(kinds) > 1:
-        raise InputError("its layers attend to windows and to everything in turn; only layers that are alike can be run")
+        raise InputError(
+            "some of its layers attend to a window and some to everything; only layers that are alike can run"
+        )
     if kinds == {"sliding_attention"}:
         window = {"use_swa": True, "swa_window_size": values["sliding_window"]}
         # Where nothing else is said, engines make layers with a window causal.
