@@ -81,7 +81,8 @@ def document_of(
     """
     picks = {name: picks_of(each, name, count) for name, each in base.items()}
     places = {"id": (sets.own,), "ood": sets.near + sets.far, "near": sets.near, "far": sets.far}
-    places |= {"heldout": ("heldout",), "tuning": sets.tuned_on}
+    # Only where something is chosen are there sets to choose on.
+    places |= {"heldout": ("heldout",), "tuning": sets.tuned_on} if sets.tuned_on else {}
     places |= {f"set {name}": (name,) for name in places["ood"]}
 
     def pooled(alphas: Alphas, place: str) -> PromptSums:
@@ -212,8 +213,9 @@ def tables(results: Mapping[str, Any]) -> str:
         rows.append([*words, "" if row["area"] is None else f"{row['area']:.2f}", "met" if row["met"] else "not met"])
     said = ", ".join(f"{place} {base[place]:.3f}" for place in ("id", "ood", "near", "far"))
     on = f"ID: {sets['own']}; near: {', '.join(sets['near'])}; far: {', '.join(sets['far'])}"
-    tuned = f"tuned on held-out prompts of {sets['own']}, and out of distribution on {', '.join(sets['tuned_on'])}"
-    return f"{table(heading, rows)}\n\nBase: {said}. {on}; {tuned}.\n"
+    if sets["tuned_on"]:
+        on += f"; tuned on held-out prompts of {sets['own']}, and out of distribution on {', '.join(sets['tuned_on'])}"
+    return f"{table(heading, rows)}\n\nBase: {said}. {on}.\n"
 
 
 def write_pictures(results: Mapping[str, Any], out: Path) -> None:

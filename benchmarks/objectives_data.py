@@ -334,10 +334,15 @@ def write_text_set(options: PairOptions, pair: Pair, directory: Path) -> None:
         end = pair.prompt_tokens
         if len(ids) > end:
             rows.append({"prompt_ids": ids[:end], "response_ids": ids[end : end + options.response_tokens]})
+    write_set(directory, rows)
+
+
+def write_set(directory: Path, rows: Sequence[Mapping[str, list[int]]]) -> None:
+    """Write `prompt_ids` and `response_ids` as a distilled set that `train` reads."""
     ids_type = pa.list_(pa.int32())
     with atomic_dir(directory) as made:
         part = made / "part-00000.parquet"
         schema = pa.schema([("prompt_ids", ids_type), ("response_ids", ids_type)])
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), part)
+        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), part)
         listed = [{"file": part.name, "rows": len(rows), "sha256": sha256_file(part)}]
         write_json_atomic(made / "manifest.json", {"complete": True, "parts": listed})

@@ -1,0 +1,588 @@
+"""What alignment buys on a real chat model: which draft, alignment, how much data, speed.
+
+    python -m benchmarks.real_pair --target DIR_OR_HUB_NAME --data DIR --out DIR [--only PIECE ...] [--budget HOURS]
+
+--data holds alpaca.jsonl, gsm8k_train.jsonl, gsm8k_test.jsonl, humaneval.jsonl, c4.jsonl and wiki.jsonl. The pieces:
+
+data    prompts, and the target's answers: `chat` and `own` (chats whose prompts the target writes itself), `maths`
+which   question 1: drafts of about equal trained parameters on equal tokens of chat, beside methods without weights
+align   question 2: the best language model and the best head of chat, aligned to maths, plain and with replay
+amount  question 3: the best head, on a part of the data and for a part of the steps
+speed   question 4: tokens per second of the best two, and of other engines
+
+Every step is a command of draftsmith with an --out of its own, so that the same call continues a run that was killed.
+Prints the tables of docs/real.md. With --keep, finished sets go to benchmarks/real/ and results to docs/results/.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from benchmarks import decode as bench_decode
+from benchmarks import figures, frontier_tables, peers
+from benchmarks.objectives_data import ROOT, once, pieces, shuffled, write_set
+from benchmarks.pages import table
+from distill.config import DistillConfig
+from distill.generate import distill
+from drafts.heads import write_head
+from drafts.heads.eagle import EagleConfig, EagleHead
+from draftsmith.cli.decode_run import decode
+from draftsmith.config import DecodeConfig, InitConfig
+from draftsmith.starting import init
+from draftsmith_core.command_line import parse
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import atomic_dir, read_json, write_rows, write_text_atomic
+from draftsmith_core.models import fingerprint, load_model
+from draftsmith_core.prompt_rows import iterate_rows
+from draftsmith_core.prompts import read_prompts
+from draftsmith_core.tokenization import load_tokenizer
+from eval.bootstrap import PromptSums
+from eval.config import EvalConfig, PlanConfig
+from eval.evaluate import evaluate
+from eval.plan import plan
+from eval.report.formats import number, with_interval
+from eval.results import Results
+from train.config import DraftKind, HeadOptions, Optim, TrainConfig
+from train.training_run import train
+
+COMMAND = "benchmarks/real_pair.py"
+KEPT = ROOT / "benchmarks" / "real"
+PIECE_HOURS = 2.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Run the study, or some of its pieces."""
+
+    target: str
+    """The target: a local directory or hub name."""
+    data: str
+    """The directory with the texts."""
+    out: str
+    """Everything that is made."""
+    only: list[str] = field(default_factory=list)
+    """Pieces to run; all when empty."""
+    drafts: list[str] = field(default_factory=list)
+    """which: drafts to train; all when empty. Those trained before are measured too."""
+    budget: float = PIECE_HOURS
+    """Hours that a piece may take on two cores; every 2.5 add as many answers, with other seeds."""
+    seeds: int = 3
+    """align: training seeds."""
+    keep: bool = False
+    """Copy finished sets and results into the repository."""
+    tiny: bool = False
+    """Try the script: a few prompts, steps and tokens."""
+
+    def __post_init__(self) -> None:
+        for key, names, known in (("only", self.only, PIECES), ("drafts", self.drafts, DRAFTS)):
+            if unknown := [name for name in names if name not in known]:
+                raise InputError(f"--{key} {unknown[0]}: use any of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Prompts of each set, tokens of an answer; rows of a step and passes over the data; prompts and tokens of the
+    evaluation; the draft vocabulary, the parameters of a fresh model as a share of the target's, the feed-forward of
+    EAGLE-1 that gives it as many parameters as the others.
+    """
+
+    answered: Mapping[str, int]
+    answer: int = 256
+    max_length: int = 448
+    step_rows: int = 16
+    epochs: float = 3
+    prompts: int = 60
+    new_tokens: int = 64
+    draft_vocab: int = 8192
+    fresh_cost: float = 0.09
+    eagle_feed_forward: int = 5120
+
+
+FULL = Sizes({"chat": 899, "own": 500, "maths": 800})
+TINY = Sizes({"chat": 12, "own": 4, "maths": 8}, 12, 96, 4, 1, 2, 6, 256, 0.3, 256)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Options and sizes, and where things lie."""
+
+    options: Options
+    sizes: Sizes
+
+    @property
+    def out(self) -> Path:
+        """Where everything lies."""
+        return Path(self.options.out)
+
+    @property
+    def rounds(self) -> int:
+        """How often every prompt is answered."""
+        return max(1, int(self.options.budget / PIECE_HOURS))
+
+    @cached_property
+    def is_chat(self) -> bool:
+        """Whether the target has a chat template to write prompts in."""
+        return load_tokenizer(self.options.target).chat_template is not None
+
+    def sets(self, *names: str) -> list[str]:
+        """The directories of distilled sets, all rounds of each."""
+        return [str(self.out / "data" / _round(name, turn)) for turn in range(self.rounds) for name in names]
+
+    def evaluation(self, name: str, drafts: Mapping[str, str], id_set: str, **options: Any) -> EvalConfig:
+        """Compare drafts; the first is the base. Chains of 4 are decoded, others predicted; nothing is timed."""
+        texts = {name: str(self.out / "prompts" / f"{name}.jsonl") for name in ("chat", "maths", "code", "c4", "wiki")}
+        given: dict[str, Any] = {"tree": ["chain:4"], "speed_prompts": 0, "batch_size": 32, "device": "cpu"}
+        return EvalConfig(
+            target=self.options.target,
+            draft=[f"{draft}={place}" for draft, place in drafts.items()],
+            id=[f"{id_set}={texts.pop(id_set)}"],
+            ood=[f"{domain}={file}" for domain, file in texts.items()],
+            out=str(self.out / name),
+            max_prompts=self.sizes.prompts,
+            max_new_tokens=self.sizes.new_tokens,
+            **given | options,
+        )
+
+    def training(self, name: str, kind: DraftKind, **options: Any) -> TrainConfig:
+        """Train a draft as OUT/drafts/NAME, on all chats unless `data` names other sets."""
+        head = dict(options.pop("head", {}))
+        if kind != "lm":
+            head["features"] = str(self.out / "features")
+        given: dict[str, Any] = {"data": self.sets("chat", "own"), "objective": "fkl", "epochs": self.sizes.epochs}
+        given |= {"batch_size": min(8, self.sizes.step_rows), "eval_every": 40, "save_every": 20}
+        given |= {"seed": 1, "device": "cpu"}
+        given["accumulation"] = self.sizes.step_rows // given["batch_size"]
+        return TrainConfig(
+            target=self.options.target,
+            out=str(self.out / "drafts" / name),
+            kind=kind,
+            max_length=self.sizes.max_length,
+            optim=Optim(lr=options.pop("lr", 1e-3), warmup_steps=10),
+            head=HeadOptions(**head),
+            **given | options,
+        )
+
+
+def _round(name: str, turn: int) -> str:
+    return name if turn == 0 else f"{name}.{turn + 1}"
+
+
+# Piece: data.
+
+
+def data(study: Study) -> None:
+    """Write the prompts; take kept sets, or let the target answer."""
+    write_prompts(study)
+    mark = fingerprint(load_model(study.options.target, device="cpu"))
+    for turn in range(study.rounds):
+        for name, count in study.sizes.answered.items():
+            set_name = _round(name, turn)
+            place, kept = study.out / "data" / set_name, KEPT / set_name
+            fits = not study.options.tiny and (kept / "manifest.json").exists()
+            if fits and not place.exists():
+                manifest = read_json(kept / "manifest.json", "a distilled set")
+                if manifest["identity"]["target_fingerprint"] == mark:
+                    with atomic_dir(place) as made:
+                        shutil.copytree(kept, made, dirs_exist_ok=True)
+            if not (place / "manifest.json").exists():
+                distill(answers(study, name, count, turn), COMMAND)
+            if study.options.keep:
+                keep_set(study, set_name)
+
+
+def write_prompts(study: Study) -> None:
+    """OUT/prompts: DOMAIN.jsonl to measure on, SET.train.jsonl to answer. The last chats are for measuring."""
+    texts, place = Path(study.options.data), study.out / "prompts"
+    if place.is_dir():
+        return
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        return [row for _, row in iterate_rows(str(texts / f"{name}.jsonl"))]
+
+    chats = rows("alpaca")
+    heldout = max(1, len(chats) // 10)
+    with atomic_dir(place) as made:
+        write_rows(made / "chat.train.jsonl", chats[:-heldout])
+        write_rows(made / "chat.jsonl", chats[-heldout:])
+        for name, source in (("maths.train", "gsm8k_train"), ("maths", "gsm8k_test"), ("code", "humaneval")):
+            write_rows(made / f"{name}.jsonl", rows(source))
+        for name in ("c4", "wiki"):
+            write_rows(made / f"{name}.jsonl", shuffled(pieces(texts / f"{name}.jsonl"))[:200])
+
+
+def answers(study: Study, name: str, count: int, turn: int) -> DistillConfig:
+    """The target's answers to `count` prompts; further rounds draw with other seeds."""
+    prompts = str(study.out / "prompts" / f"{name}.train.jsonl")
+    if name == "own":
+        prompts = f"magpie:{count}" if study.is_chat else f"self:{count}"
+    return DistillConfig(
+        target=study.options.target,
+        prompts=prompts,
+        max_prompts=count,
+        out=str(study.out / "data" / _round(name, turn)),
+        domain="maths" if name == "maths" else "chat",
+        max_new_tokens=study.sizes.answer,
+        temperature=1.0,
+        batch_size=96,
+        seed=turn,
+        device="cpu",
+    )
+
+
+def keep_set(study: Study, name: str) -> None:
+    """benchmarks/real/NAME: the Parquet files and the manifest, without the paths of the machine."""
+    place = study.out / "data" / name
+    manifest = (place / "manifest.json").read_text(encoding="utf-8")
+    target = study.options.target
+    for path, public in ((study.options.out, "out/real"), (study.options.data, "data"), (target, Path(target).name)):
+        manifest = manifest.replace(path, public)
+    shutil.rmtree(KEPT / name, ignore_errors=True)
+    with atomic_dir(KEPT / name) as made:
+        for part in place.glob("part-*.parquet"):
+            shutil.copy(part, made)
+        write_text_atomic(made / "manifest.json", manifest)
+
+
+# Piece: which. Every draft has 8 to 14 million trained parameters on SmolLM2-135M, the target's embedding not counted.
+
+
+def pruned(study: Study) -> TrainConfig:
+    """Two of the target's layers."""
+    start = _started(study, "pruned", method="prune", num_layers=2)
+    return study.training("pruned", "lm", draft=start, lr=6e-4, draft_vocab_size=study.sizes.draft_vocab)
+
+
+def fresh(study: Study) -> TrainConfig:
+    """A small LLaMA."""
+    start = _started(study, "fresh", method="fresh", cost=study.sizes.fresh_cost)
+    return study.training("fresh", "lm", draft=start, draft_vocab_size=study.sizes.draft_vocab)
+
+
+def _started(study: Study, name: str, **options: Any) -> str:
+    start = study.out / "starts" / name
+    if not start.exists():
+        init(InitConfig(target=study.options.target, out=str(start), device="cpu", **options))
+    return str(start)
+
+
+def eagle(study: Study) -> TrainConfig:
+    """EAGLE-1 with a wider feed-forward: as published it would have 4 million parameters on SmolLM2-135M."""
+    start = study.out / "starts" / "eagle"
+    if not start.exists():
+        target = load_model(study.options.target, device="cpu", dtype="float32")
+        shape = replace(EagleConfig.like(target), intermediate_size=study.sizes.eagle_feed_forward)
+        head = EagleHead(shape, target)
+        head.draw(head.layers, seed=1)
+        with atomic_dir(start) as made:
+            write_head(head, made)
+    return study.training("eagle", "eagle", draft=str(start))
+
+
+def eagle3(study: Study) -> TrainConfig:
+    """EAGLE-3, trained on its own features for four steps: as deep as the chains that are decoded."""
+    return study.training("eagle3", "eagle3", head={"test_steps": 4}, draft_vocab_size=study.sizes.draft_vocab)
+
+
+def hydra(study: Study) -> TrainConfig:
+    """Four heads on the target's own projection."""
+    return study.training("hydra", "hydra")
+
+
+# In the order in which they are trained. A block drafter is one entry more.
+DRAFTS: dict[str, Callable[[Study], TrainConfig]] = {
+    "eagle3": eagle3,
+    "pruned": pruned,
+    "hydra": hydra,
+    "eagle": eagle,
+    "fresh": fresh,
+}
+BASE = "pruned"
+# Methods without weights of their own; `joined` are two language models in one tree.
+WEIGHTLESS: dict[str, dict[str, Any]] = {
+    "prompt_lookup": {"tree": "chain:4"},
+    "lookahead": {},
+    "retrieval": {"tree": "chain:4"},
+}
+
+
+def which(study: Study) -> None:
+    """Train and measure every draft on chat. results.json has those that are there, so that it exists early."""
+    trained: dict[str, str] = {}
+    for name in DRAFTS:
+        place = study.out / "drafts" / name
+        if not study.options.drafts or name in study.options.drafts or (place / "config.json").exists():
+            if not (place / "config.json").exists():
+                train(DRAFTS[name](study), COMMAND)
+            trained[name] = str(place)
+            results = evaluate(study.evaluation("which", _base_first(trained), "chat"))
+            _keep(study, "which")
+    sys.stdout.write(drafts_table(results))
+    if not study.options.drafts:
+        sys.stdout.write(weightless_table(study, list(weightless(study, trained))))
+
+
+def _base_first(drafts: Mapping[str, str]) -> dict[str, str]:
+    return dict(sorted(drafts.items(), key=lambda item: item[0] != BASE))
+
+
+def drafts_table(results: Results) -> str:
+    """alpha by domain, and tau of chains of 4 on chat and elsewhere, predicted and decoded; by temperature."""
+    heading = ["draft", *(f"alpha {domain}" for domain in results.domains())]
+    heading += ["tau chat, predicted", "decoded", "tau OOD, predicted", "decoded"]
+    text = ""
+    for temperature in results.temperatures:
+        rows = []
+        for draft in results.drafts:
+            cells = [with_interval(results.alpha(draft, domain, temperature)) for domain in results.domains()]
+            for kind in ("id", "ood"):
+                for figure in ("tau_predicted", "tau"):
+                    cells.append(with_interval(results.figure(figure, draft, kind, temperature, "chain:4"), 2))
+            rows.append([draft, *cells])
+        text += f"\nT = {temperature:g}\n\n{table(heading, rows)}\n"
+    return text
+
+
+def weightless(study: Study, trained: Mapping[str, str]) -> Iterator[tuple[str, str, float, float | None]]:
+    """(method, domain, temperature, tau) of what drafts without weights, and of two language models joined."""
+    methods = {name: {"proposer": name, **words} for name, words in WEIGHTLESS.items()}
+    methods["retrieval"]["datastore"] = str(next(Path(study.sets("chat")[0]).glob("part-*.parquet")))
+    if {"pruned", "fresh"} <= trained.keys():
+        methods["pruned + fresh"] = {"draft": [trained["pruned"], trained["fresh"]], "tree": "chain:4"}
+    for name, words in methods.items():
+        for domain in ("chat", "maths", "code", "c4", "wiki"):
+            for temperature in (0.0, 1.0):
+                config = DecodeConfig(
+                    target=study.options.target,
+                    prompts=str(study.out / "prompts" / f"{domain}.jsonl"),
+                    out=str(study.out / "weightless" / f"{name.replace(' ', '')}-{domain}-{temperature:g}.jsonl"),
+                    max_prompts=study.sizes.prompts,
+                    max_new_tokens=study.sizes.new_tokens,
+                    temperature=temperature,
+                    batch_size=32,
+                    device="cpu",
+                    **words,
+                )
+                yield name, domain, temperature, decode(config)[0]["tau"]
+
+
+def weightless_table(study: Study, found: list[tuple[str, str, float, float | None]]) -> str:
+    """Tokens per target call, by method; no intervals."""
+    places = list(dict.fromkeys((domain, temperature) for _, domain, temperature, _ in found))
+    heading = ["method", *(f"{domain}, T = {temperature:g}" for domain, temperature in places)]
+    taus = {(name, domain, temperature): tau for name, domain, temperature, tau in found}
+    names = dict.fromkeys(name for name, *_ in found)
+    rows = ([name, *(number(taus[name, *place], 2) for place in places)] for name in names)
+    return f"\n{table(heading, rows)}\n"
+
+
+def best(study: Study, *kinds: str) -> str:
+    """The draft of question 1, among these, with the highest predicted tau on chat at temperature 1."""
+    results = Results.load(study.out / "which")
+    known = [name for name in results.drafts if name in kinds]
+    if not known:
+        raise InputError(f"{study.out / 'which'}: has none of {', '.join(kinds)}; run --only which")
+    rows = {name: results.figure("tau_predicted", name, "id", 1.0, "chain:4") for name in known}
+    taus = {name: (row and row["value"]) or 0.0 for name, row in rows.items()}
+    return max(known, key=lambda name: taus[name])
+
+
+LANGUAGE_MODELS = ("pruned", "fresh")
+HEADS = tuple(name for name in DRAFTS if name not in LANGUAGE_MODELS)
+
+
+# Piece: align.
+
+# Replay beside the answers to maths. The target's own chats are the anchor; with replay there are twice the steps.
+REPLAY: dict[str, list[str]] = {"plain": [], "balanced": ["own"], "all chats": ["chat", "own"]}
+SEEDED = ("plain", "balanced")
+
+
+def align(study: Study) -> None:
+    """Align the best language model and the best head of chat to maths; what each gains and loses."""
+    for base in (best(study, *LANGUAGE_MODELS), best(study, *HEADS)):
+        start, drafts = study.out / "drafts" / base, {"base": str(study.out / "drafts" / base)}
+        first = DRAFTS[base](study)
+        for way, replayed in REPLAY.items():
+            for seed in range(study.options.seeds if way in SEEDED else 1):
+                name = f"{base}-maths-{way.replace(' ', '-')}-{seed}"
+                share = {"replay": study.sets(*replayed), "replay_fraction": 0.5} if replayed else {}
+                # Epochs are over data and replay; steps count the answers alone, so that these are equal.
+                steps = _steps(study, study.sets("maths"))
+                config = study.training(
+                    name,
+                    first.kind,
+                    data=study.sets("maths"),
+                    draft=str(start),
+                    lr=first.optim.lr / 2,
+                    seed=seed + 1,
+                    steps=2 * steps if replayed else steps,
+                    head={"test_steps": first.head.test_steps} if first.kind == "eagle3" else {},
+                    **share,
+                )
+                if not (Path(config.out) / "config.json").exists():
+                    train(config, COMMAND)
+                drafts[name] = config.out
+        results = evaluate(study.evaluation(f"align-{base}", drafts, "maths", tree=["chain:1"]))
+        _keep(study, f"align-{base}")
+        for temperature in results.temperatures:
+            sys.stdout.write(f"\n{base}, T = {temperature:g}\n\n{frontier_table(results, base, temperature)}")
+
+
+def _steps(study: Study, sets: list[str]) -> int:
+    rows = sum(len(_rows(part)) for place in sets for part in Path(place).glob("part-*"))
+    return max(1, round(study.sizes.epochs * rows * 0.95 / study.sizes.step_rows))
+
+
+@dataclass(frozen=True)
+class Domains:
+    """Prompt sets as benchmarks/frontier_tables.py has them; nothing is tuned on any."""
+
+    own: str
+    near: tuple[str, ...]
+    far: tuple[str, ...]
+    tuned_on: tuple[str, ...] = ()
+
+
+def frontier_table(results: Results, base: str, temperature: float) -> str:
+    """Gain in distribution, its share of the plain gain, what is lost out of it, and the bar of docs/robust.md."""
+    domains = Domains("maths", ("chat",), tuple(name for name in results.domains("ood") if name != "chat"))
+    sums: dict[str, frontier_tables.Alphas] = {}
+    for (draft, domain, at, _, _), counts in results.counts("alpha").items():
+        if at == temperature:
+            alpha = counts["per_prompt"]
+            sums.setdefault(draft, {})[domain] = PromptSums.of(alpha["sum"], alpha["count"])
+    found: dict[tuple[str, str], list[frontier_tables.Alphas]] = {}
+    for draft in results.aligned:
+        way = next(way for way in REPLAY if draft.startswith(f"{base}-maths-{way.replace(' ', '-')}-"))
+        found.setdefault((way, "half the rate"), []).append(sums[draft])
+    settings = dict.fromkeys(REPLAY, "half the rate")
+    document = frontier_tables.document_of(domains, sums["base"], found, settings["plain"], 2000, settings)
+    return frontier_tables.tables(document)
+
+
+# Piece: amount.
+
+SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+
+
+def amount(study: Study) -> None:
+    """The best head of chat on a share of the data, for as many steps; and on all of it, for a share of the steps."""
+    name = best(study, *HEADS)
+    whole = DRAFTS[name](study)
+    steps = _steps(study, whole.data)
+    rows = [row for place in whole.data for part in sorted(Path(place).glob("part-*")) for row in _rows(part)]
+    order = np.random.default_rng(0).permutation(len(rows))
+    drafts = {}
+    for share in SHARES:
+        label = f"{share:g}"
+        part = study.out / "data" / f"share-{label}"
+        if not part.is_dir():
+            write_set(part, [rows[index] for index in order[: max(2, round(share * len(rows)))]])
+        runs = {"data": ([str(part)], steps), "steps": (whole.data, max(1, round(share * steps)))}
+        for kind, (data_sets, count) in runs.items():
+            out = str(study.out / "drafts" / f"{name}-{kind}-{label}")
+            if not (Path(out) / "config.json").exists():
+                train(replace(whole, data=data_sets, steps=count, out=out, heldout=[]), COMMAND)
+            drafts[f"{kind}-{label}"] = out
+    results = evaluate(study.evaluation("amount", drafts, "chat", tree=["chain:1"]))
+    _keep(study, "amount")
+    sys.stdout.write(amount_table(results))
+
+
+def _rows(part: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = pq.read_table(part, columns=["prompt_ids", "response_ids"]).to_pylist()
+    return found
+
+
+def amount_table(results: Results) -> str:
+    """alpha and predicted tau of chains of 4 by the share of the tokens, and by the share of the steps."""
+    heading = ["share of", "T", "tokens", "steps", "alpha chat", "tau chat", "alpha OOD", "tau OOD"]
+    rows = []
+    for draft in results.drafts:
+        trained: Any = results.document["models"][draft]["training"] or {}
+        for temperature in results.temperatures:
+            cells = [draft, f"{temperature:g}", f"{trained.get('response_tokens', 0):,}", str(trained.get("steps", ""))]
+            for kind in ("id", "ood"):
+                cells.append(with_interval(results.figure("alpha", draft, kind, temperature)))
+                row = results.figure("tau_predicted", draft, kind, temperature, "chain:4", "speculative")
+                cells.append(with_interval(row, 2))
+            rows.append(cells)
+    return f"\n{table(heading, rows)}\n"
+
+
+# Piece: speed.
+
+
+def speed(study: Study) -> None:
+    """Time the best head and the best language model with planned trees in 16 bits, then the other engines."""
+    chats = str(study.out / "prompts" / "chat.jsonl")
+    for name in (best(study, *LANGUAGE_MODELS), best(study, *HEADS)):
+        place, file = str(study.out / "drafts" / name), study.out / "speed" / f"{name}.plan.json"
+        bits: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
+        if not file.exists():
+            plan(PlanConfig(target=study.options.target, draft=place, prompts=chats, out=str(file), **bits))
+        timed = {"tree": ["chain:2", "chain:4", f"auto:{file}"], "speed_prompts": 8, **bits}
+        results = evaluate(study.evaluation(f"speed-{name}", {name: place}, "chat", **timed))
+        _keep(study, f"speed-{name}")
+        for temperature in results.temperatures:
+            for tree, verifier in results.methods:
+                row = results.figure("speedup", name, "chat", temperature, tree, verifier)
+                sys.stdout.write(
+                    f"{name}, {tree}, T = {temperature:g}: {with_interval(row, 2)} times the target alone\n"
+                )
+    draft = str(study.out / "drafts" / best(study, *LANGUAGE_MODELS))
+    found = once(study.out / "speed" / "peers.json", lambda: others(study, draft, chats))
+    for engine, figure in found.items():
+        sys.stdout.write(f"{engine}: {figure}\n")
+
+
+def others(study: Study, draft: str, chats: str) -> dict[str, Any]:
+    """Tokens per second of other engines on the same chats, beside ours (benchmarks/peers.py)."""
+    rounds = 1 if study.options.tiny else 3
+    words = bench_decode.Options(
+        target=study.options.target, draft=draft, dtype="bfloat16", device="cpu", rounds=rounds, prompts=2
+    )
+    bench, tokenizer = bench_decode.load_bench(words), load_tokenizer(study.options.target)
+    read = islice(read_prompts(chats, tokenizer).prompts, words.rounds * words.prompts)
+    bench = replace(bench, prompts=[("chat", list(prompt.ids)) for prompt in read])
+    return peers.compare(bench, tokenizer, ["chain:2", "chain:4", "hf-assisted"], words.rounds, words.threads)
+
+
+def _keep(study: Study, name: str) -> None:
+    if study.options.keep:
+        figures.keep(ROOT, f"real-{name}", study.out / name / "results.json")
+
+
+PIECES: dict[str, Callable[[Study], None]] = {
+    "data": data,
+    "which": which,
+    "align": align,
+    "amount": amount,
+    "speed": speed,
+}
+
+
+def main() -> None:
+    """Run the pieces."""
+    options, _ = parse(Options, COMMAND, sys.argv[1:])
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    study = Study(options, TINY if options.tiny else FULL)
+    for name in options.only or PIECES:
+        sys.stderr.write(f"{COMMAND}: {name}\n")
+        PIECES[name](study)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (InputError, RunError) as error:
+        sys.exit(f"{COMMAND}: {error}")
