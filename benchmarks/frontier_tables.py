@@ -57,8 +57,8 @@ class Sets:
 
     @property
     def tuned_on(self) -> tuple[str, ...]:
-        """Out of distribution, for tuning."""
-        return ("general", "even", *self.tuning)
+        """Out of distribution, for tuning; none where nothing is tuned."""
+        return ("general", "even", *self.tuning) if self.tuning else ()
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -81,7 +81,6 @@ def document_of(
     """
     picks = {name: picks_of(each, name, count) for name, each in base.items()}
     places = {"id": (sets.own,), "ood": sets.near + sets.far, "near": sets.near, "far": sets.far}
-    # Only where something is chosen are there sets to choose on.
     places |= {"heldout": ("heldout",), "tuning": sets.tuned_on} if sets.tuned_on else {}
     places |= {f"set {name}": (name,) for name in places["ood"]}
 

@@ -34,7 +34,7 @@ from benchmarks.pages import table
 from distill.config import DistillConfig
 from distill.generate import distill
 from drafts.heads import write_head
-from drafts.heads.eagle import EagleConfig, EagleHead
+from drafts.heads.eagle import EagleConfig, EagleHead, draw
 from draftsmith.cli.decode_run import decode
 from draftsmith.config import DecodeConfig, InitConfig
 from draftsmith.starting import init
@@ -281,7 +281,7 @@ def eagle(study: Study) -> TrainConfig:
         target = load_model(study.options.target, device="cpu", dtype="float32")
         shape = replace(EagleConfig.like(target), intermediate_size=study.sizes.eagle_feed_forward)
         head = EagleHead(shape, target)
-        head.draw(head.layers, seed=1)
+        draw(head.fc, head.layers, seed=1)
         with atomic_dir(start) as made:
             write_head(head, made)
     return study.training("eagle", "eagle", draft=str(start))
@@ -442,19 +442,10 @@ def _steps(study: Study, sets: list[str]) -> int:
     return max(1, round(study.sizes.epochs * rows * 0.95 / study.sizes.step_rows))
 
 
-@dataclass(frozen=True)
-class Domains:
-    """Prompt sets as benchmarks/frontier_tables.py has them; nothing is tuned on any."""
-
-    own: str
-    near: tuple[str, ...]
-    far: tuple[str, ...]
-    tuned_on: tuple[str, ...] = ()
-
-
 def frontier_table(results: Results, base: str, temperature: float) -> str:
     """Gain in distribution, its share of the plain gain, what is lost out of it, and the bar of docs/robust.md."""
-    domains = Domains("maths", ("chat",), tuple(name for name in results.domains("ood") if name != "chat"))
+    others = tuple(name for name in results.domains("ood") if name != "chat")
+    domains = frontier_tables.Sets("maths", tuning=(), near=("chat",), far=others)
     sums: dict[str, frontier_tables.Alphas] = {}
     for (draft, domain, at, _, _), counts in results.counts("alpha").items():
         if at == temperature:
