@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import real_pair
+from benchmarks.objectives_data import ROOT
 from benchmarks.real_pair import TINY, Options, Study, best, data, keep_set
 from benchmarks.shipped_pair import PAIR
 from draftsmith_core.errors import InputError
@@ -66,7 +67,7 @@ def test_a_killed_piece_continues(study: Study) -> None:
     options = study.options
     words = [sys.executable, "-m", "benchmarks.real_pair", "--target", options.target, "--data", options.data]
     words += ["--out", options.out, "--tiny", "true", "--only", "data", "which", "--drafts", "pruned", "hydra"]
-    process = subprocess.Popen(words, cwd=real_pair.ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     record = study.out / "drafts" / "pruned" / "draftsmith.json"
     for _ in range(3000):
         if record.exists() or process.poll() is not None:
@@ -75,7 +76,7 @@ def test_a_killed_piece_continues(study: Study) -> None:
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and record.exists()
     made = record.read_bytes()
-    done = subprocess.run(words, cwd=real_pair.ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert record.read_bytes() == made
     results = Results.load(study.out / "which")
