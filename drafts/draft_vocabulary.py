@@ -48,6 +48,12 @@ def count_vocabulary(rows: Iterable[Sequence[int]], size: int) -> list[int]:
     return sorted(sorted(known, key=lambda token: -counts[token])[:size])
 
 
+def rarest_token(rows: Iterable[Sequence[int]], size: int) -> int:
+    """The token below `size` that is rarest in `rows`; of several the last, which in a padded vocabulary is unused."""
+    counts = _counts(rows)
+    return min(range(size), key=lambda token: (counts[token], -token))
+
+
 def coverage(ids_D: Tensor, rows: Iterable[Sequence[int]]) -> str:
     """In words: how many of the tokens of these sequences are among `ids_D`."""
     counts = _counts(rows)

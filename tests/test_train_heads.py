@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from drafts.heads.block import BlockHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith_core.models import fingerprint
@@ -53,7 +54,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3-full": {"test_steps": 3},
     "medusa": {},
     "hydra": {},
+    **dict.fromkeys(("dflash", "dflash-part", "jetspec", "dspark"), {}),
 }
+PARTS = ("eagle3", "dflash-part")
 every_kind = pytest.mark.parametrize("kind", FRESH)
 
 
@@ -105,6 +108,17 @@ def decoded(head: Any, target: Any, ids: list[int], at: int, depths: int) -> tup
     features: list[Tensor] = []
     if isinstance(head, MedusaHeads):
         return list(head(states[0][:, at : at + 1])[0, 0][:depths]), []
+    if isinstance(head, BlockHead):
+        anchor, size, drafted = at + 1, head.config.block_size, ids[at + 1 : at + 1 + depths]
+        context, positions = torch.arange(anchor)[None], anchor + torch.arange(size)[None]
+        past = DynamicCache()
+        head.remember(head.fuse([state[:, :anchor] for state in states]), context, past)
+        near = positions.T - context < (head.config.window or 99)
+        own = torch.ones(size, size, dtype=torch.bool).tril(0 if head.config.causal else size)
+        mask = torch.cat([near, own], 1)[None, None]
+        block_SH = head.slots(head.states(head.block(torch.tensor([ids[anchor]])), mask, positions, past))[0, :depths]
+        logits_dV = head.logits(head.raw_logits(block_SH), torch.tensor(drafted))
+        return list(logits_dV[:, DRAFT_VOCAB] if head.reduced else logits_dV), list(block_SH)
     if isinstance(head, HydraHeads):
         for d in range(depths):
             logits.append(head(states[0][:, at : at + 1], torch.tensor([[ids[at + 1 : at + 2 + d]]]))[0, 0])
@@ -132,8 +146,11 @@ def drafts(trainee: Any, batch: Batch) -> list[tuple[Any, Tensor]]:
     return list(trainee.drafts(batch, states))
 
 
-def logits_of(trainee: Any, depth: int, hidden_NH: Tensor) -> Tensor:
+def logits_of(trainee: Any, depth: int, hidden_NH: Tensor, previous: int) -> Tensor:
     draft = trainee.draft
+    if isinstance(draft, BlockHead):
+        whole = draft.logits(draft.raw_logits(hidden_NH), torch.tensor(previous))
+        return whole[DRAFT_VOCAB] if draft.reduced else whole
     if isinstance(draft, Eagle3Head):
         return draft.borrowed.projection.finish(draft.lm_head(hidden_NH))
     if isinstance(draft, MedusaHeads):
@@ -162,8 +179,9 @@ def test_training_sees_what_decoding_does(kind: str, make: Callable[[], Any]) ->
             assert set(rows) == expected
             for b, start, i in where:
                 for t in starts(*ROWS[i], depth + 1):
-                    wanted, _ = decoded(trainee.draft, target, ROWS[i][0] + ROWS[i][1], t, depth + 1)
-                    found = logits_of(trainee, depth, rows[b, start + t])
+                    ids = ROWS[i][0] + ROWS[i][1]
+                    wanted, _ = decoded(trainee.draft, target, ids, t, depth + 1)
+                    found = logits_of(trainee, depth, rows[b, start + t], ids[t + 1 + depth])
                     torch.testing.assert_close(found, wanted[-1], atol=1e-4, rtol=0)
                     compared[depth] += 1
         assert compared == [5 + 4 + 2 + 1, 4 + 3 + 1, 3 + 2]
@@ -183,21 +201,25 @@ def reference(kind: str, trainee: Any, target: Any, objective: str) -> tuple[Ten
                 logits, own = decoded(head, target, ids, t, depth + 1)
                 row, token = t + depth + 1, ids[t + depth + 2]
                 p_V, q_D = p_TV[row], logits[-1].softmax(-1)
-                kept = p_V[DRAFT_VOCAB] if kind == "eagle3" else p_V
+                kept = p_V[DRAFT_VOCAB] if kind in PARTS else p_V
                 counts[depth] += 1
                 alpha[depth] += float(torch.minimum(kept, q_D).sum().detach())
                 missing += float(1 - kept.sum()) if depth == 0 else 0.0
                 wanted = kept / kept.sum()
                 if objective == "fkl":
                     loss = (wanted * (wanted.log() - q_D.log())).sum()
-                elif kind == "eagle3" and token not in DRAFT_VOCAB:
+                elif kind in PARTS and token not in DRAFT_VOCAB:
                     loss = torch.zeros(())
                 else:
-                    loss = -q_D[DRAFT_VOCAB.index(token) if kind == "eagle3" else token].log()
+                    loss = -q_D[DRAFT_VOCAB.index(token) if kind in PARTS else token].log()
+                if kind == "dspark":
+                    overlap = torch.minimum(kept, q_D).sum().detach()
+                    said = head.confidence_logits(own[-1], torch.tensor(ids[t + 1 + depth]))
+                    loss = loss + F.binary_cross_entropy_with_logits(said, overlap)
                 if kind == "eagle":
                     total = total + (0.1 * loss + F.smooth_l1_loss(own[-1], last_TH[row]) if depth == 0 else 0.0)
                 else:
-                    total = total + 0.8**depth * loss
+                    total = total + trainee.step_decay**depth * loss
     return total, alpha, counts, missing
 
 
@@ -223,7 +245,7 @@ def test_sums_and_gradients_are_those_of_one_draft_at_a_time(kind: str, objectiv
     # All of the head is trained, and nothing else.
     assert {id(p) for p in trainee.parameters()} == {id(p) for p in trainee.draft.parameters()}
     assert all(p.grad is None for p in target.parameters())
-    if kind == "eagle3":
+    if kind in PARTS:
         assert sums.missing is not None and 0 < missing < counts[0]
         torch.testing.assert_close(sums.missing, torch.tensor(missing), atol=1e-4, rtol=1e-5)
     else:

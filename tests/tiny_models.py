@@ -9,6 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from drafts.heads import Head
+from drafts.heads.block import DFlashHead, DSparkHead, JetSpecHead
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
@@ -31,6 +32,10 @@ FRESH: dict[str, Callable[[PreTrainedModel], Head]] = {
     "eagle3-full": lambda target: Eagle3Head.fresh(target),
     "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
     "hydra": lambda target: HydraHeads.fresh(target, num_heads=3, num_layers=2),
+    "dflash": lambda target: DFlashHead.fresh(target, num_layers=2, block_size=4),
+    "dflash-part": lambda target: DFlashHead.fresh(target, num_layers=1, block_size=4, draft_vocab=DRAFT_VOCAB),
+    "jetspec": lambda target: JetSpecHead.fresh(target, num_layers=2, block_size=4, window=4),
+    "dspark": lambda target: DSparkHead.fresh(target, num_layers=2, block_size=3),
 }
 
 

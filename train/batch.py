@@ -20,7 +20,8 @@ class Batch:
 
     There is no attention mask: under causal attention no valid token attends to padding on its right. Packed rows have
     `positions_BT`, which restart with each document, and `documents_BT`, its number in the row (-1 for padding).
-    `stored`: the teacher's columns of the data at the valid tokens, in the order of the labels.
+    `stored`: the teacher's columns of the data at the valid tokens, in the order of the labels. `seeds_B`: of what is
+    drawn at random for a row of training data, in every pass anew.
     """
 
     ids_BT: Tensor
@@ -28,6 +29,7 @@ class Batch:
     positions_BT: Tensor | None = None
     documents_BT: Tensor | None = None
     stored: StoredTeacher | None = None
+    seeds_B: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Copy the batch to a device."""

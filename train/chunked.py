@@ -3,10 +3,10 @@
 The forward takes the gradient of each chunk at once and drops its logits, as Liger Kernel's fused linear cross-entropy
 does (Hsu et al. 2024); here for any loss, with a teacher.
 
-Legend: N valid tokens, C tokens of a chunk, H hidden size, V vocabulary.
+Legend: N valid tokens, C tokens of a chunk, H hidden size, R Markov rank, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,14 @@ class _Task:
     chunk: int
     wants_gradient: bool = False
     wants_alpha: bool = True
+    per_token_2N: Tensor | None = None
+
+    def note(self, rows: slice, loss_C: Tensor, alpha_C: Tensor | None) -> None:
+        """Write down loss and alpha of each token, for a caller that asked for them."""
+        if self.per_token_2N is not None:
+            self.per_token_2N[0, rows] = loss_C.detach().to(self.per_token_2N.dtype)
+            if alpha_C is not None:
+                self.per_token_2N[1, rows] = alpha_C.to(self.per_token_2N.dtype)
 
     def chunks(self) -> Iterator[slice]:
         for start in range(0, len(self.tokens_N), self.chunk):
@@ -90,8 +98,11 @@ def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
             if wants_gradient:
                 (gradient_CV,) = torch.autograd.grad(total, logits_CV)
         alpha = missing = total.new_zeros(())
+        alpha_C = None
         if task.wants_alpha and target_CV is not None:
-            alpha, missing = (values_C.sum() for values_C in task.measure(draft_CV.detach(), target_CV, rows))
+            alpha_C, missing_C = task.measure(draft_CV.detach(), target_CV, rows)
+            alpha, missing = alpha_C.sum(), missing_C.sum()
+        task.note(rows, loss_C, alpha_C)
         return total.detach(), alpha, missing, gradient_CV
 
     return chunk
@@ -106,6 +117,7 @@ def _in_place(task: _Task, teacher: LiveTeacher, measure: InPlaceFn, like: Tenso
         target_CV = teacher.logits(rows, logits_CV).to(logits_CV.dtype)
         used = scratch[0][: len(logits_CV)], scratch[1][: len(logits_CV)]
         loss_C, alpha_C = measure(logits_CV, target_CV, used)
+        task.note(rows, loss_C, alpha_C)
         if task.weights_N is not None:
             weights_C = task.weights_N[rows].to(loss_C.dtype)
             loss_C, logits_CV = loss_C * weights_C, logits_CV.mul_(weights_C[:, None])
@@ -115,33 +127,36 @@ def _in_place(task: _Task, teacher: LiveTeacher, measure: InPlaceFn, like: Tenso
 
 
 class _Projected(torch.autograd.Function):
-    """(hidden, weight, bias) -> (loss, alpha, missing), with the gradients of the loss made on the way."""
+    """(task, bias, hidden, weight, ...) -> (loss, alpha, missing), with the gradients of the loss made on the way.
+
+    The logits are the sum of all `hidden @ weight.T`, each of a width of its own.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: _Task
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = compute_dtype(weight_VH)
-        weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+    def forward(ctx: Any, task: _Task, bias_V: Tensor | None, *factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weights_given = factors[::2], factors[1::2]
+        hidden_NH = hidden[0]
+        dtype = compute_dtype(weights_given[0])
+        weights, bias = [weight.to(dtype) for weight in weights_given], None if bias_V is None else bias_V.to(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        needs = [task.wants_gradient and need for need in ctx.needs_input_grad[:3]]
-        grad_hidden = torch.zeros_like(hidden_NH) if needs[0] else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=wide) if needs[1] else None
-        grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs[2] and bias_V is not None else None
+        needs = [task.wants_gradient and need for need in ctx.needs_input_grad[1:]]
+        grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs[0] and bias_V is not None else None
+        grad_factors = [
+            torch.zeros_like(factor, dtype=wide if place % 2 else factor.dtype) if need else None
+            for place, (factor, need) in enumerate(zip(factors, needs[1:], strict=True))
+        ]
         loss = torch.zeros((), dtype=wide, device=hidden_NH.device)
         alpha, missing = torch.zeros_like(loss), torch.zeros_like(loss)
         linear = task.projection is None or task.projection.is_linear
         in_place = task.objective.in_place
         if linear and in_place is not None and isinstance(task.teacher, LiveTeacher):
-            chunk = _in_place(task, task.teacher, in_place, loss, len(weight))
+            chunk = _in_place(task, task.teacher, in_place, loss, len(weights[0]))
         else:
             chunk = _by_autograd(task, any(needs))
         for rows in task.chunks():
-            hidden_CH = hidden_NH[rows].to(dtype)
+            parts = [states[rows].to(dtype) for states in hidden]
             # The logits get no name here, so that they are freed when `chunk` returns.
-            chunk_loss, chunk_alpha, chunk_missing, gradient_CV = chunk(
-                F.linear(hidden_CH, weight, bias).to(wide), rows
-            )
+            chunk_loss, chunk_alpha, chunk_missing, gradient_CV = chunk(_logits(parts, weights, bias).to(wide), rows)
             loss += chunk_loss
             alpha += chunk_alpha
             missing += chunk_missing
@@ -150,29 +165,37 @@ class _Projected(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += gradient_CV.sum(0)
             gradient_CV = gradient_CV.to(dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = gradient_CV @ weight
-            if grad_weight is not None:
-                if dtype == wide:
-                    grad_weight.addmm_(gradient_CV.T, hidden_CH)
-                else:
-                    grad_weight += gradient_CV.T @ hidden_CH
+            grads = zip(parts, weights, grad_factors[::2], grad_factors[1::2], strict=True)
+            for part_CH, weight, grad_hidden, grad_weight in grads:
+                if grad_hidden is not None:
+                    grad_hidden[rows] = gradient_CV @ weight
+                if grad_weight is not None and dtype == wide:
+                    grad_weight.addmm_(gradient_CV.T, part_CH)
+                elif grad_weight is not None:
+                    grad_weight += gradient_CV.T @ part_CH
             del gradient_CV
-        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
-        ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype)
+        ctx.gradients = (grad_bias, *grad_factors)
+        ctx.dtypes = (None if bias_V is None else bias_V.dtype, *(factor.dtype for factor in factors))
         ctx.mark_non_differentiable(alpha, missing)
         return loss, alpha, missing
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the gradient of a chunked loss can be taken once"
         # In place: a second copy of the weight's gradient would be the largest tensor of the step.
-        hidden, weight, bias = (
+        scaled = (
             None if gradient is None else gradient.mul_(slopes[0].to(gradient.dtype)).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return hidden, weight, bias, None
+        return None, *scaled
+
+
+def _logits(parts: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    logits_CV = F.linear(parts[0], weights[0], bias)
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        logits_CV = logits_CV.addmm_(part, weight.T)
+    return logits_CV
 
 
 def projected(
@@ -186,17 +209,22 @@ def projected(
     chunk: int | None = None,
     projection: OutputProjection | None = None,
     alpha: bool = True,
+    more: tuple[Tensor, Tensor] | None = None,
+    per_token_2N: Tensor | None = None,
 ) -> LossSums:
     """Sum over tokens of weight times loss of the logits `hidden @ weight.T + bias`.
 
     teacher: None only when the objective needs no target; then alpha is not measured. weights_N: None for all 1.
     chunk: tokens at a time, by default what suits the device. projection: scales or caps the draft's logits; its
-    weight and bias are the arguments. alpha=False leaves out alpha and `missing`. Runs in autocast's dtype; losses and
-    the gradient of the weight are accumulated in fp32. `backward` may be called once.
+    weight and bias are the arguments. alpha=False leaves out alpha and `missing`. more: `[N, R]` and `[V, R]` whose
+    product is added to the logits. per_token_2N: is filled with loss, not weighted, and alpha of each token. Runs in
+    autocast's dtype; losses and the gradient of the weight are accumulated in fp32. `backward` may be called once.
     """
     size = chunk_size(weight_VH, teacher, chunk)
-    task = _Task(projection, teacher, tokens_N, weights_N, objective, size, torch.is_grad_enabled(), alpha)
-    loss, overlaps, missing = _Projected.apply(hidden_NH, weight_VH, bias_V, task)  # type: ignore[no-untyped-call]
+    gradient = torch.is_grad_enabled()
+    task = _Task(projection, teacher, tokens_N, weights_N, objective, size, gradient, alpha, per_token_2N)
+    factors = hidden_NH, weight_VH, *(more or ())
+    loss, overlaps, missing = _Projected.apply(task, bias_V, *factors)  # type: ignore[no-untyped-call]
     count = torch.tensor(len(tokens_N), device=hidden_NH.device)
     measured = count if alpha and teacher is not None else torch.zeros_like(count)
     wants_missing = alpha and is_partial(teacher)

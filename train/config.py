@@ -45,7 +45,10 @@ class Optim:
     """Scale gradients down to this global norm; 0 turns clipping off."""
 
 
-DraftKind = Literal["lm", "eagle", "eagle3", "medusa", "hydra"]
+DraftKind = Literal["lm", "eagle", "eagle3", "medusa", "hydra", "dflash", "dspark", "jetspec"]
+BLOCK_KINDS = ("dflash", "dspark", "jetspec")
+VOCABULARY_KINDS = ("eagle3", *BLOCK_KINDS)
+_BLOCK_OPTIONS = {"num_layers", "step_decay", "block_size", "anchors", "target_layers", "window"}
 
 # The options under `head` that each kind has, beside `features` and `features_gib`.
 _HEAD_OPTIONS: dict[str, set[str]] = {
@@ -54,6 +57,7 @@ _HEAD_OPTIONS: dict[str, set[str]] = {
     "eagle3": {"test_steps", "step_decay"},
     "medusa": {"num_heads", "num_layers", "step_decay"},
     "hydra": {"num_heads", "num_layers", "step_decay"},
+    **dict.fromkeys(BLOCK_KINDS, _BLOCK_OPTIONS),
 }
 
 
@@ -64,13 +68,22 @@ class HeadOptions:
     num_heads: AtLeast1 | None = None
     """Medusa, Hydra: number of heads, one per token ahead; 4."""
     num_layers: Rare[AtLeast1 | None] = None
-    """Medusa, Hydra: residual layers per head; 1."""
+    """Medusa, Hydra: residual layers per head; 1. Block drafters: decoder layers; 5."""
     test_steps: AtLeast1 | None = None
     """EAGLE-3: training steps on its own features; 7."""
     step_decay: Rare[Annotated[float, Field(gt=0, le=1)] | None] = None
-    """EAGLE-3, Medusa, Hydra: weight of the loss of each further step, relative to the one before; 0.8."""
+    """Weight of the loss of each further step, relative to the one before; 0.8, of a block drafter exp(-1/7) to
+    exp(-1/4) by the size of its block."""
     noise: Rare[NonNegative | None] = None
     """EAGLE-1: input features are shifted at random by up to this much; 0.1."""
+    block_size: Annotated[int, Field(ge=2)] | None = None
+    """Block drafters: tokens of a block with its anchor; 16, dspark 7."""
+    anchors: AtLeast1 | None = None
+    """Block drafters: blocks per row and pass over the data, drawn at random; 512."""
+    target_layers: Rare[list[AtLeast0] | None] = None
+    """Block drafters: layers of the target, from 0, whose outputs are read; null spreads five."""
+    window: Rare[AtLeast1 | None] = None
+    """Block drafters: how far back a token attends; null is without limit."""
     features: str | None = None
     """Directory that caches the target's hidden states. null: compute them in every epoch."""
     features_gib: Rare[Positive | None] = None
@@ -118,12 +131,12 @@ class TrainConfig(RunOptions, TargetOptions):
     target: str | None = None
     """The teacher. Needed by heads, and by every objective but `ce` unless `data` has teacher columns."""
     draft_vocab_size: AtLeast1 | None = None
-    """Draft only this many tokens, the most frequent in the responses; null is all. For language models and EAGLE-3."""
+    """Draft only this many tokens, the most frequent in the responses; null is all. Not for eagle, medusa, hydra."""
     tokenizer: Rare[str | None] = None
     """Tokenizer for rows of text, saved with the draft. Default: the target's, else the draft's."""
     objective: str = "ce"
     """ce, fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha, lk_hybrid:eta=3; or a sum such as `0.9*fkl+0.1*ce`. Append
-    `@adaspec:keep=0.4` to select tokens, or to tvd `@e2e:depth=4`."""
+    `@adaspec:keep=0.4` to select tokens, to tvd `@e2e:depth=4`, or for block drafters `@dpace`."""
     temperature: Rare[Positive] = 1.0
     """Divides the logits of draft and target in the objective; `ce` and the reported alpha ignore it."""
     reference: Rare[str | None] = None
@@ -197,7 +210,12 @@ class TrainConfig(RunOptions, TargetOptions):
             ("draft", not (head or self.draft or self.draft_config), "give `draft` or `draft_config` (a config.json)"),
             ("target", untaught, "is missing; heads, on_policy, heterogeneous_vocab and head.features need it"),
             ("objective", head and (objective.keep or objective.depth), "@adaspec and @e2e are for kind lm"),
-            ("draft_vocab_size", self.draft_vocab_size and self.kind not in ("lm", "eagle3"), "is for lm and eagle3"),
+            ("objective", objective.paced and self.kind not in BLOCK_KINDS, f"@dpace is for {', '.join(BLOCK_KINDS)}"),
+            (
+                "draft_vocab_size",
+                self.draft_vocab_size and self.kind not in ("lm", *VOCABULARY_KINDS),
+                f"is for lm, {', '.join(VOCABULARY_KINDS)}",
+            ),
             ("reference", objective.needs_reference and not self.reference, "@adaspec needs a distilled draft"),
             ("replay_fraction", bool(self.replay) != (self.replay_fraction > 0), "goes with `replay`; set both"),
             ("mixing_temperature", unmixed, "needs several `data`, and packing false"),

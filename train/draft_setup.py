@@ -16,6 +16,7 @@ from drafts.draft_vocabulary import (
     count_vocabulary,
     coverage,
     draft_vocabulary,
+    rarest_token,
     read_draft_vocabulary,
     write_draft_vocabulary,
 )
@@ -27,7 +28,7 @@ from draftsmith_core.io import atomic_dir, make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
 from draftsmith_core.processes import say
 from train import parallel
-from train.config import Lora, TrainConfig
+from train.config import BLOCK_KINDS, VOCABULARY_KINDS, Lora, TrainConfig
 from train.data import Examples
 from train.features import FeatureCache, StateMemory, cached_layers
 from train.objective import Objective
@@ -53,11 +54,13 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
         head = load_head(config.draft, target)
         check_finite(config.draft, head)
     else:
-        options = _head_options(config, "num_heads", "num_layers")
-        if config.kind in ("eagle", "eagle3"):
+        options = _head_options(config, "num_heads", "num_layers", "block_size", "target_layers", "window")
+        if config.kind not in ("medusa", "hydra"):
             options["seed"] = config.seed
-        if config.kind == "eagle3":
+        if config.kind in VOCABULARY_KINDS:
             options["draft_vocab"] = _draft_vocab(config, vocabulary_size(target), training)
+        if config.kind in BLOCK_KINDS:
+            options["mask_token_id"] = rarest_token(_responses(training), vocabulary_size(target))
         head = HEADS[config.kind].fresh(target, **options)
     return head.to(device="cpu", dtype=torch.float32)
 
@@ -196,7 +199,7 @@ def make_trainee(
         key = fingerprint(target)
         cache = FeatureCache(config.head.features, key, layers, target.dtype, most, process, world.size)
     if not isinstance(draft, PreTrainedModel):
-        options = _head_options(config, "noise", "test_steps", "step_decay")
+        options = _head_options(config, "noise", "test_steps", "step_decay", "anchors")
         return TRAINEES[config.kind](draft, objective, target, config.packing, cache, **options)
     # On a CPU only: documents run one at a time, which would leave another device idle.
     memory = StateMemory(_MEMORY_BYTES, comes_back) if world.device.type == "cpu" else None

@@ -24,6 +24,7 @@ from draftsmith_core.io import write_text_atomic, writing
 from draftsmith_core.models import peak_memory
 from draftsmith_core.processes import StopSignal
 from draftsmith_core.progress import progress
+from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer
 from train import checkpoint, parallel
 from train.batch import Batch, LossSums
@@ -106,7 +107,8 @@ def make_batches(job: TrainingJob, step: int) -> tuple[list[Batch], list[int]]:
     for rows_B, places_B in zip(*mine, strict=True):
         answers = {} if job.answerer is None else job.answerer.draw(job.training, rows_B, places_B)
         lengths += [len(answer) for _, answer in answers.values()]
-        batches.append(collate(job.training, rows_B, answers).to(world.device))
+        seeds_B = torch.tensor([row_seed(config.seed, f"row {place}") for place in places_B])
+        batches.append(replace(collate(job.training, rows_B, answers), seeds_B=seeds_B).to(world.device))
     return batches, lengths
 
 

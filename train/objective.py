@@ -1,6 +1,7 @@
 """Objectives by name: `fkl`, `jsd:beta=0.1`, `0.9*lk_hybrid:eta=10+0.1*ce`, `fkl@adaspec:keep=0.4`; or a function.
 
-    objective = term { "+" term } [ "@" "adaspec" [ ":keep=" number ] ] | "tvd" "@" "e2e" [ ":depth=" number ]
+    objective = term { "+" term } [ "@" ( "dpace" | "adaspec" [ ":keep=" number ] ) ]
+              | "tvd" "@" "e2e" [ ":depth=" number ]
     term      = [ number "*" ] name [ ":" key "=" number ]
 
 Parsing needs no torch, so that a typo is answered at once; the functions are in `train.losses`.
@@ -69,6 +70,7 @@ class Objective:
     temperature: divides the logits of draft and target in every loss but `ce`; fkl, rkl and jsd are multiplied by its
     square, so that the size of their gradient does not depend on it. keep: use only this share of each sequence's
     tokens, those where the draft can gain most. depth: use runs of this many tokens (`train.losses.draft_losses`).
+    paced: weigh the slots of a block by how likely the draft gets there (D-PACE).
     """
 
     spec: str
@@ -76,6 +78,7 @@ class Objective:
     temperature: float = 1.0
     keep: float | None = None
     depth: int | None = None
+    paced: bool = False
 
     @property
     def needs_target(self) -> bool:
@@ -128,10 +131,12 @@ def parse_objective(spec: str, temperature: float = 1.0) -> Objective:
     terms = tuple(_term(part, spec) for part in losses.split("+"))
     if not (at or mask):
         return Objective(text, terms, temperature)
+    if mask == "dpace":
+        return Objective(text, terms, temperature, paced=True)
     name, _, option = mask.partition(":")
     key, _, value = option.partition("=")
     if name not in _MASKS or key not in ("", _MASKS[name][0]):
-        raise InputError(f"objective: {spec!r}: after '@' write adaspec:keep=0.4 or e2e:depth=4, not '{mask}'")
+        raise InputError(f"objective: {spec!r}: after '@' write adaspec:keep=0.4, e2e:depth=4 or dpace, not '{mask}'")
     _, default, least, most = _MASKS[name]
     number = _number(value, key, spec) if key else default
     if not least <= number <= most or (name == "e2e" and number != int(number)):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from drafts.heads.block import BlockHead
 from drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
 from drafts.vocabulary import VocabularyMap
 from draftsmith_core import wandb_runs
@@ -31,15 +32,18 @@ from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import checkpoint, draft_setup
 from train.config import TrainConfig
-from train.data import Examples, divide, load_examples, other_tokenizer, packed, trained_prompts, with_replay
+from train.data import Examples, collate, divide, load_examples, other_tokenizer, packed, trained_prompts, with_replay
 from train.loop import TrainingJob, fit
 from train.losses import LossFn
 from train.objective import Objective, custom_objective, loss_digest, parse_objective
 from train.onpolicy import make_answerer
 from train.parallel import make_world
 from train.smoke import make_inputs, smoke_config
+from train.trainees.block import BlockTrainee, calibrate
 
 log = logging.getLogger(__name__)
+# Held-out rows that a confidence is calibrated on; its few temperatures need no more.
+_CALIBRATION_ROWS = 512
 
 
 def train(
@@ -82,7 +86,8 @@ def train(
             job = _freed(job)
             record = _publish(job, position, best, command)
     atexit.register(leave_processes)
-    keys = ("objective", "steps", "best_step", "heldout_loss", "heldout_alpha", "heldout_tau", "fingerprint")
+    keys = ["objective", "steps", "best_step", "heldout_loss", "heldout_alpha", "heldout_tau"]
+    keys += ["confidence_error", "fingerprint"]
     summary = {"checkpoint": str(out)} | {key: record[key] for key in keys if key in record}
     return summary | pushed(out, None if config.smoke else config.push_to_hub, "model")
 
@@ -213,6 +218,8 @@ def _publish(
         draft_setup.load_state(best, weights)
         if adapted is not None:
             best = draft_setup.merge_lora(adapted, out / "adapter")
+        if isinstance(best, BlockHead) and best.config.confidence:
+            record.update(_calibrate(job, best))
         record["fingerprint"] = draft_fingerprint(best)
 
         def write_files(directory: Path) -> None:
@@ -224,6 +231,20 @@ def _publish(
     on_main(write)
     wandb_runs.finish(job.world.accelerator, config.tracker, record, out)
     return record
+
+
+def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
+    """Scale the confidence of a trained head on held-out data; return and print its calibration errors."""
+    config, heldout, target = job.config, job.heldout, job.frozen["target"]
+    rows = range(min(len(heldout), _CALIBRATION_ROWS))
+    size = min(config.batch_size, (len(rows) + 1) // 2)
+    trainee = BlockTrainee(head.to(target.device), job.objective, target, config.packing)
+    batches = (collate(heldout, rows[at : at + size]).to(target.device) for at in range(0, len(rows), size))
+    figures = calibrate(trainee, batches)
+    head.to("cpu")
+    raw, scaled = figures.values()
+    say(f"train: confidence: calibration error {raw:.3f}, with temperatures {scaled:.3f}")
+    return figures
 
 
 def _check(

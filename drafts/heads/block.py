@@ -12,8 +12,9 @@ context and nothing of a block.
 | jetspec | arXiv 2606.18394 | no | yes | - |
 | dspark | arXiv 2607.05147 | yes: slot k drafts token anchor + k + 1 | no | both |
 
-With a Markov head the logits of a slot get W2 W1[token before it], so that a block is sampled left to right and q stays
-exact. The confidence of a slot estimates alpha there, given the token before it.
+With a Markov head (rank 256; in a narrow target a quarter of its width) a slot's logits get W2 W1[token before it]. A
+block is then sampled left to right, and q stays exact. The confidence of a slot estimates alpha there, given the token
+before it.
 
 MASK is an id of the target's vocabulary, with the target's own embedding, because the layouts of other engines have no
 place for an embedding of the draft's own. Without a reserved id, training takes the rarest token of its data: an unused
@@ -46,7 +47,8 @@ from draftsmith_core.sampling import generator
 
 # Queries of one attention: blocks are forwarded in groups, so that masks grow with the tokens, not with their square.
 _QUERIES = 1024
-_MARKOV_RANK = 256
+# Keys of config.json that are named as the fields are.
+_AS_THEY_ARE = ("block_size", "num_target_layers", "draft_vocab_size", "sample_from_anchor", "markov_rank")
 
 
 def target_layers(layers: int) -> tuple[int, ...]:
@@ -83,25 +85,20 @@ class BlockConfig(LayerConfig):
     def to_json(self) -> dict[str, Any]:
         """The whole config.json."""
         inner: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
-        inner |= {"causal": self.causal} | ({"use_swa": True, "swa_window_size": self.window} if self.window else {})
-        return super().to_json() | {
+        values = super().to_json() | {
             "architectures": [self.architecture],
             "model_type": "qwen3",
-            "block_size": self.block_size,
-            "num_target_layers": self.num_target_layers,
-            "draft_vocab_size": self.draft_vocab_size,
-            "sample_from_anchor": self.sample_from_anchor,
-            "dflash_config": inner,
-            **({"markov_rank": self.markov_rank, "markov_head_type": "vanilla"} if self.markov_rank else {}),
-            **self._confidence_json(),
+            **{key: getattr(self, key) for key in _AS_THEY_ARE},
+            "dflash_config": inner | {"causal": self.causal},
         }
-
-    def _confidence_json(self) -> dict[str, Any]:
-        if not self.confidence:
-            return {}
-        keys = {"enable_confidence_head": True, "confidence_head_with_markov": self.markov_rank > 0}
-        temperatures = list(self.confidence_temperatures)
-        return keys | ({"confidence_temperatures": temperatures} if temperatures else {})
+        if self.window is not None:
+            values["dflash_config"] |= {"use_swa": True, "swa_window_size": self.window}
+        if self.markov_rank:
+            values["markov_head_type"] = "vanilla"
+        if self.confidence:
+            values |= {"enable_confidence_head": True, "confidence_head_with_markov": self.markov_rank > 0}
+            values["confidence_temperatures"] = list(self.confidence_temperatures)
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
@@ -184,11 +181,9 @@ class BlockHead(DraftVocabulary):
         """
         depth, size = int(text_config(target).num_hidden_layers), vocabulary_size(target)
         chosen = _target_layers(target_layers, depth)
-        preset = dict(cls.preset)
+        preset = dict(cls.preset) | ({} if block_size is None else {"block_size": block_size})
         if "markov_rank" in preset:
-            preset["markov_rank"] = min(_MARKOV_RANK, borrow(target).hidden_size)
-        if block_size is not None:
-            preset["block_size"] = block_size
+            preset["markov_rank"] = min(preset["markov_rank"], borrow(target).hidden_size // 4)
         config = BlockConfig.like(
             target,
             {"qk_norm": True, "num_hidden_layers": num_layers},
@@ -202,13 +197,15 @@ class BlockHead(DraftVocabulary):
         )
         head = cls(config, target)
         draw(head.fc, head.layers, seed)
+        parts: Any = head
         if config.markov_rank:
             # W2 starts at zero, so that a fresh head is DFlash's; W1 must not.
-            nn.init.normal_(head.markov_head["markov_w1"].weight, 0.0, INITIALIZER_RANGE, generator=generator(seed))  # type: ignore[arg-type]
-            nn.init.zeros_(head.markov_head["markov_w2"].weight)  # type: ignore[arg-type]
+            random = generator(seed)
+            nn.init.normal_(parts.markov_head["markov_w1"].weight, 0.0, INITIALIZER_RANGE, generator=random)
+            nn.init.zeros_(parts.markov_head["markov_w2"].weight)
         if config.confidence:
-            nn.init.zeros_(head.confidence_head["proj"].weight)  # type: ignore[arg-type]
-            nn.init.zeros_(head.confidence_head["proj"].bias)  # type: ignore[arg-type]
+            nn.init.zeros_(parts.confidence_head["proj"].weight)
+            nn.init.zeros_(parts.confidence_head["proj"].bias)
         if draft_vocab is not None and head.reduced:
             head.set_draft_vocab(draft_vocab)
         return head.to(device=target.device, dtype=target.dtype)
@@ -386,4 +383,4 @@ class DSparkHead(BlockHead):
     """DFlash that drafts from its anchor on, with a Markov head and a confidence."""
 
     kind, architecture = "dspark", "Qwen3DSparkModel"
-    preset = {"block_size": 7, "sample_from_anchor": True, "markov_rank": _MARKOV_RANK, "confidence": True}
+    preset = {"block_size": 7, "sample_from_anchor": True, "markov_rank": 256, "confidence": True}

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from train.trainees.block import BlockTrainee
 from train.trainees.eagle import Eagle3Trainee, EagleTrainee
 from train.trainees.lm import LMTrainee
 from train.trainees.medusa_hydra import HydraTrainee, MedusaTrainee
@@ -12,4 +13,7 @@ TRAINEES: dict[str, type[nn.Module]] = {
     "eagle3": Eagle3Trainee,
     "medusa": MedusaTrainee,
     "hydra": HydraTrainee,
+    "dflash": BlockTrainee,
+    "dspark": BlockTrainee,
+    "jetspec": BlockTrainee,
 }

@@ -10,12 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafts.draft_vocabulary import draft_rows
 from drafts.heads.borrowed import OutputProjection
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from train.batch import Batch, LossSums
-from train.teacher import LiveTeacher, ReducedTeacher, Teacher
 from train.trainees.head import HeadTrainee, Pairs, pairs_at, sum_depths, unroll
 
 # Of the objective, beside the regression of features.
@@ -98,12 +96,3 @@ class Eagle3Trainee(HeadTrainee):
     def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
         """The head's own, at every depth."""
         return self.projection, self.draft.lm_head.weight, None
-
-    def teaching(self, teacher: LiveTeacher, tokens_N: Tensor) -> tuple[Teacher, Tensor, Tensor | None]:
-        """The teacher and the tokens on the draft vocabulary; a token that it lacks has weight 0 where it is read."""
-        if not self.draft.reduced:
-            return teacher, tokens_N, None
-        ids_D = self.draft.target_ids_D
-        rows_N = draft_rows(ids_D, tokens_N)
-        weights_N = (rows_N < len(ids_D)).float() if self.objective.reads_tokens else None
-        return ReducedTeacher(teacher, ids_D), rows_N.clamp_max(len(ids_D) - 1), weights_N

@@ -10,18 +10,20 @@ Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from drafts.draft_vocabulary import DraftVocabulary, draft_rows
 from drafts.heads import Head
 from drafts.heads.borrowed import OutputProjection
 from train.batch import IGNORE, Batch, LossSums
 from train.chunked import projected
 from train.features import FeatureCache, FrozenTarget
 from train.objective import Objective
-from train.teacher import LiveTeacher, Teacher
+from train.teacher import LiveTeacher, ReducedTeacher, Teacher
 
 # Weight of the loss of each further depth, as a share of the one before (Medusa, section 2.2.1; EAGLE-3's code).
 STEP_DECAY = 0.8
@@ -156,12 +158,32 @@ class HeadTrainee(nn.Module):
         return borrowed.projection, borrowed.projection.weight_VH.detach(), borrowed.bias_V
 
     def teaching(self, teacher: LiveTeacher, tokens_N: Tensor) -> tuple[Teacher, Tensor, Tensor | None]:
-        """Teacher, tokens and weights of the loss, in the head's vocabulary; here the target's own."""
-        return teacher, tokens_N, None
+        """Teacher, tokens and weights of the loss, in the head's vocabulary.
 
-    def sums_at(self, depth: int, pairs: Pairs, hidden_NH: Tensor, batch: Batch, last_BTH: Tensor) -> LossSums:
-        """The objective and acceptance of one depth."""
+        Tokens that it lacks have weight 0 where the objective reads them.
+        """
+        if not isinstance(self.draft, DraftVocabulary) or not self.draft.reduced:
+            return teacher, tokens_N, None
+        ids_D = self.draft.target_ids_D
+        rows_N = draft_rows(ids_D, tokens_N)
+        weights_N = (rows_N < len(ids_D)).float() if self.objective.reads_tokens else None
+        return ReducedTeacher(teacher, ids_D), rows_N.clamp_max(len(ids_D) - 1), weights_N
+
+    def sums_at(
+        self,
+        depth: int,
+        pairs: Pairs,
+        hidden_NH: Tensor,
+        batch: Batch,
+        last_BTH: Tensor,
+        paces_N: Tensor | None = None,
+        **more: Any,
+    ) -> LossSums:
+        """The objective and acceptance of one depth. paces_N: weights of the loss; more: options of `projected`."""
         live = LiveTeacher(pairs.of_targets(last_BTH), self.target.projection)
         teacher, tokens_N, weights_N = self.teaching(live, pairs.of_targets(batch.labels_BT))
+        if paces_N is not None:
+            weights_N = paces_N if weights_N is None else paces_N * weights_N
         projection, weight, bias = self.projection_at(depth)
-        return projected(hidden_NH, weight, bias, teacher, tokens_N, weights_N, self.objective, self.chunk, projection)
+        given = teacher, tokens_N, weights_N, self.objective, self.chunk, projection
+        return projected(hidden_NH, weight, bias, *given, **more)

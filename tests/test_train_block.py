@@ -1,0 +1,136 @@
+"""Training of block drafters: which blocks are drawn, how slots are weighed, and how a confidence is calibrated.
+
+Legend: M blocks, D depths.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafts.heads.block import DSparkHead
+from tests.test_train_heads import ROWS, batch_of, gradients, make_target, trainee_of
+from train.batch import Batch
+from train.objective import parse_objective
+from train.trainees import TRAINEES
+from train.trainees.block import BlockTrainee, _error, calibrate, decay
+
+LONG = [([3, 7], list(range(1, 31))), ([9], list(range(30, 2, -1)))]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return make_target()
+
+
+def seeded(batch: Batch, *seeds: int) -> Batch:
+    return replace(batch, seeds_B=torch.tensor(seeds))
+
+
+def anchors(trainee: Any, batch: Batch) -> list[list[int]]:
+    places = trainee.blocks(batch)[1]
+    return [(row >= 0).nonzero().flatten().tolist() for row in places]
+
+
+def test_blocks_are_drawn_by_row_whatever_the_batch(target: Any) -> None:
+    trainee = trainee_of("dflash", target, anchors=4).train()
+    whole = anchors(trainee, seeded(batch_of(LONG), 5, 6))
+    assert [len(row) for row in whole] == [4, 4]
+    alone = [anchors(trainee, seeded(batch_of([row]), seed))[0] for row, seed in zip(LONG, (5, 6), strict=True)]
+    assert whole == alone
+    assert (
+        anchors(trainee, seeded(batch_of(LONG), 5, 7))[0]
+        == whole[0]
+        != anchors(trainee, seeded(batch_of(LONG), 8, 7))[0]
+    )
+    # The first block starts at the last token of the prompt; the last has a token to draft.
+    drawn = {anchor for seed in range(40) for anchor in anchors(trainee, seeded(batch_of(LONG[:1]), seed))[0]}
+    assert drawn == set(range(1, 31))
+    assert anchors(trainee.eval(), seeded(batch_of(LONG), 5, 6)) == [list(range(1, 31)), list(range(1, 28))]
+
+
+def test_drawn_blocks_are_summed_alike_however_rows_are_batched(target: Any) -> None:
+    trainee = trainee_of("dspark", target, anchors=5).train()
+    batch = seeded(batch_of(LONG), 5, 6)
+    loss, slopes, (sums,) = gradients(trainee, [batch])
+    assert int(sums.tokens) == int(trainee.count(batch)) == 10
+    rows = [seeded(batch_of([row]), seed) for row, seed in zip(LONG, (5, 6), strict=True)]
+    other, others, _ = gradients(trainee, rows)
+    assert other == pytest.approx(loss, rel=1e-5)
+    for slope, wanted in zip(others, slopes, strict=True):
+        torch.testing.assert_close(slope, wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash-part", "dspark"])
+def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind: str, target: Any) -> None:
+    trainee = trainee_of(kind, target, "ce@dpace").eval()
+    plain = trainee_of(kind, target, "ce", step_decay=1.0).eval()
+    plain.draft.load_state_dict(trainee.draft.state_dict())
+    batch = batch_of(LONG[:1])
+    states, _ = trainee.target.read(batch)
+    drafts = list(trainee.drafts(batch, states))
+    paces = trainee.paces(drafts, batch)
+    # Block by block, from the probabilities of its tokens.
+    depths = len(drafts)
+    for anchor in (4, 27, 29):
+        chances = []
+        for pairs, hidden_NH in drafts:
+            (at,) = (pairs.at_N == anchor - 1).nonzero()[:, 0].tolist() or [None]
+            if at is None:
+                break
+            place = int(pairs.target_at_N[at])
+            raw = trainee.draft.raw_logits(hidden_NH[at])
+            q_V = trainee.draft.logits(raw, batch.ids_BT[0, place]).softmax(-1)
+            chances.append(float(q_V[batch.labels_BT[0, place]].detach()))
+        assert len(chances) == min(depths, 31 - anchor)
+        steps = torch.cumprod((1 + torch.tensor(chances)) / 2, 0)
+        for depth in range(len(chances)):
+            (at,) = (drafts[depth][0].at_N == anchor - 1).nonzero()[:, 0].tolist()
+            assert float(paces[depth][at]) == pytest.approx(float(steps[depth:].sum()), rel=1e-4)
+    assert not torch.allclose(trainee(batch).loss, plain(batch).loss, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("size", "gamma"), [(16, 7), (10, 5), (8, 4), (7, 4)])
+def test_slots_weigh_as_published(size: int, gamma: float) -> None:
+    assert decay(size) == pytest.approx(2.718281828 ** (-1 / gamma))
+
+
+def test_the_error_of_a_confidence_is_its_distance_from_alpha_in_bins() -> None:
+    logits_MD = torch.tensor([[0.8, 0.5], [0.8, 0.5], [0.2, 0.5]]).logit()
+    alphas_MD = torch.tensor([[0.9, 0.5], [0.8, 1.0], [0.3, torch.nan]])
+    found = torch.stack([logits_MD, alphas_MD])
+    # Two of three in the bin from 0.8: 0.05 apart; one of three in the bin from 0.2: 0.1.
+    assert _error(found, [1.0]) == pytest.approx((0.1 + 0.1) / 3, abs=1e-6)
+    # The product over two slots: 0.4 for 0.45 and 0.8, in one bin.
+    assert _error(found, [1.0, 1.0]) == pytest.approx((0.05 + 0.4) / 2, abs=1e-6)
+
+
+def test_calibration_finds_the_temperatures_that_a_confidence_lacks(target: Any) -> None:
+    """A confidence whose logits are too large by 4 and 1/2 gets these divisors back, and its error falls."""
+    head = DSparkHead.fresh(target, num_layers=1, block_size=2)
+    trainee = TRAINEES["dspark"](head, parse_objective("ce"), target)
+    assert isinstance(trainee, BlockTrainee)
+    random = torch.Generator().manual_seed(1)
+
+    def slots(batch: Batch) -> Any:
+        for factor in (4.0, 0.5):
+            logits_N = 1.5 * torch.randn(400, generator=random)
+            pairs = type("", (), {"row_N": torch.zeros(400, dtype=torch.long), "at_N": torch.arange(400)})
+            yield pairs, None, logits_N.sigmoid(), factor * logits_N
+
+    trainee.slots = slots  # type: ignore[method-assign]
+    ids: Tensor = torch.zeros(1, 400, dtype=torch.long)
+    figures = calibrate(trainee, [Batch(ids, ids)] * 4)
+    assert head.config.confidence_temperatures == pytest.approx((4.0, 0.5), rel=0.1)
+    assert figures["confidence_error"] < 0.01 < 0.1 < figures["confidence_error_raw"]
+
+
+def test_calibration_of_a_trained_trainee_stays_in_its_config(target: Any) -> None:
+    trainee = trainee_of("dspark", target)
+    figures = calibrate(trainee, [batch_of(LONG), batch_of(ROWS)])
+    assert len(trainee.draft.config.confidence_temperatures) == trainee.draft.depths == 3
+    assert 0 <= figures["confidence_error"] <= 1
+    values = trainee.draft.config.to_json()
+    assert type(trainee.draft.config).from_json(values, target) == trainee.draft.config

@@ -1,0 +1,185 @@
+"""Block drafters: many random blocks of a row in one forward, each slot against the target behind it.
+
+A block counts at depth d as a draft from its anchor does in `train.trainees.head`: its pair is the position before the
+anchor. In evaluation, and wherever a row has no seed, every such anchor is used.
+
+Legend: B rows, T tokens, A anchors of a row, D depths, N blocks that count at a depth, M blocks in all, H hidden size.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafts.draft_vocabulary import draft_rows
+from drafts.heads.block import BlockHead
+from drafts.heads.borrowed import OutputProjection
+from draftsmith_core.sampling import generator
+from train.batch import Batch, LossSums
+from train.chunked import projected
+from train.objective import parse_objective
+from train.trainees.head import HeadTrainee, Pairs, pairs_at, sum_depths
+
+# Candidates for a slot's temperature, and the bins of the calibration error.
+_TEMPERATURES = tuple(2.0 ** (step / 10) for step in range(-30, 31))
+_BINS = 10
+_CROSS_ENTROPY = parse_objective("ce")
+
+
+def decay(block_size: int) -> float:
+    """exp(-1 / gamma), gamma as DFlash has it for blocks of 16, 10 and 8; DSpark takes 4 for 7."""
+    return math.exp(-1 / (7 if block_size >= 16 else 5 if block_size >= 10 else 4))
+
+
+class BlockTrainee(HeadTrainee):
+    """The objective at every slot; slot weights fall by `step_decay`, or follow D-PACE (arXiv 2605.18810).
+
+    anchors: blocks per row and pass, drawn at random (DFlash, arXiv 2602.06036). With D-PACE (`@dpace`) slot j of a
+    block weighs sum_{m >= j} prod_{i <= m} s_i, s = (1 + q(token)) / 2, without gradient. A Markov head reads the
+    data's token before each slot. A confidence learns alpha by binary cross-entropy, beside the objective and weighted
+    like it (DSpark, arXiv 2607.05147); its loss reaches the network too. DSpark's L1 distance is twice `tvd`.
+    """
+
+    draft: BlockHead
+
+    def __init__(self, draft: BlockHead, *arguments: Any, anchors: int = 512, **options: Any) -> None:
+        super().__init__(draft, *arguments, **{"step_decay": decay(draft.config.block_size)} | options)
+        self.anchors = anchors
+
+    def blocks(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Columns of the anchors `[B, A]`, padded with 0, and each column's place among them `[B, T]`, -1 for none."""
+        pairs = pairs_at(batch, 1)
+        rows: list[Tensor] = []
+        for row in range(len(batch.ids_BT)):
+            columns = pairs.at_N[pairs.row_N == row] + 1
+            if self.training and batch.seeds_B is not None and len(columns) > self.anchors:
+                drawn = torch.randperm(len(columns), generator=generator(int(batch.seeds_B[row])))[: self.anchors]
+                columns = columns[drawn.sort().values.to(columns.device)]
+            rows.append(columns)
+        anchors_BA = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        place_BT = torch.full_like(batch.ids_BT, -1)
+        for row, columns in enumerate(rows):
+            place_BT[row, columns] = torch.arange(len(columns), device=columns.device)
+        return anchors_BA, place_BT
+
+    def count(self, batch: Batch) -> Tensor:
+        """Number of blocks."""
+        return (self.blocks(batch)[1] >= 0).sum()
+
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+        """For every depth the pairs before the anchors that count, and the normed states `[N, H]` of their slots."""
+        anchors_BA, place_BT = self.blocks(batch)
+        if anchors_BA.shape[1]:
+            drafted_BADH = self.draft.drafted(batch.ids_BT, states, anchors_BA, batch.positions_BT, batch.documents_BT)
+        else:
+            # No block: zeros that hang on the parameters, as for every other batch.
+            nothing = sum(parameter.sum() for parameter in self.draft.parameters()) * 0
+            shape = len(anchors_BA), 1, self.draft.depths, self.draft.config.hidden_size
+            drafted_BADH = nothing * anchors_BA.new_zeros(shape, dtype=self.draft.fc.weight.dtype)
+        for depth in range(1, self.draft.depths + 1):
+            pairs = pairs_at(batch, depth)
+            place_N = place_BT[pairs.row_N, pairs.at_N + 1]
+            kept = place_N >= 0
+            pairs = Pairs(pairs.row_N[kept], pairs.at_N[kept], pairs.target_at_N[kept])
+            yield pairs, drafted_BADH[pairs.row_N, place_N[kept], depth - 1]
+
+    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
+        """The target's, not trained; of a part of the vocabulary its rows."""
+        projection, weight, bias = super().projection_at(depth)
+        if not self.draft.reduced:
+            return projection, weight, bias
+        return projection, self.draft.rows_DH, None if bias is None else bias[self.draft.target_ids_D]
+
+    def forward(self, batch: Batch) -> LossSums:
+        """Sums over the blocks."""
+        parts = [part for _, part, _, _ in self.slots(batch)]
+        paced = self.objective.paced
+        return sum_depths(parts, [1.0 if paced else self.step_decay**j for j in range(len(parts))])
+
+    def slots(self, batch: Batch) -> Iterator[tuple[Pairs, LossSums, Tensor, Tensor | None]]:
+        """For every depth what counts, its sums, its alphas `[N]`, and the logits `[N]` of its confidence."""
+        states, last_BTH = self.target.read(batch)
+        drafts = list(self.drafts(batch, states))
+        paces = self.paces(drafts, batch) if self.objective.paced else [None] * len(drafts)
+        for depth, ((pairs, hidden_NH), paces_N) in enumerate(zip(drafts, paces, strict=True), start=1):
+            per_token_2N, logits_N = torch.zeros(2, len(hidden_NH), device=hidden_NH.device), None
+            more = {"more": self.markov(pairs, batch), "per_token_2N": per_token_2N}
+            part = self.sums_at(depth, pairs, hidden_NH, batch, last_BTH, paces_N, **more)
+            if self.draft.config.confidence:
+                logits_N = self.draft.confidence_logits(hidden_NH, pairs.of_targets(batch.ids_BT))
+                loss = F.binary_cross_entropy_with_logits(logits_N, per_token_2N[1], paces_N, reduction="sum")
+                part = part._replace(loss=part.loss + loss)
+            yield pairs, part, per_token_2N[1], logits_N
+
+    def markov(self, pairs: Pairs, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """What the Markov head adds to the logits, as factors: W1 of the tokens before the slots, and W2."""
+        if not self.draft.config.markov_rank:
+            return None
+        head: Any = self.draft.markov_head
+        return head["markov_w1"](pairs.of_targets(batch.ids_BT)), head["markov_w2"].weight
+
+    @torch.no_grad()
+    def paces(self, drafts: Sequence[tuple[Pairs, Tensor]], batch: Batch) -> list[Tensor]:
+        """D-PACE's weights `[N]` of every depth."""
+        columns = batch.ids_BT.shape[1]
+        block_of = [pairs.row_N * columns + pairs.at_N for pairs, _ in drafts]
+        steps_MD = torch.zeros(batch.ids_BT.numel(), len(drafts), device=batch.ids_BT.device)
+        projection, weight, bias = self.projection_at(1)
+        for depth, (pairs, hidden_NH) in enumerate(drafts):
+            tokens_N, per_token_2N = pairs.of_targets(batch.labels_BT), torch.zeros(2, len(hidden_NH)).to(hidden_NH)
+            if self.draft.reduced:
+                tokens_N = draft_rows(self.draft.target_ids_D, tokens_N)
+            drafted_N = tokens_N < len(weight)
+            given = None, tokens_N.clamp_max(len(weight) - 1), None, _CROSS_ENTROPY, self.chunk, projection, False
+            projected(hidden_NH, weight, bias, *given, self.markov(pairs, batch), per_token_2N)
+            steps_MD[block_of[depth], depth] = (1 + (-per_token_2N[0]).exp() * drafted_N) / 2
+        weights_MD = steps_MD.cumprod(1).flip(1).cumsum(1).flip(1)
+        return [weights_MD[blocks_N, depth] for depth, blocks_N in enumerate(block_of)]
+
+
+@torch.no_grad()
+def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, float]:
+    """Fit the temperatures of the confidence, slot by slot; return its calibration error before and after.
+
+    Sequential temperature scaling (DSpark, arXiv 2607.05147, section 3.2.1): each slot takes the temperature that
+    minimises the expected calibration error of the product of confidences up to it, which predicts that all these
+    tokens are accepted. Fitted on every other batch, the errors are those of the others, the mean over slots.
+    """
+    head = trainee.eval().draft
+    parts = [_confidences(trainee, batch) for batch in batches]
+    fitted, judged = (torch.cat(parts[start::2] or parts, dim=1) for start in (0, 1))
+    temperatures: list[float] = []
+    for _ in range(head.depths):
+        errors = {t: _error(fitted, [*temperatures, t]) for t in _TEMPERATURES}
+        temperatures.append(min(errors, key=lambda t: (errors[t], abs(math.log(t)))))
+    head.config = replace(head.config, confidence_temperatures=tuple(temperatures))
+    raw, scaled = (
+        sum(_error(judged, used[: slot + 1]) for slot in range(head.depths)) / head.depths
+        for used in ([1.0] * head.depths, temperatures)
+    )
+    return {"confidence_error_raw": raw, "confidence_error": scaled}
+
+
+def _confidences(trainee: BlockTrainee, batch: Batch) -> Tensor:
+    """Confidence logits and alphas of every block, `[2, M, D]`; NaN in slots that do not count."""
+    found_2MD = torch.full((2, batch.ids_BT.numel(), trainee.draft.depths), math.nan)
+    for depth, (pairs, _, alphas_N, logits_N) in enumerate(trainee.slots(batch)):
+        assert logits_N is not None
+        blocks_N = (pairs.row_N * batch.ids_BT.shape[1] + pairs.at_N).cpu()
+        found_2MD[:, blocks_N, depth] = torch.stack([logits_N.float(), alphas_N]).cpu()
+    return found_2MD[:, found_2MD[1, :, 0].isfinite()]
+
+
+def _error(found_2MD: Tensor, temperatures: Sequence[float]) -> float:
+    """Expected calibration error of the product of confidences over the first slots, in bins of equal width."""
+    logits_Md, alphas_Md = found_2MD[:, :, : len(temperatures)]
+    said_M, is_M = (logits_Md / torch.tensor(temperatures)).sigmoid().prod(1), alphas_Md.prod(1)
+    counts_M = is_M.isfinite()
+    apart_M = (said_M - is_M)[counts_M].double()
+    bins_M = (said_M[counts_M] * _BINS).long().clamp_max(_BINS - 1)
+    sums = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bins_M, apart_M)
+    return float(sums.abs().sum()) / max(len(apart_M), 1)
