@@ -17,6 +17,7 @@ from decode.engine import SpeculativeDecoder
 from decode.propose import PROPOSERS
 from decode.propose.protocol import Outcome, Proposal, SessionSetup
 from drafts.heads import HEADS, head_kind
+from drafts.heads.block import BlockHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
 from drafts.load import load_draft
@@ -39,9 +40,14 @@ OPTIONS: dict[str, list[str]] = {
     "eagle3": ["--objective", "fkl", "--draft_vocab_size", "120", "--head.test_steps", str(DEPTH)],
     "medusa": ["--objective", "lk_hybrid:eta=10", "--head.num_heads", str(DEPTH), "--head.num_layers", "2"],
     "hydra": ["--objective", "fkl", "--head.num_heads", str(DEPTH), "--head.step_decay", "1.0"],
+    "dflash": ["--objective", "ce@dpace", "--head.num_layers", "2", "--head.block_size", str(DEPTH + 1)],
+    "dspark": ["--objective", "0.1*ce+1.8*tvd", "--head.block_size", str(DEPTH), "--head.anchors", "5"],
+    "jetspec": "--objective fkl --draft_vocab_size 120 --head.num_layers 1 --head.block_size 4 --head.window 9".split(),
 }
+PARTS = ("eagle3", "jetspec")
 every_kind = pytest.mark.parametrize("kind", TRAINEES)
-every_head = pytest.mark.parametrize("kind", [kind for kind in HEADS if kind in TRAINEES])
+every_drafting_kind = pytest.mark.parametrize("kind", [kind for kind in TRAINEES if kind == "lm" or kind in PROPOSERS])
+every_head = pytest.mark.parametrize("kind", HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +89,8 @@ def test_training_raises_acceptance(kind: str, trained: Path) -> None:
     assert record["kind"] == ("draft-lm" if kind == "lm" else kind)
     assert head_kind(trained) == (None if kind == "lm" else kind)
     assert ("heldout_alpha_2" in judged[0]) == (kind != "lm")
-    assert ("heldout_missing_mass" in judged[0]) == (kind == "eagle3")
+    assert ("heldout_missing_mass" in judged[0]) == (kind in PARTS)
+    assert ("confidence_error" in record) == (kind == "dspark")
 
 
 class Listening:
@@ -134,7 +141,9 @@ def training_distributions(trainee: Any, text: list[int], drafted: list[int]) ->
     for depth, (pairs, hidden_NH) in zip(range(len(drafted)), trainee.drafts(batch, states), strict=False):
         (place,) = (pairs.at_N == len(text) - 2).nonzero()[0].tolist()
         hidden_H = hidden_NH[place]
-        if isinstance(draft, Eagle3Head):
+        if isinstance(draft, BlockHead):
+            logits_V = draft.logits(draft.raw_logits(hidden_H), ids_T[len(text) - 1 + depth])
+        elif isinstance(draft, Eagle3Head):
             logits_V = draft.to_target(draft.borrowed.projection.finish(draft.lm_head(hidden_H)))
         elif isinstance(draft, MedusaHeads):
             projection: Any = draft[depth][-1]  # type: ignore[index]
@@ -145,7 +154,7 @@ def training_distributions(trainee: Any, text: list[int], drafted: list[int]) ->
     return found
 
 
-@every_kind
+@every_drafting_kind
 def test_the_checkpoint_drafts_as_it_was_trained(kind: str, trained: Path, target_dir: str) -> None:
     """Law 5, through the files and the decoder: every distribution that a token was drafted from is training's."""
     target = load_model(target_dir, device="cpu", dtype="float32")
@@ -168,7 +177,7 @@ def test_the_checkpoint_drafts_as_it_was_trained(kind: str, trained: Path, targe
     assert compared == DEPTH * len(proposer.heard)
 
 
-@every_kind
+@every_drafting_kind
 def test_the_checkpoint_decodes_losslessly(kind: str, trained: Path, target_dir: str, door: Door) -> None:
     run = ["decode", "--target", target_dir, "--prompt", "A draft model", "--max_new_tokens", "40", "--json"]
     run += ["--ignore_eos", "true"]
