@@ -3,8 +3,8 @@
     python benchmarks/decode.py [--out FILE.json] [--sections forwards methods ...] [--device cuda --dtype bfloat16]
 
 Prints one JSON object. Without arguments it needs nothing but the clone: the target is draftsmith/demo/pair/target and
-the draft configs/bench/draft, both widened (`widen.py`) to the cost of a 99 M and a 7 M model; the prompts are held-out
-passages of the demo's corpus. README.md in this directory says what the sections hold and how to read them.
+the draft configs/bench/draft, both widened (`drafts.make.widen`) to the cost of a 99 M and a 7 M model; the prompts are
+held-out passages of the demo's corpus. README.md in this directory says what the sections hold and how to read them.
 """
 
 # ruff: noqa: E402

@@ -18,7 +18,7 @@ hf: tokens per processor-second for `prompts` prompts of 10 to 300 tokens, tempe
     the prompts, and transformers' `generate` on those with left padding. Medians of `rounds` rounds in turn. Answers of
     the first three are checked to be the same. `busy`: which share of the rows of a refilled batch is at work while a
     prompt waits.
-hf_wide: the same on the demo's target widened to the cost of a 99 M model (benchmarks/widen.py), with `wide_prompts`
+hf_wide: the same on the demo's target widened to the cost of a 99 M model (`drafts.make.widen`), with `wide_prompts`
     prompts of 4 to 24 tokens.
 draft: the widened pair of benchmarks/decode.py, temperature 1, `draft_tokens` tokens after each of a few held-out
     passages: tokens per processor-second of the target alone and with each chain that `distill --draft` chooses from,
@@ -50,13 +50,13 @@ from transformers import GenerationConfig  # noqa: E402
 
 from benchmarks.decode import DRAFT, DRAFT_SHAPE, TARGET_SHAPE  # noqa: E402
 from benchmarks.decode import prompts as passages  # noqa: E402
-from benchmarks.widen import widen  # noqa: E402
 from decode import SpeculativeDecoder  # noqa: E402
 from decode.batch_run import BatchRun  # noqa: E402
 from distill.config import DistillConfig  # noqa: E402
 from distill.engines import ENGINES, Answer, AnswerRequest, Done  # noqa: E402
 from distill.engines.hf import HFEngine  # noqa: E402
 from distill.generate import distill  # noqa: E402
+from drafts.make.widen import widen  # noqa: E402
 from draftsmith_core.command_line import parse  # noqa: E402
 from draftsmith_core.io import write_json_atomic  # noqa: E402
 from draftsmith_core.models import eos_ids, load_model  # noqa: E402

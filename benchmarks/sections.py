@@ -147,9 +147,8 @@ def _methods_at(bench: Bench, names: Sequence[str], temperature: float, rounds: 
         "limit_tokens_per_s_without_draft": 1 / limit_s,
         "bandwidth_GB_per_s": [each / 1e9 for each in read],
     }
-    domains = [[domain for domain, _ in share] for share in shares]
     for name in names:
-        found[name] = _summary(made[name], runs[name], domains, limit_s)
+        found[name] = _summary(made[name], runs[name], limit_s)
         for baseline in ("ar", "hf"):
             found[name][f"speed_over_{baseline}"] = statistics.median(
                 _speed(mine) / _speed(theirs) for mine, theirs in zip(runs[name], runs[baseline], strict=True)
@@ -184,28 +183,16 @@ def _equal(mine: Sequence[Sequence[Run]], theirs: Sequence[Sequence[Run]]) -> st
     return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
 
 
-def _summary(
-    method: Method, rounds: Sequence[Sequence[Run]], domains: Sequence[Sequence[str]], limit_s: float
-) -> dict[str, Any]:
+def _summary(method: Method, rounds: Sequence[Sequence[Run]], limit_s: float) -> dict[str, Any]:
     """Speed, tau and where a step's time goes: medians over rounds, prefill included, counts over everything.
 
     `overhead` is all that is not a forward of either model; `ms_per_step_after_prefill` leaves out what comes before
     the end of the target's first forward.
     """
     pooled = [run for runs in rounds for run in runs]
-    by_domain: dict[str, list[int]] = {}
-    for names, runs in zip(domains, rounds, strict=True):
-        for domain, run in zip(names, runs, strict=True):
-            counts = by_domain.setdefault(domain, [0, 0])
-            counts[0] += _emitted(run)
-            counts[1] += _steps(method, run)
 
     def per_step(seconds: Callable[[Run], float]) -> float:
         return statistics.median(1e3 * sum(map(seconds, r)) / sum(_steps(method, run) for run in r) for r in rounds)
-
-    def per_call(model: str) -> float | None:
-        calls = sum(run.calls.get(model, 0) for run in pooled)
-        return 1e3 * sum(run.forward_s.get(model, 0.0) for run in pooled) / calls if calls else None
 
     def forwards_s(run: Run) -> float:
         return sum(run.forward_s.values())
@@ -214,7 +201,6 @@ def _summary(
     return {
         "tokens_per_s": speed,
         "tau": sum(map(_emitted, pooled)) / sum(_steps(method, run) for run in pooled),
-        "tau_by_domain": {domain: emitted / steps for domain, (emitted, steps) in by_domain.items()},
         "speed_over_limit_without_draft": speed * limit_s,
         "ms_per_step": per_step(lambda run: run.wall_s),
         "target_ms_per_step": per_step(lambda run: run.forward_s["target"]),
@@ -227,7 +213,4 @@ def _summary(
             1e3 * sum(run.after_prefill_s for run in runs) / sum(run.calls["target"] - 1 for run in runs)
             for runs in rounds
         ),
-        "draft_ms_per_forward": per_call("draft"),
-        "draft_forwards_per_step": sum(run.calls.get("draft", 0) for run in pooled)
-        / sum(_steps(method, run) for run in pooled),
     }

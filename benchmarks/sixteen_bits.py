@@ -51,10 +51,7 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, A
             with kept_in_fp32() if kept == "fp32" else nullcontext():
                 take_over(model)
                 Runner(model, attention_windows(model), None, packs_of(model))  # packs
-    device = bench.pair.target.device
-    before = bandwidth(device)
     found: dict[str, Any] = {"forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)}
-    limit = (before + bandwidth(device)) / 2
     speeds, outputs, read = _speeds(pairs, bench, names, rounds)
     found["methods"] = {name: _compared(name, speeds, outputs) for name in names}
     found["bandwidth_GB_per_s"] = [each / 1e9 for each in read]
@@ -64,7 +61,6 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, A
         found[f"{kept}_ar_share_of_memory_limit"] = statistics.median(
             speed * weights / each for speed, each in zip(speeds["ar", kept], read, strict=True)
         )
-        found[f"{kept}_forward_share_of_memory_limit"] = weights / limit / found["forwards"]["1"][f"{kept}_ms"] * 1e3
     with tempfile.TemporaryDirectory() as directory:
         # As checkpoints are: an fp32 file would stay mapped into memory after the weights were packed from it.
         narrow = {matrix.dtype for matrix in _matrices(pairs["sixteen"].target)}

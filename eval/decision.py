@@ -7,10 +7,10 @@ that pays in most cells is chosen; of drafts that pay in as many cells and canno
 loses least out of distribution. It is chosen and judged on the same prompts, so expect a little less on others.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from statistics import geometric_mean
 from typing import Literal
 
 import numpy as np
@@ -77,7 +77,8 @@ def decide(results: Results) -> Decision:
         return Decision("not_timed", None, [], None)
     family = iter(signs([row for rows in timed.values() for row in rows], ratios=True))
     signs_of = {setting: [next(family) for _ in rows] for setting, rows in timed.items()}
-    merit = {setting: (signs_of[setting].count(1), _mean_speed(rows)) for setting, rows in timed.items()}
+    speeds = {setting: [max(row["value"] or 0.0, 1e-9) for row in rows] for setting, rows in timed.items()}
+    merit = {setting: (signs_of[setting].count(1), geometric_mean(speeds[setting])) for setting in timed}
     chosen = _prefer_smaller_loss(results, timed, merit)
     cells = []
     for index, row in enumerate(timed[chosen]):
@@ -99,6 +100,7 @@ def _prefer_smaller_loss(
 ) -> Setting:
     """The fastest setting, or another draft's that is not measurably slower and loses less out of distribution."""
     fastest = max(timed, key=merit.__getitem__)
+    best_of = {setting.draft: setting for setting in sorted(timed, key=merit.__getitem__)}
     if not results.domains("ood"):
         return fastest
 
@@ -107,11 +109,11 @@ def _prefer_smaller_loss(
         return (row["value"] or 0.0) if row else 0.0
 
     def as_fast(setting: Setting) -> bool:
-        over = _quotient(results, timed[fastest], timed[setting])
-        return merit[setting][0] == merit[fastest][0] and over["low"] is not None and over["low"] <= 1
+        low = _quotient(results, timed[fastest], timed[setting])["low"]
+        return merit[setting][0] == merit[fastest][0] and low is not None and low <= 1
 
-    best = [max((s for s in timed if s.draft == draft), key=merit.__getitem__) for draft in {s.draft for s in timed}]
-    return max((s for s in best if s == fastest or as_fast(s)), key=lambda s: (gain(s), merit[s]))
+    alike = [setting for setting in best_of.values() if setting == fastest or as_fast(setting)]
+    return max(alike, key=lambda setting: (gain(setting), merit[setting]))
 
 
 def _verdict(results: Results, cells: Sequence[Cell], all_signs: Sequence[int | None]) -> Verdict:
@@ -125,11 +127,6 @@ def _verdict(results: Results, cells: Sequence[Cell], all_signs: Sequence[int | 
     if set(all_signs) == {-1}:
         return "none_beats_none"
     return "busy" if any(cell.busy for cell in cells) else "not_shown"
-
-
-def _mean_speed(rows: Sequence[Row]) -> float:
-    """The geometric mean of the speedups of a setting over its cells."""
-    return math.exp(sum(math.log(max(row["value"] or 0.0, 1e-9)) for row in rows) / len(rows))
 
 
 def _quotient(results: Results, new: Sequence[Row], base: Sequence[Row]) -> Estimate:

@@ -119,17 +119,14 @@ def token_class(text: str) -> str:
     bare = text.strip()
     if not bare:
         return "whitespace"
-    if any(ch == "\N{REPLACEMENT CHARACTER}" or (ch.isalpha() and not _latin(ch)) for ch in bare):
+    foreign = (ch for ch in bare if not ch.isascii() and not unicodedata.name(ch, "").startswith("LATIN"))
+    if any(ch.isalpha() or ch == "\N{REPLACEMENT CHARACTER}" for ch in foreign):
         return "non-Latin"
     if any(ch.isdigit() for ch in bare):
         return "digits"
     if any(ch in _CODE for ch in bare):
         return "code"
     return "words" if any(ch.isalpha() for ch in bare) else "punctuation"
-
-
-def _latin(character: str) -> bool:
-    return character.isascii() or unicodedata.name(character, "").startswith("LATIN")
 
 
 def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:

@@ -14,6 +14,7 @@ from decode.stats import independent_tau
 from draftsmith_core.errors import without_secrets
 from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.sampling import row_seed
+from eval import measure
 from eval.bootstrap import (
     PromptSums,
     Resamples,
@@ -49,7 +50,6 @@ from eval.schema import (
 
 # Figures of alpha by the key of their per-prompt sums.
 ALPHAS = {"alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}
-DECODED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
 TIMED = ("emitted", "prefill_s", "decode_s")
 _How = tuple[str | None, str | None]
 
@@ -93,13 +93,9 @@ class Group:
         if not isinstance(value, dict):
             prompts = self.picks.weights_RP.shape[1] if n is None else n
             value = Estimate(value=None if value is None else float(value), low=None, high=None, n=prompts)
-        place = {"domain": self.domain, "kind": self.kind, "temperature": self.temperature}
-        tree, verifier = method
-        return cast(
-            Row,
-            {"figure": figure, "draft": draft, **place, "tree": tree, "verifier": verifier, "at": at, "part": part}
-            | value,
-        )
+        place: dict[str, Any] = {"domain": self.domain, "kind": self.kind, "temperature": self.temperature}
+        place |= {"tree": method[0], "verifier": method[1], "at": at, "part": part}
+        return cast(Row, {"figure": figure, "draft": draft, **place, **value})
 
 
 @dataclass(frozen=True)
@@ -200,7 +196,7 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                 yield group.row("alpha_mcsd", draft, mcsd, how)
                 for depth in range(1, 1 + max(map(len, joined(parts, "reached_by_depth")), default=0)):
                     yield group.row("accept", draft, estimate(_at_depth(parts, depth), group.picks), how, at=depth)
-                for key in DECODED:
+                for key in measure.COUNTED:
                     yield group.row(key, draft, sum(joined(parts, key)), how)
                 step, alphas = RootStep.of(method), group.parts(measured.alphas, draft)
                 if step is not None and all(step.name in alpha["roots"] for alpha in alphas):
@@ -312,7 +308,7 @@ def counts(setting: Setting, measured: Measured) -> list[Counts]:
             add("alpha", measured.alphas[suite, temperature, draft], ("sum", "count"), draft)
             for method in setting.methods:
                 decoded = measured.decodings[suite, temperature, draft, method]
-                keys = (*DECODED, "accepted_by_depth", "reached_by_depth")
+                keys = (*measure.COUNTED, *measure.COUNTED_BY_DEPTH)
                 add("decoding", decoded, keys, draft, (method.tree, method.verifier))
         timed = measured.speeds.get((suite, temperature))
         for run in timed["runs"] if timed else ():

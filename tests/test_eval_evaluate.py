@@ -18,7 +18,7 @@ from draftsmith.cli.commands import run
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.prompts import Prompt
 from eval.config import EvalConfig
-from eval.evaluate import evaluate, render
+from eval.evaluate import evaluate
 from eval.measure import Suite, fit
 from eval.request import Method, check
 from eval.results import Results
@@ -278,14 +278,6 @@ def test_an_evaluation_is_timed_again_and_all_else_is_kept(
         for c in (world, replace(world, out=str(again)))
     ]
     assert speeds[0] != speeds[1]
-
-
-def test_a_report_is_not_drawn_from_other_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"results\.json: no such file"):
-        render(str(tmp_path))
-    (tmp_path / "results.json").write_text('{"schema_version": 1}')
-    with pytest.raises(InputError, match="made by another version"):
-        render(str(tmp_path))
 
 
 @pytest.mark.slow

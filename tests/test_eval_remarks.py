@@ -8,7 +8,6 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafts.make.widen import widen
-from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
 from eval import remarks
 from eval.measure import Suite
@@ -73,15 +72,6 @@ def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ() -> None:
     assert remarks.loaded(loaded["load"], 2) and not remarks.loaded(quiet["load"], 2)
     (other,) = remarks.of_timing([uneven], cpus=2)
     assert "vary by 40%, IQR/median" in other["text"]
-
-
-def test_strict_makes_a_remark_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    found = remarks.of_prompts([suite("prose", "id", TEXT), suite("code", "ood", TEXT)])
-    assert remarks.announce(found, strict=False) == found
-    assert capsys.readouterr().err.startswith("remark: prose (ID) and code (OOD): 1 of 1 prompt ")
-    with pytest.raises(InputError, match=r"^--strict: prose \(ID\) and code \(OOD\): 1 of 1") as caught:
-        remarks.announce(found * 2, strict=True)
-    assert str(caught.value).endswith("(and 1 more)")
 
 
 def test_a_target_that_is_padded_is_no_large_model_and_a_missing_kernel_is_said(

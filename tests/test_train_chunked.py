@@ -78,23 +78,6 @@ def test_chunked_is_unchunked(name: str, chunk: int, temperature: float, size: i
         assert sums.missing is None
 
 
-def test_gradients_against_differences() -> None:
-    """In one random direction of all inputs together: the function gives its gradient once, so gradcheck cannot ask."""
-    hidden, draft, teaching, target, tokens = problem()
-    objective, teacher = parse_objective("lk_alpha"), LiveTeacher(teaching, OutputProjection(target))
-    points = [hidden, draft.weight.detach(), draft.bias.detach()]
-    steps = [torch.randn_like(point) for point in points]
-
-    def value(along: float) -> tuple[Tensor, list[Tensor]]:
-        at = [(point + along * step).requires_grad_() for point, step in zip(points, steps, strict=True)]
-        return projected(at[0], at[1], at[2], teacher, tokens, None, objective, 4).loss, at
-
-    loss, at = value(0.0)
-    slopes = torch.autograd.grad(loss, at)
-    wanted = torch.stack([(slope * step).sum() for slope, step in zip(slopes, steps, strict=True)]).sum()
-    torch.testing.assert_close((value(1e-6)[0] - value(-1e-6)[0]) / 2e-6, wanted, rtol=1e-6, atol=1e-7)
-
-
 def test_a_frozen_projection_no_gradient_and_no_token() -> None:
     hidden, draft, teaching, target, tokens = problem()
     objective, teacher = parse_objective("fkl"), LiveTeacher(teaching, OutputProjection(target))
@@ -239,17 +222,18 @@ def test_a_model_whose_logits_are_made_otherwise_is_refused() -> None:
         find_projection(model.base_model, "target")
 
 
-def labelled() -> Batch:
+def batch_of(size: int = 61) -> Batch:
     torch.manual_seed(5)
-    ids = torch.randint(2, 61, (3, 12))
+    ids = torch.randint(2, size, (3, 12))
     labels = ids.roll(-1, 1)
     labels[:, :3] = IGNORE
     labels[1, 6:] = IGNORE
+    labels[:, -1] = IGNORE
     return Batch(ids, labels)
 
 
 def test_adaspec_trains_on_the_chosen_tokens_only() -> None:
-    batch, objective = labelled(), parse_objective("adaspec:keep=0.4")
+    batch, objective = batch_of(), parse_objective("adaspec:keep=0.4")
     draft, target, reference = tiny_family("llama", 1), tiny_family("gpt2", 2), tiny_family("llama", 4)
     trainee = LMTrainee(draft, objective, target, reference, chunk=5)
     sums = trainee(batch)
@@ -283,7 +267,7 @@ def test_adaspec_trains_on_the_chosen_tokens_only() -> None:
 
 def test_the_loss_of_whole_drafts_and_its_gradient() -> None:
     """`tvd@e2e`, written out from whole logits."""
-    draft, target, batch = tiny_family("llama", 1), tiny_family("gpt2", 2), labelled()
+    draft, target, batch = tiny_family("llama", 1), tiny_family("gpt2", 2), batch_of()
     sums = LMTrainee(draft, parse_objective("tvd@e2e:depth=3"), target, chunk=7)(batch)
     q, p = (model(batch.ids_BT).logits.softmax(-1) for model in (draft, target))
     rows = zip(torch.minimum(p, q).sum(-1), batch.labels_BT, strict=True)
@@ -311,16 +295,6 @@ def test_token_losses_are_those_that_are_summed() -> None:
 
 def llama(size: int, seed: int, kind: str = "llama") -> PreTrainedModel:
     return tiny_family(kind, seed, 0.3, vocab_size=size).double()
-
-
-def batch_of(size: int) -> Batch:
-    torch.manual_seed(5)
-    ids = torch.randint(2, size, (3, 10))
-    labels = ids.roll(-1, 1)
-    labels[:, :3] = IGNORE
-    labels[1, 6:] = IGNORE
-    labels[:, -1] = IGNORE
-    return Batch(ids, labels)
 
 
 @pytest.mark.parametrize("sizes", [(40, 53), (53, 40)])

@@ -69,14 +69,11 @@ def test_gradients_against_differences(name: str) -> None:
     assert torch.autograd.gradcheck(value, (draft.requires_grad_(),))
 
 
-def test_gradients_in_closed_form() -> None:
+def test_gradients_in_closed_form_where_a_part_counts_as_constant() -> None:
     draft, target, tokens = pair(5)
     p, q = target.softmax(-1), draft.softmax(-1)
-    torch.testing.assert_close(slope(LOSSES["fkl"], draft, target, tokens), q - p)
-    torch.testing.assert_close(slope(LOSSES["ce"], draft, None, tokens), q - F.one_hot(tokens, 9))
     tv = slope(LOSSES["tvd"], draft, target, tokens)
     alpha = overlap(draft, target)[:, None]
-    torch.testing.assert_close(slope(LOSSES["lk_alpha"], draft, target, tokens), tv / alpha)
     weight = (-3 * alpha).exp()
     torch.testing.assert_close(slope(LOSSES["lk_hybrid"], draft, target, tokens), weight * (q - p) + (1 - weight) * tv)
     rewarded = (q * (q <= p)).sum(-1, keepdim=True)
