@@ -62,7 +62,7 @@ class BenchmarkConfig:
 
 def run(config: BenchmarkConfig) -> dict[str, Any]:
     """Plan, sweep, and time the best again."""
-    from eval.plan import TRIED, Planner, plan_pair
+    from eval.plan import Planner, plan_pair, tried
     from eval.plan_model import kary_space
 
     pair = load_pair(config.target, {"draft": config.draft}, device="cpu", dtype="float32")
@@ -83,7 +83,7 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     shapes: dict[str, TreeShape | None] = {ALONE: None, planned["name"]: shape}
     shapes |= {f"chain:{n}": kary((1,) * n) for n in range(1, 17)}
     shapes |= kary_space(config.nodes, config.depth, 32)
-    shapes |= {spec: parse_tree(spec) for spec in TRIED}
+    shapes |= {spec: parse_tree(spec) for spec in tried(planner.draft)}
     started = time.perf_counter()
     swept = _timed(planner, shapes, prompts[: config.timed])
     sweep_s = time.perf_counter() - started

@@ -51,8 +51,9 @@ class Continuation:
 @torch.inference_mode()
 def draft_logits(
     head: Head, hidden_states: Sequence[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
-) -> Iterator[Tensor]:
-    """Yield a head's logits `[B, T, V]` at depth 1, 2, ... below every token of whole texts, -inf for tokens it lacks.
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield a head's logits `[B, T, V]` at depth 1, 2, ... below every token of whole texts, -inf for tokens it lacks;
+    and what a stop reads of the token drafted there, `[B, T]`, if that is not its probability (`Network.confidence`).
 
     At depth d, entry t is for the token at t + d. It is drafted from the text up to t and from the text's tokens
     t + 1 .. t + d - 1 as if they had been drafted. There are at most as many depths as heads, or as a block drafts.
@@ -63,9 +64,13 @@ def draft_logits(
     if isinstance(head, BlockHead):
         anchors_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         drafted_BTDH = head.drafted(ids_BT, states, anchors_BT)
+        sure_BT = head.confidence(drafted_BTDH[:, :, 0], ids_BT, 0) if head.config.confidence else None
         for depth in range(min(depths, head.depths)):
-            yield head.logits(head.raw_logits(drafted_BTDH[:, :, depth]), ids_BT)
-            ids_BT = _later(ids_BT)
+            logits, ids_BT = head.logits(head.raw_logits(drafted_BTDH[:, :, depth]), ids_BT), _later(ids_BT)
+            if head.config.confidence and depth + 1 < head.depths:
+                below_BT = head.confidence(drafted_BTDH[:, :, depth + 1], ids_BT, depth + 1)
+                sure_BT = below_BT if depth or sure_BT is None else below_BT * sure_BT
+            yield logits, sure_BT
         return
     # A head pairs each token with the state it was predicted from, one position earlier.
     chosen_from = [torch.cat([torch.zeros_like(state[:, :1]), state[:, :-1]], dim=1) for state in states]
@@ -74,11 +79,11 @@ def draft_logits(
     elif isinstance(head, MedusaHeads):
         logits_BTKV = head(chosen_from[0])
         for depth in range(min(depths, len(head))):
-            yield logits_BTKV[:, :, depth]
+            yield logits_BTKV[:, :, depth], None
     else:
         tokens_BTd = ids_BT.unsqueeze(2)
         for _ in range(min(depths, head.config.num_heads)):
-            yield head(chosen_from[0], tokens_BTd)
+            yield head(chosen_from[0], tokens_BTd), None
             tokens_BTd = torch.cat([tokens_BTd, _later(tokens_BTd[:, :, -1]).unsqueeze(2)], dim=2)
 
 
@@ -89,7 +94,7 @@ def _later(values_BT: Tensor) -> Tensor:
 
 def _eagle_logits(
     head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
-) -> Iterator[Tensor]:
+) -> Iterator[tuple[Tensor, None]]:
     """At depth d, column t goes in with the token at t + d - 1, the feature it gave at depth d - 1 and the position
     t + d - 1, and attends to the first pass up to t and to its own earlier depths (EAGLE-3, arXiv 2503.01840, 3.2).
     """
@@ -105,7 +110,7 @@ def _eagle_logits(
             sees_B1TP = torch.cat([sees_B1TP, itself_B1TT], dim=-1)
             ids_BT = _later(ids_BT)
         logits, features_BTH = head(ids_BT, features_BTH, sees_B1TP, position_1T + depth, cache)
-        yield head.to_target(logits) if isinstance(head, Eagle3Head) else logits
+        yield head.to_target(logits) if isinstance(head, Eagle3Head) else logits, None
 
 
 def model_logits(draft: PreTrainedModel, ids_BT: Tensor, keep: int) -> Tensor:

@@ -128,13 +128,17 @@ class _Reader:
                 self._read_draft(name, logits, self.c_N - first, 0)
             else:
                 unrolled = draft_logits(draft, out.hidden_states, ids_BT, prompt_B == 1, self.depths)
-                for depth, logits in enumerate(unrolled):
-                    self._read_draft(name, logits, self.c_N, depth)
+                for depth, (logits, sure_BT) in enumerate(unrolled):
+                    self._read_draft(name, logits, self.c_N, depth, sure_BT)
             traces[name] = Traces(lengths_B.cpu().numpy(), alone, self.arrays)
         return traces
 
-    def _read_draft(self, name: str, logits_BCV: Tensor, c_N: Tensor, depth: int) -> None:
-        """Record what a draft thinks of tokens `depth` places after the next one. c_N: columns of the logits."""
+    def _read_draft(
+        self, name: str, logits_BCV: Tensor, c_N: Tensor, depth: int, sure_BC: Tensor | None = None
+    ) -> None:
+        """Record what a draft thinks of tokens `depth` places after the next one. c_N: columns of the logits. sure: its
+        confidence below these tokens, for a draft with a head for that.
+        """
         total, sampling = len(self.b_N), self.sampling
         n_N = torch.arange(total, device=c_N.device)[depth:]
         n_N = n_N[self.b_N[depth:] == self.b_N[: max(0, total - depth)]]  # positions with a root `depth` places before
@@ -145,7 +149,10 @@ class _Reader:
         logits_NV = self._finite(name, fit_vocabulary(chosen_NV, vocabulary_size(self.target)))
         p_NV, q_NV = self.p_NV[n_N] if depth else self.p_NV, probs(logits_NV, sampling)
         values = {"ratio": q_NV.gather(1, x_N1) / p_NV.gather(1, x_N1).clamp(min=torch.finfo(p_NV.dtype).tiny)}
-        values["belief"] = (logits_NV.float().softmax(-1) if sampling.greedy else q_NV).gather(1, x_N1)
+        if sure_BC is None:
+            values["belief"] = (logits_NV.float().softmax(-1) if sampling.greedy else q_NV).gather(1, x_N1)
+        else:
+            values["belief"] = sure_BC[b_N, c_N[n_N - depth]].unsqueeze(1)
         if self.places:
             own_N1, ids_V = logits_NV.gather(1, x_N1), torch.arange(logits_NV.shape[1], device=x_N1.device)
             ahead_NV = (logits_NV > own_N1) | ((logits_NV == own_N1) & (ids_V < x_N1))

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from decode import PROPOSERS, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree, take_over
 from decode.tree_spec import kary
+from drafts.heads.block import BlockHead
 from drafts.load import Draft, depth_limit, kind_of, load_pair
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import counted
@@ -43,10 +44,10 @@ SCHEMA_VERSION = 1
 NODES, DEPTH, LONGEST_CHAIN = 64, 16, 16
 # Siblings per node that are predicted: RANKS if drawing that many is quick, else FEW_RANKS.
 RANKS, FEW_RANKS, MANY_ELEMENTS = 32, 8, 2**25
-TRIED = (
-    "chain:6,stop=0.1",
-    "chain:8,stop=0.3",
-    "chain:12,stop=0.5",
+STOPPING = ("chain:6,stop=0.1", "chain:8,stop=0.3", "chain:12,stop=0.5")
+# A longer block costs its draft nothing, so block drafters stop somewhere in a whole one.
+BLOCK_STOPS = (0.05, 0.15, 0.3, 0.5)
+GROWING = (
     "eagle2:depth=3,beam=3,nodes=8",
     "eagle2:depth=5,beam=4,nodes=16",
     "opt:nodes=12,depth=5,gain=0.2",
@@ -193,6 +194,9 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
     busy = remarks.of_timing([conditions], os.cpu_count() or 1)
     noted = [*remarks.of_target(str(planner.target.name_or_path), planner.target), *busy]
     winner = finalists[best]
+    # Slots that see each other draft something else in a shorter block.
+    whole = isinstance(planner.draft, BlockHead) and not planner.draft.config.causal
+    lengths = range(depth if whole else 1, depth + 1)
     return {
         "schema_version": SCHEMA_VERSION,
         "tree": {"spec": winner.spec} if winner.spec else {"parents": list(winner.shape.parents)},  # type: ignore[union-attr]
@@ -211,7 +215,7 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
         "not_tried": not_tried,
         "confirmed": confirmed,
         # Engines get no advice from rough costs, nor where no draft pays.
-        "engines": [] if busy or pays is False else _engines(kind_of(planner.draft), expected, depth),
+        "engines": [] if busy or pays is False else _engines(kind_of(planner.draft), expected, lengths),
         "conditions": conditions,
         "remarks": [remark["text"] for remark in noted],
         "seconds": time.perf_counter() - started,
@@ -248,10 +252,17 @@ def _choose(planner: Planner, expected: _Expected, ranks: int, depth: int) -> li
     return sorted(candidates.values(), key=lambda candidate: -candidate.rate)
 
 
+def tried(draft: Draft) -> tuple[str, ...]:
+    """Specs of the trees whose steps differ in size, which are timed and not predicted."""
+    if isinstance(draft, BlockHead):
+        return (*(f"chain:{draft.depths},stop={stop}" for stop in BLOCK_STOPS), *GROWING)
+    return (*STOPPING, *GROWING)
+
+
 def _try(planner: Planner, go_on: Callable[[], bool]) -> tuple[list[Candidate], list[dict[str, str]]]:
-    """Time the trees of `TRIED` on a few prompts; return also the skipped ones, with the reason."""
+    """Time trees with a stop and growing ones on a few prompts; return also the skipped ones, with the reason."""
     candidates, not_tried = [], []
-    for spec in TRIED:
+    for spec in tried(planner.draft):
         shape = parse_tree(spec)
         try:
             if not go_on():
@@ -330,12 +341,12 @@ def _pays(speedups: Sequence[dict[str, Any]], best: int) -> bool | None:
     return False if (speedups[best]["value"] or 0.0) <= 1 else None
 
 
-def _engines(kind: str, expected: _Expected, longest: int) -> list[dict[str, Any]]:
+def _engines(kind: str, expected: _Expected, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """For each engine that loads such a draft, the best draft length under its own rule at this machine's costs."""
     rows: list[dict[str, Any]] = []
     for engine, (verifier, rule) in ENGINE_RULES.items():
         if kind in SERVING[engine]:
-            rates = [(*expected.rate(kary((1,) * n), verifier), n) for n in range(1, longest + 1)]
+            rates = [(*expected.rate(kary((1,) * n), verifier), n) for n in lengths]
             speed, tau, best = max(rates, key=lambda rate: rate[0])
             row = {"engine": engine, "rule": rule, "draft_tokens": best, "tau": tau}
             rows.append({**row, "speedup": speed * expected.costs.alone})

@@ -115,6 +115,9 @@ def test_heads_by_what_their_layouts_can_say(tmp_path: Path) -> None:
         "eagle3": {"vllm", "sglang", "llama.cpp"},
         "medusa": {"vllm"},
         "hydra": set(),
+        "dflash": {"vllm", "sglang"},
+        "dspark": {"vllm"},
+        "jetspec": {"vllm"},
     }
 
 

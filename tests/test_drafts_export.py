@@ -273,7 +273,7 @@ def test_the_command(target: PreTrainedModel, tmp_path: Path, capsys: pytest.Cap
     hf = ["export", "--draft", str(tmp_path / "target"), "--format", "hf", "--out", str(tmp_path / "eagle3-lm")]
     assert main(hf) == 0
     assert "vLLM takes a draft whose path has 'eagle3'" in capsys.readouterr().out
-    assert {form for form, _ in WRITERS} == {"hf", "eagle", "sglang", "speculators", "medusa", "gguf"}
+    assert {form for form, _ in WRITERS} == {"hf", "eagle", "sglang", "speculators", "medusa", "dflash", "gguf"}
 
 
 def test_gguf_holds_the_model_and_the_tokenizer(target: PreTrainedModel, tmp_path: Path) -> None:

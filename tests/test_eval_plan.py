@@ -14,9 +14,11 @@ import pytest
 from decode import DynamicTree, Tree, parse_tree
 from decode.tree_spec import kary
 from draftsmith_core.engine_commands import SERVING
+from draftsmith_core.sampling import Sampling
 from eval.bootstrap import PromptSums, quotient, resamples
-from eval.plan import Candidate, _engines, _finalists, _pays
+from eval.plan import Candidate, Planner, _engines, _finalists, _pays, tried
 from eval.plan_model import JointRuns, fit, isotonic, kary_space, shapes, time_shapes
+from tests.tiny_models import stirred_head, tiny_llama
 
 Door = Callable[..., tuple[int, str, str]]
 
@@ -148,12 +150,20 @@ def test_every_engine_gets_the_length_that_is_best_under_its_own_rule() -> None:
     expected: Any = SimpleNamespace(
         rate=lambda tree, rule: (10.0 - abs(tree.size - best[rule]), 1.5), costs=SimpleNamespace(alone=0.2)
     )
-    rows = _engines("draft", expected, 8)
+    rows = _engines("draft", expected, range(1, 9))
     lengths = {row["engine"]: row["draft_tokens"] for row in rows}
     assert lengths == {"vllm": 2, "sglang": 2, "llama.cpp": 2, "transformers": 5}
     assert all(row["speedup"] == 2.0 for row in rows)
-    assert [row["engine"] for row in _engines("eagle3", expected, 3)] == ["vllm", "sglang", "llama.cpp"]
-    assert _engines("hydra", expected, 3) == []
+    assert [row["engine"] for row in _engines("eagle3", expected, range(1, 4))] == ["vllm", "sglang", "llama.cpp"]
+    assert _engines("hydra", expected, range(1, 4)) == []
+
+
+def test_a_block_drafter_is_tried_with_stops_within_its_whole_block() -> None:
+    target = tiny_llama(0, layers=3)
+    head = stirred_head("dspark", target)
+    planner = Planner(target, head, [], Sampling(temperature=1.0), 1, 8, 0)
+    specs = [spec for spec in tried(head) if "stop" in spec]
+    assert len(specs) == 4 and all(planner.decoder(parse_tree(spec)).tree.depth == head.depths for spec in specs)
 
 
 def test_commands_say_what_must_be_written_first() -> None:

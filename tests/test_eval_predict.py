@@ -82,7 +82,9 @@ def test_expected_counts_are_those_of_decoding(
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize(("tree", "verifier"), [("chain:3", "speculative"), ("kary:2,2,1", "mcsd")])
+@pytest.mark.parametrize(
+    ("tree", "verifier"), [("chain:3", "speculative"), ("chain:3,stop=0.2", "speculative"), ("kary:2,2,1", "mcsd")]
+)
 def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(name: str, tree: str, verifier: str) -> None:
     target = tiny_llama(0, layers=3)
     for sampling in (HOT, COLD):

@@ -21,6 +21,8 @@ HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
     "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(2, V - 3), seed=3),
     "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3),
     "hydra": lambda target: HydraHeads.fresh(target, num_heads=3),
+    "dflash": lambda target: DFlashHead.fresh(target, num_layers=2, block_size=5),
+    "dspark": lambda target: DSparkHead.fresh(target, num_layers=1, block_size=4, draft_vocab=range(2, V - 3)),
 }
 
 
