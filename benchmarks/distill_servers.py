@@ -1,13 +1,17 @@
-"""Section `servers` of benchmarks/distill.py: what `distill --engine openai` costs in front of two llama-servers.
+"""Sections `servers` and `engines` of benchmarks/distill.py.
 
-The same requests, ours and through a bare loop in turn, which keeps as many of them under way on each server, has their
-bytes ready and looks at no answer: what it reaches is the servers' own throughput. All share the machine's processors.
+`servers`: what `distill --engine openai` costs in front of two llama-servers. The same requests, ours and through a
+bare loop in turn, which keeps as many of them under way on each server, has their bytes ready and looks at no answer:
+what it reaches is the servers' own throughput. All share the machine's processors.
+
+`engines`: the target in this process, in vLLM's and in vLLM's server.
 """
 
 import asyncio
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +24,14 @@ from distill.config import DistillConfig
 from distill.engines import ENGINES, AnswerRequest, Done
 from distill.engines.openai import OpenAIEngine
 from distill.generate import distill
-from drafts.neighbours import how_to_get, llama_server, program
+from drafts.neighbours import how_to_get, llama_server, program, vllm_server, work
 from draftsmith_core.models import load_model
 from draftsmith_core.tokenization import load_tokenizer
 
 # Requests at a time to each server, which are its slots, and the context that each slot then has.
 SLOTS, CONTEXT = 8, 512
+# Rows at a time of section `engines`.
+BATCH = 32
 
 
 class Timed(OpenAIEngine):
@@ -128,3 +134,27 @@ def servers(target: str, text: str, prompts: int, new_tokens: int, rounds: int, 
         "by_round": speeds,
         "overhead": statistics.median(pairs),
     }
+
+
+def engines(target: str, text: str, prompts: int, new_tokens: int, rounds: int, directory: Path) -> dict[str, Any]:
+    """Tokens per second of `hf`, of `vllm` in process and of `openai` before `vllm serve`, on the same prompts."""
+    python = program("vllm")
+    if python is None:
+        return {"skipped": f"not here: {how_to_get('vllm')}"}
+    draw, words = random.Random(0), text.split()
+    texts = [[" ".join(draw.choices(words, k=draw.randint(4, 40))) for _ in range(prompts)] for _ in range(rounds)]
+    common = {"target": target, "prompts": "-", "out": "-", "max_new_tokens": new_tokens, "temperature": 1.0}
+    common |= {"ignore_eos": True, "dtype": "float32", "batch_size": BATCH}
+    path = [entry for entry in sys.path if entry.endswith("site-packages")]
+
+    def measured(python: Path, **config: Any) -> dict[str, Any]:
+        request = {"root": str(Path(__file__).parents[1]), "path": path, "config": common | config, "prompts": texts}
+        (directory / "request.json").write_text(json.dumps(request))
+        return work(python, Path(__file__).with_name("distill_engine.py"), directory / "request.json")
+
+    found = {"hf": measured(Path(sys.executable), engine="hf", device="cpu"), "vllm": measured(python, engine="vllm")}
+    options = [target, "--dtype", "float32", "--max-num-seqs", str(BATCH), "--max-model-len", str(CONTEXT)]
+    with vllm_server(python, options) as port:
+        served = {"endpoint": [f"http://127.0.0.1:{port}/v1"], "concurrency": BATCH}
+        found["openai"] = measured(Path(sys.executable), engine="openai", **served)
+    return found

@@ -73,7 +73,7 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """About this many rows per Parquet file."""
     teacher_top_k: TeacherTopK = 0
     """Store the target's top-k token ids with log-probabilities, and the remaining probability mass, per token, for
-    `train` without the target. About 4 k bytes per token; 0 stores none."""
+    `train` without the target. About 4 k bytes per token; 0 stores none. Of servers, vLLM gives them."""
     engine: Literal["hf", "openai", "vllm", "ray"] = "hf"
     """Where the target runs: `hf` in this process with transformers, `openai` on servers (--endpoint), `vllm` in this
     process with vLLM, `ray` on workers of a Ray cluster."""
@@ -155,8 +155,6 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     def _check_servers(self) -> None:
         if not self.endpoint:
             raise InputError("endpoint: --engine openai needs at least one, such as http://localhost:8000/v1")
-        if self.teacher_top_k:
-            raise InputError("teacher_top_k: servers return no whole distributions; leave it out with --engine openai")
         for url in self.endpoint:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or parts.username or parts.query:  # secrets are not shown

@@ -27,6 +27,8 @@ from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 DRAFT_TOKENS = 4
 # vLLM takes a draft for a head if its path contains one of these, whatever the files say.
 PATH_TRAPS = ("eagle-", "eagle3", "dflash", "dspark")
+# Sizes of attention heads that vLLM runs on a CPU (0.32: v1/attention/backends/cpu_attn.py).
+_VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Greatest difference of vocabulary sizes, and first token that is compared (llama.cpp, common/speculative.cpp).
 _LLAMA_SIZES_APART, _LLAMA_FIRST_TEXT = 128, 5
 # Types of rope that SafeAILab's code knows.
@@ -172,6 +174,13 @@ def _head_size(pair: Pair) -> tuple[int, int, int] | None:
     return None if sizes[0] * sizes[2] == sizes[1] else sizes
 
 
+def _cpu_head_size(pair: Pair) -> tuple[str, int] | None:
+    sizes = [(model.name, model.head_size) for model in pair.models]
+    if pair.source is not None and pair.source.kind != "medusa":
+        sizes.append((pair.source.name, pair.head.config.head_dim))
+    return next(((name, size) for name, size in sizes if size is not None and size not in _VLLM_CPU_HEADS), None)
+
+
 _LM, _EAGLE3, _EAGLES, _BLOCKS = {"draft"}, {"eagle3"}, {"eagle", "eagle3"}, {"dflash", "dspark", "jetspec"}
 _HEADS = {*_EAGLES, "medusa", *_BLOCKS}
 _FORMATS = {"eagle", "sglang", "speculators", "medusa", "dflash", "gguf"}
@@ -188,6 +197,8 @@ RULES: tuple[Rule, ...] = (
     Rule({"vllm"}, _LM, _path_trap,
          "the draft's path has '{x}' in it, so vLLM takes it for such a head", "rename the directory"),
     Rule({"vllm"}, _LM, lambda p: p.sizes, "{x}", 'it needs equal sizes, or "use_heterogeneous_vocab": true'),
+    Rule({"vllm on a CPU"}, _LM | _HEADS, _cpu_head_size,
+         f"{{x[0]}} has attention heads of size {{x[1]}}; it takes {', '.join(map(str, _VLLM_CPU_HEADS))}"),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: m.config.model_type not in ARCHITECTURES),
          "{x[0].name} is a {x[0].config.model_type} model, which export does not write as GGUF", _CONVERT),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(_sliding), "{x[0].name} has sliding attention", _CONVERT),
@@ -275,7 +286,9 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any
             verdict["reason"] = first_broken(pair, {engine} if kind == "draft" else layout)
             if verdict["reason"] is None:
                 exports, command = serving.commands(kind, config.target, config.draft, tokens.get(engine, usual))
-                verdict |= {"loads": True, "serves": differs is None, "reason": differs or holds}
+                here = first_broken(pair, {f"{engine} on a CPU"})
+                reason = (differs or holds) + (f"; not on a CPU: {here}" if here else "")
+                verdict |= {"loads": True, "serves": differs is None, "reason": reason}
                 verdict |= {"command": command, "exports": exports}
         verdicts.append(verdict)
     return {"target": config.target, "draft": config.draft, "kind": kind, "plan": config.plan, "verdicts": verdicts}

@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,21 @@ from draftsmith_core.errors import RunError
 from draftsmith_core.models import vocabulary_size
 
 # Engine: (environment variable that names its program, that program in the directory of engines).
-_PROGRAMS = {
+PROGRAMS = {
     "openvino": ("OPENVINO_PYTHON", "openvino/bin/python"),
     "speculators": ("SPECULATORS_PYTHON", "speculators/bin/python"),
+    "vllm": ("VLLM_PYTHON", "vllm/bin/python"),
     "llama-server": ("LLAMA_SERVER", "llama/llama-server"),
 }
-_START_S = 120
 
 
 def program(engine: str) -> Path | None:
     """The program of an engine: by its environment variable, in `.engines` (or DRAFTSMITH_ENGINES), on the PATH.
 
-    engine: `openvino` (a Python with openvino-genai, optimum-intel and onnxruntime-genai), `speculators` (a Python with
-    it) or `llama-server`.
+    engine: `openvino` (a Python with openvino-genai, optimum-intel and onnxruntime-genai), `speculators` or `vllm` (a
+    Python with it), or `llama-server`.
     """
-    variable, place = _PROGRAMS[engine]
+    variable, place = PROGRAMS[engine]
     if variable in os.environ:
         return Path(os.environ[variable])
     installed = Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[1] / ".engines")) / place
@@ -51,7 +51,7 @@ def program(engine: str) -> Path | None:
 
 def how_to_get(engine: str) -> str:
     """What makes an engine available, for messages."""
-    return f"`make engines` in a checkout, or set {_PROGRAMS[engine][0]}"
+    return f"`make engines` in a checkout, or set {PROGRAMS[engine][0]}"
 
 
 def work(python: Path, script: str | Path, *words: str | Path) -> dict[str, Any]:
@@ -66,21 +66,37 @@ def work(python: Path, script: str | Path, *words: str | Path) -> dict[str, Any]
     return answer
 
 
-@contextmanager
-def llama_server(server: Path, words: Sequence[str]) -> Iterator[int]:
+def vllm_answers(python: Path, runs: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM answers to `runs`: `engine`, its version, and `answers` by run (`layouts/vllm_generate.py`)."""
+    with tempfile.TemporaryDirectory() as place:
+        request = Path(place) / "request.json"
+        request.write_text(json.dumps({"runs": runs}))
+        return work(python, Path(__file__).parent / "layouts" / "vllm_generate.py", request)
+
+
+def llama_server(server: Path, words: Sequence[str]) -> AbstractContextManager[int]:
     """Run llama-server with these options on a free port, and yield the port."""
+    return _serving([str(server), *words], 120)
+
+
+def vllm_server(python: Path, words: Sequence[str]) -> AbstractContextManager[int]:
+    """The same for `vllm serve` of this Python's environment: the model, then options."""
+    return _serving([str(python.with_name("vllm")), "serve", *words], 900)
+
+
+@contextmanager
+def _serving(command: Sequence[str], start_s: int) -> Iterator[int]:
     port = free_port()
     with tempfile.TemporaryFile("w+") as log:
-        command = [str(server), *words, "--port", str(port)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, text=True)
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=log, text=True)
         try:
-            end = time.monotonic() + _START_S
+            end = time.monotonic() + start_s
             while not (up := is_up(port)) and time.monotonic() < end and process.poll() is None:
                 time.sleep(0.1)
             if not up:
                 log.seek(0)
                 errors = [line for line in log if " E " in line or "error" in line.lower()] or ["no message"]
-                raise RunError(f"{server}: did not serve within {_START_S} s: {errors[-1].strip()}")
+                raise RunError(f"{command[0]}: did not serve within {start_s} s: {errors[-1].strip()}")
             yield port
         finally:
             process.terminate()

@@ -47,6 +47,7 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
 )
 
+from drafts.neighbours import PROGRAMS  # noqa: E402
 from draftsmith.__main__ import main  # noqa: E402
 
 torch.set_num_threads(1)
@@ -94,6 +95,15 @@ def pytest_fixture_setup() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call() -> None:
     _seed()
+
+
+@pytest.fixture(autouse=True)
+def _no_neighbours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the mark `engines`, exports are proven by their layout: starting an engine takes seconds to minutes."""
+    if request.node.get_closest_marker("engines") is None:
+        monkeypatch.setenv("DRAFTSMITH_ENGINES", "none")
+        for variable, _ in PROGRAMS.values():
+            monkeypatch.delenv(variable, raising=False)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -143,6 +144,10 @@ class _Handler(BaseHTTPRequestHandler):
         choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": reason}
         if server.kind == "vllm" and body.get("return_token_ids"):
             choice["token_ids"] = ids
+        if server.kind == "vllm" and body.get("logprobs"):
+            # Half the mass for the drawn token, which comes beside as many likeliest ones as were asked for.
+            shared = {f"token_id:{100 + i}": math.log(0.2 / 2**i) for i in range(body["logprobs"])}
+            choice["logprobs"] = {"top_logprobs": [shared | {f"token_id:{i}": math.log(0.5)} for i in ids]}
         return {"choices": [choice], "usage": usage}
 
     def _send(self, status: int, value: Any, **headers: str) -> None:

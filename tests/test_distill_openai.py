@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as Tokenizers
 from tokenizers import decoders, models, normalizers
@@ -17,6 +18,7 @@ import distill.engines.openai as openai
 from distill.engines.server import encode_answer
 from drafts.neighbours import how_to_get, llama_server, program
 from draftsmith_core.sampling import row_seed
+from draftsmith_core.teacher_rows import unpack
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from tests.distilled import Door, Spawn, errors, files, manifest, rows_of, write_rows
 from tests.serving import EOS, Server, answer_of, serving, wait_until
@@ -67,6 +69,19 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
         ids, reason = answer_of(row["prompt_ids"], row["seed"] & 0x7FFFFFFF, 10)
         assert (row["response_ids"], row["finish_reason"]) == (ids, reason)
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+
+
+def test_teacher_rows_are_the_log_probabilities_of_the_server(words: list[str], door: Door, serve: Serve) -> None:
+    assert door(*words, serve().url, "--teacher_top_k", 3)[0] == 0
+    rows = rows_of("set")
+    check_rows(rows)
+    for row in rows:
+        ids_RK, logprobs_RK, tail_R = unpack(row["teacher"])
+        # The likeliest three of the four that the server shows.
+        assert ids_RK.tolist() == [[token, 100, 101] for token in row["response_ids"]]
+        assert np.allclose(np.exp(logprobs_RK), [0.5, 0.2, 0.1], atol=1e-3) and np.allclose(tail_R, 0.2, atol=1e-3)
+    code, _, err = door(*words, serve("text").url, "--teacher_top_k", 3, "--out", "other")
+    assert code == 2 and "teacher_top_k: needs vLLM's server, started with --max-logprobs 3 or more" in err
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])

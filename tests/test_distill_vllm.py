@@ -1,10 +1,16 @@
 """`distill --engine vllm` against a stand-in with vLLM's names: what is asked of it, and what is made of its answers.
+Then against vLLM itself, in process and served, where `make engines` installed it.
 
 The names and signatures are those of vLLM 0.33 (`LLM.__init__`, `LLM.generate`, `SamplingParams`, `RequestOutput`,
 `CompletionOutput`, `Logprob`); the stand-in refuses any other, and runs the tiny target.
 """
 
+import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -18,10 +24,13 @@ import torch
 
 from distill.config import DistillConfig
 from distill.generate import distill
+from drafts.neighbours import vllm_server
+from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, draw, generator, probs
 from tests.distilled import manifest, rows_of, write_rows
+from tests.openvino_ir import engine
 
 
 @dataclass(kw_only=True)
@@ -217,3 +226,129 @@ def test_an_engine_that_dies_and_answers_that_are_aborted(
     assert again["failed_because"] == ["1 failed: vLLM ended it with 'abort' (row 2)"]
     assert again["prompts_done"] + again["prompts_failed"] + again["prompts_skipped"] == again["prompts_read"] == 5
     assert whole["prompts_done"] == 8
+
+
+# draftsmith in vLLM's environment, which may lack some of its packages: those of this one then stand in.
+INSIDE = """
+import json, sys
+sys.path[:0] = [sys.argv[1]]
+sys.path += json.loads(sys.argv[2])
+from draftsmith.__main__ import main
+sys.exit(max(main(words) for words in json.loads(sys.argv[3])))
+"""
+REAL = str(Path(__file__).parents[1] / "draftsmith" / "demo" / "pair" / "target")
+QUIET = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+
+def inside(*commands: Sequence[object]) -> subprocess.Popen[str]:
+    """Run commands in a process of vLLM's environment."""
+    root, others = str(Path(__file__).parents[1]), [path for path in sys.path if path.endswith("site-packages")]
+    words = [[str(word) for word in command] for command in commands]
+    command = [str(engine("vllm")), "-I", "-c", INSIDE, root, json.dumps(others), json.dumps(words)]
+    return subprocess.Popen(command, env=os.environ | QUIET, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """Words of `distill` for 12 prompts and 6 chats of two turns."""
+    place = tmp_path_factory.mktemp("asked")
+    rows: list[dict[str, Any]] = [{"prompt": f"If the lock {number} is not"} for number in range(12)]
+    turn = [{"role": "user", "content": "Return the"}, {"role": "assistant", "content": "-"}]
+    rows += [{"messages": [*turn, {"role": "user", "content": f"Raise {number}"}, turn[1]]} for number in range(6)]
+    source = write_rows(place / "p.jsonl", *rows)
+    (place / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:")
+    return ["distill", "--target", REAL, "--prompts", source, "--chat_template", place / "chat.jinja", "--part_rows", 4]
+
+
+GREEDY = ["--temperature", 0, "--max_new_tokens", 24, "--dtype", "float32", "--teacher_top_k", 8]
+SAMPLED = ["--temperatures", '["0.7:0.5", "1.0:0.5"]', "--top_p", 0.9, "--top_k", 20, "--min_p", 0.02]
+SAMPLED += ["--num_samples", 3, "--max_new_tokens", 16, "--dtype", "float32", "--seed", 5]
+
+
+def compare_with_hf(made: Path, ours: Path) -> None:
+    """Greedy rows with teacher rows, and sampled rows, whose every token the options must allow."""
+    from draftsmith_core.teacher_rows import unpack
+
+    key = ("id", "turn", "prompt_ids", "response_ids", "finish_reason")
+    theirs, own = (sorted(rows_of(path / "greedy"), key=lambda row: (row["id"], row["turn"])) for path in (made, ours))
+    assert [[row[name] for name in key] for row in theirs] == [[row[name] for name in key] for row in own]
+    for their, mine in zip(theirs, own, strict=True):
+        (ids, logprobs, tail), (own_ids, own_logprobs, own_tail) = unpack(their["teacher"]), unpack(mine["teacher"])
+        assert (ids == own_ids).mean() > 0.99
+        assert np.allclose(logprobs[ids == own_ids], own_logprobs[ids == own_ids], rtol=2**-9, atol=1e-3)
+        assert np.allclose(tail, own_tail, rtol=2**-9, atol=1e-3)
+    model, likelihoods = load_model(REAL, device="cpu", dtype="float32"), []
+    theirs, own = rows_of(made / "sampled"), rows_of(ours / "sampled")
+    assert sorted((r["id"], r["turn"], r["seed"]) for r in theirs) == sorted(
+        (r["id"], r["turn"], r["seed"]) for r in own
+    )
+    for row in theirs:
+        ids_1T = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        sampling = Sampling(temperature=row["temperature"], top_k=20, top_p=0.9, min_p=0.02)
+        with torch.inference_mode():
+            p_TV = probs(model(ids_1T).logits[0, len(row["prompt_ids"]) - 1 : -1], sampling)
+        drawn_T = p_TV.gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0]
+        # Rounding may move a token across the edge of the nucleus.
+        assert (drawn_T == 0).sum() <= 1
+        likelihoods.append((drawn_T.clamp_min(1e-9).log() - (p_TV * p_TV.clamp_min(1e-30).log()).sum(-1)).mean())
+    # The mean log-likelihood is minus the entropy of what is drawn from.
+    away = torch.stack(likelihoods)
+    assert abs(float(away.mean())) < 4 * float(away.std()) / len(away) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def ours(asked: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ours")
+    for name, options in (("greedy", GREEDY), ("sampled", SAMPLED)):
+        assert main([str(word) for word in (*asked, *options, "--device", "cpu", "--out", out / name)]) == 0
+    return out
+
+
+@pytest.mark.engines
+def test_vllm_in_this_process_gives_the_rows_of_hf_and_goes_on_after_a_kill(
+    asked: list[object], ours: Path, tmp_path: Path
+) -> None:
+    greedy = [*asked, *GREEDY, "--engine", "vllm", "--out", tmp_path / "greedy"]
+    sampled = [*asked, *SAMPLED, "--engine", "vllm", "--out", tmp_path / "sampled"]
+    killed = inside(greedy)
+    assert killed.stderr is not None
+    while killed.poll() is None and not list(tmp_path.rglob("part-*")):
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    again = inside(greedy, sampled)
+    assert again.communicate()[1] and again.returncode == 0
+    compare_with_hf(tmp_path, ours)
+
+
+@pytest.mark.engines
+def test_vllm_served_gives_the_rows_of_hf_and_goes_on(
+    asked: list[object], ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
+    words = [REAL, "--dtype", "float32", "--enforce-eager", "--max-logprobs", "8", "--max-num-seqs", "8"]
+    with vllm_server(engine("vllm"), words) as port:
+        served = ["--engine", "openai", "--endpoint", f"http://127.0.0.1:{port}/v1"]
+
+        def command(*options: object) -> int:
+            return main([str(word) for word in (*asked, *served, *options)])
+
+        greedy = [*GREEDY[:4], "--teacher_top_k", 8, "--out", tmp_path / "greedy"]
+        assert command(*greedy, "--max_requests", 9) == 1
+        assert command(*greedy) == 0
+        options = [word for word in SAMPLED if word not in ("--dtype", "float32")]
+        assert command(*options, "--out", tmp_path / "sampled") == 0
+        with pytest.raises(InputError, match="teacher_top_k: needs vLLM's server, started with --max-logprobs 9"):
+            distill(
+                DistillConfig(
+                    target=REAL,
+                    prompts="-",
+                    out=str(tmp_path / "x"),
+                    engine="openai",
+                    teacher_top_k=9,
+                    endpoint=[f"http://127.0.0.1:{port}/v1"],
+                ),
+                "x",
+            )
+    compare_with_hf(tmp_path, ours)

@@ -59,12 +59,9 @@ HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
 
 
 @pytest.fixture(autouse=True)
-def no_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Exports of this file are proven by their layout; test_neighbours.py runs the engines."""
-    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "none"))
+def no_llama_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports of this file are proven by their layout, although a llama-server may be on the PATH."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    for name in ("OPENVINO_PYTHON", "SPECULATORS_PYTHON", "LLAMA_SERVER"):
-        monkeypatch.delenv(name, raising=False)
 
 
 Saved = Callable[[PreTrainedModel, Path], PreTrainedModel]

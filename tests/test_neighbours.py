@@ -25,12 +25,12 @@ from transformers import (
 import draftsmith as ds
 from drafts.heads import load_head, save_head
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.neighbours import ask, complete, llama_server, work
+from drafts.neighbours import PROGRAMS, ask, complete, llama_server, work
 from draftsmith_core.models import load_model
 from draftsmith_core.tokenization import load_tokenizer
+from tests.learnt_heads import AHEAD, TOKENS, learn
 from tests.openvino_ir import engine, openvino_ir
 from tests.tiny_models import stirred
-from train.config import HeadOptions, Optim
 
 ROOT = Path(__file__).parents[1]
 # Scripts that run in the engines' environments.
@@ -44,7 +44,6 @@ TEXTS = [
     "import os\nimport 12",
     "The list of all",
 ]
-AHEAD, TOKENS = 4, 40
 
 pytestmark = pytest.mark.engines
 
@@ -169,20 +168,7 @@ def test_llama_cpp(exports: Any, pair: ds.Pair, prompts: list[list[int]], ours: 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An EAGLE-3 head that has learnt the target's own answers to the prompts, so that some of its drafts are right."""
-    place = tmp_path_factory.mktemp("learnt")
-    (place / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-    target, data = str(PAIR / "target"), str(place / "set")
-    ds.distill(
-        ds.DistillConfig(
-            target=target, prompts=str(place / "p.jsonl"), out=data, max_new_tokens=TOKENS, temperature=0, device="cpu"
-        )
-    )
-    options: dict[str, Any] = {"steps": 80, "eval_every": 80, "batch_size": len(TEXTS), "max_length": 96}
-    options |= {"head": HeadOptions(test_steps=AHEAD), "optim": Optim(lr=3e-3), "device": "cpu"}
-    options |= {"kind": "eagle3", "draft_vocab_size": 2048}
-    options |= {"target": target, "objective": "fkl", "out": str(place / "head")}
-    ds.train(ds.TrainConfig(data=[data], heldout=[data], **options))
-    return place / "head"
+    return learn("eagle3", str(PAIR / "target"), TEXTS, tmp_path_factory.mktemp("learnt"), draft_vocab_size=2048)
 
 
 def test_llama_cpp_accepts_of_an_eagle3_head_what_we_accept(
@@ -260,6 +246,13 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Eagle3Head, Path]:
     return head.eval(), path
 
 
+@pytest.fixture
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both are here, vLLM proves the layout (test_neighbours_vllm.py)."""
+    monkeypatch.setitem(PROGRAMS, "vllm", ("-", "-"))
+
+
+@pytest.mark.usefixtures("without_vllm")
 def test_speculators(eagle3: tuple[Eagle3Head, Path], tmp_path: Path) -> None:
     engine("speculators")
     out = tmp_path / "out"
@@ -289,6 +282,7 @@ def test_speculators_convert_gives_what_we_read(eagle3: tuple[Eagle3Head, Path],
     torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
 
 
+@pytest.mark.usefixtures("without_vllm")
 def test_an_engine_that_computes_something_else_stops_the_export(
     eagle3: tuple[Eagle3Head, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ class OpenAIEngine:
         self.sampling = sampling_of(config, target)
         self._completion = Completion(
             *(config.served_model or "", tokenizer, self.sampling.sampling, config.max_new_tokens, target.eos_ids),
-            *(config.ignore_eos, len(tokenizer)),
+            *(config.ignore_eos, len(tokenizer), config.teacher_top_k),
         )
         self._servers = [
             Server(url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1", config.timeout_s)

@@ -5,6 +5,8 @@
 | `llama.cpp` | llama-server | POST /completion, prompt as ids | `tokens` |
 | `openai` | vLLM, others | POST /v1/completions, prompt as ids or text | `token_ids`, else the text's |
 
+Teacher rows come from vLLM's `logprobs`, which are the target's own at temperature 1 unless it was started otherwise.
+
 Every request states the whole distribution, because servers have defaults of their own. A server that rejects keys
 which OpenAI's API does not have is asked without them if they would change nothing (`plain`).
 """
@@ -18,10 +20,12 @@ from typing import Any, Literal
 from urllib.parse import urljoin
 
 import httpx
+import numpy as np
 
 from distill.engines import Answer, AnswerRequest, at_temperature
 from draftsmith_core.errors import InputError
 from draftsmith_core.settings import Sampling
+from draftsmith_core.teacher_rows import pack
 from draftsmith_core.tokenization import Tokenizer, encode_text
 
 _LIST_TIMEOUT_S = 30.0
@@ -51,7 +55,9 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Completion:
-    """What all requests of a run share. vocabulary: tokens of the tokenizer."""
+    """What all requests of a run share. vocabulary: tokens of the tokenizer. teacher: teacher rows of so many tokens
+    are wanted, 0 for none.
+    """
 
     model: str
     tokenizer: Tokenizer
@@ -60,6 +66,7 @@ class Completion:
     eos_ids: tuple[int, ...]
     ignore_eos: bool
     vocabulary: int
+    teacher: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,8 @@ class Dialect:
         if self.ids:
             # -1 means "all tokens" in every version of vLLM, 0 only in newer ones.
             body |= {"return_token_ids": True, "top_k": sampling.top_k or -1, "skip_special_tokens": False}
+        if completion.teacher:
+            body |= {"logprobs": completion.teacher, "return_tokens_as_token_ids": True}
         return body | {"max_tokens": most}
 
     def answer(self, completion: Completion, prompt_ids: Sequence[int], raw: bytes) -> tuple[Answer, int]:
@@ -95,7 +104,7 @@ class Dialect:
 
         Raise ValueError, TypeError, LookupError or AttributeError if the reply is no completion.
         """
-        reply, tokens_from = json.loads(raw), "target"
+        reply, tokens_from, teacher = json.loads(raw), "target", None
         if self.kind == "llama.cpp":
             ids = list(map(operator.index, reply["tokens"]))
             reason = "length" if reply["stop_type"] == "limit" else "stop"
@@ -105,6 +114,9 @@ class Dialect:
             reason = choice["finish_reason"]
             if self.ids:
                 ids = list(map(operator.index, choice["token_ids"]))
+                if completion.teacher:
+                    rows = choice["logprobs"]["top_logprobs"]
+                    teacher = _teacher_rows(rows, len(ids), completion)
             else:
                 ids, same = encode_answer(
                     completion.tokenizer, prompt_ids, choice["text"], usage.get("completion_tokens")
@@ -117,7 +129,17 @@ class Dialect:
             ids = [*ids, completion.eos_ids[0]]
         if not ids:
             raise ValueError("no tokens")
-        return Answer(tuple(ids), reason, tokens_from), spent
+        return Answer(tuple(ids), reason, tokens_from, teacher), spent
+
+
+def _teacher_rows(rows: Sequence[dict[str, float]], tokens: int, completion: Completion) -> bytes:
+    """Pack vLLM's log-probabilities, by position from "token_id:N". It adds the drawn token to the likeliest."""
+    best = [sorted(row.items(), key=lambda item: -item[1])[: completion.teacher] for row in rows]
+    if len(rows) != tokens:
+        raise ValueError(f"log-probabilities of {len(rows)} tokens")
+    ids_RK = np.array([[int(name.removeprefix("token_id:")) for name, _ in row] for row in best])
+    logprobs_RK = np.array([[logprob for _, logprob in row] for row in best])
+    return pack(ids_RK, logprobs_RK, np.maximum(0, 1 - np.exp(logprobs_RK).sum(-1)), completion.vocabulary)
 
 
 def encode_answer(
@@ -178,6 +200,8 @@ class Server:
         openai = [Dialect("openai"), Dialect("openai", ids=False), Dialect("openai", ids=False, plain=True)]
         llama_cpp = [Dialect("llama.cpp")] if not owners or "llamacpp" in owners else []
         dialects = llama_cpp if owners and llama_cpp else [*llama_cpp, *openai]
+        if completion.teacher:
+            dialects = openai[:1]
         trial = replace(completion, max_new_tokens=_TRIAL_TOKENS, ignore_eos=False)
         request = replace(_TRIAL, prompt_ids=tuple(encode_text(trial.tokenizer, "The")))
         reason, refused = "", None
@@ -198,6 +222,9 @@ class Server:
                 raise InputError(f"{self.url}: does not take {given[0]}; set it to its neutral value")
             self.dialect = dialect
             return
+        if completion.teacher:
+            needs = f"teacher_top_k: needs vLLM's server, started with --max-logprobs {completion.teacher}"
+            raise InputError(f"{needs} or more ({reason})")
         raise InputError(f"{reason}: is it a completions server?")
 
     async def ask(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -24,11 +24,14 @@ from drafts.heads.store import write_tensors
 from drafts.layouts import gguf_file
 from drafts.layouts.table import LAYOUTS, Layout, inverted, renamed
 from drafts.load import Source, draft_fingerprint, load_source
-from drafts.neighbours import Proof, compared, probe_ids, program, work
+from drafts.neighbours import Proof, compared, probe_ids, program, vllm_answers, work
+from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, writing
 from draftsmith_core.models import fingerprint, text_config
 from draftsmith_core.runs import RECORD, command_line, hold, provenance
+
+_PROVEN_TOKENS = 24
 
 
 def export(config: ExportConfig | None = None, **options: Any) -> dict[str, Any]:
@@ -111,9 +114,17 @@ def _write_head(layout: Layout, source: Source, out: Path) -> Proof:
     rounded = {name: t.to(source.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     write_tensors(out, rounded, config)
     count = check_layout(out / "model.safetensors", expected)
+    refused, python = "", program("vllm")
+    # The engine that will serve it comes before the library that only trains it.
+    if python is not None and layout.format == SERVING["vllm"][layout.kind].draft_format:
+        try:
+            return _proven_by_vllm(source, out, python)
+        except InputError as error:
+            refused = f"; {error}"
     if layout.format == "speculators" and (python := program("speculators")) is not None:
         return _proven_by_speculators(source, out, python)
-    return Proof(None, f"published layout: names and shapes of {count} tensors are those of {layout.title}")
+    how = f"published layout: names and shapes of {count} tensors are those of {layout.title}"
+    return Proof(None, how + refused)
 
 
 def check_layout(file: Path, expected: dict[str, tuple[int, ...]]) -> int:
@@ -153,6 +164,55 @@ def _proven_by_speculators(source: Source, out: Path, python: Path) -> Proof:
     if report["aux"] != list(head.hidden_layers):
         raise RunError(f"{out}: speculators reads states {report['aux']}, not {list(head.hidden_layers)}")
     return compared(out, report["engine"], theirs, ours, "positions compared")
+
+
+@torch.no_grad()
+def _proven_by_vllm(source: Source, out: Path, python: Path) -> Proof:
+    """The logits of every draft that vLLM makes in a greedy answer, and how many of its tokens it accepts.
+
+    Raises InputError if vLLM does not serve the pair here.
+    """
+    target, head = source.target, cast(Any, source.draft)
+    assert target is not None
+    prompt = probe_ids(target, 8)
+    ahead = len(head) if source.kind == "medusa" else 1
+    draft = {"method": SERVING["vllm"][source.kind].method, "model": str(out), "num_speculative_tokens": ahead}
+    options = {"model": source.target_name, "dtype": "float32", "max_model_len": 64, "max_num_seqs": 4}
+    run: dict[str, Any] = {"engine": options | {"speculative_config": draft}, "prompts": prompt.tolist()}
+    run |= {"ways": [{"temperature": 0}], "max_new_tokens": _PROVEN_TOKENS}
+    with tempfile.TemporaryDirectory() as place:
+        run["logits"] = str(Path(place) / "logits.safetensors")
+        found = vllm_answers(python, {"pair": run})
+        engine, answer = found["engine"], found["answers"]["pair"]
+        if isinstance(answer, dict):
+            raise InputError(f"{engine} does not serve it here: {answer['refused']}")
+        theirs = load_file(run["logits"])["logits"]
+    row = answer[0][0]
+    ids = torch.cat([prompt, torch.tensor([row["tokens"][0]])], dim=1)
+    result = target(ids, output_hidden_states=True)
+    if not torch.equal(result.logits[0, prompt.shape[1] - 1 : -1].argmax(-1), ids[0, prompt.shape[1] :]):
+        raise RunError(f"{out}: {engine} continues a prompt differently from the target; nothing was written")
+    states = [result.hidden_states[layer] for layer in head.hidden_layers]
+    if source.kind == "medusa":
+        logits_TKV = head(states[0])[0]
+    else:
+        fused = head.fuse(states) if source.kind == "eagle3" else states[0]
+        logits = head(ids[:, 1:], fused[:, :-1])[0]
+        logits_TKV = (head.to_target(logits) if source.kind == "eagle3" else logits)[0, :, None]
+    # The first token comes from the prompt's forward; each draft then follows the last token that is known.
+    drafted, accepted, known = [], 0, prompt.shape[1] + 1
+    while known < ids.shape[1]:
+        drafted.append(logits_TKV[known - 2])
+        tokens = ids[0, known : known + ahead]
+        kept = int((drafted[-1].argmax(-1)[: len(tokens)] == tokens).int().cumprod(0).sum())
+        accepted, known = accepted + min(kept, 1), known + kept + 1
+    if (row["drafts"], row["per_position"][0]) != (len(drafted), accepted):
+        told = f"{row['per_position'][0]} of {row['drafts']} drafts and the head gives {accepted} of {len(drafted)}"
+        raise RunError(f"{out}: {engine} accepts {told}; nothing was written")
+    # Tokens outside a draft vocabulary have minus infinity on both sides.
+    given, own = (each.nan_to_num(neginf=-1e9) for each in (theirs[None, : len(drafted)], torch.stack(drafted)[None]))
+    how = f"drafts compared; it accepted the first token of {accepted} of them, as the head does here"
+    return compared(out, engine, given, own, how)
 
 
 # (format, kind of draft) -> what writes it.
