@@ -116,7 +116,8 @@ def _write_head(layout: Layout, source: Source, out: Path) -> Proof:
     count = check_layout(out / "model.safetensors", expected)
     refused, python = "", program("vllm")
     # The engine that will serve it comes before the library that only trains it.
-    if python is not None and layout.format == SERVING["vllm"][layout.kind].draft_format:
+    serving = SERVING["vllm"].get(layout.kind)
+    if python is not None and serving and layout.format == serving.draft_format and not isinstance(head, BlockHead):
         try:
             return _proven_by_vllm(source, out, python)
         except InputError as error:
