@@ -142,9 +142,7 @@ def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokeniz
     room = room_for_prompts(context_length(target), config.max_new_tokens)
     limits: dict[str, Any] = {"max_tokens": room, "limit": config.max_prompts}
     read = read_prompts(config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, **limits)
-    if read.skipped:
-        first = read.skipped[0]
-        say(f"{config.prompts}: {len(read.skipped)} of {read.rows} rows skipped (row {first.row}: {first.reason})")
+    read.say_skipped()
     decoder, sampling = SpeculativeDecoder(target), Sampling(temperature=config.temperature)
     ids, answers = [prompt.ids for prompt in read.prompts], []
     for start in range(0, len(ids), _BATCH):

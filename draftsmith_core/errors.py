@@ -42,12 +42,12 @@ class RunError(DraftsmithError, RuntimeError):
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, on one line; its class where it says nothing."""
+    """Return an error's message on one line, or its class name if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; its class where it says nothing."""
+    """Return the first line of an error's message, or its class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -57,7 +57,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def nearest(word: str, known: Collection[str], otherwise: str = "use one of") -> str:
-    """What to say of an unknown word: the known one that it resembles, or `otherwise` and all of them."""
+    """Suggest the known word nearest to an unknown one, or list all of them after `otherwise`."""
     near = difflib.get_close_matches(word, known, 1)
     return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"
 

@@ -82,7 +82,7 @@ def why_not(name: str, error: Exception) -> str:
 
 
 def lfs_pointer(*files: Path) -> str | None:
-    """Which of these files is a git-lfs pointer, as a clone without it has; None if none is."""
+    """Name the first git-lfs pointer among these files, as a clone without git-lfs has them; None if none is one."""
     for file in files:
         if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_LFS):
             return f"{file.name} is a git-lfs pointer, not the file itself; run git lfs pull there"
@@ -98,7 +98,7 @@ def snapshot(name: str) -> Path:
 
 
 def cached(name: str, file: str) -> Path | None:
-    """A file of a directory, or of the hub through its cache; None if there is none or the hub cannot be asked."""
+    """Return a file of a directory, or of the hub through its cache; None if it is missing or the hub unreachable."""
     try:
         with offline_if_unreachable():
             path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)

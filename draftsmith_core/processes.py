@@ -57,7 +57,7 @@ class StopSignal:
 
 
 def launched() -> int:
-    """How many processes the launcher started, by its environment variable WORLD_SIZE."""
+    """Number of processes that the launcher started (environment variable WORLD_SIZE)."""
     return max(1, int(os.environ.get("WORLD_SIZE") or 1))
 
 

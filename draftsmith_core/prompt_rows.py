@@ -20,7 +20,7 @@ from draftsmith_core.errors import InputError, first_line, nearest, one_line, re
 
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
-# Texts of the target's own: from their first token on, or from one token of the vocabulary on.
+# Sources of texts that the target writes: `self:N` begins with BOS, `token:N` with BOS and a random token.
 SELF, TOKEN = "self:", "token:"
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 DIRECTORY = Path(__file__).parents[1] / "configs" / "prompts"

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.io import canonical_json
+from draftsmith_core.processes import say
 from draftsmith_core.prompt_rows import KEYS, TOKEN, Record, free_rows, iterate_records, parse_record, text_of
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
@@ -69,6 +70,12 @@ class PromptSet:
         """sha256 over ids, domains and tokens: equal for equal prompts, however they were stored."""
         text = canonical_json([[p.id, p.domain, list(p.ids)] for p in self.prompts])
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def say_skipped(self) -> None:
+        """Print how many rows were skipped, if any, and why the first was."""
+        if self.skipped:
+            first, count = self.skipped[0], f"{len(self.skipped)} of {self.rows}"
+            say(f"{self.source}: {count} rows skipped (row {first.row}: {first.reason})")
 
 
 class Reasons:

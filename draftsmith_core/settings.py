@@ -41,12 +41,12 @@ Quantize = Literal["none", "nf4"]
 
 
 def loading(config: Any) -> dict[str, Any]:
-    """Of the options of a command, those that `load_model` and `load_pair` take for its target."""
+    """Return the options that `load_model` and `load_pair` take for a command's target."""
     return {key: getattr(config, key) for key in ("device", "dtype", "trust_remote_code", "revision")}
 
 
 def tokenizing(config: Any) -> dict[str, Any]:
-    """Of the options of a command, those that `load_tokenizer` takes for its target."""
+    """Return the options that `load_tokenizer` takes for a command's target."""
     return {key: getattr(config, key) for key in ("trust_remote_code", "chat_template", "revision")}
 
 
@@ -78,7 +78,7 @@ class ResolvedSampling:
 
 
 def sampling_options(config: Any) -> dict[str, Any]:
-    """Of the options of a command, those that `resolve_sampling` takes."""
+    """Return the options that `resolve_sampling` takes."""
     return {key: getattr(config, key) for key in _SAMPLING}
 
 
@@ -117,7 +117,7 @@ def resolve_sampling(
 
 
 def ignored_keys(target: Any) -> dict[str, Any]:
-    """What the target's generation config sets that changes the output of `generate` and is not followed here."""
+    """Return the keys of the target's generation config that change the output of `generate` and are ignored here."""
     off = {key: value for value, keys in _IGNORED.items() for key in keys.split()}
     values = {key: getattr(target.generation_config, key, None) for key in off}
     return {

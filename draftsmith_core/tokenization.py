@@ -89,7 +89,7 @@ def encode_messages(
 
 
 def chat_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str) -> str:
-    """The text that `encode_messages` gives the tokens of; InputError as there."""
+    """Return the text that `encode_messages` tokenises; raise InputError as it does."""
     return str(_apply_template(tokenizer, messages, where, tokenize=False))
 
 

@@ -44,7 +44,6 @@ from train.training_run import train
 
 # Options that say where the work is done, not what is done: another value resumes a run.
 _NOT_IDENTITY = ("out", "device", "push_to_hub")
-_SECTIONS = ("distill", "train", "eval")
 
 
 def align(config: AlignConfig | None = None, **options: Any) -> Results:
@@ -115,9 +114,7 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
         check(eval_config(whole))
         if whole.heldout_prompts is not None:
             hold_out(config.prompts, prompts, whole.heldout_prompts, out / "prompts")
-        if prompts.skipped:
-            skip, count = prompts.skipped[0], f"{len(prompts.skipped)} of {prompts.rows}"
-            say(f"{config.prompts}: {count} rows skipped (row {skip.row}: {skip.reason})")
+        prompts.say_skipped()
         say(_summary(whole, runs))
         head = "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. Chosen were:\n"
         reasons = "".join(f"#   {line}\n" for line in choices)
@@ -237,13 +234,8 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     """The options of the run that began here; raise InputError if `config` differs from them."""
     check_file(AlignConfig, file)
     begun = AlignConfig(**yaml.safe_load(file.read_text(encoding="utf-8")))
-    known, wanted = _shown(begun), _shown(config)
-    for section in _SECTIONS:
-        for key, value in wanted[section].items():
-            group = isinstance(value, dict) and isinstance(known[section].get(key), dict)
-            wanted[section][key] = known[section][key] | value if group else value
-        wanted[section] = known[section] | wanted[section]
-    wanted = {key: known[key] if value in (None, []) else value for key, value in wanted.items()}
+    known = _shown(begun)
+    wanted = _over(known, _shown(config))
     for key in _NOT_IDENTITY:
         del wanted[key], known[key]
     differs = difference(json.loads(json.dumps(known)), json.loads(json.dumps(wanted)))
@@ -254,6 +246,12 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
         )
     # The file has no passwords of URLs.
     return replace(begun, prompts=config.prompts, id=config.id or begun.id, ood=config.ood or begun.ood)
+
+
+def _over(known: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The known options with the given ones in their places; what is null or empty was not given."""
+    groups = {key: _over(known[key], value) for key, value in given.items() if isinstance(known.get(key), dict)}
+    return known | {key: value for key, value in given.items() if value not in (None, [])} | groups
 
 
 def _shown(config: AlignConfig) -> dict[str, Any]:
