@@ -22,7 +22,7 @@ from draftsmith_core.models import context_length, fingerprint, load_model, para
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.request import check
-from train.config import TrainConfig
+from train.config import BLOCK_KINDS, TrainConfig
 from train.draft_setup import read_shape
 
 Door = Callable[..., tuple[int, str, str]]
@@ -64,6 +64,7 @@ def test_no_recipe_is_left_out() -> None:
         *("llama-160m_vicuna-7b_sharegpt", "llama-160m_vicuna-13b", "llama-160m_llama2-7b-chat_alpaca"),
         *("opt-125m_opt-13b", "gemma-2-2b_gemma-2-9b", "pythia-70m_pythia-12b"),
         *("eagle_vicuna-7b", "eagle3_llama-3.1-8b", "eagle3_qwen3-8b", "medusa_vicuna-7b", "hydra_vicuna-7b"),
+        *("dflash_qwen3-8b", "dspark_qwen3-8b", "jetspec_qwen3-8b"),
     ):
         assert any(path.name.startswith(f"{pair}_") for path in TRAIN), pair
 
@@ -133,7 +134,7 @@ def head_parameters(target: PreTrainedModel, config: TrainConfig) -> int:
         sizes: Any = {"num_heads": config.head.num_heads or 4, "num_layers": config.head.num_layers or 1}
         return parameter_count(HEADS[config.kind].fresh(target, **sizes))
     head: Any = HEADS[config.kind].fresh(target)
-    if config.kind == "eagle":
+    if config.kind in ("eagle", *BLOCK_KINDS):
         return parameter_count(head)
     size, hidden = vocabulary_size(target), head.lm_head.in_features
     assert head.fc.weight.shape == (hidden, 3 * hidden) and len(set(head.hidden_layers)) == 3
@@ -146,6 +147,10 @@ HEAD_PARAMETERS = {
     "eagle_vicuna-7b_sharegpt": 235_933_696,
     "eagle3_llama-3.1-8b_sharegpt-ultrachat": 424_689_664,
     "eagle3_qwen3-8b_sharegpt-ultrachat": 399_523_840,
+    # Five layers of the target's own shape, and what fuses five states; DSpark has W1, W2 and a confidence more.
+    "dflash_qwen3-8b_sharegpt-ultrachat": 1_048_626_432,
+    "jetspec_qwen3-8b_sharegpt-ultrachat": 1_048_626_432,
+    "dspark_qwen3-8b_sharegpt-ultrachat": 1_048_626_432 + 2 * 151_936 * 256 + 4096 + 256 + 1,
     "medusa_vicuna-7b_sharegpt": 5 * (4096 * 4096 + 4096 + 32_000 * 4096),
     "hydra_vicuna-7b_sharegpt": (2 + 3 + 4 + 5) * 2 * 4096 * 4096 + 4 * 4096,
 }
