@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from distill.config import DistillConfig
-from distill.engines import ENGINES, Answer, AnswerRequest, Done
+from distill.engines import ENGINES, Answer, AnswerRequest, Done, Engine
 from distill.engines.hf import HFEngine
 from draftsmith_core.tokenization import Tokenizer
 from tests.distilled import Door, errors, files, rows_of, write_rows
@@ -112,10 +112,10 @@ def test_a_mixture_of_temperatures(words: list[str], door: Door, target_dir: str
     assert "| temperatures | 0:1 1.0:2 0.5:2 |" in Path("set/README.md").read_text()
 
 
-class _Echo:
+class _Echo(Engine):
     """An engine that answers with one token."""
 
-    max_prompt_tokens = wave = None
+    max_prompt_tokens = None
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         like = HFEngine(config, tokenizer)
@@ -125,9 +125,6 @@ class _Echo:
         for group in groups:
             for request in group:
                 assert done(request, Answer((7,), "length")) is None
-
-    def close(self) -> None:
-        return
 
 
 def test_memory_does_not_grow_with_the_rows(

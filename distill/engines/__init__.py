@@ -67,8 +67,8 @@ class Engine(Protocol):
     identity: dict[str, Any]
     sampling: ResolvedSampling
     max_prompt_tokens: int | None
-    takes_ids: bool
-    wave: int | None
+    takes_ids: bool = True
+    wave: int | None = None
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         """Answer all requests of all groups, each the requests of one part of the set.
@@ -77,7 +77,8 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the engine holds outside this process."""
+        """Release what the engine holds outside this process: nothing, unless it says otherwise."""
+        return
 
 
 class DraftingEngine(Engine, Protocol):

@@ -7,7 +7,7 @@ import torch
 
 from decode import PROPOSERS, SpeculativeDecoder, parse_tree, take_over
 from distill.config import DistillConfig
-from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, at_temperature, sampling_of
+from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, DraftingEngine, at_temperature, sampling_of
 from distill.score import score
 from drafts.load import Draft, depth_limit, draft_fingerprint, kind_of, load_pair
 from draftsmith_core.errors import InputError
@@ -24,10 +24,8 @@ _MEASURED_TOKENS, _MEASURED_ROUNDS = 32, 2
 _CHAINS = (1, 2, 4)
 
 
-class HFEngine:
+class HFEngine(DraftingEngine):
     """A transformers model in this process, and the distribution that its answers are drawn from."""
-
-    takes_ids = True
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         drafts = [] if config.draft is None else [config.draft]
@@ -100,9 +98,6 @@ class HFEngine:
                 prefill_s = batch.prefill_s * count / self._max_new_tokens
                 spent[tree].append((batch.decode_s + prefill_s) / made)
         return {tree: min(times[1:]) for tree, times in spent.items()}
-
-    def close(self) -> None:
-        """Nothing to do: the model lives in this process."""
 
 
 def _length(request: AnswerRequest) -> int:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from distill.config import DistillConfig
-from distill.engines import Answer, AnswerRequest, Done, Failed, RemoteTarget, sampling_of
+from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, RemoteTarget, sampling_of
 from distill.engines.server import Completion, NoAnswer, Server
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.prompts import room_for_prompts
@@ -31,10 +31,8 @@ _OPEN_GROUPS = 8
 Slot = tuple[Server, httpx.AsyncClient]
 
 
-class OpenAIEngine:
+class OpenAIEngine(Engine):
     """Servers that answer, and the distribution that they are asked to draw from."""
-
-    wave = None
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         self._config = config
@@ -58,9 +56,6 @@ class OpenAIEngine:
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         """Ask everything in `groups`. Raise RunError if a budget is spent or no server answers any more."""
         _run(self._ask_all(groups, done))
-
-    def close(self) -> None:
-        """Nothing to release: connections end with each run."""
 
     def _client(self, server: Server) -> httpx.AsyncClient:
         """Return a client for one connection.

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util import ActorPool
 
 from distill.config import DistillConfig
-from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, Failed
+from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, DraftingEngine, Failed
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.settings import ResolvedSampling
@@ -55,10 +55,8 @@ class Worker:
         return {request.key: answers[request.key] for request in requests}
 
 
-class RayEngine:
+class RayEngine(DraftingEngine):
     """Workers on a cluster: one per GPU, or per node without GPUs, or as many as `--workers` says."""
-
-    takes_ids = True
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         require_single_process("distill --engine ray")

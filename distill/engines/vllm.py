@@ -8,7 +8,7 @@ import numpy as np
 from vllm import LLM, SamplingParams
 
 from distill.config import DistillConfig
-from distill.engines import Answer, AnswerRequest, Done, Failed, RemoteTarget, at_temperature, sampling_of
+from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, RemoteTarget, at_temperature, sampling_of
 from draftsmith_core.errors import InputError, RunError, one_line
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.prompts import room_for_prompts
@@ -19,11 +19,8 @@ from draftsmith_core.tokenization import Tokenizer
 _TOGETHER = 4096
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """A model in vLLM. Every request has its seed, but rounding depends on the batch, so bytes may differ."""
-
-    takes_ids = True
-    wave = None
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         require_single_process("distill --engine vllm --tensor_parallel_size N")
@@ -108,9 +105,6 @@ class VLLMEngine:
             _teacher_rows(output.prompt_logprobs[len(prompt) :], self._k, self._vocabulary)
             for (prompt, _), output in zip(answers, outputs, strict=True)
         ]
-
-    def close(self) -> None:
-        """Nothing to release: vLLM ends its processes with this one."""
 
 
 def _teacher_rows(rows: Sequence[Any], k: int, vocabulary: int) -> bytes:
