@@ -122,32 +122,32 @@ def interval(
     return max(least, float(low)), min(most, float(high))
 
 
+def _estimate(value: float | None, values_R: Floats, picks: Resamples, **bounds: float) -> Estimate:
+    low, high = interval(values_R, picks, **bounds)
+    return Estimate(value=value, low=low, high=high, n=picks.weights_RP.shape[1])
+
+
 def estimate(sums: PromptSums, picks: Resamples) -> Estimate:
     """Pooled ratio with its interval."""
-    value = sums.pooled
     # A share of prompts, positions or mass is at most 1; what comes per target call is at least 1.
     most = 1.0 if (sums.numerator_P <= sums.denominator_P).all() else math.inf
     least = 1.0 if (sums.numerator_P >= sums.denominator_P).all() else 0.0
-    low, high = interval(pooled_ratios(sums, picks), picks, least=least, most=most)
-    return Estimate(value=value, low=low, high=high, n=len(sums.numerator_P))
+    return _estimate(sums.pooled, pooled_ratios(sums, picks), picks, least=least, most=most)
 
 
 def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate:
     """Quotient of two pooled ratios on the same prompts, such as a speedup, with its paired interval."""
     a, b = above.pooled, below.pooled
-    value = a / b if a is not None and b else None
     with np.errstate(divide="ignore", invalid="ignore"):
         values_R = pooled_ratios(above, picks) / pooled_ratios(below, picks)
-    low, high = interval(values_R, picks, least=0.0)
-    return Estimate(value=value, low=low, high=high, n=len(above.numerator_P))
+    return _estimate(a / b if a is not None and b else None, values_R, picks, least=0.0)
 
 
 def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
     """Difference of two pooled ratios, paired: both sides of a resample hold the same prompts."""
     a, b = new.pooled, base.pooled
     value = a - b if a is not None and b is not None else None
-    low, high = interval(pooled_ratios(new, picks) - pooled_ratios(base, picks), picks)
-    return Estimate(value=value, low=low, high=high, n=len(new.numerator_P))
+    return _estimate(value, pooled_ratios(new, picks) - pooled_ratios(base, picks), picks)
 
 
 def two_level(seeds: Sequence[PromptSums], picks: Resamples) -> Floats:
@@ -172,8 +172,7 @@ def difference_over_seeds(new: Sequence[PromptSums], base: PromptSums, picks: Re
     ratios, b = [sums.pooled for sums in new], base.pooled
     known = [ratio for ratio in ratios if ratio is not None]
     value = sum(known) / len(known) - b if b is not None and len(known) == len(ratios) else None
-    low, high = interval(two_level(new, picks) - pooled_ratios(base, picks), picks)
-    return Estimate(value=value, low=low, high=high, n=len(base.numerator_P))
+    return _estimate(value, two_level(new, picks) - pooled_ratios(base, picks), picks)
 
 
 def transfer(
@@ -195,8 +194,7 @@ def transfer(
     id_R = pooled_ratios(new_id, picks_id) - pooled_ratios(base_id, picks_id)
     ood_R = pooled_ratios(new_ood, picks_ood) - pooled_ratios(base_ood, picks_ood)
     with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = interval(ood_R / id_R, picks_ood)
-    return Estimate(value=gain_ood["value"] / gain_id["value"], low=low, high=high, n=gain_ood["n"])
+        return _estimate(gain_ood["value"] / gain_id["value"], ood_R / id_R, picks_ood)
 
 
 def why_undefined(gain_id: Mapping[str, Any], gain_ood: Mapping[str, Any]) -> str | None:

@@ -51,66 +51,57 @@ class Diagnosis(TypedDict):
     viewed: list[list[ViewedToken]]
 
 
-class Diagnoser:
-    """Takes a diagnosis of some rows while p and q pass by. `first`: the number of the first row in its set."""
+@torch.inference_mode()
+def diagnosis_of(
+    sampling: Sampling,
+    seed: int,
+    first: int,
+    texts: Sequence[Continuation],
+    places: Sequence[tuple[int, int]],
+    p_NV: Tensor,
+    q_NV: Tensor,
+    logits_NV: Tensor,
+) -> Diagnosis:
+    """Diagnose a draft from what is sampled from at every position of some texts, and the draft's logits.
 
-    def __init__(self, texts: Sequence[Continuation], sampling: Sampling, seed: int, first: int = 0) -> None:
-        self.texts, self.sampling, rows = texts, sampling, len(texts)
-        self.alpha: list[list[float]] = [[] for _ in texts]
-        self.entropy: list[list[float]] = [[] for _ in texts]
-        self.confidence, self.best = np.zeros((rows, BINS, 3)), np.zeros((rows, CANDIDATES))
-        self.drawn = np.zeros((rows, CANDIDATES))
-        self.viewed: list[list[ViewedToken]] = [[] for _ in texts[: max(0, VIEWED_PROMPTS - first)]]
-        drawn = 0 if sampling.greedy else DRAWN_POSITIONS
-        self.uniforms = drawn_at(texts, [drawn] * rows, (CANDIDATES,), "diagnosis", seed)
-
-    @property
-    def found(self) -> Diagnosis:
-        """The diagnosis of what has passed by."""
-        return Diagnosis(
-            alpha=self.alpha,
-            entropy=self.entropy,
-            confidence=self.confidence.tolist(),
-            best=self.best.tolist(),
-            drawn=[] if self.sampling.greedy else self.drawn.tolist(),
-            drawn_count=[sum(row == b for row, _ in self.uniforms) for b in range(len(self.texts))],
-            viewed=self.viewed,
-        )
-
-    @torch.inference_mode()
-    def add(self, places: Sequence[tuple[int, int]], p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> None:
-        """Take positions as (row, index in its continuation), what is sampled from there, and the draft's logits.
-
-        Positions of a row must come in order.
-        """
-        # At temperature 0 q is one token; how sure the draft is of it is in its logits.
-        belief_NV = logits_NV.float().softmax(-1) if self.sampling.greedy else q_NV
-        count = min(CANDIDATES, p_NV.shape[1])
-        belief_NK, ids_NK = belief_NV.topk(count, dim=-1)
-        p_NK, q_NK = p_NV.gather(1, ids_NK), q_NV.gather(1, ids_NK)
-        best_NK = p_NK.cumsum(1).double()
-        # A vocabulary smaller than the candidates is used up, and more of them change nothing.
-        best_NK = torch.cat([best_NK, best_NK[:, -1:].expand(-1, CANDIDATES - count)], dim=1).clamp(max=1.0)
-        rows = [row for row, _ in places]
-        alpha_N = acceptance(p_NV, q_NV).clamp(max=1.0)
-        entropy_N = (torch.special.entr(p_NV).sum(-1) / torch.log(torch.tensor(2.0))).abs()
-        for row, alpha, entropy in zip(rows, alpha_N.tolist(), entropy_N.tolist(), strict=True):
-            self.alpha[row].append(alpha)
-            self.entropy[row].append(entropy)
-        np.add.at(self.best, rows, best_NK.cpu().numpy())
-        np.add.at(self.confidence, rows, _bins(belief_NK, q_NK, p_NK).cpu().numpy())
-        for n, (row, place) in enumerate(places):
-            if row < len(self.viewed) and place < VIEWED_TOKENS:
-                self._view(row, self.texts[row].output_ids[place], p_NV[n], belief_NV[n], ids_NK[n])
-        if chosen := [n for n, place in enumerate(places) if place in self.uniforms]:
-            u_NK = torch.stack([self.uniforms[places[n]] for n in chosen]).to(p_NV.device)
-            drawn_NK = drawn_acceptance(p_NV[chosen], q_NV[chosen], u_NK)
-            np.add.at(self.drawn, [rows[n] for n in chosen], drawn_NK.cpu().numpy())
-
-    def _view(self, row: int, token: int, p_V: Tensor, q_V: Tensor, ids_K: Tensor) -> None:
-        guesses = [(int(x), round(float(q_V[x]), 4), round(float(p_V[x]), 4)) for x in ids_K[:GUESSES]]
-        p, q = round(float(p_V[token]), 4), round(float(q_V[token]), 4)
-        self.viewed[row].append(ViewedToken(p=p, q=q, guesses=guesses))
+    first: number of the first text in its set. places: row and index in its continuation of every position, in order.
+    """
+    # At temperature 0 q is one token; how sure the draft is of it is in its logits.
+    belief_NV = logits_NV.float().softmax(-1) if sampling.greedy else q_NV
+    count = min(CANDIDATES, p_NV.shape[1])
+    belief_NK, ids_NK = belief_NV.topk(count, dim=-1)
+    p_NK, q_NK = p_NV.gather(1, ids_NK), q_NV.gather(1, ids_NK)
+    best_NK = p_NK.cumsum(1).double()
+    # A vocabulary smaller than the candidates is used up, and more of them change nothing.
+    best_NK = torch.cat([best_NK, best_NK[:, -1:].expand(-1, CANDIDATES - count)], dim=1).clamp(max=1.0)
+    rows, lengths = [row for row, _ in places], [len(text.output_ids) for text in texts]
+    alpha_N = acceptance(p_NV, q_NV).clamp(max=1.0)
+    entropy_N = (torch.special.entr(p_NV).sum(-1) / torch.log(torch.tensor(2.0))).abs()
+    confidence, best = np.zeros((len(texts), BINS, 3)), np.zeros((len(texts), CANDIDATES))
+    np.add.at(best, rows, best_NK.cpu().numpy())
+    np.add.at(confidence, rows, _bins(belief_NK, q_NK, p_NK).cpu().numpy())
+    viewed: list[list[ViewedToken]] = [[] for _ in texts[: max(0, VIEWED_PROMPTS - first)]]
+    for n, (row, place) in enumerate(places):
+        if row < len(viewed) and place < VIEWED_TOKENS:
+            token, chances = texts[row].output_ids[place], torch.stack([belief_NV[n], p_NV[n]])
+            guesses = [(int(x), *(round(float(chance), 4) for chance in chances[:, x])) for x in ids_NK[n, :GUESSES]]
+            q, p = (round(float(chance), 4) for chance in chances[:, token])
+            viewed[row].append(ViewedToken(p=p, q=q, guesses=guesses))  # type: ignore[typeddict-item]
+    drawn = np.zeros((len(texts), CANDIDATES))
+    counts = [0 if sampling.greedy else DRAWN_POSITIONS] * len(texts)
+    u_K = drawn_at(texts, counts, (CANDIDATES,), "diagnosis", seed)
+    if chosen := [n for n, place in enumerate(places) if place in u_K]:
+        u_NK = torch.stack([u_K[places[n]] for n in chosen]).to(p_NV.device)
+        np.add.at(drawn, [rows[n] for n in chosen], drawn_acceptance(p_NV[chosen], q_NV[chosen], u_NK).cpu().numpy())
+    return Diagnosis(
+        alpha=[part.tolist() for part in alpha_N.split(lengths)],
+        entropy=[part.tolist() for part in entropy_N.split(lengths)],
+        confidence=confidence.tolist(),
+        best=best.tolist(),
+        drawn=[] if sampling.greedy else drawn.tolist(),
+        drawn_count=[sum(row == b for row, _ in u_K) for b in range(len(texts))],
+        viewed=viewed,
+    )
 
 
 def _bins(belief_NK: Tensor, q_NK: Tensor, p_NK: Tensor) -> Tensor:

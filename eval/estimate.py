@@ -8,6 +8,7 @@ of the longest continuation, K ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypedDict
 
 import numpy as np
@@ -23,8 +24,8 @@ from draftsmith_core.processes import divided
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from eval.acceptance import Continuation, draft_logits, model_logits, rank_chances
-from eval.diagnose import Diagnoser, Diagnosis
-from eval.headroom import RootMeasurement, RootStep, RootSums, positions_per_prompt
+from eval.diagnose import Diagnosis, diagnosis_of
+from eval.headroom import RootMeasurement, RootStep, positions_per_prompt, root_sums
 from eval.predict import PredictedCounts, Traces, predict, ranks_needed
 from eval.request import Method
 
@@ -50,9 +51,9 @@ class AlphaMeasurement(TypedDict):
     diagnosis: Diagnosis | None
 
 
-Sink = RootSums | Diagnoser
-# (number of the first row, rows) -> the sinks of one draft, which collect statistics of p and q during the forward.
-MakeSinks = Callable[[int, Sequence[Continuation]], list[Sink]]
+# (number of the first row, rows, positions as (row, index of the token), p, q, the draft's logits) -> by name, lists
+# with an entry per row. Called once for every draft and group of rows.
+Observer = Callable[[int, Sequence[Continuation], list[tuple[int, int]], Tensor, Tensor, Tensor], Any]
 
 
 def _groups(rows: Sequence[Continuation], most_columns: int, heads: bool) -> list[Sequence[Continuation]]:
@@ -77,17 +78,23 @@ class _Reader:
         methods: Sequence[Method],
         seed: int,
         names: Mapping[str, str],
+        observers: Mapping[str, Observer],
     ) -> None:
         self.target, self.drafts, self.sampling, self.seed, self.names = target, drafts, sampling, seed, names
+        self.observers = observers
         self.depths = max((method.shape.depth for method in methods), default=1)
         self.ranks = ranks_needed(methods, sampling)
         # Whether to record each token's place in the draft's order, which costs a pass over the vocabulary.
         self.places = sampling.greedy or any(method.verifier == "naive" for method in methods)
 
     @torch.inference_mode()
-    def read(self, rows: Sequence[Continuation], sinks: Mapping[str, Sequence[Sink]]) -> dict[str, Traces]:
-        """Return the traces of some rows by draft, from one forward of each model over all tokens."""
-        target, self.rows, self.sinks = self.target, rows, sinks
+    def read(self, start: int, rows: Sequence[Continuation]) -> tuple[dict[str, Traces], dict[str, dict[str, Any]]]:
+        """Return the traces of some rows and what was observed, by draft, from one forward of each model.
+
+        start: number of the first row.
+        """
+        target, self.start, self.rows = self.target, start, rows
+        self.observed: dict[str, dict[str, Any]] = {}
         texts = [torch.tensor([*row.prompt_ids, *row.output_ids]) for row in rows]
         ids_BS = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(target.device)
         ids_BT = ids_BS[:, :-1]  # the last token predicts nothing that is measured
@@ -131,7 +138,7 @@ class _Reader:
                 for depth, (logits, sure_BT) in enumerate(unrolled):
                     self._read_draft(name, logits, self.c_N, depth, sure_BT)
             traces[name] = Traces(lengths_B.cpu().numpy(), alone, self.arrays)
-        return traces
+        return traces, self.observed
 
     def _read_draft(
         self, name: str, logits_BCV: Tensor, c_N: Tensor, depth: int, sure_BC: Tensor | None = None
@@ -165,8 +172,10 @@ class _Reader:
             values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
             values["missing"] = p_NV.masked_fill(logits_NV > -torch.inf, 0).sum(1, keepdim=True)
             places = list(zip(at[0].tolist(), at[1].tolist(), strict=True))
-            for sink in self.sinks[name]:
-                sink.add(places, p_NV, q_NV, logits_NV)
+            self.observed[name] = {
+                key: observe(self.start, self.rows, places, p_NV, q_NV, logits_NV)
+                for key, observe in self.observers.items()
+            }
         for key, value in values.items():
             self.arrays[key][depth, *at] = value[:, 0].double().cpu().numpy()
         for rule, count in self.ranks.items():
@@ -194,38 +203,37 @@ def read_traces(
     max_logits: int = MAX_LOGITS,
     seed: int = 0,
     names: Mapping[str, str] | None = None,
-    sinks: MakeSinks = lambda start, rows: [],
+    observers: Mapping[str, Observer] | None = None,
     tick: Tick = no_tick,
-) -> tuple[dict[str, Traces], dict[str, list[Any]]]:
-    """Return, by draft, the traces of all rows as far as `methods` need them, and what its sinks found.
+) -> tuple[dict[str, Traces], dict[str, dict[str, Any]]]:
+    """Return, by draft, the traces of all rows as far as `methods` need them, and what each observer found.
 
     All drafts share one forward of the target, and launched processes divide the batches. max_logits: the most logits
     held at once per model, but for a single row. names: the models in error messages, the target's being "". Raise
     RunError that names model and prompt if logits are not finite.
     """
-    reader = _Reader(target, drafts, sampling, methods, seed, names or {})
+    observers = observers or {}
+    reader = _Reader(target, drafts, sampling, methods, seed, names or {}, observers)
     heads = any(not isinstance(draft, PreTrainedModel) for draft in drafts.values())
 
-    def read_batch(index: int) -> list[tuple[dict[str, Traces], dict[str, list[Any]]]]:
+    def read_batch(index: int) -> list[tuple[dict[str, Traces], dict[str, dict[str, Any]]]]:
         start = index * batch_size
         batch = rows[start : start + batch_size]
         results = []
         for group in _groups(batch, max_logits // vocabulary_size(target), heads):
-            collecting = {name: sinks(start, group) for name in drafts}
-            traces = reader.read(group, collecting)
-            results.append((traces, {name: [sink.found for sink in part] for name, part in collecting.items()}))
+            results.append(reader.read(start, group))
             start += len(group)
         tick(len(batch))
         return results
 
     parts = [part for batch in divided(-(-len(rows) // batch_size), read_batch) for part in batch]
     traces = {name: Traces.joined([part[name] for part, _ in parts]) for name in drafts}
+
+    def joined(found: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+        return {key: [value for part in found for value in part[key]] for key in found[0]}
+
     return traces, {
-        name: [
-            {key: [value for part in found for value in part[key]] for key in found[0]}
-            for found in zip(*(part[name] for _, part in parts), strict=True)
-        ]
-        for name in drafts
+        name: {key: joined([found[name][key] for _, found in parts]) for key in observers} for name in drafts
     }
 
 
@@ -249,24 +257,25 @@ def measure_alphas(
     """
     counts = {step: positions_per_prompt(step, len(rows), vocabulary_size(target)) for step in roots}
 
-    def sinks(start: int, group: Sequence[Continuation]) -> list[Sink]:
-        of_draft: list[Sink] = [RootSums(step, group, counts[step][start:], seed) for step in roots]
-        return [*of_draft, Diagnoser(group, sampling, seed, first=start)] if diagnose else of_draft
+    def root(step: RootStep, start: int, group: Any, places: Any, p_NV: Tensor, q_NV: Tensor, _: Tensor) -> Any:
+        return root_sums(step, group, counts[step][start:], places, p_NV, q_NV, seed)
 
-    traces, collected = read_traces(target, drafts, rows, sampling, methods, sinks=sinks, seed=seed, **options)
+    observers: dict[str, Observer] = {step.name: partial(root, step) for step in roots}
+    if diagnose:
+        observers["diagnosis"] = partial(diagnosis_of, sampling, seed)
+    traces, observed = read_traces(target, drafts, rows, sampling, methods, observers=observers, seed=seed, **options)
     measured: dict[str, AlphaMeasurement] = {}
     for name, read in traces.items():
         predicted = {method.name: predict(method.shape, method.verifier, sampling, read) for method in methods}
-        *root_sums, diagnosis = collected[name] if diagnose else [*collected[name], None]
         measured[name] = AlphaMeasurement(
             sum=read.sums("alpha"),
             greedy=read.sums("greedy"),
             match=read.sums("match"),
             missing=read.sums("missing"),
             count=read.lengths_P.tolist(),
-            roots={step.name: sums for step, sums in zip(roots, root_sums, strict=True)},
+            roots={step.name: observed[name][step.name] for step in roots},
             predicted={key: value for key, value in predicted.items() if value is not None},
-            diagnosis=diagnosis,
+            diagnosis=observed[name].get("diagnosis"),
         )
     return measured
 

@@ -132,23 +132,24 @@ def root_acceptance(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -
     return torch.cat(bounds), torch.cat(reached)
 
 
-class RootSums:
-    """Simulates a root step at `counts[row]` positions of some rows while p and q pass by."""
-
-    def __init__(self, step: RootStep, rows: Sequence[Continuation], counts: Sequence[int], seed: int) -> None:
-        self.step = step
-        self.found = RootMeasurement(bound=[0.0] * len(rows), reached=[0.0] * len(rows), count=[0] * len(rows))
-        self.uniforms = drawn_at(rows, counts, (TRIALS, step.uniforms), f"headroom/{step.name}", seed)
-
-    def add(self, places: Sequence[tuple[int, int]], p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> None:
-        """Take positions as (row, index in its continuation), and p and q there."""
-        chosen = [n for n, place in enumerate(places) if place in self.uniforms]
-        if not chosen:
-            return
-        u_NTU = torch.stack([self.uniforms[places[n]] for n in chosen])
-        bound_N, reached_N = root_acceptance(self.step, p_NV[chosen], q_NV[chosen], u_NTU)
+def root_sums(
+    step: RootStep,
+    rows: Sequence[Continuation],
+    counts: Sequence[int],
+    places: Sequence[tuple[int, int]],
+    p_NV: Tensor,
+    q_NV: Tensor,
+    seed: int,
+) -> RootMeasurement:
+    """Simulate a root step at `counts[row]` of the positions `places`, each (row, index in its continuation)."""
+    found = RootMeasurement(bound=[0.0] * len(rows), reached=[0.0] * len(rows), count=[0] * len(rows))
+    drawn = drawn_at(rows, counts, (TRIALS, step.uniforms), f"headroom/{step.name}", seed)
+    if chosen := [n for n, place in enumerate(places) if place in drawn]:
+        u_NTU = torch.stack([drawn[places[n]] for n in chosen])
+        bound_N, reached_N = root_acceptance(step, p_NV[chosen], q_NV[chosen], u_NTU)
         for n, bound, reached in zip(chosen, bound_N.tolist(), reached_N.tolist(), strict=True):
             row = places[n][0]
-            self.found["bound"][row] += bound
-            self.found["reached"][row] += reached
-            self.found["count"][row] += 1
+            found["bound"][row] += bound
+            found["reached"][row] += reached
+            found["count"][row] += 1
+    return found

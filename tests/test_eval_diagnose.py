@@ -1,6 +1,5 @@
 """Why a draft is accepted or not: what is taken from p and q against what can be counted, its rows, and the page."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
 from eval.acceptance import Continuation
 from eval.bootstrap import signs
-from eval.diagnose import CANDIDATES, Diagnoser, drawn_acceptance
+from eval.diagnose import CANDIDATES, Diagnosis, diagnosis_of, drawn_acceptance
 from eval.diagnosis_rows import diagnosis_rows, similarities, token_class
 from eval.measure import Suite
 from eval.report.page import render_page
@@ -35,22 +34,16 @@ def pair(sampling: Sampling, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor,
     return probs(p, sampling), probs(q, sampling), q
 
 
-def diagnosed(sampling: Sampling, chunks: int = 1) -> tuple[Diagnoser, torch.Tensor, torch.Tensor, torch.Tensor]:
+def diagnosed(sampling: Sampling) -> tuple[Diagnosis, torch.Tensor, torch.Tensor, torch.Tensor]:
     p, q, logits = pair(sampling)
     texts = [Continuation("a", [1], [0, 1, 2, 3]), Continuation("b", [1], [4, 5])]
     places = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
-    diagnoser = Diagnoser(texts, sampling, seed=0)
-    size = N // chunks
-    for start in range(0, N, size):
-        part = slice(start, start + size)
-        diagnoser.add(places[part], p[part], q[part], logits[part])
-    return diagnoser, p, q, logits
+    return diagnosis_of(sampling, 0, 0, texts, places, p, q, logits), p, q, logits
 
 
 @pytest.mark.parametrize("sampling", [HOT, GREEDY])
 def test_what_is_kept_of_every_position(sampling: Sampling) -> None:
-    diagnoser, p, q, logits = diagnosed(sampling)
-    found = diagnoser.found
+    found, p, q, logits = diagnosed(sampling)
     alpha = acceptance(p, q).tolist()
     assert found["alpha"] == [pytest.approx(alpha[:4]), pytest.approx(alpha[4:])]
     entropy = -(p * p.clamp(min=1e-30).log2()).sum(1)
@@ -74,15 +67,10 @@ def test_what_is_kept_of_every_position(sampling: Sampling) -> None:
 
 def test_a_draft_that_is_the_target_is_calibrated() -> None:
     p, _, logits = pair(HOT)
-    diagnoser = Diagnoser([Continuation("a", [1], list(range(N)))], HOT, seed=0)
-    diagnoser.add([(0, n) for n in range(N)], p, p, logits)
-    _, sure, taken = np.array(diagnoser.found["confidence"])[0].T
+    text, places = Continuation("a", [1], list(range(N))), [(0, n) for n in range(N)]
+    found = diagnosis_of(HOT, 0, 0, [text], places, p, p, logits)
+    _, sure, taken = np.array(found["confidence"])[0].T
     assert taken.tolist() == sure.tolist()  # so that the ECE is 0
-
-
-def test_chunks_make_no_difference() -> None:
-    whole, parts = diagnosed(HOT)[0].found, diagnosed(HOT, chunks=3)[0].found
-    assert json.dumps(whole) == json.dumps(parts)
 
 
 def test_drawn_candidates_are_accepted_as_often_as_decoding_accepts_them() -> None:
