@@ -3,6 +3,10 @@
     python benchmarks/train.py --out FILE.json [--vocabulary 32000 --sequence 1024 --batch 4 --objective fkl]
     python benchmarks/train.py --out FILE.json --peers true --objective jsd --sequence 128 --batch 32 \
         --target draftsmith/demo/pair/target --draft draftsmith/demo/pair/base
+    python benchmarks/train.py --out FILE.json --heads eagle3,dflash:3,dspark:2,jetspec:3 --objective fkl
+
+With `--heads` fresh heads of the target are compared with the first of them on the same tokens, each with as many
+layers as its number says. A row draws the product's number of blocks. Without it, methods of training a draft are:
 
 Plain is what one writes first: both models' logits for the whole batch, `torch.nn.functional.kl_div` (for an objective
 other than fkl: this project's own loss function on them), backward. With `--peers true` TRL's GKD trainer and
@@ -33,6 +37,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 # This file has the name of the package that it measures; its own directory must not be searched for it.
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
@@ -41,14 +46,23 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
+from drafts.heads import HEADS  # noqa: E402
 from draftsmith_core.command_line import parse  # noqa: E402
 from draftsmith_core.errors import InputError  # noqa: E402
-from draftsmith_core.models import load_model, peak_memory, reset_peak_memory, resolve_device, vocabulary_size  # noqa: E402  # noqa: E402
+from draftsmith_core.models import (  # noqa: E402
+    load_model,
+    parameter_count,
+    peak_memory,
+    reset_peak_memory,
+    resolve_device,
+    vocabulary_size,
+)
 from draftsmith_core.runs import git_commit, versions  # noqa: E402
 from train.batch import IGNORE, Batch  # noqa: E402
 from train.chunked import chunk_size, projected  # noqa: E402
 from train.objective import parse_objective  # noqa: E402
 from train.teacher import LiveTeacher  # noqa: E402
+from train.trainees import TRAINEES  # noqa: E402
 from train.trainees.lm import LMTrainee  # noqa: E402
 
 # Beside the size that the product chooses.
@@ -77,6 +91,8 @@ class Options:
     """Autocast to bf16 in both."""
     peers: bool = False
     """Other trainers too."""
+    heads: str = ""
+    """Kinds of heads, KIND or KIND:LAYERS, in place of methods."""
     device: str = "auto"
     only: str = ""
     """Used by itself: measure the memory of this method and print it."""
@@ -120,7 +136,7 @@ def peers_of(options: Options) -> dict[str, str]:
 class Step:
     """A method: one step of its own copy of the draft, which returns the loss per token."""
 
-    draft: PreTrainedModel
+    draft: torch.nn.Module
     make: StepFunction
 
 
@@ -132,7 +148,7 @@ def make_steps(options: Options, methods: Sequence[str]) -> dict[str, Step]:
     ids_BT = torch.randint(vocabulary_size(first), (options.batch, options.sequence), device=device)
     labels_BT = ids_BT.roll(-1, 1)
     labels_BT[:, -1] = IGNORE
-    batch = Batch(ids_BT, labels_BT)
+    batch = Batch(ids_BT, labels_BT, seeds_B=torch.arange(options.batch))
     tokens_N = ids_BT[:, 1:].flatten()
 
     def plain(draft: PreTrainedModel) -> torch.Tensor:
@@ -146,11 +162,18 @@ def make_steps(options: Options, methods: Sequence[str]) -> dict[str, Step]:
         log_q, log_p = draft_NV.float().log_softmax(-1), target_NV.float().log_softmax(-1)
         return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
+    def trainee_of(method: str) -> torch.nn.Module:
+        kind, _, layers = method.partition(":")
+        if kind not in HEADS:
+            return LMTrainee(copy.deepcopy(first), objective, target, chunk=options.chunk).train()
+        head: Any = HEADS[kind].fresh(target, **({"num_layers": int(layers)} if layers else {}))
+        return TRAINEES[kind](head, objective, target, chunk=options.chunk).train()
+
     def made(method: str) -> Step:
-        draft = copy.deepcopy(first).train()
+        trainee = trainee_of(method)
+        draft: Any = trainee.draft
         optimizer = torch.optim.SGD(draft.parameters(), lr=1e-3)
-        if method in ("plain", "chunked"):
-            trainee = LMTrainee(draft, objective, target, chunk=options.chunk).train()
+        if method in ("plain", "chunked") or options.heads:
 
             def backward() -> torch.Tensor:
                 with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
@@ -245,8 +268,11 @@ def main() -> None:
     for peer, reason in skipped.items():
         sys.stderr.write(f"{peer}: left out: {reason}\n")
     methods = ["plain", "chunked", *(peer for peer in peers_of(options) if peer not in skipped)]
+    methods = options.heads.split(",") if options.heads else methods
+    base = methods[0] if options.heads else "chunked"
     memory = {method: measured_memory(method) for method in methods}
-    chunks = loss_by_chunk(options) if str(resolve_device(options.device)) == "cpu" else None
+    on_cpu = str(resolve_device(options.device)) == "cpu"
+    chunks = loss_by_chunk(options) if on_cpu and not options.heads else None
     steps = make_steps(options, methods)
     losses = {method: steps[method].make() for method in methods}
     seconds: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
@@ -268,16 +294,19 @@ def main() -> None:
         "load_average": os.getloadavg(),
         "skipped": skipped,
         "loss": losses,
-        "weights_apart": {method: apart(steps[method].draft, steps["chunked"].draft) for method in methods},
+        "parameters": {method: parameter_count(steps[method].draft) for method in methods},
+        "weights_apart": {
+            method: apart(steps[method].draft, steps[base].draft) for method in methods if not options.heads
+        },
         "memory_bytes": memory,
         "seconds": {method: [clock for clock, _ in seconds[method]] for method in methods},
         "processor_seconds": {method: [spent for _, spent in seconds[method]] for method in methods},
         "tokens_per_s": {method: tokens / clock[method] for method in methods},
-        "over_chunked": {
+        f"over_{base}": {
             method: {
-                "seconds": clock[method] / clock["chunked"],
-                "processor_seconds": busy[method] / busy["chunked"],
-                "memory": memory[method]["rise"] / held if (held := memory["chunked"]["rise"]) else None,
+                "seconds": clock[method] / clock[base],
+                "processor_seconds": busy[method] / busy[base],
+                "memory": memory[method]["rise"] / held if (held := memory[base]["rise"]) else None,
             }
             for method in methods
         },
@@ -286,7 +315,7 @@ def main() -> None:
     Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
 
 
-def apart(one: PreTrainedModel, other: PreTrainedModel) -> float:
+def apart(one: torch.nn.Module, other: torch.nn.Module) -> float:
     """The largest difference of a weight."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)

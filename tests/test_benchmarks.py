@@ -199,6 +199,15 @@ def test_the_methods_of_the_training_benchmark_make_the_same_step(objective: str
     assert found["default"]["tokens"] == 36 and found["default"]["seconds"] > 0
 
 
+def test_the_training_benchmark_compares_heads_on_the_same_tokens() -> None:
+    shape: dict[str, Any] = {"vocabulary": 80, "sequence": 12, "batch": 3, "target_layers": 3, "target_hidden": 64}
+    options = bench_train.Options(out="", heads="eagle3,dspark:1", device="cpu", repeats=1, **shape)
+    steps = bench_train.make_steps(options, options.heads.split(","))
+    assert [type(step.draft).__name__ for step in steps.values()] == ["Eagle3Head", "DSparkHead"]
+    for step in steps.values():
+        assert step.make() > step.make() > 0
+
+
 def test_lengths_measures_every_cell_once_and_resumes(tmp_path: Path) -> None:
     options = lengths.Options(
         out=str(tmp_path / "lengths.json"), prompts=4, group=2, new_tokens=80, batch=[1, 2], prompt_tokens=[8, 510],

@@ -128,6 +128,22 @@ class BlockConfig(LayerConfig):
         )
 
 
+class _Layer(Qwen3DecoderLayer):
+    """A layer of Qwen 3. Both its uses are calls of the module, as sharded training needs to gather its weights."""
+
+    def forward(
+        self, hidden_states: Tensor, *given: Any, context: tuple[Tensor, Tensor] | None = None, **attending: Any
+    ) -> Any:
+        """States of blocks; or with `context`, the rotation of context states, their keys and values."""
+        if context is None:
+            return super().forward(hidden_states, *given, **attending)
+        attention: Any = self.self_attn
+        shape = (*hidden_states.shape[:2], attention.config.num_key_value_heads, attention.head_dim)
+        keys = attention.k_norm(attention.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        values = attention.v_proj(hidden_states).view(shape).transpose(1, 2)
+        return apply_rotary_pos_emb(keys, keys, *context)[1], values
+
+
 class BlockHead(DraftVocabulary):
     """The network of all presets. `hidden_layers`: indices into the target's `hidden_states` of what it fuses.
 
@@ -148,7 +164,7 @@ class BlockHead(DraftVocabulary):
         self.hidden_norm, self.norm = Qwen3RMSNorm(hidden, eps), Qwen3RMSNorm(hidden, eps)
         self.layers = nn.ModuleList()
         for index in range(config.num_hidden_layers):
-            layer = Qwen3DecoderLayer(config.llama(), index)
+            layer = _Layer(config.llama(), index)
             layer.self_attn = config.attention(hidden, index)  # type: ignore[assignment]
             self.layers.append(layer)
         self.rotary = Rotary(config.llama())
@@ -229,13 +245,9 @@ class BlockHead(DraftVocabulary):
 
     def remember(self, context_BTH: Tensor, positions_BT: Tensor, past_key_values: Any) -> None:
         """Append the keys and values of H, which stands at these positions, to the cache of every layer."""
-        cos, sin = self.rotary(context_BTH, positions_BT)
+        rotation = self.rotary(context_BTH, positions_BT)
         for index, layer in enumerate(self.layers):
-            attention: Any = layer.self_attn
-            shape = (*context_BTH.shape[:2], self.config.num_key_value_heads, self.config.head_dim)
-            keys = attention.k_norm(attention.k_proj(context_BTH).view(shape)).transpose(1, 2)
-            values = attention.v_proj(context_BTH).view(shape).transpose(1, 2)
-            past_key_values.update(apply_rotary_pos_emb(keys, keys, cos, sin)[1], values, index)
+            past_key_values.update(*layer(context_BTH, context=rotation), index)
 
     def states(self, ids_BN: Tensor, mask: Tensor | None, positions_BN: Tensor, past_key_values: Any) -> Tensor:
         """Normed states `[B, N, H]` of blocks over the cached context; the cache gets the blocks' keys and values too.
