@@ -14,6 +14,7 @@ At K = 128 that is 514 bytes a token for up to 65,536 ids and 520 for up to 262,
 Legend: R positions (response tokens), K kept tokens, B blocks.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,13 @@ def pack(ids_RK: Array, logprobs_RK: Array, tail_R: Array, vocabulary: int) -> b
         axis=-1,
     )
     return np.array([k, blocks], dtype="<u2").tobytes() + whole.tobytes()
+
+
+def pack_likeliest(rows: Sequence[Sequence[tuple[int, float]]], vocabulary: int) -> bytes:
+    """Pack the likeliest tokens of each position, as (id, log-probability); other tokens have the rest of the mass."""
+    ids_RK = np.array([[token for token, _ in row] for row in rows])
+    logprobs_RK = np.array([[logprob for _, logprob in row] for row in rows])
+    return pack(ids_RK, logprobs_RK, np.maximum(0, 1 - np.exp(logprobs_RK).sum(-1)), vocabulary)
 
 
 def unpack(data: bytes) -> tuple[Array, Array, Array]:

@@ -20,12 +20,11 @@ from typing import Any, Literal
 from urllib.parse import urljoin
 
 import httpx
-import numpy as np
 
 from distill.engines import Answer, AnswerRequest, at_temperature
 from draftsmith_core.errors import InputError
 from draftsmith_core.settings import Sampling
-from draftsmith_core.teacher_rows import pack
+from draftsmith_core.teacher_rows import pack_likeliest
 from draftsmith_core.tokenization import Tokenizer, encode_text
 
 _LIST_TIMEOUT_S = 30.0
@@ -114,9 +113,6 @@ class Dialect:
             reason = choice["finish_reason"]
             if self.ids:
                 ids = list(map(operator.index, choice["token_ids"]))
-                if completion.teacher:
-                    rows = choice["logprobs"]["top_logprobs"]
-                    teacher = _teacher_rows(rows, len(ids), completion)
             else:
                 ids, same = encode_answer(
                     completion.tokenizer, prompt_ids, choice["text"], usage.get("completion_tokens")
@@ -129,17 +125,15 @@ class Dialect:
             ids = [*ids, completion.eos_ids[0]]
         if not ids:
             raise ValueError("no tokens")
+        if completion.teacher:
+            rows = choice["logprobs"]["top_logprobs"]
+            if len(rows) != len(ids):
+                raise ValueError(f"log-probabilities of {len(rows)} tokens")
+            # By position from "token_id:N". vLLM adds the drawn token to the likeliest.
+            best = [sorted(row.items(), key=lambda item: -item[1])[: completion.teacher] for row in rows]
+            pairs = [[(int(name.removeprefix("token_id:")), logprob) for name, logprob in row] for row in best]
+            teacher = pack_likeliest(pairs, completion.vocabulary)
         return Answer(tuple(ids), reason, tokens_from, teacher), spent
-
-
-def _teacher_rows(rows: Sequence[dict[str, float]], tokens: int, completion: Completion) -> bytes:
-    """Pack vLLM's log-probabilities, by position from "token_id:N". It adds the drawn token to the likeliest."""
-    best = [sorted(row.items(), key=lambda item: -item[1])[: completion.teacher] for row in rows]
-    if len(rows) != tokens:
-        raise ValueError(f"log-probabilities of {len(rows)} tokens")
-    ids_RK = np.array([[int(name.removeprefix("token_id:")) for name, _ in row] for row in best])
-    logprobs_RK = np.array([[logprob for _, logprob in row] for row in best])
-    return pack(ids_RK, logprobs_RK, np.maximum(0, 1 - np.exp(logprobs_RK).sum(-1)), completion.vocabulary)
 
 
 def encode_answer(

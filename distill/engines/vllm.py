@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from vllm import LLM, SamplingParams
 
 from distill.config import DistillConfig
@@ -12,7 +11,7 @@ from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, RemoteT
 from draftsmith_core.errors import InputError, RunError, one_line
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.prompts import room_for_prompts
-from draftsmith_core.teacher_rows import pack
+from draftsmith_core.teacher_rows import pack_likeliest
 from draftsmith_core.tokenization import Tokenizer
 
 # Requests handed to vLLM at a time: enough to keep its batch full; bounds the memory.
@@ -110,6 +109,4 @@ class VLLMEngine(Engine):
 def _teacher_rows(rows: Sequence[Any], k: int, vocabulary: int) -> bytes:
     """Pack vLLM's prompt logprobs: per position a dict from token id to `logprob` and `rank`."""
     best = [sorted(row.items(), key=lambda item: item[1].rank)[:k] for row in rows]
-    ids_RK = np.array([[token for token, _ in row] for row in best])
-    logprobs_RK = np.array([[entry.logprob for _, entry in row] for row in best])
-    return pack(ids_RK, logprobs_RK, np.maximum(0, 1 - np.exp(logprobs_RK).sum(-1)), vocabulary)
+    return pack_likeliest([[(token, entry.logprob) for token, entry in row] for row in best], vocabulary)
