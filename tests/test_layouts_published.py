@@ -28,7 +28,8 @@ from transformers import (
 
 from decode import SpeculativeDecoder
 from decode.propose.head_proposers import HeadProposer
-from drafts.heads import Head, head_kind, load_head, save_head
+from drafts.heads import HEADS, Head, head_kind, load_head, save_head
+from drafts.heads.block import BlockHead
 from drafts.heads.eagle import EagleConfig, EagleHead
 from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafts.heads.medusa import HydraConfig, HydraHeads, MedusaHeads
@@ -88,6 +89,10 @@ def outputs(head: Head, target: PreTrainedModel) -> list[Tensor]:
         return [head.to_target(first), *head(ids_BT, g_BTH)]
     if isinstance(head, MedusaHeads):
         return [head(states[0])]
+    if isinstance(head, BlockHead):
+        drafted = head.drafted(ids_BT, states, torch.arange(7).expand(2, -1))
+        raw, before = head.raw_logits(drafted), ids_BT[..., None].expand(-1, -1, head.depths)
+        return [drafted, head.logits(raw, before)]
     return [head(states[0][:, :5], ids_BT.unfold(1, 3, 1)[..., : d + 1]) for d in range(3)]
 
 
@@ -388,8 +393,72 @@ def test_hydra_of_its_authors(target: PreTrainedModel, tmp_path: Path) -> None:
             load_head(tmp_path / "head", target)
 
 
+# The layers of a block drafter, as z-lab's and DeepSpec's config.json have them.
+BLOCK: dict[str, Any] = LAYER_KEYS | dict(
+    architectures=["DFlashDraftModel"], auto_map={"AutoModel": "dflash.DFlashDraftModel"}, attention_bias=False,
+    block_size=4, head_dim=4, layer_types=["full_attention"] * 2, model_type="qwen3", num_hidden_layers=2,
+    num_target_layers=8, rope_scaling=None, rope_theta=1e6, sliding_window=None, torch_dtype="bfloat16",
+)  # fmt: skip
+DFLASH = BLOCK | {"dflash_config": {"mask_token_id": 39, "target_layer_ids": [1, 3, 5]}}
+
+
+def block(kind: str, target: PreTrainedModel, **options: Any) -> BlockHead:
+    fresh: Any = HEADS[kind].fresh
+    head: BlockHead = fresh(target, num_layers=2, block_size=4, target_layers=[1, 3, 5], **options)
+    config = replace(head.config, rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    made = stirred(type(head)(config, target)).eval()
+    if "draft_vocab" in options:
+        made.set_draft_vocab(options["draft_vocab"])
+    return made
+
+
+def test_dflash_of_z_lab_and_jetspec(target: PreTrainedModel, tmp_path: Path) -> None:
+    """z-lab/Qwen3-8B-DFlash-b16; JetSpec's has `causal_head`, and vLLM reads `causal`."""
+    head = block("dflash", target)
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight"} < head.state_dict().keys()
+    assert "layers.1.self_attn.k_norm.weight" in head.state_dict() and head.hidden_layers == (2, 4, 6)
+    check(write(tmp_path / "dflash", DFLASH, head.state_dict(), "model.safetensors"), head, target)
+    causal = block("jetspec", target)
+    inner = {"dflash_config": {**DFLASH["dflash_config"], "causal": True}}
+    for name, values in (("key", DFLASH | {"causal_head": True}), ("inner", DFLASH | inner)):
+        check(write(tmp_path / name, values, causal.state_dict(), "model.safetensors"), causal, target)
+
+
+def test_block_drafters_with_windows(target: PreTrainedModel, tmp_path: Path) -> None:
+    """XiaomiMiMo's say `use_swa`; z-lab's of Gemma 4 have layer types, and are causal in layers with a window."""
+    head = block("dflash", target, window=3)
+    tensors = head.state_dict()
+    inner = DFLASH["dflash_config"] | {"use_swa": True, "swa_window_size": 3}
+    check(write(tmp_path / "swa", DFLASH | {"dflash_config": inner}, tensors, "model.safetensors"), head, target)
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3}
+    back = load_head(write(tmp_path / "typed", DFLASH | windows, tensors, "model.safetensors"), target)
+    assert isinstance(back, BlockHead) and (back.config.window, back.config.causal) == (3, True)
+    mixed = DFLASH | windows | {"layer_types": ["sliding_attention", "full_attention"]}
+    with pytest.raises(InputError, match="some of its layers attend to a window"):
+        load_head(write(tmp_path / "mixed", mixed, tensors, "model.safetensors"), target)
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_dspark_of_deepspec_and_of_speculators(reduced: bool, target: PreTrainedModel, tmp_path: Path) -> None:
+    """deepseek-ai/dspark_qwen3_8b_block7; in speculators auxiliary ids are one higher, and lm_head holds the rows."""
+    head = block("dspark", target, **({"draft_vocab": DRAFT_VOCAB} if reduced else {}))
+    more = {"markov_rank": head.config.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": True}
+    more |= {"confidence_head_with_markov": True, "draft_vocab_size": D if reduced else V}
+    spec = {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 39, "target_layer_ids": [1, 3, 5]}
+    check(write(tmp_path / "deepspec", BLOCK | spec | more, head.state_dict(), "model.safetensors"), head, target)
+    values = more | {"speculators_model_type": "dspark", "block_size": 4, "mask_token_id": 39}
+    values |= {"aux_hidden_state_layer_ids": [2, 4, 6], "transformer_layer_config": BLOCK}
+    rows = {"lm_head.weight": target.get_output_embeddings().weight[DRAFT_VOCAB]} if reduced else {}  # type: ignore[union-attr,index]
+    tensors = head.state_dict() | rows | {"verifier_norm.weight": torch.ones(H)}
+    check(write(tmp_path / "speculators", values, tensors, "model.safetensors"), head, target)
+    if reduced:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"] + 0.1
+        with pytest.raises(InputError, match=r"'lm_head.weight' is not the target's own"):
+            load_head(write(tmp_path / "other", values, tensors, "model.safetensors"), target)
+
+
 def test_every_layout_is_in_the_table_and_documented() -> None:
-    assert {layout.kind for layout in LAYOUTS.values()} == {"eagle", "eagle3", "medusa", "hydra"}
+    assert {layout.kind for layout in LAYOUTS.values()} == set(HEADS)
     page = (Path(__file__).parents[1] / "docs" / "files.md").read_text(encoding="utf-8")
     for layout in LAYOUTS.values():
         assert layout.title in page or "SGLang" in layout.title, layout.title

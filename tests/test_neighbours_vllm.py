@@ -13,6 +13,7 @@ import pytest
 
 import draftsmith as ds
 from drafts.neighbours import vllm_answers
+from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.sampling import Sampling
 from eval.acceptance import Continuation
 from eval.estimate import measure_alphas
@@ -35,6 +36,9 @@ SERVED = {
     "eagle3": ("eagle3", "speculators", "eagle3"),
     "eagle3 of SGLang": ("eagle3", "sglang", "eagle3"),
     "medusa": ("medusa", "medusa", "medusa"),
+    "dflash": ("dflash", "dflash", "dflash"),
+    "dflash of speculators": ("dflash", "speculators", "dflash"),
+    "jetspec": ("jetspec", "dflash", "dflash"),
 }
 DEMO, REAL = [name for name in SERVED if "authors" not in name], ("lm", "eagle3", "eagle3 of its authors")
 SAMPLED = ("lm", "eagle3")
@@ -102,7 +106,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     engine("vllm")
     found = Served(TARGET, tmp_path_factory.mktemp("served"))
     ds.init(ds.InitConfig(target=TARGET, out=str(found.place / "start"), method="prune", num_layers=1))
-    for kind in ("lm", "eagle", "eagle3", "medusa"):
+    for kind in ("lm", "eagle", "eagle3", "medusa", "dflash", "jetspec"):
         options: dict[str, Any] = {"lm": {"draft": str(found.place / "start")}, "eagle3": {"draft_vocab_size": 2048}}
         learn(kind, TARGET, LEARNT, found.place, **options.get(kind, {}))
     for name in DEMO:
@@ -119,7 +123,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 def test_exports_are_proven_by_vllm(served: Served) -> None:
     for name, proof in served.proofs.items():
-        if SERVED[name][1] in ("eagle", "speculators", "medusa"):
+        kind, form, _ = SERVED[name]
+        if kind != "lm" and form == SERVING["vllm"][kind].draft_format:
             assert proof["engine"].startswith("vllm") and proof["max_difference"] < 1e-4 and "drafts" in proof["how"]
 
 

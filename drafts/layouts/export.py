@@ -23,7 +23,7 @@ from drafts.heads.block import BlockHead
 from drafts.heads.store import write_tensors
 from drafts.layouts import gguf_file
 from drafts.layouts.table import LAYOUTS, Layout, inverted, renamed
-from drafts.load import Source, draft_fingerprint, load_source
+from drafts.load import Source, depth_limit, draft_fingerprint, load_source
 from drafts.neighbours import Proof, compared, probe_ids, program, vllm_answers, work
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError, RunError
@@ -117,7 +117,7 @@ def _write_head(layout: Layout, source: Source, out: Path) -> Proof:
     refused, python = "", program("vllm")
     # The engine that will serve it comes before the library that only trains it.
     serving = SERVING["vllm"].get(layout.kind)
-    if python is not None and serving and layout.format == serving.draft_format and not isinstance(head, BlockHead):
+    if python is not None and serving and layout.format == serving.draft_format:
         try:
             return _proven_by_vllm(source, out, python)
         except InputError as error:
@@ -176,7 +176,8 @@ def _proven_by_vllm(source: Source, out: Path, python: Path) -> Proof:
     target, head = source.target, cast(Any, source.draft)
     assert target is not None
     prompt = probe_ids(target, 8)
-    ahead = len(head) if source.kind == "medusa" else 1
+    # Of EAGLE's heads one token, which does not depend on what was drafted.
+    ahead = depth_limit(head) or 1
     draft = {"method": SERVING["vllm"][source.kind].method, "model": str(out), "num_speculative_tokens": ahead}
     options = {"model": source.target_name, "dtype": "float32", "max_model_len": 64, "max_num_seqs": 4}
     run: dict[str, Any] = {"engine": options | {"speculative_config": draft}, "prompts": prompt.tolist()}
@@ -194,7 +195,10 @@ def _proven_by_vllm(source: Source, out: Path, python: Path) -> Proof:
     if not torch.equal(result.logits[0, prompt.shape[1] - 1 : -1].argmax(-1), ids[0, prompt.shape[1] :]):
         raise RunError(f"{out}: {engine} continues a prompt differently from the target; nothing was written")
     states = [result.hidden_states[layer] for layer in head.hidden_layers]
-    if source.kind == "medusa":
+    if isinstance(head, BlockHead):
+        anchors_1T = torch.arange(1, ids.shape[1])[None]
+        logits_TKV = head.logits(head.raw_logits(head.drafted(ids, states, anchors_1T)[0]))
+    elif source.kind == "medusa":
         logits_TKV = head(states[0])[0]
     else:
         fused = head.fuse(states) if source.kind == "eagle3" else states[0]
