@@ -35,6 +35,7 @@ RUN = [
     "docs/training.md",
     "docs/robust.md",
     "docs/decoding.md",
+    "docs/blocks.md",
     "docs/evaluation.md",
     "docs/planning.md",
     "docs/publishing.md",
