@@ -448,7 +448,7 @@ def test_dspark_of_deepspec_and_of_speculators(reduced: bool, target: PreTrained
     check(write(tmp_path / "deepspec", BLOCK | spec | more, head.state_dict(), "model.safetensors"), head, target)
     values = more | {"speculators_model_type": "dspark", "block_size": 4, "mask_token_id": 39}
     values |= {"aux_hidden_state_layer_ids": [2, 4, 6], "transformer_layer_config": BLOCK}
-    rows = {"lm_head.weight": target.get_output_embeddings().weight[DRAFT_VOCAB]} if reduced else {}  # type: ignore[union-attr,index]
+    rows = {"lm_head.weight": target.get_output_embeddings().weight[DRAFT_VOCAB]} if reduced else {}
     tensors = head.state_dict() | rows | {"verifier_norm.weight": torch.ones(H)}
     check(write(tmp_path / "speculators", values, tensors, "model.safetensors"), head, target)
     if reduced:
