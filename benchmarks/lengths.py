@@ -22,6 +22,7 @@ if __name__ == "__main__":
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,11 @@ def bins(tokens: int) -> list[tuple[int, int]]:
     return [(low, min(high, tokens)) for low, high in zip(edges, edges[1:], strict=False)]
 
 
+def reach(*models: PreTrainedModel) -> int:
+    """The longest text that all models read."""
+    return min(context_length(model) or 10**9 for model in models)
+
+
 def alpha_cell(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer, options: Options, first: int, tokens: int
 ) -> dict[str, Any]:
@@ -118,6 +124,8 @@ def speed_cell(
     target: PreTrainedModel, draft: PreTrainedModel, text: Sequence[int], options: Options, batch: int, length: int
 ) -> dict[str, Any]:
     """Tokens, target calls and seconds of every round, of the target alone and with the draft."""
+    if length + options.timed_tokens > (limit := reach(target, draft)):
+        return {"left_out": f"the models reach {limit} positions"}
     decoders = {
         "alone": SpeculativeDecoder(target),
         "draft": SpeculativeDecoder(target, DraftModelProposer(draft), tree=options.tree),
@@ -137,28 +145,24 @@ def speed_cell(
     return {"rounds": counts, "load": [load, os.getloadavg()[0]]}
 
 
-def cells_of(options: Options, tokenizer: Tokenizer, pair: Sequence[PreTrainedModel]) -> dict[str, Callable[[], Any]]:
+def cells_of(
+    options: Options, tokenizer: Tokenizer, pair: tuple[PreTrainedModel, PreTrainedModel]
+) -> dict[str, Callable[[], Any]]:
     """Every cell by name. A cell that does not fit the context says so."""
-    limit = min(context_length(model) or 10**9 for model in pair)
     texts = [row["text"] for row in corpus.passages("prose", corpus.split("prose").heldout)]
     text = [token for each in texts for token in encode_text(tokenizer, each)]
-    tokens = min(options.new_tokens, limit - ANSWERED_TOKENS)
+    tokens = min(options.new_tokens, reach(*pair) - ANSWERED_TOKENS)
     if (count := len(heldout_prompts(tokenizer, options.prompts))) < options.prompts:
         raise InputError(f"--prompts {options.prompts}: the held-out prose has only {count} passages; ask for fewer")
     sizes = [("batch", size, options.prompt_tokens[0]) for size in options.batch]
     sizes += [("prompt", 1, length) for length in options.prompt_tokens]
 
-    def speed(batch: int, length: int) -> dict[str, Any]:
-        if length + options.timed_tokens > limit:
-            return {"left_out": f"the models reach {limit} positions"}
-        return speed_cell(pair[0], pair[1], text, options, batch, length)
-
-    made: dict[str, Callable[[], Any]] = {
-        f"alpha {first}": lambda first=first: alpha_cell(pair[0], pair[1], tokenizer, options, first, tokens)  # type: ignore[misc]
+    cells: dict[str, Callable[[], Any]] = {
+        f"alpha {first}": partial(alpha_cell, *pair, tokenizer, options, first, tokens)
         for first in range(0, options.prompts, options.group)
     }
-    made |= {f"{kind} {b} {n}": lambda b=b, n=n: speed(b, n) for kind, b, n in sizes}  # type: ignore[misc]
-    return {name: call for name, call in made.items() if name.split()[0] in options.sections}
+    cells |= {f"{kind} {b} {n}": partial(speed_cell, *pair, text, options, b, n) for kind, b, n in sizes}
+    return {name: measure for name, measure in cells.items() if name.split()[0] in options.sections}
 
 
 def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
