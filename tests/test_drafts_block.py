@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from drafts.heads import HEADS, load_head, save_head
-from drafts.heads.block import BlockHead, target_layers
+from drafts.heads.block import BlockHead, target_layers_of
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import write_json_atomic
 from tests.train_laws import FAMILIES, SIZES, tiny_family
@@ -155,7 +155,7 @@ def test_the_markov_head_and_the_confidence_read_the_token_before() -> None:
     ("layers", "ids"), [(36, (1, 9, 17, 25, 33)), (8, (1, 2, 3, 4, 5)), (6, (1, 2, 3)), (4, (0, 1, 2)), (2, (0, 1))]
 )
 def test_layers_that_a_fresh_head_reads(layers: int, ids: tuple[int, ...]) -> None:
-    assert target_layers(layers) == ids
+    assert target_layers_of(layers) == ids
 
 
 def test_layers_that_the_target_lacks_are_refused() -> None:

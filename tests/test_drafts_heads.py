@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from drafts.heads import Head, head_kind, load_head, save_head
+from drafts.heads.block import BlockHead
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head, aux_layers
 from drafts.heads.medusa import HydraHeads, MedusaHeads
@@ -78,6 +79,14 @@ def outputs(head: Head) -> list[Tensor]:
     if isinstance(head, Eagle3Head):
         first_BTD, g_BTH = head(ids_BT, head.fuse([features_BTH, 2 * features_BTH, 1 - features_BTH]))
         return [first_BTD, *head(ids_BT, g_BTH), head.to_target(first_BTD)]
+    if isinstance(head, BlockHead):
+        states = [features_BTH * (layer + 1) for layer in head.hidden_layers]
+        drafted = head.drafted(ids_BT, states, torch.tensor([[2, 5], [1, 6]]))
+        previous = ids_BT[:, None, : head.depths].expand(-1, 2, -1)
+        logits = head.logits(head.raw_logits(drafted), previous)
+        if head.config.confidence:
+            logits = logits + head.confidence_logits(drafted, previous)[..., None].to(logits.dtype)
+        return [logits]
     if isinstance(head, MedusaHeads):
         return [head(features_BTH)]
     windows = ids_BT.unfold(1, 3, 1)

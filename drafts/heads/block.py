@@ -39,11 +39,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from drafts.draft_vocabulary import DraftVocabulary
 from drafts.heads.borrowed import borrow
-from drafts.heads.eagle import INITIALIZER_RANGE, LayerConfig, Rotary, draw
+from drafts.heads.eagle import LayerConfig, Rotary, draw
 from drafts.heads.eagle3 import aux_layers
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config, vocabulary_size
-from draftsmith_core.sampling import generator
 
 # Queries of one attention: blocks are forwarded in groups, so that masks grow with the tokens, not with their square.
 _QUERIES = 1024
@@ -51,8 +50,15 @@ _QUERIES = 1024
 _AS_THEY_ARE = ("block_size", "num_target_layers", "draft_vocab_size", "sample_from_anchor", "markov_rank")
 
 
-def target_layers(layers: int) -> tuple[int, ...]:
-    """Layers of a target whose outputs a fresh head reads: five as in DFlash, in a small target those of EAGLE-3."""
+def target_layers_of(layers: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Layers of a target whose outputs a fresh head reads: five as in DFlash, in a small target those of EAGLE-3.
+
+    Raises InputError if the layers `chosen` instead are not the target's.
+    """
+    if chosen is not None:
+        if sorted(set(chosen)) != list(chosen) or chosen[-1] >= layers:
+            raise InputError(f"target_layers: {list(chosen)} are not ascending layers from 0 to {layers - 1}")
+        return tuple(chosen)
     if layers < 8:
         return tuple(sorted({entering - 1 for entering in aux_layers(layers) if entering}))
     return tuple(round(1 + index * (layers - 4) / 4) for index in range(5))
@@ -64,7 +70,6 @@ class BlockConfig(LayerConfig):
 
     one_layer: ClassVar[bool] = False
 
-    architecture: str
     block_size: int
     """Tokens of a block, anchor included."""
     target_layer_ids: tuple[int, ...]
@@ -86,7 +91,7 @@ class BlockConfig(LayerConfig):
         """The whole config.json."""
         inner: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
         values = super().to_json() | {
-            "architectures": [self.architecture],
+            "architectures": ["Qwen3DSparkModel" if self.markov_rank or self.confidence else "DFlashDraftModel"],
             "model_type": "qwen3",
             **{key: getattr(self, key) for key in _AS_THEY_ARE},
             "dflash_config": inner | {"causal": self.causal},
@@ -106,21 +111,19 @@ class BlockConfig(LayerConfig):
         borrow(target).check_sizes(values["hidden_size"], values["vocab_size"])
         layers = int(text_config(target).num_hidden_layers)
         values = dict(values.get("dflash_config") or {}) | dict(values) | {"qk_norm": True}
-        architecture, ids = values["architectures"][0], values["target_layer_ids"]
-        if min(ids) < 0 or max(ids) >= layers:
-            raise InputError(f"'target_layer_ids' is {ids} and the target has {layers} layers; use its own target")
+        if (last := max(values["target_layer_ids"])) >= layers:
+            raise InputError(f"'target_layer_ids' has {last} and the target has {layers} layers; use its own target")
         if values.get("markov_head_type", "vanilla") != "vanilla":
             raise InputError(f"'markov_head_type' is {values['markov_head_type']}; only 'vanilla' can be loaded")
         return cls.read(
             values,
-            architecture=architecture,
             block_size=values["block_size"],
-            target_layer_ids=tuple(ids),
+            target_layer_ids=tuple(values["target_layer_ids"]),
             num_target_layers=layers,
             mask_token_id=values["mask_token_id"],
             draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
             window=values.get("swa_window_size") if values.get("use_swa") else None,
-            sample_from_anchor=bool(values.get("sample_from_anchor", "DSpark" in architecture)),
+            sample_from_anchor=bool(values.get("sample_from_anchor", "DSpark" in values["architectures"][0])),
             markov_rank=int(values.get("markov_rank") or 0),
             confidence=bool(values.get("enable_confidence_head")),
             causal=bool(values.get("causal", values.get("causal_head", False))),
@@ -151,7 +154,6 @@ class BlockHead(DraftVocabulary):
     """
 
     kind: ClassVar[str]
-    architecture: ClassVar[str] = "DFlashDraftModel"
     preset: ClassVar[Mapping[str, Any]] = {"block_size": 16}
     config_type = BlockConfig
 
@@ -196,15 +198,13 @@ class BlockHead(DraftVocabulary):
         Raises InputError for layers that the target does not have.
         """
         depth, size = int(text_config(target).num_hidden_layers), vocabulary_size(target)
-        chosen = _target_layers(target_layers, depth)
         preset = dict(cls.preset) | ({} if block_size is None else {"block_size": block_size})
         if "markov_rank" in preset:
             preset["markov_rank"] = min(preset["markov_rank"], borrow(target).hidden_size // 4)
         config = BlockConfig.like(
             target,
             {"qk_norm": True, "num_hidden_layers": num_layers},
-            architecture=cls.architecture,
-            target_layer_ids=chosen,
+            target_layer_ids=target_layers_of(depth, target_layers),
             num_target_layers=depth,
             mask_token_id=size - 1 if mask_token_id is None else mask_token_id,
             draft_vocab_size=size if draft_vocab is None else len(draft_vocab),
@@ -212,16 +212,7 @@ class BlockHead(DraftVocabulary):
             **preset,
         )
         head = cls(config, target)
-        draw(head.fc, head.layers, seed)
-        parts: Any = head
-        if config.markov_rank:
-            # W2 starts at zero, so that a fresh head is DFlash's; W1 must not.
-            random = generator(seed)
-            nn.init.normal_(parts.markov_head["markov_w1"].weight, 0.0, INITIALIZER_RANGE, generator=random)
-            nn.init.zeros_(parts.markov_head["markov_w2"].weight)
-        if config.confidence:
-            nn.init.zeros_(parts.confidence_head["proj"].weight)
-            nn.init.zeros_(parts.confidence_head["proj"].bias)
+        draw(head.fc, head, seed)
         if draft_vocab is not None and head.reduced:
             head.set_draft_vocab(draft_vocab)
         return head.to(device=target.device, dtype=target.dtype)
@@ -352,14 +343,6 @@ class BlockHead(DraftVocabulary):
         return (self.confidence_logits(states, previous) / (temperatures[slot] if temperatures else 1)).sigmoid()
 
 
-def _target_layers(given: Sequence[int] | None, depth: int) -> tuple[int, ...]:
-    if given is None:
-        return target_layers(depth)
-    if sorted(set(given)) != list(given) or given[-1] >= depth:
-        raise InputError(f"target_layers: {list(given)} are not ascending layers from 0 to {depth - 1} of the target")
-    return tuple(given)
-
-
 class _Context:
     """Keys and values of a context for several forwards of blocks over it: what `states` appends is not kept.
 
@@ -394,5 +377,5 @@ class JetSpecHead(BlockHead):
 class DSparkHead(BlockHead):
     """DFlash that drafts from its anchor on, with a Markov head and a confidence."""
 
-    kind, architecture = "dspark", "Qwen3DSparkModel"
+    kind = "dspark"
     preset = {"block_size": 7, "sample_from_anchor": True, "markov_rank": 256, "confidence": True}

@@ -25,7 +25,7 @@ from draftsmith_core.models import text_config, vocabulary_size
 from draftsmith_core.sampling import generator
 
 # Standard deviation of fresh weights, as in LLaMA.
-INITIALIZER_RANGE = 0.02
+_INITIALIZER_RANGE = 0.02
 
 
 _SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
@@ -189,14 +189,14 @@ class FeatureHead(nn.Module):
 
 
 def draw(fc: nn.Linear, layers: nn.Module, seed: int) -> None:
-    """Draw the weights of `fc`, whose outputs have the scale of its inputs, and of all linear maps in `layers`."""
+    """Draw the weights of `fc`, whose outputs have the scale of its inputs, and those of all maps in `layers`."""
     random = generator(seed)
-    maps = [module for module in layers.modules() if isinstance(module, nn.Linear)]
-    for linear in (fc, *maps):
-        std = 1 / math.sqrt(linear.in_features) if linear is fc else INITIALIZER_RANGE
-        nn.init.normal_(linear.weight, 0.0, std, generator=random)
-        if linear.bias is not None:
-            nn.init.zeros_(linear.bias)
+    maps = [module for module in layers.modules() if isinstance(module, nn.Linear | nn.Embedding) and module is not fc]
+    for module in (fc, *maps):
+        std = 1 / math.sqrt(fc.in_features) if module is fc else _INITIALIZER_RANGE
+        nn.init.normal_(module.weight, 0.0, std, generator=random)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
