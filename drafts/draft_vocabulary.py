@@ -48,10 +48,14 @@ def count_vocabulary(rows: Iterable[Sequence[int]], size: int) -> list[int]:
     return sorted(sorted(known, key=lambda token: -counts[token])[:size])
 
 
-def rarest_token(rows: Iterable[Sequence[int]], size: int) -> int:
-    """The token below `size` that is rarest in `rows`; of several the last, which in a padded vocabulary is unused."""
+def rarest_token(rows: Iterable[Sequence[int]], embedding_VH: Tensor) -> int:
+    """The token that is rarest in `rows`; of several the last, which in a padded vocabulary is unused.
+
+    Not one without an embedding, as padding often is: masked slots would begin as zeros, without a place.
+    """
     counts = _counts(rows)
-    return min(range(size), key=lambda token: (counts[token], -token))
+    embedded: list[int] = embedding_VH.abs().amax(-1).nonzero().flatten().tolist()
+    return min(embedded, key=lambda token: (counts[token], -token))
 
 
 def coverage(ids_D: Tensor, rows: Iterable[Sequence[int]]) -> str:

@@ -24,6 +24,7 @@ from drafts.draft_vocabulary import (
     attach_draft_vocabulary,
     draft_rows,
     draft_vocabulary,
+    rarest_token,
     read_draft_vocabulary,
     trim,
 )
@@ -216,3 +217,11 @@ def test_an_export_is_whole_and_says_so(trained: Path, tmp_path: Path, door: Doo
     ids = torch.randint(0, 290, (1, 6))
     one, other = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (out, tmp_path / "hf"))
     torch.testing.assert_close(one, other)
+
+
+def test_the_rarest_token_is_the_last_unused_one_that_has_an_embedding() -> None:
+    embedding_VH = torch.ones(6, 2)
+    assert rarest_token([[0, 1, 5], [2, 5]], embedding_VH) == 4
+    embedding_VH[4] = 0
+    assert rarest_token([[0, 1, 5], [2, 5]], embedding_VH) == 3
+    assert rarest_token([[0, 1, 5], [2, 3, 5]], embedding_VH) == 3

@@ -21,6 +21,7 @@ from drafts.draft_vocabulary import (
     write_draft_vocabulary,
 )
 from drafts.heads import HEADS, load_head, write_head
+from drafts.heads.borrowed import borrow
 from drafts.load import Draft, draft_kind
 from drafts.make.fresh import filled, read_per_token, too_costly
 from draftsmith_core.errors import InputError, first_line, require_package
@@ -60,7 +61,7 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
         if config.kind in VOCABULARY_KINDS:
             options["draft_vocab"] = _draft_vocab(config, vocabulary_size(target), training)
         if config.kind in BLOCK_KINDS:
-            options["mask_token_id"] = rarest_token(_responses(training), vocabulary_size(target))
+            options["mask_token_id"] = rarest_token(_responses(training), borrow(target).embedding_weight)
         head = HEADS[config.kind].fresh(target, **options)
     return head.to(device="cpu", dtype=torch.float32)
 
