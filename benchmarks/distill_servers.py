@@ -153,7 +153,7 @@ def engines(target: str, text: str, prompts: int, new_tokens: int, rounds: int, 
         return work(python, Path(__file__).with_name("distill_engine.py"), directory / "request.json")
 
     found = {"hf": measured(Path(sys.executable), engine="hf", device="cpu"), "vllm": measured(python, engine="vllm")}
-    options = [target, "--dtype", "float32", "--max-num-seqs", str(BATCH), "--max-model-len", str(CONTEXT)]
+    options = ["--model", target, "--dtype", "float32", "--max-num-seqs", str(BATCH), "--max-model-len", str(CONTEXT)]
     with vllm_server(python, options) as port:
         served = {"endpoint": [f"http://127.0.0.1:{port}/v1"], "concurrency": BATCH}
         found["openai"] = measured(Path(sys.executable), engine="openai", **served)

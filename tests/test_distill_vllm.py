@@ -261,7 +261,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 
 GREEDY = ["--temperature", 0, "--max_new_tokens", 24, "--dtype", "float32", "--teacher_top_k", 8]
-SAMPLED = ["--temperatures", '["0.7:0.5", "1.0:0.5"]', "--top_p", 0.9, "--top_k", 20, "--min_p", 0.02]
+SAMPLED = ["--temperatures", "0.7:0.5", "1.0:0.5", "--top_p", 0.9, "--top_k", 20, "--min_p", 0.02]
 SAMPLED += ["--num_samples", 3, "--max_new_tokens", 16, "--dtype", "float32", "--seed", 5]
 
 
@@ -327,7 +327,7 @@ def test_vllm_served_gives_the_rows_of_hf_and_goes_on(
 ) -> None:
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
-    words = [REAL, "--dtype", "float32", "--enforce-eager", "--max-logprobs", "8", "--max-num-seqs", "8"]
+    words = ["--model", REAL, "--dtype", "float32", "--enforce-eager", "--max-logprobs", "8", "--max-num-seqs", "8"]
     with vllm_server(engine("vllm"), words) as port:
         served = ["--engine", "openai", "--endpoint", f"http://127.0.0.1:{port}/v1"]
 

@@ -13,9 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import draftsmith as ds
+from drafts.doctor import PATH_TRAPS
 from drafts.heads import HEADS, save_head
-from drafts.neighbours import complete, llama_server, work
+from drafts.neighbours import PROGRAMS, complete, llama_server, vllm_answers, work
 from draftsmith.__main__ import main
+from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.models import load_model
 from tests.openvino_ir import engine, openvino_ir
 
@@ -217,3 +219,40 @@ def test_onnxruntime_genai_says_the_same(
     engine("openvino")
     models = target_as("hf"), exported(draft, "hf", tmp_path / "d"), tmp_path / "built"
     assert runs("onnx_generate.py", *models) == verdicts(TARGET, draft)["onnxruntime-genai"]["loads"]
+
+
+@pytest.mark.engines
+def test_vllm_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirteen pairs in one process. Most refusals follow from configs, and no weights are read; a language model taken
+    for an EAGLE head is refused for its tensors, and a size of heads with the first prompt.
+    """
+    python, runs, loads = engine("vllm"), {}, {}
+    target = load_model(TARGET, device="cpu")
+
+    def add(name: str, draft: Path, read: Path, method: str) -> None:
+        how = {"method": method, "model": str(read), "num_speculative_tokens": 2}
+        runs[name] = {"engine": {"model": TARGET, "max_model_len": 64, "speculative_config": how}}
+        loads[name] = verdicts(TARGET, str(draft))["vllm"]["loads"]
+
+    for name in (*VARIANTS, *PATH_TRAPS):
+        path = tmp_path / name.replace(" ", "")
+        shutil.copytree(PAIR / "base", path)
+        VARIANTS.get(name, VARIANTS["same"])[0](path)
+        add(name, path, path, "draft_model")
+    for kind in ("eagle", "eagle3", "medusa"):
+        save_head(HEADS[kind].fresh(target), tmp_path / "heads" / kind)
+        head, out = tmp_path / "heads" / kind, tmp_path / str(SERVING["vllm"][kind].draft_format)
+        with monkeypatch.context() as here:
+            here.setitem(PROGRAMS, "vllm", ("-", "-"))  # the layout is what vLLM is asked about below
+            ds.export(draft=str(head), format=out.name, out=str(out), target=TARGET)
+        add(f"{kind} head", head, out, kind)
+    whole = {"prompts": [[0, 782, 291]], "max_new_tokens": 4, "ways": [{"temperature": 0}]}
+    for name in PATH_TRAPS[:2]:
+        runs[name] |= whole
+    runs["on a CPU"] = runs["same"] | whole
+    answers = vllm_answers(python, runs)["answers"]
+    here = answers.pop("on a CPU")
+    assert {name: isinstance(answer, list) for name, answer in answers.items()} == loads
+    assert len(loads) == 13 and sum(loads.values()) == 7
+    reason = verdicts(TARGET, str(tmp_path / "same"))["vllm"]["reason"]
+    assert "not on a CPU" in reason and "heads of size 16" in reason and "head_dim=16" in here["refused"]

@@ -75,7 +75,7 @@ def _remarks(config: ExportConfig, source: Source) -> list[str]:
             f"output projection was written, and engines draft the other tokens too, whose rows were not trained"
         )
     path = str(Path(config.out).resolve()).lower()
-    if config.format == "hf" and (trap := next((word for word in PATH_TRAPS if word in path), None)):
+    if config.format in ("hf", "medusa") and (trap := next((word for word in PATH_TRAPS if word in path), None)):
         remarks.append(
             f"vLLM takes a draft whose path has '{trap}' in it for such a head; rename the directory for vLLM"
         )
