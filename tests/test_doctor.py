@@ -226,7 +226,8 @@ def test_vllm_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Thirteen pairs in one process. Most refusals follow from configs, and no weights are read; a language model taken
     for an EAGLE head is refused for its tensors, and a size of heads with the first prompt.
     """
-    python, runs, loads = engine("vllm"), {}, {}
+    python, loads = engine("vllm"), dict[str, bool]()
+    runs: dict[str, dict[str, Any]] = {}
     target = load_model(TARGET, device="cpu")
 
     def add(name: str, draft: Path, read: Path, method: str) -> None:
@@ -246,7 +247,7 @@ def test_vllm_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             here.setitem(PROGRAMS, "vllm", ("-", "-"))  # the layout is what vLLM is asked about below
             ds.export(draft=str(head), format=out.name, out=str(out), target=TARGET)
         add(f"{kind} head", head, out, kind)
-    whole = {"prompts": [[0, 782, 291]], "max_new_tokens": 4, "ways": [{"temperature": 0}]}
+    whole: dict[str, Any] = {"prompts": [[0, 782, 291]], "max_new_tokens": 4, "ways": [{"temperature": 0}]}
     for name in PATH_TRAPS[:2]:
         runs[name] |= whole
     runs["on a CPU"] = runs["same"] | whole
