@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.stages import align as align
     from draftsmith.config import InitConfig as InitConfig
+    from draftsmith.config import ServedConfig as ServedConfig
     from draftsmith.pair import Output as Output
     from draftsmith.pair import Pair as Pair
     from draftsmith.pair import load_pair as load_pair
+    from draftsmith.served_acceptance import served as served
     from draftsmith.set_page import write_set_page as write_set_page
     from draftsmith.starting import init as init
     from draftsmith_core.errors import DraftsmithError as DraftsmithError

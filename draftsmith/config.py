@@ -143,6 +143,24 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
 
 
 @options
+class ServedConfig(TargetOptions, PromptOptions):
+    """Compare the acceptance that a running server counts with the predicted one; exit code 3 if it is less."""
+
+    target: str
+    """The target: a local directory or hub name."""
+    draft: str
+    """The draft, as it was trained: a local directory or hub name."""
+    served: Text
+    """Address of the vLLM, SGLang or llama.cpp server; nobody else may use it meanwhile."""
+    prompts: str
+    """Prompts to send: a .jsonl or .parquet file, or a hub dataset."""
+    temperature: Temperature | None = None
+    """Default: requests leave it to the server, and the prediction follows the target's generation_config.json."""
+    max_new_tokens: AtLeast1 = 128
+    """The longest answer, in tokens."""
+
+
+@options
 class DemoConfig(ModelOptions):
     """Align the shipped base draft with the shipped target, balanced and plain, and measure what each buys; then time
     the drafts beside the same target padded to the cost of a large one."""

@@ -179,6 +179,14 @@ def _doctor(config: Any, command: str) -> Done:
     return verdicts, lines
 
 
+def _served(config: Any, command: str) -> Done:
+    from draftsmith.served_acceptance import in_words, served
+
+    found = served(config)
+    lines, missed = in_words(found)
+    return found, lines, missed
+
+
 def _export(config: Any, command: str) -> Done:
     from drafts.layouts.export import export
 
@@ -257,7 +265,12 @@ COMMANDS = {
             "compare": Command("set two evaluations side by side", "eval.config:CompareConfig", _compare),
         },
     ),
-    "doctor": Command("which engines load a pair, and how to serve it", "drafts.config:DoctorConfig", _doctor),
+    "doctor": Command(
+        "which engines load a pair, and how to serve it",
+        "drafts.config:DoctorConfig",
+        _doctor,
+        instead={"served": Command("ask a running server what it accepts", "draftsmith.config:ServedConfig", _served)},
+    ),
     "export": Command("a draft in the layout that another engine reads", "drafts.config:ExportConfig", _export),
     "plan": Command("the tree with which a draft is fastest on this machine", "eval.config:PlanConfig", _plan),
 }

@@ -1,0 +1,184 @@
+"""A running server of a target with a draft: its engine, its answers, and what it counts of the drafts.
+
+| engine | `owned_by` | prompts | counts |
+|---|---|---|---|
+| vLLM | vllm | /v1/completions, chats to /v1/chat/completions | /metrics before and after each prompt |
+| llama.cpp | llamacpp | /completion, chats through /apply-template | `timings` of the answer; positions in /metrics |
+| SGLang | sglang | /generate, chats by the tokenizer here | `meta_info` of the answer |
+
+All three take the first token from the prompt's forward. From then on, a target call emits one token and the drafted
+tokens that it accepts.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from distill.engines import AnswerRequest
+from distill.engines.server import Completion, Dialect
+from draftsmith_core.errors import InputError, RunError, first_line
+from draftsmith_core.prompts import Prompt
+from draftsmith_core.sampling import Sampling
+
+NAMES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "sglang": "SGLang"}
+_HOW = {
+    "vllm": "start it with --speculative-config and without --disable-log-stats",
+    "llamacpp": "start llama-server with -md DRAFT.gguf and --spec-type",
+    "sglang": "start it with --speculative-algorithm",
+}
+_COUNTER = re.compile(r"^\w+:spec_decode_num_(\w+?)_total(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+_ANSWER_TIMEOUT_S, _COUNT_TIMEOUT_S = 600.0, 5.0
+# Keys of a request that override the server's own sampling.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "samplers")
+
+
+@dataclass(frozen=True)
+class ServedAnswer:
+    """One answer, with the prompt as the server read it.
+
+    calls: target calls after the first token. drafted: number of drafted tokens. accepted_by_depth: drafted tokens that
+    were accepted, by position; None if the server does not say. sampling: what the server drew from, if it says so.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    calls: int
+    drafted: int
+    accepted_by_depth: list[int] | None = None
+    sampling: Sampling | None = None
+
+
+class RunningServer:
+    """A vLLM, SGLang or llama.cpp server. Raise InputError if nothing answers at `url`, or another engine."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        key = os.environ.get("OPENAI_API_KEY")
+        self._client = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(_ANSWER_TIMEOUT_S, connect=10.0),
+            # A server on this machine is asked directly, not through a proxy of the environment.
+            trust_env=urlsplit(self.url).hostname not in ("localhost", "127.0.0.1", "::1"),
+        )
+        models = self._json("v1/models").get("data") or [{}]
+        self.model, self.engine = str(models[0].get("id")), str(models[0].get("owned_by"))
+        if self.engine not in NAMES:
+            raise InputError(f"--served {url}: is no server of {', '.join(NAMES.values())} (owned by {self.engine!r})")
+
+    def draft_tokens(self, answers: list[ServedAnswer]) -> int:
+        """Number of tokens drafted at a time. Raise InputError if no answer had a draft."""
+        positions = max(len(answer.accepted_by_depth or ()) for answer in answers)
+        # llama.cpp drafts fewer where fewer can be emitted.
+        drafted = max(math.ceil(answer.drafted / max(answer.calls, 1)) for answer in answers)
+        if not drafted:
+            raise InputError(f"--served {self.url}: drafts nothing, or does not count it; {_HOW[self.engine]}")
+        return max(positions, drafted)
+
+    def answer(self, prompt: Prompt, completion: Completion, states_sampling: bool) -> ServedAnswer:
+        """Answer one prompt. states_sampling: whether to send the sampling, or to leave it to the server."""
+        messages = list(prompt.chat.messages) if prompt.chat else []
+        if messages and messages[-1].get("role") == "assistant":
+            messages.pop()
+        chat: dict[str, Any] = {"messages": messages} if messages else {}
+        if prompt.chat and prompt.chat.tools:
+            chat["tools"] = prompt.chat.tools
+        if self.engine == "sglang":
+            return self._sglang(list(prompt.ids), completion, states_sampling)
+        read = list(prompt.ids)
+        if chat and self.engine == "llamacpp":
+            text = {"content": self._json("apply-template", chat)["prompt"], "add_special": True, "parse_special": True}
+            read = list(self._json("tokenize", text)["tokens"])
+        dialect = Dialect("llama.cpp" if self.engine == "llamacpp" else "openai")
+        body = dialect.body(completion, AnswerRequest((prompt.row, 0, 0), tuple(read), seed=prompt.row))
+        if not states_sampling:
+            body = {key: value for key, value in body.items() if key not in _SAMPLING}
+        before = self._counters()
+        if self.engine == "vllm":
+            if chat:
+                del body["prompt"]
+            reply = self._json("v1/chat/completions" if chat else "v1/completions", body | chat)
+            read = list(reply.get("prompt_token_ids") or read)
+        else:
+            reply = self._json("completion", body)
+        try:
+            ids = list(dialect.answer(completion, read, json.dumps(reply).encode())[0].response_ids)
+        except (ValueError, LookupError, TypeError) as error:
+            raise RunError(f"{self.url}: gave no token ids ({first_line(error)}); use a newer server") from None
+        if self.engine == "vllm":
+            return self._counted(read, ids, before)
+        timings, said = reply["timings"], reply["generation_settings"]
+        accepted = timings.get("draft_n_accepted", 0)
+        counts = self._counters()
+        counts.subtract(before)
+        return ServedAnswer(
+            read,
+            ids,
+            timings["predicted_n"] - 1 - accepted,
+            timings.get("draft_n", 0),
+            _by_depth(counts) or None,
+            Sampling(**{key: round(said[key], 6) for key in ("temperature", "top_k", "top_p", "min_p")}),
+        )
+
+    def _sglang(self, ids: list[int], completion: Completion, states_sampling: bool) -> ServedAnswer:
+        sampling = completion.sampling
+        how: dict[str, Any] = {"max_new_tokens": completion.max_new_tokens}
+        if states_sampling:
+            how |= {"temperature": sampling.temperature, "top_k": sampling.top_k or -1, "top_p": sampling.top_p}
+            how |= {"min_p": sampling.min_p, "repetition_penalty": 1.0}
+        reply = self._json("generate", {"input_ids": ids, "sampling_params": how})
+        info = self._json("get_server_info")
+        if (info.get("speculative_eagle_topk") or 1) > 1:
+            raise InputError(f"--served {self.url}: drafts a tree; start it with --speculative-eagle-topk 1")
+        calls = int(reply["meta_info"].get("spec_verify_ct") or 0)
+        return ServedAnswer(ids, reply["output_ids"], calls, calls * int(info.get("speculative_num_steps") or 0))
+
+    def _counted(self, prompt_ids: list[int], ids: list[int], before: Counter[str]) -> ServedAnswer:
+        """Wait until the counters hold this answer. vLLM counts after it has answered."""
+        end = time.monotonic() + _COUNT_TIMEOUT_S
+        while True:
+            counts = self._counters()
+            counts.subtract(before)
+            emitted, by_depth = counts["drafts"] + counts["accepted_tokens"], _by_depth(counts)
+            if emitted >= len(ids) - 1 or time.monotonic() > end or not by_depth:
+                break
+            time.sleep(0.02)
+        if emitted > len(ids) + len(by_depth):
+            raise RunError(f"{self.url}: counted tokens of other requests; let nobody else use the server meanwhile")
+        return ServedAnswer(prompt_ids, ids, counts["drafts"], counts["draft_tokens"], by_depth)
+
+    def _counters(self) -> Counter[str]:
+        """The server's counters of drafts, summed over its engines; empty if it has none."""
+        counts: Counter[str] = Counter()
+        try:
+            text = self._client.get(f"{self.url}/metrics").text
+        except httpx.HTTPError as error:
+            raise InputError(f"--served {self.url}: /metrics does not answer ({first_line(error)})") from None
+        for name, labels, value in _COUNTER.findall(text):
+            place = re.search(r'position="(\d+)"', labels)
+            counts[f"{name} {place[1]}" if place else name] += int(float(value))
+        return counts
+
+    def _json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            reply = self._client.request("GET" if body is None else "POST", f"{self.url}/{path}", json=body)
+            reply.raise_for_status()
+            value: dict[str, Any] = reply.json()
+        except (httpx.HTTPStatusError, ValueError) as error:
+            raise InputError(f"--served {self.url}/{path}: {first_line(error)}: {reply.text[:200]}") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            fix = "start the server, with the command that `draftsmith doctor` prints without --served"
+            raise InputError(f"--served {self.url}: does not answer ({first_line(error)}); {fix}") from None
+        return value
+
+
+def _by_depth(counts: Counter[str]) -> list[int]:
+    places = sum(name.startswith("accepted_tokens_per_pos ") for name in counts)
+    return [counts[f"accepted_tokens_per_pos {place}"] for place in range(places)]

@@ -1,0 +1,282 @@
+"""`draftsmith doctor --served`: does a running server accept what was predicted, and if not, why?
+
+The prediction replays the draft along the served texts (`eval.predict`), so that both sides are about the same tokens.
+Two things can differ: how much of these texts the draft gets right, and whether they are texts of this target at all,
+which the probabilities of their tokens tell. If either does, every suspect (`draftsmith.suspects`) changes the case,
+and the cause is the one whose replay comes closest to what was served.
+
+Legend: P prompts, D depths, N positions, V vocabulary, R resamples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.engines.server import Completion
+from drafts.load import depth_limit
+from draftsmith.config import ServedConfig
+from draftsmith.pair import load_pair
+from draftsmith.running_server import NAMES, RunningServer, ServedAnswer
+from draftsmith.suspects import SUSPECTS, Case
+from draftsmith_core.errors import InputError, RequirementError
+from draftsmith_core.models import eos_ids
+from draftsmith_core.options import takes
+from draftsmith_core.progress import track
+from draftsmith_core.prompts import read_prompts
+from draftsmith_core.sampling import Sampling
+from draftsmith_core.settings import loading, resolve_sampling
+from eval.acceptance import Continuation
+from eval.bootstrap import Floats, PromptSums, Resamples, difference, estimate, interval, pooled_ratios, resamples
+from eval.estimate import read_traces
+from eval.predict import predict
+from eval.request import Method
+from eval.schema import Estimate
+
+# Smaller differences are no news: of the drafted tokens accepted per call, and of the probability of the texts.
+_ACCEPTED_MARGIN, _TEXT_MARGIN = 0.05, 0.03
+# Temperatures that a server may draw at without being told, if it does not say.
+_TEMPERATURES = (0.0, 0.3, 0.6, 0.7, 0.8, 1.0)
+_RESAMPLES = 2000
+_BATCH = 8
+# Suspects that are printed; --json has all.
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A prediction. likelihood: per prompt, the probability of its tokens over that expected of the target's own."""
+
+    tokens: PromptSums
+    accepted_PD: Floats
+    reached_PD: Floats
+    likelihood: PromptSums
+
+
+class _Likelihood:
+    """Sums over each text of p(x) and of its expectation under p, sum_x p(x)^2."""
+
+    def __init__(self, rows: Sequence[Continuation]) -> None:
+        self.rows = rows
+        self.found = {"own": [0.0] * len(rows), "expected": [0.0] * len(rows)}
+
+    def add(self, places: Sequence[tuple[int, int]], p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> None:
+        """Add the positions `places`, each (row, index of the token)."""
+        x_N1 = torch.tensor([[self.rows[b].output_ids[n]] for b, n in places], device=p_NV.device)
+        own_N, expected_N = p_NV.gather(1, x_N1)[:, 0].tolist(), p_NV.double().square().sum(1).tolist()
+        for (b, _), own, expected in zip(places, own_N, expected_N, strict=True):
+            self.found["own"][b] += own
+            self.found["expected"][b] += expected
+
+
+def _replay(case: Case, tokens: int) -> Replay:
+    """Predict drafting `tokens` at a time along the case's texts."""
+    method = Method(f"chain:{tokens}", case.rule)
+    traces, found = read_traces(
+        *(case.target, {"draft": case.draft}, case.rows, case.sampling, [method]),
+        batch_size=_BATCH,
+        sinks=lambda start, group: [_Likelihood(group)],
+    )
+    counts = predict(method.shape, method.verifier, case.sampling, traces["draft"])
+    assert counts is not None
+    return Replay(
+        PromptSums.of([len(row.output_ids) for row in case.rows], counts["target_calls"]),
+        np.array(counts["accepted_by_depth"]),
+        np.array(counts["reached_by_depth"]),
+        PromptSums.of(found["draft"][0]["own"], found["draft"][0]["expected"]),
+    )
+
+
+def _by_depth(accepted_PD: Floats, reached_PD: Floats, picks: Resamples) -> list[Estimate]:
+    """Share of the steps that accept each position, as a product of conditional shares.
+
+    Those leave out steps that end with the text: a server may have accepted tokens beyond it.
+    """
+    parts = [PromptSums(a, r) for a, r in zip(accepted_PD.T, reached_PD.T, strict=True)]
+    values = np.cumprod([part.pooled or 0.0 for part in parts])
+    shares_DR = np.cumprod([np.nan_to_num(pooled_ratios(part, picks)) for part in parts], axis=0)
+    ends = [interval(share_R, picks, least=0.0, most=1.0) for share_R in shares_DR]
+    return [
+        Estimate(value=float(value), low=low, high=high, n=len(accepted_PD))
+        for value, (low, high) in zip(values, ends, strict=True)
+    ]
+
+
+def _close(value: Estimate, to: float, margin: float) -> bool:
+    """Whether an estimate is within the margin, or its interval holds the value."""
+    low, high = (to if end is None else end for end in (value["low"], value["high"]))
+    return abs((value["value"] or 0.0) - to) <= margin or (value["low"] is not None and low <= to <= high)
+
+
+@takes(ServedConfig)
+def served(config: ServedConfig) -> dict[str, Any]:
+    """Compare what a running server accepts with the prediction, and find the likely cause if it is less.
+
+    Return what `doctor --served --json` prints: `served` and `predicted` with `tokens_per_call` and `by_depth`, their
+    `difference`, the `likelihood` of the served texts (1: they are the target's own), the `verdict`, the `cause` with
+    its `remedy`, and what was `tried`. Raise InputError for a server that cannot be asked or counts no drafts.
+    """
+    server = RunningServer(config.served)
+    options = loading(config) | {"chat_template": config.chat_template}
+    pair = load_pair(config.target, draft=config.draft, fast=False, **options)
+    (draft,) = pair.drafts.values()
+    sampling = resolve_sampling(config.target, pair.target, temperature=config.temperature).sampling
+    room = None if pair.context is None else pair.context - config.max_new_tokens
+    prompts = read_prompts(
+        config.prompts,
+        pair.tokenizer,
+        prompt_tokens=config.prompt_tokens,
+        max_tokens=room,
+        limit=config.max_prompts,
+    ).prompts
+    completion = Completion(
+        *(server.model, pair.tokenizer, sampling, config.max_new_tokens, eos_ids(pair.target), False),
+        len(pair.tokenizer),
+    )
+    answers = [
+        server.answer(prompt, completion, config.temperature is not None)
+        for prompt in track(prompts, "prompts served", len(prompts))
+    ]
+    kept = [(p, answer) for p, answer in zip(prompts, answers, strict=True) if len(answer.output_ids) > 1]
+    if not kept:
+        raise InputError(f"--prompts {config.prompts}: every answer ends with its first token; nothing can be drafted")
+    prompts, answers = tuple(p for p, _ in kept), [answer for _, answer in kept]
+    tokens = min(server.draft_tokens(answers), depth_limit(draft) or 2**30)
+    # The rule with which the engine can accept most; vLLM drafts greedily unless it is told to sample.
+    samples = server.engine == "vllm" and depth_limit(draft) is None
+    said = {answer.sampling for answer in answers} - {None}
+    case = Case(
+        *(pair.target, draft),
+        [_continuation(p.id, p.ids, answer.output_ids) for p, answer in zip(prompts, answers, strict=True)],
+        *(sampling, "speculative" if samples else "naive"),
+        [answer.prompt_ids for answer in answers],
+        [s for s in said if s is not None] or [Sampling(temperature=temperature) for temperature in _TEMPERATURES],
+    )
+    picks = resamples(len(answers), _RESAMPLES, seed=0)
+    counted = PromptSums.of([len(a.output_ids) - 1 for a in answers], [a.calls for a in answers])
+    along = predicted = _replay(case, tokens)
+    likelihood = estimate(along.likelihood, picks)
+    own_texts = _close(likelihood, 1.0, _TEXT_MARGIN)
+    if not own_texts:  # so predict the texts that this target would have given
+        how = {key: getattr(sampling, key) for key in ("temperature", "top_k", "top_p", "min_p")}
+        outs = pair.generate([list(p.ids) for p in prompts], max_new_tokens=config.max_new_tokens, **how)
+        rows = [
+            _continuation(p.id, p.ids, out.output_ids) if len(out.output_ids) > 1 else row
+            for p, out, row in zip(prompts, outs, case.rows, strict=True)
+        ]
+        predicted = _replay(replace(case, rows=rows), tokens)
+    away = difference(counted, predicted.tokens, picks)
+    # Of the same texts, the difference must be more than chance; other texts are a difference already.
+    less = (away["value"] or 0.0) < -_margin(predicted) and (not own_texts or not _close(away, 0.0, 0.0))
+    names = [name for name, suspect in SUSPECTS.items() if not own_texts or (less and not suspect.of_text)]
+    tried = _tried(names, case, tokens, counted, picks)
+    cause = next((suspect for suspect in tried if suspect["fits"]), None)
+    return {
+        "url": server.url,
+        "engine": NAMES[server.engine],
+        "draft_tokens": tokens,
+        "temperature": sampling.temperature,
+        "prompts": len(answers),
+        "served": {"tokens_per_call": estimate(counted, picks), "by_depth": _served_by_depth(answers, picks)},
+        "predicted": {
+            "tokens_per_call": estimate(predicted.tokens, picks),
+            "by_depth": _by_depth(predicted.accepted_PD, predicted.reached_PD, picks),
+        },
+        "difference": away,
+        "likelihood": likelihood,
+        "verdict": "less than predicted" if less else "as predicted",
+        "own_texts": own_texts,
+        "cause": cause and f"{cause['suspect']}: {cause['detail']}",
+        "remedy": cause and SUSPECTS[cause["suspect"]].remedy,
+        "tried": tried,
+    }
+
+
+def _continuation(name: str, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Continuation:
+    """The text after the first token, which engines take from the prompt's forward."""
+    return Continuation(name, [*prompt_ids, output_ids[0]], output_ids[1:])
+
+
+def _margin(replay: Replay) -> float:
+    return _ACCEPTED_MARGIN * ((replay.tokens.pooled or 1.0) - 1)
+
+
+def _served_by_depth(answers: Sequence[ServedAnswer], picks: Resamples) -> list[Estimate] | None:
+    accepted = [answer.accepted_by_depth for answer in answers if answer.accepted_by_depth is not None]
+    if len(accepted) < len(answers):
+        return None
+    depths = max(map(len, accepted))  # llama.cpp lists positions from its first request on
+    accepted_PD = np.array([[*row, *[0] * (depths - len(row))] for row in accepted], dtype=np.float64)
+    calls_P1 = np.array([[answer.calls] for answer in answers], dtype=np.float64)
+    return _by_depth(accepted_PD, np.hstack([calls_P1, accepted_PD[:, :-1]]), picks)
+
+
+def _tried(
+    names: Sequence[str], case: Case, tokens: int, counted: PromptSums, picks: Resamples
+) -> list[dict[str, Any]]:
+    """Replays under the suspects that apply, the best fit first.
+
+    misfit: the share of target calls that differ, prompt by prompt, plus how unlikely the texts are.
+    """
+    tried = []
+    for name in names:
+        for detail, changed in SUSPECTS[name].change(case):
+            replay = _replay(changed, tokens)
+            likelihood, away = estimate(replay.likelihood, picks), difference(counted, replay.tokens, picks)
+            calls_P = counted.denominator_P
+            misfit = np.abs(replay.tokens.denominator_P - calls_P).sum() / calls_P.sum()
+            tried.append(
+                {
+                    "suspect": name,
+                    "detail": detail,
+                    "tokens_per_call": replay.tokens.pooled,
+                    "likelihood": likelihood["value"],
+                    "misfit": float(misfit) + abs(1 - (likelihood["value"] or 0.0)),
+                    "fits": _close(likelihood, 1.0, _TEXT_MARGIN) and _close(away, 0.0, _margin(replay)),
+                }
+            )
+    return sorted(tried, key=lambda row: (not row["fits"], row["misfit"]))
+
+
+def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]:
+    """The lines of `doctor --served`, and the error of exit code 3 if less was served than predicted."""
+    sides = [found["served"], found["predicted"]]
+    rows = [("tokens per call", [side["tokens_per_call"] for side in sides])]
+    rows += [
+        (f"position {depth + 1}", [side["by_depth"] and side["by_depth"][depth] for side in sides])
+        for depth in range(found["draft_tokens"])
+    ]
+    lines = [
+        f"{found['engine']} at {found['url']} drafts {found['draft_tokens']} tokens; {found['prompts']} prompts, "
+        f"temperature {found['temperature']:g}",
+        f"{'':<18}{'served':<24}predicted",
+        *(f"{name:<18}{_shown(one):<24}{_shown(other)}" for name, (one, other) in rows),
+    ]
+    shown = found["tried"][:_SHOWN]
+    if shown:
+        width = 4 + max(len(f"{row['suspect']}: {row['detail']}") for row in shown)
+        lines.append(f"{'tried':<{width}}tokens per call  texts  misfit")
+    for row in shown:
+        name = f"{'*' if row['fits'] else ' '} {row['suspect']}: {row['detail']}"
+        lines.append(f"{name:<{width}}{row['tokens_per_call']:>15.3f}{row['likelihood']:>7.0%}{row['misfit']:>8.3f}")
+    what = found["verdict"]
+    if not found["own_texts"]:
+        what += (
+            f", but not this target's texts (their tokens have {found['likelihood']['value']:.0%} of the probability)"
+        )
+    if shown:
+        closest = f"no suspect fits, the closest is '{shown[0]['suspect']}'"
+        what += f"; likely cause: {found['cause']}; {found['remedy']}" if found["cause"] else f"; {closest}"
+    if found["verdict"] == "as predicted":
+        return [*lines, what], None
+    return lines, RequirementError([what])
+
+
+def _shown(value: Estimate | None) -> str:
+    if value is None or value["value"] is None:
+        return "-"
+    ends = "" if value["low"] is None or value["high"] is None else f" [{value['low']:.3f}, {value['high']:.3f}]"
+    return f"{value['value']:.3f}{ends}"

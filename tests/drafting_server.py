@@ -1,0 +1,105 @@
+"""A server that decodes with a pair as vLLM, llama.cpp and SGLang do, and counts drafts as they do."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import draftsmith as ds
+
+PLACES = [f'accepted_tokens_per_pos_total{{engine="0",position="{place}"}}' for place in range(4)]
+
+
+@dataclass
+class Drafting:
+    """What is served, and its mistakes. temperature: of requests that give none. counts: of /metrics, by line."""
+
+    engine: str
+    pair: ds.Pair
+    verifier: str | None = None
+    temperature: float = 0.0
+    template: str = "{messages}"
+    speculates: bool = True
+    tokens: int = 3
+    others: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+
+    def get(self, path: str) -> Any:
+        """The reply to a GET."""
+        if path == "/v1/models":
+            return {"data": [{"id": "target", "owned_by": self.engine}]}
+        if path == "/metrics":
+            lines = [f"{self.engine}:spec_decode_num_{key} {value}.0" for key, value in self.counts.items()]
+            return "# HELP counts\n" + "\n".join(lines) + "\n"
+        return {"speculative_num_steps": self.tokens, "speculative_eagle_topk": 1}
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a POST."""
+        self.bodies.append(body)
+        if path == "/apply-template":
+            return {"prompt": self.template.format(messages=body["messages"][-1]["content"])}
+        if path == "/tokenize":
+            return {"tokens": self.pair.encode(body["content"])}
+        sampling = body.get("sampling_params", body)
+        prompt = body.get("prompt") or body.get("input_ids")
+        if prompt is None:
+            prompt = self.pair.encode(self.template.format(messages=body["messages"][-1]["content"]))
+        most = next(sampling[key] for key in ("max_tokens", "n_predict", "max_new_tokens") if key in sampling)
+        how: dict[str, Any] = {"temperature": sampling.get("temperature", self.temperature), "ignore_eos": True}
+        how |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": len(self.bodies)}
+        first = self.pair.generate(prompt, draft=(), max_new_tokens=1, **how).output_ids
+        rest = self.pair.generate(
+            prompt + first, tree=f"chain:{self.tokens}", verifier=self.verifier, max_new_tokens=most - 1, **how
+        )
+        ids, stats = first + rest.output_ids, rest.stats
+        if self.speculates:
+            by_depth = [*stats.accepted_by_depth, *[0] * self.tokens]
+            values = [stats.target_calls + self.others, stats.proposed, stats.accepted, *by_depth]
+            names = ["drafts_total", "draft_tokens_total", "accepted_tokens_total", *PLACES[: self.tokens]]
+            for name, value in zip(names, values, strict=False):
+                self.counts[name] = self.counts.get(name, 0) + value
+        drafted = {"draft_n": stats.proposed, "draft_n_accepted": stats.accepted} if self.speculates else {}
+        drawn = {"temperature": how["temperature"], "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return {
+            "vllm": {"prompt_token_ids": prompt, "choices": [{"token_ids": ids, "finish_reason": "length"}]},
+            "llamacpp": {"tokens": ids, "stop_type": "limit", "tokens_evaluated": len(prompt)}
+            | {"generation_settings": drawn, "timings": {"predicted_n": len(ids)} | drafted},
+            "sglang": {"output_ids": ids, "meta_info": {"spec_verify_ct": stats.target_calls * self.speculates}},
+        }[self.engine]
+
+
+@contextmanager
+def drafting(engine: str, pair: ds.Pair, **mistakes: Any) -> Iterator[tuple[str, Drafting]]:
+    """Serve a pair while the block runs; yield the address."""
+    served = Drafting(engine, pair, **mistakes)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send(served.get(self.path))
+
+        def do_POST(self) -> None:
+            self.send(served.post(self.path, json.loads(self.rfile.read(int(self.headers["content-length"])))))
+
+        def send(self, value: Any) -> None:
+            data = (value if isinstance(value, str) else json.dumps(value)).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *words: Any) -> None:  # noqa: A002
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", served
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

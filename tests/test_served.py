@@ -1,0 +1,273 @@
+"""`doctor --served`: servers that draft as asked are as predicted, and each planted mistake is named."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import draftsmith as ds
+from draftsmith.served_acceptance import in_words
+from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
+from tests.drafting_server import drafting
+from tests.tiny_models import near
+from train.config import HeadOptions, Optim
+
+TOKENS = 32
+DEMO = ROOT / "draftsmith" / "demo" / "pair"
+CHATML = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{{ '<assistant>' }}"
+
+
+def save(path: Path, model: LlamaForCausalLM) -> str:
+    model.save_pretrained(path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`target`, a draft language model `lm`, prompts and chats."""
+    path = tmp_path_factory.mktemp("served")
+    config = LlamaConfig(
+        vocab_size=290, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=2,
+        max_position_embeddings=128, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
+    )  # fmt: skip
+    torch.manual_seed(1)
+    target = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in target.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.25)
+    target.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1)
+    save(path / "target", target)
+    save(path / "lm", near(target, 0.02, seed=2))
+    words = " ".join(SENTENCES).split()
+    texts = [" ".join(words[i : i + 3 + i % 3]) for i in range(0, 24, 2)]
+    rows = {"prompts": [{"prompt": text} for text in texts]}
+    rows["chats"] = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    for name, prompts in rows.items():
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's `target` with an EAGLE-3 head `head` that has learnt its answers to `prompts`."""
+    path = tmp_path_factory.mktemp("head")
+    (path / "target").symlink_to(DEMO / "target")
+    texts = ["Return the value of the", "def __init__(self, name", "If the file is not found,", "import os\nimport 12"]
+    texts += ["The list of all", "class Reader:\n    def", "for key in sorted(", "with open(path) as"]
+    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    common: dict[str, Any] = {"target": str(path / "target"), "device": "cpu"}
+    data = str(path / "set")
+    ds.distill(prompts=str(path / "prompts.jsonl"), out=data, max_new_tokens=TOKENS, temperature=0.0, **common)
+    options: dict[str, Any] = {"steps": 100, "eval_every": 100, "batch_size": 8, "max_length": 64, "kind": "eagle3"}
+    options |= {"draft_vocab_size": 512, "optim": Optim(lr=3e-3), "head": HeadOptions(test_steps=3)}
+    ds.train(data=[data], heldout=[data], out=str(path / "head"), objective="fkl", **common, **options)
+    return path
+
+
+def ask(place: Path, url: str, draft: str = "lm", prompts: str = "prompts", **options: Any) -> dict[str, Any]:
+    options |= {"max_new_tokens": TOKENS, "device": "cpu", "prompts": str(place / f"{prompts}.jsonl")}
+    return ds.served(target=str(place / "target"), draft=str(place / draft), served=url, **options)
+
+
+def pair_of(place: Path, draft: str = "lm") -> ds.Pair:
+    return ds.load_pair(str(place / "target"), draft={"draft": str(place / draft)}, device="cpu", fast=False)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp", "sglang"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_server_that_drafts_as_asked_is_as_predicted(place: Path, engine: str, temperature: float) -> None:
+    """vLLM counts what sampled drafts get accepted; the others draft greedily."""
+    verifier = "naive" if engine != "vllm" and temperature else None
+    with drafting(engine, pair_of(place), verifier=verifier) as (url, server):
+        found = ask(place, url, temperature=temperature)
+    assert found["verdict"] == "as predicted" and found["own_texts"] and not found["tried"], found
+    assert found["draft_tokens"] == 3 and found["prompts"] == 12
+    served, predicted = found["served"], found["predicted"]
+    if temperature == 0:
+        assert served["tokens_per_call"] == predicted["tokens_per_call"] and served["tokens_per_call"]["value"] > 1.3
+        assert all(body.get("sampling_params", body)["temperature"] == 0 for body in server.bodies)
+    assert (served["by_depth"] is None) == (engine == "sglang")
+    lines, missed = in_words(found)
+    assert missed is None and lines[-1] == "as predicted"
+
+
+def later_layers(pair: ds.Pair, draft: Any) -> None:
+    draft.hidden_layers = tuple(layer + 1 for layer in draft.hidden_layers)
+
+
+def unmapped(pair: ds.Pair, draft: Any) -> None:
+    draft.target_ids_D = torch.arange(len(draft.d2t))
+
+
+def other_residual(pair: ds.Pair, draft: Any) -> None:
+    draft.midlayer.norm_before_residual = True
+
+
+def plain_rope(pair: ds.Pair, draft: Any) -> None:
+    config = copy.deepcopy(draft.config)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    draft.model.rotary_emb = type(draft.model.rotary_emb)(config)
+
+
+def four_bits(pair: ds.Pair, draft: Any) -> None:
+    """As llama.cpp's Q4_0: 32 weights share a scale, and the largest of them is -8."""
+    for name, module in pair.target.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            for row in module.weight.data:
+                for block in row.split(32):
+                    scale = float(block[block.abs().argmax()]) / -8
+                    block.copy_(torch.floor(block / scale + 8.5).clamp(0, 15).sub(8) * scale)
+
+
+PLANTED: dict[str, tuple[Callable[..., None], str]] = {
+    "rope of the draft": (plain_rope, "theta and scaling dropped"),
+    "rounding of the target": (four_bits, "four bits (Q4_0)"),
+}
+PLANTED_IN_HEADS: dict[str, tuple[Callable[..., None], str]] = {
+    "auxiliary layers": (later_layers, "one later"),
+    "vocabulary map": (unmapped, "not applied"),
+    "norm_before_residual": (other_residual, "taken as true"),
+}
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_a_planted_cause_is_named(place: Path, cause: str) -> None:
+    named(place, "lm", cause, *PLANTED[cause])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", PLANTED_IN_HEADS)
+def test_a_cause_that_is_planted_in_a_head_is_named(head: Path, cause: str) -> None:
+    named(head, "head", cause, *PLANTED_IN_HEADS[cause])
+
+
+def named(place: Path, draft: str, cause: str, plant: Callable[..., None], detail: str) -> None:
+    pair = pair_of(place, draft)
+    plant(pair, pair.drafts["draft"])
+    with drafting("vllm", pair) as (url, _):
+        found = ask(place, url, draft, temperature=0)
+    assert found["cause"] == f"{cause}: {detail}", found["tried"]
+    assert found["tried"][0]["misfit"] < 0.01
+
+
+@pytest.mark.slow
+def test_a_head_served_as_it_is_has_no_cause(head: Path) -> None:
+    with drafting("sglang", pair_of(head, "head")) as (url, _):
+        found = ask(head, url, "head", temperature=0)
+    assert found["verdict"] == "as predicted" and found["served"]["tokens_per_call"]["value"] > 1.5
+    assert found["difference"]["value"] == 0
+
+
+def test_the_exit_code_is_3_and_the_last_line_is_json(place: Path, door: Callable[..., Any]) -> None:
+    pair = pair_of(place)
+    plain_rope(pair, pair.drafts["draft"])
+    with drafting("llamacpp", pair) as (url, _):
+        words = f"--target {place}/target --draft {place}/lm --served {url} --prompts {place}/prompts.jsonl"
+        words += " --temperature 0 --max_new_tokens 32 --device cpu --json"
+        code, out, err = door("doctor", *words.split())
+    found = json.loads(out.splitlines()[-1])
+    assert code == 3 and found["cause"] == "rope of the draft: theta and scaling dropped"
+    assert f"less than predicted; likely cause: {found['cause']}; give the draft's rope_theta" in err
+
+
+def test_a_draft_that_is_greedy_at_temperature_1_is_named(place: Path) -> None:
+    with drafting("vllm", pair_of(place), verifier="naive") as (url, _):
+        found = ask(place, url, temperature=1)
+    assert found["verdict"] == "less than predicted" and found["cause"].startswith("greedy draft"), found
+
+
+def test_the_server_s_own_temperature_is_named(place: Path) -> None:
+    for engine in ("vllm", "llamacpp"):
+        with drafting(engine, pair_of(place), verifier="naive", temperature=0.7) as (url, server):
+            found = ask(place, url)
+        assert found["cause"] == "sampling: temperature 0.7" and not found["own_texts"], found
+        assert all("temperature" not in body for body in server.bodies)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_another_chat_template_is_named(place: Path, engine: str) -> None:
+    with drafting(engine, pair_of(place), template="Q: {messages}\nA:") as (url, _):
+        found = ask(place, url, prompts="chats", temperature=0)
+    assert found["cause"] == "chat template: 12 of 12 prompts have other tokens there" and not found["own_texts"], found
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_chats_with_the_target_s_own_template_are_as_predicted(place: Path, engine: str) -> None:
+    with drafting(engine, pair_of(place), template="<user>{messages}<assistant>") as (url, _):
+        found = ask(place, url, prompts="chats", temperature=0)
+    assert found["verdict"] == "as predicted" and found["own_texts"]
+
+
+def test_a_draft_that_has_not_read_the_prompt_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a prefix cache that holds the target's keys alone; the counts are of a loop of their own."""
+    pair = pair_of(place)
+    draft: Any = pair.drafts["draft"]
+
+    def counts(prompt: list[int], ids: list[int], ahead: int) -> tuple[int, list[int]]:
+        calls, accepted, at = 0, [0] * ahead, 1
+        while at < len(ids):
+            calls, text = calls + 1, ids[:at]
+            for depth in range(min(ahead, len(ids) - at)):
+                places = torch.arange(len(prompt), len(prompt) + len(text))[None]
+                text = [*text, int(draft(torch.tensor([text]), position_ids=places).logits[0, -1].argmax())]
+                if text[-1] != ids[at + depth]:
+                    break
+                accepted[depth] += 1
+            at = at + 1 + next((d for d, token in enumerate(text[at:]) if token != ids[at + d]), len(text) - at)
+        return calls, accepted
+
+    with drafting("vllm", pair) as (url, server):
+        post = server.post
+
+        def forgetful(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            before, reply = dict(server.counts), post(path, body)
+            calls, accepted = counts(body["prompt"], reply["choices"][0]["token_ids"], 3)
+            values = [calls, 3 * calls, sum(accepted), *accepted]
+            server.counts = {k: before.get(k, 0) + v for k, v in zip(server.counts, values, strict=True)}
+            return reply
+
+        monkeypatch.setattr(server, "post", forgetful)
+        found = ask(place, url, temperature=0)
+    assert found["cause"] == "prefix cache: the draft has not read the prompt", found
+
+
+def test_an_unknown_cause_is_not_made_up(place: Path) -> None:
+    """The server's draft is another one."""
+    save(place / "other", near(LlamaForCausalLM.from_pretrained(place / "lm"), 0.15, seed=9))
+    with drafting("vllm", pair_of(place, "other")) as (url, _):
+        found = ask(place, url, temperature=0)
+    assert found["verdict"] == "less than predicted" and found["cause"] is None
+    lines, missed = in_words(found)
+    assert missed is not None and "no suspect fits, the closest is" in str(missed)
+
+
+@pytest.mark.parametrize(
+    ("engine", "mistake", "message"),
+    [
+        ("vllm", {"speculates": False}, "drafts nothing, or does not count it; start it with --speculative-config"),
+        ("llamacpp", {"speculates": False}, "start llama-server with -md DRAFT.gguf"),
+        ("sglang", {"speculates": False}, "--speculative-algorithm"),
+        ("someone", {}, "is no server of vLLM, llama.cpp, SGLang (owned by 'someone')"),
+        ("vllm", {"others": 50}, "counted tokens of other requests"),
+    ],
+)
+def test_a_server_that_cannot_be_compared_says_so(place: Path, engine: str, mistake: Any, message: str) -> None:
+    with drafting(engine, pair_of(place), **mistake) as (url, _), pytest.raises(ds.DraftsmithError) as error:
+        ask(place, url, temperature=0)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_nobody_answers(place: Path) -> None:
+    with pytest.raises(ds.InputError, match="does not answer .*; start the server"):
+        ask(place, "http://127.0.0.1:9")
