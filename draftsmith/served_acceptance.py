@@ -8,7 +8,7 @@ and the cause is the one whose replay comes closest to what was served.
 Legend: P prompts, D depths, N positions, V vocabulary, R resamples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +24,8 @@ from draftsmith.running_server import NAMES, RunningServer, ServedAnswer
 from draftsmith.suspects import SUSPECTS, Case
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.models import eos_ids
-from draftsmith_core.options import takes
 from draftsmith_core.progress import track
-from draftsmith_core.prompts import read_prompts
+from draftsmith_core.prompts import read_prompts, room_for_prompts
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.settings import loading, resolve_sampling
 from eval.acceptance import Continuation
@@ -111,25 +110,25 @@ def _close(value: Estimate, to: float, margin: float) -> bool:
     return abs((value["value"] or 0.0) - to) <= margin or (value["low"] is not None and low <= to <= high)
 
 
-@takes(ServedConfig)
-def served(config: ServedConfig) -> dict[str, Any]:
+def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]:
     """Compare what a running server accepts with the prediction, and find the likely cause if it is less.
 
     Return what `doctor --served --json` prints: `served` and `predicted` with `tokens_per_call` and `by_depth`, their
     `difference`, the `likelihood` of the served texts (1: they are the target's own), the `verdict`, the `cause` with
     its `remedy`, and what was `tried`. Raise InputError for a server that cannot be asked or counts no drafts.
     """
+    config = config or ServedConfig(**options)
     server = RunningServer(config.served)
-    options = loading(config) | {"chat_template": config.chat_template}
-    pair = load_pair(config.target, draft=config.draft, fast=False, **options)
+    pair = load_pair(
+        config.target, draft={"draft": config.draft}, fast=False, chat_template=config.chat_template, **loading(config)
+    )
     (draft,) = pair.drafts.values()
     sampling = resolve_sampling(config.target, pair.target, temperature=config.temperature).sampling
-    room = None if pair.context is None else pair.context - config.max_new_tokens
     prompts = read_prompts(
         config.prompts,
         pair.tokenizer,
         prompt_tokens=config.prompt_tokens,
-        max_tokens=room,
+        max_tokens=room_for_prompts(pair.context, config.max_new_tokens),
         limit=config.max_prompts,
     ).prompts
     completion = Completion(
@@ -180,7 +179,7 @@ def served(config: ServedConfig) -> dict[str, Any]:
         "draft_tokens": tokens,
         "temperature": sampling.temperature,
         "prompts": len(answers),
-        "served": {"tokens_per_call": estimate(counted, picks), "by_depth": _served_by_depth(answers, picks)},
+        "served": {"tokens_per_call": estimate(counted, picks), "by_depth": _served_by_depth(answers, tokens, picks)},
         "predicted": {
             "tokens_per_call": estimate(predicted.tokens, picks),
             "by_depth": _by_depth(predicted.accepted_PD, predicted.reached_PD, picks),
@@ -204,12 +203,12 @@ def _margin(replay: Replay) -> float:
     return _ACCEPTED_MARGIN * ((replay.tokens.pooled or 1.0) - 1)
 
 
-def _served_by_depth(answers: Sequence[ServedAnswer], picks: Resamples) -> list[Estimate] | None:
+def _served_by_depth(answers: Sequence[ServedAnswer], tokens: int, picks: Resamples) -> list[Estimate] | None:
     accepted = [answer.accepted_by_depth for answer in answers if answer.accepted_by_depth is not None]
     if len(accepted) < len(answers):
         return None
-    depths = max(map(len, accepted))  # llama.cpp lists positions from its first request on
-    accepted_PD = np.array([[*row, *[0] * (depths - len(row))] for row in accepted], dtype=np.float64)
+    # llama.cpp lists positions from its first request on.
+    accepted_PD = np.array([[*row, *[0] * (tokens - len(row))] for row in accepted], dtype=np.float64)
     calls_P1 = np.array([[answer.calls] for answer in answers], dtype=np.float64)
     return _by_depth(accepted_PD, np.hstack([calls_P1, accepted_PD[:, :-1]]), picks)
 
@@ -223,7 +222,7 @@ def _tried(
     """
     tried = []
     for name in names:
-        for detail, changed in SUSPECTS[name].change(case):
+        for detail, changed in _by_rule(SUSPECTS[name].change(case)):
             replay = _replay(changed, tokens)
             likelihood, away = estimate(replay.likelihood, picks), difference(counted, replay.tokens, picks)
             calls_P = counted.denominator_P
@@ -239,6 +238,14 @@ def _tried(
                 }
             )
     return sorted(tried, key=lambda row: (not row["fits"], row["misfit"]))
+
+
+def _by_rule(cases: Iterable[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:
+    """Each case, and the same with a greedy draft, which is vLLM's default."""
+    for detail, case in cases:
+        yield detail, case
+        if case.rule != "naive" and not case.sampling.greedy:
+            yield f"{detail}, and a greedy draft", replace(case, rule="naive")
 
 
 def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from drafts.heads.eagle import FeatureHead
 from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.load import Draft
 from draftsmith_core.models import text_config
 from draftsmith_core.sampling import Sampling
@@ -51,10 +53,10 @@ class Suspect:
 
 
 def _layers(case: Case) -> Iterator[tuple[str, Case]]:
-    if not isinstance(case.draft, Eagle3Head):
+    if isinstance(case.draft, PreTrainedModel) or len(case.draft.hidden_layers) == 1:
         return
     for detail, step in (("one later", 1), ("one earlier", -1)):
-        draft = copy.deepcopy(case.draft)
+        draft: Any = copy.deepcopy(case.draft)
         draft.hidden_layers = tuple(layer + step for layer in draft.hidden_layers)
         if min(draft.hidden_layers) >= 0 and max(draft.hidden_layers) <= text_config(case.target).num_hidden_layers:
             yield detail, replace(case, draft=draft)
@@ -123,7 +125,7 @@ def _later_states(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] |
 
 
 def _first_token(case: Case) -> Iterator[tuple[str, Case]]:
-    if not isinstance(case.draft, PreTrainedModel):
+    if isinstance(case.draft, FeatureHead | MedusaHeads | HydraHeads):
         draft = copy.deepcopy(case.draft)
         draft.register_forward_pre_hook(_later_states)
         yield "the head's states are one token off", replace(case, draft=draft)
@@ -156,7 +158,7 @@ def _no_prompt(case: Case) -> Iterator[tuple[str, Case]]:
     draft: Any = copy.deepcopy(case.draft)
     if isinstance(draft, PreTrainedModel):
         draft.register_forward_pre_hook(of_model, with_kwargs=True)
-    elif hasattr(draft, "rotary"):
+    elif isinstance(draft, FeatureHead):
         draft.register_forward_pre_hook(of_head)
     else:
         return
@@ -197,14 +199,15 @@ def _rounded(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 _EXPORT = "write the draft again with `draftsmith export` for this engine"
+# Of two that fit alike, the earlier one is named.
 SUSPECTS: dict[str, Suspect] = {
+    "greedy draft": Suspect(_greedy_draft, 'let the draft sample: "draft_sample_method": "probabilistic" in vLLM'),
     "auxiliary layers": Suspect(_layers, f"check eagle_aux_hidden_state_layer_ids, or {_EXPORT}"),
     "norm_before_residual": Suspect(_residual, f"write this key into the draft's config.json, or {_EXPORT}"),
     "vocabulary map": Suspect(_vocabulary, f"check d2t, or {_EXPORT}"),
     "rope of the draft": Suspect(_draft_rope, "give the draft's rope_theta and rope_scaling as here"),
     "first token": Suspect(_first_token, "update the engine: it pairs tokens with states of another position"),
     "prefix cache": Suspect(_no_prompt, "start the server without prefix caching, or update it"),
-    "greedy draft": Suspect(_greedy_draft, 'let the draft sample: "draft_sample_method": "probabilistic" in vLLM'),
     "rope of the target": Suspect(_target_rope, "give the target's rope_theta and rope_scaling as here", True),
     "chat template": Suspect(_template, "serve with the target's own chat template, or train with the server's", True),
     "sampling": Suspect(_sampling, "give the temperature with each request, or mend the server's defaults", True),

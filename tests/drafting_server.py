@@ -62,14 +62,17 @@ class Drafting:
             names = ["drafts_total", "draft_tokens_total", "accepted_tokens_total", *PLACES[: self.tokens]]
             for name, value in zip(names, values, strict=False):
                 self.counts[name] = self.counts.get(name, 0) + value
-        drafted = {"draft_n": stats.proposed, "draft_n_accepted": stats.accepted} if self.speculates else {}
+        # llama.cpp drafts no token that could not be emitted, so that every call emits one token of its own.
+        accepted = len(rest.output_ids) - stats.target_calls
+        drafted = {"draft_n": stats.proposed, "draft_n_accepted": accepted} if self.speculates else {}
         drawn = {"temperature": how["temperature"], "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        return {
+        replies: dict[str, dict[str, Any]] = {
             "vllm": {"prompt_token_ids": prompt, "choices": [{"token_ids": ids, "finish_reason": "length"}]},
             "llamacpp": {"tokens": ids, "stop_type": "limit", "tokens_evaluated": len(prompt)}
             | {"generation_settings": drawn, "timings": {"predicted_n": len(ids)} | drafted},
             "sglang": {"output_ids": ids, "meta_info": {"spec_verify_ct": stats.target_calls * self.speculates}},
-        }[self.engine]
+        }
+        return replies[self.engine]
 
 
 @contextmanager
