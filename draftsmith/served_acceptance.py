@@ -8,6 +8,7 @@ and the cause is the one whose replay comes closest to what was served.
 Legend: P prompts, D depths, N positions, V vocabulary, R resamples.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,13 +20,13 @@ from torch import Tensor
 from distill.engines.server import Completion
 from drafts.load import depth_limit
 from draftsmith.config import ServedConfig
-from draftsmith.pair import load_pair
+from draftsmith.pair import Pair, load_pair
 from draftsmith.running_server import NAMES, RunningServer, ServedAnswer
 from draftsmith.suspects import SUSPECTS, Case
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.models import eos_ids
 from draftsmith_core.progress import track
-from draftsmith_core.prompts import read_prompts, room_for_prompts
+from draftsmith_core.prompts import Prompt, read_prompts, room_for_prompts
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.settings import loading, resolve_sampling
 from eval.acceptance import Continuation
@@ -122,56 +123,31 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
     pair = load_pair(
         config.target, draft={"draft": config.draft}, fast=False, chat_template=config.chat_template, **loading(config)
     )
-    (draft,) = pair.drafts.values()
+    draft = pair.drafts["draft"]
     sampling = resolve_sampling(config.target, pair.target, temperature=config.temperature).sampling
-    prompts = read_prompts(
-        config.prompts,
-        pair.tokenizer,
-        prompt_tokens=config.prompt_tokens,
-        max_tokens=room_for_prompts(pair.context, config.max_new_tokens),
-        limit=config.max_prompts,
-    ).prompts
-    completion = Completion(
-        *(server.model, pair.tokenizer, sampling, config.max_new_tokens, eos_ids(pair.target), False),
-        len(pair.tokenizer),
-    )
-    answers = [
-        server.answer(prompt, completion, config.temperature is not None)
-        for prompt in track(prompts, "prompts served", len(prompts))
-    ]
-    kept = [(p, answer) for p, answer in zip(prompts, answers, strict=True) if len(answer.output_ids) > 1]
-    if not kept:
-        raise InputError(f"--prompts {config.prompts}: every answer ends with its first token; nothing can be drafted")
-    prompts, answers = tuple(p for p, _ in kept), [answer for _, answer in kept]
+    prompts, answers = _ask(server, pair, config, sampling)
     tokens = min(server.draft_tokens(answers), depth_limit(draft) or 2**30)
     # The rule with which the engine can accept most; vLLM drafts greedily unless it is told to sample.
-    samples = server.engine == "vllm" and depth_limit(draft) is None
-    said = {answer.sampling for answer in answers} - {None}
-    case = Case(
-        *(pair.target, draft),
-        [_continuation(p.id, p.ids, answer.output_ids) for p, answer in zip(prompts, answers, strict=True)],
-        *(sampling, "speculative" if samples else "naive"),
-        [answer.prompt_ids for answer in answers],
-        [s for s in said if s is not None] or [Sampling(temperature=temperature) for temperature in _TEMPERATURES],
-    )
+    rule = "speculative" if server.engine == "vllm" and depth_limit(draft) is None else "naive"
+    rows = [_continuation(p, answer.output_ids) for p, answer in zip(prompts, answers, strict=True)]
+    samplings = list(dict.fromkeys(answer.sampling for answer in answers if answer.sampling is not None))
+    samplings = samplings or [Sampling(temperature=temperature) for temperature in _TEMPERATURES]
+    case = Case(pair.target, draft, rows, sampling, rule, [answer.prompt_ids for answer in answers], samplings)
     picks = resamples(len(answers), _RESAMPLES, seed=0)
     counted = PromptSums.of([len(a.output_ids) - 1 for a in answers], [a.calls for a in answers])
-    along = predicted = _replay(case, tokens)
-    likelihood = estimate(along.likelihood, picks)
+    predicted = _replay(case, tokens)
+    likelihood = estimate(predicted.likelihood, picks)
     own_texts = _close(likelihood, 1.0, _TEXT_MARGIN)
     if not own_texts:  # so predict the texts that this target would have given
-        how = {key: getattr(sampling, key) for key in ("temperature", "top_k", "top_p", "min_p")}
-        outs = pair.generate([list(p.ids) for p in prompts], max_new_tokens=config.max_new_tokens, **how)
-        rows = [
-            _continuation(p.id, p.ids, out.output_ids) if len(out.output_ids) > 1 else row
-            for p, out, row in zip(prompts, outs, case.rows, strict=True)
-        ]
+        how = {"max_new_tokens": config.max_new_tokens, **dataclasses.asdict(sampling)}
+        outs = zip(prompts, pair.generate([list(p.ids) for p in prompts], **how), rows, strict=True)
+        rows = [_continuation(p, out.output_ids) if len(out.output_ids) > 1 else row for p, out, row in outs]
         predicted = _replay(replace(case, rows=rows), tokens)
     away = difference(counted, predicted.tokens, picks)
     # Of the same texts, the difference must be more than chance; other texts are a difference already.
     less = (away["value"] or 0.0) < -_margin(predicted) and (not own_texts or not _close(away, 0.0, 0.0))
     names = [name for name, suspect in SUSPECTS.items() if not own_texts or (less and not suspect.of_text)]
-    tried = _tried(names, case, tokens, counted, picks)
+    tried = _try(names, case, tokens, counted, picks)
     cause = next((suspect for suspect in tried if suspect["fits"]), None)
     return {
         "url": server.url,
@@ -194,9 +170,28 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
     }
 
 
-def _continuation(name: str, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Continuation:
+def _ask(
+    server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampling
+) -> tuple[list[Prompt], list[ServedAnswer]]:
+    """The prompts that have an answer of at least two tokens, and the answers."""
+    room = room_for_prompts(pair.context, config.max_new_tokens)
+    options: Any = {"prompt_tokens": config.prompt_tokens, "max_tokens": room, "limit": config.max_prompts}
+    prompts = read_prompts(config.prompts, pair.tokenizer, **options).prompts
+    completion = Completion(
+        *(server.model, pair.tokenizer, sampling, config.max_new_tokens, eos_ids(pair.target), False),
+        len(pair.tokenizer),
+    )
+    asked = track(prompts, "prompts served", len(prompts))
+    answers = [(prompt, server.answer(prompt, completion, config.temperature is not None)) for prompt in asked]
+    kept = [(prompt, answer) for prompt, answer in answers if len(answer.output_ids) > 1]
+    if not kept:
+        raise InputError(f"--prompts {config.prompts}: every answer ends with its first token; nothing can be drafted")
+    return [prompt for prompt, _ in kept], [answer for _, answer in kept]
+
+
+def _continuation(prompt: Prompt, output_ids: Sequence[int]) -> Continuation:
     """The text after the first token, which engines take from the prompt's forward."""
-    return Continuation(name, [*prompt_ids, output_ids[0]], output_ids[1:])
+    return Continuation(prompt.id, [*prompt.ids, output_ids[0]], output_ids[1:])
 
 
 def _margin(replay: Replay) -> float:
@@ -213,9 +208,7 @@ def _served_by_depth(answers: Sequence[ServedAnswer], tokens: int, picks: Resamp
     return _by_depth(accepted_PD, np.hstack([calls_P1, accepted_PD[:, :-1]]), picks)
 
 
-def _tried(
-    names: Sequence[str], case: Case, tokens: int, counted: PromptSums, picks: Resamples
-) -> list[dict[str, Any]]:
+def _try(names: Sequence[str], case: Case, tokens: int, counted: PromptSums, picks: Resamples) -> list[dict[str, Any]]:
     """Replays under the suspects that apply, the best fit first.
 
     misfit: the share of target calls that differ, prompt by prompt, plus how unlikely the texts are.

@@ -12,9 +12,11 @@ from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import draftsmith as ds
+from drafts.neighbours import llama_server, vllm_server
 from draftsmith.served_acceptance import in_words
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
 from tests.drafting_server import drafting
+from tests.openvino_ir import engine
 from tests.tiny_models import near
 from train.config import HeadOptions, Optim
 
@@ -102,8 +104,8 @@ def test_a_server_that_drafts_as_asked_is_as_predicted(place: Path, engine: str,
     assert missed is None and lines[-1] == "as predicted"
 
 
-def later_layers(pair: ds.Pair, draft: Any) -> None:
-    draft.hidden_layers = tuple(layer + 1 for layer in draft.hidden_layers)
+def earlier_layers(pair: ds.Pair, draft: Any) -> None:
+    draft.hidden_layers = tuple(layer - 1 for layer in draft.hidden_layers)
 
 
 def unmapped(pair: ds.Pair, draft: Any) -> None:
@@ -135,7 +137,7 @@ PLANTED: dict[str, tuple[Callable[..., None], str]] = {
     "rounding of the target": (four_bits, "four bits (Q4_0)"),
 }
 PLANTED_IN_HEADS: dict[str, tuple[Callable[..., None], str]] = {
-    "auxiliary layers": (later_layers, "one later"),
+    "auxiliary layers": (earlier_layers, "one earlier"),
     "vocabulary map": (unmapped, "not applied"),
     "norm_before_residual": (other_residual, "taken as true"),
 }
@@ -274,3 +276,43 @@ def test_a_server_that_cannot_be_compared_says_so(place: Path, engine: str, mist
 def test_nobody_answers(place: Path) -> None:
     with pytest.raises(ds.InputError, match="does not answer .*; start the server"):
         ask(place, "http://127.0.0.1:9")
+
+
+@pytest.mark.engines
+def test_llama_server_as_predicted_and_at_its_own_sampling(tmp_path: Path) -> None:
+    server = engine("llama-server")
+    rows = [{"prompt": text} for text in ("Return the value of the", "If the file is not found,", "The list of all")]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
+    for role in ("target", "base"):
+        (tmp_path / role).symlink_to(DEMO / role)
+        ds.export(draft=str(DEMO / role), format="gguf", out=str(tmp_path / f"{role}.gguf"), dtype="float32")
+    words = ["-m", f"{tmp_path}/target.gguf/model.gguf", "-md", f"{tmp_path}/base.gguf/model.gguf", "--metrics"]
+    words += "-c 512 -np 1 -t 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --spec-type draft-simple".split()
+    with llama_server(server, words) as port:
+        greedy, left = (ask(tmp_path, f"http://127.0.0.1:{port}", "base", **t) for t in ({"temperature": 0}, {}))
+    assert greedy["difference"]["value"] == 0 and not greedy["tried"]
+    assert left["cause"] == "sampling: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05", left["tried"]
+
+
+@pytest.mark.engines
+def test_vllm_with_a_head_that_reads_the_layers_below_its_own(
+    head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = engine("vllm")
+    for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
+        monkeypatch.setenv(name, value)
+    key, causes = "eagle_aux_hidden_state_layer_ids", []
+    for step in (0, 1):
+        out = tmp_path / str(step)
+        target = str(head / "target")
+        ds.export(draft=str(head / "head"), target=target, format="speculators", out=str(out), dtype="float32")
+        config = json.loads((out / "config.json").read_text())
+        config[key] = [layer - step for layer in config[key]]
+        (out / "config.json").write_text(json.dumps(config))
+        drafting = {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}
+        words = [target, "--speculative-config", json.dumps(drafting), "--enforce-eager", "--max-model-len", "256"]
+        with vllm_server(python, [*words, "--dtype", "float32", "--max-num-seqs", "4"]) as port:
+            found = ask(head, f"http://127.0.0.1:{port}", "head", temperature=0)
+        assert found["own_texts"] and (step or found["difference"]["value"] == 0)
+        causes.append(found["cause"])
+    assert causes == [None, "auxiliary layers: one earlier"]
