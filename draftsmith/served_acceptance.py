@@ -56,37 +56,30 @@ class Replay:
     likelihood: PromptSums
 
 
-class _Likelihood:
-    """Sums over each text of p(x) and of its expectation under p, sum_x p(x)^2."""
-
-    def __init__(self, rows: Sequence[Continuation]) -> None:
-        self.rows = rows
-        self.found = {"own": [0.0] * len(rows), "expected": [0.0] * len(rows)}
-
-    def add(self, places: Sequence[tuple[int, int]], p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> None:
-        """Add the positions `places`, each (row, index of the token)."""
-        x_N1 = torch.tensor([[self.rows[b].output_ids[n]] for b, n in places], device=p_NV.device)
-        own_N, expected_N = p_NV.gather(1, x_N1)[:, 0].tolist(), p_NV.double().square().sum(1).tolist()
-        for (b, _), own, expected in zip(places, own_N, expected_N, strict=True):
-            self.found["own"][b] += own
-            self.found["expected"][b] += expected
+def _likelihood(
+    start: int, rows: Sequence[Continuation], places: Sequence[tuple[int, int]], p_NV: Tensor, *_: Tensor
+) -> dict[str, list[float]]:
+    """Sums over each text of p(x), and of its expectation under p, sum_x p(x)^2."""
+    x_N1 = torch.tensor([[rows[b].output_ids[n]] for b, n in places], device=p_NV.device)
+    sums_B2 = torch.zeros(len(rows), 2, dtype=torch.double)
+    own_N2 = torch.stack([p_NV.gather(1, x_N1)[:, 0], p_NV.square().sum(1)], dim=1).double().cpu()
+    sums_B2.index_add_(0, torch.tensor([b for b, _ in places]), own_N2)
+    return {"own": sums_B2[:, 0].tolist(), "expected": sums_B2[:, 1].tolist()}
 
 
 def _replay(case: Case, tokens: int) -> Replay:
     """Predict drafting `tokens` at a time along the case's texts."""
     method = Method(f"chain:{tokens}", case.rule)
-    traces, found = read_traces(
-        *(case.target, {"draft": case.draft}, case.rows, case.sampling, [method]),
-        batch_size=_BATCH,
-        sinks=lambda start, group: [_Likelihood(group)],
-    )
+    models, observers = (case.target, {"draft": case.draft}), {"likelihood": _likelihood}
+    traces, found = read_traces(*models, case.rows, case.sampling, [method], batch_size=_BATCH, observers=observers)
+    likelihood = found["draft"]["likelihood"]
     counts = predict(method.shape, method.verifier, case.sampling, traces["draft"])
     assert counts is not None
     return Replay(
         PromptSums.of([len(row.output_ids) for row in case.rows], counts["target_calls"]),
         np.array(counts["accepted_by_depth"]),
         np.array(counts["reached_by_depth"]),
-        PromptSums.of(found["draft"][0]["own"], found["draft"][0]["expected"]),
+        PromptSums.of(likelihood["own"], likelihood["expected"]),
     )
 
 

@@ -289,7 +289,8 @@ def test_llama_server_as_predicted_and_at_its_own_sampling(tmp_path: Path) -> No
     words = ["-m", f"{tmp_path}/target.gguf/model.gguf", "-md", f"{tmp_path}/base.gguf/model.gguf", "--metrics"]
     words += "-c 512 -np 1 -t 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --spec-type draft-simple".split()
     with llama_server(server, words) as port:
-        greedy, left = (ask(tmp_path, f"http://127.0.0.1:{port}", "base", **t) for t in ({"temperature": 0}, {}))
+        greedy = ask(tmp_path, f"http://127.0.0.1:{port}", "base", temperature=0)
+        left = ask(tmp_path, f"http://127.0.0.1:{port}", "base")
     assert greedy["difference"]["value"] == 0 and not greedy["tried"]
     assert left["cause"] == "sampling: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05", left["tried"]
 
@@ -310,7 +311,15 @@ def test_vllm_with_a_head_that_reads_the_layers_below_its_own(
         config[key] = [layer - step for layer in config[key]]
         (out / "config.json").write_text(json.dumps(config))
         drafting = {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}
-        words = [target, "--speculative-config", json.dumps(drafting), "--enforce-eager", "--max-model-len", "256"]
+        words = [
+            "--model",
+            target,
+            "--speculative-config",
+            json.dumps(drafting),
+            "--enforce-eager",
+            "--max-model-len",
+            "256",
+        ]
         with vllm_server(python, [*words, "--dtype", "float32", "--max-num-seqs", "4"]) as port:
             found = ask(head, f"http://127.0.0.1:{port}", "head", temperature=0)
         assert found["own_texts"] and (step or found["difference"]["value"] == 0)
