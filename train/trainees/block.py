@@ -64,7 +64,8 @@ class BlockTrainee(HeadTrainee):
         place_BT = torch.full_like(batch.ids_BT, -1)
         for row, columns in enumerate(rows):
             place_BT[row, columns] = torch.arange(len(columns), device=columns.device)
-        return anchors_BA, place_BT
+        # One at least: a batch without a block has gradients too, all zero.
+        return anchors_BA if anchors_BA.shape[1] else F.pad(anchors_BA, (0, 1)), place_BT
 
     def count(self, batch: Batch) -> Tensor:
         """Number of blocks."""
@@ -73,13 +74,7 @@ class BlockTrainee(HeadTrainee):
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
         """For every depth the pairs before the anchors that count, and the normed states `[N, H]` of their slots."""
         anchors_BA, place_BT = self.blocks(batch)
-        if anchors_BA.shape[1]:
-            drafted_BADH = self.draft.drafted(batch.ids_BT, states, anchors_BA, batch.positions_BT, batch.documents_BT)
-        else:
-            # No block: zeros that hang on the parameters, as for every other batch.
-            nothing = sum(parameter.sum() for parameter in self.draft.parameters()) * 0
-            shape = len(anchors_BA), 1, self.draft.depths, self.draft.config.hidden_size
-            drafted_BADH = nothing * anchors_BA.new_zeros(shape, dtype=self.draft.fc.weight.dtype)
+        drafted_BADH = self.draft.drafted(batch.ids_BT, states, anchors_BA, batch.positions_BT, batch.documents_BT)
         for depth in range(1, self.draft.depths + 1):
             pairs = pairs_at(batch, depth)
             place_N = place_BT[pairs.row_N, pairs.at_N + 1]
