@@ -25,8 +25,9 @@ Drawing = Literal["without_replacement", "with_replacement", "top_and_one", "det
 class Tree:
     """A static tree of drafted tokens: `parents[n]` is the node above node n, -1 for the root; breadth-first order.
 
-    stop: nothing is drafted below a node whose path has a lower joint probability under the draft. What is drafted next
-    depends on drawn tokens only, which keeps every verifier valid.
+    stop: nothing is drafted below a node whose path has a lower joint probability under the draft, or whose children
+    the draft predicts to be accepted less often (`Network.confidence`). What is drafted next depends on drawn tokens
+    only, which keeps every verifier valid.
     """
 
     grows: ClassVar[bool] = False  # whether the draft's confidence gives it its shape

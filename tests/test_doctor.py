@@ -111,6 +111,9 @@ def test_heads_by_what_their_layouts_can_say(tmp_path: Path) -> None:
         save_head(head.fresh(target), tmp_path / kind)
         verdict = verdicts(TARGET, str(tmp_path / kind))
         serving[kind] = {name for name in verdict if verdict[name]["serves"]}
+        if kind in ("dflash", "dspark"):
+            # A whole block, and no other number of tokens.
+            assert f'"num_speculative_tokens": {15 if kind == "dflash" else 7}' in verdict["vllm"]["command"]
     # The demo's target has six layers, of which the authors' code takes two states that are the same.
     assert serving == {
         "eagle": {"SafeAILab/EAGLE", "vllm", "sglang"},

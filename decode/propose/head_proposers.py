@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from decode.cache import TreeCache
 from decode.defaults import default_tree
-from decode.packed_weights import packs_of
+from decode.packed_weights import kernel_products, packs_of
 from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
 from decode.propose.network_proposer import NetworkProposer, slots_per_step
 from decode.propose.protocol import Outcome, SessionSetup
@@ -153,19 +153,18 @@ class _BlockAsModel(_HeadAsModel):
         use_cache: bool,
         **options: Any,
     ) -> CausalLMOutput:
-        """Cache the features, and return the logits of the drafting slots before the Markov head, with their states."""
+        """Cache the features; return, in the place of logits, the states of the slots that draft."""
         features = self.features_BTH
         assert features is not None
         known = features.shape[1]
         if known == input_ids.shape[1]:
             self.head.remember(features, position_ids, past_key_values)
-            return CausalLMOutput(logits=features[:, :0], hidden_states=(features[:, :0],))
+            return CausalLMOutput(logits=features[:, :0])
         context = DynamicCache()
         self.head.remember(features, position_ids[:, :known], context)
         cache = _Behind(context, past_key_values)
         states = self.head.states(input_ids[:, known:], attention_mask[:, :, known:], position_ids[:, known:], cache)
-        states = self.head.slots(states)
-        return CausalLMOutput(logits=self.head.raw_logits(states), hidden_states=(states,))
+        return CausalLMOutput(logits=self.head.slots(states))
 
 
 class _Behind(Cache):
@@ -243,9 +242,12 @@ class _EagleNetwork(Network):
     def _pending(self) -> tuple[Tensor, Tensor, Block]:
         tokens_BW, self.lead = self.runner.open_pending([tokens for tokens, _ in self.rows])
         self.known = self.width = tokens_BW.shape[1]
+        return tokens_BW, self._features(), pending_block(self.width, self.runner.device)
+
+    def _features(self) -> Tensor:
+        # Of the pending tokens, right-aligned as they are.
         pairs = zip(self.rows, self.lead, strict=True)
-        features = [nn.functional.pad(features, (0, 0, lead, 0)) for (_, features), lead in pairs]
-        return tokens_BW, torch.stack(features), pending_block(self.width, self.runner.device)
+        return torch.stack([nn.functional.pad(features, (0, 0, lead, 0)) for (_, features), lead in pairs])
 
     def _level(self, frontier: Frontier) -> tuple[Tensor, Tensor, Block]:
         # A drafted token goes with the feature that the head predicted for its parent.
@@ -273,19 +275,18 @@ class _BlockNetwork(_EagleNetwork):
         room = setup.max_new_tokens + slots_per_step(setup.tree) + config.block_size
         runner.prefill([prompt[:-1] for prompt in setup.prompts], room)
         self.masks, self.causal = [config.mask_token_id] * (config.block_size - 1), config.causal
+        self.deepest = setup.tree.depth
         self.rows = [([prompt[-1]], features_BTH[row, :0]) for row, prompt in enumerate(setup.prompts)]
 
     def open(self) -> Tensor:
         blocks = [[*[0] * len(features), tokens[-1], *self.masks] for tokens, features in self.rows]
         tokens_BT, self.lead = self.runner.open_pending(blocks)
         self.known = tokens_BT.shape[1] - len(self.masks) - 1
-        pairs = zip(self.rows, self.lead, strict=True)
-        features_BWH = torch.stack([nn.functional.pad(features, (0, 0, lead, 0)) for (_, features), lead in pairs])
         block = _block_behind(self.known, len(self.masks) + 1, self.causal, self.runner.device)
-        self.raw_BSD, (self.states_BSH,) = self.runner.forward(
-            tokens_BT, block, hidden_layers=(0,), features_BqH=features_BWH
-        )
-        self.depth = 0
+        states_BSH, _ = self.runner.forward(tokens_BT, block, features_BqH=self._features())
+        self.depth, self.states_BDH = 0, states_BSH[:, : self.deepest]
+        with kernel_products():
+            self.raw_BDV = self.head.raw_logits(self.states_BDH)
         self.roots_B1 = tokens_BT[:, self.known : self.known + 1]
         return self._logits_below(self.roots_B1)
 
@@ -294,7 +295,7 @@ class _BlockNetwork(_EagleNetwork):
         return self._logits_below(frontier.tokens_Be)
 
     def static(self, frontier: Frontier | None) -> StaticCall | None:
-        return None  # the runner records the forward; the slots behind it are a few products
+        return None  # the runner records the forward; what depends on the tree is a few products
 
     def confidence(self, tokens_Bc: Tensor) -> Tensor | None:
         if not self.head.config.confidence:
@@ -303,13 +304,13 @@ class _BlockNetwork(_EagleNetwork):
         return sure_Bc if self.depth else sure_Bc * self._sure(0, self.roots_B1)
 
     def _sure(self, slot: int, above_Be: Tensor) -> Tensor:
-        states_BeH = self.states_BSH[:, slot : slot + 1].expand(-1, above_Be.shape[1], -1)
+        states_BeH = self.states_BDH[:, slot : slot + 1].expand(-1, above_Be.shape[1], -1)
         sure_Be: Tensor = self.head.confidence(states_BeH, above_Be.clamp(min=0), slot)
         return sure_Be
 
     def _logits_below(self, above_Be: Tensor) -> Tensor:
-        raw_BeD = self.raw_BSD[:, self.depth : self.depth + 1].expand(-1, above_Be.shape[1], -1)
-        return fit_vocabulary(self.head.logits(raw_BeD, above_Be), self.vocabulary)
+        raw_BeV = self.raw_BDV[:, self.depth : self.depth + 1].expand(-1, above_Be.shape[1], -1)
+        return fit_vocabulary(self.head.logits(raw_BeV, above_Be), self.vocabulary)
 
 
 @lru_cache(maxsize=64)
