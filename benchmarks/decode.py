@@ -136,20 +136,17 @@ def _wide(model: PreTrainedModel, shape: dict[str, int]) -> PreTrainedModel:
     return widen(model, **shape, max_position_embeddings=POSITIONS)
 
 
-def prompts(tokenizer: Tokenizer, count: int, tokens: int) -> list[tuple[str, list[int]]]:
-    """`count` pairs (domain, exactly `tokens` tokens) from held-out passages, the domains in turn."""
-    found: dict[str, list[list[int]]] = {}
+def prompts(tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
+    """`count` prompts of exactly `tokens` tokens from held-out passages, the domains in turn."""
+    by_domain: list[list[list[int]]] = []
     for domain in corpus.DOMAINS:
         rows = corpus.passages(domain, corpus.split(domain).heldout, max(PASSAGE_CHARACTERS, 8 * tokens))
         encoded = (encode_text(tokenizer, row["text"])[:tokens] for row in rows)
-        found[domain] = [ids for ids in encoded if len(ids) == tokens]
-    names = list(found)
-    chosen = [(names[i % len(names)], i // len(names)) for i in range(count)]
-    if short := [domain for domain, place in chosen if place >= len(found[domain])]:
-        raise InputError(
-            f"--prompts: {count} in all; {short[0]} has no {tokens} tokens in so many passages; ask for fewer"
-        )
-    return [(domain, found[domain][place]) for domain, place in chosen]
+        by_domain.append([ids for ids in encoded if len(ids) == tokens])
+    found = [ids for turn in zip(*by_domain, strict=False) for ids in turn]
+    if len(found) < count:
+        raise InputError(f"--prompts: {count} in all; only {len(found)} passages have {tokens} tokens; ask for fewer")
+    return found[:count]
 
 
 def long_text(tokenizer: Tokenizer, tokens: int) -> list[int]:

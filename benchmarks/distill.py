@@ -360,7 +360,7 @@ def draft(options: Options, directory: Path) -> dict[str, Any]:
         engine = HFEngine(config, tokenizer)
         requests = [
             AnswerRequest((row, 0, 0), tuple(ids), row_seed(0, str(row)))
-            for row, (_, ids) in enumerate(passages(tokenizer, rows * batches, 48))
+            for row, ids in enumerate(passages(tokenizer, rows * batches, 48))
         ]
         measured = engine.seconds_per_token(requests[:rows])
         speeds: dict[str, list[float]] = {tree: [] for tree in measured}

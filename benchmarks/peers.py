@@ -35,8 +35,7 @@ def compare(bench: Bench, tokenizer: Tokenizer, names: Sequence[str], rounds: in
     its outputs equal this engine's. Ours are timed before and after the others, because nothing can be interleaved
     between processes: the two figures should agree.
     """
-    count = len(bench.prompts) // rounds
-    prompts = [[ids for _, ids in bench.prompts[turn * count : (turn + 1) * count]] for turn in range(rounds)]
+    prompts = bench.rounds(rounds)
     request = {
         "prompts": prompts,
         "max_new_tokens": bench.max_new_tokens,

@@ -544,7 +544,7 @@ def others(study: Study, draft: str, chats: str) -> dict[str, Any]:
     )
     bench, tokenizer = bench_decode.load_bench(words), load_tokenizer(study.options.target)
     read = islice(read_prompts(chats, tokenizer).prompts, words.rounds * words.prompts)
-    bench = replace(bench, prompts=[("chat", list(prompt.ids)) for prompt in read])
+    bench = replace(bench, prompts=[list(prompt.ids) for prompt in read])
     return peers.compare(bench, tokenizer, ["chain:2", "chain:4", "hf-assisted"], words.rounds, words.threads)
 
 

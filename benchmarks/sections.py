@@ -33,7 +33,7 @@ FORWARD_REPEATS = 15
 
 @dataclass(frozen=True)
 class Bench:
-    """Models, prompts with their domain (as many for every round), and a long text.
+    """Models, prompts, and a long text.
 
     `apart` is a copy of `pair` for transformers: this engine packs the weights of what it decodes with, which makes
     every other forward of the same model slower.
@@ -41,9 +41,14 @@ class Bench:
 
     pair: Pair
     apart: Pair
-    prompts: list[tuple[str, list[int]]]
+    prompts: list[list[int]]
     text: list[int]
     max_new_tokens: int
+
+    def rounds(self, count: int) -> list[list[list[int]]]:
+        """The prompts of every round, as many for each."""
+        size = len(self.prompts) // count
+        return [self.prompts[turn * size : (turn + 1) * size] for turn in range(count)]
 
     def build(self, name: str, temperature: float) -> Method:
         """The method of that name, on the models that are for it."""
@@ -120,23 +125,21 @@ def methods(bench: Bench, names: Sequence[str], temperatures: Sequence[float], r
 def _methods_at(bench: Bench, names: Sequence[str], temperature: float, rounds: int) -> dict[str, Any]:
     target = bench.pair.target
     made = {name: bench.build(name, temperature) for name in names}
-    count = len(bench.prompts) // rounds
-    shares = [bench.prompts[turn * count : (turn + 1) * count] for turn in range(rounds)]
     # By way, then round, then prompt.
     runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in names}
     raw = {
-        "transformers": hugging_face_forwards(bench.apart.target, bench.prompts[0][1], (1,))[1],
-        "ours": runner_forwards(target, bench.prompts[0][1], (1,), True)[1],
+        "transformers": hugging_face_forwards(bench.apart.target, bench.prompts[0], (1,))[1],
+        "ours": runner_forwards(target, bench.prompts[0], (1,), True)[1],
     }
     raw_s: list[dict[str, float]] = []
     read: list[float] = []
     with bench.clock() as clock:
         for name in names:
-            made[name].decode([bench.prompts[0][1]], 0)
-        for turn, share in enumerate(shares):
+            made[name].decode(bench.prompts[:1], 0)
+        for turn, share in enumerate(bench.rounds(rounds)):
             raw_s.append(medians_s(raw, target.device, 5))
             before = bandwidth(target.device)
-            for place, (_, prompt) in enumerate(share):
+            for place, prompt in enumerate(share):
                 for name in rotated(names, turn * len(share) + place):
                     run = timed_run(clock, target.device, partial(made[name].decode, [prompt], turn))
                     runs[name][turn].append(run)

@@ -132,15 +132,13 @@ def _speeds(
     made = {
         (name, kept): build(name, pair, 0.0, bench.max_new_tokens) for name in names for kept, pair in pairs.items()
     }
-    count = len(bench.prompts) // rounds
     speeds: Speeds = {key: [] for key in made}
     outputs: Outputs = {key: [] for key in made}
     read: list[float] = []
-    for turn in range(-1, rounds):
-        share = bench.prompts[:1] if turn < 0 else bench.prompts[turn * count : (turn + 1) * count]
+    for turn, share in enumerate([bench.prompts[:1], *bench.rounds(rounds)], start=-1):
         seconds = dict.fromkeys(made, 0.0)
         before = bandwidth(bench.pair.target.device)
-        for place, (_, prompt) in enumerate(share):
+        for place, prompt in enumerate(share):
             for key in rotated(list(made), turn * len(share) + place):
                 took_s, out = _timed(partial(made[key].decode, [prompt], turn))
                 seconds[key] += took_s
