@@ -57,8 +57,8 @@ class Sets:
 
     @property
     def tuned_on(self) -> tuple[str, ...]:
-        """Out of distribution, for tuning; none where nothing is tuned."""
-        return ("general", "even", *self.tuning) if self.tuning else ()
+        """Out of distribution, for tuning."""
+        return ("general", "even", *self.tuning)
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -81,7 +81,9 @@ def document_of(
     """
     picks = {name: picks_of(each, name, count) for name, each in base.items()}
     places = {"id": (sets.own,), "ood": sets.near + sets.far, "near": sets.near, "far": sets.far}
-    places |= {"heldout": ("heldout",), "tuning": sets.tuned_on} if sets.tuned_on else {}
+    # Where every setting was chosen elsewhere, nothing need be measured on the sets for it.
+    tuned_on = sets.tuned_on if "heldout" in base else ()
+    places |= {"heldout": ("heldout",), "tuning": tuned_on} if tuned_on else {}
     places |= {f"set {name}": (name,) for name in places["ood"]}
 
     def pooled(alphas: Alphas, place: str) -> PromptSums:
@@ -124,7 +126,7 @@ def document_of(
         row["area"] = area([_place(point) for point in points if point["method"] == method], gain, loss)
         row["met"] = met(row)
     return {
-        "sets": {"own": sets.own, "near": sets.near, "far": sets.far, "tuned_on": sets.tuned_on},
+        "sets": {"own": sets.own, "near": sets.near, "far": sets.far, "tuned_on": tuned_on},
         "base": {place: pooled(base, place).pooled for place in places},
         "prompts": {name: len(each.numerator_P) for name, each in base.items()},
         "points": points,
