@@ -1,6 +1,7 @@
 """`draftsmith align`: from prompts and a target to an aligned draft and what it bought, killed on the way or not."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -239,7 +240,12 @@ def test_without_a_draft_a_fresh_head_is_trained(
     out = tmp_path / "out"
     code, printed, err = door("align", "--target", target_dir, "--prompts", files["own"], "--out", out, *SMALL)
     assert code == 0, err
-    assert json.loads((out / "jsd" / "draftsmith.json").read_text())["kind"] == "eagle"
+    assert json.loads((out / "jsd" / "draftsmith.json").read_text())["kind"] == "eagle3"
+    # The tests' target is nearly all vocabulary. What is started and how long it takes is said before it begins.
+    begun = err.partition("1/3 distil")[0] + printed.partition("1/3 distil")[0]
+    assert "draft: a fresh EAGLE-3 head that drafts" in begun and "one pruned layer with the whole vocabulary" in begun
+    assert re.search(r"expected: \d+ (s|min) to \d+ (s|min) if this machine stays as busy", begun)
+    assert not (out / "features").exists()
     assert "jsd (jsd:beta=0.5) at temperature 1" in printed and "over the draft" not in printed
 
 
@@ -290,6 +296,18 @@ def test_choices_follow_what_is_given() -> None:
     assert chosen(prompts=8).policy == "id"
     with pytest.raises(ds.InputError, match="policy: no_loss chooses by held-out answers, and too few of 7 prompts"):
         complete(replace(config, policy="no_loss"), facts(prompts=8))
+    # A fresh head drafts a part of a vocabulary that is dear, and takes fewer passes on a CPU.
+    config = AlignConfig(target="t", prompts="p", out="o")
+    fresh: dict[str, Any] = {
+        "fresh_head": True,
+        "id_only": "a head",
+        "vocabulary": 49_152,
+        "draft_parameters": 4_600_000,
+    }
+    dear = chosen(**fresh, projection_share=0.2)
+    assert dear.train["draft_vocab_size"] == 8192
+    assert "draft_vocab_size" not in chosen(**fresh, projection_share=0.05).train
+    assert dear.train["steps"] < chosen(**fresh, projection_share=0.2, on_gpu=True).train["steps"]
     # A run of few steps is saved several times, too.
     for steps, save_every in ((3, 1), (30, 6), (1000, 50)):
         short = replace(config, train={"steps": steps})

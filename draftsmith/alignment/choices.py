@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.alignment.config import AlignConfig
+from draftsmith.alignment.expected import Clock
 from draftsmith_core.errors import InputError
 from draftsmith_core.settings import ResolvedSampling
 
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 # The share of general text in every step that docs/robust.md supports.
 REPLAYED = 0.5
+# A fresh head drafts a part of the vocabulary if the output projection is more than this share of the target.
+_LARGE_PROJECTION, _DRAFT_VOCABULARY = 0.1, 8192
 # More general text than this is not worth its generation: replay starts over.
 _MOST_TEXTS = 4096
 
@@ -22,7 +25,8 @@ class Facts:
     """What the choices depend on. Lengths in tokens; `context` is the shortest of target and draft, None if unknown.
 
     rows: "chat", "prompt" or "text". prompts: number of usable prompts. id_only: why only policy id can be followed,
-    empty if any can.
+    empty if any can. projection_share, layer_share: the output projection and one layer over the target's parameters.
+    fresh_head: whether there is no draft to start from. clock: of the target.
     """
 
     rows: str
@@ -35,6 +39,12 @@ class Facts:
     draft_parameters: int
     sampling: ResolvedSampling
     id_only: str = ""
+    mean_prompt: float = 0.0
+    vocabulary: int = 0
+    projection_share: float = 0.0
+    layer_share: float = 0.0
+    fresh_head: bool = False
+    clock: Clock = Clock(0.0, 0.0, 0.0)
 
 
 def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]:
@@ -91,9 +101,15 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
     choose("distill.general_texts", texts, f"as many as answers, at most {_MOST_TEXTS}; 0 with policy id")
 
     draft = facts.draft_parameters
+    if facts.fresh_head and facts.projection_share > _LARGE_PROJECTION:
+        why = f"the output projection is {facts.projection_share:.0%} of the target; EAGLE-3 drafts a part of it"
+        chosen = choose("train.draft_vocab_size", min(_DRAFT_VOCABULARY, facts.vocabulary // 2), why)
+        draft += round(chosen / facts.vocabulary * facts.projection_share * facts.target_parameters)
     size = f"draft of {_count(draft)} parameters"
     per_step = choose("train.rows_per_step", 32, "as the recipes have it")
-    passes = 5 if rows < 10_000 else 3 if rows < 50_000 else 1
+    # On a CPU a head compares with the whole vocabulary at every depth, which takes longer than the answers.
+    most_passes = 3 if facts.fresh_head and not gpu else 5
+    passes = most_passes if rows < 10_000 else 3 if rows < 50_000 else 1
     enough = max(50, math.ceil(passes * rows * (1 - fraction) / per_step))
     steps = choose("train.steps", enough, f"{rows} answers, {per_step} per step")
     # A fit through the recipes of this repository: 2e-4 at 68 M parameters, 1e-4 at 160 M, 3e-3 at 0.4 M.

@@ -65,7 +65,8 @@ class AlignConfig(TargetOptions, RunOptions):
     prompts: str
     """Prompts that you will serve: a .jsonl or .parquet file, or hub dataset as owner/name[:split]."""
     draft: Text | None = None
-    """The draft to start from: a language model, or a head. Without one, train a fresh EAGLE head."""
+    """The draft to start from: a language model, or a head. Without one, train a fresh head: EAGLE-3 if
+    train.draft_vocab_size is given or the vocabulary is a large part of the target, else EAGLE."""
     init: Literal["prune", "transplant", "fresh"] | None = None
     """Make the draft to start from in OUT/start, as `draftsmith init --method` does."""
     donor: str | None = None

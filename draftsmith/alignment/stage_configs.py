@@ -6,12 +6,14 @@ from typing import Any
 from distill.config import DistillConfig
 from drafts.load import draft_kind
 from draftsmith.alignment.config import AlignConfig
+from draftsmith.alignment.expected import FRESH_DEPTHS
 from draftsmith_core.errors import InputError
+from draftsmith_core.models import resolve_device
 from draftsmith_core.processes import launched
 from draftsmith_core.prompt_rows import NAME, parse_named
 from draftsmith_core.settings import loading
 from eval.config import EvalConfig
-from train.config import TrainConfig
+from train.config import HeadOptions, TrainConfig
 
 
 def _common(config: AlignConfig) -> dict[str, Any]:
@@ -56,7 +58,17 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
             f"train.batch_size: {values['batch_size']} on {launched()} processes does not divide "
             f"train.rows_per_step, {rows}; change one of them"
         )
-    kind = "eagle" if config.draft is None else draft_kind(config.draft)
+    head: dict[str, Any] = {}
+    if config.draft is not None:
+        kind = draft_kind(config.draft)
+    elif values.get("draft_vocab_size"):
+        kind, head = "eagle3", {"test_steps": FRESH_DEPTHS}
+    else:
+        kind = "eagle"
+    if kind != "draft" and resolve_device(config.device).type == "cpu":
+        # Each pass over the answers would read them with the target again.
+        head["features"] = str(out / "features")
+    values |= {"head": HeadOptions(**head)}
     values |= {"kind": "lm" if kind == "draft" else kind, "draft": config.draft, "objective": objective}
     values |= {"out": str(out / name), "data": [str(out / "distilled")], "accumulation": rows // batch}
     values |= {"seed": config.seed + 1 + index}

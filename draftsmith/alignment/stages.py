@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from distill.generate import distill
 from drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
 from drafts.load import load_pair
+from draftsmith.alignment import expected
 from draftsmith.alignment.choices import Facts, complete
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.outcome import best_draft
@@ -79,6 +81,7 @@ def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
             say(f"\n2/3 train: {name} ({objective}{why if longer > 1 else ''})")
             train(settings)
             _free()
+        on_main(lambda: shutil.rmtree(out / "features", ignore_errors=True))
         if config.policy != "id":
             on_main(lambda: keep_general(config, run))
             _free()
@@ -115,7 +118,7 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
         if whole.heldout_prompts is not None:
             hold_out(config.prompts, prompts, whole.heldout_prompts, out / "prompts")
         prompts.say_skipped()
-        say(_summary(whole, runs))
+        say(_summary(whole, runs, facts))
         head = "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. Chosen were:\n"
         reasons = "".join(f"#   {line}\n" for line in choices)
         write_text_atomic(file, head + reasons + yaml.safe_dump(_shown(whole), sort_keys=False, width=1000))
@@ -123,14 +126,25 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
     return replace(whole, **{key: getattr(config, key) for key in _NOT_IDENTITY})
 
 
-def _summary(config: AlignConfig, runs: dict[str, TrainConfig]) -> str:
-    """Two lines: what is distilled and what is trained, with their sizes."""
+def _summary(config: AlignConfig, runs: dict[str, TrainConfig], facts: Facts) -> str:
+    """What is started from, distilled and trained, with their sizes, and how long it takes."""
     distilled, rows = config.distill, config.train["rows_per_step"]
     steps = ", ".join(f"{name} {run.steps} steps" for name, run in runs.items())
-    return (
+    lines = []
+    if facts.fresh_head:
+        size = config.train.get("draft_vocab_size")
+        head = "EAGLE head" if size is None else f"EAGLE-3 head that drafts {size:,} of {facts.vocabulary:,} tokens"
+        part = facts.projection_share * (1 if size is None else size / facts.vocabulary)
+        cost = facts.draft_parameters / facts.target_parameters + part
+        least = facts.layer_share + facts.projection_share
+        why = f"it reads {cost:.0%} of the target per token, one pruned layer with the whole vocabulary {least:.0%}"
+        lines.append(f"draft: a fresh {head}: {why}; --init or --draft start a language model")
+    lines.append(
         f"distil: {distilled['num_samples']} answers to each of {distilled['max_prompts']} prompts, at most "
         f"{distilled['max_new_tokens']} tokens each\ntrain: {steps} of {rows} rows"
     )
+    sets = max(1, len(config.id)) + len(config.ood)
+    return "\n".join([*lines, expected.in_words(expected.expected_s(config, runs, eval_config(config), facts, sets))])
 
 
 def _started(config: AlignConfig, run: Run) -> AlignConfig:
@@ -178,6 +192,8 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     for source in parse_named("ood", [*config.id, *config.ood, *config.tune]).values():
         read(source, "eval", 1000)
     _, first = next(iterate_rows(config.prompts))
+    text, whole = pair.target.config.get_text_config(), parameter_count(pair.target)
+    projection = text.hidden_size * vocabulary_size(pair.target)
     return Facts(
         rows="chat" if first.get("messages") is not None else "prompt" if first.get("prompt") is not None else "text",
         prompts=len(prompts.prompts),
@@ -185,15 +201,19 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         context=pair.context,
         on_gpu=on_gpu,
         processes=launched(),
-        target_parameters=parameter_count(pair.target),
+        target_parameters=whole,
         # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the hidden size.
-        draft_parameters=14 * pair.target.config.get_text_config().hidden_size ** 2
-        if draft is None
-        else parameter_count(draft),
+        draft_parameters=14 * text.hidden_size**2 if draft is None else parameter_count(draft),
         sampling=resolve_sampling(
             config.target, pair.target, temperature=config.distill.get("temperature"), default_temperature=1.0
         ),
         id_only=id_only,
+        mean_prompt=sum(len(prompt.ids) for prompt in prompts.prompts) / len(prompts.prompts),
+        vocabulary=vocabulary_size(pair.target),
+        projection_share=projection / whole,
+        layer_share=(whole - projection) / text.num_hidden_layers / whole,
+        fresh_head=draft is None,
+        clock=expected.clock(pair.target, [prompt.ids for prompt in prompts.prompts[:64]]),
     ), prompts
 
 
