@@ -19,7 +19,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -297,13 +297,22 @@ def hydra(study: Study) -> TrainConfig:
     return study.training("hydra", "hydra")
 
 
-# In the order in which they are trained. A block drafter is one entry more.
+def block(kind: DraftKind, study: Study) -> TrainConfig:
+    """A block drafter of four tokens; DSpark has one layer, because its Markov head has as much as two."""
+    shape = {"block_size": 4, "num_layers": 1} if kind == "dspark" else {"block_size": 5, "num_layers": 2}
+    return study.training(kind, kind, head={**shape, "anchors": 64}, draft_vocab_size=study.sizes.draft_vocab)
+
+
+# In the order in which they are trained.
 DRAFTS: dict[str, Callable[[Study], TrainConfig]] = {
     "eagle3": eagle3,
     "pruned": pruned,
     "hydra": hydra,
     "eagle": eagle,
     "fresh": fresh,
+    "dflash": partial(block, "dflash"),
+    "jetspec": partial(block, "jetspec"),
+    "dspark": partial(block, "dspark"),
 }
 BASE = "pruned"
 # Methods without weights of their own; `joined` are two language models in one tree.
