@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import real_pair
+from benchmarks import real_study
 from benchmarks.objectives_data import ROOT
-from benchmarks.real_pair import TINY, Options, Study, best, data, keep_set
+from benchmarks.real_pair import best, run
+from benchmarks.real_study import TINY, Options, Study, data, keep_set
 from benchmarks.shipped_pair import PAIR
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import write_rows
@@ -34,21 +35,21 @@ def study(tmp_path: Path) -> Study:
 
 def test_names_that_are_unknown_are_refused() -> None:
     with pytest.raises(InputError, match="--only speeed: use any of data, which"):
-        Options(target="t", data="d", out="o", only=["speeed"])
+        run(Options(target="t", data="d", out="o", only=["speeed"]))
 
 
 @pytest.mark.slow  # distils, and loads the target three times
 def test_a_kept_set_is_taken_by_the_target_that_wrote_it(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     data(study)
     kept = Path(study.options.out).parent / "kept"
-    monkeypatch.setattr(real_pair, "KEPT", kept)
+    monkeypatch.setattr(real_study, "KEPT", kept)
     for name in TINY.answered:
         keep_set(study, name)
     manifest = (kept / "chat" / "manifest.json").read_text()
     assert study.options.target not in manifest and str(study.out) not in manifest
     (study.out / "data").rename(study.out / "first")
     asked: list[str] = []
-    monkeypatch.setattr(real_pair, "distill", lambda config, command: asked.append(config.out))
+    monkeypatch.setattr(real_study, "distill", lambda config, command: asked.append(config.out))
     # Prompts are on this machine; the answers come from the repository.
     taken = Study(Options(**{**vars(study.options), "tiny": False}), TINY)
     data(taken)
