@@ -308,7 +308,7 @@ def _speculators_block_config(ours: dict[str, Any], source: Any) -> dict[str, An
     head, inner = source.draft, ours["dflash_config"]
     outside = ("draft_vocab_size", "block_size", "sample_from_anchor", *_DSPARK_KEYS)
     more = {key: ours[key] for key in outside if key in ours} | {"mask_token_id": inner["mask_token_id"]}
-    # vLLM makes all layers causal where the last is false or absent, the library only those with a window.
+    # vLLM makes all layers causal where the last is false, the library only those with a window.
     more |= {"aux_hidden_state_layer_ids": list(head.hidden_layers), "sliding_window_non_causal": True}
     names = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
     return _speculators(names[head.kind], head.kind, head.depths, ours, more, source)
