@@ -117,7 +117,7 @@ def _write_head(layout: Layout, source: Source, out: Path) -> Proof:
     refused, python = "", program("vllm")
     # The engine that will serve it comes before the library that only trains it.
     serving = SERVING["vllm"].get(layout.kind)
-    if python is not None and serving and layout.format == serving.draft_format:
+    if python is not None and serving and layout.format in (serving.draft_format, "eagle"):
         try:
             return _proven_by_vllm(source, out, python)
         except InputError as error:
