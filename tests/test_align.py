@@ -90,7 +90,8 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
             value = value[key]
         assert value is not None and line.endswith(")"), line
     before_work = err.partition("1/3 distil")[0].strip().splitlines()
-    assert "6 steps" in before_work[-2] and f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 5
+    assert "6 steps" in before_work[-3] and before_work[-2].startswith("expected: ")
+    assert f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 5
     named = {line.split()[0] for line in chosen}
     assert {"heldout_prompts", "distill.temperature", "train.max_length", "train.optim.warmup_steps"} <= named
     assert not named & {"train.steps", "distill.num_samples", "train.optim.lr"}
