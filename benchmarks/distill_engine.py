@@ -7,6 +7,7 @@ that environment lacks last. Other keys: `config` of `distill`, `prompts` (texts
 """
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -16,6 +17,9 @@ from pathlib import Path
 def main() -> None:
     """Load, warm up, time every round."""
     request = json.loads(Path(sys.argv[1]).read_text())
+    # vLLM's processes log to standard output, also after the answer.
+    answer_to = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     sys.path[:] = [request["root"], *sys.path, *request["path"]]
     from distill.config import DistillConfig
     from distill.engines import ENGINES, Answer, AnswerRequest, Failed
@@ -36,7 +40,8 @@ def main() -> None:
         assert len(answers) == len(asked) and all(isinstance(answer, Answer) for answer in answers)
         speeds.append(sum(len(answer.response_ids) for answer in answers if isinstance(answer, Answer)) / seconds)
     found = {"tokens_per_s": statistics.median(speeds[1:]), "by_round": speeds[1:]}
-    sys.stdout.write("\n" + json.dumps(found) + "\n")
+    answer_to.write("\n" + json.dumps(found) + "\n")
+    answer_to.close()
 
 
 if __name__ == "__main__":
