@@ -100,7 +100,7 @@ def last_features(prompts: Sequence[Sequence[int]], hidden_BTH: Tensor) -> list[
 
 
 class _HeadAsModel(nn.Module):
-    """An EAGLE head as a model for a `Runner`, which passes tokens only; `features_BTH` holds the coming features."""
+    """A head as a model for a `Runner`, which passes tokens only; `features_BTH` holds the coming features."""
 
     def __init__(self, head: Any) -> None:
         super().__init__()
@@ -133,37 +133,33 @@ class _HeadAsModel(nn.Module):
         use_cache: bool,
         **options: Any,
     ) -> CausalLMOutput:
-        """Forward tokens with the next `input_ids.shape[1]` features."""
+        """Forward tokens with the coming features. A head has no use for a runner's other options."""
         assert self.features_BTH is not None
-        now = input_ids.shape[1]
-        features, self.features_BTH = self.features_BTH.split([now, self.features_BTH.shape[1] - now], 1)
-        logits, features = self.head(input_ids, features, attention_mask, position_ids, past_key_values)
-        return CausalLMOutput(logits=logits, hidden_states=(features,))
+        return self.step(input_ids, self.features_BTH, attention_mask, position_ids, past_key_values)
+
+    def step(
+        self, tokens_Bq: Tensor, features_BTH: Tensor, mask: Any, positions_Bq: Tensor, cache: Any
+    ) -> CausalLMOutput:
+        """An EAGLE head's: every token goes in with its feature."""
+        logits, features_BqH = self.head(tokens_Bq, features_BTH, mask, positions_Bq, cache)
+        return CausalLMOutput(logits=logits, hidden_states=(features_BqH,))
 
 
 class _BlockAsModel(_HeadAsModel):
     """A block drafter as a model: its first tokens are those of the coming features, the rest is one block."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Any,
-        position_ids: Tensor,
-        past_key_values: Any,
-        use_cache: bool,
-        **options: Any,
+    def step(
+        self, tokens_Bq: Tensor, features_BTH: Tensor, mask: Any, positions_Bq: Tensor, cache: Any
     ) -> CausalLMOutput:
         """Cache the features; return, in the place of logits, the states of the slots that draft."""
-        features = self.features_BTH
-        assert features is not None
-        known = features.shape[1]
-        if known == input_ids.shape[1]:
-            self.head.remember(features, position_ids, past_key_values)
-            return CausalLMOutput(logits=features[:, :0])
+        known = features_BTH.shape[1]
+        if known == tokens_Bq.shape[1]:
+            self.head.remember(features_BTH, positions_Bq, cache)
+            return CausalLMOutput(logits=features_BTH[:, :0])
         context = DynamicCache()
-        self.head.remember(features, position_ids[:, :known], context)
-        cache = _Behind(context, past_key_values)
-        states = self.head.states(input_ids[:, known:], attention_mask[:, :, known:], position_ids[:, known:], cache)
+        self.head.remember(features_BTH, positions_Bq[:, :known], context)
+        behind = _Behind(context, cache)
+        states = self.head.states(tokens_Bq[:, known:], mask[:, :, known:], positions_Bq[:, known:], behind)
         return CausalLMOutput(logits=self.head.slots(states))
 
 
