@@ -59,7 +59,9 @@ class HeadProposer(NetworkProposer):
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         """Raise ValueError for a target of another size, a tree deeper than the heads, or branches for blockwise."""
         width = int(target.config.get_text_config().hidden_size)
-        reads = self.head.config.target_hidden_size if isinstance(self.head, Eagle3Head) else feature_size(self.head)
+        reads = (
+            self.head.config.target_hidden_size if isinstance(self.head, Eagle3Head) else self.head.config.hidden_size
+        )
         if reads != width:
             raise ValueError(f"head for hidden size {reads}, target has {width}; use its own target")
         heads = depth_limit(self.head) or tree.depth
@@ -84,11 +86,6 @@ class HeadProposer(NetworkProposer):
         runner = Runner(self._model, {"full_attention": window}, None, self._packs, steps)  # type: ignore[arg-type]
         kind = _BlockNetwork if isinstance(self._model, _BlockAsModel) else _EagleNetwork
         return kind(self._model, runner, setup)
-
-
-def feature_size(head: Head) -> int:
-    """Width of the features that a head drafts with. An EAGLE-3 head fuses them from states of the target's width."""
-    return head.config.hidden_size
 
 
 def last_features(prompts: Sequence[Sequence[int]], hidden_BTH: Tensor) -> list[Tensor]:
