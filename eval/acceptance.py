@@ -98,7 +98,7 @@ def _eagle_logits(
     """At depth d, column t goes in with the token at t + d - 1, the feature it gave at depth d - 1 and the position
     t + d - 1, and attends to the first pass up to t and to its own earlier depths (EAGLE-3, arXiv 2503.01840, 3.2).
     """
-    features_BTH = head.fuse(states) if isinstance(head, Eagle3Head) else states[0]
+    features_BTH = head.fuse(states)
     columns, cache = ids_BT.shape[1], DynamicCache()
     position_1T = torch.arange(columns, device=ids_BT.device).unsqueeze(0)
     alone_B111 = alone_B.to(ids_BT.device).view(-1, 1, 1, 1)
