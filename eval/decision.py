@@ -100,7 +100,6 @@ def _prefer_smaller_loss(
 ) -> Setting:
     """The fastest setting, or another draft's that is not measurably slower and loses less out of distribution."""
     fastest = max(timed, key=merit.__getitem__)
-    best_of = {setting.draft: setting for setting in sorted(timed, key=merit.__getitem__)}
     if not results.domains("ood"):
         return fastest
 
@@ -112,6 +111,7 @@ def _prefer_smaller_loss(
         low = _quotient(results, timed[fastest], timed[setting])["low"]
         return merit[setting][0] == merit[fastest][0] and low is not None and low <= 1
 
+    best_of = {setting.draft: setting for setting in sorted(timed, key=merit.__getitem__)}
     alike = [setting for setting in best_of.values() if setting == fastest or as_fast(setting)]
     return max(alike, key=lambda setting: (gain(setting), merit[setting]))
 
