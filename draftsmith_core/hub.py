@@ -102,7 +102,7 @@ def cached(name: str, file: str) -> Path | None:
     try:
         with offline_if_unreachable():
             path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-    except Exception:  # the same refusal follows, with its reason, when the model itself is loaded
+    except Exception:  # the hub's client raises a dozen classes; loading the model itself gives the reason
         return None
     return None if path is None else Path(path)
 

@@ -52,9 +52,9 @@ class Continuation:
 def draft_logits(
     head: Head, hidden_states: Sequence[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield a head's logits `[B, T, V]` at depth 1, 2, ... below every token of whole texts, -inf for tokens it lacks;
-    and what a stop reads of the token drafted there, `[B, T]`, if that is not its probability (`Network.confidence`).
+    """Yield a head's logits `[B, T, V]` at depth 1, 2, ... below every token of whole texts, -inf for tokens it lacks.
 
+    With each comes the `Network.confidence` `[B, T]` that a stop reads; None if it reads the token's probability.
     At depth d, entry t is for the token at t + d. It is drafted from the text up to t and from the text's tokens
     t + 1 .. t + d - 1 as if they had been drafted. There are at most as many depths as heads, or as a block drafts.
     `hidden_states`: the target's over the same tokens. `alone_B`: rows with a prompt of one token; only in those does

@@ -143,8 +143,9 @@ class _Reader:
     def _read_draft(
         self, name: str, logits_BCV: Tensor, c_N: Tensor, depth: int, sure_BC: Tensor | None = None
     ) -> None:
-        """Record what a draft thinks of tokens `depth` places after the next one. c_N: columns of the logits. sure: its
-        confidence below these tokens, for a draft with a head for that.
+        """Record what a draft thinks of tokens `depth` places after the next one.
+
+        c_N: columns of the logits. sure: `Network.confidence` of these tokens, if the draft predicts it.
         """
         total, sampling = len(self.b_N), self.sampling
         n_N = torch.arange(total, device=c_N.device)[depth:]

@@ -77,8 +77,8 @@ class Network(ABC):
         """Logits `[B, e * d, V]` at these nodes, node by node."""
 
     def confidence(self, tokens_Bc: Tensor) -> Tensor | None:
-        """By token of the newest level `[B, c]`, the chance that the target accepts a child of it, predicted without
-        knowing that child; at depth 1 times the chance of the token itself. None if the network predicts none.
+        """For each token of the newest level `[B, c]`, predict the chance that the target accepts its child, without
+        knowing that child. At depth 1, multiply by the chance of the token itself. None if the network predicts none.
         """
         return None
 

@@ -77,7 +77,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the engine holds outside this process: nothing, unless it says otherwise."""
+        """Release what the engine holds outside this process; by default it holds nothing there."""
         return
 
 
