@@ -24,11 +24,13 @@ import torch
 
 from distill.config import DistillConfig
 from distill.generate import distill
+from distill.score import score
 from drafts.neighbours import vllm_server
 from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, draw, generator, probs
+from draftsmith_core.teacher_rows import unpack
 from tests.distilled import manifest, rows_of, write_rows
 from tests.openvino_ir import engine
 
@@ -155,9 +157,6 @@ def test_it_asks_for_what_the_options_say(vllm: None, target_dir: str, prompts_f
     assert {row["finish_reason"] for row in made} == {"stop", "length"}
     assert manifest(tmp_path / "set")["identity"]["config"]["engine"] == "vllm"
     # Teacher rows are those of `hf`, of the same answers.
-    from distill.score import score
-    from draftsmith_core.teacher_rows import unpack
-
     model = load_model(target_dir, device="cpu")
     for row in made[::3]:
         own = unpack(score(model, row["prompt_ids"], row["response_ids"], 5))
@@ -267,8 +266,6 @@ SAMPLED += ["--num_samples", 3, "--max_new_tokens", 16, "--dtype", "float32", "-
 
 def compare_with_hf(made: Path, ours: Path) -> None:
     """Greedy rows with teacher rows, and sampled rows, whose every token the options must allow."""
-    from draftsmith_core.teacher_rows import unpack
-
     key = ("id", "turn", "prompt_ids", "response_ids", "finish_reason")
     theirs, own = (sorted(rows_of(path / "greedy"), key=lambda row: (row["id"], row["turn"])) for path in (made, ours))
     assert [[row[name] for name in key] for row in theirs] == [[row[name] for name in key] for row in own]
