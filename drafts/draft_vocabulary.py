@@ -77,6 +77,12 @@ def draft_rows(ids_D: Tensor, tokens_N: Tensor) -> Tensor:
     return torch.where(ids_D[rows_N] == tokens_N, rows_N, len(ids_D))
 
 
+def drafted_rows(ids_D: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+    """A row of the draft for each token, and whether the draft has the token; the last row stands for the others."""
+    rows_N = draft_rows(ids_D, tokens_N)
+    return rows_N.clamp_max(len(ids_D) - 1), rows_N < len(ids_D)
+
+
 def offsets(ids_D: Tensor) -> Tensor:
     """`d2t`: what is added to a row's number to get its token."""
     return ids_D - torch.arange(len(ids_D), device=ids_D.device)

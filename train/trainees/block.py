@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafts.draft_vocabulary import draft_rows
+from drafts.draft_vocabulary import drafted_rows
 from drafts.heads.block import BlockHead
 from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.sampling import generator
@@ -125,11 +125,9 @@ class BlockTrainee(HeadTrainee):
         steps_MD = torch.zeros(batch.ids_BT.numel(), len(drafts), device=batch.ids_BT.device)
         projection, weight, bias = self.projection_at(1)
         for depth, (pairs, hidden_NH) in enumerate(drafts):
-            tokens_N, per_token_2N = pairs.of_targets(batch.labels_BT), torch.zeros(2, len(hidden_NH)).to(hidden_NH)
-            if self.draft.reduced:
-                tokens_N = draft_rows(self.draft.target_ids_D, tokens_N)
-            drafted_N = tokens_N < len(weight)
-            given = None, tokens_N.clamp_max(len(weight) - 1), None, _CROSS_ENTROPY, self.chunk, projection, False
+            per_token_2N = torch.zeros(2, len(hidden_NH)).to(hidden_NH)
+            rows_N, drafted_N = drafted_rows(self.draft.target_ids_D, pairs.of_targets(batch.labels_BT))
+            given = None, rows_N, None, _CROSS_ENTROPY, self.chunk, projection, False
             projected(hidden_NH, weight, bias, *given, self.markov(pairs, batch), per_token_2N)
             steps_MD[block_of[depth], depth] = (1 + (-per_token_2N[0]).exp() * drafted_N) / 2
         weights_MD = steps_MD.cumprod(1).flip(1).cumsum(1).flip(1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from drafts.draft_vocabulary import DraftVocabulary, draft_rows
+from drafts.draft_vocabulary import DraftVocabulary, drafted_rows
 from drafts.heads import Head
 from drafts.heads.borrowed import OutputProjection
 from train.batch import IGNORE, Batch, LossSums
@@ -165,9 +165,9 @@ class HeadTrainee(nn.Module):
         if not isinstance(self.draft, DraftVocabulary) or not self.draft.reduced:
             return teacher, tokens_N, None
         ids_D = self.draft.target_ids_D
-        rows_N = draft_rows(ids_D, tokens_N)
-        weights_N = (rows_N < len(ids_D)).float() if self.objective.reads_tokens else None
-        return ReducedTeacher(teacher, ids_D), rows_N.clamp_max(len(ids_D) - 1), weights_N
+        rows_N, drafted_N = drafted_rows(ids_D, tokens_N)
+        weights_N = drafted_N.float() if self.objective.reads_tokens else None
+        return ReducedTeacher(teacher, ids_D), rows_N, weights_N
 
     def sums_at(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafts.draft_vocabulary import draft_rows, draft_vocabulary
+from drafts.draft_vocabulary import draft_rows, draft_vocabulary, drafted_rows
 from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
@@ -81,10 +81,8 @@ class LMTrainee(nn.Module):
         hidden_NH = _at(out.last_hidden_state, rows_N)
         weights_N = None
         if self.ids_D is not None:
-            tokens_N = draft_rows(self.ids_D, tokens_N)
-            drafted_N = tokens_N < len(self.ids_D)
+            tokens_N, drafted_N = drafted_rows(self.ids_D, tokens_N)
             weights_N = drafted_N.float() if self.objective.reads_tokens else None
-            tokens_N = tokens_N.clamp_max(len(self.ids_D) - 1)
         valid = _ValidTokens(tokens_N, hidden_NH, teacher, weights_N)
         if self.reference is not None or self.objective.depth is not None:
             sums = self._selected(valid, batch, rows_N)
