@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -146,14 +146,14 @@ def _proven_by_speculators(source: Source, out: Path, python: Path) -> Proof:
     assert source.target is not None
     head: Any = source.draft
     slots = head.config.block_size if isinstance(head, BlockHead) else 0
-    ids = probe_ids(source.target, 24 + slots)
+    ids = probe_ids(source.target, _PROVEN_TOKENS + slots)
     hidden = source.target(ids, output_hidden_states=True).hidden_states
     states = [hidden[layer] for layer in head.hidden_layers]
     if slots:
-        # As many blocks, each followed by its own tokens.
-        blocks = ids[0, : 24 + head.depths].unfold(0, head.depths, 1)[:24]
-        raw = head.raw_logits(head.drafted(ids, states, torch.arange(24)[None])[0])
-        ours = head.logits(raw, blocks)[..., head.target_ids_D].flatten(0, 1)[None]
+        # A block at each of the first tokens; `previous` are the text's tokens from there on.
+        previous = ids[0].unfold(0, head.depths, 1)[:_PROVEN_TOKENS]
+        raw = head.raw_logits(head.drafted(ids, states, torch.arange(_PROVEN_TOKENS)[None])[0])
+        ours = head.logits(raw, previous)[..., head.target_ids_D].flatten(0, 1)[None]
     else:
         ids, states = ids[:, 1:], [state[:, :-1] for state in states]
         ours, _ = head(ids, head.fuse(states))
@@ -173,8 +173,9 @@ def _proven_by_vllm(source: Source, out: Path, python: Path) -> Proof:
 
     Raises InputError if vLLM does not serve the pair here.
     """
-    target, head = source.target, cast(Any, source.draft)
-    assert target is not None
+    assert source.target is not None
+    target = source.target
+    head: Any = source.draft
     prompt = probe_ids(target, 8)
     # Of EAGLE's heads one token, which does not depend on what was drafted.
     ahead = depth_limit(head) or 1
@@ -201,8 +202,7 @@ def _proven_by_vllm(source: Source, out: Path, python: Path) -> Proof:
     elif source.kind == "medusa":
         logits_TKV = head(states[0])[0]
     else:
-        fused = head.fuse(states) if source.kind == "eagle3" else states[0]
-        logits = head(ids[:, 1:], fused[:, :-1])[0]
+        logits = head(ids[:, 1:], head.fuse(states)[:, :-1])[0]
         logits_TKV = (head.to_target(logits) if source.kind == "eagle3" else logits)[0, :, None]
     # The first token comes from the prompt's forward; each draft then follows the last token that is known.
     drafted, accepted, known = [], 0, prompt.shape[1] + 1
