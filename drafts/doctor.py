@@ -16,7 +16,7 @@ from drafts.config import DoctorConfig
 from drafts.draft_vocabulary import read_draft_vocabulary
 from drafts.heads import head_kind
 from drafts.layouts.gguf_file import ARCHITECTURES, ROPES, described
-from drafts.load import Source, depth_limit, first_difference, load_source
+from drafts.load import Source, first_difference, load_source
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source, why_not
@@ -271,8 +271,10 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any
         assert source.target is not None
         pair = Pair((Model(config.target, text_config(source.target), source.tokenizer),), source)
         if kind in _BLOCKS:
-            # Slots that see each other draft something else in a shorter block.
-            usual, tokens = depth_limit(source.draft) or usual, tokens if pair.head.config.causal else {}
+            usual = pair.head.depths
+            if not pair.head.config.causal:
+                # Slots that see each other draft something else in a shorter block, so a plan's number is ignored.
+                tokens = {}
     verdicts = []
     for engine, kinds in SERVING.items():
         if not {kind, "draft"} & kinds.keys():
