@@ -117,7 +117,7 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
 
 
 def _check_embedding(head: EagleHead | Eagle3Head | BlockHead, file: Path, copy: Tensor) -> None:
-    """Raise InputError if the copy of the target's embedding that EAGLE heads carry is another target's."""
+    """Raise InputError if the file's copy of the target's embedding is another target's."""
     table = head.borrowed.embedding_table
     step = max(1, len(table) // _COMPARED_ROWS)
     # Rounding to bf16 changes it by 0.4 %, fine-tuning by a few percent; another model's embedding is unrelated.

@@ -1,6 +1,6 @@
 """EAGLE-1, a head that predicts the target's next feature; EAGLE-3, a head on three of its layers.
 
-Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden size, D draft vocabulary.
+Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden size, D depths.
 """
 
 from collections.abc import Iterator, Sequence

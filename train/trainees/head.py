@@ -5,7 +5,8 @@ from pair t guesses, at depth d, the token at t + 1 + d, whose distribution by t
 counts at depth d when the tokens at t + 2 and t + 1 + d are response tokens of one document, as in decoding, where
 drafts start from a token of the response or the last of the prompt.
 
-Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden size, D depths.
+Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden size, D depths; in `ids_D`,
+D tokens of the draft vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -111,9 +112,9 @@ def sum_depths(parts: Sequence[LossSums], weights: Sequence[float]) -> LossSums:
 class HeadTrainee(nn.Module):
     """Base of the head trainees: owns the head as `.draft` and sums the objective over its depths.
 
-    A kind of head defines `drafts`, and overrides `projection_at`, `teaching` or `forward` where it differs. packing:
-    whether batches will be packed. cache: of the target's states. chunk: tokens whose logits are held at once, by
-    default what suits the device. step_decay: depth j, from 1, weighs step_decay ** (j - 1).
+    A kind of head defines `drafts`, and overrides `projection_at` or `forward` where it differs. packing: whether
+    batches will be packed. cache: of the target's states. chunk: tokens whose logits are held at once, by default what
+    suits the device. step_decay: depth j, from 1, weighs step_decay ** (j - 1).
     """
 
     def __init__(
