@@ -209,21 +209,21 @@ def projected(
     chunk: int | None = None,
     projection: OutputProjection | None = None,
     alpha: bool = True,
-    more: tuple[Tensor, Tensor] | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     per_token_2N: Tensor | None = None,
 ) -> LossSums:
     """Sum over tokens of weight times loss of the logits `hidden @ weight.T + bias`.
 
     teacher: None only when the objective needs no target; then alpha is not measured. weights_N: None for all 1.
     chunk: tokens at a time, by default what suits the device. projection: scales or caps the draft's logits; its
-    weight and bias are the arguments. alpha=False leaves out alpha and `missing`. more: `[N, R]` and `[V, R]` whose
-    product is added to the logits. per_token_2N: is filled with loss, not weighted, and alpha of each token. Runs in
-    autocast's dtype; losses and the gradient of the weight are accumulated in fp32. `backward` may be called once.
+    weight and bias are the arguments. alpha=False leaves out alpha and `missing`. low_rank: `[N, R]` and `[V, R]`
+    whose product is added to the logits. per_token_2N: is filled with loss, not weighted, and alpha of each token. Runs
+    in autocast's dtype; losses and the gradient of the weight are accumulated in fp32. `backward` may be called once.
     """
     size = chunk_size(weight_VH, teacher, chunk)
     gradient = torch.is_grad_enabled()
     task = _Task(projection, teacher, tokens_N, weights_N, objective, size, gradient, alpha, per_token_2N)
-    factors = hidden_NH, weight_VH, *(more or ())
+    factors = hidden_NH, weight_VH, *(low_rank or ())
     loss, overlaps, missing = _Projected.apply(task, bias_V, *factors)  # type: ignore[no-untyped-call]
     count = torch.tensor(len(tokens_N), device=hidden_NH.device)
     measured = count if alpha and teacher is not None else torch.zeros_like(count)

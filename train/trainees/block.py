@@ -102,7 +102,7 @@ class BlockTrainee(HeadTrainee):
         paces = self.paces(drafts, batch) if self.objective.paced else [None] * len(drafts)
         for depth, ((pairs, hidden_NH), paces_N) in enumerate(zip(drafts, paces, strict=True), start=1):
             per_token_2N, logits_N = torch.zeros(2, len(hidden_NH), device=hidden_NH.device), None
-            more = {"more": self.markov(pairs, batch), "per_token_2N": per_token_2N}
+            more = {"low_rank": self.markov(pairs, batch), "per_token_2N": per_token_2N}
             part = self.sums_at(depth, pairs, hidden_NH, batch, last_BTH, paces_N, **more)
             if self.draft.config.confidence:
                 logits_N = self.draft.confidence_logits(hidden_NH, pairs.of_targets(batch.ids_BT))
