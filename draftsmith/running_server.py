@@ -12,18 +12,16 @@ tokens that it accepts.
 
 import json
 import math
-import os
 import re
 import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 from distill.engines import AnswerRequest
-from distill.engines.server import Completion, Dialect
+from distill.engines.server import Completion, Dialect, client_options
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling
@@ -61,13 +59,8 @@ class RunningServer:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        key = os.environ.get("OPENAI_API_KEY")
-        self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(_ANSWER_TIMEOUT_S, connect=10.0),
-            # A server on this machine is asked directly, not through a proxy of the environment.
-            trust_env=urlsplit(self.url).hostname not in ("localhost", "127.0.0.1", "::1"),
-        )
+        timeout = httpx.Timeout(_ANSWER_TIMEOUT_S, connect=10.0)
+        self._client = httpx.Client(**client_options(self.url, "OPENAI_API_KEY"), timeout=timeout)
         models = self._json("v1/models").get("data") or [{}]
         self.model, self.engine = str(models[0].get("id")), str(models[0].get("owned_by"))
         if self.engine not in NAMES:

@@ -276,7 +276,11 @@ def test_an_unknown_cause_is_not_made_up(place: Path) -> None:
         ("vllm", {"others": 50}, "counted tokens of other requests"),
     ],
 )
-def test_a_server_that_cannot_be_compared_says_so(place: Path, engine: str, mistake: Any, message: str) -> None:
+def test_a_server_that_cannot_be_compared_says_so(
+    place: Path, engine: str, mistake: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line break in the key is left out: httpx would refuse it, and show the key."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-wr\nong")
     with drafting(engine, pair_of(place), **mistake) as (url, _), pytest.raises(ds.DraftsmithError) as error:
         ask(place, url, temperature=0, max_prompts=1)
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -15,7 +15,7 @@ import httpx
 
 from distill.config import DistillConfig
 from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, RemoteTarget, sampling_of
-from distill.engines.server import Completion, NoAnswer, Server
+from distill.engines.server import Completion, NoAnswer, Server, client_options
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.prompts import room_for_prompts
 from draftsmith_core.tokenization import Tokenizer
@@ -62,14 +62,10 @@ class OpenAIEngine(Engine):
 
         A client with many connections scans all of them at each request, which at 64 costs more than the request.
         """
-        # Of other characters httpx would complain, and show the key.
-        key = "".join(letter for letter in os.environ.get(self._config.api_key_env, "") if "!" <= letter <= "~")
         return httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            **client_options(server.url, self._config.api_key_env),
             verify=self._certificates,
             timeout=httpx.Timeout(self._config.timeout_s, connect=min(10.0, self._config.timeout_s)),
-            # A server on this machine is asked directly, not through a proxy of the environment.
-            trust_env=urlsplit(server.url).hostname not in ("localhost", "127.0.0.1", "::1"),
         )
 
     async def _probe(self) -> int | None:

@@ -14,10 +14,11 @@ which OpenAI's API does not have is asked without them if they would change noth
 import asyncio
 import json
 import operator
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 
@@ -50,6 +51,17 @@ class NoAnswer(Exception):
     counts: bool = True
     after_s: float = 0.0
     garbled: bool = False
+
+
+def client_options(url: str, key_variable: str) -> dict[str, Any]:
+    """Options of an httpx client of a server: the key in an environment variable, and whether to use proxies."""
+    # Of other characters httpx would complain, and show the key.
+    key = "".join(letter for letter in os.environ.get(key_variable, "") if "!" <= letter <= "~")
+    return {
+        "headers": {"Authorization": f"Bearer {key}"} if key else {},
+        # A server on this machine is asked directly, not through a proxy of the environment.
+        "trust_env": urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1"),
+    }
 
 
 @dataclass(frozen=True)
