@@ -274,15 +274,16 @@ def run(options: Options) -> dict[str, Any]:
     try:
         for method, setting, alphas in points(bench, 0, rate, _trained(given) or {m: set(METHODS[m]) for m in METHODS}):
             found[method, setting] = [alphas]
-        wanted = _trained(write()["taken"])
+        document = write()
+        wanted = _trained(document["taken"])
         for seed in range(1, options.seeds):
             for method, setting, alphas in list(points(bench, seed, rate, wanted)):
                 found[method, setting].append(alphas)
-            write()
+            document = write()
     except EnoughError:
         write()
         raise
-    return write()
+    return document
 
 
 def _trained(taken: dict[str, str] | None) -> dict[str, set[str]]:
