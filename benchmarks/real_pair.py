@@ -29,7 +29,7 @@ from benchmarks import decode as bench_decode
 from benchmarks import figures, frontier_tables, peers
 from benchmarks.objectives_data import ROOT, once, write_set
 from benchmarks.pages import table
-from benchmarks.real_study import COMMAND, FULL, TINY, Options, Study, data
+from benchmarks.real_study import COMMAND, DOMAINS, FULL, TINY, Options, Study, data
 from drafts.heads import write_head
 from drafts.heads.eagle import EagleConfig, EagleHead, draw
 from draftsmith.cli.decode_run import decode
@@ -123,18 +123,23 @@ WEIGHTLESS: dict[str, dict[str, Any]] = {
 
 def which(study: Study) -> None:
     """Train and measure every draft on chat. results.json has those that are there, so that it exists early."""
-    trained: dict[str, str] = {}
-    for name in DRAFTS:
-        place = study.out / "drafts" / name
-        if not study.options.drafts or name in study.options.drafts or (place / "config.json").exists():
-            if not (place / "config.json").exists():
-                train(DRAFTS[name](study), COMMAND)
-            trained[name] = str(place)
-            results = evaluate(study.evaluation("which", _base_first(trained), "chat"))
+    drafts: dict[str, str] = {}
+    for name, config_of in DRAFTS.items():
+        asked = not study.options.drafts or name in study.options.drafts
+        if asked or (study.out / "drafts" / name / "config.json").exists():
+            drafts[name] = trained(config_of(study))
+            results = evaluate(study.evaluation("which", _base_first(drafts), "chat"))
             _keep(study, "which")
     sys.stdout.write(drafts_table(results))
     if not study.options.drafts:
-        sys.stdout.write(weightless_table(study, list(weightless(study, trained))))
+        sys.stdout.write(weightless_table(list(weightless(study, drafts))))
+
+
+def trained(config: TrainConfig) -> str:
+    """The directory of a draft, which is trained unless it is there."""
+    if not (Path(config.out) / "config.json").exists():
+        train(config, COMMAND)
+    return config.out
 
 
 def _base_first(drafts: Mapping[str, str]) -> dict[str, str]:
@@ -158,18 +163,18 @@ def drafts_table(results: Results) -> str:
     return text
 
 
-def weightless(study: Study, trained: Mapping[str, str]) -> Iterator[tuple[str, str, float, float | None]]:
+def weightless(study: Study, drafts: Mapping[str, str]) -> Iterator[tuple[str, str, float, float | None]]:
     """(method, domain, temperature, tau) of what drafts without weights, and of two language models joined."""
     methods = {name: {"proposer": name, **words} for name, words in WEIGHTLESS.items()}
     methods["retrieval"]["datastore"] = str(next(Path(study.sets("chat")[0]).glob("part-*.parquet")))
-    if {"pruned", "fresh"} <= trained.keys():
-        methods["pruned + fresh"] = {"draft": [trained["pruned"], trained["fresh"]], "tree": "chain:4"}
+    if {"pruned", "fresh"} <= drafts.keys():
+        methods["pruned + fresh"] = {"draft": [drafts["pruned"], drafts["fresh"]], "tree": "chain:4"}
     for name, words in methods.items():
-        for domain in ("chat", "maths", "code", "c4", "wiki"):
+        for domain in DOMAINS:
             for temperature in (0.0, 1.0):
                 config = DecodeConfig(
                     target=study.options.target,
-                    prompts=str(study.out / "prompts" / f"{domain}.jsonl"),
+                    prompts=study.prompts(domain),
                     out=str(study.out / "weightless" / f"{name.replace(' ', '')}-{domain}-{temperature:g}.jsonl"),
                     max_prompts=study.sizes.prompts,
                     max_new_tokens=study.sizes.new_tokens,
@@ -181,7 +186,7 @@ def weightless(study: Study, trained: Mapping[str, str]) -> Iterator[tuple[str, 
                 yield name, domain, temperature, decode(config)[0]["tau"]
 
 
-def weightless_table(study: Study, found: list[tuple[str, str, float, float | None]]) -> str:
+def weightless_table(found: list[tuple[str, str, float, float | None]]) -> str:
     """Tokens per target call, by method; no intervals."""
     places = list(dict.fromkeys((domain, temperature) for _, domain, temperature, _ in found))
     heading = ["method", *(f"{domain}, T = {temperature:g}" for domain, temperature in places)]
@@ -215,29 +220,27 @@ SEEDED = ("plain", "balanced")
 
 def align(study: Study) -> None:
     """Align the best language model and the best head of chat to maths; what each gains and loses."""
+    # Epochs are over data and replay; steps count the answers alone, so that these are equal.
+    steps = _steps(study, study.sets("maths"))
     for base in (best(study, *LANGUAGE_MODELS), best(study, *HEADS)):
-        start, drafts = study.out / "drafts" / base, {"base": str(study.out / "drafts" / base)}
+        drafts = {"base": str(study.out / "drafts" / base)}
         first = DRAFTS[base](study)
         for way, replayed in REPLAY.items():
             for seed in range(study.options.seeds if way in SEEDED else 1):
                 name = f"{base}-maths-{way.replace(' ', '-')}-{seed}"
                 share = {"replay": study.sets(*replayed), "replay_fraction": 0.5} if replayed else {}
-                # Epochs are over data and replay; steps count the answers alone, so that these are equal.
-                steps = _steps(study, study.sets("maths"))
                 config = study.training(
                     name,
                     first.kind,
                     data=study.sets("maths"),
-                    draft=str(start),
+                    draft=drafts["base"],
                     lr=first.optim.lr / 2,
                     seed=seed + 1,
                     steps=2 * steps if replayed else steps,
                     head={"test_steps": first.head.test_steps} if first.kind == "eagle3" else {},
                     **share,
                 )
-                if not (Path(config.out) / "config.json").exists():
-                    train(config, COMMAND)
-                drafts[name] = config.out
+                drafts[name] = trained(config)
         results = evaluate(study.evaluation(f"align-{base}", drafts, "maths", tree=["chain:1"]))
         _keep(study, f"align-{base}")
         for temperature in results.temperatures:
@@ -245,7 +248,7 @@ def align(study: Study) -> None:
 
 
 def _steps(study: Study, sets: list[str]) -> int:
-    rows = sum(len(_rows(part)) for place in sets for part in Path(place).glob("part-*"))
+    rows = sum(pq.read_metadata(part).num_rows for place in sets for part in Path(place).glob("part-*"))
     return max(1, round(study.sizes.epochs * rows * 0.95 / study.sizes.step_rows))
 
 
@@ -288,9 +291,7 @@ def amount(study: Study) -> None:
         runs = {"data": ([str(part)], steps), "steps": (whole.data, max(1, round(share * steps)))}
         for kind, (data_sets, count) in runs.items():
             out = str(study.out / "drafts" / f"{name}-{kind}-{label}")
-            if not (Path(out) / "config.json").exists():
-                train(replace(whole, data=data_sets, steps=count, out=out, heldout=[]), COMMAND)
-            drafts[f"{kind}-{label}"] = out
+            drafts[f"{kind}-{label}"] = trained(replace(whole, data=data_sets, steps=count, out=out, heldout=[]))
     results = evaluate(study.evaluation("amount", drafts, "chat", tree=["chain:1"]))
     _keep(study, "amount")
     sys.stdout.write(amount_table(results))
@@ -322,7 +323,7 @@ def amount_table(results: Results) -> str:
 
 def speed(study: Study) -> None:
     """Time the best head and the best language model with planned trees in 16 bits, then the other engines."""
-    chats = str(study.out / "prompts" / "chat.jsonl")
+    chats = study.prompts("chat")
     for name in (best(study, *LANGUAGE_MODELS), best(study, *HEADS)):
         place, file = str(study.out / "drafts" / name), study.out / "speed" / f"{name}.plan.json"
         bits: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}

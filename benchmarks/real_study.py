@@ -20,6 +20,8 @@ from train.config import DraftKind, HeadOptions, Optim, TrainConfig
 COMMAND = "benchmarks/real_pair.py"
 KEPT = ROOT / "benchmarks" / "real"
 PIECE_HOURS = 2.5
+# What is measured on; each has prompts of its own.
+DOMAINS = ("chat", "maths", "code", "c4", "wiki")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +97,13 @@ class Study:
         """The directories of distilled sets, all rounds of each."""
         return [str(self.out / "data" / _round(name, turn)) for turn in range(self.rounds) for name in names]
 
+    def prompts(self, name: str) -> str:
+        """The file of the prompts of this name."""
+        return str(self.out / "prompts" / f"{name}.jsonl")
+
     def evaluation(self, name: str, drafts: Mapping[str, str], id_set: str, **options: Any) -> EvalConfig:
         """Compare drafts; the first is the base. Chains of 4 are decoded, others predicted; nothing is timed."""
-        texts = {name: str(self.out / "prompts" / f"{name}.jsonl") for name in ("chat", "maths", "code", "c4", "wiki")}
+        texts = {domain: self.prompts(domain) for domain in DOMAINS}
         given: dict[str, Any] = {"tree": ["chain:4"], "speed_prompts": 0, "batch_size": 32, "device": "cpu"}
         return EvalConfig(
             target=self.options.target,
@@ -179,7 +185,7 @@ def write_prompts(study: Study) -> None:
 
 def answers(study: Study, name: str, count: int, turn: int) -> DistillConfig:
     """The target's answers to `count` prompts; further rounds draw with other seeds."""
-    prompts = str(study.out / "prompts" / f"{name}.train.jsonl")
+    prompts = study.prompts(f"{name}.train")
     if name == "own":
         prompts = f"magpie:{count}" if study.is_chat else f"self:{count}"
     return DistillConfig(
