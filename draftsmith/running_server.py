@@ -23,7 +23,7 @@ import httpx
 from distill.engines import AnswerRequest
 from distill.engines.server import Completion, Dialect, client_options
 from draftsmith_core.errors import InputError, RunError, first_line
-from draftsmith_core.prompts import Prompt
+from draftsmith_core.prompts import Prompt, check_messages
 from draftsmith_core.sampling import Sampling
 
 NAMES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "sglang": "SGLang"}
@@ -77,12 +77,11 @@ class RunningServer:
 
     def answer(self, prompt: Prompt, completion: Completion, states_sampling: bool) -> ServedAnswer:
         """Answer one prompt. states_sampling: whether to send the sampling, or to leave it to the server."""
-        messages = list(prompt.chat.messages) if prompt.chat else []
-        if messages and messages[-1].get("role") == "assistant":
-            messages.pop()
-        chat: dict[str, Any] = {"messages": messages} if messages else {}
-        if prompt.chat and prompt.chat.tools:
-            chat["tools"] = prompt.chat.tools
+        chat: dict[str, Any] = {}
+        if prompt.chat:
+            chat["messages"] = check_messages(prompt.chat.messages, f"row {prompt.row}")
+            if prompt.chat.tools:
+                chat["tools"] = prompt.chat.tools
         if self.engine == "sglang":
             return self._sglang(list(prompt.ids), completion, states_sampling)
         read = list(prompt.ids)
