@@ -33,6 +33,7 @@ from eval.acceptance import Continuation
 from eval.bootstrap import Floats, PromptSums, Resamples, difference, estimate, interval, pooled_ratios, resamples
 from eval.estimate import read_traces
 from eval.predict import predict
+from eval.report.formats import with_interval
 from eval.request import Method
 from eval.schema import Estimate
 
@@ -246,7 +247,7 @@ def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]
         f"{found['engine']} at {found['url']} drafts {found['draft_tokens']} tokens; {found['prompts']} prompts, "
         f"temperature {found['temperature']:g}",
         f"{'':<18}{'served':<24}predicted",
-        *(f"{name:<18}{_shown(one):<24}{_shown(other)}" for name, (one, other) in rows),
+        *(f"{name:<18}{with_interval(one):<24}{with_interval(other)}" for name, (one, other) in rows),
     ]
     shown = found["tried"][:_SHOWN]
     if shown:
@@ -266,10 +267,3 @@ def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]
     if found["verdict"] == "as predicted":
         return [*lines, what], None
     return lines, RequirementError([what])
-
-
-def _shown(value: Estimate | None) -> str:
-    if value is None or value["value"] is None:
-        return "-"
-    ends = "" if value["low"] is None or value["high"] is None else f" [{value['low']:.3f}, {value['high']:.3f}]"
-    return f"{value['value']:.3f}{ends}"
