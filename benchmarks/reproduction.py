@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks.pages import put, table
 from benchmarks.reproduction_pairs import Options, Pair, demo_pair, stories_pair, unchanged
 from draftsmith_core.command_line import parse
+from draftsmith_core.errors import InputError
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.runs import versions
 from eval.bootstrap import PromptSums, difference, resamples
@@ -303,4 +304,7 @@ def verdicts(rows: Sequence[Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"benchmarks/reproduction.py: {error}")
