@@ -31,7 +31,7 @@ from draftsmith_core.command_line import check_file
 from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, read_json, sha256_file, write_json_atomic, write_rows, write_text_atomic
-from draftsmith_core.models import parameter_count, resolve_device, vocabulary_size
+from draftsmith_core.models import parameter_count, resolve_device, text_config, vocabulary_size
 from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
 from draftsmith_core.prompt_rows import asked_of, iterate_records, iterate_rows, parse_named, parse_record
 from draftsmith_core.prompts import PromptSet, read_prompts, room_for_prompts
@@ -192,12 +192,14 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     for source in parse_named("ood", [*config.id, *config.ood, *config.tune]).values():
         read(source, "eval", 1000)
     _, first = next(iterate_rows(config.prompts))
-    text, whole = pair.target.config.get_text_config(), parameter_count(pair.target)
-    projection = text.hidden_size * vocabulary_size(pair.target)
+    ids = [prompt.ids for prompt in prompts.prompts]
+    text, whole = text_config(pair.target), parameter_count(pair.target)
+    vocabulary = vocabulary_size(pair.target)
+    projection = text.hidden_size * vocabulary
     return Facts(
         rows="chat" if first.get("messages") is not None else "prompt" if first.get("prompt") is not None else "text",
-        prompts=len(prompts.prompts),
-        longest_prompt=max(len(prompt.ids) for prompt in prompts.prompts),
+        prompts=len(ids),
+        longest_prompt=max(map(len, ids)),
         context=pair.context,
         on_gpu=on_gpu,
         processes=launched(),
@@ -208,12 +210,12 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
             config.target, pair.target, temperature=config.distill.get("temperature"), default_temperature=1.0
         ),
         id_only=id_only,
-        mean_prompt=sum(len(prompt.ids) for prompt in prompts.prompts) / len(prompts.prompts),
-        vocabulary=vocabulary_size(pair.target),
+        mean_prompt=sum(map(len, ids)) / len(ids),
+        vocabulary=vocabulary,
         projection_share=projection / whole,
         layer_share=(whole - projection) / text.num_hidden_layers / whole,
         fresh_head=draft is None,
-        clock=expected.clock(pair.target, [prompt.ids for prompt in prompts.prompts[:64]]),
+        clock=expected.clock(pair.target, ids),
     ), prompts
 
 
