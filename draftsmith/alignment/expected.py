@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +12,9 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.sampling import Sampling
 from eval.config import EvalConfig
 from train.config import TrainConfig
+
+if TYPE_CHECKING:  # it imports this module
+    from draftsmith.alignment.choices import Facts
 
 # Rows and tokens that are timed. A step of training also passes over logits and weights: as often as one run showed
 # (SmolLM2-135M, EAGLE-3, two busy cores).
@@ -45,11 +48,11 @@ def clock(target: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Clock:
 
 
 def expected_s(
-    config: AlignConfig, runs: Mapping[str, TrainConfig], evaluation: EvalConfig, facts: Any, sets: int
+    config: AlignConfig, runs: Mapping[str, TrainConfig], evaluation: EvalConfig, facts: "Facts", sets: int
 ) -> dict[str, float]:
     """Seconds of each stage, for answers of full length, on the machine as busy as it was timed.
 
-    runs: of training. sets: prompt sets of the evaluation. facts: `alignment.choices.Facts`.
+    runs: of training. sets: number of prompt sets of the evaluation.
     """
     distilled, timed = config.distill, facts.clock
     answers = distilled["max_prompts"] * distilled["num_samples"]
