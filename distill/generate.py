@@ -27,6 +27,7 @@ from draftsmith_core import options
 from draftsmith_core.errors import InputError, counted
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_atomic
+from draftsmith_core.options import configured
 from draftsmith_core.processes import Terminated, join_processes, on_main
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
@@ -53,7 +54,7 @@ def distill(config: DistillConfig | None = None, command: str | None = None, **o
     command: the command line to record, by default the one of `config`. Raise InputError for invalid input and RunError
     for failures of the run.
     """
-    config = config or DistillConfig(**options)
+    config = configured(DistillConfig, config, options)
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     try:

@@ -29,6 +29,7 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
+from draftsmith_core.options import configured
 from draftsmith_core.processes import join_processes, on_main
 from draftsmith_core.progress import progress
 from draftsmith_core.prompt_rows import Record, count_rows, digest_of, iterate_records, parse_record, text_of
@@ -74,7 +75,7 @@ Parts = Iterator[tuple[str, Callable[[], Rows]]]
 
 def score_set(config: ScoreConfig | None = None, command: str | None = None, **options: Any) -> dict[str, Any]:
     """Write the scored set, or resume a killed run's; return its summary. command: the command line to record."""
-    config = config or ScoreConfig(**options)
+    config = configured(ScoreConfig, config, options)
     with Run(config.out) as run:
         processes, out = join_processes(config.device), run.out
         tokenizer = load_tokenizer(config.target, **tokenizing(config))

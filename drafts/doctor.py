@@ -22,6 +22,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source, why_not
 from draftsmith_core.io import read_json
 from draftsmith_core.models import text_config
+from draftsmith_core.options import configured
 from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 
 DRAFT_TOKENS = 4
@@ -254,7 +255,7 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any
     `loads`: whether it loads the pair without an error. `serves`: and the token ids mean the same to both models.
     `exports`: commands that write what the engine reads, in order, if it does not read these directories.
     """
-    config = config or DoctorConfig(**options)
+    config = configured(DoctorConfig, config, options)
     tokens = {}
     if config.plan is not None:
         plan = read_json(Path(config.plan), "a plan of `draftsmith plan`")

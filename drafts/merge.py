@@ -22,6 +22,7 @@ from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, check_out, read_json, writing
 from draftsmith_core.models import fingerprint, hash_tensors, load_model, vocabulary_size
+from draftsmith_core.options import configured
 from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
 from draftsmith_core.runs import RECORD, command_line, provenance, read_record
 from draftsmith_core.tokenization import find_tokenizer
@@ -62,7 +63,7 @@ def merge(config: MergeConfig | None = None, command: str | None = None, **optio
     The checkpoint has the tokenizer and the shape of the first draft, fp32 weights, a record of its parts and their
     weights, and the hashes of all prompts that any part was trained on.
     """
-    config = config or MergeConfig(**options)
+    config = configured(MergeConfig, config, options)
     out, weights, sources = Path(config.out), dict(config.weights()), config.sources()
     check_out(out)
     kind = head_kind(sources[0]) or "draft-lm"

@@ -25,6 +25,7 @@ from draftsmith.running_server import NAMES, RunningServer, ServedAnswer
 from draftsmith.suspects import SUSPECTS, Case
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.models import eos_ids
+from draftsmith_core.options import configured
 from draftsmith_core.progress import track
 from draftsmith_core.prompts import Prompt, read_prompts, room_for_prompts
 from draftsmith_core.sampling import Sampling
@@ -112,7 +113,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
     `difference`, the `likelihood` of the served texts (1: they are the target's own), the `verdict`, the `cause` with
     its `remedy`, and what was `tried`. Raise InputError for a server that cannot be asked or counts no drafts.
     """
-    config = config or ServedConfig(**options)
+    config = configured(ServedConfig, config, options)
     server = RunningServer(config.served)
     pair = load_pair(
         config.target, draft={"draft": config.draft}, fast=False, chat_template=config.chat_template, **loading(config)

@@ -20,6 +20,7 @@ from draftsmith.config import InitConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, check_out, write_json_atomic, writing
 from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
+from draftsmith_core.options import configured
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts, room_for_prompts
 from draftsmith_core.runs import command_line, provenance
@@ -43,7 +44,7 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
     `alpha_greedy_draft`, if the draft takes its likeliest token, p(argmax q); `alpha_match`, if draft and target must
     sample the same token, sum_x p q; `missing_mass`, the target's probability of tokens that the draft cannot draft.
     """
-    config = config or InitConfig(**options)
+    config = configured(InitConfig, config, options)
     out = Path(config.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists and is not empty; name another directory")

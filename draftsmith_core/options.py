@@ -123,6 +123,13 @@ def options(cls: type[C]) -> type[C]:
     return typing.cast(type[C], decorated)
 
 
+def configured(cls: type[C], config: C | None, given: dict[str, Any]) -> C:
+    """The configuration of a call: made of the given options, or `config` with these laid over it."""
+    if config is None:
+        return cls(**given)
+    return typing.cast(C, dataclasses.replace(typing.cast(Any, config), **given)) if given else config
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)

@@ -15,6 +15,7 @@ from drafts.vocabulary import vocabulary_map
 from draftsmith_core.errors import InputError, RunError, without_secrets
 from draftsmith_core.io import remove_leftovers
 from draftsmith_core.models import reset_peak_memory, resolve_device
+from draftsmith_core.options import configured
 from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
@@ -41,7 +42,7 @@ def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
     them. A killed run resumes from OUT/cells. Raise InputError before the first measurement, and RequirementError, once
     everything is written, if a requirement is not met.
     """
-    config = config or EvalConfig(**options)
+    config = configured(EvalConfig, config, options)
     started = time.time()
     request = check(config)
     check_tracker(config.tracker)

@@ -23,6 +23,7 @@ from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import counted
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.models import eos_ids, vocabulary_size
+from draftsmith_core.options import configured
 from draftsmith_core.processes import say
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt
@@ -355,7 +356,7 @@ def _engines(kind: str, expected: _Expected, lengths: Sequence[int]) -> list[dic
 
 def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     """Find the fastest tree for a pair, write it to `config.file` with all that it is based on, and return it."""
-    config = config or PlanConfig(**options)
+    config = configured(PlanConfig, config, options)
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}

@@ -21,6 +21,7 @@ from draftsmith_core.options import (
     NotIdentity,
     Positive,
     Rare,
+    configured,
     identity,
     options,
     options_of,
@@ -254,3 +255,13 @@ def test_help_has_two_tiers(capsys: pytest.CaptureFixture[str]) -> None:
         texts.append(capsys.readouterr().out)
     assert "--loud" not in texts[0] and "--loud" in texts[1] and "Whether to shout." in texts[1]
     assert all("How models are loaded:" in text and "--device" in text and "A group:" in text for text in texts)
+
+
+def test_options_are_laid_over_the_configuration_of_a_call() -> None:
+    given = TrainConfig(out="a", data=["d"], draft="d")
+    assert configured(TrainConfig, given, {}) is given
+    assert configured(TrainConfig, given, {"out": "b"}) == replace(given, out="b")
+    assert configured(TrainConfig, None, {"out": "a", "data": ["d"], "draft": "d"}) == given
+    for config, named in ((None, {"out": "a", "data": ["d"]}), (given, {})):
+        with pytest.raises(InputError, match="stepz"):
+            configured(TrainConfig, config, {**named, "stepz": 3})

@@ -23,6 +23,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import remove_leftovers
 from draftsmith_core.models import check_tokenizer, context_length, dtype_name, fingerprint, load_model, vocabulary_size
+from draftsmith_core.options import configured
 from draftsmith_core.options import identity as identity_options
 from draftsmith_core.processes import Terminated, is_main, leave_processes, on_main, say
 from draftsmith_core.prompts import write_prompt_hashes
@@ -56,7 +57,7 @@ def train(
     RunError for what fails while running. SIGTERM ends it with Terminated (exit code 143) and Ctrl-C with
     KeyboardInterrupt, with a checkpoint of that step.
     """
-    config = config or TrainConfig(**options)
+    config = configured(TrainConfig, config, options)
     out = Path(f"{config.out}-smoke" if config.smoke else config.out)
     if config.push_to_hub is not None and not config.smoke:
         check_push(config.push_to_hub)

@@ -29,6 +29,7 @@ from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, writing
 from draftsmith_core.models import fingerprint, text_config
+from draftsmith_core.options import configured
 from draftsmith_core.runs import RECORD, command_line, hold, provenance
 
 _PROVEN_TOKENS = 24
@@ -39,7 +40,7 @@ def export(config: ExportConfig | None = None, **options: Any) -> dict[str, Any]
 
     Raises InputError for what the layout cannot say, so that no engine computes something else silently.
     """
-    config = config or ExportConfig(**options)
+    config = configured(ExportConfig, config, options)
     source = load_source(config.draft, config.target, config.dtype, config.trust_remote_code, config.revision)
     write = WRITERS.get((config.format, source.kind))
     if write is None:

@@ -32,6 +32,7 @@ from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, read_json, sha256_file, write_json_atomic, write_rows, write_text_atomic
 from draftsmith_core.models import parameter_count, resolve_device, text_config, vocabulary_size
+from draftsmith_core.options import configured
 from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
 from draftsmith_core.prompt_rows import asked_of, iterate_records, iterate_rows, parse_named, parse_record
 from draftsmith_core.prompts import PromptSet, read_prompts, room_for_prompts
@@ -55,7 +56,7 @@ def align(config: AlignConfig | None = None, **options: Any) -> Results:
     checkpoint per objective, eval/. Every stage resumes what a killed run left. Of several processes all generate,
     train and evaluate. Raise InputError for bad input, RunError for a run that failed.
     """
-    config = config or AlignConfig(**options)
+    config = configured(AlignConfig, config, options)
     return run_stages(config)[1]
 
 
