@@ -111,7 +111,7 @@ def decoding(check: Check) -> None:
 
 @torch.inference_mode()
 def _behind(model: PreTrainedModel, prompts: list[list[int]]) -> Callable[[int], None]:
-    """A forward of so many tokens per row, of the model as it is, behind prompts that are cached once."""
+    """What forwards a number of tokens per row through the model, behind prompts that are cached once."""
     rows = torch.tensor(prompts, device=model.device)
     cache = model(rows, use_cache=True, logits_to_keep=1).past_key_values
 

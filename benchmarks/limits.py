@@ -19,7 +19,7 @@ from benchmarks.pages import put, table
 MARKERS = "<!-- limits: written by benchmarks/limits.py -->", "<!-- end of limits -->"
 _MEMORY, _ARITHMETIC, _TAU = "bandwidth of the memory", "multiply-adds in fp32", "tau, and the draft's forwards"
 _CACHE = "calls, and the cache that holds it"
-# What it is, what limits it, how it follows from a result, and the bar (None: there is none).
+# What it is, what limits it, how it follows from a result, and the bar, if there is one.
 Row = tuple[str, str, Callable[[], float], str | None]
 
 

@@ -14,7 +14,7 @@ def table(heading: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def gap(change: Mapping[str, Any] | None, *, clear: bool = False) -> str:
-    """A difference with its interval, bold if it is `clear` of zero; nothing if there is none."""
+    """A difference with its interval, bold if it is `clear` of zero; empty without a difference."""
     text = with_interval(change, sign=True)
     return "" if text == NONE else f"**{text}**" if clear else text
 

@@ -222,7 +222,7 @@ def _speculators_config(ours: dict[str, Any], source: Any) -> dict[str, Any]:
 def _speculators(
     architecture: str, algorithm: str, tokens: int, ours: dict[str, Any], more: dict[str, Any], source: Any
 ) -> dict[str, Any]:
-    """config.json of a speculator that drafts so many tokens; `more` stands beside its layers' config."""
+    """config.json of a speculator that drafts `tokens` tokens; `more` stands beside its layers' config."""
     greedy = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     path = Path(source.target_name)
     return {
@@ -281,7 +281,7 @@ def _read_block(files: HeadFiles) -> None:
         )
     if kinds == {"sliding_attention"}:
         window = {"use_swa": True, "swa_window_size": values["sliding_window"]}
-        # Where nothing else is said, engines make layers with a window causal.
+        # By default engines make layers with a window causal.
         values["dflash_config"] = {"causal": True} | window | dict(values.get("dflash_config") or {})
     size = values.get("vocab_size") or len(files.lm_head_VH)
     values["draft_vocab_size"] = values.get("draft_vocab_size") or size
