@@ -66,8 +66,8 @@ def client_options(url: str, key_variable: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Completion:
-    """What all requests of a run share. vocabulary: tokens of the tokenizer. teacher: teacher rows of so many tokens
-    are wanted, 0 for none.
+    """What all requests of a run share. vocabulary: tokens of the tokenizer. teacher: length of the teacher rows,
+    0 for no teacher rows.
     """
 
     model: str
