@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from draftsmith_core.errors import InputError as InputError
     from draftsmith_core.errors import RequirementError as RequirementError
     from draftsmith_core.errors import RunError as RunError
-    from eval.compare import compare as compare
     from eval.config import EvalConfig as EvalConfig
     from eval.config import PlanConfig as PlanConfig
     from eval.decision import decide as decide

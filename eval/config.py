@@ -37,14 +37,6 @@ class RenderConfig:
 
 
 @options
-class CompareConfig:
-    """Compare two evaluations, paired by prompt."""
-
-    compare: Annotated[list[str], Field(min_length=2, max_length=2)]
-    """Two results.json files, or the directories of two evaluations."""
-
-
-@options
 class TimeAgainConfig:
     """Time an evaluation again, on a machine that is quiet now."""
 

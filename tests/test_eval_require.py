@@ -1,18 +1,22 @@
-"""`eval --require`: what is judged, on which bound, and what each unmet line says."""
+"""`eval --require`: what is judged, on which bound, and what each unmet line says; and the published schema."""
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from draftsmith_core.errors import InputError, RequirementError
 from eval.config import EvalConfig
 from eval.request import check
 from eval.results import Results
+from eval.schema import json_schema_text
 from tests.results_made_up import BASE, BOTH, made_up
 
+ROOT = Path(__file__).parents[1]
 GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["prose=h.jsonl"], ood=["code=a.jsonl"], out="o")
 
 
@@ -118,3 +122,23 @@ def test_the_command_ends_with_3_and_one_line_for_each(
     (tmp_path / "report.html").unlink()
     assert door("eval", "--render", tmp_path, "--require", "alpha[nowhere] > 0")[0] == 2
     assert not (tmp_path / "report.html").exists()  # nothing is drawn for a requirement that cannot be judged
+
+
+def test_the_published_schema_is_that_of_the_types_and_holds_for_results() -> None:
+    text = (ROOT / "docs" / "results.schema.json").read_text()
+    assert text == json_schema_text(), "write docs/results.schema.json again: `python -m eval.schema`"
+    schema = json.loads(text)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    document = json.loads(json.dumps(made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)))
+    jsonschema.validate(document, schema)
+    changes: list[dict[str, Any]] = [{"rows": [{}]}, {"schema_version": 2}, {"more": 1}, {"base": None}]
+    for change in changes:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**document, **change}, schema)
+
+
+@pytest.mark.parametrize("text", ['{"schema_version": 1}', "[]"])
+def test_results_of_another_version_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(InputError, match="made by another version .*; evaluate again"):
+        Results.load(tmp_path)

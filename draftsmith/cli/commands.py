@@ -156,14 +156,6 @@ def _unmet(check: Callable[[], object]) -> RequirementError | None:
     return None
 
 
-def _compare(config: Any, command: str) -> Done:
-    from eval.compare import compare
-    from eval.results import Results
-
-    both = compare(*(Results.load(path) for path in config.compare))
-    return both.summary(), both.lines()
-
-
 def _doctor(config: Any, command: str) -> Done:
     from drafts.doctor import DRAFT_TOKENS, examine
 
@@ -262,7 +254,6 @@ COMMANDS = {
         {
             "render": Command("draw a report again", "eval.config:RenderConfig", _render),
             "time_again": Command("time an evaluation again", "eval.config:TimeAgainConfig", _time_again),
-            "compare": Command("set two evaluations side by side", "eval.config:CompareConfig", _compare),
         },
     ),
     "doctor": Command(
