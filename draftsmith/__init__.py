@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from draftsmith.pair import Pair as Pair
     from draftsmith.pair import load_pair as load_pair
     from draftsmith.served_acceptance import served as served
-    from draftsmith.set_page import write_set_page as write_set_page
     from draftsmith.starting import init as init
     from draftsmith_core.errors import DraftsmithError as DraftsmithError
     from draftsmith_core.errors import InputError as InputError

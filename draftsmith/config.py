@@ -1,4 +1,4 @@
-"""The options of `draftsmith init`, `decode`, `demo` and `distill --stats`, without torch."""
+"""The options of `draftsmith init`, `decode`, `doctor --served` and `demo`, without torch."""
 
 from dataclasses import field
 from typing import Literal
@@ -169,11 +169,3 @@ class DemoConfig(ModelOptions):
     """Directory for everything, a copy of the pair and the prompts included."""
     short: bool = False
     """Use a few prompts and steps, to see in seconds that everything runs; the figures mean nothing."""
-
-
-@options
-class StatsConfig:
-    """Draw a distilled set as a page."""
-
-    stats: str
-    """Directory of a finished set; the page is its stats.html."""

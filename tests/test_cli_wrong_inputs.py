@@ -61,7 +61,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     ],
     "distill": [
         ("--target {target} --out out --prompts magpie:0", "expected magpie:N, such as magpie:1000"),
-        ("--stats gone", "gone/manifest.json: no such file"),
     ],
     "train --out out --draft {draft} --target {target}": [
         ("--data {prompts} --objective jsdd", "jsd"),

@@ -62,13 +62,6 @@ def _score(config: Any, command: str) -> Done:
     return summary, [line, *summary["skipped_because"]]
 
 
-def _stats(config: Any, command: str) -> Done:
-    from draftsmith.set_page import write_set_page
-
-    page = str(write_set_page(config.stats))
-    return {"page": page}, [f"page: {page}"]
-
-
 def _train(config: Any, command: str) -> Done:
     from train.training_run import train
 
@@ -239,7 +232,6 @@ COMMANDS = {
         _distill,
         True,
         {
-            "stats": Command("draw a distilled set as a page", "draftsmith.config:StatsConfig", _stats),
             "score": Command("add the target's distributions", "distill.config:ScoreConfig", _score, True),
         },
     ),
