@@ -12,7 +12,6 @@ from draftsmith_core.io import read_tree_file
 from draftsmith_core.options import (
     AtLeast1,
     NotIdentity,
-    OpenShare,
     Positive,
     PromptOptions,
     Rare,
@@ -100,8 +99,6 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """GPUs that vLLM splits the target over."""
     decontaminate: Rare[list[str]] = field(default_factory=list)
     """Prompt sets of the evaluation, NAME=PROMPTS: skip prompts that share 13 words in a row with one of theirs."""
-    split: Rare[OpenShare | None] = None
-    """Answer only this share of the prompts, such as 0.9, chosen by content hash; write the others to heldout.jsonl."""
     drop: list[Literal["empty", "truncated", "repetitive"]] = field(default_factory=list)
     """Answers to leave out: `empty` text; `truncated` at max_new_tokens; `repetitive`, half of its runs of four tokens
     occurred before."""

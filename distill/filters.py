@@ -1,4 +1,4 @@
-"""What is left out on request: prompts of the evaluation, held-out prompts, and answers that teach nothing."""
+"""What is left out on request: prompts of the evaluation, and answers that teach nothing."""
 
 import hashlib
 import re
@@ -11,10 +11,8 @@ from distill.conversations import THINKING
 from distill.engines import Answer
 from draftsmith_core.io import hash_json
 from draftsmith_core.prompt_rows import KEYS, iterate_rows, parse_named
-from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.tokenization import Tokenizer, decode_text
 
-HELD_OUT = "held out by split"
 # A repetitive answer: this share of its runs of this many tokens occurred earlier in it, in at least this many tokens.
 _REPEATED, _RUN, _LEAST = 0.5, 4, 32
 # Words in a run that a prompt must not share with the evaluation, as for GPT-3 (Brown et al. 2020, appendix C).
@@ -24,11 +22,6 @@ _FORM = 10
 # Scripts written without spaces: every character is a word.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
-
-
-def is_held_out(prompt_ids: Sequence[int], split: float) -> bool:
-    """Decide by the prompt's content hash, which training and evaluation use too."""
-    return prompt_hash(prompt_ids) >= split * 2**64
 
 
 def why_dropped(config: DistillConfig, tokenizer: Tokenizer, answer: Answer) -> str:

@@ -18,7 +18,7 @@ from distill.config import DistillConfig
 from distill.conversations import answer_text, switch_thinking_off, turn_prompt
 from distill.drafting import settle_drafting
 from distill.engines import ENGINES, Answer, AnswerRequest, DraftingEngine, Engine, Failed, at_temperature
-from distill.filters import HELD_OUT, WORDS, Suites, is_held_out, why_dropped
+from distill.filters import WORDS, Suites, why_dropped
 from distill.kept_answers import Numbered, ask, count_kept
 from distill.manifest import RECORDS, check_empty, copy_set, finish
 from distill.own_prompts import draw_prompts, find_opening
@@ -108,7 +108,7 @@ def _distill(
     parts = _Parts(config, engine, reader, suites, run, processes)
     parts.make()
     processes.wait_for_everyone()
-    on_main(lambda: finish(out, parts.count, identity, command, tokenizer, config, **drafted))
+    on_main(lambda: finish(out, parts.count, identity, command, tokenizer, **drafted))
     manifest = read_json(out / "manifest.json", "the manifest that this run has written")
     copies = copy_set(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
     return {
@@ -152,7 +152,7 @@ def _records(config: DistillConfig) -> Iterator[Record]:
 
 
 def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: Suites | None) -> Prompt | Skipped:
-    """Read the prompt of a row. Skip it if it is held out, shares words with a suite or (not `strict`) is broken."""
+    """Read the prompt of a row. Skip it if it shares words with a suite or (not `strict`) is broken."""
     try:
         prompt = reader.read(record)
     except InputError as error:
@@ -163,8 +163,6 @@ def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: S
         return prompt
     if suites is not None and (name := suites.shared_with(parse_record(record, reader.source))) is not None:
         return Skipped(record.number, f"shares {WORDS} words in a row with the evaluation's {name}")
-    if config.split is not None and is_held_out(prompt.ids, config.split):
-        return Skipped(record.number, HELD_OUT)
     return prompt
 
 

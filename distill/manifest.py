@@ -1,7 +1,6 @@
 """The end of a run: parts add up to a manifest, a card, the held-out prompts, and a copy elsewhere."""
 
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,7 @@ import fsspec
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from distill.config import DistillConfig
 from distill.drafting import DECISION
-from distill.filters import HELD_OUT
 from distill.own_prompts import RECORD
 from distill.parts import KINDS, names_of, part_name, read_record, reading
 from draftsmith_core.cards import distilled_set_card
@@ -27,7 +24,6 @@ from draftsmith_core.io import (
     writing,
 )
 from draftsmith_core.processes import on_main
-from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
 from draftsmith_core.prompts import Reasons
 from draftsmith_core.runs import provenance
 from draftsmith_core.tokenization import Tokenizer, vocabulary_sample
@@ -51,25 +47,22 @@ def finish(
     identity: dict[str, Any],
     command: str,
     tokenizer: Tokenizer,
-    config: DistillConfig | None = None,
     **extra: Any,
 ) -> None:
     """Add up the parts and write card and manifest, which makes the set a finished one.
 
-    config: of a run that may hold prompts out. extra: further keys of the manifest. Raise RunError if no row is left.
+    extra: further keys of the manifest. Raise RunError if no row is left.
     """
     expected = {name for index in range(parts) for name in names_of(index)}
     if beyond := sorted(path.name for kind in KINDS for path in out.glob(kind) if path.name not in expected):
         raise InputError(f"{out / beyond[0]}: the prompts have fewer rows now; choose another --out or delete {out}")
     with writing(out / "manifest.json"):
-        sums, held_out = _add_up(out, parts)
+        sums = _add_up(out, parts)
         if not sums["parts"]:
             for empty in out.glob("empty-*.json"):
                 empty.unlink()
             reasons = [*sums["failed_because"], *sums["skipped_because"], "there were none"]
             raise RunError(f"{out}: no row is left: {reasons[0]}")
-        if held_out and config is not None:
-            _write_held_out(config, held_out)
         drawn = read_json(out / RECORD, "the record of prompts") if (out / RECORD).exists() else None
         manifest = {"format": SET_FORMAT, "version": 2, "complete": True} | sums
         manifest |= {"identity": identity, **provenance(command, identity["config"]), "own_prompts": drawn}
@@ -80,12 +73,11 @@ def finish(
             (out / name).unlink(missing_ok=True)
 
 
-def _add_up(out: Path, parts: int) -> tuple[dict[str, Any], set[int]]:
-    """Return the sums over all parts, as the manifest has them, and the row numbers of held-out prompts.
-
-    Write a line of `errors.jsonl` per prompt that gave less than it should.
+def _add_up(out: Path, parts: int) -> dict[str, Any]:
+    """Return the sums over all parts, as the manifest has them. Write a line of `errors.jsonl` per prompt that gave
+    less than it should.
     """
-    files, digests, held_out = [], [], set()
+    files, digests = [], []
     reasons = {name: Reasons() for name in ("skipped", "failed", "shortened", "dropped")}
     ends, tokens_from = Counter(stop=0, length=0), Counter[str]()
     read = rows = tokens = 0
@@ -108,10 +100,7 @@ def _add_up(out: Path, parts: int) -> tuple[dict[str, Any], set[int]]:
                 (row, name, why) for name in reasons for row, why in record.get(name, [])
             ):
                 reasons[outcome].add(row, reason)
-                if reason == HELD_OUT:
-                    held_out.add(row)
-                else:
-                    errors.write(canonical_json({"row": row, "outcome": outcome, "reason": reason}) + "\n")
+                errors.write(canonical_json({"row": row, "outcome": outcome, "reason": reason}) + "\n")
     if not path.stat().st_size:
         path.unlink()
     skipped, failed = reasons["skipped"].total(), reasons["failed"].total()
@@ -126,16 +115,7 @@ def _add_up(out: Path, parts: int) -> tuple[dict[str, Any], set[int]]:
         "response_tokens": tokens,
         "prompts_digest": hash_json(digests),
         "digest": hash_json([file["sha256"] for file in files]),
-    }, held_out
-
-
-def _write_held_out(config: DistillConfig, numbers: set[int]) -> None:
-    with atomic_file(Path(config.out) / "heldout.jsonl") as temporary, temporary.open("w", encoding="utf-8") as file:
-        for record in islice(iterate_records(config.prompts), config.max_prompts):
-            if record.number in numbers:
-                row = parse_record(record, config.prompts)
-                named = {"domain": config.domain} | {key: row[key] for key in ("id", "domain") if row.get(key)}
-                file.write(canonical_json(named | asked_of(row)) + "\n")
+    }
 
 
 def copy_set(out: Path, url: str | None) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """What is left out on request is what the option says, counted, and no other row changes for it."""
 
 import json
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from distill.config import DistillConfig
 from distill.engines import Answer
 from distill.filters import Suites, why_dropped
-from draftsmith_core.prompts import prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from tests.distilled import Door, errors, manifest, rows_of, write_rows
 
@@ -85,24 +83,6 @@ def tokenizer(target_dir: str) -> Tokenizer:
 def test_the_reasons(tokenizer: Tokenizer, options: dict[str, Any], ids: list[int], reason: str, why: str) -> None:
     config = DistillConfig(target="t", prompts="p", out="o", **options)
     assert why_dropped(config, tokenizer, Answer(tuple(ids), reason)) == why
-
-
-def test_prompts_are_held_out_by_their_content(words: list[str], door: Door, target_dir: str) -> None:
-    code, out, err = door(*words, "--split", 0.7)
-    assert code == 0, err
-    lines = [json.loads(line) for line in Path("p.jsonl").read_text().splitlines()]
-    asked = read_prompts("p.jsonl", load_tokenizer(target_dir)).prompts
-    held = [row for row, prompt in zip(lines, asked, strict=True) if prompt_hash(prompt.ids) >= 0.7 * 2**64]
-    assert 2 < len(held) < 20 and f"{len(held)} skipped: held out by split (row " in out
-    assert [json.loads(line) for line in Path("set/heldout.jsonl").read_text().splitlines()] == held
-    # They are as they should be, and answered nowhere.
-    assert not Path("set/errors.jsonl").exists()
-    assert {row["prompt_id"] for row in rows_of("set")} == {row["id"] for row in lines} - {row["id"] for row in held}
-    # In another order, and among others, the same are held out.
-    random.Random(0).shuffle(lines)
-    write_rows("p.jsonl", *lines[5:], {"prompt": "new"})
-    assert door(*words, "--split", 0.7, "--out", "other")[0] == 0
-    assert {row["prompt_id"] for row in rows_of("other")}.isdisjoint(row["id"] for row in held)
 
 
 def test_a_finished_set_is_copied_and_its_manifest_comes_last(words: list[str], door: Door) -> None:

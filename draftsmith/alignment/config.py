@@ -96,7 +96,7 @@ class AlignConfig(TargetOptions, RunOptions):
         Given(
             DistillConfig,
             General,
-            without=(*_SHARED, "prompts", "domain", "split"),
+            without=(*_SHARED, "prompts", "domain"),
             shown=("num_samples", "max_new_tokens", "temperature", "max_prompts", "batch_size"),
         ),
     ] = field(default_factory=dict)
