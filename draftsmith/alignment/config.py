@@ -83,10 +83,6 @@ class AlignConfig(TargetOptions, RunOptions):
     """Prompt sets in distribution, PROMPTS or NAME=PROMPTS. Default: part of --prompts, held out of training."""
     ood: list[str] = field(default_factory=list)
     """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS: domains that the draft is not aligned on."""
-    tune: list[str] = field(default_factory=list)
-    """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS, on which policy balanced or no_loss also chooses the
-    share of replay and the learning rate, among four training runs. The last of several is held back: nothing is chosen
-    on it, and the choice is measured on it. The evaluation asks for none of them."""
     heldout_prompts: AtLeast1 | None = None
     """Number of --prompts to hold out if --id is empty."""
     prompt_tokens: Rare[AtLeast1] = 32
@@ -134,13 +130,9 @@ class AlignConfig(TargetOptions, RunOptions):
         for spec in self.objective:
             parse_objective(spec)
         sets = parse_named("id", self.id)
-        for key, named in (("ood", parse_named("ood", self.ood)), ("tune", parse_named("tune", self.tune))):
-            for name, source in named.items():
-                if name in (*sets, "id", "general") or source in sets.values():
-                    raise InputError(f"{key}: {name}={source} is in another set too; sets must not overlap")
-            sets |= named
-        if self.tune and self.policy == "id":
-            raise InputError("tune: needs --policy balanced or no_loss")
+        for name, source in parse_named("ood", self.ood).items():
+            if name in (*sets, "id") or source in sets.values():
+                raise InputError(f"ood: {name}={source} is in another set too; sets must not overlap")
 
     def drafts(self) -> dict[str, str]:
         """The name of each aligned draft and its objective: `jsd` for `jsd:beta=0.5` if one name is enough."""
@@ -155,17 +147,9 @@ class AlignConfig(TargetOptions, RunOptions):
         """The drafts that are trained as policy id does, for comparison, with their objectives."""
         return {f"{name}-plain": spec for name, spec in self.drafts().items()} if self.plain else {}
 
-    def tried(self, name: str) -> dict[str, tuple[float, float]]:
-        """The runs that draft `name` is chosen from, each with its share of replay and factor of the learning rate."""
-        share = self.train["replay_fraction"]
-        shares = dict.fromkeys((share, 0.7)) if share else (share,)
-        settings = [(fraction, factor) for fraction in shares for factor in (1.0, 0.5)]
-        others = {f"{name}-replay{fraction:g}-rate{factor:g}": (fraction, factor) for fraction, factor in settings[1:]}
-        return {name: settings[0]} | (others if self.tune and self.policy != "id" else {})
-
     def trained(self) -> dict[str, str]:
         """Every training run and its objective."""
-        return self.plain_drafts() | {run: spec for name, spec in self.drafts().items() for run in self.tried(name)}
+        return self.plain_drafts() | self.drafts()
 
     def offered(self) -> dict[str, str]:
         """The drafts to choose the best from, with their objectives: those of the policy, if it makes any."""

@@ -1,11 +1,9 @@
 """Choose a draft between base and aligned, so that the gain in distribution is not a loss elsewhere.
 
 The line theta = (1 - w) base + w aligned (WiSE-FT, arXiv 2109.01903) costs no training. Its drafts are measured with
-one forward of the target, without decoding, on three kinds of text: answers that training held out ("id"), texts that
-the target writes from BOS ("general"), and the sets of `--tune`. With `--tune`, runs with other shares of replay and
-other learning rates are candidates too. The last of several such sets is held back and measured after the choice.
-Replayed texts begin with a random token; on that kind every draft looks better than it is elsewhere, so "general" does
-not use it (docs/robust.md). No prompt of the evaluation is used.
+one forward of the target, without decoding, on two kinds of text: answers that training held out ("id") and texts that
+the target writes from BOS ("general"). Replayed texts begin with a random token; on that kind every draft looks better
+than it is elsewhere, so "general" does not use it (docs/robust.md). No prompt of the evaluation is used.
 """
 
 import copy
@@ -27,7 +25,6 @@ from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import dtype_name
 from draftsmith_core.processes import say
-from draftsmith_core.prompt_rows import parse_named
 from draftsmith_core.prompts import read_prompts, room_for_prompts
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import Sampling, loading
@@ -40,23 +37,22 @@ from train.data import divide, load_examples
 
 # Share of the way from base to aligned. 0 is the base itself, 1 the aligned draft.
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# `no_loss`: the lower bound of every change elsewhere must be above minus this.
+# `no_loss`: the lower bound of the change on general text must be above minus this.
 TOLERANCE = 0.01
 # Most texts of a kind.
 TEXTS = 64
 RULES: dict[str, str] = {
-    "balanced": "the greatest sum of the change in alpha in distribution and the worst change elsewhere",
-    "no_loss": f"the greatest change in distribution with every change elsewhere above -{TOLERANCE:g} (lower bound)",
+    "balanced": "the greatest sum of the changes in alpha in distribution and on general text",
+    "no_loss": f"the greatest change in distribution with that on general text above -{TOLERANCE:g} (lower bound)",
 }
 
 
 @dataclass(frozen=True)
 class Point:
-    """A draft between the base and the training run `run`: alpha by kind of text, with 95 % intervals, and its change
-    against the base, paired by text. The kinds are "id", "general" and the sets of `--tune` that are not held back.
+    """A draft between base and aligned: alpha by kind of text ("id", "general"), with 95 % intervals, and its change
+    against the base, paired by text.
     """
 
-    run: str
     weight: float
     alpha: dict[str, Estimate]
     change: dict[str, Estimate]
@@ -88,43 +84,34 @@ def between(base: PreTrainedModel, aligned: PreTrainedModel, weight: float) -> P
 def choose(policy: Policy, points: Sequence[Point]) -> Point:
     """Return the point that the policy takes, as `RULES` describes; the base if nothing else qualifies."""
 
-    def elsewhere(point: Point) -> list[Estimate]:
-        return [change for kind, change in point.change.items() if kind != "id"]
-
-    def gain(point: Point) -> float:
-        return point.change["id"]["value"] or 0
+    def gain(point: Point, kind: str = "id") -> float:
+        return point.change[kind]["value"] or 0
 
     if policy == "balanced":
-        return max(points, key=lambda point: gain(point) + min(change["value"] or 0 for change in elsewhere(point)))
-    lossless = [
-        point
-        for point in points
-        if point.weight == 0
-        or all(change["low"] is not None and change["low"] > -TOLERANCE for change in elsewhere(point))
-    ]
-    return max(lossless, key=gain)
+        return max(points, key=lambda point: gain(point) + gain(point, "general"))
+
+    def keeps(point: Point) -> bool:
+        low = point.change["general"]["low"]
+        return point.weight == 0 or (low is not None and low > -TOLERANCE)
+
+    return max(filter(keeps, points), key=gain)
 
 
 def keep_general(config: AlignConfig, run: Run) -> None:
     """Write, for every objective, the draft that the policy takes, and print the choice.
 
-    OUT/policy/NAME.json has the measured lines, the choice, and its change on the held-back set.
+    OUT/policy/NAME.json has the measured line and the choice.
     """
     assert config.draft is not None
     loaded = cache(lambda: _load(config))
     for name, merged in zip(config.drafts(), config.offered(), strict=True):
-        runs = list(config.tried(name))
-        record = run.step(f"policy/{name}.json", lambda runs=runs: _measure(config, runs, *loaded()))
-        chosen, weight = record["run"], record["weight"]
+        record = run.step(f"policy/{name}.json", lambda name=name: _measure(config, name, *loaded()))
+        weight = record["weight"]
         if not (run.out / merged / "config.json").exists():
-            merge(MergeConfig(out=str(run.out / merged), base=config.draft, draft=[f"{run.out / chosen}={weight}"]))
-        point = next(point for point in record["points"] if (point["run"], point["weight"]) == (chosen, weight))
-        names = {"id": "ID", "general": "general text"}
-        changes = [_in_words(change, names.get(kind, kind)) for kind, change in point["change"].items()]
-        changes += [
-            f"{_in_words(change, kind)}, held back from the choice" for kind, change in record["held_back"].items()
-        ]
-        say(f"{merged}: interpolation weight {weight:g} towards {chosen} ({'; '.join(filter(None, changes))})")
+            merge(MergeConfig(out=str(run.out / merged), base=config.draft, draft=[f"{run.out / name}={weight}"]))
+        change = next(point for point in record["points"] if point["weight"] == weight)["change"]
+        changes = [_in_words(change["id"], "ID"), _in_words(change["general"], "general text")]
+        say(f"{merged}: interpolation weight {weight:g} towards {name} ({'; '.join(filter(None, changes))})")
 
 
 def _in_words(change: Mapping[str, Any], where: str) -> str:
@@ -142,62 +129,42 @@ def _load(config: AlignConfig) -> tuple[LoadedPair, dict[str, tuple[Sampling, li
     given = {key: config.distill.get(key) for key in ("temperature", "top_k", "top_p", "min_p")}
     served = Sampling(**{key: value for key, value in given.items() if value is not None})
     heldout = heldout_answers(distilled, config.train["max_length"], config.train["heldout_fraction"])
-    texts = {"id": (served, heldout)}
     room = room_for_prompts(pair.context, longest)
-    sources = {"general": f"self:{TEXTS}"} | parse_named("tune", config.tune)
-    for name, source in sources.items():
-        drawn = Sampling(temperature=1.0) if name == "general" else served
-        limits: dict[str, Any] = {"prompt_tokens": config.prompt_tokens, "max_tokens": room, "limit": TEXTS}
-        prompts = read_prompts(source, pair.tokenizer, **limits).prompts
-        options: dict[str, Any] = {"max_new_tokens": longest, "batch_size": 16, "seed": config.seed}
-        answers = measure.answers(pair.target, prompts, drawn, **options)
-        texts[name] = (drawn, [row for row in answers if row.output_ids])
+    prompts = read_prompts(f"self:{TEXTS}", pair.tokenizer, max_tokens=room).prompts
+    drawn = Sampling(temperature=1.0)
+    options: dict[str, Any] = {"max_new_tokens": longest, "batch_size": 16, "seed": config.seed}
+    answers = measure.answers(pair.target, prompts, drawn, **options)
+    texts = {"id": (served, heldout), "general": (drawn, [row for row in answers if row.output_ids])}
     if empty := next((kind for kind, (_, rows) in texts.items() if len(rows) < 2), None):
         raise InputError(f"policy: {len(texts[empty][1])} texts are too few to measure {empty} on; use --policy id")
     return pair, texts
 
 
 def _measure(
-    config: AlignConfig, runs: Sequence[str], pair: LoadedPair, texts: Mapping[str, tuple[Sampling, list[Continuation]]]
+    config: AlignConfig, name: str, pair: LoadedPair, texts: Mapping[str, tuple[Sampling, list[Continuation]]]
 ) -> dict[str, Any]:
-    """The rule, the measured lines, the chosen point, and its change on the held-back set."""
+    """The rule, the measured line, and the chosen point."""
     assert config.policy is not None
-    held_back = list(parse_named("tune", config.tune))[1:][-1:]
-
-    def line(run: str, weights: Sequence[float], kinds: Sequence[str]) -> list[Point]:
-        """The drafts between the base and a run, measured on these kinds of text."""
-        base = pair.drafts["base"]
-        draft = load_draft(
-            str(Path(config.out) / run), pair.target, device=config.device, dtype=dtype_name(pair.target)
-        )
-        assert isinstance(base, PreTrainedModel) and isinstance(draft, PreTrainedModel)
-        if (ids_D := draft_vocabulary(draft)) is not None and draft_vocabulary(base) is None:
-            # All drafts of the line draft these tokens only, and so does the merged one.
-            base = copy.deepcopy(base)
-            trim(base, ids_D)
-        drafts = {f"{weight:g}": between(base, draft, weight) for weight in weights}
-        points = [Point(run, weight, {}, {}) for weight in weights]
-        for kind in kinds:
-            drawn, rows = texts[kind]
-            picks = resamples(len(rows), config.eval.get("bootstrap", 2000), config.seed)
-            options: dict[str, Any] = {"batch_size": config.eval["batch_size"], "seed": config.seed}
-            measured = measure_alphas(pair.target, drafts, rows, drawn, **options)
-            sums = [PromptSums.of(counts["sum"], counts["count"]) for counts in measured.values()]
-            for point, part in zip(points, sums, strict=True):
-                point.alpha[kind], point.change[kind] = estimate(part, picks), difference(part, sums[0], picks)
-        return points
-
-    kinds = [kind for kind in texts if kind not in held_back]
-    points = [point for run in runs for point in line(run, WEIGHTS, kinds)]
-    chosen = choose(config.policy, points)
-    # The held-back set is measured after the choice, so it cannot influence it.
-    after = line(chosen.run, list(dict.fromkeys((0.0, chosen.weight))), held_back)[-1].change if held_back else {}
+    base = pair.drafts["base"]
+    draft = load_draft(str(Path(config.out) / name), pair.target, device=config.device, dtype=dtype_name(pair.target))
+    assert isinstance(base, PreTrainedModel) and isinstance(draft, PreTrainedModel)
+    if (ids_D := draft_vocabulary(draft)) is not None and draft_vocabulary(base) is None:
+        # All drafts of the line draft these tokens only, and so does the merged one.
+        base = copy.deepcopy(base)
+        trim(base, ids_D)
+    drafts = {f"{weight:g}": between(base, draft, weight) for weight in WEIGHTS}
+    points = [Point(weight, {}, {}) for weight in WEIGHTS]
+    for kind, (drawn, rows) in texts.items():
+        picks = resamples(len(rows), config.eval.get("bootstrap", 2000), config.seed)
+        options: dict[str, Any] = {"batch_size": config.eval["batch_size"], "seed": config.seed}
+        measured = measure_alphas(pair.target, drafts, rows, drawn, **options)
+        sums = [PromptSums.of(counts["sum"], counts["count"]) for counts in measured.values()]
+        for point, part in zip(points, sums, strict=True):
+            point.alpha[kind], point.change[kind] = estimate(part, picks), difference(part, sums[0], picks)
     return {
         "policy": config.policy,
         "rule": RULES[config.policy],
         "texts": {kind: len(rows) for kind, (_, rows) in texts.items()},
-        "run": chosen.run,
-        "weight": chosen.weight,
-        "held_back": after,
+        "weight": choose(config.policy, points).weight,
         "points": [asdict(point) for point in points],
     }

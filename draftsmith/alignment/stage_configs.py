@@ -46,9 +46,6 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     if name in config.plain_drafts():
         values |= {"replay_fraction": 0.0, "anchor_kl": 0.0}
     else:
-        runs = [config.tried(draft) for draft in config.drafts()]
-        values["replay_fraction"], factor = next(settings[name] for settings in runs if name in settings)
-        values["optim"] = values["optim"] | {"lr": values["optim"]["lr"] * factor}
         values["replay"] = [str(out / "general")] if values["replay_fraction"] else []
         # As many sequences of answers as without replay.
         values["steps"] = round(values["steps"] / (1 - values["replay_fraction"]))

@@ -190,7 +190,7 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
 
     most = config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)
     prompts = read(config.prompts, "distill", most + (0 if config.id else config.heldout_prompts or 64))
-    for source in parse_named("ood", [*config.id, *config.ood, *config.tune]).values():
+    for source in parse_named("ood", [*config.id, *config.ood]).values():
         read(source, "eval", 1000)
     _, first = next(iterate_rows(config.prompts))
     ids = [prompt.ids for prompt in prompts.prompts]
