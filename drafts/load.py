@@ -192,7 +192,7 @@ def check_draft_vocabulary(
     theirs, ours = ("nothing" if text is None else ascii(text) for text in texts)
     raise InputError(
         f"{source}: token {token} is {theirs} to it and {ours} to the target; use a draft with the target's tokenizer, "
-        f"draftsmith init --method transplant, or --heterogeneous_vocab true (docs/choosing-a-draft.md)"
+        f"draftsmith init --method transplant, or decode with --heterogeneous_vocab true (docs/choosing-a-draft.md)"
     )
 
 

@@ -7,7 +7,7 @@ writes it as SentencePiece's bar or as a letter of GPT-2's byte alphabet.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -74,7 +74,6 @@ class VocabularyMap:
     target_size: int
     lost: frozenset[int] = frozenset()
     """Target tokens whose text the draft's tokens cannot write."""
-    target_texts: Mapping[int, bytes] = field(default_factory=dict)
 
     @property
     def shared(self) -> int:
@@ -141,7 +140,6 @@ def map_vocabulary(
         tuple(tuple(ids or end) for ids in spelled.values()),
         target_size,
         frozenset(t for t, ids in spelled.items() if not ids),
-        theirs,
     )
 
 

@@ -103,7 +103,7 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     draft: str
     """Draft: a language model or the directory of a head."""
     prompts: str
-    """Prompts like those that you will serve; rows may have domains."""
+    """Prompts like those that you will serve."""
     out: NotIdentity[Out | None] = None  # type: ignore[assignment]
     """The .json file to write; `--tree auto:FILE` of decode and eval reads it. Default: plan.json in the draft's
     directory, which `--tree auto` reads."""

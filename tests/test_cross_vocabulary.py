@@ -3,7 +3,6 @@
 Law 1 for it is in tests/test_decode_lossless.py.
 """
 
-import dataclasses
 import json
 import logging
 from collections.abc import Callable
@@ -14,14 +13,12 @@ import pytest
 import torch
 
 from drafts.load import load_pair
-from drafts.vocabulary import map_vocabulary, vocabulary_map
-from draftsmith_core.errors import InputError
+from drafts.vocabulary import vocabulary_map
 from draftsmith_core.sampling import Sampling, probs
 from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation, model_logits
 from eval.estimate import alpha_sums
 from eval.results import Results
-from train.data import load_examples
 
 Door = Callable[..., tuple[int, str, str]]
 
@@ -143,70 +140,3 @@ def test_missing_mass_is_what_it_cannot_draft(target_dir: str, donor_dir: str, t
             p_V = probs(pair.target(input_ids=torch.tensor([text])).logits[0, -1:], sampling)[0]
             missing += float(p_V[~shared].sum())
         assert measured["missing"][number] == pytest.approx(missing, abs=1e-4)
-
-
-@pytest.fixture(scope="module")
-def distilled(answers: Callable[..., str]) -> str:
-    return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
-
-
-def test_data_is_written_in_its_tokens_and_the_loss_begins_and_ends_where_it_did(
-    target_dir: str, donor_dir: str, distilled: str
-) -> None:
-    target, draft = load_tokenizer(target_dir), load_tokenizer(donor_dir)
-    words = map_vocabulary(target, draft, 290, len(draft), source=donor_dir)
-    before, after = (load_examples([distilled], target, 96, each) for each in (None, words))
-    assert len(after) == len(before) and after.left_out == 0 and after.digest != before.digest
-    for old, new, valid in zip(before.rows, after.rows, after.valid_tokens, strict=True):
-        for key in ("prompt_ids", "response_ids"):
-            assert new[key] == words.translate(old[key])
-        # Whole characters only: a random target writes bytes that are none.
-        text = target.decode(old["prompt_ids"], skip_special_tokens=True)
-        assert str(draft.decode(new["prompt_ids"], skip_special_tokens=True)).strip() == str(text).strip()
-        assert valid == min(96, len(new["prompt_ids"]) + len(new["response_ids"])) - len(new["prompt_ids"])
-        assert new["prompt_hash"] == old["prompt_hash"] != ""
-    # A token without a partner: rows that respond with it are left out and counted; so are prompts, if it has a text.
-    lost = before.rows[0]["response_ids"][0]
-    has = [lost in (*row["response_ids"], *row["prompt_ids"]) for row in before.rows]
-    fewer = load_examples([distilled], target, 96, dataclasses.replace(words, lost=frozenset({lost})))
-    assert fewer.left_out == sum(has) and 0 < len(fewer) == len(before) - sum(has)
-    assert fewer.domains is not None and len(fewer.domains) == len(fewer)
-    everything = dataclasses.replace(words, lost=frozenset(range(290)))
-    with pytest.raises(InputError, match="none of its 48 rows can be written in the draft's tokens"):
-        load_examples([distilled], target, 96, everything)
-    markers = dataclasses.replace(words, lost=frozenset({0}))
-    # A token without a text may stand in a prompt (every prompt here begins with it), not in a response.
-    assert 0 not in words.target_texts and all(row["prompt_ids"][0] == 0 for row in before.rows)
-    in_responses = sum(0 in row["response_ids"] for row in before.rows)
-    assert load_examples([distilled], target, 96, markers).left_out == in_responses < len(before)
-
-
-def test_training_on_what_the_target_says_raises_its_alpha(
-    door: Door, target_dir: str, donor_dir: str, prompts_file: str, tmp_path: Path
-) -> None:
-    """Its greedy answers, which even a tiny draft can learn."""
-    distilled = tmp_path / "set"
-    words = f"distill --target {target_dir} --prompts {prompts_file} --out {distilled} --temperature 0 --device cpu"
-    code, _, err = door(*words.split(), "--max_new_tokens", 16)
-    assert code == 0, err
-    words = (
-        f"train --target {target_dir} --draft {donor_dir} --data {distilled} --out {tmp_path / 'draft'} --device cpu"
-    )
-    words += f" --heldout {distilled} --max_length 160 --steps 60 --eval_every 20 --optim.lr 0.02"
-    code, _, err = door(*words.split())
-    assert code == 2 and "--heterogeneous_vocab true" in err
-    code, _, err = door(*words.split(), "--heterogeneous_vocab", "true")
-    assert code == 0, err
-    assert "16 rows are rewritten in its tokens, 0 rows are skipped" in err  # trained on and held out
-    record = json.loads((tmp_path / "draft" / "draftsmith.json").read_text())
-    assert record["target"] == target_dir and record["data"]["left_out"] == 0
-    assert "--heterogeneous_vocab true" in (tmp_path / "draft" / "README.md").read_text()
-    drafts = {"before": donor_dir, "after": str(tmp_path / "draft")}
-    pair = load_pair(target_dir, drafts, device="cpu", heterogeneous_vocab=True)
-    rows = load_examples([str(distilled)], None, 96).rows
-    texts = [Continuation(str(n), rows[n]["prompt_ids"], rows[n]["response_ids"]) for n in range(len(rows))]
-    alphas = []
-    for draft in pair.drafts.values():
-        found = alpha_sums(pair.target, draft, texts, Sampling(temperature=0.0), batch_size=8)
-        alphas.append(sum(found["sum"]) / sum(found["count"]))
-    assert alphas[1] > alphas[0] + 0.1, alphas

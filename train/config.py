@@ -147,8 +147,6 @@ class TrainConfig(RunOptions, TargetOptions):
     """Share of the prompts in `data` that are held out if `heldout` is empty."""
     max_length: AtLeast1 = 512
     """Tokens of prompt and response; longer rows are truncated, text is cut into blocks of this length."""
-    heterogeneous_vocab: Rare[bool] = False
-    """Train a draft with another tokenizer than the target's, with `ce`: the data is rewritten in its tokens."""
     packing: bool = False
     """Pack several documents into each row of `max_length` tokens; `batch_size` counts rows."""
     replay: list[str] = field(default_factory=list)
@@ -201,14 +199,13 @@ class TrainConfig(RunOptions, TargetOptions):
         for key in ("draft_config", "gradient_checkpointing", "compile"):
             if head and getattr(self, key):
                 raise InputError(f"{key}: is for kind lm, not {self.kind}")
-        lora, drawn, rewritten = self.lora != Lora(), self.on_policy != OnPolicy(), self.heterogeneous_vocab
-        untaught = not self.target and (head or policy or rewritten or self.head.features)
+        lora, drawn = self.lora != Lora(), self.on_policy != OnPolicy()
+        untaught = not self.target and (head or policy or self.head.features)
         unmixed = self.mixing_temperature != 1 and (len(self.data) < 2 or self.packing)
-        own_tokens = self.objective == "ce" and not self.tokenizer and not self.head.features
         starting = "is for a language model that starts from a `draft`"
         rules: list[tuple[str, object, str]] = [
             ("draft", not (head or self.draft or self.draft_config), "give `draft` or `draft_config` (a config.json)"),
-            ("target", untaught, "is missing; heads, on_policy, heterogeneous_vocab and head.features need it"),
+            ("target", untaught, "is missing; heads, on_policy and head.features need it"),
             ("objective", head and (objective.keep or objective.depth), "@adaspec and @e2e are for kind lm"),
             ("objective", objective.paced and self.kind not in BLOCK_KINDS, f"@dpace is for {', '.join(BLOCK_KINDS)}"),
             (
@@ -222,12 +219,7 @@ class TrainConfig(RunOptions, TargetOptions):
             ("anchor_kl", self.anchor_kl and not starts, starting),
             ("lora", lora and not (starts and self.lora.rank), f"{starting}, and needs lora.rank"),
             ("on_policy", drawn and (head or not policy), "is for language models, and needs on_policy.fraction"),
-            ("on_policy", drawn and (self.packing or rewritten), "cannot be used with packing or heterogeneous_vocab"),
-            (
-                "heterogeneous_vocab",
-                rewritten and not (starts and own_tokens),
-                f"{starting}, with objective ce and the draft's own tokenizer",
-            ),
+            ("on_policy", drawn and self.packing, "cannot be used with packing"),
         ]
         for key, wrong, reason in rules:
             if wrong:

@@ -19,18 +19,14 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from transformers import AutoConfig
 
-from drafts.load import first_difference
-from drafts.vocabulary import VocabularyMap, map_vocabulary
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompt_rows import iterate_rows
 from draftsmith_core.prompts import answered, prompt_hash, with_eos
 from draftsmith_core.teacher_rows import COLUMN, unpack
-from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text, load_tokenizer
+from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
 from train.batch import IGNORE, Batch
-from train.config import TrainConfig
 from train.packing import pack
 from train.teacher import StoredTeacher
 
@@ -55,8 +51,7 @@ class Examples:
     lengths: tokens of each row. valid_tokens: predicted tokens of each unit. dropped: number of rows that had none.
     digest: identifies the data. max_token: the largest token. targets: fingerprints of the targets that wrote the data.
     stored: whether every row has the teacher's column. Units from `replay_from` on are general data to mix in. domains:
-    the source of each row; None if rows are packed. left_out: number of rows that a draft of another tokenizer cannot
-    write.
+    the source of each row; None if rows are packed.
     """
 
     rows: datasets.Dataset
@@ -71,20 +66,14 @@ class Examples:
     groups: tuple[tuple[int, ...], ...] | None = None
     replay_from: int | None = None
     domains: npt.NDArray[np.int64] | None = None
-    left_out: int = 0
 
     def __len__(self) -> int:
         """Number of units."""
         return len(self.valid_tokens)
 
 
-def load_examples(
-    sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int, mapping: VocabularyMap | None = None
-) -> Examples:
-    """Read distilled sets and files into one table. Raise InputError that names the file, line and key at fault.
-
-    tokenizer: of the data. mapping: rewrites the rows for a draft of another tokenizer.
-    """
+def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int) -> Examples:
+    """Read distilled sets and files into one table. Raise InputError that names the file, line and key at fault."""
     tables, digests, targets = [], [], set()
     for source in sources:
         if Path(source).is_dir():
@@ -98,21 +87,12 @@ def load_examples(
             table = table.add_column(_PROMPT, [""] * len(table))
         tables.append(table)
         digests.append(digest)
-    # A batch may mix rows of all sources, so teacher rows are used only if every source has them. They are about the
-    # target's tokens.
-    stored = mapping is None and all(COLUMN in table.column_names for table in tables)
+    # A batch may mix rows of all sources, so teacher rows are used only if every source has them.
+    stored = all(COLUMN in table.column_names for table in tables)
     if not stored:
         tables = [table.select_columns(_COLUMNS) for table in tables]
     rows = datasets.concatenate_datasets(tables)
     domains = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    identity: list[Any] = [digests, max_length]
-    read = len(rows)
-    if mapping is not None:
-        rows, written = _retokenized(rows, mapping)
-        if not len(written):
-            raise InputError(f"none of its {read} rows can be written in the draft's tokens; use another draft")
-        domains = domains[written]
-        identity.append(mapping.in_draft)
     prompts, responses = (rows.data.column(name) for name in ("prompt_ids", "response_ids"))
     prompt_lengths, response_lengths = (
         pc.list_value_length(column).to_numpy().astype(np.int64) for column in (prompts, responses)
@@ -130,12 +110,11 @@ def load_examples(
         lengths=lengths[keep],
         valid_tokens=valid[keep],
         dropped=int(len(valid) - len(keep)),
-        digest=hash_json(identity),
+        digest=hash_json([digests, max_length]),
         max_token=max(token for token in largest if token is not None),
         targets=frozenset(map(str, targets)),
         stored=stored,
         domains=domains[keep],
-        left_out=read - len(rows),
     )
 
 
@@ -244,7 +223,6 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
         lengths=np.concatenate([examples.lengths, replay.lengths]),
         valid_tokens=np.concatenate([examples.valid_tokens, replay.valid_tokens]),
         dropped=examples.dropped + replay.dropped,
-        left_out=examples.left_out + replay.left_out,
         digest=hash_json([examples.digest, "replay", replay.digest]),
         max_token=max(examples.max_token, replay.max_token),
         targets=examples.targets | replay.targets,
@@ -307,41 +285,6 @@ def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredTeacher:
         for parts, fill in ((ids, 0), (logprobs, -math.inf))
     ]
     return StoredTeacher(*map(torch.from_numpy, (*padded, np.concatenate(tails))))
-
-
-def other_tokenizer(config: TrainConfig, data: Tokenizer | None) -> tuple[VocabularyMap | None, Tokenizer | None]:
-    """Map the tokens of the data to the draft's; (None, `data`) if the tokenizers agree or the option is off."""
-    if not config.heterogeneous_vocab:
-        return None, data
-    assert config.draft is not None and config.target is not None and data is not None
-    code = config.trust_remote_code
-    tokenizer = load_tokenizer(config.draft, code)
-    models = ((config.target, config.revision or "main"), (config.draft, "main"))
-    shapes = [AutoConfig.from_pretrained(name, trust_remote_code=code, revision=commit) for name, commit in models]
-    sizes = [int(shape.get_text_config(decoder=True).vocab_size) for shape in shapes]
-    if first_difference(data, tokenizer, min(sizes)) is None:
-        return None, data
-    return map_vocabulary(data, tokenizer, *sizes, source=config.draft), tokenizer
-
-
-def _retokenized(rows: datasets.Dataset, mapping: VocabularyMap) -> tuple[datasets.Dataset, npt.NDArray[np.int64]]:
-    """Rewrite rows in the draft's tokens, and return the numbers of the rows that it can write.
-
-    A response must be written without loss. A prompt may lose tokens without text (chat markers that the draft lacks),
-    as in decoding. Prompts keep the hash of the target's tokens.
-    """
-    silent = mapping.lost - mapping.target_texts.keys()
-    columns: dict[str, list[object]] = {"prompt_ids": [], "response_ids": [], _PROMPT: []}
-    written: list[int] = []
-    rows = rows.select_columns(list(columns))
-    for number, row in enumerate(rows):
-        prompt, response = row["prompt_ids"], row["response_ids"]
-        if (mapping.lost - silent).isdisjoint(prompt) and mapping.lost.isdisjoint(response):
-            written.append(number)
-            columns["prompt_ids"].append(mapping.translate(prompt))
-            columns["response_ids"].append(mapping.translate(response))
-            columns[_PROMPT].append(row[_PROMPT] or f"{prompt_hash(prompt or response[:32]):016x}")
-    return datasets.Dataset.from_dict(columns, features=rows.features), np.array(written, dtype=np.int64)
 
 
 def order(count: int, start: int, stop: int, seed: int) -> Indices:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from drafts.heads.block import BlockHead
 from drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
-from drafts.vocabulary import VocabularyMap
 from draftsmith_core import wandb_runs
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
@@ -33,7 +32,7 @@ from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import checkpoint, draft_setup
 from train.config import TrainConfig
-from train.data import Examples, collate, divide, load_examples, other_tokenizer, packed, trained_prompts, with_replay
+from train.data import Examples, collate, divide, load_examples, packed, trained_prompts, with_replay
 from train.loop import TrainingJob, fit
 from train.losses import LossFn
 from train.objective import Objective, custom_objective, loss_digest, parse_objective
@@ -121,12 +120,11 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
         config = smoke_config(recipe)
     name = config.tokenizer or config.target or config.draft
     revisions = {config.target: config.revision}
-    data_tokenizer = None
+    tokenizer = None
     if name is not None:
-        data_tokenizer = load_tokenizer(name, config.trust_remote_code, config.chat_template, revisions.get(name))
-    mapping, tokenizer = other_tokenizer(config, data_tokenizer)
+        tokenizer = load_tokenizer(name, config.trust_remote_code, config.chat_template, revisions.get(name))
     names = {
-        "target": None if mapping else config.target,
+        "target": config.target,
         "reference": config.reference if objective.needs_reference else None,
         "anchor": config.draft if config.anchor_kl else None,
     }
@@ -138,7 +136,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     }
     target = frozen.get("target")
     with world.accelerator.main_process_first():
-        training, heldout = _examples(config, data_tokenizer, mapping)
+        training, heldout = _examples(config, tokenizer)
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, target, training)
     if config.lora.rank:
@@ -159,12 +157,6 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     }
     if is_main():
         draft_setup.announce_draft_vocabulary(draft, training)
-        if mapping is not None:
-            written, left_out = len(training.rows) + len(heldout.rows), training.left_out + heldout.left_out
-            say(
-                f"train: data: the draft's tokenizer shares {mapping.shared} tokens with the target's; {written} rows "
-                f"are rewritten in its tokens, {left_out} rows are skipped because it cannot write them"
-            )
         if target is not None and (training.targets | heldout.targets) - {identity["target_fingerprint"]}:
             log.warning("data: was distilled from other weights than those of target %s", config.target)
         if dropped := training.dropped + (heldout.dropped if config.heldout else 0):
@@ -203,7 +195,6 @@ def _publish(
             "training": {"rows": len(training.rows), "dropped": training.dropped, "digest": training.digest},
             "heldout": {"rows": len(heldout.rows), "dropped": heldout.dropped, "digest": heldout.digest},
             "response_tokens": int(training.valid_tokens.sum()),
-            "left_out": training.left_out + heldout.left_out,
         },
         "processes": job.world.size,
         "sharing": job.world.sharing,
@@ -282,14 +273,12 @@ def _check(
         )
 
 
-def _examples(
-    config: TrainConfig, tokenizer: Tokenizer | None, mapping: VocabularyMap | None
-) -> tuple[Examples, Examples]:
+def _examples(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Examples, Examples]:
     """Training data with its replay, and held-out data."""
 
     def read(option: str) -> Examples:
         try:
-            return load_examples(getattr(config, option), tokenizer, config.max_length, mapping)
+            return load_examples(getattr(config, option), tokenizer, config.max_length)
         except InputError as error:
             raise InputError(f"{option}: {error}") from None
 
@@ -298,7 +287,6 @@ def _examples(
         heldout = read("heldout")
     else:
         training, heldout = divide(training, config.heldout_fraction)
-        heldout = replace(heldout, left_out=0)
     parts = [training, heldout, *([read("replay")] if config.replay else [])]
     if config.packing:
         parts = [packed(part, config.seed) for part in parts]
