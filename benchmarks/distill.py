@@ -1,9 +1,9 @@
 """What making a distilled set costs: reading prompts, asking servers, and generating in this process.
 
-    python benchmarks/distill.py --out FILE.json [--sections stream client hf hf_wide draft --rows 200000]
+    python benchmarks/distill.py --out FILE.json [--sections stream client hf hf_wide --rows 200000]
     python benchmarks/distill.py --out FILE.json --sections stream --rows 10000000 --rows_answered 1000000
 
-Each section runs in a process of its own, on the demo's target but for the last two.
+Each section runs in a process of its own, on the demo's target but for engines and hf_wide.
 
 stream: a JSONL of `rows` short prompts through an engine that answers at once. Seconds until the first answer (the
     model's loading apart), rows per processor-second, the resident memory at each tenth of the way and at its highest,
@@ -22,9 +22,6 @@ hf: tokens per processor-second for `prompts` prompts of 10 to 300 tokens, tempe
     prompt waits.
 hf_wide: the same on the demo's target widened to the cost of a 99 M model (`drafts.make.widen`), with `wide_prompts`
     prompts of 4 to 24 tokens.
-draft: the widened pair of benchmarks/decode.py, temperature 1, `draft_tokens` tokens after each of a few held-out
-    passages: tokens per processor-second of the target alone and with each chain that `distill --draft` chooses from,
-    for batches of 1, 4 and 64, and what it measures at its beginning on such a batch and so decides.
 
 On a shared machine only the seconds of the processor say something; quote ratios of one run.
 """
@@ -50,8 +47,7 @@ sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve()
 import torch  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
-from benchmarks.decode import DRAFT, DRAFT_SHAPE, TARGET_SHAPE  # noqa: E402
-from benchmarks.decode import prompts as passages  # noqa: E402
+from benchmarks.decode import TARGET_SHAPE  # noqa: E402
 from decode import SpeculativeDecoder  # noqa: E402
 from decode.batch_run import BatchRun  # noqa: E402
 from distill.config import DistillConfig  # noqa: E402
@@ -75,7 +71,7 @@ class Options:
     """What to measure, and how much of it."""
 
     out: str
-    sections: list[str] = field(default_factory=lambda: ["stream", "client", "hf", "hf_wide", "draft"])
+    sections: list[str] = field(default_factory=lambda: ["stream", "client", "hf", "hf_wide"])
     rows: int = 200_000
     rows_answered: int = 0
     """stream: stop after so many rows; 0 goes on to the end."""
@@ -83,7 +79,6 @@ class Options:
     prompts: int = 400
     wide_prompts: int = 96
     new_tokens: int = 48
-    draft_tokens: int = 32
     rounds: int = 3
     only: str = ""
     """Used by itself: measure this section and print it."""
@@ -338,48 +333,6 @@ def _wide(model: str, out: Path, shape: dict[str, int]) -> str:
     return str(out)
 
 
-def draft(options: Options, directory: Path) -> dict[str, Any]:
-    """With and without a draft, by batch."""
-    torch.set_num_threads(1)
-    target = _wide(TARGET, directory / "target", TARGET_SHAPE)
-    small = _wide(str(DRAFT), directory / "draft", DRAFT_SHAPE)
-    tokenizer = load_tokenizer(target)
-    found: dict[str, Any] = {}
-    for rows, batches in ((1, 6), (4, 3), (64, 1)):
-        config = DistillConfig(
-            target=target,
-            prompts="-",
-            out="-",
-            draft=small,
-            batch_size=rows,
-            max_new_tokens=options.draft_tokens,
-            temperature=1.0,
-            ignore_eos=True,
-            device="cpu",
-        )
-        engine = HFEngine(config, tokenizer)
-        requests = [
-            AnswerRequest((row, 0, 0), tuple(ids), row_seed(0, str(row)))
-            for row, ids in enumerate(passages(tokenizer, rows * batches, 48))
-        ]
-        measured = engine.seconds_per_token(requests[:rows])
-        speeds: dict[str, list[float]] = {tree: [] for tree in measured}
-        for _ in range(options.rounds):
-            for engine.tree in speeds:
-                began = time.process_time()
-                engine.run(iter([requests]), lambda request, answer: None)
-                spent = time.process_time() - began
-                speeds[engine.tree].append(len(requests) * options.draft_tokens / spent)
-        medians = {tree: statistics.median(each) for tree, each in speeds.items()}
-        alone, chosen = medians.pop(""), min(measured, key=lambda tree: measured[tree])
-        found[f"batch_{rows}"] = {
-            "tokens_per_cpu_s_alone": alone,
-            "speedups": {tree: each / alone for tree, each in medians.items()},
-            "chosen_at_the_beginning": chosen or None,
-        }
-    return found
-
-
 def servers(options: Options, directory: Path) -> dict[str, Any]:
     """Two llama-servers, and what the client takes from them."""
     from benchmarks.distill_servers import servers as measured
@@ -402,7 +355,6 @@ SECTIONS = {
     "client": client,
     "hf": hf,
     "hf_wide": hf_wide,
-    "draft": draft,
 }
 
 

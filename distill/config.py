@@ -6,9 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from decode.tree_spec import parse_tree
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import read_tree_file
 from draftsmith_core.options import (
     AtLeast1,
     NotIdentity,
@@ -47,11 +45,6 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """A .jsonl or .parquet file, here or in a store (s3://...), a hub dataset as owner/name[:split], or prompts that
     the target writes itself: self:N (N texts from the first token on), token:N (from a random token on), magpie:N (N
     user turns of its chat template)."""
-    draft: str | None = None
-    """Generate speculatively with this draft (hf, ray): the same distribution, faster where drafts are accepted. It is
-    timed when a set is begun, and switched off if the target alone is faster."""
-    tree: Rare[str | None] = None
-    """Draft tree, such as chain:4 or kary:4,2,2. Default: the fastest of chain:1, chain:2 and chain:4."""
     num_samples: AtLeast1 = 1
     """Answers per prompt."""
     max_new_tokens: AtLeast1 = 256
@@ -122,12 +115,8 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
         if self.temperatures and self.temperature is not None:
             raise InputError("temperatures: a mixture replaces --temperature; leave one of them out")
         self.mixture()
-        if self.tree is not None and self.draft is None:
-            raise InputError("tree: needs --draft")
-        if self.tree is not None:
-            parse_tree(self.tree, read_tree_file)
         needs = dict.fromkeys(("endpoint", "served_model", "max_requests", "max_tokens"), ["openai"])
-        needs |= {"address": ["ray"], "workers": ["ray"], "tensor_parallel_size": ["vllm"], "draft": ["hf", "ray"]}
+        needs |= {"address": ["ray"], "workers": ["ray"], "tensor_parallel_size": ["vllm"]}
         for key, engines in needs.items():
             default = 1 if key == "tensor_parallel_size" else None
             if getattr(self, key) not in (default, []) and self.engine not in engines:

@@ -10,14 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from distill.config import DistillConfig
 from distill.conversations import answer_text, switch_thinking_off, turn_prompt
-from distill.drafting import settle_drafting
-from distill.engines import ENGINES, Answer, AnswerRequest, DraftingEngine, Engine, Failed, at_temperature
+from distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed, at_temperature
 from distill.filters import WORDS, Suites, why_dropped
 from distill.kept_answers import Numbered, ask, count_kept
 from distill.manifest import RECORDS, check_empty, copy_set, finish
@@ -91,7 +90,7 @@ def _distill(
     suites = Suites(config.decontaminate) if config.decontaminate else None
     opening = find_opening(config, engine, tokenizer)
     if opening is None:
-        _first_prompts(config, reader, suites, 1)
+        _check_usable(config, reader, suites)
     identity = _identity(config, engine, tokenizer, suites)
     on_main(lambda: check_empty(out))
     run.begin(identity, RECORDS)
@@ -101,21 +100,16 @@ def _distill(
         prompts = draw_prompts(opening, config, engine, tokenizer, run, processes)
         config = dataclasses.replace(config, prompts=str(prompts))
         reader = dataclasses.replace(reader, source=config.prompts)
-    drafted: dict[str, Any] = {}
-    if config.draft is not None:
-        first = _first_prompts(config, reader, suites, config.batch_size)
-        drafted = {"drafted": settle_drafting(out, config, cast(DraftingEngine, engine), first) or None}
     parts = _Parts(config, engine, reader, suites, run, processes)
     parts.make()
     processes.wait_for_everyone()
-    on_main(lambda: finish(out, parts.count, identity, command, tokenizer, **drafted))
+    on_main(lambda: finish(out, parts.count, identity, command, tokenizer))
     manifest = read_json(out / "manifest.json", "the manifest that this run has written")
     copies = copy_set(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
     return {
         "out": config.out,
         **manifest["counts"],
         **{key: manifest[key] for key in _SUMMARY},
-        **drafted,
         "sampling": dataclasses.asdict(engine.sampling.sampling),
         "sampling_from_target": engine.sampling.note,
         **copies,
@@ -131,20 +125,16 @@ def _identity(config: DistillConfig, engine: Engine, tokenizer: Tokenizer, suite
     return {"config": choices, **engine.identity, "chat_template": template, **decontaminated}
 
 
-def _first_prompts(config: DistillConfig, reader: PromptReader, suites: Suites | None, count: int) -> list[Prompt]:
-    """Return the first usable prompts, at most `count`; raise InputError if the source has none."""
-    rows = (_read(reader, record, config, suites) for record in _records(config))
-    reason, number, prompts = f"a row needs one of the keys {', '.join(KEYS)}", 0, list[Prompt]()
-    for number, row in enumerate(rows, 1):
+def _check_usable(config: DistillConfig, reader: PromptReader, suites: Suites | None) -> None:
+    """Raise InputError if the source has no usable prompt."""
+    reason, number = f"a row needs one of the keys {', '.join(KEYS)}", 0
+    for number, record in enumerate(_records(config), 1):
+        row = _read(reader, record, config, suites)
         if isinstance(row, Prompt):
-            prompts.append(row)
-        elif number == 1:
+            return
+        if number == 1:
             reason = f"row {row.row}: {row.reason}"
-        if len(prompts) == count:
-            break
-    if not prompts:
-        raise InputError(f"{config.prompts}: none of its {number} rows can be used ({reason})")
-    return prompts
+    raise InputError(f"{config.prompts}: none of its {number} rows can be used ({reason})")
 
 
 def _records(config: DistillConfig) -> Iterator[Record]:

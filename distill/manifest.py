@@ -8,7 +8,6 @@ import fsspec
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from distill.drafting import DECISION
 from distill.own_prompts import RECORD
 from distill.parts import KINDS, names_of, part_name, read_record, reading
 from draftsmith_core.cards import distilled_set_card
@@ -69,8 +68,7 @@ def finish(
         manifest |= {"vocabulary": vocabulary_sample(tokenizer)} | extra
         write_text_atomic(out / "README.md", distilled_set_card(manifest))
         write_json_atomic(out / "manifest.json", manifest)
-        for name in ("run.json", DECISION):
-            (out / name).unlink(missing_ok=True)
+        (out / "run.json").unlink(missing_ok=True)
 
 
 def _add_up(out: Path, parts: int) -> dict[str, Any]:

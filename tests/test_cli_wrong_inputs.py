@@ -50,7 +50,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     ],
     "distill --target {target} --prompts {prompts}": [
         ("--out out --temperatures 0.7:0", "expected TEMPERATURE:SHARE"),
-        ("--out out --tree chain:2", "tree: needs --draft"),
         ("--out out --max_requests 9", "max_requests: needs --engine openai"),
         ("--out out --tensor_parallel_size 2", "tensor_parallel_size: needs --engine vllm"),
         ("", "--out: is missing"),

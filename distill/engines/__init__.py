@@ -81,15 +81,6 @@ class Engine(Protocol):
         return
 
 
-class DraftingEngine(Engine, Protocol):
-    """An engine that can decode speculatively. tree: spec of the draft tree, "" to decode without a draft."""
-
-    tree: str
-
-    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
-        """Time each candidate tree, and "" (no draft), on these requests as one batch."""
-
-
 Maker = Callable[[DistillConfig, Tokenizer], Engine]
 
 

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util import ActorPool
 
 from distill.config import DistillConfig
-from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, DraftingEngine, Failed
+from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, Engine, Failed
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.settings import ResolvedSampling
@@ -47,15 +47,14 @@ class Worker:
         self._loaded = self._loaded or HFEngine(self._config, self._tokenizer)
         return self._loaded
 
-    def answer(self, requests: Sequence[AnswerRequest], tree: str) -> dict[Key, Answer | Failed]:
+    def answer(self, requests: Sequence[AnswerRequest]) -> dict[Key, Answer | Failed]:
         """Answer a group; return the outcome of each request by its key."""
         engine, answers = self.engine(), {}
-        engine.tree = tree
         engine.run(iter([requests]), lambda request, answer: answers.update({request.key: answer}))
         return {request.key: answers[request.key] for request in requests}
 
 
-class RayEngine(DraftingEngine):
+class RayEngine(Engine):
     """Workers on a cluster: one per GPU, or per node without GPUs, or as many as `--workers` says."""
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
@@ -64,7 +63,7 @@ class RayEngine(DraftingEngine):
         if self._joined:
             _join(config.address)
         self.workers: list[Any] = []
-        self.tree, self.wave = "", WAVE_BATCHES * config.batch_size
+        self.wave = WAVE_BATCHES * config.batch_size
         try:
             count, resources = _resources(config)
             actor = ray.remote(Worker).options(max_restarts=_RESTARTS, max_task_retries=_RETRIES, **resources)
@@ -97,7 +96,7 @@ class RayEngine(DraftingEngine):
                 if group is None:
                     return
                 submitted[group[0].key] = group
-                pool.submit(lambda worker, group: worker.answer.remote(list(group), self.tree), group)
+                pool.submit(lambda worker, group: worker.answer.remote(list(group)), group)
 
         submit()
         while submitted:
@@ -108,13 +107,6 @@ class RayEngine(DraftingEngine):
             if requests := [request for request in turns if request is not None]:
                 following.append(requests)
             submit()
-
-    def seconds_per_token(self, requests: Sequence[AnswerRequest]) -> dict[str, float]:
-        """Time the candidate trees on one worker for all."""
-        with _worker_errors():
-            call = self.workers[0].__ray_call__.remote(lambda worker: worker.engine().seconds_per_token(requests))
-            times: dict[str, float] = ray.get(call)
-        return times
 
 
 def _facts(worker: Worker) -> tuple[dict[str, Any], ResolvedSampling, int | None]:
@@ -167,7 +159,7 @@ def processors_each(nodes: Sequence[int], workers: int) -> int:
 
 @contextmanager
 def _worker_errors() -> Iterator[None]:
-    """Turn Ray's errors into one line. An error of the target or the draft passes through as it was raised."""
+    """Turn Ray's errors into one line. An error of the target passes through as it was raised."""
     try:
         yield
     except RayTaskError as error:
