@@ -20,16 +20,6 @@ CANDIDATES = 64
 BINS = 10
 # Positions per prompt at which candidates are drawn; each costs CANDIDATES passes over the vocabulary.
 DRAWN_POSITIONS = 4
-# The token viewer shows this many prompts of a set, tokens of each, and guesses of the draft.
-VIEWED_PROMPTS, VIEWED_TOKENS, GUESSES = 1, 96, 3
-
-
-class ViewedToken(TypedDict):
-    """A token of the text with its p and q, and the draft's first guesses with theirs."""
-
-    p: float
-    q: float
-    guesses: list[tuple[int, float, float]]
 
 
 class Diagnosis(TypedDict):
@@ -48,14 +38,12 @@ class Diagnosis(TypedDict):
     best: list[list[float]]
     drawn: list[list[float]]
     drawn_count: list[int]
-    viewed: list[list[ViewedToken]]
 
 
 @torch.inference_mode()
 def diagnosis_of(
     sampling: Sampling,
     seed: int,
-    first: int,
     texts: Sequence[Continuation],
     places: Sequence[tuple[int, int]],
     p_NV: Tensor,
@@ -64,7 +52,7 @@ def diagnosis_of(
 ) -> Diagnosis:
     """Diagnose a draft from what is sampled from at every position of some texts, and the draft's logits.
 
-    first: number of the first text in its set. places: row and index in its continuation of every position, in order.
+    places: row and index in its continuation of every position, in order.
     """
     # At temperature 0 q is one token; how sure the draft is of it is in its logits.
     belief_NV = logits_NV.float().softmax(-1) if sampling.greedy else q_NV
@@ -80,13 +68,6 @@ def diagnosis_of(
     confidence, best = np.zeros((len(texts), BINS, 3)), np.zeros((len(texts), CANDIDATES))
     np.add.at(best, rows, best_NK.cpu().numpy())
     np.add.at(confidence, rows, _bins(belief_NK, q_NK, p_NK).cpu().numpy())
-    viewed: list[list[ViewedToken]] = [[] for _ in texts[: max(0, VIEWED_PROMPTS - first)]]
-    for n, (row, place) in enumerate(places):
-        if row < len(viewed) and place < VIEWED_TOKENS:
-            token, chances = texts[row].output_ids[place], torch.stack([belief_NV[n], p_NV[n]])
-            guesses = [(int(x), *(round(float(chance), 4) for chance in chances[:, x])) for x in ids_NK[n, :GUESSES]]
-            q, p = (round(float(chance), 4) for chance in chances[:, token])
-            viewed[row].append(ViewedToken(p=p, q=q, guesses=guesses))  # type: ignore[typeddict-item]
     drawn = np.zeros((len(texts), CANDIDATES))
     counts = [0 if sampling.greedy else DRAWN_POSITIONS] * len(texts)
     u_K = drawn_at(texts, counts, (CANDIDATES,), "diagnosis", seed)
@@ -100,7 +81,6 @@ def diagnosis_of(
         best=best.tolist(),
         drawn=[] if sampling.greedy else drawn.tolist(),
         drawn_count=[sum(row == b for row, _ in u_K) for b in range(len(texts))],
-        viewed=viewed,
     )
 
 

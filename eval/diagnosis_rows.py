@@ -15,7 +15,7 @@ from eval.diagnose import BINS, Diagnosis
 from eval.measure import Suite
 from eval.remarks import overlaps
 from eval.rows import Group, Measured, Setting, joined
-from eval.schema import Estimate, Row, ViewedText
+from eval.schema import Estimate, Row
 
 # What positions are sorted by, and the edges of the bins.
 ENTROPY, PLACE, CLASS = "entropy of the target, bits", "position in the answer", "class of the token"
@@ -29,16 +29,12 @@ LEAST_SEEN, LISTED = 5, 12
 _CODE = set("_=<>{}[]\\/|&^%$#@~*+`")
 
 
-def diagnosis_rows(
-    setting: Setting, measured: Measured, text_of: Callable[[int], str]
-) -> tuple[list[Row], list[ViewedText]]:
-    """Rows about all sets of a kind, and the texts to view. `text_of` gives the text of a token."""
+def diagnosis_rows(setting: Setting, measured: Measured, text_of: Callable[[int], str]) -> list[Row]:
+    """Rows about all sets of a kind. `text_of` gives the text of a token."""
     similar = similarities(setting.suites)
     rows: list[Row] = []
-    viewed: list[ViewedText] = []
     for group in setting.groups():
         if group.domain != group.kind:
-            viewed += _viewed(setting, measured, group.suites[0], group.temperature, text_of)
             continue
         diagnoses: dict[str, list[Diagnosis]] = {
             draft: [alphas["diagnosis"] for alphas in group.parts(measured.alphas, draft)] for draft in setting.drafts
@@ -59,7 +55,7 @@ def diagnosis_rows(
             rows += _calibration(group, draft, diagnosis)
             rows += _candidates(group, draft, diagnosis)
             rows += _lost(group, draft, positions["text"], alphas[draft], alphas[base]) if base is not None else []
-    return rows, viewed
+    return rows
 
 
 def _positions(
@@ -170,33 +166,6 @@ def _candidates(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[
         for k in SHOWN_CANDIDATES:
             accepted = estimate(PromptSums.of([prompt[k - 1] for prompt in sums], below), group.picks)
             yield group.row(figure, draft, accepted, at=k)
-
-
-def _viewed(
-    setting: Setting, measured: Measured, suite: Suite, temperature: float, text_of: Callable[[int], str]
-) -> Iterator[ViewedText]:
-    outputs = measured.baselines[suite.name, temperature]["output_ids"]
-    for draft in setting.drafts:
-        diagnosis = measured.alphas[suite.name, temperature, draft]["diagnosis"]
-        assert diagnosis is not None
-        for row, tokens in enumerate(diagnosis["viewed"]):
-            viewed = [
-                {
-                    "text": text_of(taken),
-                    "alpha": round(alpha, 4),
-                    "p": token["p"],
-                    "q": token["q"],
-                    "guesses": [
-                        {"text": text_of(guess), "q": q, "p": p, "taken": guess == taken}
-                        for guess, q, p in token["guesses"]
-                    ],
-                }
-                for token, taken, alpha in zip(tokens, outputs[row], diagnosis["alpha"][row], strict=False)
-            ]
-            prompt_id = suite.prompts[row].id
-            yield ViewedText(
-                draft=draft, domain=suite.name, temperature=temperature, prompt_id=prompt_id, tokens=viewed
-            )
 
 
 def texts_by_id(tokenizer: Tokenizer) -> Callable[[int], str]:

@@ -263,7 +263,7 @@ def measure_alphas(
 
     observers: dict[str, Observer] = {step.name: partial(root, step) for step in roots}
     if diagnose:
-        observers["diagnosis"] = partial(diagnosis_of, sampling, seed)
+        observers["diagnosis"] = lambda _, *facts: diagnosis_of(sampling, seed, *facts)
     traces, observed = read_traces(target, drafts, rows, sampling, methods, observers=observers, seed=seed, **options)
     measured: dict[str, AlphaMeasurement] = {}
     for name, read in traces.items():

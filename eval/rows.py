@@ -44,7 +44,6 @@ from eval.schema import (
     Row,
     SuiteKind,
     SuiteRow,
-    ViewedText,
     definitions,
 )
 
@@ -356,10 +355,9 @@ def assemble(
     provenance: dict[str, Any],
     clock: dict[str, Any],
     remarks: Sequence[Remark] = (),
-    diagnosis: tuple[list[Row], list[ViewedText]] = ([], []),
+    diagnosis: Sequence[Row] = (),
 ) -> ResultsDocument:
-    """Make results.json. `diagnosis` are the rows and texts of `eval.diagnosis_rows`."""
-    rows, texts = diagnosis
+    """Make results.json. `diagnosis` are the rows of `eval.diagnosis_rows`."""
     return ResultsDocument(
         schema_version=SCHEMA_VERSION,
         definitions=definitions(),
@@ -374,9 +372,8 @@ def assemble(
         ],
         models=models,
         suites=suite_rows(setting.suites),
-        rows=figure_rows(setting, measured) + rows,
+        rows=[*figure_rows(setting, measured), *diagnosis],
         counts=counts(setting, measured),
-        texts=texts,
         conditions=timing_conditions(measured, clock["machine"]["cpus"]),
         provenance=provenance,
         clock=clock,

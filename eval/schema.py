@@ -138,13 +138,6 @@ class Conditions(TypedDict):
     busy: bool
 
 
-class ViewedText(_Place):
-    """A continuation of the target token by token: text, alpha, p and q of it, and the draft's first guesses."""
-
-    prompt_id: str
-    tokens: list[dict[str, Any]]
-
-
 class Remark(TypedDict):
     """A reason to trust the figures less; `eval.remarks` makes them."""
 
@@ -167,7 +160,6 @@ class ResultsDocument(TypedDict):
     suites: list[SuiteRow]
     rows: list[Row]
     counts: list[Counts]
-    texts: list[ViewedText]
     conditions: list[Conditions]
     provenance: dict[str, Any]
     clock: dict[str, Any]

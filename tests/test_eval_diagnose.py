@@ -1,6 +1,5 @@
 """Why a draft is accepted or not: what is taken from p and q against what can be counted, its rows, and the page."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ def diagnosed(sampling: Sampling) -> tuple[Diagnosis, torch.Tensor, torch.Tensor
     p, q, logits = pair(sampling)
     texts = [Continuation("a", [1], [0, 1, 2, 3]), Continuation("b", [1], [4, 5])]
     places = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
-    return diagnosis_of(sampling, 0, 0, texts, places, p, q, logits), p, q, logits
+    return diagnosis_of(sampling, 0, texts, places, p, q, logits), p, q, logits
 
 
 @pytest.mark.parametrize("sampling", [HOT, GREEDY])
@@ -59,16 +58,12 @@ def test_what_is_kept_of_every_position(sampling: Sampling) -> None:
     if sampling.greedy:
         sure = logits.softmax(1).max(1).values
         assert sums[1] == pytest.approx(float(sure[:4].sum()), abs=1e-5) and found["drawn"] == []
-    # The viewed text is the first: p and q of the text's own tokens, and guesses in the draft's order.
-    viewed = found["viewed"][0]
-    assert [token["p"] for token in viewed] == pytest.approx([float(p[i, i]) for i in range(4)], abs=1e-4)
-    assert [guess[0] for guess in viewed[2]["guesses"]] == order[2, :3].tolist()
 
 
 def test_a_draft_that_is_the_target_is_calibrated() -> None:
     p, _, logits = pair(HOT)
     text, places = Continuation("a", [1], list(range(N))), [(0, n) for n in range(N)]
-    found = diagnosis_of(HOT, 0, 0, [text], places, p, p, logits)
+    found = diagnosis_of(HOT, 0, [text], places, p, p, logits)
     _, sure, taken = np.array(found["confidence"])[0].T
     assert taken.tolist() == sure.tolist()  # so that the ECE is 0
 
@@ -134,7 +129,6 @@ def world(gain: float) -> tuple[Setting, Measured]:
                 "confidence": [[[0.0, 0.0, 0.0]] * 5 + [[8.0, 4.4, 6.4]] + [[0.0, 0.0, 0.0]] * 4] * prompts,
                 "best": [[float(k) / CANDIDATES * length for k in range(1, CANDIDATES + 1)]] * prompts,
                 "drawn": [[1.0] * CANDIDATES] * prompts, "drawn_count": [2] * prompts,
-                "viewed": [[{"p": 0.5, "q": 0.25, "guesses": [(6, 0.5, 0.1)]}] * length],
             },
         }  # fmt: skip
     return Setting([prose], ["base", "mine"], "base", [1.0], [Method("chain:2", "speculative")], 300, 0), measured
@@ -149,7 +143,7 @@ def by_part(rows: list[Row]) -> dict[tuple[str, str, str | int | None], Any]:
 
 
 def test_rows_say_where_a_draft_lost_and_the_other_tokens_did_not() -> None:
-    rows = by_part(diagnosis_rows(*world(-0.3), text_of)[0])
+    rows = by_part(diagnosis_rows(*world(-0.3), text_of))
     digits, words = (rows["gain_by_part", "mine", f"class of the token: {name}"] for name in ("digits", "words"))
     assert digits["value"] == pytest.approx(-0.3) and signs([digits, words]) == [-1, 0]
     assert ("gain_by_part", "base", "class of the token: digits") not in rows
@@ -166,32 +160,19 @@ def test_rows_say_where_a_draft_lost_and_the_other_tokens_did_not() -> None:
     for k in (1, 2, 4, 8, 16, 32, 64):
         assert rows["candidates_best", "mine", k]["value"] == pytest.approx(k / 64)
         assert rows["candidates_drawn", "mine", k]["value"] == pytest.approx(0.5)
-    assert not any(row["figure"] == "lost" for row in diagnosis_rows(*world(0.3), text_of)[0])
+    assert not any(row["figure"] == "lost" for row in diagnosis_rows(*world(0.3), text_of))
 
 
 @pytest.fixture
 def shown() -> Results:
     document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
-    rows, texts = diagnosis_rows(*world(-0.3), lambda token: {5: "<b>\n", 6: " a"}[token])
-    document["rows"] += rows
-    document["texts"] = texts
+    document["rows"] += diagnosis_rows(*world(-0.3), lambda token: {5: "<b>\n", 6: " a"}[token])
     return Results(document, Path())
 
 
-def test_the_page_shows_the_text_token_by_token(shown: Results) -> None:
+def test_the_page_says_why_acceptance_moved_and_escapes_tokens(shown: Results) -> None:
     page = render_page(shown)
-    found = r'<label class="tok a(\d)"><input type="radio" name="(text\d+)">[^<]*<span class="tip">(.*?)</span></label>'
-    tokens = re.findall(found, page, flags=re.DOTALL)
-    # Under both drafts, the decided one first.
-    assert len(tokens) == 20 and tokens[1][:2] == ("1", "text1")
-    assert re.findall(r"<summary>(\w+ on \w+), T", page) == ["mine on prose", "base on prose"]
-    # What is pointed at is the name of its control, which is read aloud, and text of models is escaped.
-    assert tokens[1][2].startswith("<span>&lt;b&gt;↵: acceptance .20, p .50, q .25</span><span>depth 1: ")
-    refused, taken = "<s>␣a p .10, q .50</s>", "<strong>␣a p .10, q .50</strong>"
-    # The first guess is the text's own token at every place but where the text has another.
-    assert tokens[1][2].count("depth") == 1 and refused in tokens[1][2]
-    assert tokens[0][2].count(taken) == 1 and tokens[0][2].count("depth") == 2
-    assert "<b>" not in page and "<script" not in page
+    assert "&lt;b&gt;" in page and "<b>" not in page and "<script" not in page
     assert "Why it moved" in page and "Tokens that lost most" in page and "ECE" in page
     for name in ("cost", "calibration", "candidates"):
         assert f'id="{name}-' in page
@@ -204,6 +185,6 @@ def test_a_set_at_temperature_0_has_no_entropy_and_no_draws() -> None:
         cold.baselines[name, 0.0] = baseline
     for (name, _, draft), found in measured.alphas.items():
         cold.alphas[name, 0.0, draft] = found
-    rows, _ = diagnosis_rows(replace(setting, temperatures=[0.0]), cold, text_of)
+    rows = diagnosis_rows(replace(setting, temperatures=[0.0]), cold, text_of)
     assert rows and not any((row["part"] or "").startswith("entropy") for row in rows)
     assert not {"candidates_drawn", "ece"} & {row["figure"] for row in rows}

@@ -14,7 +14,6 @@ from eval.report.findings import lead
 from eval.report.formats import WORDS, tree_name
 from eval.report.tables import tables
 from eval.report.theme import DARK, LIGHT, Look, inline_svg, roles_of, write_png
-from eval.report.viewer import viewed_texts
 from eval.results import Results
 from eval.schema import BUSY
 
@@ -73,7 +72,6 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         lead=head,
         remarks=[remark["text"] for remark in results.document["remarks"] if remark["about"] != BUSY],
         tables=tables(results),
-        viewed=viewed_texts(results, head.draft),
         open_rows=OPEN_ROWS,
         prompts={kind: sum(suite["done"] for suite in suites if suite["kind"] == kind) for kind in ("id", "ood")},
     )
