@@ -10,18 +10,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.objectives_tables import mean_of
 from benchmarks.pages import gap, table
+from benchmarks.seeds import difference_over_seeds, pool_sums, two_level
 from draftsmith_core.sampling import row_seed
-from eval.bootstrap import (
-    PromptSums,
-    Resamples,
-    difference_over_seeds,
-    interval,
-    pool_resamples,
-    pool_sums,
-    pooled_ratios,
-    resamples,
-    two_level,
-)
+from eval.bootstrap import PromptSums, Resamples, interval, pool_resamples, pooled_ratios, resamples
 from eval.report.formats import with_interval
 from eval.report.theme import DARK, LIGHT, drawing, write_png
 

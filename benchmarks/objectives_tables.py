@@ -7,8 +7,9 @@ import numpy as np
 
 from benchmarks.objectives_data import ALIKE
 from benchmarks.pages import gap, table
+from benchmarks.seeds import pool_sums
 from draftsmith_core.sampling import row_seed
-from eval.bootstrap import PromptSums, Resamples, difference, estimate, pool_resamples, pool_sums, resamples
+from eval.bootstrap import PromptSums, Resamples, difference, estimate, pool_resamples, resamples
 from eval.report.formats import with_interval
 
 # Of one draft: temperature, then domain, then per-prompt sums and counts.

@@ -71,10 +71,10 @@ class Resamples:
     def widening(self) -> float:
         """Factor on the distance of a percentile from the median."""
         prompts, freedom = sum(self.sizes), sum(self.sizes) - len(self.sizes)
-        return math.sqrt(prompts / freedom) * _half_width(freedom) / NormalDist().inv_cdf((1 + LEVEL) / 2)
+        return math.sqrt(prompts / freedom) * half_width(freedom) / NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
-def _half_width(freedom: int) -> float:
+def half_width(freedom: int) -> float:
     """Half width of a 95 % interval, in standard errors that were estimated with `freedom` degrees of freedom."""
     return student_quantile((1 + LEVEL) / 2, freedom)
 
@@ -92,13 +92,6 @@ def pool_resamples(parts: Sequence[Resamples]) -> Resamples:
     """Put suites side by side: each keeps its own resamples (stratified), their prompts are pooled."""
     sizes = tuple(size for part in parts for size in part.sizes)
     return Resamples(np.concatenate([part.weights_RP for part in parts], axis=1), sizes)
-
-
-def pool_sums(parts: Sequence[PromptSums]) -> PromptSums:
-    """Pool the prompts of several suites, in the order of `pool_resamples`."""
-    return PromptSums(
-        np.concatenate([part.numerator_P for part in parts]), np.concatenate([part.denominator_P for part in parts])
-    )
 
 
 def pooled_ratios(sums: PromptSums, picks: Resamples) -> Floats:
@@ -148,31 +141,6 @@ def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
     a, b = new.pooled, base.pooled
     value = a - b if a is not None and b is not None else None
     return _estimate(value, pooled_ratios(new, picks) - pooled_ratios(base, picks), picks)
-
-
-def two_level(seeds: Sequence[PromptSums], picks: Resamples) -> Floats:
-    """Mean over training seeds of a pooled ratio, `[R]`: every resample draws seeds and prompts again.
-
-    seeds: one figure per training seed, on the same prompts. What the draw of seeds adds is widened as `interval`
-    widens the draw of prompts; a single seed adds nothing, since it says nothing about others. Two figures of equally
-    many seeds are paired, because they draw the same ones.
-    """
-    ratio_SR: Floats = np.stack([pooled_ratios(sums, picks) for sums in seeds])
-    count, mean_R = len(seeds), np.asarray(ratio_SR.mean(0))
-    if count == 1:
-        return mean_R
-    draws_SR = np.random.default_rng(count).integers(count, size=ratio_SR.shape)
-    drawn_R: Floats = np.take_along_axis(ratio_SR, draws_SR, axis=0).mean(0)
-    widening = math.sqrt(count / (count - 1)) * _half_width(count - 1) / NormalDist().inv_cdf((1 + LEVEL) / 2)
-    return np.asarray(mean_R + widening * (drawn_R - mean_R))
-
-
-def difference_over_seeds(new: Sequence[PromptSums], base: PromptSums, picks: Resamples) -> Estimate:
-    """Mean over training seeds of a pooled ratio, less the base's, with the interval of `two_level`."""
-    ratios, b = [sums.pooled for sums in new], base.pooled
-    known = [ratio for ratio in ratios if ratio is not None]
-    value = sum(known) / len(known) - b if b is not None and len(known) == len(ratios) else None
-    return _estimate(value, two_level(new, picks) - pooled_ratios(base, picks), picks)
 
 
 def transfer(
@@ -225,7 +193,7 @@ def signs(figures: Sequence[Mapping[str, Any] | None], *, ratios: bool = False) 
     # A family for either side: clear losses must not make it easier to call something a gain.
     for side in (1, -1):
         p_values = [
-            student_cdf(-side * value * 2 * _half_width(prompts - 1) / max(high - low, 1e-12), prompts - 1)
+            student_cdf(-side * value * 2 * half_width(prompts - 1) / max(high - low, 1e-12), prompts - 1)
             for value, low, high, prompts in known.values()
         ]
         for (index, (_, low, high, _)), p in zip(known.items(), holm(p_values), strict=True):

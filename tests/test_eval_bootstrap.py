@@ -3,19 +3,17 @@
 import numpy as np
 import pytest
 
+from benchmarks.seeds import difference_over_seeds, pool_sums, two_level
 from eval.bootstrap import (
     PromptSums,
     Resamples,
     difference,
-    difference_over_seeds,
     estimate,
     pool_resamples,
-    pool_sums,
     quotient,
     resamples,
     signs,
     transfer,
-    two_level,
     why_undefined,
 )
 
