@@ -45,12 +45,7 @@ TREES: dict[str, TreeKind] = {
         "arXiv 2406.17276",
         "opt:nodes=50,depth=10,gain=0.1",
     ),
-    "auto": TreeKind(
-        "auto, auto:FILE",
-        "as `draftsmith plan` chose",
-        "arXiv 2402.12374",
-        "auto:plan.json",
-    ),
+    "auto": TreeKind("auto, auto:FILE", "as `draftsmith plan` chose", "arXiv 2402.12374", "auto:plan.json"),
 }
 
 _FILES = {

@@ -71,12 +71,7 @@ def distill(config: DistillConfig | None = None, command: str | None = None, **o
 
 
 def _distill(
-    config: DistillConfig,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    command: str,
-    run: Run,
-    processes: "PartialState",
+    config: DistillConfig, engine: Engine, tokenizer: Tokenizer, command: str, run: Run, processes: "PartialState"
 ) -> dict[str, Any]:
     out = run.out
     reader = PromptReader(

@@ -40,14 +40,7 @@ def check_empty(out: Path) -> None:
                 raise InputError(f"--out {out}: holds {foreign.name} of something else; choose another --out")
 
 
-def finish(
-    out: Path,
-    parts: int,
-    identity: dict[str, Any],
-    command: str,
-    tokenizer: Tokenizer,
-    **extra: Any,
-) -> None:
+def finish(out: Path, parts: int, identity: dict[str, Any], command: str, tokenizer: Tokenizer, **extra: Any) -> None:
     """Add up the parts and write card and manifest, which makes the set a finished one.
 
     extra: further keys of the manifest. Raise RunError if no row is left.

@@ -48,11 +48,7 @@ RANKS, FEW_RANKS, MANY_ELEMENTS = 32, 8, 2**25
 STOPPING = ("chain:6,stop=0.1", "chain:8,stop=0.3", "chain:12,stop=0.5")
 # A longer block costs its draft nothing, so block drafters stop somewhere in a whole one.
 BLOCK_STOPS = (0.05, 0.15, 0.3, 0.5)
-GROWING = (
-    "eagle2:depth=3,beam=3,nodes=8",
-    "eagle2:depth=5,beam=4,nodes=16",
-    "opt:nodes=12,depth=5,gain=0.2",
-)
+GROWING = ("eagle2:depth=3,beam=3,nodes=8", "eagle2:depth=5,beam=4,nodes=16", "opt:nodes=12,depth=5,gain=0.2")
 STEP_TOKENS, TRY_PROMPTS, TRY_TOKENS = 16, 3, 32
 FINALISTS, TEXT_BATCH = 3, 16
 # Time finalists again, with the same seeds, until each has run this long, in at most this many rounds.

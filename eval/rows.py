@@ -15,16 +15,7 @@ from draftsmith_core.errors import without_secrets
 from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.sampling import row_seed
 from eval import measure
-from eval.bootstrap import (
-    PromptSums,
-    Resamples,
-    difference,
-    estimate,
-    pool_resamples,
-    quotient,
-    resamples,
-    transfer,
-)
+from eval.bootstrap import PromptSums, Resamples, difference, estimate, pool_resamples, quotient, resamples, transfer
 from eval.estimate import AlphaMeasurement
 from eval.headroom import RootStep
 from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement, Suite

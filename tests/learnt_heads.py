@@ -33,12 +33,7 @@ def learn(kind: Any, target: str, texts: Sequence[str], place: Path, steps: int 
     common |= {"steps": steps, "eval_every": steps, "objective": "fkl"} | ({"head": head[kind]} if kind in head else {})
     ds.train(
         ds.TrainConfig(
-            kind=kind,
-            target=target,
-            data=[str(data)],
-            heldout=[str(data)],
-            out=str(out),
-            **common | options,
+            kind=kind, target=target, data=[str(data)], heldout=[str(data)], out=str(out), **common | options
         )
     )
     return out

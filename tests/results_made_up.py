@@ -50,14 +50,7 @@ def made_up(
     rng = np.random.default_rng(0)
     methods = [Method(tree, verifier) for tree in trees for verifier in verifiers]
     sets = [
-        Suite(
-            name,
-            kind,
-            f"{name}.jsonl",
-            tuple(Prompt(f"p{i}", name, (3, i)) for i in range(prompts)),
-            (),
-            prompts,
-        )
+        Suite(name, kind, f"{name}.jsonl", tuple(Prompt(f"p{i}", name, (3, i)) for i in range(prompts)), (), prompts)
         for name, kind in suites.items()
     ]
     measured = Measured({}, {}, {}, {})
@@ -65,10 +58,7 @@ def made_up(
         level = rng.uniform(0.45, 0.55, size=prompts)
         for temperature in (0.0, 1.0):
             at = (suite.name, temperature)
-            measured.baselines[at] = {
-                "output_ids": [[5] * 20] * prompts,
-                "finish_reason": ["length"] * prompts,
-            }
+            measured.baselines[at] = {"output_ids": [[5] * 20] * prompts, "finish_reason": ["length"] * prompts}
             emitted = {"emitted": [20] * prompts, "prefill_s": [0.1] * prompts}
             alone = {"target_calls": [20] * prompts, "depth_sum": [0] * prompts, "decode_s": [2.0] * prompts}
             runs: list[Any] = [{"draft": None, "tree": None, "verifier": None, **alone, **emitted}]

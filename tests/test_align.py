@@ -189,12 +189,7 @@ def test_killed_at_every_stage_ends_as_if_it_had_not_been(
 
 @pytest.mark.slow
 def test_all_stages_on_two_processes(
-    spawn: Any,
-    launch: Any,
-    files: dict[str, str],
-    target_dir: str,
-    draft_dir: str,
-    tmp_path: Path,
+    spawn: Any, launch: Any, files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path
 ) -> None:
     """The answers are those of one process, every draft is trained by both, and a second call finds all done."""
     words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], *SMALL]

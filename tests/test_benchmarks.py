@@ -86,11 +86,7 @@ def tiny_bench() -> Bench:
     pair = Pair(endless(llama(key_value_heads=2, tied=False)), endless(llama(key_value_heads=4, tied=True, seed=1)))
     prompts = torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(3)).tolist()
     return Bench(
-        pair=pair,
-        apart=copy.deepcopy(pair),
-        prompts=prompts,
-        text=[t % VOCAB for t in range(40)],
-        max_new_tokens=8,
+        pair=pair, apart=copy.deepcopy(pair), prompts=prompts, text=[t % VOCAB for t in range(40)], max_new_tokens=8
     )
 
 

@@ -58,9 +58,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--out out --num_samples 0", "num_samples: must be greater than or equal to 1"),
         ("--out out --max_new_tokens 96", "leaves no room"),
     ],
-    "distill": [
-        ("--target {target} --out out --prompts magpie:0", "expected magpie:N, such as magpie:1000"),
-    ],
+    "distill": [("--target {target} --out out --prompts magpie:0", "expected magpie:N, such as magpie:1000")],
     "train --out out --draft {draft} --target {target}": [
         ("--data {prompts} --objective jsdd", "jsd"),
         ("--data {prompts} --optim.lr 0", "optim.lr: must be greater than 0"),
@@ -95,7 +93,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--prompts {one}", "too few"),
     ],
     "align --target {target} --prompts {prompts} --out out": [
-        ("--policy no_loss", "policy: no_loss cannot be followed (a head has no language model to go back to)"),
+        ("--policy no_loss", "policy: no_loss cannot be followed (a head has no language model to go back to)")
     ],
     "init --target {target} --method prune": [("--out .", "is where this command runs")],
     "export --draft {draft} --format hf": [("--out .", "is where this command runs")],
@@ -107,11 +105,7 @@ CASES = [(f"{start} {words}".strip(), told) for start, cases in WRONG.items() fo
 
 @pytest.fixture(scope="module")
 def files(
-    tmp_path_factory: pytest.TempPathFactory,
-    target_dir: str,
-    draft_dir: str,
-    prompts_file: str,
-    donor_dir: str,
+    tmp_path_factory: pytest.TempPathFactory, target_dir: str, draft_dir: str, prompts_file: str, donor_dir: str
 ) -> dict[str, str]:
     """Every file that a command line may name, by what stands for it in braces."""
     root = tmp_path_factory.mktemp("wrong")

@@ -32,13 +32,7 @@ QUIET = target(temperature=0.8, top_k=20, min_p=0.1)
         # Without `do_sample` generate is greedy, and samples with these when it is told to.
         (QUIET, 0.0, {}, Sampling(temperature=0.0), {}),
         (QUIET, 0.0, {"temperature": 0.5}, Sampling(temperature=0.5, top_k=20, min_p=0.1), {"top_k": 20, "min_p": 0.1}),
-        (
-            QUIET,
-            1.0,
-            {"min_p": 0.0},
-            Sampling(temperature=0.8, top_k=20),
-            {"temperature": 0.8, "top_k": 20},
-        ),
+        (QUIET, 1.0, {"min_p": 0.0}, Sampling(temperature=0.8, top_k=20), {"temperature": 0.8, "top_k": 20}),
         (cast(PreTrainedModel, SimpleNamespace(generation_config=None)), 0.0, {}, Sampling(temperature=0.0), {}),
     ],
 )

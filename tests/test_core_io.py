@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith_core.io import (
-    atomic_dir,
-    atomic_file,
-    remove_leftovers,
-)
+from draftsmith_core.io import atomic_dir, atomic_file, remove_leftovers
 
 Writer = Callable[[Path], AbstractContextManager[Path]]
 

@@ -106,10 +106,7 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [
     (cut("model.safetensors", 1000), r": no causal language model could be loaded: "),
     (lambda d: (d / "model.safetensors").unlink(), r"no file named model\.safetensors"),
     (sharded, "model-00002"),
-    (
-        lambda d: (d / "model.safetensors").write_text(LFS),
-        r": model\.safetensors is a git-lfs pointer.*; run git lfs",
-    ),
+    (lambda d: (d / "model.safetensors").write_text(LFS), r": model\.safetensors is a git-lfs pointer.*; run git lfs"),
     (lambda d: as_pickle(d, evil=Evil()), r"pickle with more in it than tensors, .*would run code"),
     (lambda d: set_keys(d / "config.json", model_type="nonesuch"), "model type `nonesuch`"),
     (with_remote_code, CODE),

@@ -10,11 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from decode import (
     DraftModelProposer,
@@ -36,12 +32,7 @@ VOCAB = 17
 GREEDY = Sampling(temperature=0.0)
 WARM = Sampling(temperature=0.9, top_p=0.95)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [7, 2], [2, 7, 1, 8], [5, 5, 5], [1, 16, 2, 3, 4]]
-SHAPES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SHAPES: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -19,13 +19,7 @@ from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from decode.tree_batch import TreeBatch, grow_batch
 from decode.verify import VERIFIERS, Verifier
 from decode.verify.tree_walk import Verdict, residual
-from draftsmith_core.sampling import (
-    draw,
-    draw_top_and_one,
-    draw_with_replacement,
-    draw_without_replacement,
-    generator,
-)
+from draftsmith_core.sampling import draw, draw_top_and_one, draw_with_replacement, draw_without_replacement, generator
 from tests.chi_square import chi_square
 
 VOCAB, LENGTH, ROWS = 4, 3, 6_000

@@ -96,8 +96,7 @@ def exported(tmp_path: Path, form: str, draft: str = "head", **more: Any) -> dic
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [(name, form) for name in ("eagle", "eagle3", "eagle3-full") for form in ("eagle", "sglang")],
+    ("name", "form"), [(name, form) for name in ("eagle", "eagle3", "eagle3-full") for form in ("eagle", "sglang")]
 )
 def test_eagle_heads_come_back_from_what_other_engines_read(
     name: str, form: str, target: PreTrainedModel, tmp_path: Path

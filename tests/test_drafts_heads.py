@@ -65,10 +65,7 @@ every_head = pytest.mark.parametrize("name", FRESH)
 
 def inputs(rows: int = 2, tokens: int = 7) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(3)
-    return (
-        torch.randint(0, V, (rows, tokens), generator=random),
-        torch.randn(rows, tokens, H, generator=random),
-    )
+    return (torch.randint(0, V, (rows, tokens), generator=random), torch.randn(rows, tokens, H, generator=random))
 
 
 def outputs(head: Head) -> list[Tensor]:
@@ -209,10 +206,7 @@ def test_eagle3_computes_what_its_paper_says(target: PreTrainedModel, tmp_path: 
     torch.testing.assert_close(g, torch.cat([low, low + 1, low * 2], -1) @ tensors["fc.weight"].T)
     embedded = target.get_input_embeddings()(ids_BT)
     x = torch.cat(
-        [
-            rms(embedded, tensors["midlayer.input_layernorm.weight"]),
-            rms(g, tensors["midlayer.hidden_norm.weight"]),
-        ],
+        [rms(embedded, tensors["midlayer.input_layernorm.weight"]), rms(g, tensors["midlayer.hidden_norm.weight"])],
         dim=-1,
     )
     expected = reference_layer(tensors, "midlayer.", x, g)

@@ -83,8 +83,7 @@ def test_pairing_narrows_the_interval_of_a_difference() -> None:
     picks, others = resamples(50, 1000, 3), resamples(50, 1000, 4)
     paired = difference(new, base, picks)
     unpaired = np.quantile(
-        picks.weights_RP @ new.numerator_P / 2000 - others.weights_RP @ base.numerator_P / 2000,
-        [0.025, 0.975],
+        picks.weights_RP @ new.numerator_P / 2000 - others.weights_RP @ base.numerator_P / 2000, [0.025, 0.975]
     )
     assert paired["low"] is not None and paired["high"] is not None
     assert paired["high"] - paired["low"] < 0.2 * (unpaired[1] - unpaired[0])
@@ -121,11 +120,7 @@ def test_pooling_suites_resamples_each_on_its_own() -> None:
 def _gain(gain: float, seed: int) -> tuple[PromptSums, PromptSums, Resamples]:
     rng = np.random.default_rng(seed)
     level = rng.uniform(0.3, 0.6, size=60)
-    return (
-        _sums(level + gain + rng.normal(0, 0.01, size=60)),
-        _sums(level),
-        resamples(60, 800, seed),
-    )
+    return (_sums(level + gain + rng.normal(0, 0.01, size=60)), _sums(level), resamples(60, 800, seed))
 
 
 @pytest.mark.parametrize(("ood_gain", "expected"), [(0.10, 0.5), (-0.04, -0.2), (0.2, 1.0)])

@@ -16,11 +16,7 @@ from eval.request import Method
 from tests.tiny_models import near, tiny_llama
 
 VOCAB = 17
-SAMPLINGS = [
-    Sampling(temperature=0.0),
-    Sampling(temperature=1.0),
-    Sampling(temperature=0.7, top_k=5, top_p=0.9),
-]
+SAMPLINGS = [Sampling(temperature=0.0), Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=5, top_p=0.9)]
 
 
 @pytest.fixture(scope="module")

@@ -73,10 +73,7 @@ def _compare(target: LlamaForCausalLM, draft: object, method: Method, sampling: 
 
 @pytest.mark.parametrize(("tree", "verifier", "sampling"), CASES)
 def test_expected_counts_are_those_of_decoding(
-    pair: tuple[LlamaForCausalLM, LlamaForCausalLM],
-    tree: str,
-    verifier: str,
-    sampling: Sampling,
+    pair: tuple[LlamaForCausalLM, LlamaForCausalLM], tree: str, verifier: str, sampling: Sampling
 ) -> None:
     _compare(*pair, Method(tree, verifier), sampling)
 

@@ -92,11 +92,7 @@ def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_cur
             assert speedup == pytest.approx(expected)
             marks = [line for line in ax.lines if line.get_xydata().shape == (1, 2)]  # type: ignore[union-attr]
             assert any(line.get_xydata()[0] == pytest.approx([0.2, expected]) for line in marks)  # type: ignore[index]
-        assert {text.get_text() for text in ax.texts} == {
-            "68M for 7B",
-            "160M for 13B",
-            "EAGLE head for 7B",
-        }
+        assert {text.get_text() for text in ax.texts} == {"68M for 7B", "160M for 13B", "EAGLE head for 7B"}
 
 
 def test_the_legend_of_many_drafts_of_long_names_is_within_its_figure() -> None:
@@ -234,13 +230,7 @@ def _in_chromium(tmp_path: Path, page: str, width: int, script: str) -> str:
     ran = subprocess.run(
         [
             str(CHROMIUM),
-            *(
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-background-networking",
-                "--no-first-run",
-            ),
+            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
             f"--user-data-dir={tmp_path / 'profile'}",
             "--dump-dom",
             frame.as_uri(),

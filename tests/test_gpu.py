@@ -14,10 +14,7 @@ from train.batch import Batch
 from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PROMPTS = [[1, 2, 3], [5], [4, 4, 7, 9, 4]]
 
 

@@ -13,8 +13,7 @@ STORIES = SHARED / "models" / "stories260k"
 ALPACA = SHARED / "data" / "alpaca.jsonl"
 
 pytestmark = pytest.mark.skipif(
-    not (STORIES.is_dir() and ALPACA.is_file()),
-    reason="no pretrained model and data beside the clone",
+    not (STORIES.is_dir() and ALPACA.is_file()), reason="no pretrained model and data beside the clone"
 )
 
 STARTS = ("Once upon a time", "One day, a boy", "There was a little", "Lily and Tom", "The big dog", "Mom said")

@@ -17,12 +17,7 @@ from train.batch import IGNORE, Batch
 from train.chunked import projected, token_measures
 from train.losses import LOSSES, adaspec_weights, overlap
 from train.objective import parse_objective
-from train.teacher import (
-    LiveTeacher,
-    StoredTeacher,
-    find_projection,
-    teacher_for_draft,
-)
+from train.teacher import LiveTeacher, StoredTeacher, find_projection, teacher_for_draft
 from train.trainees.lm import LMTrainee
 
 # Tokens, hidden size, and the target's vocabulary; the draft's is padded to fewer or more.

@@ -331,12 +331,7 @@ def test_a_cached_row_is_found_by_the_same_key_only(tmp_path: Path) -> None:
         found = again.get([1, 2, 3])
         assert found is not None and torch.equal(found, states(0, 3))
         assert again.get([1, 2]) is None and again.get([1, 2, 4]) is None
-    for changes in (
-        {"fingerprint": "b" * 16},
-        {"layers": (2, -1)},
-        {"layers": (-1, 1)},
-        {"dtype": torch.bfloat16},
-    ):
+    for changes in ({"fingerprint": "b" * 16}, {"layers": (2, -1)}, {"layers": (-1, 1)}, {"dtype": torch.bfloat16}):
         other = cache_at(tmp_path, **changes)
         assert other.get([1, 2, 3]) is None
         assert other.key([1, 2, 3]) != cache.key([1, 2, 3])

@@ -126,11 +126,7 @@ class OwnCrossEntropy:
 
 
 def test_a_loss_of_ones_own(
-    tmp_path: Path,
-    distilled: str,
-    draft_dir: str,
-    target_dir: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, distilled: str, draft_dir: str, target_dir: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def config(out: str, **more: Any) -> TrainConfig:
         sizes: dict[str, Any] = {"max_length": 48, "steps": 3, "eval_every": 3, "batch_size": 4, "device": "cpu"}

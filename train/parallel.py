@@ -24,12 +24,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from draftsmith_core.errors import RunError, one_line, require_package
 from draftsmith_core.models import resolve_device
-from draftsmith_core.processes import (
-    check_process_count,
-    interruptible,
-    launcher_request,
-    process_group_options,
-)
+from draftsmith_core.processes import check_process_count, interruptible, launcher_request, process_group_options
 from train.config import TrainConfig
 
 # Moments of AdamW, as torch names them; SGD without momentum has none.

@@ -427,9 +427,7 @@ _FUNCTIONS: dict[str, dict[str, Any]] = {
     "sglang-eagle3": {"config": _sglang_eagle3_config},
     "eagle": {"known": _is_eagle, "read": _read_eagle, "config": _authors_config},
     # SGLang's `fc` always has a bias, and one that is not in the file stays as it was drawn.
-    "sglang-eagle": {
-        "config": lambda ours, source: ours | {"architectures": ["LlamaForCausalLMEagle"], "bias": True},
-    },
+    "sglang-eagle": {"config": lambda ours, source: ours | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}},
 }
 LAYOUTS = {name: Layout(**data, **_FUNCTIONS[name]) for name, data in _DATA["layouts"].items()}
 

@@ -231,9 +231,7 @@ COMMANDS = {
         "distill.config:DistillConfig",
         _distill,
         True,
-        {
-            "score": Command("add the target's distributions", "distill.config:ScoreConfig", _score, True),
-        },
+        {"score": Command("add the target's distributions", "distill.config:ScoreConfig", _score, True)},
     ),
     "train": Command("fit a draft to a distilled set", "train.config:TrainConfig", _train, True),
     "merge": Command("interpolate between drafts, or average them", "drafts.config:MergeConfig", _merge),
