@@ -3,13 +3,11 @@
 import math
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from draftsmith_core.tokenization import Tokenizer
 from eval.bootstrap import PromptSums, difference, estimate, interval
 from eval.diagnose import BINS, Diagnosis
 from eval.measure import Suite
@@ -166,8 +164,3 @@ def _candidates(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[
         for k in SHOWN_CANDIDATES:
             accepted = estimate(PromptSums.of([prompt[k - 1] for prompt in sums], below), group.picks)
             yield group.row(figure, draft, accepted, at=k)
-
-
-def texts_by_id(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """The text of a token, each decoded once."""
-    return cache(lambda token: str(tokenizer.decode([token])))

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from draftsmith_core.tokenization import load_tokenizer
 from draftsmith_core.wandb_runs import check_tracker
 from eval import remarks, rows
 from eval.config import EvalConfig
-from eval.diagnosis_rows import diagnosis_rows, texts_by_id
+from eval.diagnosis_rows import diagnosis_rows
 from eval.measure import Suite, decoder_of, fit, load_suites
 from eval.measure_all import Evaluation, measure_all
 from eval.model_rows import clock, model_row
@@ -83,7 +84,7 @@ def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
                 provenance=provenance(command_line("eval", given), asdict(config)),
                 clock=clock(started, work.reused, work.measured, pair.target),
                 remarks=notes,
-                diagnosis=diagnosis_rows(setting, measured, texts_by_id(pair.tokenizer)),
+                diagnosis=diagnosis_rows(setting, measured, cache(lambda token: str(pair.tokenizer.decode([token])))),
             )
             Results(document, out).write()
             results = Results.load(out)

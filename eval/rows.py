@@ -139,12 +139,6 @@ def _at_depth(parts: Sequence[Any], depth: int) -> PromptSums:
     return PromptSums.of(accepted, reached)
 
 
-def figure_rows(setting: Setting, measured: Measured) -> list[Row]:
-    """Every figure but those of the diagnosis (`eval.diagnosis_rows`)."""
-    makers = (alpha_rows, decoding_rows, prediction_rows, speed_rows, cost_rows)
-    return [row for make in makers for row in make(setting, measured)]
-
-
 def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     """alpha of every draft on every group, its gain over the base, and what of the ID gain transfers to OOD groups."""
 
@@ -349,6 +343,7 @@ def assemble(
     diagnosis: Sequence[Row] = (),
 ) -> ResultsDocument:
     """Make results.json. `diagnosis` are the rows of `eval.diagnosis_rows`."""
+    makers = (alpha_rows, decoding_rows, prediction_rows, speed_rows, cost_rows)
     return ResultsDocument(
         schema_version=SCHEMA_VERSION,
         definitions=definitions(),
@@ -363,7 +358,7 @@ def assemble(
         ],
         models=models,
         suites=suite_rows(setting.suites),
-        rows=[*figure_rows(setting, measured), *diagnosis],
+        rows=[*(row for make in makers for row in make(setting, measured)), *diagnosis],
         counts=counts(setting, measured),
         conditions=timing_conditions(measured, clock["machine"]["cpus"]),
         provenance=provenance,

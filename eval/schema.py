@@ -1,9 +1,5 @@
-"""The types of results.json. definitions.yaml says what its figures mean.
+"""The types of results.json, whose JSON Schema is docs/results.schema.json. definitions.yaml says what figures mean."""
 
-`python -m eval.schema` writes its JSON Schema, docs/results.schema.json.
-"""
-
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,17 +166,3 @@ def definitions() -> dict[str, str]:
     import yaml
 
     return dict(yaml.safe_load((Path(__file__).parent / "definitions.yaml").read_text(encoding="utf-8")))
-
-
-def json_schema_text() -> str:
-    """Return the JSON Schema of results.json, as docs/results.schema.json holds it."""
-    from pydantic import TypeAdapter
-
-    schema = TypeAdapter(ResultsDocument).json_schema()
-    for each in (schema, *schema["$defs"].values()):
-        each["additionalProperties"] = False
-    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=1) + "\n"
-
-
-if __name__ == "__main__":
-    Path("docs/results.schema.json").write_text(json_schema_text(), encoding="utf-8")

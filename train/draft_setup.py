@@ -212,7 +212,8 @@ def make_trainee(
     if config.gradient_checkpointing:
         draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.compile:
-        parallel.compile_layers(draft)
+        for module in parallel.repeated_layers(draft) or [draft]:
+            module.compile(dynamic=True)
     return trainee
 
 

@@ -165,12 +165,6 @@ def repeated_layers(draft: Any) -> list[nn.Module]:
     return list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[]))
 
 
-def compile_layers(draft: nn.Module) -> None:
-    """torch.compile, in place: every repeated layer, or the whole draft if it has none."""
-    for module in repeated_layers(draft) or [draft]:
-        module.compile(dynamic=True)
-
-
 @contextmanager
 def accumulating(wrapped: WrappedTrainee, last: bool) -> Iterator[None]:
     """Around a forward and its backward: gradients are averaged over processes only after the `last` one of a step."""

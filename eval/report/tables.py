@@ -123,7 +123,9 @@ def _column(results: Results, figure: str, at: int | None, style: str, digits: i
 
 def _special(results: Results, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     """Columns that need more than one figure."""
-    nodes = {method["tree"]: _nodes(method["shape"]) for method in results.document["methods"]}
+    # Drafted nodes of a tree; the most if it grows.
+    shapes = {method["tree"]: method["shape"] for method in results.document["methods"]}
+    nodes = {tree: shape.get("nodes") or len(shape["parents"]) for tree, shape in shapes.items()}
 
     def verifier(row: Row) -> str:
         return (row["verifier"] or NONE) + ", lossless: false" * (not results.lossless(row["verifier"]))
@@ -141,11 +143,6 @@ def _special(results: Results, rows: Sequence[Row]) -> dict[str, Callable[[Row],
         "transfer": transfer,
         "why undefined": lambda row: results.why_undefined(row) or "",
     }
-
-
-def _nodes(shape: dict[str, Any]) -> int:
-    """Drafted nodes of a tree; the most if it grows."""
-    return int(shape["nodes"]) if "nodes" in shape else len(shape["parents"])
 
 
 def _holm(results: Results, rows: Sequence[Row]) -> Callable[[Row], str]:
