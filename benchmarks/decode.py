@@ -21,7 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,12 +33,14 @@ from benchmarks.sections import Bench
 from benchmarks.sixteen_bits import four_bits, sixteen_bits
 from decode import take_over
 from decode.native import kernel
+from drafts.draft_vocabulary import read_draft_vocabulary, trim
+from drafts.heads import load_head
 from drafts.make.widen import widen
 from draftsmith.demo import corpus
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import write_text_atomic
-from draftsmith_core.models import dtype_name, load_model, resolve_device
+from draftsmith_core.models import dtype_name, load_model, resolve_device, vocabulary_size
 from draftsmith_core.runs import git_commit, versions
 from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer
 from eval.model_rows import machine
@@ -58,8 +60,10 @@ class Options:
     target: str | None = None
     """A local directory or hub name, used as it is; with `draft`. Default: the demo's target, widened."""
     draft: str | None = None
+    head: str | None = None
+    """An EAGLE-3 head of `target`, for the methods head@TREE and for peers."""
     sections: list[str] = field(default_factory=lambda: [name for name in SECTIONS if name != "peers"])
-    """Any of forwards, methods, sixteen_bits, four_bits."""
+    """Any of forwards, methods, sixteen_bits, four_bits, peers."""
     methods: list[str] = field(
         default_factory=lambda: (
             "hf ar hf-assisted hf-constant:4 chain:2 chain:4 chain:6 chain:8,stop=0.4 kary:4,2,2 "
@@ -81,7 +85,7 @@ class Options:
     threads: int = 2
     """CPU threads of torch."""
     peers: bool = False
-    """Also other engines on the same models and prompts (benchmarks/peers.py), greedy; which are not there is said."""
+    """Also the section `peers`: other engines on the same models and prompts (benchmarks/peers.py)."""
     device: str = "auto"
     dtype: str = "auto"
     out: str | None = None
@@ -92,6 +96,8 @@ class Options:
             raise InputError(f"--sections {unknown[0]}: use any of {', '.join(SECTIONS)}")
         if (self.target is None) != (self.draft is None):
             raise InputError("--target and --draft go together; without both, the shipped pair is used")
+        if self.head is not None and self.target is None:
+            raise InputError("--head: belongs to one target; name it with --target, and a --draft")
         for key in ("rounds", "prompts", "prompt_tokens", "max_new_tokens", "threads"):
             if getattr(self, key) < 1:
                 raise InputError(f"--{key}: {getattr(self, key)} must be at least 1")
@@ -104,30 +110,47 @@ SECTIONS: dict[str, Callable[[Bench, Any], Any]] = {
     "methods": lambda bench, options: sections.methods(bench, options.methods, options.temperature, options.rounds),
     "sixteen_bits": lambda bench, options: sixteen_bits(bench, options.sixteen_bit_methods, options.rounds),
     "four_bits": lambda bench, options: four_bits(bench, options.rounds),
-    "peers": lambda bench, options: peers.compare(
-        bench, load_tokenizer(options.target or str(TARGET)), options.methods, options.rounds, options.threads
-    ),
+    "peers": lambda bench, options: peers.compare(bench, asked(bench, options)),
 }
 
 
 def load_bench(options: Options) -> Bench:
     """Models and prompts."""
+    loading: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
     target, draft = (
-        load_model(name, device=options.device, dtype=options.dtype)
-        for name in (options.target or str(TARGET), options.draft or str(DRAFT))
+        load_model(name, **loading) for name in (options.target or str(TARGET), options.draft or str(DRAFT))
     )
-    pair = Pair(endless(target), endless(draft))
+    apart = Pair(endless(target), endless(draft))
     if options.target is None:
-        pair = Pair(_wide(target, TARGET_SHAPE), _wide(draft, DRAFT_SHAPE))
+        apart = Pair(_wide(target, TARGET_SHAPE), _wide(draft, DRAFT_SHAPE))
     tokenizer = load_tokenizer(options.target or str(TARGET))
-    apart = Pair(copy.deepcopy(pair.target), copy.deepcopy(pair.draft))
-    take_over(pair.target, pair.draft)
+    pair = copy.deepcopy(apart)
+    ids_D = read_draft_vocabulary(options.draft or str(DRAFT), vocabulary_size(draft))
+    if ids_D is not None:
+        # Other engines load the draft whole, as it is on disk.
+        trim(pair.draft, ids_D)
+    if options.head is not None:
+        pair = replace(pair, head=load_head(options.head, pair.target))
+    take_over(pair.target, pair.draft, *([] if pair.head is None else [pair.head]))
     return Bench(
         pair=pair,
         apart=apart,
         prompts=prompts(tokenizer, options.rounds * options.prompts, options.prompt_tokens),
         text=long_text(tokenizer, max(sections.FORWARD_CONTEXTS)),
         max_new_tokens=options.max_new_tokens,
+    )
+
+
+def asked(bench: Bench, options: Options) -> peers.Asked:
+    """What other engines are asked."""
+    return peers.Asked(
+        pair=bench.apart,
+        tokenizer=load_tokenizer(options.target or str(TARGET)),
+        head=options.head,
+        rounds=bench.rounds(options.rounds),
+        temperatures=options.temperature,
+        max_new_tokens=bench.max_new_tokens,
+        threads=options.threads,
     )
 
 
@@ -191,7 +214,7 @@ def main() -> None:
     resolve_device(options.device)
     bench = load_bench(options)
     result: dict[str, Any] = {"setting": setting(options, bench)}
-    for name in [*options.sections, *(["peers"] if options.peers else [])]:
+    for name in dict.fromkeys([*options.sections, *(["peers"] if options.peers else [])]):
         started = time.monotonic()
         result[name] = SECTIONS[name](bench, options)
         sys.stderr.write(f"{name}: {time.monotonic() - started:.0f} s\n")

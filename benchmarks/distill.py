@@ -13,8 +13,9 @@ client: `answers` answers of one short server in another process; processor-seco
     probes and files included. How many servers' worth of answers a core of the client can take follows from it.
 servers: `prompts` answers of two llama-servers with a thread each, and of a bare loop (benchmarks/distill_servers.py).
     `overhead`: 1 - ours / bare in tokens per second, median of `rounds` pairs; by the clock, for a quiet machine only.
-engines: `wide_prompts` prompts a round to the demo's target widened to the cost of a 99 M model, batches of 32, fp32,
-    temperature 1: tokens per second of `hf`, of `vllm` in process and of `openai` before `vllm serve`, loading apart.
+engines: tokens and rows per second of `hf` (batches of 32), of `vllm` in process and of `openai` before vLLM's server
+    (32 requests at a time), loading apart. `prompts` prompts of `chats` a round, in turn, temperature 1, to `target`;
+    without these, random words to the demo's target widened to the cost of a 99 M model.
 hf: tokens per processor-second for `prompts` prompts of 10 to 300 tokens, temperature 1, EOS on, batches of 32: batches
     that are refilled (as `distill` makes them), batches of like lengths that run to their end, the same in the order of
     the prompts, and transformers' `generate` on those with left padding. Medians of `rounds` rounds in turn. Answers of
@@ -29,6 +30,7 @@ On a shared machine only the seconds of the processor say something; quote ratio
 import asyncio
 import json
 import multiprocessing
+import random
 import resource
 import statistics
 import subprocess
@@ -37,6 +39,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,8 +61,9 @@ from drafts.make.widen import widen  # noqa: E402
 from draftsmith_core.command_line import parse  # noqa: E402
 from draftsmith_core.io import write_json_atomic  # noqa: E402
 from draftsmith_core.models import eos_ids, load_model  # noqa: E402
+from draftsmith_core.prompts import read_prompts  # noqa: E402
 from draftsmith_core.sampling import Sampling, generator, row_seed  # noqa: E402
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer  # noqa: E402
+from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer  # noqa: E402
 
 TARGET = str(ROOT / "draftsmith" / "demo" / "pair" / "target")
 TEXT = "If the lock is not owned by the thread that calls release, an error is raised and nothing else is done. "
@@ -80,6 +84,12 @@ class Options:
     wide_prompts: int = 96
     new_tokens: int = 48
     rounds: int = 3
+    target: str = ""
+    """engines: the target; with `chats`."""
+    chats: str = ""
+    """engines: a file of prompts."""
+    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
+    """engines: one after another."""
     only: str = ""
     """Used by itself: measure this section and print it."""
 
@@ -344,8 +354,16 @@ def engines(options: Options, directory: Path) -> dict[str, Any]:
     """hf, vLLM in process, and vLLM served."""
     from benchmarks.distill_servers import engines as measured
 
-    target = _wide(TARGET, directory / "target", TARGET_SHAPE)
-    return measured(target, TEXT, options.wide_prompts, options.new_tokens, options.rounds, directory)
+    target, count = options.target or _wide(TARGET, directory / "target", TARGET_SHAPE), options.prompts
+    tokenizer, draw = load_tokenizer(target), random.Random(0)
+    if options.chats:
+        read = islice(read_prompts(options.chats, tokenizer).prompts, options.rounds * count)
+        ids = [list(prompt.ids) for prompt in read]
+    else:
+        texts = (" ".join(draw.choices(TEXT.split(), k=draw.randint(4, 40))) for _ in range(options.rounds * count))
+        ids = [encode_text(tokenizer, text) for text in texts]
+    rounds = [ids[start : start + count] for start in range(0, len(ids), count)]
+    return measured(target, rounds, options.new_tokens, options.dtypes, directory)
 
 
 SECTIONS = {

@@ -4,19 +4,24 @@ hf                        transformers' generate
 hf-assisted               its assisted generation as it comes: up to 20 tokens, stopped by the draft's confidence
 hf-constant:N             assisted with N tokens at every step and no confidence stop
 ar                        this engine without a draft
-TREE[/VERIFIER]           this engine with the draft model on a tree such as chain:4 or eagle2:depth=4,beam=4,nodes=16
+TREE[/VERIFIER]           this engine with the draft model on a tree such as chain:4, eagle2:depth=4,beam=4,nodes=16
+                          or auto:FILE of a plan
+head@TREE[/VERIFIER]      this engine with the head
 PROPOSER@TREE[/VERIFIER]  another proposer that needs no weights, such as prompt_lookup@chain:6
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from decode import PROPOSERS, DraftModelProposer, SpeculativeDecoder
+from decode import PROPOSERS, VERIFIERS, DraftModelProposer, Proposer, SpeculativeDecoder, parse_tree
+from drafts.heads import Head
 from draftsmith_core.errors import InputError
+from draftsmith_core.io import read_tree_file
 from draftsmith_core.sampling import Sampling, generator, row_seed
 
 # `hf-assisted`: the defaults of transformers' own generation config, written out so that they are fixed here.
@@ -37,10 +42,11 @@ class Method:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a draft that never end a text: every method then emits the same number of tokens."""
+    """A target, a draft and perhaps a head that never end a text: every method then emits as many tokens."""
 
     target: PreTrainedModel
     draft: PreTrainedModel
+    head: Head | None = None
 
 
 def endless(model: PreTrainedModel) -> PreTrainedModel:
@@ -71,15 +77,19 @@ def build(name: str, pair: Pair, temperature: float, max_new_tokens: int) -> Met
 def decoder(name: str, pair: Pair) -> SpeculativeDecoder:
     """Our decoder for `[PROPOSER@]TREE[/VERIFIER]`; the verifier is `default_verifier` when not named."""
     proposer_name, _, rest = name.rpartition("@")
-    tree, _, verifier = rest.partition("/")
-    weightless = [each for each, kind in PROPOSERS.items() if kind.needs == "nothing"]
-    if proposer_name and proposer_name not in weightless:
-        raise InputError(
-            f"--methods {name}: '{proposer_name}' is no proposer without weights; use {', '.join(weightless)}"
-        )
+    tree, _, verifier = rest.rpartition("/")
+    if verifier not in VERIFIERS:
+        tree, verifier = rest, ""
+    makers: dict[str, Callable[[], Proposer]] = {
+        each: partial(kind.make, None) for each, kind in PROPOSERS.items() if kind.needs == "nothing"
+    }
+    if (head := pair.head) is not None:
+        makers["head"] = lambda: PROPOSERS[head.kind].make(head)
+    if proposer_name and proposer_name not in makers:
+        raise InputError(f"--methods {name}: '{proposer_name}' is not among {', '.join(makers)}; --head gives a head")
     try:
-        proposer = PROPOSERS[proposer_name].make(None) if proposer_name else DraftModelProposer(pair.draft)
-        return SpeculativeDecoder(pair.target, proposer, tree=tree, verifier=verifier or None)
+        proposer = makers[proposer_name]() if proposer_name else DraftModelProposer(pair.draft)
+        return SpeculativeDecoder(pair.target, proposer, parse_tree(tree, read_tree_file), verifier or None)
     except ValueError as error:
         raise InputError(f"--methods {name}: {error}") from None
 

@@ -1,14 +1,16 @@
-"""Other engines on the same models, prompts and threads, for `decode.py --peers`.
+"""Other engines on the same models, prompts and threads, for `decode.py --peers true` and the speed of `real_pair.py`.
 
 `make engines` installs them (`drafts.neighbours`), in environments of their own, because they need other versions of
 the same libraries. An engine that is not there is left out with the reason.
 """
 
+import copy
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,178 +20,213 @@ import draftsmith as ds
 from benchmarks.methods import Method, Pair
 from benchmarks.sections import Bench
 from drafts.layouts import gguf_file
-from drafts.load import Source
+from drafts.load import Source, load_source
 from drafts.neighbours import complete, how_to_get, llama_server, program, vllm_answers, work
-from draftsmith.demo import corpus
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.tokenization import Tokenizer
-from train.config import Optim
 
-ASSISTANT_TOKENS = (3, 4, 6)
-LLAMA_TOKENS = (3, 6)
-HEAD_STEPS = 60
+# Tokens that the others draft at a time.
+AHEAD = (2, 4)
+# Of one temperature: median tokens per second over rounds (prefill included), and the outputs of all prompts.
+Measured = dict[str, Any]
 
 
-def compare(bench: Bench, tokenizer: Tokenizer, names: Sequence[str], rounds: int, threads: int) -> dict[str, Any]:
-    """Greedy tokens per second (median over rounds, prefill included) of every engine that is there, and how many of
-    its outputs equal this engine's. Ours are timed before and after the others, because nothing can be interleaved
-    between processes: the two figures should agree.
+@dataclass(frozen=True)
+class Asked:
+    """What every engine is asked. pair: whole models, as they are on disk; head: the directory of an EAGLE-3 head."""
+
+    pair: Pair
+    tokenizer: Tokenizer
+    head: str | None
+    rounds: list[list[list[int]]]
+    temperatures: Sequence[float]
+    max_new_tokens: int
+    threads: int
+
+    @property
+    def sixteen_bits(self) -> bool:
+        """Whether the models are held in 16 bits, so that engines compute in these too."""
+        return self.pair.target.dtype != torch.float32
+
+    def save(self, directory: Path) -> dict[str, str]:
+        """Target and draft as directories."""
+        places = {"target": self.pair.target, "draft": self.pair.draft}
+        for name, model in places.items():
+            model.save_pretrained(directory / name)
+            self.tokenizer.save_pretrained(directory / name)
+        return {name: str(directory / name) for name in places}
+
+    def measured(self, speeds: Sequence[Sequence[float]], outputs: Sequence[list[list[int]]]) -> dict[str, Measured]:
+        """The result of one way to decode, from speeds and outputs by temperature."""
+        return {
+            f"T={temperature:g}": {"tokens_per_s": statistics.median(own), "outputs": tokens}
+            for temperature, own, tokens in zip(self.temperatures, speeds, outputs, strict=True)
+        }
+
+
+def compare(bench: Bench, asked: Asked) -> dict[str, Any]:
+    """Tokens per second of every engine that is there, by way and temperature, over those of this engine's target alone
+    (`over_ar`), and how many greedy outputs equal its own. Nothing can be interleaved between processes, so `ar` is
+    timed before and after each engine: the two figures should agree.
     """
-    prompts = bench.rounds(rounds)
-    request = {
-        "prompts": prompts,
-        "max_new_tokens": bench.max_new_tokens,
-        "threads": threads,
-        "assistant_tokens": ASSISTANT_TOKENS,
-    }
-    made = {name: bench.build(name, 0.0) for name in dict.fromkeys(["ar", "hf", *names])}
-    outputs = [made["ar"].decode([prompt], 0)[0] for share in prompts for prompt in share]
-    before = {name: _speed(method, prompts) for name, method in made.items()}
-    others = {
-        "openvino-genai f32": openvino(bench.apart, tokenizer, request),
-        "llama-server": llama_cpp(bench.apart, tokenizer, request),
-        "vllm f32": vllm(bench.apart, tokenizer, request),
-    }
-    after = {name: _speed(method, prompts) for name, method in made.items()}
-    ours = {name: {"tokens_per_s": [before[name], after[name]]} for name in made}
-    return ours | {name: without_outputs(found, outputs) for name, found in others.items()}
+    return {name: beside(bench, asked, engine) for name, engine in ENGINES.items()}
+
+
+def beside(bench: Bench, asked: Asked, engine: Callable[[Asked], dict[str, Any]]) -> dict[str, Any]:
+    """One engine, with `ar` before and after."""
+    alone = {f"T={temperature:g}": bench.build("ar", temperature) for temperature in asked.temperatures}
+    before = {at: _speed(method, asked.rounds) for at, method in alone.items()}
+    try:
+        found = engine(asked)
+    except (InputError, RunError) as error:
+        return {"failed": str(error)}
+    after = {at: _speed(method, asked.rounds) for at, method in alone.items()}
+    greedy = [bench.build("ar", 0.0).decode([prompt], 0)[0] for prompts in asked.rounds for prompt in prompts]
+    for way in found.values():
+        for at in alone.keys() & way.keys() if isinstance(way, dict) else ():
+            outputs = way[at].pop("outputs")
+            way[at]["over_ar"] = way[at]["tokens_per_s"] / statistics.mean([before[at], after[at]])
+            if at == "T=0":
+                same = sum(mine == theirs for mine, theirs in zip(greedy, outputs, strict=True))
+                way[at]["equal"] = f"{same} of {len(greedy)}"
+    return found | {"ar": {at: [before[at], after[at]] for at in alone}}
 
 
 def _speed(method: Method, rounds: Sequence[Sequence[Sequence[int]]]) -> float:
     method.decode([rounds[0][0]], 0)
     speeds = []
-    for prompts in rounds:
+    for turn, prompts in enumerate(rounds):
         started = time.perf_counter()
-        emitted = sum(len(method.decode([prompt], 0)[0]) for prompt in prompts)
+        emitted = sum(len(method.decode([prompt], turn)[0]) for prompt in prompts)
         speeds.append(emitted / (time.perf_counter() - started))
     return statistics.median(speeds)
 
 
-def openvino(pair: Pair, tokenizer: Tokenizer, request: dict[str, Any]) -> dict[str, Any]:
-    """OpenVINO GenAI through `peer_openvino.py`, with fp32 weights and arithmetic."""
+def openvino(asked: Asked) -> dict[str, Any]:
+    """OpenVINO GenAI through `peer_openvino.py`: in 16 bits as it comes, else with fp32 arithmetic and cache."""
     python = program("openvino")
     if python is None:
         return {"skipped": f"not here: {how_to_get('openvino')}"}
     with tempfile.TemporaryDirectory() as directory:
-        names = {"target": pair.target, "draft": pair.draft}
-        for name, model in names.items():
-            model.save_pretrained(Path(directory) / name)
-            tokenizer.save_pretrained(Path(directory) / name)
+        names = asked.save(Path(directory))
+        for name in names.values():
             # It refuses a model without an end; the request says to go on behind it.
-            for file in (Path(directory) / name).glob("*config.json"):
+            for file in Path(name).glob("*config.json"):
                 file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 0}))
+        request = {"prompts": asked.rounds, "max_new_tokens": asked.max_new_tokens, "threads": asked.threads}
+        request |= {"ahead": AHEAD, "temperatures": asked.temperatures, "sixteen_bits": asked.sixteen_bits}
         file = Path(directory) / "request.json"
         file.write_text(json.dumps(request))
-        try:
-            script = Path(__file__).resolve().with_name("peer_openvino.py")
-            return work(python, str(script), *(f"{directory}/{name}" for name in names), file)
-        except RunError as error:
-            return {"failed": str(error)}
+        found = work(python, Path(__file__).resolve().with_name("peer_openvino.py"), *names.values(), file)
+    ways = {name: asked.measured(**each) for name, each in found.pop("ways").items()}
+    return found | ways
 
 
-def llama_cpp(pair: Pair, tokenizer: Tokenizer, request: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp's server with F32 and with F16 weights, without and with the draft; else as it comes."""
+def llama_cpp(asked: Asked) -> dict[str, Any]:
+    """llama.cpp's server as it comes, alone, with the draft and with the head: the target in F16, and in F32 or, for
+    models in 16 bits, Q8_0.
+    """
     server = program("llama-server")
     if server is None:
         return {"skipped": f"not here: {how_to_get('llama-server')}"}
     found: dict[str, Any] = {}
-    for name, dtype in (("F32", torch.float32), ("F16", torch.float16)):
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                target, draft = (
-                    gguf(Path(directory) / kind, tokenizer, model, dtype)
-                    for kind, model in (("target", pair.target), ("draft", pair.draft))
-                )
-            except (InputError, RunError) as error:
-                return found | {"failed": str(error)}
-            words = ["-m", str(target), "-t", str(request["threads"]), "-c", "4096", "-np", "1"]
-            drafting = ["-md", str(draft), "--spec-type", "draft-simple", "--spec-draft-n-max"]
-            ways = {name: words} | {
-                f"{name}, draft, {ahead} tokens": [*words, *drafting, str(ahead)] for ahead in LLAMA_TOKENS
-            }
-            found |= {way: _served(server, options, request) for way, options in ways.items()}
-    return found
-
-
-def vllm(pair: Pair, tokenizer: Tokenizer, request: dict[str, Any]) -> dict[str, Any]:
-    """vLLM with fp32 weights, one request at a time and without CUDA graphs or compiling, as CPUs have none: without a
-    draft, with the draft, and with an EAGLE-3 head that `_eagle3` trains for this target.
-    """
-    python = program("vllm")
-    if python is None:
-        return {"skipped": f"not here: {how_to_get('vllm')}"}
-    prompts = [prompt for turn in request["prompts"] for prompt in turn]
-    longest = max(map(len, prompts)) + request["max_new_tokens"] + 16
     with tempfile.TemporaryDirectory() as directory:
-        target, draft = (str(Path(directory) / name) for name in ("target", "draft"))
-        for model, name in ((pair.target, target), (pair.draft, draft)):
-            model.save_pretrained(name)
-            tokenizer.save_pretrained(name)
-        engine = {"model": target, "dtype": "float32", "max_model_len": longest, "max_num_seqs": 1}
-        ways: dict[str, Any] = {"alone": engine}
-        drafts = {"draft": ("draft_model", draft), "eagle3": ("eagle3", _eagle3(target, Path(directory)))}
-        for name, (method, model) in drafts.items():
-            for ahead in LLAMA_TOKENS:
-                how = {"method": method, "model": model, "num_speculative_tokens": ahead}
-                ways[f"{name}, {ahead} tokens"] = engine | {"speculative_config": how}
-        common = {"max_new_tokens": request["max_new_tokens"], "threads": request["threads"]}
-        common |= {"prompts": [prompts[0], *prompts], "ways": [{"temperature": 0}]}
-        try:
-            answers = vllm_answers(python, {name: common | {"engine": each} for name, each in ways.items()})
-        except RunError as error:
-            return {"failed": str(error)}
-    found: dict[str, Any] = {"version": answers["engine"]}
-    for name, rows in answers["answers"].items():
-        if isinstance(rows, dict):
-            found[name] = {"failed": rows["refused"]}
-            continue
-        rows, count = rows[0][1:], len(request["prompts"][0])
-        rounds = [rows[start : start + count] for start in range(0, len(rows), count)]
-        speeds = [sum(len(row["tokens"][0]) for row in turn) / sum(row["seconds"] for row in turn) for turn in rounds]
-        found[name] = {"tokens_per_s": statistics.median(speeds), "outputs": [row["tokens"][0] for row in rows]}
-        if drafts := sum(row.get("drafts", 0) for row in rows):
-            found[name]["accepted_per_draft"] = sum(sum(row["per_position"]) for row in rows) / drafts
+        place, tokenizer = Path(directory), asked.tokenizer
+        drafts = {"draft": ("draft-simple", gguf(place / "draft", tokenizer, asked.pair.draft))}
+        if asked.head is not None:
+            names = asked.save(place / "saved")
+            head = load_source(asked.head, names["target"], "float16")
+            (place / "head").mkdir()
+            gguf_file.write(head, place / "head")
+            drafts["eagle3"] = ("draft-eagle3", place / "head" / gguf_file.FILE)
+        for kind in ("F16", "Q8_0" if asked.sixteen_bits else "F32"):
+            target = gguf(place / kind, tokenizer, asked.pair.target, kind)
+            words = ["-m", str(target), "-t", str(asked.threads), "-c", "4096", "-np", "1"]
+            found[kind] = _served(server, words, asked)
+            for name, (method, file) in drafts.items():
+                for ahead in AHEAD:
+                    more = ["-md", str(file), "--spec-type", method, "--spec-draft-n-max", str(ahead)]
+                    found[f"{kind}, {name}, {ahead} tokens"] = _served(server, [*words, *more], asked)
     return found
 
 
-def _eagle3(target: str, directory: Path) -> str:
-    """A head for the target, from its greedy answers to 48 training passages, as speculators' layout."""
-    rows = [row for name in corpus.DOMAINS for row in corpus.passages(name, corpus.split(name).train, 300)[:16]]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data, head, out = (str(directory / name) for name in ("set", "head", "exported"))
-    options: dict[str, Any] = {"max_new_tokens": 64, "temperature": 0, "ignore_eos": True, "batch_size": 16}
-    ds.distill(ds.DistillConfig(target=target, prompts=str(directory / "prompts.jsonl"), out=data, **options))
-    options = {"steps": HEAD_STEPS, "eval_every": HEAD_STEPS, "batch_size": 8, "max_length": 192, "objective": "fkl"}
-    options |= {"optim": Optim(lr=1e-3), "draft_vocab_size": 2048}
-    ds.train(ds.TrainConfig(kind="eagle3", target=target, data=[data], heldout=[data], out=head, **options))
-    ds.export(ds.ExportConfig(draft=head, target=target, format="speculators", out=out, dtype="float32"))
-    return out
-
-
-def gguf(directory: Path, tokenizer: Tokenizer, model: Any, dtype: torch.dtype) -> Path:
+def gguf(directory: Path, tokenizer: Tokenizer, model: Any, kind: str = "F16") -> Path:
     """The model as a GGUF file in `directory`; InputError, one line, for one that cannot be written."""
     directory.mkdir()
-    gguf_file.write(Source(directory.name, model, dtype, tokenizer), directory)
+    dtype = torch.float32 if kind == "F32" else torch.float16
+    rounded = copy.deepcopy(model).to(dtype).float()
+    gguf_file.write(Source(directory.name, rounded, dtype, tokenizer), directory, eight_bits=kind == "Q8_0")
     return directory / gguf_file.FILE
 
 
-def _served(server: Path, words: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
-    speeds, outputs = [], []
+def _served(server: Path, words: Sequence[str], asked: Asked) -> dict[str, Any]:
+    speeds: list[list[float]] = [[] for _ in asked.temperatures]
+    outputs: list[list[list[int]]] = [[] for _ in asked.temperatures]
     try:
         with llama_server(server, words) as port:
-            for prompts in [request["prompts"][0][:1], *request["prompts"]]:
-                started = time.perf_counter()
-                answers = [complete(port, prompt, request["max_new_tokens"])["tokens"] for prompt in prompts]
-                speeds.append(sum(map(len, answers)) / (time.perf_counter() - started))
-                outputs += answers
+            complete(port, asked.rounds[0][0], asked.max_new_tokens)
+            for place, temperature in enumerate(asked.temperatures):
+                for turn, prompts in enumerate(asked.rounds):
+                    started = time.perf_counter()
+                    options = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": turn}
+                    answers = [complete(port, prompt, asked.max_new_tokens, **options)["tokens"] for prompt in prompts]
+                    speeds[place].append(sum(map(len, answers)) / (time.perf_counter() - started))
+                    outputs[place] += answers
     except RunError as error:
         return {"failed": str(error)}
-    return {"tokens_per_s": statistics.median(speeds[1:]), "outputs": outputs[1:]}
+    return asked.measured(speeds, outputs)
 
 
-def without_outputs(found: dict[str, Any], ours: list[list[int]]) -> dict[str, Any]:
-    """The same with the tokens replaced by how many outputs equal ours."""
-    if "outputs" in found:
-        same = sum(mine == theirs for mine, theirs in zip(ours, found["outputs"], strict=True))
-        return {key: value for key, value in found.items() if key != "outputs"} | {"equal": f"{same} of {len(ours)}"}
-    return {key: without_outputs(value, ours) if isinstance(value, dict) else value for key, value in found.items()}
+def vllm(asked: Asked) -> dict[str, Any]:
+    """vLLM in the dtype of the models, one request at a time: alone, with the draft, and with the head."""
+    python = program("vllm")
+    if python is None:
+        return {"skipped": f"not here: {how_to_get('vllm')}"}
+    prompts = [prompt for turn in asked.rounds for prompt in turn]
+    longest = max(map(len, prompts)) + asked.max_new_tokens + 16
+    with tempfile.TemporaryDirectory() as directory:
+        names = asked.save(Path(directory))
+        dtype = str(asked.pair.target.dtype).removeprefix("torch.")
+        engine = {"model": names["target"], "dtype": dtype, "max_model_len": longest, "max_num_seqs": 1}
+        ways: dict[str, Any] = {"alone": engine}
+        drafts = {"draft": ("draft_model", names["draft"])}
+        if asked.head is not None:
+            out = f"{directory}/head"
+            ds.export(draft=asked.head, target=names["target"], format="speculators", out=out, dtype=dtype)
+            drafts["eagle3"] = ("eagle3", out)
+        for name, (method, model) in drafts.items():
+            for ahead in AHEAD:
+                how = {"method": method, "model": model, "num_speculative_tokens": ahead}
+                ways[f"{name}, {ahead} tokens"] = engine | {"speculative_config": how}
+        common: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "threads": asked.threads}
+        common["ways"] = [{"temperature": temperature, "seed": 0} for temperature in asked.temperatures]
+        # The first is a warm-up.
+        common["prompts"] = [prompts[0], *prompts]
+        answers = vllm_answers(python, {name: common | {"engine": each} for name, each in ways.items()})
+    found: dict[str, Any] = {"version": answers["engine"]}
+    for name, by_way in answers["answers"].items():
+        if isinstance(by_way, dict):
+            found[name] = {"failed": by_way["refused"]}
+            continue
+        rows_of = [rows[1:] for rows in by_way]
+        count = len(asked.rounds[0])
+        speeds = [
+            [
+                sum(len(row["tokens"][0]) for row in rows[start : start + count])
+                / sum(row["seconds"] for row in rows[start : start + count])
+                for start in range(0, len(rows), count)
+            ]
+            for rows in rows_of
+        ]
+        found[name] = asked.measured(speeds, [[row["tokens"][0] for row in rows] for rows in rows_of])
+        for rows, each in zip(rows_of, found[name].values(), strict=True):
+            if drafted := sum(row.get("drafts", 0) for row in rows):
+                each["accepted_per_draft"] = sum(sum(row["per_position"]) for row in rows) / drafted
+    return found
+
+
+ENGINES: dict[str, Callable[[Asked], dict[str, Any]]] = {
+    "openvino-genai": openvino,
+    "llama-server": llama_cpp,
+    "vllm": vllm,
+}

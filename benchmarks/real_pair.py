@@ -8,7 +8,7 @@ data    prompts, and the target's answers: `chat` and `own` (chats whose prompts
 which   question 1: drafts of about equal trained parameters on equal tokens of chat, beside methods without weights
 align   question 2: the best language model and the best head of chat, aligned to maths, plain and with replay
 amount  question 3: the best head, on a part of the data and for a part of the steps
-speed   question 4: tokens per second of the best two, and of other engines
+speed   question 4: tokens per second of the best two, and of other engines (benchmarks/real_speed.py)
 
 Every step is a command of draftsmith with an --out of its own, so that the same call continues a run that was killed.
 Prints the tables of docs/real.md. With --keep, finished sets go to benchmarks/real/ and results to docs/results/.
@@ -18,16 +18,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 
-from benchmarks import decode as bench_decode
-from benchmarks import figures, frontier_tables, peers
-from benchmarks.objectives_data import ROOT, once, write_set
+from benchmarks import figures, frontier_tables, real_speed
+from benchmarks.objectives_data import ROOT, write_set
 from benchmarks.pages import table
 from benchmarks.real_study import COMMAND, DOMAINS, FULL, TINY, Options, Study, data
 from drafts.heads import write_head
@@ -39,12 +37,8 @@ from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir
 from draftsmith_core.models import load_model
-from draftsmith_core.prompts import read_prompts
-from draftsmith_core.tokenization import load_tokenizer
 from eval.bootstrap import PromptSums
-from eval.config import PlanConfig
 from eval.evaluate import evaluate
-from eval.plan import plan
 from eval.report.formats import number, with_interval
 from eval.results import Results
 from train.config import DraftKind, TrainConfig
@@ -322,38 +316,10 @@ def amount_table(results: Results) -> str:
 
 
 def speed(study: Study) -> None:
-    """Time the best head and the best language model with planned trees in 16 bits, then the other engines."""
-    chats = study.prompts("chat")
-    for name in (best(study, *LANGUAGE_MODELS), best(study, *HEADS)):
-        place, file = str(study.out / "drafts" / name), study.out / "speed" / f"{name}.plan.json"
-        bits: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
-        if not file.exists():
-            plan(PlanConfig(target=study.options.target, draft=place, prompts=chats, out=str(file), **bits))
-        timed = {"tree": ["chain:2", "chain:4", f"auto:{file}"], "speed_prompts": 8, **bits}
-        results = evaluate(study.evaluation(f"speed-{name}", {name: place}, "chat", **timed))
-        _keep(study, f"speed-{name}")
-        for temperature in results.temperatures:
-            for tree, verifier in results.methods:
-                row = results.figure("speedup", name, "chat", temperature, tree, verifier)
-                sys.stdout.write(
-                    f"{name}, {tree}, T = {temperature:g}: {with_interval(row, 2)} times the target alone\n"
-                )
-    draft = str(study.out / "drafts" / best(study, *LANGUAGE_MODELS))
-    found = once(study.out / "speed" / "peers.json", lambda: others(study, draft, chats))
-    for engine, figure in found.items():
-        sys.stdout.write(f"{engine}: {figure}\n")
-
-
-def others(study: Study, draft: str, chats: str) -> dict[str, Any]:
-    """Tokens per second of other engines on the same chats, beside ours (benchmarks/peers.py)."""
-    rounds = 1 if study.options.tiny else 3
-    words = bench_decode.Options(
-        target=study.options.target, draft=draft, dtype="bfloat16", device="cpu", rounds=rounds, prompts=2
-    )
-    bench, tokenizer = bench_decode.load_bench(words), load_tokenizer(study.options.target)
-    read = islice(read_prompts(chats, tokenizer).prompts, words.rounds * words.prompts)
-    bench = replace(bench, prompts=[list(prompt.ids) for prompt in read])
-    return peers.compare(bench, tokenizer, ["chain:2", "chain:4", "hf-assisted"], words.rounds, words.threads)
+    """Time the best language model and the best head with planned trees, then the other engines."""
+    found = real_speed.measure(study, best(study, *LANGUAGE_MODELS), best(study, *HEADS))
+    _keep(study, "speed")
+    sys.stdout.write(real_speed.speed_tables(found))
 
 
 def _keep(study: Study, name: str) -> None:

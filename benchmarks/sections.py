@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.methods import Method, Pair, build
@@ -24,6 +25,7 @@ from benchmarks.timing import (
     runner_forwards,
     timed_run,
 )
+from decode.packed_weights import kernel_products
 from draftsmith_core.models import context_length
 
 FORWARD_ROWS = (1, 2, 5, 9, 17, 29, 61)
@@ -56,7 +58,8 @@ class Bench:
 
     def clock(self) -> Clock:
         """Notes the forwards of all models here."""
-        return Clock(target=[self.pair.target, self.apart.target], draft=[self.pair.draft, self.apart.draft])
+        head = [] if self.pair.head is None else [self.pair.head]
+        return Clock(target=[self.pair.target, self.apart.target], draft=[self.pair.draft, self.apart.draft, *head])
 
 
 def forwards(bench: Bench) -> dict[str, Any]:
@@ -77,6 +80,7 @@ def forwards(bench: Bench) -> dict[str, Any]:
             read = bytes_per_token(model) + cache_bytes(model, context)
             limit_ms = 1e3 * read / bandwidth(model.device)
             found[f"{name}_behind_{context}"] = made | {"share_of_memory_limit": limit_ms / made["ours"]["1"]["ms"]}
+    found["target_projection"] = {"ours": _projection(bench.pair.target)}
     found["cost_of_zeros"] = _cost_of_zeros(bench.apart.target, bench.text[: FORWARD_CONTEXTS[0]])
     return found
 
@@ -102,6 +106,16 @@ def _by_rows(
         }
         for name in made
     }
+
+
+def _projection(model: PreTrainedModel) -> dict[str, dict[str, float]]:
+    """Milliseconds of the output projection alone, which every forward ends with."""
+    projection: Any = model.get_output_embeddings()
+    states = torch.zeros(max(FORWARD_ROWS), projection.in_features, device=model.device, dtype=model.dtype)
+    with torch.inference_mode(), kernel_products():
+        calls = {str(rows): partial(projection, states[:rows]) for rows in FORWARD_ROWS}
+        times_s = medians_s(calls, model.device, FORWARD_REPEATS)
+    return {rows: {"ms": 1e3 * seconds} for rows, seconds in times_s.items()}
 
 
 def _cost_of_zeros(model: PreTrainedModel, context: Sequence[int]) -> dict[str, float]:
@@ -150,8 +164,11 @@ def _methods_at(bench: Bench, names: Sequence[str], temperature: float, rounds: 
         "limit_tokens_per_s_without_draft": 1 / limit_s,
         "bandwidth_GB_per_s": [each / 1e9 for each in read],
     }
+    memory_ms = 1e3 * bytes_per_token(target) / statistics.median(read)
     for name in names:
         found[name] = _summary(made[name], runs[name], limit_s)
+        if not name.startswith("hf"):
+            found[name]["parts_of_a_step"] = _parts(made[name], runs[name], memory_ms, found["raw_forward_ms"]["ours"])
         for baseline in ("ar", "hf"):
             found[name][f"speed_over_{baseline}"] = statistics.median(
                 _speed(mine) / _speed(theirs) for mine, theirs in zip(runs[name], runs[baseline], strict=True)
@@ -217,3 +234,25 @@ def _summary(method: Method, rounds: Sequence[Sequence[Run]], limit_s: float) ->
             for runs in rounds
         ),
     }
+
+
+def _parts(method: Method, rounds: Sequence[Sequence[Run]], memory_ms: float, forward_ms: float) -> dict[str, float]:
+    """Milliseconds of a step, from all runs, prefill included: `memory`, the reading of the target's weights;
+    `one_token`, what its forward of one token takes beyond; `more_rows`, what its forwards here take beyond that one;
+    `draft`; `prompt`, until the end of the target's first forward; `outside`, the rest. They add up to the step.
+    `limit`: tau tokens in one forward of one token would take so long.
+    """
+    runs = [run for each in rounds for run in each]
+    steps = sum(_steps(method, run) for run in runs)
+    prompt_ms, target_ms, draft_ms, wall_ms = (
+        1e3 * sum(seconds) / steps
+        for seconds in (
+            [run.wall_s - run.after_prefill_s for run in runs],
+            [run.forward_s["target"] for run in runs],
+            [run.forward_s.get("draft", 0.0) for run in runs],
+            [run.wall_s for run in runs],
+        )
+    )
+    parts = {"memory": memory_ms, "one_token": forward_ms - memory_ms, "draft": draft_ms, "prompt": prompt_ms}
+    parts["more_rows"] = target_ms - prompt_ms - forward_ms
+    return parts | {"outside": wall_ms - sum(parts.values()), "step": wall_ms, "limit": forward_ms}

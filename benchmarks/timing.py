@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from decode.native.large_pages import empty_bytes
@@ -60,7 +60,7 @@ class Forward:
 class Clock:
     """While open (`with Clock(target=[...], draft=[...]) as clock`), notes the forwards of these models by name."""
 
-    def __init__(self, **models: Sequence[PreTrainedModel]) -> None:
+    def __init__(self, **models: Sequence[nn.Module]) -> None:
         self.forwards: list[Forward] = []
         self._models = [model for group in models.values() for model in group]
         self._names = {id(model): name for name, group in models.items() for model in group}
@@ -84,28 +84,30 @@ class Clock:
     def _through_runner(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def timed(runner: Runner, *values: Any, **options: Any) -> Any:
-            return self._note(runner.model, lambda: call(runner, *values, **options))
+            # A head is wrapped for its runner.
+            model = getattr(runner.model, "head", runner.model)
+            return self._note(model, runner.device, lambda: call(runner, *values, **options))
 
         return timed
 
     def _through_model(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         # `wraps` also passes on the signature, which generate and Runner look at.
         @functools.wraps(forward)
-        def timed(model: PreTrainedModel, *values: Any, **options: Any) -> Any:
-            return self._note(model, lambda: forward(model, *values, **options))
+        def timed(model: nn.Module, *values: Any, **options: Any) -> Any:
+            return self._note(model, next(model.parameters()).device, lambda: forward(model, *values, **options))
 
         return timed
 
-    def _note(self, model: PreTrainedModel, call: Callable[[], Any]) -> Any:
+    def _note(self, model: nn.Module, device: torch.device, call: Callable[[], Any]) -> Any:
         name = self._names.get(id(model))
         if name is None or self._inside:
             return call()
         self._inside = True
-        start = mark(model.device)
+        start = mark(device)
         try:
             return call()
         finally:
-            self.forwards.append(Forward(name, start, mark(model.device)))
+            self.forwards.append(Forward(name, start, mark(device)))
             self._inside = False
 
 

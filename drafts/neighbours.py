@@ -31,6 +31,8 @@ PROGRAMS = {
     "vllm": ("VLLM_PYTHON", "vllm/bin/python"),
     "llama-server": ("LLAMA_SERVER", "llama/llama-server"),
 }
+# vLLM on a CPU would claim 92 % of the memory, and bind its threads to processors that may be busy.
+VLLM_ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
 def program(engine: str) -> Path | None:
@@ -88,7 +90,13 @@ def vllm_server(python: Path, words: Sequence[str]) -> AbstractContextManager[in
 def _serving(command: Sequence[str], start_s: int) -> Iterator[int]:
     port = free_port()
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=log, text=True)
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            env=VLLM_ON_A_CPU | os.environ,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            text=True,
+        )
         try:
             end = time.monotonic() + start_s
             while not (up := is_up(port)) and time.monotonic() < end and process.poll() is None:
@@ -128,10 +136,12 @@ def ask(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return reply
 
 
-def complete(port: int, prompt: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
-    """llama-server's greedy answer to token ids, past any end: `tokens`, and `timings` with its counts of drafts."""
-    wanted = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0, "ignore_eos": True}
-    return ask(port, "completion", wanted | {"return_tokens": True, "cache_prompt": False})
+def complete(port: int, prompt: Sequence[int], max_new_tokens: int, **sampling: Any) -> dict[str, Any]:
+    """llama-server's answer to token ids, past any end: `tokens`, and `timings` with its counts of drafts. It is greedy
+    unless `sampling` says otherwise.
+    """
+    wanted = {"prompt": list(prompt), "n_predict": max_new_tokens, "ignore_eos": True, "return_tokens": True}
+    return ask(port, "completion", wanted | {"temperature": 0, "cache_prompt": False} | sampling)
 
 
 # The largest difference of an engine's logits from ours.

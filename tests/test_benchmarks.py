@@ -143,13 +143,18 @@ def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch: pytes
 def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(str(TARGET))
     monkeypatch.setattr(peers, "program", lambda engine: None)
-    others = ("openvino-genai f32", "llama-server", "vllm f32")
-    found = peers.compare(tiny_bench(), tokenizer, ["chain:2"], 2, 1)
-    assert set(found) == {"ar", "hf", "chain:2", *others}
-    assert all(speed > 0 for name in ("ar", "hf", "chain:2") for speed in found[name]["tokens_per_s"])
-    assert all("make engines" in found[name]["skipped"] for name in others)
-    answer = {"version": "1", "ar": {"tokens_per_s": 2.0, "outputs": [[1], [2]]}}
-    assert peers.without_outputs(answer, [[1], [3]]) == {"version": "1", "ar": {"tokens_per_s": 2.0, "equal": "1 of 2"}}
+    bench = tiny_bench()
+    rounds = bench.rounds(2)
+    asked = peers.Asked(bench.apart, tokenizer, None, rounds, [0.0, 1.0], bench.max_new_tokens, 1)
+    found = peers.compare(bench, asked)
+    assert list(found) == ["openvino-genai", "llama-server", "vllm"]
+    for engine in found.values():
+        assert "make engines" in engine["skipped"] and all(min(speeds) > 0 for speeds in engine["ar"].values())
+    greedy = [bench.build("ar", 0.0).decode([prompt], 0)[0] for prompts in rounds for prompt in prompts]
+    ways = {"alone": asked.measured([[2.0, 4.0, 9.0], [1.0]], [[*greedy[1:], [1]], greedy])}
+    alone = peers.beside(bench, asked, lambda asked: {"version": "1", **ways})["alone"]
+    assert alone["T=0"]["tokens_per_s"] == 4 and alone["T=0"]["equal"] == "0 of 4" and "equal" not in alone["T=1"]
+    assert alone["T=1"]["over_ar"] > 0 and "outputs" not in alone["T=0"] | alone["T=1"]
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ import torch
 from distill.config import DistillConfig
 from distill.generate import distill
 from distill.score import score
-from drafts.neighbours import vllm_server
+from drafts.neighbours import VLLM_ON_A_CPU, vllm_server
 from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.models import load_model
@@ -236,7 +236,6 @@ from draftsmith.__main__ import main
 sys.exit(max(main(words) for words in json.loads(sys.argv[3])))
 """
 REAL = str(Path(__file__).parents[1] / "draftsmith" / "demo" / "pair" / "target")
-QUIET = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
 def inside(*commands: Sequence[object]) -> subprocess.Popen[str]:
@@ -244,7 +243,9 @@ def inside(*commands: Sequence[object]) -> subprocess.Popen[str]:
     root, others = str(Path(__file__).parents[1]), [path for path in sys.path if path.endswith("site-packages")]
     words = [[str(word) for word in command] for command in commands]
     command = [str(engine("vllm")), "-I", "-c", INSIDE, root, json.dumps(others), json.dumps(words)]
-    return subprocess.Popen(command, env=os.environ | QUIET, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, env=VLLM_ON_A_CPU | os.environ, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -319,11 +320,7 @@ def test_vllm_in_this_process_gives_the_rows_of_hf_and_goes_on_after_a_kill(
 
 
 @pytest.mark.engines
-def test_vllm_served_gives_the_rows_of_hf_and_goes_on(
-    asked: list[object], ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in QUIET.items():
-        monkeypatch.setenv(name, value)
+def test_vllm_served_gives_the_rows_of_hf_and_goes_on(asked: list[object], ours: Path, tmp_path: Path) -> None:
     words = ["--model", REAL, "--dtype", "float32", "--enforce-eager", "--max-logprobs", "8", "--max-num-seqs", "8"]
     with vllm_server(engine("vllm"), words) as port:
         served = ["--engine", "openai", "--endpoint", f"http://127.0.0.1:{port}/v1"]

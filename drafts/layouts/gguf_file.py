@@ -41,8 +41,10 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _RULES = {"gpt-2": ["bytes"], "refact": ["digits", "bytes"], "llama-bpe": [_LLAMA3], "qwen2": [_QWEN2]}
 
 
-def write(source: Source, out: Path) -> Proof:
-    """`model.gguf` with the tokenizer in it; a language model is proven by llama-server if it is installed."""
+def write(source: Source, out: Path, *, eight_bits: bool = False) -> Proof:
+    """`model.gguf` with the tokenizer in it; a language model is proven by llama-server if it is installed. eight_bits:
+    matrices in Q8_0, which proves nothing.
+    """
     require_package("gguf", "--format gguf")
     import gguf
 
@@ -84,6 +86,8 @@ def write(source: Source, out: Path) -> Proof:
         torch.float16: (files.MOSTLY_F16, weights.F16),
         torch.bfloat16: (files.MOSTLY_BF16, weights.BF16),
     }[source.dtype]
+    if eight_bits:
+        file_type, stored = files.MOSTLY_Q8_0, weights.Q8_0
     writer.add_file_type(file_type)
     if not isinstance(source.draft, PreTrainedModel):
         writer.add_array("eagle3.target_layers", list(head.hidden_layers))
@@ -113,7 +117,7 @@ def write(source: Source, out: Path) -> Proof:
     writer.write_tensors_to_file()
     writer.close()
     server = program("llama-server") if isinstance(source.draft, PreTrainedModel) else None
-    if server is not None:
+    if server is not None and not eight_bits:
         return _proof(source.draft, file, server)
     return Proof(None, f"published layout: {len(tensors)} tensors under llama.cpp's names")
 
