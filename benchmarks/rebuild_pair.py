@@ -127,4 +127,6 @@ def perplexity(checkpoint: Path, texts: Path, domain: str) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("benchmarks/rebuild_pair.py: name the directory to write: python -m benchmarks.rebuild_pair DIR")
     rebuild(RECIPES, Path(sys.argv[1]), "auto")

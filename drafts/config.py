@@ -7,6 +7,8 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import check_out, read_json
 from draftsmith_core.options import CodeOptions, Out, RevisionOptions, options
 
+# Kinds of draft that draft a block of tokens in one forward.
+BLOCK_KINDS = ("dflash", "dspark", "jetspec")
 Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "dflash", "gguf"]
 
 

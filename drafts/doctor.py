@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from drafts.config import DoctorConfig
+from drafts.config import BLOCK_KINDS, DoctorConfig
 from drafts.draft_vocabulary import read_draft_vocabulary
 from drafts.heads import head_kind
 from drafts.layouts.gguf_file import ARCHITECTURES, ROPES, described
@@ -182,7 +182,7 @@ def _cpu_head_size(pair: Pair) -> tuple[str, int] | None:
     return next(((name, size) for name, size in sizes if size is not None and size not in _VLLM_CPU_HEADS), None)
 
 
-_LM, _EAGLE3, _EAGLES, _BLOCKS = {"draft"}, {"eagle3"}, {"eagle", "eagle3"}, {"dflash", "dspark", "jetspec"}
+_LM, _EAGLE3, _EAGLES, _BLOCKS = {"draft"}, {"eagle3"}, {"eagle", "eagle3"}, set(BLOCK_KINDS)
 _HEADS = {*_EAGLES, "medusa", *_BLOCKS}
 _FORMATS = {"eagle", "sglang", "speculators", "medusa", "dflash", "gguf"}
 _LLAMA, _WITH_TARGET = {"llama.cpp", "gguf-lm"}, {"draft", "eagle3"}

@@ -150,7 +150,7 @@ class _Reader:
         total, sampling = len(self.b_N), self.sampling
         n_N = torch.arange(total, device=c_N.device)[depth:]
         n_N = n_N[self.b_N[depth:] == self.b_N[: max(0, total - depth)]]  # positions with a root `depth` places before
-        if not len(n_N):
+        if depth and not len(n_N):
             return
         b_N, x_N1 = self.b_N[n_N], self.x_N1[n_N]
         chosen_NV = logits_BCV[b_N, c_N[n_N - depth]]

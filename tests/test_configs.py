@@ -14,6 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.config import DistillConfig
+from drafts.config import BLOCK_KINDS
 from drafts.heads import HEADS
 from drafts.load import draft_fingerprint, draft_kind, load_draft
 from draftsmith.alignment.config import AlignConfig
@@ -22,7 +23,7 @@ from draftsmith_core.models import context_length, fingerprint, load_model, para
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.request import check
-from train.config import BLOCK_KINDS, TrainConfig
+from train.config import TrainConfig
 from train.draft_setup import read_shape
 
 Door = Callable[..., tuple[int, str, str]]

@@ -133,6 +133,18 @@ def test_root_steps_are_taken_at_the_same_positions_however_rows_come(
     assert sum(whole["roots"]["exact/3"]["bound"]) > sum(whole["roots"]["exact/1"]["bound"])
 
 
+def test_a_text_without_response_tokens_counts_nothing(pair: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
+    rows, step = _rows(3, 2), RootStep.of(Method("kary:3", "exact"))
+    rows[1] = Continuation("p1", rows[1].prompt_ids, [])
+    assert step is not None
+    alone, together = (
+        alpha_sums(*pair, rows, SAMPLINGS[1], batch_size=size, roots=[step], diagnose=True) for size in (1, 3)
+    )
+    assert alone["count"][1] == alone["sum"][1] == alone["roots"][step.name]["count"][1] == 0
+    assert alone["sum"] == pytest.approx(together["sum"], abs=1e-4)
+    assert alone["roots"][step.name]["count"] == together["roots"][step.name]["count"]
+
+
 def test_positions_are_spread_and_bounded() -> None:
     assert spread(20, 4) == [2, 7, 12, 17] and spread(3, 16) == [0, 1, 2]
     slow, fast = RootStep(4, "without_replacement", "mcsd"), RootStep(1, "without_replacement", "speculative")

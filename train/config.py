@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from drafts.config import BLOCK_KINDS
 from draftsmith_core.errors import InputError
 from draftsmith_core.options import (
     AtLeast0,
@@ -46,7 +47,6 @@ class Optim:
 
 
 DraftKind = Literal["lm", "eagle", "eagle3", "medusa", "hydra", "dflash", "dspark", "jetspec"]
-BLOCK_KINDS = ("dflash", "dspark", "jetspec")
 VOCABULARY_KINDS = ("eagle3", *BLOCK_KINDS)
 _BLOCK_OPTIONS = {"num_layers", "step_decay", "block_size", "anchors", "target_layers", "window"}
 
@@ -80,7 +80,7 @@ class HeadOptions:
     """Block drafters: tokens of a block with its anchor; 16, dspark 7."""
     anchors: AtLeast1 | None = None
     """Block drafters: blocks per row and pass over the data, drawn at random; 512."""
-    target_layers: Rare[list[AtLeast0] | None] = None
+    target_layers: Rare[Annotated[list[AtLeast0], Field(min_length=1)] | None] = None
     """Block drafters: layers of the target, from 0, whose outputs are read; null spreads five."""
     window: Rare[AtLeast1 | None] = None
     """Block drafters: how far back a token attends; null is without limit."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from drafts.config import BLOCK_KINDS
 from drafts.draft_vocabulary import (
     DraftVocabulary,
     attach_draft_vocabulary,
@@ -29,7 +30,7 @@ from draftsmith_core.io import atomic_dir, make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
 from draftsmith_core.processes import say
 from train import parallel
-from train.config import BLOCK_KINDS, VOCABULARY_KINDS, Lora, TrainConfig
+from train.config import VOCABULARY_KINDS, Lora, TrainConfig
 from train.data import Examples
 from train.features import FeatureCache, StateMemory, cached_layers
 from train.objective import Objective
