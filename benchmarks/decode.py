@@ -106,7 +106,7 @@ class Options:
 
 
 SECTIONS: dict[str, Callable[[Bench, Any], Any]] = {
-    "forwards": lambda bench, options: sections.forwards(bench),
+    "forwards": lambda bench, options: sections.forwards(bench, sections.FORWARD_CONTEXTS),
     "methods": lambda bench, options: sections.methods(bench, options.methods, options.temperature, options.rounds),
     "sixteen_bits": lambda bench, options: sixteen_bits(bench, options.sixteen_bit_methods, options.rounds),
     "four_bits": lambda bench, options: four_bits(bench, options.rounds),

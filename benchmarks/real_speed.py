@@ -61,7 +61,7 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
         found: dict[str, Any] = {"setting": bench_decode.setting(options, bench)}
         for temperature in TEMPERATURES:
             found |= sections.methods(bench, names[temperature], [temperature], options.rounds)
-        return found | {"forwards": sections.forwards(bench)}
+        return found | {"forwards": sections.forwards(bench, sections.FORWARD_CONTEXTS[:1])}
 
     makers: dict[str, Callable[[], dict[str, Any]]] = {"ours": ours}
     for name, engine in peers.ENGINES.items():

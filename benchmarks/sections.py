@@ -62,8 +62,8 @@ class Bench:
         return Clock(target=[self.pair.target, self.apart.target], draft=[self.pair.draft, self.apart.draft, *head])
 
 
-def forwards(bench: Bench) -> dict[str, Any]:
-    """Milliseconds of one forward by number of rows, behind a short and a long context, and the ratio to one row.
+def forwards(bench: Bench, contexts: Sequence[int]) -> dict[str, Any]:
+    """Milliseconds of one forward by number of rows, behind each of these contexts, and the ratio to one row.
 
     `share_of_memory_limit`: of ours for one row, what it reads (weights and cache) over the bandwidth.
     """
@@ -73,7 +73,7 @@ def forwards(bench: Bench) -> dict[str, Any]:
         ("draft", bench.pair.draft, bench.apart.draft, FORWARD_ROWS[:3]),
     ):
         limit = context_length(model)
-        for context in FORWARD_CONTEXTS:
+        for context in contexts:
             if limit is not None and context + max(FORWARD_ROWS) > limit:
                 continue
             made = _by_rows(model, apart, bench.text[:context], row_counts)
@@ -81,7 +81,8 @@ def forwards(bench: Bench) -> dict[str, Any]:
             limit_ms = 1e3 * read / bandwidth(model.device)
             found[f"{name}_behind_{context}"] = made | {"share_of_memory_limit": limit_ms / made["ours"]["1"]["ms"]}
     found["target_projection"] = {"ours": _projection(bench.pair.target)}
-    found["cost_of_zeros"] = _cost_of_zeros(bench.apart.target, bench.text[: FORWARD_CONTEXTS[0]])
+    if hasattr(bench.apart.target.config, "widened_from"):
+        found["cost_of_zeros"] = _cost_of_zeros(bench.apart.target, bench.text[: contexts[0]])
     return found
 
 

@@ -103,11 +103,10 @@ def test_a_method_is_greedy_as_transformers_and_samples_by_its_seed(name: str) -
 
 
 def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sections, "FORWARD_CONTEXTS", (16, 4096))
     monkeypatch.setattr(sections, "FORWARD_ROWS", (1, 2, 5))
     monkeypatch.setattr(sections, "FORWARD_REPEATS", 2)
     bench = tiny_bench()
-    forwards = sections.forwards(bench)
+    forwards = sections.forwards(bench, (16, 4096))
     assert "target_behind_4096" not in forwards  # beyond the positions of these models
     assert forwards["target_behind_16"]["ours"]["1"]["over_one_row"] == 1
     assert set(forwards["draft_behind_16"]) == {"transformers", "ours", "ours_plain", "share_of_memory_limit"}
