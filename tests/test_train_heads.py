@@ -331,10 +331,24 @@ def test_a_cached_row_is_found_by_the_same_key_only(tmp_path: Path) -> None:
         found = again.get([1, 2, 3])
         assert found is not None and torch.equal(found, states(0, 3))
         assert again.get([1, 2]) is None and again.get([1, 2, 4]) is None
-    for changes in ({"fingerprint": "b" * 16}, {"layers": (2, -1)}, {"layers": (-1, 1)}, {"dtype": torch.bfloat16}):
-        other = cache_at(tmp_path, **changes)
-        assert other.get([1, 2, 3]) is None
-        assert other.key([1, 2, 3]) != cache.key([1, 2, 3])
+    for changes in ({"fingerprint": "b" * 16}, {"layers": (2, -1)}, {"dtype": torch.bfloat16}):
+        assert cache_at(tmp_path, **changes).get([1, 2, 3]) is None
+
+
+def test_drafts_that_read_some_of_the_same_layers_share_them(tmp_path: Path) -> None:
+    cache = cache_at(tmp_path)
+    cache.put([1, 2, 3], states(0, 3))
+    cache.flush()
+    size = on_disk(tmp_path)
+    last = cache_at(tmp_path, layers=(-1,)).get([1, 2, 3])
+    assert last is not None and torch.equal(last, states(0, 3)[1:])
+    wider = cache_at(tmp_path, layers=(1, 2, -1))
+    assert wider.get([1, 2, 3]) is None
+    wider.put([1, 2, 3], torch.cat([states(0, 3)[:1], states(1, 3)]))
+    wider.flush()
+    assert on_disk(tmp_path) < 1.9 * size
+    swapped = cache_at(tmp_path, layers=(-1, 1)).get([1, 2, 3])
+    assert swapped is not None and torch.equal(swapped, states(0, 3).flip(0))
 
 
 def test_a_damaged_shard_is_made_again(tmp_path: Path) -> None:

@@ -18,7 +18,16 @@ from drafts.heads.borrowed import OutputProjection
 from train.batch import LossSums
 from train.losses import InPlaceFn, overlap
 from train.objective import Objective
-from train.teacher import LiveTeacher, StoredTeacher, Teacher, WidenedTeacher, compute_dtype, is_partial, width
+from train.teacher import (
+    LiveTeacher,
+    RepeatedTeacher,
+    StoredTeacher,
+    Teacher,
+    WidenedTeacher,
+    compute_dtype,
+    is_partial,
+    width,
+)
 
 # Logits per chunk. On a GPU enough to occupy it. On a CPU few enough to stay near the caches, and at most so many rows
 # that the allocator reuses the memory of the chunk before (measured: 256 rows take two thirds of the time of 4,096).
@@ -46,14 +55,14 @@ class _Task:
     chunk: int
     wants_gradient: bool = False
     wants_alpha: bool = True
-    per_token_2N: Tensor | None = None
+    per_token_3N: Tensor | None = None
 
-    def note(self, rows: slice, loss_C: Tensor, alpha_C: Tensor | None) -> None:
-        """Write down loss and alpha of each token, for a caller that asked for them."""
-        if self.per_token_2N is not None:
-            self.per_token_2N[0, rows] = loss_C.detach().to(self.per_token_2N.dtype)
-            if alpha_C is not None:
-                self.per_token_2N[1, rows] = alpha_C.to(self.per_token_2N.dtype)
+    def note(self, rows: slice, *measures: Tensor | None) -> None:
+        """Write down loss, alpha and missing mass of each token, for a caller that asked for them."""
+        if self.per_token_3N is not None:
+            for place, measure_C in enumerate(measures):
+                if measure_C is not None:
+                    self.per_token_3N[place, rows] = measure_C.detach().to(self.per_token_3N.dtype)
 
     def chunks(self) -> Iterator[slice]:
         for start in range(0, len(self.tokens_N), self.chunk):
@@ -98,17 +107,17 @@ def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
             if wants_gradient:
                 (gradient_CV,) = torch.autograd.grad(total, logits_CV)
         alpha = missing = total.new_zeros(())
-        alpha_C = None
+        alpha_C = missing_C = None
         if task.wants_alpha and target_CV is not None:
             alpha_C, missing_C = task.measure(draft_CV.detach(), target_CV, rows)
             alpha, missing = alpha_C.sum(), missing_C.sum()
-        task.note(rows, loss_C, alpha_C)
+        task.note(rows, loss_C, alpha_C, missing_C)
         return total.detach(), alpha, missing, gradient_CV
 
     return chunk
 
 
-def _in_place(task: _Task, teacher: LiveTeacher, measure: InPlaceFn, like: Tensor, vocabulary: int) -> ChunkFn:
+def _in_place(task: _Task, teacher: Teacher, measure: InPlaceFn, like: Tensor, vocabulary: int) -> ChunkFn:
     """For an objective with an in-place form, on finite logits: several times fewer passes over memory."""
     scratch = [like.new_empty(min(task.chunk, len(task.tokens_N)), vocabulary) for _ in range(2)]
     zero = torch.zeros_like(like)
@@ -149,7 +158,8 @@ class _Projected(torch.autograd.Function):
         alpha, missing = torch.zeros_like(loss), torch.zeros_like(loss)
         linear = task.projection is None or task.projection.is_linear
         in_place = task.objective.in_place
-        if linear and in_place is not None and isinstance(task.teacher, LiveTeacher):
+        whole = isinstance(task.teacher, LiveTeacher | RepeatedTeacher) and not is_partial(task.teacher)
+        if linear and in_place is not None and task.teacher is not None and whole:
             chunk = _in_place(task, task.teacher, in_place, loss, len(weights[0]))
         else:
             chunk = _by_autograd(task, any(needs))
@@ -210,19 +220,20 @@ def projected(
     projection: OutputProjection | None = None,
     alpha: bool = True,
     low_rank: tuple[Tensor, Tensor] | None = None,
-    per_token_2N: Tensor | None = None,
+    per_token_3N: Tensor | None = None,
 ) -> LossSums:
     """Sum over tokens of weight times loss of the logits `hidden @ weight.T + bias`.
 
     teacher: None only when the objective needs no target; then alpha is not measured. weights_N: None for all 1.
     chunk: tokens at a time, by default what suits the device. projection: scales or caps the draft's logits; its
     weight and bias are the arguments. alpha=False leaves out alpha and `missing`. low_rank: `[N, R]` and `[V, R]`
-    whose product is added to the logits. per_token_2N: is filled with loss, not weighted, and alpha of each token. Runs
-    in autocast's dtype; losses and the gradient of the weight are accumulated in fp32. `backward` may be called once.
+    whose product is added to the logits. per_token_3N: is filled with loss, not weighted, alpha and missing mass of
+    each token. Runs in autocast's dtype; losses and the gradient of the weight are accumulated in fp32. `backward` may
+    be called once.
     """
     size = chunk_size(weight_VH, teacher, chunk)
     gradient = torch.is_grad_enabled()
-    task = _Task(projection, teacher, tokens_N, weights_N, objective, size, gradient, alpha, per_token_2N)
+    task = _Task(projection, teacher, tokens_N, weights_N, objective, size, gradient, alpha, per_token_3N)
     factors = hidden_NH, weight_VH, *(low_rank or ())
     loss, overlaps, missing = _Projected.apply(task, bias_V, *factors)  # type: ignore[no-untyped-call]
     count = torch.tensor(len(tokens_N), device=hidden_NH.device)

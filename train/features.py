@@ -1,10 +1,11 @@
 """The target's hidden states that drafts are trained on: from its forward in the step, from memory, or from disk.
 
-A document's states depend only on the target, the tokens, the layers and the dtype; the key of a cached row is a hash
-of these four. With a cache, each document is forwarded alone, outside autocast, and rounded to the cache's dtype, also
-when it was not found. So a run trains on the same bits whatever was cached when it began, on a like machine.
+A document's states depend only on the target, the tokens, the layer and the dtype; the key of a cached row is a hash
+of these four, so that drafts that read some of the same layers share them. With a cache, each document is forwarded
+alone, outside autocast, and rounded to the cache's dtype, also when it was not found. So a run trains on the same bits
+whatever was cached when it began, on a like machine.
 
-    DIR/<hash of (target, layers, dtype)>/<sha256 of the content>.safetensors    one tensor [L, T, H] per document
+    DIR/<hash of (target, dtype)>/<sha256 of the content>.safetensors    one tensor [T, H] per document and layer
 
 Legend: B rows, T tokens, L layers, H hidden size.
 """
@@ -52,7 +53,7 @@ class FeatureCache:
         processes: int = 1,
     ) -> None:
         self.layers, self.dtype = tuple(layers), dtype
-        self._identity = {"target": fingerprint, "layers": list(layers), "dtype": str(dtype).removeprefix("torch.")}
+        self._identity = {"target": fingerprint, "dtype": str(dtype).removeprefix("torch.")}
         self._directory = Path(directory) / hash_json(self._identity)[:16]
         if process == 0:
             remove_leftovers(self._directory)
@@ -70,13 +71,21 @@ class FeatureCache:
             except (OSError, SafetensorError):
                 self._forget(file)
 
-    def key(self, ids: Sequence[int]) -> str:
-        """64 hex digits of the target, the layers, the dtype and the tokens."""
-        return hash_json([self._identity, list(ids)])
+    def key(self, ids: Sequence[int], layer: int) -> str:
+        """64 hex digits of the target, the layer, the dtype and the tokens."""
+        return hash_json([self._identity, layer, list(ids)])
 
     def get(self, ids: Sequence[int]) -> Tensor | None:
-        """The states `[L, T, H]` of a document on the CPU, or None."""
-        key = self.key(ids)
+        """The states `[L, T, H]` of a document on the CPU; None if one is missing."""
+        states = []
+        for layer in self.layers:
+            state_TH = self._state(self.key(ids, layer))
+            if state_TH is None:
+                return None
+            states.append(state_TH)
+        return torch.stack(states)
+
+    def _state(self, key: str) -> Tensor | None:
         file = self._file_of.get(key)
         if file is None:
             return self._waiting.get(key)
@@ -86,11 +95,11 @@ class FeatureCache:
                     raise OSError
                 # Kept open: it is memory-mapped, and opening it again would parse its whole index again.
                 self._readers[file] = safe_open(file, framework="pt")
-            states: Tensor = self._readers[file].get_tensor(key)
+            state_TH: Tensor = self._readers[file].get_tensor(key)
         except (OSError, SafetensorError):
             self._forget(file)
             return None
-        return states
+        return state_TH
 
     def _forget(self, file: Path) -> None:
         log.warning("%s: is damaged; its features are computed again", file)
@@ -100,9 +109,11 @@ class FeatureCache:
 
     def put(self, ids: Sequence[int], states_LTH: Tensor) -> None:
         """Keep the states of a document, if there is room; write a shard when there is enough for one."""
-        key = self.key(ids)
-        if self._room > 0 and key not in self._waiting and key not in self._file_of:
-            self._waiting[key] = states_LTH.detach().to("cpu", copy=True).contiguous()
+        for layer, state_TH in zip(self.layers, states_LTH, strict=True):
+            key = self.key(ids, layer)
+            if self._room <= 0 or key in self._waiting or key in self._file_of:
+                continue
+            self._waiting[key] = state_TH.detach().to("cpu", copy=True).contiguous()
             if sum(waiting.nbytes for waiting in self._waiting.values()) >= self._shard_bytes:
                 self.flush()
 

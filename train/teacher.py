@@ -128,7 +128,24 @@ class WidenedTeacher:
         return F.pad(whole_CW, (0, draft_CV.shape[-1] - self.size), value=-math.inf)
 
 
-Teacher = LiveTeacher | StoredTeacher | ReducedTeacher | WidenedTeacher
+@dataclass(frozen=True, eq=False)
+class RepeatedTeacher:
+    """A teacher whose rows serve several drafts each: `row_N` is the row of each draft, ascending.
+
+    A chunk projects a row once, however many drafts it serves.
+    """
+
+    whole: "LiveTeacher | ReducedTeacher"
+    row_N: Tensor
+
+    @torch.no_grad()
+    def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
+        """`[C, V]`, as `whole` gives them."""
+        used, place_C = self.row_N[rows].unique_consecutive(return_inverse=True)
+        return self.whole.logits(slice(int(used[0]), int(used[-1]) + 1), draft_CV)[place_C]
+
+
+Teacher = LiveTeacher | StoredTeacher | ReducedTeacher | WidenedTeacher | RepeatedTeacher
 
 
 def teacher_for_draft(teacher: LiveTeacher, size: int, draft_size: int) -> Teacher:
@@ -147,16 +164,20 @@ def select(teacher: Teacher, rows_M: Tensor) -> Teacher:
             return StoredTeacher(*(part[rows_M] for part in vars(teacher).values()))
         case ReducedTeacher() | WidenedTeacher():
             return replace(teacher, whole=select(teacher.whole, rows_M))
+        case RepeatedTeacher():
+            return replace(teacher, row_N=teacher.row_N[rows_M])
 
 
 def is_partial(teacher: Teacher | None) -> bool:
     """Whether its distributions may lie partly outside the draft's vocabulary."""
+    if isinstance(teacher, RepeatedTeacher):
+        teacher = teacher.whole
     return isinstance(teacher, ReducedTeacher | StoredTeacher)
 
 
 def width(teacher: Teacher | None) -> int:
     """How many logits per token the teacher makes beyond the draft's vocabulary; 0 for a stored one."""
-    while isinstance(teacher, ReducedTeacher | WidenedTeacher):
+    while isinstance(teacher, ReducedTeacher | WidenedTeacher | RepeatedTeacher):
         teacher = teacher.whole
     return len(teacher.projection.weight_VH) if isinstance(teacher, LiveTeacher) else 0
 

@@ -22,7 +22,7 @@ from draftsmith_core.sampling import generator
 from train.batch import Batch, LossSums
 from train.chunked import projected
 from train.objective import parse_objective
-from train.trainees.head import HeadTrainee, Pairs, pairs_at, sum_depths
+from train.trainees.head import Drafts, HeadTrainee, Pairs, join, pairs_at
 
 # Candidates for a slot's temperature, and the bins of the calibration error.
 _TEMPERATURES = tuple(2.0 ** (step / 10) for step in range(-30, 31))
@@ -91,24 +91,20 @@ class BlockTrainee(HeadTrainee):
 
     def forward(self, batch: Batch) -> LossSums:
         """Sums over the blocks."""
-        parts = [part for _, part, _, _ in self.slots(batch)]
-        paced = self.objective.paced
-        return sum_depths(parts, [1.0 if paced else self.step_decay**j for j in range(len(parts))])
+        return self.slots(batch)[0]
 
-    def slots(self, batch: Batch) -> Iterator[tuple[Pairs, LossSums, Tensor, Tensor | None]]:
-        """For every depth what counts, its sums, its alphas `[N]`, and the logits `[N]` of its confidence."""
+    def slots(self, batch: Batch) -> tuple[LossSums, Drafts, Tensor, Tensor | None]:
+        """The sums, the slots that count, their alphas `[N]`, and the logits `[N]` of their confidence."""
         states, last_BTH = self.target.read(batch)
-        drafts = list(self.drafts(batch, states))
-        paces = self.paces(drafts, batch) if self.objective.paced else [None] * len(drafts)
-        for depth, ((pairs, hidden_NH), paces_N) in enumerate(zip(drafts, paces, strict=True), start=1):
-            per_token_2N, logits_N = torch.zeros(2, len(hidden_NH), device=hidden_NH.device), None
-            more = {"low_rank": self.markov(pairs, batch), "per_token_2N": per_token_2N}
-            part = self.sums_at(depth, pairs, hidden_NH, batch, last_BTH, paces_N, **more)
-            if self.draft.config.confidence:
-                logits_N = self.draft.confidence_logits(hidden_NH, pairs.of_targets(batch.ids_BT))
-                loss = F.binary_cross_entropy_with_logits(logits_N, per_token_2N[1], paces_N, reduction="sum")
-                part = part._replace(loss=part.loss + loss)
-            yield pairs, part, per_token_2N[1], logits_N
+        drafts = join([(depth, *part) for depth, part in enumerate(self.drafts(batch, states))], batch)
+        weights_N = self.paces(drafts, batch) if self.objective.paced else self.step_decay**drafts.depth_N
+        low_rank = self.markov(drafts.pairs, batch)
+        sums, alpha_N = self.sums(drafts, batch, last_BTH, weights_N, self.draft.depths, low_rank=low_rank)
+        if not self.draft.config.confidence:
+            return sums, drafts, alpha_N, None
+        logits_N = self.draft.confidence_logits(drafts.hidden_NH, drafts.pairs.of_targets(batch.ids_BT))
+        loss = F.binary_cross_entropy_with_logits(logits_N, alpha_N.to(logits_N), weights_N, reduction="sum")
+        return sums._replace(loss=sums.loss + loss), drafts, alpha_N, logits_N
 
     def markov(self, pairs: Pairs, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """What the Markov head adds to the logits, as factors: W1 of the tokens before the slots, and W2."""
@@ -118,20 +114,18 @@ class BlockTrainee(HeadTrainee):
         return head["markov_w1"](pairs.of_targets(batch.ids_BT)), head["markov_w2"].weight
 
     @torch.no_grad()
-    def paces(self, drafts: Sequence[tuple[Pairs, Tensor]], batch: Batch) -> list[Tensor]:
-        """D-PACE's weights `[N]` of every depth."""
-        columns = batch.ids_BT.shape[1]
-        block_of = [pairs.row_N * columns + pairs.at_N for pairs, _ in drafts]
-        steps_MD = torch.zeros(batch.ids_BT.numel(), len(drafts), device=batch.ids_BT.device)
-        projection, weight, bias = self.projection_at(1)
-        for depth, (pairs, hidden_NH) in enumerate(drafts):
-            per_token_2N = torch.zeros(2, len(hidden_NH)).to(hidden_NH)
-            rows_N, drafted_N = drafted_rows(self.draft.target_ids_D, pairs.of_targets(batch.labels_BT))
-            given = None, rows_N, None, _CROSS_ENTROPY, self.chunk, projection, False
-            projected(hidden_NH, weight, bias, *given, self.markov(pairs, batch), per_token_2N)
-            steps_MD[block_of[depth], depth] = (1 + (-per_token_2N[0]).exp() * drafted_N) / 2
-        weights_MD = steps_MD.cumprod(1).flip(1).cumsum(1).flip(1)
-        return [weights_MD[blocks_N, depth] for depth, blocks_N in enumerate(block_of)]
+    def paces(self, drafts: Drafts, batch: Batch) -> Tensor:
+        """D-PACE's weights `[N]`."""
+        tokens_N = drafts.pairs.of_targets(batch.labels_BT)
+        rows_N, drafted_N = drafted_rows(self.draft.target_ids_D, tokens_N)
+        projection, weight, bias = self.projection_at(0)
+        per_token_3N = torch.zeros(3, len(tokens_N), device=tokens_N.device)
+        given = None, rows_N, None, _CROSS_ENTROPY, self.chunk, projection, False
+        projected(drafts.hidden_NH, weight, bias, *given, self.markov(drafts.pairs, batch), per_token_3N)
+        steps_MD = torch.zeros(batch.ids_BT.numel(), self.draft.depths, device=tokens_N.device)
+        slots = drafts.pairs.block_N(batch), drafts.depth_N
+        steps_MD[slots] = (1 + (-per_token_3N[0]).exp() * drafted_N) / 2
+        return steps_MD.cumprod(1).flip(1).cumsum(1).flip(1)[slots]
 
 
 @torch.no_grad()
@@ -160,10 +154,10 @@ def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, floa
 def _confidences(trainee: BlockTrainee, batch: Batch) -> Tensor:
     """Confidence logits and alphas of every block, `[2, M, D]`; NaN in slots that do not count."""
     found_2MD = torch.full((2, batch.ids_BT.numel(), trainee.draft.depths), math.nan)
-    for depth, (pairs, _, alphas_N, logits_N) in enumerate(trainee.slots(batch)):
-        assert logits_N is not None
-        blocks_N = (pairs.row_N * batch.ids_BT.shape[1] + pairs.at_N).cpu()
-        found_2MD[:, blocks_N, depth] = torch.stack([logits_N.float(), alphas_N]).cpu()
+    _, drafts, alphas_N, logits_N = trainee.slots(batch)
+    assert logits_N is not None
+    blocks_N, depth_N = drafts.pairs.block_N(batch).cpu(), drafts.depth_N.cpu()
+    found_2MD[:, blocks_N, depth_N] = torch.stack([logits_N.float(), alphas_N.float()]).cpu()
     return found_2MD[:, found_2MD[1, :, 0].isfinite()]
 
 

@@ -14,7 +14,7 @@ from drafts.heads.borrowed import OutputProjection
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from train.batch import Batch, LossSums
-from train.trainees.head import HeadTrainee, Pairs, pairs_at, sum_depths, unroll
+from train.trainees.head import HeadTrainee, Pairs, join, pairs_at, unroll
 
 # Of the objective, beside the regression of features.
 TOKEN_WEIGHT = 0.1
@@ -41,21 +41,13 @@ class EagleTrainee(HeadTrainee):
     def forward(self, batch: Batch) -> LossSums:
         """Sums over the pairs that count."""
         (features_BTH,), last_BTH = self.target.read(batch)
-        parts: list[LossSums] = []
-        regression = torch.zeros(())
-        for depth, (pairs, hidden_NH) in enumerate(self.drafts(batch, [features_BTH]), start=1):
-            parts.append(self.sums_at(depth, pairs, hidden_NH, batch, last_BTH))
-            if depth == 1:
-                wanted_NH = pairs.of_targets(features_BTH)
-                apart_NH = F.smooth_l1_loss(hidden_NH.float(), wanted_NH.float(), reduction="none")
-                regression = apart_NH.mean(-1).sum()
-        sums = sum_depths(parts, [TOKEN_WEIGHT] + [0.0] * (len(parts) - 1))
-        unmeasured = self.depths - len(parts)
-        return sums._replace(
-            loss=regression + sums.loss,
-            depth_alpha_D=F.pad(sums.depth_alpha_D, (0, unmeasured)),
-            depth_tokens_D=F.pad(sums.depth_tokens_D, (0, unmeasured)),
-        )
+        drafts = [(depth, *part) for depth, part in enumerate(self.drafts(batch, [features_BTH]))]
+        _, pairs, hidden_NH = drafts[0]
+        apart_NH = F.smooth_l1_loss(hidden_NH.float(), pairs.of_targets(features_BTH).float(), reduction="none")
+        joined = join(drafts, batch)
+        weights_N = TOKEN_WEIGHT * (joined.depth_N == 0)
+        sums, _ = self.sums(joined, batch, last_BTH, weights_N, self.depths)
+        return sums._replace(loss=apart_NH.mean(-1).sum() + sums.loss)
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
         """For every depth the pairs that count and the features `[N, H]` that the head predicts there."""

@@ -24,7 +24,7 @@ from train.batch import IGNORE, Batch, LossSums
 from train.chunked import projected
 from train.features import FeatureCache, FrozenTarget
 from train.objective import Objective
-from train.teacher import LiveTeacher, ReducedTeacher, Teacher
+from train.teacher import LiveTeacher, ReducedTeacher, RepeatedTeacher
 
 # Weight of the loss of each further depth, as a share of the one before (Medusa, section 2.2.1; EAGLE-3's code).
 STEP_DECAY = 0.8
@@ -48,6 +48,14 @@ class Pairs:
     def of_targets(self, values_BT: Tensor) -> Tensor:
         """`[N, ...]` at the positions of the target's distributions."""
         return values_BT[self.row_N, self.target_at_N]
+
+    def block_N(self, batch: Batch) -> Tensor:
+        """Where the pairs are in the flattened batch."""
+        return self.row_N * batch.ids_BT.shape[1] + self.at_N
+
+    def place_N(self, batch: Batch) -> Tensor:
+        """Where the target's distributions are in the flattened batch."""
+        return self.row_N * batch.ids_BT.shape[1] + self.target_at_N
 
 
 def pairs_at(batch: Batch, depth: int) -> Pairs:
@@ -96,17 +104,34 @@ def unroll(head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int) -
         yield features_BWH
 
 
-def sum_depths(parts: Sequence[LossSums], weights: Sequence[float]) -> LossSums:
-    """The sums of all depths as one: losses weighted; tokens, alpha and missing mass of depth 1; the rest by depth."""
-    losses = [part.loss * weight for part, weight in zip(parts, weights, strict=True) if weight]
-    return LossSums(
-        loss=torch.stack(losses).sum(),
-        tokens=parts[0].tokens,
-        alpha=parts[0].alpha,
-        depth_alpha_D=torch.stack([part.alpha for part in parts]),
-        depth_tokens_D=torch.cat([part.depth_tokens_D for part in parts]),
-        missing=parts[0].missing,
-    )
+@dataclass(frozen=True, eq=False)
+class Drafts:
+    """Drafts of several depths; those of one target distribution follow each other.
+
+    depth_N: from 0. first: the lowest depth, whose output projection is that of all.
+    """
+
+    pairs: Pairs
+    hidden_NH: Tensor
+    depth_N: Tensor
+    first: int
+
+
+def join(parts: Sequence[tuple[int, Pairs, Tensor]], batch: Batch) -> Drafts:
+    """Sort the drafts of these depths, from 0, by the target's distribution."""
+    fields = zip(*(vars(pairs).values() for _, pairs, _ in parts), strict=True)
+    pairs = Pairs(*map(torch.cat, fields))
+    depth_N = torch.cat([torch.full_like(of.row_N, depth) for depth, of, _ in parts])
+    order_N = pairs.place_N(batch).argsort(stable=True)
+    hidden_NH = torch.cat([hidden_NH for *_, hidden_NH in parts])
+    sorted_pairs = Pairs(*(part[order_N] for part in vars(pairs).values()))
+    return Drafts(sorted_pairs, hidden_NH[order_N], depth_N[order_N], first=parts[0][0])
+
+
+def total(sums: Sequence[LossSums]) -> LossSums:
+    """The sums of several groups of depths as one."""
+    added: Any = (None if parts[0] is None else torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
+    return LossSums(*added)
 
 
 class HeadTrainee(nn.Module):
@@ -131,6 +156,8 @@ class HeadTrainee(nn.Module):
         self.draft = draft
         self.objective = objective
         self.chunk, self.step_decay = chunk, step_decay
+        # Whether all depths share an output projection, and with it the passes over the target's distributions.
+        self.one_projection = True
         self.target = FrozenTarget(target, draft.hidden_layers, packing, cache)
 
     def count(self, batch: Batch) -> Tensor:
@@ -140,11 +167,13 @@ class HeadTrainee(nn.Module):
     def forward(self, batch: Batch) -> LossSums:
         """Sums over the pairs that count."""
         states, last_BTH = self.target.read(batch)
-        parts = [
-            self.sums_at(depth, pairs, hidden_NH, batch, last_BTH)
-            for depth, (pairs, hidden_NH) in enumerate(self.drafts(batch, states), start=1)
-        ]
-        return sum_depths(parts, [self.step_decay**j for j in range(len(parts))])
+        drafts = [(depth, *part) for depth, part in enumerate(self.drafts(batch, states))]
+        together = [drafts] if self.one_projection else [[part] for part in drafts]
+        sums = []
+        for parts in together:
+            group = join(parts, batch)
+            sums.append(self.sums(group, batch, last_BTH, self.step_decay**group.depth_N, len(drafts))[0])
+        return total(sums)
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
         """For every depth the pairs that count, and what the output projection reads there, `[N, H]`.
@@ -154,11 +183,13 @@ class HeadTrainee(nn.Module):
         raise NotImplementedError
 
     def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
-        """The output projection at a depth, and the weight and bias to use; here the target's, not trained."""
+        """The output projection at a depth, from 0, and the weight and bias to use; here the target's, not trained."""
         borrowed = self.draft.borrowed
         return borrowed.projection, borrowed.projection.weight_VH.detach(), borrowed.bias_V
 
-    def teaching(self, teacher: LiveTeacher, tokens_N: Tensor) -> tuple[Teacher, Tensor, Tensor | None]:
+    def teaching(
+        self, teacher: LiveTeacher, tokens_N: Tensor
+    ) -> tuple[LiveTeacher | ReducedTeacher, Tensor, Tensor | None]:
         """Teacher, tokens and weights of the loss, in the head's vocabulary.
 
         Tokens that it lacks have weight 0 where the objective reads them.
@@ -170,21 +201,23 @@ class HeadTrainee(nn.Module):
         weights_N = drafted_N.float() if self.objective.reads_tokens else None
         return ReducedTeacher(teacher, ids_D), rows_N, weights_N
 
-    def sums_at(
-        self,
-        depth: int,
-        pairs: Pairs,
-        hidden_NH: Tensor,
-        batch: Batch,
-        last_BTH: Tensor,
-        paces_N: Tensor | None = None,
-        **more: Any,
-    ) -> LossSums:
-        """The objective and acceptance of one depth. paces_N: weights of the loss; more: options of `projected`."""
-        live = LiveTeacher(pairs.of_targets(last_BTH), self.target.projection)
-        teacher, tokens_N, weights_N = self.teaching(live, pairs.of_targets(batch.labels_BT))
-        if paces_N is not None:
-            weights_N = paces_N if weights_N is None else paces_N * weights_N
-        projection, weight, bias = self.projection_at(depth)
-        given = teacher, tokens_N, weights_N, self.objective, self.chunk, projection
-        return projected(hidden_NH, weight, bias, *given, **more)
+    def sums(
+        self, drafts: Drafts, batch: Batch, last_BTH: Tensor, weights_N: Tensor, depths: int, **more: Any
+    ) -> tuple[LossSums, Tensor]:
+        """The objective with these weights, and acceptance, in all and `[N]`. more: options of `projected`."""
+        pairs = drafts.pairs
+        places, row_N = pairs.place_N(batch).unique_consecutive(return_inverse=True)
+        live = LiveTeacher(last_BTH.flatten(0, 1)[places], self.target.projection)
+        teacher, tokens_N, drafted_N = self.teaching(live, pairs.of_targets(batch.labels_BT))
+        if drafted_N is not None:
+            weights_N = weights_N * drafted_N
+        projection, weight, bias = self.projection_at(drafts.first)
+        wide = torch.promote_types(drafts.hidden_NH.dtype, torch.float32)
+        per_token_3N = torch.zeros(3, len(tokens_N), dtype=wide, device=tokens_N.device)
+        given = RepeatedTeacher(teacher, row_N), tokens_N, weights_N, self.objective, self.chunk, projection
+        sums = projected(drafts.hidden_NH, weight, bias, *given, per_token_3N=per_token_3N, **more)
+        _, alpha_N, missing_N = per_token_3N
+        of_depth_ND = drafts.depth_N[:, None] == torch.arange(depths, device=tokens_N.device)
+        tokens_D, alpha_D = of_depth_ND.sum(0), (alpha_N[:, None] * of_depth_ND).sum(0)
+        missing = None if sums.missing is None else missing_N[of_depth_ND[:, 0]].sum()
+        return LossSums(sums.loss, tokens_D[0], alpha_D[0], alpha_D, tokens_D, missing), alpha_N

@@ -5,6 +5,7 @@ Legend: B rows, T tokens, N pairs that count, K heads, d a head's number from 0,
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,10 @@ class MedusaTrainee(HeadTrainee):
 
     draft: MedusaHeads
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.one_projection = False
+
     def _layers(self, d: int) -> nn.Sequential:
         head = self.draft[d]
         assert isinstance(head, nn.Sequential)
@@ -38,7 +43,7 @@ class MedusaTrainee(HeadTrainee):
 
     def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
         """The head's own weight; scale, soft cap and bias are the target's."""
-        linear = self._layers(depth - 1)[-1]
+        linear = self._layers(depth)[-1]
         assert isinstance(linear, nn.Linear)
         return replace(self.draft.borrowed.projection, module=linear), linear.weight, self.draft.borrowed.bias_V
 
@@ -52,6 +57,10 @@ class HydraTrainee(HeadTrainee):
     """
 
     draft: HydraHeads
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.one_projection = not self.draft.config.own_projection
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
         """For every head the features that count, and what the projection reads there, `[N, H]`."""
@@ -67,6 +76,6 @@ class HydraTrainee(HeadTrainee):
         """The target's, or the head's own in checkpoints of Hydra's authors."""
         if not self.draft.config.own_projection:
             return super().projection_at(depth)
-        linear = self.draft.projections[depth - 1]
+        linear = self.draft.projections[depth]
         assert isinstance(linear, nn.Linear)
         return replace(self.draft.borrowed.projection, module=linear), linear.weight, linear.bias
