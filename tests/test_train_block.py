@@ -16,6 +16,7 @@ from train.batch import Batch
 from train.objective import parse_objective
 from train.trainees import TRAINEES
 from train.trainees.block import BlockTrainee, _error, calibrate, decay
+from train.trainees.head import Drafts, Pairs, join
 
 LONG = [([3, 7], list(range(1, 31))), ([9], list(range(30, 2, -1)))]
 
@@ -70,25 +71,22 @@ def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind: str, target: Any) 
     plain.draft.load_state_dict(trainee.draft.state_dict())
     batch = batch_of(LONG[:1])
     states, _ = trainee.target.read(batch)
-    drafts = list(trainee.drafts(batch, states))
-    paces = trainee.paces(drafts, batch)
+    drafts = join([(depth, *part) for depth, part in enumerate(trainee.drafts(batch, states))], batch)
+    paces_N = trainee.paces(drafts, batch)
     # Block by block, from the probabilities of its tokens.
-    depths = len(drafts)
     for anchor in (4, 27, 29):
+        slots = (drafts.pairs.at_N == anchor - 1).nonzero()[:, 0]
+        slots = slots[drafts.depth_N[slots].argsort()].tolist()
+        assert len(slots) == min(trainee.draft.depths, 31 - anchor)
         chances = []
-        for pairs, hidden_NH in drafts:
-            (at,) = (pairs.at_N == anchor - 1).nonzero()[:, 0].tolist() or [None]
-            if at is None:
-                break
-            place = int(pairs.target_at_N[at])
-            raw = trainee.draft.raw_logits(hidden_NH[at])
+        for slot in slots:
+            place = int(drafts.pairs.target_at_N[slot])
+            raw = trainee.draft.raw_logits(drafts.hidden_NH[slot])
             q_V = trainee.draft.logits(raw, batch.ids_BT[0, place]).softmax(-1)
             chances.append(float(q_V[batch.labels_BT[0, place]].detach()))
-        assert len(chances) == min(depths, 31 - anchor)
         steps = torch.cumprod((1 + torch.tensor(chances)) / 2, 0)
-        for depth in range(len(chances)):
-            (at,) = (drafts[depth][0].at_N == anchor - 1).nonzero()[:, 0].tolist()
-            assert float(paces[depth][at]) == pytest.approx(float(steps[depth:].sum()), rel=1e-4)
+        for depth, slot in enumerate(slots):
+            assert float(paces_N[slot]) == pytest.approx(float(steps[depth:].sum()), rel=1e-4)
     assert not torch.allclose(trainee(batch).loss, plain(batch).loss, rtol=1e-2)
 
 
@@ -115,10 +113,13 @@ def test_calibration_finds_the_temperatures_that_a_confidence_lacks(target: Any)
     random = torch.Generator().manual_seed(1)
 
     def slots(batch: Batch) -> Any:
-        for factor in (4.0, 0.5):
-            logits_N = 1.5 * torch.randn(400, generator=random)
-            pairs = type("", (), {"row_N": torch.zeros(400, dtype=torch.long), "at_N": torch.arange(400)})
-            yield pairs, None, logits_N.sigmoid(), factor * logits_N
+        logits_2N = 1.5 * torch.randn(2, 400, generator=random)
+        at = torch.arange(400).repeat(2)
+        pairs = Pairs(torch.zeros_like(at), at, at)
+        depth_N = torch.arange(2).repeat_interleave(400)
+        drafts = Drafts(pairs, torch.zeros(800, 1), depth_N, first=0)
+        scaled_N = (torch.tensor([[4.0], [0.5]]) * logits_2N).flatten()
+        return None, drafts, logits_2N.sigmoid().flatten(), scaled_N
 
     trainee.slots = slots  # type: ignore[method-assign]
     ids: Tensor = torch.zeros(1, 400, dtype=torch.long)

@@ -18,16 +18,7 @@ from drafts.heads.borrowed import OutputProjection
 from train.batch import LossSums
 from train.losses import InPlaceFn, overlap
 from train.objective import Objective
-from train.teacher import (
-    LiveTeacher,
-    RepeatedTeacher,
-    StoredTeacher,
-    Teacher,
-    WidenedTeacher,
-    compute_dtype,
-    is_partial,
-    width,
-)
+from train.teacher import StoredTeacher, Teacher, WidenedTeacher, compute_dtype, is_finite, is_partial, width
 
 # Logits per chunk. On a GPU enough to occupy it. On a CPU few enough to stay near the caches, and at most so many rows
 # that the allocator reuses the memory of the chunk before (measured: 256 rows take two thirds of the time of 4,096).
@@ -120,17 +111,19 @@ def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
 def _in_place(task: _Task, teacher: Teacher, measure: InPlaceFn, like: Tensor, vocabulary: int) -> ChunkFn:
     """For an objective with an in-place form, on finite logits: several times fewer passes over memory."""
     scratch = [like.new_empty(min(task.chunk, len(task.tokens_N)), vocabulary) for _ in range(2)]
-    zero = torch.zeros_like(like)
+    partial = is_partial(teacher)
 
     def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         target_CV = teacher.logits(rows, logits_CV).to(logits_CV.dtype)
         used = scratch[0][: len(logits_CV)], scratch[1][: len(logits_CV)]
-        loss_C, alpha_C = measure(logits_CV, target_CV, used)
-        task.note(rows, loss_C, alpha_C)
+        mass_C = target_CV.logsumexp(-1).exp() if partial else None
+        loss_C, alpha_C = measure(logits_CV, target_CV, used, mass_C)
+        missing_C = torch.zeros_like(alpha_C) if mass_C is None else (1 - mass_C).clamp_min(0)
+        task.note(rows, loss_C, alpha_C, missing_C)
         if task.weights_N is not None:
             weights_C = task.weights_N[rows].to(loss_C.dtype)
             loss_C, logits_CV = loss_C * weights_C, logits_CV.mul_(weights_C[:, None])
-        return loss_C.sum(), alpha_C.sum(), zero, logits_CV
+        return loss_C.sum(), alpha_C.sum(), missing_C.sum(), logits_CV
 
     return chunk
 
@@ -158,8 +151,7 @@ class _Projected(torch.autograd.Function):
         alpha, missing = torch.zeros_like(loss), torch.zeros_like(loss)
         linear = task.projection is None or task.projection.is_linear
         in_place = task.objective.in_place
-        whole = isinstance(task.teacher, LiveTeacher | RepeatedTeacher) and not is_partial(task.teacher)
-        if linear and in_place is not None and task.teacher is not None and whole:
+        if linear and in_place is not None and task.teacher is not None and is_finite(task.teacher):
             chunk = _in_place(task, task.teacher, in_place, loss, len(weights[0]))
         else:
             chunk = _by_autograd(task, any(needs))

@@ -18,8 +18,8 @@ from torch import Tensor
 
 # Draft's logits [N, V], target's logits [N, V], tokens of the data [N] (and options by name) -> loss [N].
 LossFn = Callable[..., Tensor]
-# Draft's and target's logits [N, V] and two scratch tensors -> loss and alpha [N]. The draft's logits become the
-# gradient.
+# Draft's and target's logits [N, V], two scratch tensors, and the target's mass on these tokens [N], None for all of it
+# -> loss and alpha [N]. The draft's logits become the gradient.
 InPlaceFn = Callable[..., tuple[Tensor, Tensor]]
 
 # exp(-100) underflows in fp32: a log-probability below this is treated as zero probability.
@@ -138,24 +138,34 @@ def overlap(draft_NV: Tensor, target_NV: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def forward_kl_in_place(draft_NV: Tensor, target_NV: Tensor, scratch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def forward_kl_in_place(
+    draft_NV: Tensor, target_NV: Tensor, scratch: tuple[Tensor, Tensor], mass_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`forward_kl` and `overlap`, `[N]` each, of finite logits; `draft_NV` becomes the gradient q - p.
 
-    All arguments have one dtype, fp32 or wider, and are overwritten; `scratch` are two more tensors `[N, V]`.
+    All arguments have one dtype, fp32 or wider, and are overwritten; `scratch` are two more tensors `[N, V]`. mass_N:
+    what the target gives to these tokens, if it has others; the overlap is with that part of its distribution.
     """
     log_q_NV, log_p_NV = scratch
     torch.log_softmax(draft_NV, -1, out=log_q_NV)
     torch.log_softmax(target_NV, -1, out=log_p_NV)
     slope_NV, p_NV = torch.exp(log_q_NV, out=draft_NV), torch.exp(log_p_NV, out=target_NV)
     loss_N: Tensor = torch.linalg.vecdot(p_NV, log_p_NV.sub_(log_q_NV))
+    # sum min(p, q) = (sum p + sum q - sum |p - q|) / 2.
+    if mass_N is None:
+        return loss_N, 1 - torch.linalg.vector_norm(slope_NV.sub_(p_NV), 1, -1) / 2
+    apart_NV = torch.mul(p_NV, mass_N[:, None], out=log_p_NV).sub_(slope_NV)
     slope_NV.sub_(p_NV)
-    # sum min(p, q) = 1 - sum |p - q| / 2.
-    return loss_N, 1 - torch.linalg.vector_norm(slope_NV, 1, -1) / 2
+    return loss_N, (mass_N + 1 - torch.linalg.vector_norm(apart_NV, 1, -1)) / 2
 
 
 @torch.no_grad()
 def jensen_shannon_in_place(
-    draft_NV: Tensor, target_NV: Tensor, scratch: tuple[Tensor, Tensor], beta: float = 0.5
+    draft_NV: Tensor,
+    target_NV: Tensor,
+    scratch: tuple[Tensor, Tensor],
+    mass_N: Tensor | None = None,
+    beta: float = 0.5,
 ) -> tuple[Tensor, Tensor]:
     """`jensen_shannon` and `overlap` as `forward_kl_in_place` gives them.
 
@@ -165,7 +175,7 @@ def jensen_shannon_in_place(
     torch.log_softmax(draft_NV, -1, out=log_q_NV)
     torch.log_softmax(target_NV, -1, out=log_p_NV)
     q_NV, p_NV = torch.exp(log_q_NV, out=draft_NV), torch.exp(log_p_NV, out=target_NV)
-    alpha_N = torch.minimum(p_NV, q_NV).sum(-1)
+    alpha_N = torch.minimum(p_NV if mass_N is None else p_NV * mass_N[:, None], q_NV).sum(-1)
     log_m_NV = torch.lerp(q_NV, p_NV, beta).clamp_min_(torch.finfo(q_NV.dtype).tiny).log_()
     kl_p_N: Tensor = torch.linalg.vecdot(p_NV, log_p_NV.sub_(log_m_NV))
     kl_q_N: Tensor = torch.linalg.vecdot(q_NV, log_q_NV.sub_(log_m_NV))

@@ -175,6 +175,13 @@ def is_partial(teacher: Teacher | None) -> bool:
     return isinstance(teacher, ReducedTeacher | StoredTeacher)
 
 
+def is_finite(teacher: Teacher) -> bool:
+    """Whether no logit is minus infinity."""
+    while isinstance(teacher, ReducedTeacher | RepeatedTeacher):
+        teacher = teacher.whole
+    return isinstance(teacher, LiveTeacher)
+
+
 def width(teacher: Teacher | None) -> int:
     """How many logits per token the teacher makes beyond the draft's vocabulary; 0 for a stored one."""
     while isinstance(teacher, ReducedTeacher | WidenedTeacher | RepeatedTeacher):
