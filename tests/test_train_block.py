@@ -75,17 +75,17 @@ def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind: str, target: Any) 
     paces_N = trainee.paces(drafts, batch)
     # Block by block, from the probabilities of its tokens.
     for anchor in (4, 27, 29):
-        slots = (drafts.pairs.at_N == anchor - 1).nonzero()[:, 0]
-        slots = slots[drafts.depth_N[slots].argsort()].tolist()
-        assert len(slots) == min(trainee.draft.depths, 31 - anchor)
+        of_block = (drafts.pairs.at_N == anchor - 1).nonzero()[:, 0]
+        ordered = of_block[drafts.depth_N[of_block].argsort()].tolist()
+        assert len(ordered) == min(trainee.draft.depths, 31 - anchor)
         chances = []
-        for slot in slots:
+        for slot in ordered:
             place = int(drafts.pairs.target_at_N[slot])
             raw = trainee.draft.raw_logits(drafts.hidden_NH[slot])
             q_V = trainee.draft.logits(raw, batch.ids_BT[0, place]).softmax(-1)
             chances.append(float(q_V[batch.labels_BT[0, place]].detach()))
         steps = torch.cumprod((1 + torch.tensor(chances)) / 2, 0)
-        for depth, slot in enumerate(slots):
+        for depth, slot in enumerate(ordered):
             assert float(paces_N[slot]) == pytest.approx(float(steps[depth:].sum()), rel=1e-4)
     assert not torch.allclose(trainee(batch).loss, plain(batch).loss, rtol=1e-2)
 
