@@ -76,7 +76,7 @@ def main() -> None:
     request = json.loads(Path(request_file).read_text())
     options = ({} if request["sixteen_bits"] else F32) | {"INFERENCE_NUM_THREADS": request["threads"]}
     target, draft = (converted(name, request["sixteen_bits"]) for name in (target, draft))
-    ways = {"ar": measured(openvino_genai.LLMPipeline(target, "CPU", **options), request, None)}
+    ways = {"alone": measured(openvino_genai.LLMPipeline(target, "CPU", **options), request, None)}
     for ahead in request["ahead"]:
         assisted = openvino_genai.draft_model(draft, "CPU", **options)
         pipeline = openvino_genai.LLMPipeline(target, "CPU", draft_model=assisted, **options)

@@ -14,6 +14,7 @@ from benchmarks import peers, sections
 from benchmarks.objectives_data import once
 from benchmarks.pages import table
 from benchmarks.real_study import Study
+from drafts.load import draft_kind
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.tokenization import load_tokenizer
@@ -63,9 +64,11 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
             found |= sections.methods(bench, names[temperature], [temperature], options.rounds)
         return found | {"forwards": sections.forwards(bench, sections.FORWARD_CONTEXTS[:1])}
 
+    asked = bench_decode.asked(bench, options)
+    if draft_kind(drafts["head@"]) != "eagle3":
+        asked = replace(asked, head=None)
     makers: dict[str, Callable[[], dict[str, Any]]] = {"ours": ours}
-    for name, engine in peers.ENGINES.items():
-        makers[name] = partial(peers.beside, bench, bench_decode.asked(bench, options), engine)
+    makers |= {name: partial(peers.beside, bench, asked, engine) for name, engine in peers.ENGINES.items()}
     found: dict[str, Any] = {}
     for name, make in makers.items():
         found[name] = once(place / f"{name}.json", make)

@@ -41,9 +41,9 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _RULES = {"gpt-2": ["bytes"], "refact": ["digits", "bytes"], "llama-bpe": [_LLAMA3], "qwen2": [_QWEN2]}
 
 
-def write(source: Source, out: Path, *, eight_bits: bool = False) -> Proof:
-    """`model.gguf` with the tokenizer in it; a language model is proven by llama-server if it is installed. eight_bits:
-    matrices in Q8_0, which proves nothing.
+def write(source: Source, out: Path, *, matrices: str | None = None) -> Proof:
+    """`model.gguf` with the tokenizer in it; a language model is proven by llama-server if it is installed. matrices:
+    llama.cpp's name of their type, such as Q8_0, in place of the source's; then no engine is run.
     """
     require_package("gguf", "--format gguf")
     import gguf
@@ -80,15 +80,10 @@ def write(source: Source, out: Path, *, eight_bits: bool = False) -> Proof:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(size)
     writer.add_vocab_size(config.vocab_size)
-    files, weights = gguf.LlamaFileType, gguf.GGMLQuantizationType
-    file_type, stored = {
-        torch.float32: (files.ALL_F32, weights.F32),
-        torch.float16: (files.MOSTLY_F16, weights.F16),
-        torch.bfloat16: (files.MOSTLY_BF16, weights.BF16),
-    }[source.dtype]
-    if eight_bits:
-        file_type, stored = files.MOSTLY_Q8_0, weights.Q8_0
-    writer.add_file_type(file_type)
+    names_of_types = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    kind_of_matrices = matrices or names_of_types[source.dtype]
+    weights, stored = gguf.GGMLQuantizationType, gguf.GGMLQuantizationType[kind_of_matrices]
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind_of_matrices == "F32" else f"MOSTLY_{kind_of_matrices}"])
     if not isinstance(source.draft, PreTrainedModel):
         writer.add_array("eagle3.target_layers", list(head.hidden_layers))
         writer.add_uint32("eagle3.target_hidden_size", head.config.target_hidden_size)
@@ -117,7 +112,7 @@ def write(source: Source, out: Path, *, eight_bits: bool = False) -> Proof:
     writer.write_tensors_to_file()
     writer.close()
     server = program("llama-server") if isinstance(source.draft, PreTrainedModel) else None
-    if server is not None and not eight_bits:
+    if server is not None and matrices is None:
         return _proof(source.draft, file, server)
     return Proof(None, f"published layout: {len(tensors)} tensors under llama.cpp's names")
 
