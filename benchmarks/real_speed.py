@@ -23,6 +23,7 @@ from eval.plan import plan
 
 BITS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
 TEMPERATURES = (0.0, 1.0)
+KEYS = ("tokens_per_s", "speed_over_ar", "tau")
 # Few, so that the four plans take minutes.
 PLANNED: dict[str, Any] = {"max_prompts": 8, "confirm_prompts": 4}
 PARTS = ("memory", "one_token", "more_rows", "draft", "prompt", "outside", "step", "limit")
@@ -83,13 +84,14 @@ def speed_tables(found: dict[str, Any]) -> str:
     heading = ["", *(f"{what}, T = {at:g}" for at in TEMPERATURES for what in ("tokens/s", "over ours alone", "tau"))]
     text = f"\n{table(heading, _speeds(found))}\n"
     for at in TEMPERATURES:
-        methods = found["ours"][f"T={at:g}"]
+        ways = _ways(found, at)
         rows = (
-            [_short(name), *(f"{way['parts_of_a_step'][part]:.2f}" for part in PARTS)]
-            for name, way in methods.items()
+            [_short(name), *(_number(way["parts_of_a_step"][part]) for part in PARTS)]
+            for name, way in ways.items()
             if "parts_of_a_step" in way
         )
-        alone = methods["ar"]
+        alone = ways["ar"]
+        text += _best(found, at)
         text += f"\nMilliseconds of a step, T = {at:g}\n\n{table(['', *PARTS], rows)}\n"
         text += (
             f"\nTarget alone: {alone['share_of_memory_limit']:.2f} of the bandwidth, "
@@ -103,21 +105,42 @@ def speed_tables(found: dict[str, Any]) -> str:
     return text + f"\nMilliseconds of a forward by number of tokens\n\n{table(['', *counts], rows)}\n"
 
 
+def _ways(found: dict[str, Any], temperature: float) -> dict[str, dict[str, Any]]:
+    methods = found["ours"][f"T={temperature:g}"]
+    return {name: way for name, way in methods.items() if isinstance(way, dict) and "tau" in way}
+
+
 def _speeds(found: dict[str, Any]) -> Iterator[list[str]]:
-    methods = [found["ours"][f"T={at:g}"] for at in TEMPERATURES]
-    for name in methods[0]:
-        if isinstance(methods[0][name], dict) and "tau" in methods[0][name]:
-            # The plans of the two temperatures differ in the file's name.
-            ways = [next(each for own, each in by_name.items() if _short(own) == _short(name)) for by_name in methods]
-            cells = [[_number(way[key]) for key in ("tokens_per_s", "speed_over_ar", "tau")] for way in ways]
-            yield [_short(name), *cells[0], *cells[1]]
+    # The methods stand in one order; only the file of a plan has another name.
+    for (name, cold), hot in zip(_ways(found, 0.0).items(), _ways(found, 1.0).values(), strict=True):
+        yield [_short(name), *(_number(way[key]) for way in (cold, hot) for key in KEYS)]
     for engine in peers.ENGINES:
-        for name, way in found[engine].items():
-            if isinstance(way, dict) and "T=0" in way and name != "ar":
-                cells = [[_number(way[f"T={at:g}"][key]) for key in ("tokens_per_s", "over_ar")] for at in TEMPERATURES]
-                yield [f"{engine}, {name}", *cells[0], "", *cells[1], ""]
-        for key in found[engine].keys() & {"failed", "skipped"}:
-            yield [engine, f"{key}: {found[engine][key]}", "", "", "", "", ""]
+        for name, way in _served(found, engine).items():
+            cells = [[_number(way[f"T={at:g}"][key]) for key in ("tokens_per_s", "over_ar")] for at in TEMPERATURES]
+            yield [f"{engine}, {name}", *cells[0], "", *cells[1], ""]
+        for name, way in {"": found[engine], **found[engine]}.items():
+            for key in way.keys() & {"failed", "skipped"} if isinstance(way, dict) else ():
+                yield [f"{engine} {name}", f"{key}: {way[key]}", "", "", "", "", ""]
+
+
+def _served(found: dict[str, Any], engine: str) -> dict[str, Any]:
+    ways = found[engine].items()
+    return {name: way for name, way in ways if isinstance(way, dict) and "T=0" in way and name != "ar"}
+
+
+def _best(found: dict[str, Any], temperature: float) -> str:
+    """Our best draft, over ours alone and over the best that others do in 16 bits."""
+    ours = {name: way["speed_over_ar"] for name, way in _ways(found, temperature).items()}
+    others = {name: ours.pop(name) for name in list(ours) if name.startswith("hf")}
+    for engine in peers.ENGINES:
+        for name, way in _served(found, engine).items():
+            if not name.startswith("Q8_0"):
+                others[f"{engine}, {name}"] = way[f"T={temperature:g}"]["over_ar"]
+    best, theirs = (max(speeds, key=lambda name: speeds[name]) for speeds in (ours, others))
+    return (
+        f"\nT = {temperature:g}: {_short(best)} is {_number(ours[best])} times ours alone, and "
+        f"{_number(ours[best] / others[theirs])} times the best of the others in 16 bits ({theirs}).\n"
+    )
 
 
 def _number(value: float) -> str:

@@ -19,6 +19,7 @@ from benchmarks.decode import TARGET
 from benchmarks.methods import Pair, build, endless
 from benchmarks.sections import Bench
 from decode.native import kernel
+from drafts.heads.eagle import EagleHead
 from drafts.make.widen import widen
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
@@ -79,14 +80,18 @@ def test_widened_model_is_the_same_function_and_an_ordinary_checkpoint(
     assert greedy(wide, tokens_BT, 20).equal(greedy(model, tokens_BT, 20))
 
 
-METHODS = ["hf", "ar", "hf-assisted", "hf-constant:2", "chain:2", "kary:2,1", "kary:2,1/exact"]
+METHODS = ["hf", "ar", "hf-assisted", "hf-constant:2", "chain:2", "kary:2,1", "kary:2,1/exact", "head@chain:2"]
 
 
 def tiny_bench() -> Bench:
     pair = Pair(endless(llama(key_value_heads=2, tied=False)), endless(llama(key_value_heads=4, tied=True, seed=1)))
     prompts = torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(3)).tolist()
     return Bench(
-        pair=pair, apart=copy.deepcopy(pair), prompts=prompts, text=[t % VOCAB for t in range(40)], max_new_tokens=8
+        pair=replace(pair, head=EagleHead.fresh(pair.target, seed=1).eval()),
+        apart=copy.deepcopy(pair),
+        prompts=prompts,
+        text=[t % VOCAB for t in range(40)],
+        max_new_tokens=8,
     )
 
 
@@ -110,10 +115,14 @@ def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> 
     assert "target_behind_4096" not in forwards  # beyond the positions of these models
     assert forwards["target_behind_16"]["ours"]["1"]["over_one_row"] == 1
     assert set(forwards["draft_behind_16"]) == {"transformers", "ours", "ours_plain", "share_of_memory_limit"}
-    methods = sections.methods(bench, ["chain:2"], [0.0, 1.0], rounds=2)
+    methods = sections.methods(bench, ["chain:2", "head@chain:2"], [0.0, 1.0], rounds=2)
     assert methods["T=0"]["chain:2"]["greedy_equal"] == methods["T=0"]["hf"]["greedy_equal"] == "4 of 4"
     assert methods["T=1"]["ar"]["tau"] == methods["T=1"]["hf"]["tau"] == 1 <= methods["T=1"]["chain:2"]["tau"] <= 3
     assert "greedy_equal" not in methods["T=1"]["chain:2"]
+    for name in ("ar", "chain:2", "head@chain:2"):
+        parts = methods["T=0"][name]["parts_of_a_step"]
+        step, limit = parts.pop("step"), parts.pop("limit")
+        assert sum(parts.values()) == pytest.approx(step) and limit > 0 and (parts["draft"] > 0) == (name != "ar")
     json.dumps([forwards, methods])
 
 

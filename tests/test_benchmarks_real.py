@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import real_study
+from benchmarks import real_speed, real_study
 from benchmarks.objectives_data import ROOT
 from benchmarks.real_pair import best, run
 from benchmarks.real_study import TINY, Options, Study, data, keep_set
@@ -36,6 +37,35 @@ def study(tmp_path: Path) -> Study:
 def test_names_that_are_unknown_are_refused() -> None:
     with pytest.raises(InputError, match="--only speeed: use any of data, which"):
         run(Options(target="t", data="d", out="o", only=["speeed"]))
+
+
+def test_tables_of_speed_name_the_best_and_what_failed() -> None:
+    parts = dict.fromkeys(real_speed.PARTS, 2.0)
+
+    def way(speed: float, over: float) -> dict[str, Any]:
+        return {"tokens_per_s": speed, "speed_over_ar": over, "tau": over, "parts_of_a_step": parts}
+
+    alone = way(20.0, 1.0) | dict.fromkeys(("share_of_memory_limit", "share_of_memory_limit_after_prefill"), 0.5)
+    ours: dict[str, Any] = {"forwards": {"target_behind_128": {"ours": {"1": {"ms": 9.0}, "2": {"ms": 10.0}}}}}
+    for at in ("0", "1"):
+        hf, drafted = {"tokens_per_s": 8.0, "speed_over_ar": 0.4, "tau": 1.0}, way(32.0, 1.6)
+        ours[f"T={at}"] = {"raw_forward_ms": {"ours": 9.0}, "limit_tokens_per_s_without_draft": 99.0, "hf": hf}
+        ours[f"T={at}"] |= {"ar": alone | {"weight_MB_per_token": 269.0}, f"head@auto:/x/{at}.plan.json": drafted}
+    served = {f"T={at}": {"tokens_per_s": 16.0, "over_ar": 0.8} for at in ("0", "1")}
+    faster = {at: row | {"over_ar": 4.0} for at, row in served.items()}
+    llama = {"F16": served, "Q8_0": faster, "F16, draft, 2 tokens": {"failed": "no port"}, "ar": {"T=0": [1.0, 2.0]}}
+    found = {"ours": ours, "llama-server": llama, "openvino-genai": {"skipped": "not here"}, "vllm": {"failed": "it"}}
+    text = real_speed.speed_tables(found)
+    best = "head@planned tree is 1.60 times ours alone, and 2.00 times the best of the others in 16 bits"
+    assert f"T = 0: {best} (llama-server, F16)." in text and f"T = 1: {best}" in text
+    for row in (
+        "| head@planned tree | 32.00 | 1.60 | 1.60 | 32.00 | 1.60 | 1.60 |",
+        "| llama-server, Q8_0 | 16.00 | 4.00 |  | 16.00 | 4.00 |  |",
+        "| llama-server F16, draft, 2 tokens | failed: no port |",
+        "| openvino-genai  | skipped: not here |",
+        "| target_behind_128 | 9.00 | 10.00 |",
+    ):
+        assert row in text, row
 
 
 @pytest.mark.slow  # distils, and loads the target three times
