@@ -38,7 +38,6 @@ import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
 from transformers import (  # noqa: E402
     GenerationConfig,
@@ -48,7 +47,7 @@ from transformers import (  # noqa: E402
 )
 
 from drafts.neighbours import PROGRAMS  # noqa: E402
-from draftsmith.__main__ import main  # noqa: E402
+from tests.door import Door, forget_processes  # noqa: E402
 
 torch.set_num_threads(1)
 # A shell that starts the tests in the background makes them, and with them their children, ignore Ctrl-C.
@@ -232,28 +231,10 @@ def answers(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return made
 
 
-def forget_processes() -> None:
-    """accelerate keeps its state in singletons; two commands in one process must not share it."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
-
-
 @pytest.fixture
-def door(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    """`door(words...)` runs a command in this process: (exit code, standard output, standard error)."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        capfd.readouterr()
-        forget_processes()
-        try:
-            code = main([str(word) for word in words])
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    yield call
+def door(capfd: pytest.CaptureFixture[str]) -> Iterator[Door]:
+    """A command in this process; see `Door`."""
+    yield Door(capfd)
     forget_processes()
 
 

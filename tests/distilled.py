@@ -7,7 +7,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
 # The process of this patch is killed while it writes the given part (from 1).
 KILL_IN_PART = """

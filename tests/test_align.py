@@ -18,9 +18,9 @@ from draftsmith.alignment.stages import check_unchanged, hold_out
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.settings import ResolvedSampling, Sampling
 from draftsmith_core.tokenization import load_tokenizer
+from tests.door import Door
 from tests.results_made_up import timeless as timeless_results
 
-Door = Callable[..., tuple[int, str, str]]
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 SMALL: list[object] = ["--distill.num_samples", 2, "--distill.max_new_tokens", 10, "--distill.batch_size", 4]
 SMALL += ["--distill.part_rows", 4]
@@ -69,8 +69,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
     out = tmp_path / "out"
     words = ["--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", out, *SMALL]
     words += ["--ood", files["other"], "--objective", "jsd:beta=0.5", "ce", "--eval.tree", "chain:1"]
-    code, printed, err = door("align", *words, "--json")
-    assert code == 0, err
+    printed, err = door.ok("align", *words, "--json")
     # A fifth of the prompts is held out, no prompt is on both sides, and every row is on one.
     train, heldout = rows(out / "prompts" / "train.jsonl"), rows(out / "prompts" / "heldout.jsonl")
     assert len(train) + len(heldout) == 24
@@ -131,8 +130,7 @@ def test_the_file_of_a_run_is_run_again_by_hand(
     for name, given in (("one", words), ("two", ["--config", "../one/out/align.yaml"])):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        code, _, err = door("align", *given, "--out", "out")
-        assert code == 0, err
+        _, err = door.ok("align", *given, "--out", "out")
         assert (" 0 chosen with" in err) == (name == "two")
         found.append(timeless(tmp_path / name / "out"))
     del found[0]["align.yaml"], found[1]["align.yaml"]  # the reasons behind choices are in the first alone
@@ -234,8 +232,7 @@ def test_without_a_draft_a_fresh_head_is_trained(
     door: Door, files: dict[str, str], target_dir: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    code, printed, err = door("align", "--target", target_dir, "--prompts", files["own"], "--out", out, *SMALL)
-    assert code == 0, err
+    printed, err = door.ok("align", "--target", target_dir, "--prompts", files["own"], "--out", out, *SMALL)
     assert json.loads((out / "jsd" / "draftsmith.json").read_text())["kind"] == "eagle3"
     # The tests' target is nearly all vocabulary. What is started and how long it takes is said before it begins.
     begun = err.partition("1/3 distil")[0] + printed.partition("1/3 distil")[0]
@@ -358,8 +355,7 @@ def test_the_best_draft_is_uploaded_where_that_is_asked_for(
     monkeypatch.setattr("draftsmith_core.hub.push", push)
     monkeypatch.setattr("draftsmith_core.hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    code, _, err = door("align", *words, "--push_to_hub", "org/draft")
-    assert code == 0, err
+    _, err = door.ok("align", *words, "--push_to_hub", "org/draft")
     assert uploads == [(out / "jsd", "org/draft", "model")]
     assert "uploaded: https://hub/org/draft" in err and "hf_secret" not in err
 
@@ -371,8 +367,7 @@ def test_init_makes_the_draft_to_start_from_once(
 ) -> None:
     out = tmp_path / "out"
     words = ["--target", target_dir, "--init", "prune", "--prompts", files["own"], "--out", out, *SMALL]
-    code, _, err = door("align", *words)
-    assert code == 0, err
+    _, err = door.ok("align", *words)
     assert "layers 0 of the target's 2, chosen as even" in err and "alpha:" in err
     assert yaml.safe_load((out / "align.yaml").read_text())["draft"] == str(out / "start")
     weights = (out / "start" / "model.safetensors").read_bytes()

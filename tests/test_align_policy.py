@@ -17,10 +17,9 @@ from draftsmith.alignment import outcome
 from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith.alignment.policy import RULES, TOLERANCE, Point, between, choose
 from eval.schema import Estimate, SuiteKind
+from tests.door import Door
 from tests.results_made_up import BASE, view
 from tests.test_align import ONE_WAY, SMALL
-
-Door = Callable[..., tuple[int, str, str]]
 
 
 def point(weight: float, id_change: float, general: float, low: float = 0.01) -> Point:
@@ -61,8 +60,7 @@ def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
     out = tmp_path / "out"
     words: list[Any] = ["--target", target_dir, "--draft", draft_dir, "--prompts", prompts, "--out", out, *SMALL]
     words += [*ONE_WAY, "--policy", "balanced", "--plain", "true"]
-    code, printed, err = door("align", *words, "--json")
-    assert code == 0, err
+    printed, err = door.ok("align", *words, "--json")
     # General text is replayed; the plain draft beside it is trained alike but for that.
     kept, plain = (json.loads((out / name / "draftsmith.json").read_text())["config"] for name in ("jsd", "jsd-plain"))
     assert (kept["replay"], kept["replay_fraction"]) == ([str(out / "general")], 0.5)
@@ -114,8 +112,7 @@ def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_t
     out = tmp_path / "out"
     words: list[Any] = ["--target", target_dir, "--prompts", prompts, *SMALL, "--policy", "balanced"]
     part = ["--train.draft_vocab_size", 120]
-    code, _, err = door("align", *words, "--draft", draft_dir, "--out", out, *part)
-    assert code == 0, err
+    _, err = door.ok("align", *words, "--draft", draft_dir, "--out", out, *part)
     assert "train: drafts 120 of 290 tokens; of the responses " in err
     assert yaml.safe_load((out / "align.yaml").read_text())["train"]["draft_vocab_size"] == 120
     assert (out / "jsd" / FILE).read_bytes() == (out / "jsd-balanced" / FILE).read_bytes()

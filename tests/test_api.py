@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, assert_type, cast
 
@@ -16,8 +15,7 @@ from draftsmith.pair import Pair
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.tokenization import load_tokenizer
-
-Door = Callable[..., tuple[int, str, str]]
+from tests.door import Door
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +25,7 @@ def pair(target_dir: str, draft_dir: str) -> Pair:
 
 def decoded(door: Door, *words: object) -> list[dict[str, Any]]:
     """The outputs of `draftsmith decode` with these words."""
-    code, out, err = door("decode", *words, "--json")
-    assert code == 0, err
+    out, _ = door.ok("decode", *words, "--json")
     outputs: list[dict[str, Any]] = json.loads(out.splitlines()[-1])["outputs"]
     return outputs
 

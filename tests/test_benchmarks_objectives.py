@@ -17,6 +17,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, write_rows
 from eval.bootstrap import PromptSums, resamples
 from eval.results import Results
+from tests.door import Door
 from train import training_run as train_run
 from train.config import TrainConfig
 
@@ -113,7 +114,7 @@ def test_cells_are_trained_alike_and_once(options: Options, trained: list[TrainC
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_alpha_is_what_eval_measures(options: Options, door: Callable[..., tuple[int, str, str]]) -> None:
+def test_alpha_is_what_eval_measures(options: Options, door: Door) -> None:
     run(replace(options, only=["fkl"], seeds=1, rates=[1e-2]))
     pair = objectives_data.PAIRS["nano"](options)
     draft = str(Path(options.out) / "drafts" / "fkl-lr0.01-seed0")
@@ -122,8 +123,7 @@ def test_alpha_is_what_eval_measures(options: Options, door: Callable[..., tuple
     words = ["--id", sets[0], "--ood", *sets[1:], "--draft", f"d={draft}", "--tree", "chain:1", "--speed_prompts", "0"]
     limits = ["--max_prompts", "3", "--prompt_tokens", "6", "--max_new_tokens", "6", "--bootstrap", "100"]
     out = Path(options.out) / "eval"
-    code, _, err = door("eval", "--target", pair.target, *words, *limits, "--out", out)
-    assert code == 0, err
+    door.ok("eval", "--target", pair.target, *words, *limits, "--out", out)
     results = Results.load(out)
     for temperature, alphas in ours.items():
         for domain, sums in alphas.items():

@@ -24,8 +24,8 @@ from draftsmith_core.io import canonical_json
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.tokenization import decode_text, load_tokenizer
+from tests.door import Door
 
-Door = Callable[..., tuple[int, str, str]]
 TEXTS = ["The quick brown fox jumps over the lazy dog.", "A draft model proposes tokens and the target accepts."]
 
 KILL_AT_ROW = """
@@ -57,8 +57,7 @@ def test_rows_are_those_of_the_contract(
     words = ["--target", target_dir, "--prompts", prompts_file, "--num_samples", "2", "--max_new_tokens", "9"]
     words += ["--temperature", "1", "--out", str(out), "--json"]
     words += ["--draft", draft_dir, "--tree", "kary:2,2"] if drafted else []
-    code, printed, err = door("decode", *words)
-    assert code == 0, err
+    printed, _ = door.ok("decode", *words)
     rows = read(out)
     assert [p.name for p in out.parent.iterdir()] == ["rows.jsonl"]
     tokenizer = load_tokenizer(target_dir)
@@ -126,8 +125,7 @@ def test_a_killed_run_continues_where_it_was(
 def test_one_prompt_is_streamed(door: Door, target_dir: str, draft_dir: str) -> None:
     words = ["decode", "--target", target_dir, "--draft", draft_dir, "--prompt", "# The quick"]
     words += ["--max_new_tokens", "12", "--temperature", "1", "--json"]
-    code, printed, err = door(*words)
-    assert code == 0, err
+    printed, _ = door.ok(*words)
     summary = json.loads(printed.splitlines()[-1])
     assert printed.startswith(summary["outputs"][0]["text"] + "\n") and "tokens in" in printed
     assert summary["outputs"][0]["prompt_ids"] == load_tokenizer(target_dir)("# The quick")["input_ids"]
@@ -318,8 +316,7 @@ def greedy_ids(target_dir: str, prompts_file: str) -> list[list[int]]:
 def test_a_verifier_through_the_door(door: Door, target_dir: str, draft_dir: str, verifier: str) -> None:
     tree = "chain:3" if VERIFIERS[verifier].chains_only else "kary:2,2"
     words = ["--target", target_dir, "--draft", draft_dir, "--tree", tree, "--verifier", verifier, "--temperature", "1"]
-    code, printed, err = door("decode", *words, "--prompt", "The quick", "--max_new_tokens", "12", "--json")
-    assert code == 0, err
+    printed, err = door.ok("decode", *words, "--prompt", "The quick", "--max_new_tokens", "12", "--json")
     summary = json.loads(printed.splitlines()[-1])
     assert summary["verifier"] == verifier
     assert summary["lossless"] == (verifier != "typical")

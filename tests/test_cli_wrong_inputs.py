@@ -1,12 +1,11 @@
 """Law 8: what a stranger may type wrongly, by command: one line that says what to do, exit code 2, nothing written."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-Door = Callable[..., tuple[int, str, str]]
+from tests.door import Door
 
 # By the beginning of a command line: what follows it, and what its one line must say.
 WRONG: dict[str, list[tuple[str, str]]] = {

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ from draftsmith_core.models import context_length, fingerprint, load_model, para
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.request import check
+from tests.door import Door
 from train.config import TrainConfig
 from train.draft_setup import read_shape
 
-Door = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 DEMO = ROOT / "draftsmith" / "demo"
@@ -267,10 +266,7 @@ def test_recipe_runs_in_small(recipe: Path, tmp_path: Path, door: Door, monkeypa
     monkeypatch.chdir(ROOT)  # recipes name shapes in configs/models
     written = yaml.safe_load(recipe.read_text())
     kind = written.get("kind", "lm")
-    code, text, err = door(
-        "train", "--config", recipe, "--out", tmp_path / "out", "--smoke", "--device", "cpu", "--json"
-    )
-    assert code == 0, err
+    text, _ = door.ok("train", "--config", recipe, "--out", tmp_path / "out", "--smoke", "--device", "cpu", "--json")
     summary = json.loads(text.splitlines()[-1])
     out = tmp_path / "out-smoke"
     assert (summary["checkpoint"], summary["steps"]) == (str(out), 4)
@@ -289,8 +285,7 @@ def test_recipe_runs_in_small(recipe: Path, tmp_path: Path, door: Door, monkeypa
     alone = ("decode", "--target", out / "inputs" / "target", "--prompt", "The", "--max_new_tokens", 8, "--json")
     answers = []
     for words in (alone, (*alone, "--draft", out)):
-        code, text, err = door(*words)
-        assert code == 0, err
+        text, _ = door.ok(*words)
         answers.append(json.loads(text.splitlines()[-1])["outputs"][0]["output_ids"])
     assert answers[0] == answers[1]
 

@@ -4,7 +4,6 @@ import importlib.util
 import mmap
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from draftsmith_core.models import (
     vocabulary_size,
 )
 from draftsmith_core.sampling import Sampling, generator
-
-Door = Callable[..., tuple[int, str, str]]
 
 
 def test_a_model_is_loaded_whole_and_ready(target_dir: str) -> None:

@@ -2,14 +2,13 @@
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from draftsmith_core.errors import without_secrets
+from tests.door import Door
 
-Door = Callable[..., tuple[int, str, str]]
 ADDRESS = "https://me:PASSWORD@store.example/rows.jsonl?sig=SIGNATURE"
 # Prompts, and answers to score.
 ANSWER = {"prompt_ids": [5, 6], "response_ids": [7, 8]}

@@ -5,7 +5,6 @@ Law 1 for it is in tests/test_decode_lossless.py.
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation, model_logits
 from eval.estimate import alpha_sums
 from eval.results import Results
-
-Door = Callable[..., tuple[int, str, str]]
+from tests.door import Door
 
 
 def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(
@@ -84,11 +82,10 @@ def test_the_command_decodes_as_the_target_alone(
     foreign = ("--draft", donor_dir, "--heterogeneous_vocab", "true")
     for name, words in {"alone": (), "shared": foreign}.items():
         out = tmp_path / f"{name}.jsonl"
-        code, _, err = door(
+        door.ok(
             *("decode", "--target", target_dir, "--prompts", prompts_file, "--out", out, "--temperature", 0),
             *("--max_new_tokens", 16, "--device", "cpu", *words),
         )
-        assert code == 0, err
         found.append([json.loads(line) for line in out.read_text().splitlines()])
     for drafted in found[1:]:
         assert len(drafted) == len(ODD)
@@ -103,13 +100,12 @@ def test_eval_gives_its_alpha(
     door: Door, target_dir: str, draft_dir: str, donor_dir: str, prompts_file: str, tmp_path: Path
 ) -> None:
     """Beside the measured acceptance, which must agree with it."""
-    code, _, err = door(
+    _, err = door.ok(
         *("eval", "--target", target_dir, "--draft", f"own={draft_dir}", f"foreign={donor_dir}"),
         *("--id", f"p={prompts_file}", "--out", tmp_path / "eval", "--heterogeneous_vocab", "true"),
         *("--temperature", 1.0, "--tree", "chain:2", "--max_new_tokens", 24, "--speed_prompts", 0),
         *("--bootstrap", 100, "--device", "cpu"),
     )
-    assert code == 0, err
     results = Results.load(tmp_path / "eval")
     assert "eval: draft foreign has another tokenizer: of the prompts" in err and "8 of 8 texts can be written" in err
     alpha, missing = (results.figure(name, "foreign", "p") for name in ("alpha", "missing_mass"))

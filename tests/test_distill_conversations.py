@@ -16,7 +16,8 @@ from distill.engines import Answer
 from distill.filters import why_dropped
 from draftsmith_core.prompts import Chat, prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from tests.distilled import Door, errors, manifest, rows_of, write_rows
+from tests.distilled import errors, manifest, rows_of, write_rows
+from tests.door import Door
 from train.batch import IGNORE
 from train.data import Examples, collate
 
@@ -142,8 +143,7 @@ def test_tool_calls_and_their_results_stay(tokenizer: Tokenizer) -> None:
 
 def test_thinking_is_switched_off_by_the_template(words: list[str], door: Door, target_dir: str) -> None:
     Path("chat.jinja").write_text(TEMPLATES["qwen3"])
-    code, _, err = door(*words, "--thinking", "drop")
-    assert code == 0, err
+    door.ok(*words, "--thinking", "drop")
     rows = rows_of("set")
     tokenizer = load_tokenizer(target_dir)
     ends = ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "The")  # the second of the row that is no chat
@@ -161,8 +161,7 @@ def test_thinking_is_switched_off_by_the_template(words: list[str], door: Door, 
 def test_a_template_without_the_switch(
     words: list[str], door: Door, caplog: pytest.LogCaptureFixture, tokenizer: Tokenizer
 ) -> None:
-    code, _, err = door(*words, "--thinking", "drop")
-    assert code == 0, err
+    door.ok(*words, "--thinking", "drop")
     assert "--thinking drop: the chat template has no switch for it; answers that think all the same are" in caplog.text
     Path("chat.jinja").write_text(TEMPLATES["deepseek"])
     code, _, err = door(*words, "--thinking", "drop", "--out", "o")
@@ -199,8 +198,7 @@ def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 def test_all_turns_are_rows_with_the_target_s_own_history(words: list[str], door: Door, target_dir: str) -> None:
-    code, out, err = door(*words, "--num_samples", 2)
-    assert code == 0, err
+    out, _ = door.ok(*words, "--num_samples", 2)
     assert "14 rows" in out.splitlines()[0] and "4 done" in out.splitlines()[0]
     rows = rows_of("set")
     assert [(row["sample_index"], row["turn"]) for row in rows[:6]] == [(s, t) for s in range(2) for t in range(3)]
@@ -221,8 +219,7 @@ def test_all_turns_are_rows_with_the_target_s_own_history(words: list[str], door
 
 
 def test_a_chat_that_outgrows_the_context_is_shortened_and_counted(words: list[str], door: Door) -> None:
-    code, out, err = door(*words, "--max_new_tokens", 40, "--ignore_eos")
-    assert code == 0, err
+    out, _ = door.ok(*words, "--max_new_tokens", 40, "--ignore_eos")
     assert any("shortened: turn 2: " in line and "more than the 56 that fit" in line for line in out.splitlines())
     assert {line["outcome"] for line in errors()} == {"shortened"} and manifest()["counts"]["prompts_done"] == 4
 
@@ -232,8 +229,7 @@ def test_a_template_that_refuses_costs_its_row_alone(words: list[str], door: Doo
         "{% for m in messages %}{% if m.content == 'c' %}{{ raise_exception('no c') }}{% endif %}"
         "[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
-    code, out, err = door(*words)
-    assert code == 0, err
+    out, _ = door.ok(*words)
     # The first and the third row hold the turn that is refused.
     assert "2 done, 2 skipped" in out and "the chat template refuses it (no c)" in out
 
@@ -243,8 +239,7 @@ def test_evaluating_on_conversations_that_were_trained_on_is_noticed(
 ) -> None:
     assert door(*words)[0] == 0
     train = ["train", "--data", "set", "--draft", draft_dir, "--max_length", 64, "--steps", 2, "--device", "cpu"]
-    code, _, err = door(*train, "--heldout_fraction", 0.3, "--out", "draft", "--optim.lr", 0.001)
-    assert code == 0, err
+    door.ok(*train, "--heldout_fraction", 0.3, "--out", "draft", "--optim.lr", 0.001)
     evaluate = ["eval", "--target", target_dir, "--draft", "d=draft", "--id", "p=p.jsonl", "--out", "eval", "--strict"]
     code, _, err = door(*evaluate, "--chat_template", "chat.jinja", "--max_new_tokens", 4)
     assert code == 2

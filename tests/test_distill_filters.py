@@ -12,7 +12,8 @@ from distill.config import DistillConfig
 from distill.engines import Answer
 from distill.filters import Suites, why_dropped
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from tests.distilled import Door, errors, manifest, rows_of, write_rows
+from tests.distilled import errors, manifest, rows_of, write_rows
+from tests.door import Door
 
 LONG = "the quick brown fox jumps over the lazy dog and then it runs far away home"
 
@@ -29,8 +30,7 @@ def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
 def test_dropped_answers_are_counted_and_the_others_are_the_same(words: list[str], door: Door) -> None:
     assert door(*words, "--out", "all")[0] == 0
     options = ["--drop", "truncated", "empty", "--min_response_tokens", 3, "--max_response_tokens", 9]
-    code, out, err = door(*words, *options, "--json")
-    assert code == 0, err
+    out, _ = door.ok(*words, *options, "--json")
     every, kept, made = rows_of("all"), rows_of(), manifest()
 
     def useful(row: dict[str, Any]) -> bool:
@@ -86,8 +86,7 @@ def test_the_reasons(tokenizer: Tokenizer, options: dict[str, Any], ids: list[in
 
 
 def test_a_finished_set_is_copied_and_its_manifest_comes_last(words: list[str], door: Door) -> None:
-    code, out, err = door(*words, "--copy_to", "memory://bucket/set", "--json")
-    assert code == 0, err
+    out, _ = door.ok(*words, "--copy_to", "memory://bucket/set", "--json")
     assert json.loads(out.splitlines()[-1])["copied_to"] == "memory://bucket/set"
     store = fsspec.filesystem("memory")
     copies = {path["name"].rsplit("/", 1)[1]: path for path in store.ls("/bucket/set")}
@@ -134,8 +133,7 @@ def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
     fox, cat = write_rows("fox.jsonl", {"prompt": LONG}), write_rows("cat.jsonl", {"prompt": "cat"})
     words = ["distill", "--target", target_dir, "--prompts", "p.jsonl", "--out", "set", "--max_new_tokens", 4]
     words += ["--decontaminate", f"cat={cat}", f"fox={fox}"]
-    code, out, err = door(*words)
-    assert code == 0, err
+    out, _ = door.ok(*words)
     assert "2 rows" in out and "1 skipped: shares 13 words in a row with the evaluation's fox (row 2)" in out
     write_rows("fox.jsonl", {"prompt": "other words"})
     code, _, err = door(*words)

@@ -14,7 +14,8 @@ from draftsmith_core.io import sha256_file
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.tokenization import load_tokenizer
-from tests.distilled import Door, errors, files, manifest, rows_of
+from tests.distilled import errors, files, manifest, rows_of
+from tests.door import Door
 
 Rows = list[dict[str, Any]]
 
@@ -32,8 +33,7 @@ def whole(words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.Monk
     """The set of a run that nothing disturbed."""
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
-    code, _, err = door(*words)
-    assert code == 0, err
+    door.ok(*words)
     return tmp_path / "whole" / "set"
 
 

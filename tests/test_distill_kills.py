@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith_core.tokenization import load_tokenizer
-from tests.distilled import KILL_IN_PART, Door, Spawn, files, rows_of, write_rows
+from tests.distilled import KILL_IN_PART, Spawn, files, rows_of, write_rows
+from tests.door import Door
 from tests.serving import serving
 
 KILLS = 3

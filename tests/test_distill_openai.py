@@ -20,7 +20,8 @@ from drafts.neighbours import how_to_get, llama_server, program
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.teacher_rows import unpack
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from tests.distilled import Door, Spawn, errors, files, manifest, rows_of, write_rows
+from tests.distilled import Spawn, errors, files, manifest, rows_of, write_rows
+from tests.door import Door
 from tests.serving import EOS, Server, answer_of, serving, wait_until
 from tests.test_docs import ROOT, commands, run_line
 
@@ -87,8 +88,7 @@ def test_teacher_rows_are_the_log_probabilities_of_the_server(words: list[str], 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
 def test_rows_are_what_the_server_drew(words: list[str], door: Door, serve: Serve, kind: str) -> None:
     server = serve(kind)
-    code, _, err = door(*words, server.url)
-    assert code == 0, err
+    door.ok(*words, server.url)
     check_rows(rows_of())
     record = manifest()
     counts = dict(prompts_read=40, prompts_done=40, prompts_skipped=0, prompts_failed=0, rows=80, rows_dropped=0)
@@ -137,8 +137,7 @@ def test_passing_trouble_costs_no_row(words: list[str], door: Door, serve: Serve
         return ways[(seed // 2 + tries) % 8] if seed != TRIAL_SEED and seed % 2 and tries < 2 else None
 
     server.misbehave = misbehave
-    code, _, err = door(*words, server.url)
-    assert code == 0, err
+    door.ok(*words, server.url)
     check_rows(rows_of())
     assert answered_once(server)
 
@@ -146,8 +145,7 @@ def test_passing_trouble_costs_no_row(words: list[str], door: Door, serve: Serve
 @pytest.mark.parametrize("silence", ["never", "drops"])
 def test_an_answer_that_takes_too_long_is_asked_again(words: list[str], door: Door, serve: Serve, silence: str) -> None:
     server = serve(misbehave=lambda number: silence if number == 12 else None)
-    code, _, err = door(*words, server.url, "--timeout_s", 1)
-    assert code == 0, err
+    door.ok(*words, server.url, "--timeout_s", 1)
     check_rows(rows_of())
 
 
@@ -176,8 +174,7 @@ def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(
     server.misbehave = lambda number: (
         wrong[prompts.index(prompt)] if (prompt := server.bodies[number]["prompt"]) in prompts else None
     )
-    code, out, err = door(*words, server.url)
-    assert code == 0, err
+    out, _ = door.ok(*words, server.url)
     assert f"of 40 prompts {40 - len(wrong)} done, 0 skipped, {len(wrong)} failed" in out
     assert [(line["row"], line["outcome"]) for line in errors()] == [(n + 1, "failed") for n in range(len(wrong))]
     reasons = [line["reason"] for line in errors()]
@@ -191,8 +188,7 @@ def test_one_of_two_servers_dies_and_comes_back(words: list[str], door: Door, se
     first, second = serve(), serve()
     second.misbehave = lambda number: "reset" if 10 <= number < 16 else None
     first.misbehave = lambda number: wait_until(lambda: len(second.bodies) > 16) if number > 40 else None
-    code, _, err = door(*words, first.url, second.url, "--concurrency", 8)
-    assert code == 0, err
+    door.ok(*words, first.url, second.url, "--concurrency", 8)
     check_rows(rows_of())
     assert len(second.bodies) > 16 and len(first.bodies) > 20
 
@@ -200,8 +196,7 @@ def test_one_of_two_servers_dies_and_comes_back(words: list[str], door: Door, se
 def test_a_server_that_is_down(words: list[str], door: Door, serve: Serve, tokenizer: Tokenizer) -> None:
     up, down = serve(), Server("vllm", tokenizer)
     down.server_close()
-    code, _, err = door(*words, up.url, down.url)
-    assert code == 0, err
+    _, err = door.ok(*words, up.url, down.url)
     assert f"draftsmith distill: {down.url}: /models does not answer" in err and "trying it again later" in err
     check_rows(rows_of())
     code, _, err = door(*words, down.url, "--out", "other")
@@ -251,16 +246,14 @@ def test_the_key_is_from_the_environment_and_nowhere_else(
     code, _, err = door(*words, server.url)
     assert code == 2 and "the server rejects the key in OPENAI_API_KEY" in err and "sk-wr" not in err
     monkeypatch.setenv("MY_KEY", "sk-secret\n")
-    code, out, err = door(*words, server.url, "--api_key_env", "MY_KEY")
-    assert code == 0, err
+    out, err = door.ok(*words, server.url, "--api_key_env", "MY_KEY")
     assert not any(b"sk-secret" in path.read_bytes() for path in Path("set").iterdir())
     assert "sk-secret" not in out + err
 
 
 def test_a_mixture_of_temperatures_is_asked_for(words: list[str], door: Door, serve: Serve) -> None:
     server = serve()
-    code, _, err = door(*words, server.url, "--temperatures", "0.5:1", "1.0:1")
-    assert code == 0, err
+    door.ok(*words, server.url, "--temperatures", "0.5:1", "1.0:1")
     sent = {(tuple(body["prompt"]), body["seed"]): body["temperature"] for body in server.bodies[1:]}
     rows = rows_of()
     for row in rows:
@@ -288,8 +281,7 @@ def test_the_first_requests_are_retried_as_later_ones_are(words: list[str], door
     cases: list[list[Any]] = [[429], [503, 500], ["garbage"], ["half", "reset"], [b"[]"], [408, b"<html>"]]
     for number, faults in enumerate(cases):
         server = serve(misbehave=dict(enumerate(faults)).get)
-        code, _, err = door(*words, server.url, "--out", f"set{number}", "--max_prompts", 2)
-        assert code == 0, err
+        door.ok(*words, server.url, "--out", f"set{number}", "--max_prompts", 2)
         assert manifest(f"set{number}")["tokens_from"] == {"target": 4}
     server = serve(misbehave=lambda number: b'{"error": {"message": "CUDA out of memory"}}')
     code, _, err = door(*words, server.url, "--out", "none")
@@ -299,8 +291,7 @@ def test_the_first_requests_are_retried_as_later_ones_are(words: list[str], door
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "text"])
 def test_a_served_model_that_is_named_needs_no_list(words: list[str], door: Door, serve: Serve, kind: str) -> None:
     server = serve(kind)
-    code, _, err = door(*words, server.url, "--served_model", "target", "--max_prompts", 3)
-    assert code == 0, err
+    door.ok(*words, server.url, "--served_model", "target", "--max_prompts", 3)
     assert server.lists == 0 and len(rows_of()) == 6
     assert set(manifest()["tokens_from"]) <= ({"text", "text_differs"} if kind == "text" else {"target"})
 
@@ -335,8 +326,7 @@ def test_faults_and_kills_lose_no_row(words: list[str], spawn: Spawn, door: Door
             time.sleep(0.01)
         client.send(signal.SIGKILL)
         assert client.wait()[0] == -signal.SIGKILL
-    code, _, err = door(*words, server.url)
-    assert code == 0, err
+    door.ok(*words, server.url)
     counts = manifest()["counts"]
     assert (counts["prompts_read"], counts["prompts_skipped"], counts["prompts_failed"]) == (61, 9, 0)
     assert counts["prompts_done"] == 52 and counts["rows"] == 104
@@ -358,8 +348,7 @@ def test_llama_server_draws_what_this_process_draws(tmp_path: Path, door: Door) 
     words = ["distill", "--target", target, "--prompts", source, "--max_new_tokens", 24, "--temperature", 0]
     with llama_server(server, ["-m", str(gguf), "-t", "1", "-c", "2048", "-np", "4"]) as port:
         served = ["--engine", "openai", "--endpoint", f"http://127.0.0.1:{port}/v1", "--concurrency", 4]
-        code, _, err = door(*words, *served, "--out", tmp_path / "served")
-        assert code == 0, err
+        door.ok(*words, *served, "--out", tmp_path / "served")
     assert door(*words, "--out", tmp_path / "local", "--device", "cpu")[0] == 0
     for theirs, ours in zip(rows_of(tmp_path / "served"), rows_of(tmp_path / "local"), strict=True):
         assert (theirs["response_ids"], theirs["finish_reason"]) == (ours["response_ids"], ours["finish_reason"])

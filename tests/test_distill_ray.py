@@ -17,7 +17,8 @@ from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
-from tests.distilled import Door, files, write_rows
+from tests.distilled import files, write_rows
+from tests.door import Door
 
 NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 OPTIONS: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 9, "batch_size": 3, "part_rows": 2, "seed": 4}

@@ -12,7 +12,8 @@ from draftsmith_core.errors import RunError
 from draftsmith_core.models import load_model
 from draftsmith_core.teacher_rows import unpack
 from draftsmith_core.tokenization import load_tokenizer
-from tests.distilled import Door, errors, files, manifest, rows_of, write_rows
+from tests.distilled import errors, files, manifest, rows_of, write_rows
+from tests.door import Door
 
 K = 7
 
@@ -28,8 +29,7 @@ def make(target_dir: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest
 @pytest.fixture
 def words(make: list[str], door: Door, target_dir: str) -> list[str]:
     """`distill --score plain`, where plain is a set without teacher rows."""
-    code, _, err = door(*make, "--out", "plain")
-    assert code == 0, err
+    door.ok(*make, "--out", "plain")
     return f"distill --target {target_dir} --score plain --out scored --teacher_top_k {K}".split()
 
 
@@ -51,8 +51,7 @@ def check_teacher_rows(rows: list[dict[str, Any]], target_dir: str) -> None:
 def test_a_scored_set_is_one_that_was_scored_while_it_was_made(
     make: list[str], words: list[str], door: Door, target_dir: str
 ) -> None:
-    code, out, err = door(*words, "--json")
-    assert code == 0, err
+    out, _ = door.ok(*words, "--json")
     assert door(*make, "--out", "at_once", "--teacher_top_k", K)[0] == 0
     rows = rows_of("scored")
     assert len(rows) == 16 and rows == rows_of("at_once")
@@ -75,14 +74,12 @@ def test_a_draft_is_trained_without_the_target(words: list[str], target_dir: str
     assert door(*words)[0] == 0
     train = ["train", "--data", "scored", "--draft", draft_dir, "--objective", "fkl", "--max_length", 64, "--steps", 12]
     train += ["--optim.lr", 0.01, "--device", "cpu", "--heldout_fraction", 0.2]
-    code, _, err = door(*train, "--out", "draft")
-    assert code == 0, err
+    door.ok(*train, "--out", "draft")
     judged = [json.loads(line) for line in Path("draft/run/metrics.jsonl").read_text().splitlines()]
     judged = [line for line in judged if "heldout_alpha" in line]
     assert judged[-1]["heldout_alpha"] > judged[0]["heldout_alpha"]
     # What lies in the tail is not known, and not counted: alpha is at most the target's own.
-    code, _, err = door(*train, "--target", target_dir, "--out", "live")
-    assert code == 0, err
+    door.ok(*train, "--target", target_dir, "--out", "live")
     live = json.loads(Path("live/run/metrics.jsonl").read_text().splitlines()[0])
     assert judged[0]["heldout_alpha"] <= live["heldout_alpha"] + 1e-6
 
@@ -116,8 +113,7 @@ def test_rows_from_elsewhere(words: list[str], door: Door, target_dir: str) -> N
         ("{broken", "not valid JSON"),
     ]
     words[4] = write_rows("rows.jsonl", *(row for row, _ in cases))
-    code, out, err = door(*words, "--chat_template", "chat.jinja", "--part_rows", 4)
-    assert code == 0, err
+    out, _ = door.ok(*words, "--chat_template", "chat.jinja", "--part_rows", 4)
     assert "3 of 12 rows scored" in out and "9 skipped" in out
     reasons = {line["row"]: line["reason"] for line in errors("scored")}
     assert all(why in reasons.get(number, "") for number, (_, why) in enumerate(cases, 1))

@@ -16,7 +16,8 @@ from distill.config import DistillConfig
 from distill.engines import ENGINES, Answer, AnswerRequest, Done, Engine
 from distill.engines.hf import HFEngine
 from draftsmith_core.tokenization import Tokenizer
-from tests.distilled import Door, errors, files, rows_of, write_rows
+from tests.distilled import errors, files, rows_of, write_rows
+from tests.door import Door
 
 GOOD = [{"prompt": f"The quick {number}", "domain": "d"} for number in range(9)]
 BAD = [
@@ -47,8 +48,7 @@ def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 def test_rows_that_cannot_be_read_are_skipped_with_their_reasons(words: list[str], door: Door) -> None:
-    code, out, err = door(*words)
-    assert code == 0, err
+    out, _ = door.ok(*words)
     assert "18 rows" in out and "of 19 prompts 9 done, 10 skipped, 0 failed" in out
     assert [(line["row"], line["outcome"]) for line in errors()] == [(2 * place + 1, "skipped") for place in range(10)]
     for line, (_, reason) in zip(errors(), BAD, strict=True):
@@ -96,8 +96,7 @@ def test_a_mixture_of_temperatures(words: list[str], door: Door, target_dir: str
     """Each row is what its own temperature gives, and the shares are those that were asked for."""
     write_rows("p.jsonl", *({"prompt": f"The {i}", "id": str(i)} for i in range(60)))
     words = [*words, "--part_rows", "200"]
-    code, _, err = door(*words, "--temperatures", "0:1", "1.0:2", "0.5:2")
-    assert code == 0, err
+    door.ok(*words, "--temperatures", "0:1", "1.0:2", "0.5:2")
     rows = rows_of("set")
     counts = Counter(row["temperature"] for row in rows)
     # 120 draws with shares of 0.2, 0.4, 0.4: within four standard deviations.

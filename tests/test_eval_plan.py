@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +17,8 @@ from draftsmith_core.sampling import Sampling
 from eval.bootstrap import PromptSums, quotient, resamples
 from eval.plan import Candidate, Planner, _engines, _finalists, _pays, tried
 from eval.plan_model import JointRuns, fit, isotonic, kary_space, shapes, time_shapes
+from tests.door import Door
 from tests.tiny_models import stirred_head, tiny_llama
-
-Door = Callable[..., tuple[int, str, str]]
 
 
 def _runs(chances: list[list[float]]) -> JointRuns:
@@ -214,16 +212,14 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     assert len(predicted) == 20 and all(1 <= row["tau"]["value"] <= 65 for row in predicted)
     parsed = parse_tree(f"auto:{plan}", lambda path: json.loads(Path(path).read_text()))
     assert isinstance(parsed, Tree | DynamicTree) and parsed.size >= 1
-    code, out, err = door("decode", *words, "--tree", "auto", "--json")
-    assert code == 0, err
+    out, err = door.ok("decode", *words, "--tree", "auto", "--json")
     if found["pays"] is False:
         assert "no draft is faster here, so the target decodes alone" in err
     else:
         assert json.loads(out.splitlines()[-1])["tree"] == f"auto:{plan}"
     words = ["--target", target_dir, "--draft", f"d={draft}", "--id", f"a={prompts_file}", "--temperature", temperature]
     words += "--max_new_tokens 6 --max_prompts 4 --speed_prompts 0 --bootstrap 100 --tree chain:1 auto".split()
-    code, _, err = door("eval", *words, "--out", tmp_path / "out")
-    assert code == 0, err
+    door.ok("eval", *words, "--out", tmp_path / "out")
     trees = [method["tree"] for method in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]]
     assert trees == ["chain:1", f"auto:{plan}"]
 

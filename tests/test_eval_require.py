@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from eval.config import EvalConfig
 from eval.request import check
 from eval.results import Results
 from eval.schema import ResultsDocument
+from tests.door import Door
 from tests.results_made_up import BASE, BOTH, made_up
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +108,7 @@ def test_what_the_run_would_not_measure_is_refused() -> None:
 
 
 def test_the_command_ends_with_3_and_one_line_for_each(
-    door: Callable[..., tuple[int, str, str]], target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path
+    door: Door, target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path
 ) -> None:
     words = (
         f"eval --target {target_dir} --draft mine={draft_dir} --id prose={prompts_file} --out {tmp_path} --tree chain:1"

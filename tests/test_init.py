@@ -11,21 +11,18 @@ from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from drafts.draft_vocabulary import read_draft_vocabulary
 from draftsmith_core.models import load_model, parameter_count
-
-Door = Callable[..., tuple[int, str, str]]
+from tests.door import Door
 
 
 def made(door: Door, target: str, out: Path, *words: object) -> dict[str, Any]:
-    code, said, err = door("init", "--target", target, "--out", out, "--device", "cpu", "--json", *words)
-    assert code == 0, err
+    said, _ = door.ok("init", "--target", target, "--out", out, "--device", "cpu", "--json", *words)
     summary: dict[str, Any] = json.loads(said.splitlines()[-1])
     return summary
 
 
 def decoded(door: Door, target: str, *draft: object) -> str:
     words = ("--prompt", "The quick", "--max_new_tokens", 12, "--temperature", 0, "--device", "cpu")
-    code, said, err = door("decode", "--target", target, *draft, *words)
-    assert code == 0, err
+    said, _ = door.ok("decode", "--target", target, *draft, *words)
     return said.splitlines()[0]
 
 

@@ -16,6 +16,7 @@ from transformers import LlamaModel
 from draftsmith_core.errors import is_installed
 from draftsmith_core.models import load_model
 from tests import train_laws
+from tests.door import Door
 from tests.train_laws import Words, metrics, words_of
 from train import draft_setup
 from train.batch import IGNORE
@@ -23,7 +24,6 @@ from train.data import collate, load_examples, shares, units
 from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
 
-Door = Callable[..., tuple[int, str, str]]
 NEEDS_PEFT = pytest.mark.skipif(not is_installed("peft"), reason="needs peft (pip install 'draftsmith[peft]')")
 ALL = ["--anchor_kl", "0.5", "--mixing_temperature", "3"]
 LORA = ["--lora.rank", "4", "--lora.dropout", "0.2"] if is_installed("peft") else []
@@ -95,8 +95,7 @@ def test_the_checkpoint_is_the_draft_with_its_adapters_merged(
     words: Words, draft_dir: str, tmp_path: Path, door: Door
 ) -> None:
     out = tmp_path / "out"
-    code, _, err = door(*words(out, 8), "--lora.rank", 4, "--optim.lr", "0.02", "--lora.targets", "q_proj", "up_proj")
-    assert code == 0, err
+    door.ok(*words(out, 8), "--lora.rank", 4, "--optim.lr", "0.02", "--lora.targets", "q_proj", "up_proj")
     before, after = load_file(Path(draft_dir) / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -108,8 +107,7 @@ def test_the_checkpoint_is_the_draft_with_its_adapters_merged(
     losses = [line["heldout_loss"] for line in metrics(out, "heldout_loss")]
     assert losses[-1] < losses[0]
     # What was measured while training is what the merged checkpoint gives.
-    code, _, err = door(*words(tmp_path / "again", 1), "--draft", out)
-    assert code == 0, err
+    door.ok(*words(tmp_path / "again", 1), "--draft", out)
     assert metrics(tmp_path / "again")[0]["heldout_loss"] == pytest.approx(losses[-1], rel=1e-4)
 
 
@@ -160,8 +158,7 @@ def test_held_states_save_forwards_and_change_no_bit(
         forwards.clear()
         monkeypatch.setattr(draft_setup, "_MEMORY_BYTES", limit)
         cache = ["--head.features", str(tmp_path / "features")] if name == "disk" else []
-        code, _, err = door(*words, *more, *cache, "--out", tmp_path / name)
-        assert code == 0, err
+        door.ok(*words, *more, *cache, "--out", tmp_path / name)
         made = [(tmp_path / name / file).read_bytes() for file in ("model.safetensors", "run/metrics.jsonl")]
         files[name], counts[name] = made, len(forwards)
     assert files["some"] == files["all"] == files["none"] == files["disk"]

@@ -24,12 +24,12 @@ from drafts.load import load_draft
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, generator
 from tests import train_laws
+from tests.door import Door
 from tests.train_laws import metrics
 from train.batch import IGNORE, Batch
 from train.objective import parse_objective
 from train.trainees import TRAINEES
 
-Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
 
 DEPTH = 3
@@ -75,8 +75,7 @@ def trained(
     """A checkpoint of this kind, made by the command."""
     out = checkpoints / kind
     if not out.exists():
-        code, _, err = door(*words(kind, target_dir, draft_dir, distilled), "--out", out)
-        assert code == 0, err
+        door.ok(*words(kind, target_dir, draft_dir, distilled), "--out", out)
     yield out
 
 
@@ -181,8 +180,7 @@ def test_the_checkpoint_decodes_losslessly(kind: str, trained: Path, target_dir:
     run = ["decode", "--target", target_dir, "--prompt", "A draft model", "--max_new_tokens", "40", "--json"]
     run += ["--ignore_eos", "true"]
     alone = json.loads(door(*run)[1].splitlines()[-1])
-    code, out, err = door(*run, "--draft", trained, "--tree", f"chain:{DEPTH}")
-    assert code == 0, err
+    out, _ = door.ok(*run, "--draft", trained, "--tree", f"chain:{DEPTH}")
     found = json.loads(out.splitlines()[-1])
     assert found["outputs"][0]["output_ids"] == alone["outputs"][0]["output_ids"]
     assert found["proposed"] > 0
@@ -221,7 +219,6 @@ def test_training_goes_on_from_a_head(
 ) -> None:
     run = words(kind, target_dir, draft_dir, distilled)[: -len(OPTIONS[kind])]
     run += ["--draft", str(trained), "--out", str(tmp_path / "more"), "--objective", "tvd", "--steps", "2"]
-    code, _, err = door(*run)
-    assert code == 0, err
+    door.ok(*run)
     before = json.loads((trained / "draftsmith.json").read_text())["heldout_alpha"]
     assert metrics(tmp_path / "more")[0]["heldout_alpha"] == pytest.approx(before, abs=1e-6)

@@ -14,13 +14,13 @@ from distill.generate import distill
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.tokenization import load_tokenizer
+from tests.door import Door
 from tests.train_laws import close, metrics
 from train.batch import IGNORE
 from train.config import OnPolicy
 from train.data import Examples, collate, load_examples
 from train.onpolicy import Answerer
 
-Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
 
 
@@ -109,8 +109,7 @@ def test_training_on_what_the_draft_says_raises_acceptance(
 ) -> None:
     run = words(target_dir, draft_dir, distilled)
     more = ["--steps", 24, "--batch_size", 8, "--optim.lr", 0.01, "--on_policy.fraction", 1]
-    code, _, err = door(*run, *more, "--out", tmp_path / "draft")
-    assert code == 0, err
+    door.ok(*run, *more, "--out", tmp_path / "draft")
     judged = [line["heldout_alpha"] for line in metrics(tmp_path / "draft", "heldout_alpha")]
     assert judged[-1] > judged[0] + 0.05
     stepped = metrics(tmp_path / "draft", "loss")
@@ -124,8 +123,7 @@ def test_a_draft_of_more_tokens_than_the_target_says_none_that_the_target_lacks(
 ) -> None:
     wide = other_vocabulary_dir
     run = [*words(target_dir, wide, distilled), "--steps", 2, "--on_policy.fraction", 1, "--out", tmp_path / "draft"]
-    code, _, err = door(*run)
-    assert code == 0, err
+    door.ok(*run)
     model = load_model(wide, device="cpu", dtype="float32")
     with torch.no_grad():
         model.get_output_embeddings().weight[290:] *= 4  # it would like to say little else
@@ -145,8 +143,7 @@ def test_a_step_does_not_depend_on_how_it_is_divided(
     """Law 6: 8 x 1, 2 x 4 and 1 x 8 draw the same answers and take the same steps."""
     run = [*words(target_dir, draft_dir, distilled), "--optim.name", "sgd", "--optim.lr", "0.5", "--steps", "4"]
     for size, times in ((8, 1), (2, 4), (1, 8)):
-        code, _, err = door(*run, "--batch_size", size, "--accumulation", times, "--out", tmp_path / str(size))
-        assert code == 0, err
+        door.ok(*run, "--batch_size", size, "--accumulation", times, "--out", tmp_path / str(size))
     begun, ended = (load_file(out / "model.safetensors") for out in (Path(draft_dir), tmp_path / "8"))
     assert max(float((ended[name] - begun[name]).abs().max()) for name in ended) > 1e-3
     for other in ("2", "1"):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.door import Door
 from tests.train_laws import BEFORE, close, metrics, result
 
-Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
 
 CONTINUES = "; run the same command again to resume$"
@@ -167,8 +167,7 @@ def test_bf16_keeps_the_weights_in_fp32(words: list[str], draft_dir: str, tmp_pa
     found = {}
     for precision in ("fp32", "bf16"):
         out = tmp_path / precision
-        code, _, err = door(*words, "--draft", draft_dir, "--precision", precision, "--out", out)
-        assert code == 0, err
+        door.ok(*words, "--draft", draft_dir, "--precision", precision, "--out", out)
         assert {value.dtype for value in load_file(out / "model.safetensors").values()} == {torch.float32}
         found[precision] = [line["loss"] for line in metrics(out, "loss")]
     assert found["fp32"] != found["bf16"]

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaModel
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
 from draftsmith_core.prompts import prompt_hash, read_prompt_hashes
+from tests.door import Door
 from tests.train_laws import BEFORE, SGD, close, metrics, result
 from train.config import TrainConfig
 from train.data import collate, load_examples, order
@@ -24,7 +25,6 @@ from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
 from train.training_run import train
 
-Door = Callable[..., tuple[int, str, str]]
 Spawn = Callable[..., Any]
 Launch = Callable[..., Any]
 ROOT = Path(__file__).parents[1]
@@ -161,8 +161,7 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
     monkeypatch.chdir(tmp_path)
     # A rate so high that the weights get worse after a while.
     more = ["--optim.lr", "0.3", "--optim.warmup_steps", "10", "--patience", "2", "--steps", "200"]
-    code, out, err = door(*words, *more, "--json")
-    assert code == 0, err
+    out, _ = door.ok(*words, *more, "--json")
     summary, draft = json.loads(out.splitlines()[-1]), tmp_path / "draft"
     losses = {int(line["step"]): line["heldout_loss"] for line in metrics(draft, "heldout_loss")}
     best = min(losses, key=lambda step: (losses[step], step))
@@ -231,8 +230,7 @@ def test_a_fresh_model_learns_text(
         f"train --out draft --data t.jsonl --heldout t.jsonl --draft_config {draft_dir}/config.json "
         f"--tokenizer {draft_dir} --max_length 24 --steps 40 --optim.lr 0.02 --device cpu"
     ).split()
-    code, _, err = door(*words)
-    assert code == 0, err
+    door.ok(*words)
     losses = [line["heldout_loss"] for line in metrics(tmp_path / "draft", "heldout_loss")]
     assert losses[0] > 5 and losses[-1] < 1.5
     assert "brown" in door("decode", "--target", "draft", "--prompt", "The quick", "--max_new_tokens", "8")[1]

@@ -101,8 +101,7 @@ def weights(out: Path, step: int) -> dict[str, Tensor]:
 def a_step_is_its_rows_however_they_are_divided(words: Words, options: list[str], tmp_path: Path, door: Any) -> None:
     """Law 6, with SGD."""
     for size, accumulation in ((8, 1), (1, 8)):
-        code, _, err = door(*words(tmp_path / f"{size}", 3, size, accumulation), *SGD, *options)
-        assert code == 0, err
+        door.ok(*words(tmp_path / f"{size}", 3, size, accumulation), *SGD, *options)
     for name, value in weights(tmp_path / "8", 3).items():
         torch.testing.assert_close(weights(tmp_path / "1", 3)[name], value, atol=1e-6, rtol=1e-5)
 

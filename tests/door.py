@@ -1,0 +1,36 @@
+"""The command line in this process, as the fixture `door` gives it to tests."""
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from draftsmith.__main__ import main
+
+
+def forget_processes() -> None:
+    """accelerate keeps its state in singletons; two commands in one process must not share it."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+class Door:
+    """`door(words...)` runs a command: (exit code, standard output, standard error)."""
+
+    def __init__(self, captured: pytest.CaptureFixture[str]) -> None:
+        self._captured = captured
+
+    def __call__(self, *words: object) -> tuple[int, str, str]:
+        self._captured.readouterr()
+        forget_processes()
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        out, err = self._captured.readouterr()
+        return code, out, err
+
+    def ok(self, *words: object) -> tuple[str, str]:
+        """Standard output and error of a command that must succeed."""
+        code, out, err = self(*words)
+        assert code == 0, err
+        return out, err
