@@ -34,10 +34,6 @@ def hashed(text: Sequence[int]) -> int:
     return (last[0] * 7 + last[1] * 5 + last[2] * 3 + len(text) % 2 + last[1] * last[2]) % VOCAB
 
 
-def counting(text: Sequence[int]) -> int:
-    return (text[-1] + 1) % VOCAB
-
-
 def start(proposer: Proposer, prompts: Sequence[Sequence[int]], tree: TreeShape) -> Session:
     setup = SessionSetup(
         prompts=prompts,

@@ -24,9 +24,6 @@ NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 OPTIONS: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 9, "batch_size": 3, "part_rows": 2, "seed": 4}
 
 
-TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A cluster of this process alone. Its token is its own: two that begin at the same time would both write the one

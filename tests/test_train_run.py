@@ -26,7 +26,6 @@ from train.trainees.lm import LMTrainee
 from train.training_run import train
 
 Spawn = Callable[..., Any]
-Launch = Callable[..., Any]
 ROOT = Path(__file__).parents[1]
 
 # Where a run is killed, in turn; after each of these it is started again.

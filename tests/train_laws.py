@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 Words = Callable[..., list[str]]
-CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 SGD = ["--optim.name", "sgd", "--optim.lr", "0.5", "--optim.clip_norm", "0", "--optim.final_lr_fraction", "1"]
 # Patch of a process: call `action` before the n-th call of a function.
 BEFORE = """
@@ -116,15 +115,3 @@ def a_killed_run_ends_as_one_that_was_not(words: Words, options: list[str], tmp_
     assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
     assert (whole / "run" / "metrics.jsonl").read_bytes() == (killed / "run" / "metrics.jsonl").read_bytes()
     assert all(torch.equal(weights(killed, 4)[name], value) for name, value in weights(whole, 4).items())
-
-
-def two_processes_are_one(
-    config: str, words: Words, options: list[str], tmp_path: Path, door: Any, launch: Any
-) -> None:
-    """Law 6, over processes."""
-    assert door(*words(tmp_path / "one", 3), *SGD, *options)[0] == 0
-    started = ["--config_file", CONFIGS / f"{config}.yaml", "-m", "draftsmith"]
-    done = launch(started, *words(tmp_path / "two", 3, 4), *SGD, *options)
-    assert done.returncode == 0, done.stderr
-    for name, value in weights(tmp_path / "one", 3).items():
-        torch.testing.assert_close(weights(tmp_path / "two", 3)[name], value, atol=2e-5, rtol=1e-4)
