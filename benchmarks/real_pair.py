@@ -191,7 +191,11 @@ def weightless_table(found: list[tuple[str, str, float, float | None]]) -> str:
 
 
 def best(study: Study, *kinds: str) -> str:
-    """The draft of question 1, among these, with the highest predicted tau on chat at temperature 1."""
+    """The draft among these that --drafts names; else that of question 1 with the highest predicted tau on chat at
+    temperature 1.
+    """
+    if len(asked := [name for name in kinds if name in study.options.drafts]) == 1:
+        return asked[0]
     results = Results.load(study.out / "which")
     known = [name for name in results.drafts if name in kinds]
     if not known:

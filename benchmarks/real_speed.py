@@ -15,7 +15,7 @@ from benchmarks.objectives_data import once
 from benchmarks.pages import table
 from benchmarks.real_study import Study
 from drafts.load import draft_kind
-from draftsmith_core.io import write_json_atomic
+from draftsmith_core.io import read_json, write_json_atomic
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import PlanConfig
@@ -46,6 +46,7 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
         **BITS,
     )
     names: dict[float, list[str]] = {}
+    plans: dict[str, Any] = {}
     for temperature in TEMPERATURES:
         names[temperature] = ["hf-assisted"]
         for which, draft in drafts.items():
@@ -55,14 +56,23 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
                 words |= {"temperature": temperature, "max_new_tokens": options.max_new_tokens}
                 plan(PlanConfig(**words, **PLANNED, **BITS))
             names[temperature] += [f"{which}{tree}" for tree in ("chain:2", "chain:4", f"auto:{file}")]
+            planned = read_json(file, "a plan")
+            plans[f"{which}planned tree, T = {temperature:g}"] = {key: planned[key] for key in ("name", "speedup")}
     bench = bench_decode.load_bench(options)
     read = read_prompts(chats, load_tokenizer(study.options.target)).prompts
     bench = replace(bench, prompts=[list(prompt.ids) for prompt in islice(read, options.rounds * options.prompts)])
 
     def ours() -> dict[str, Any]:
-        found: dict[str, Any] = {"setting": bench_decode.setting(options, bench)}
+        found: dict[str, Any] = {"setting": bench_decode.setting(options, bench), "plans": plans}
+        # Without the paths of the machine.
+        found["setting"]["options"] |= {
+            "target": Path(options.target or "").name,
+            "draft": language_model,
+            "head": head,
+        }
         for temperature in TEMPERATURES:
-            found |= sections.methods(bench, names[temperature], [temperature], options.rounds)
+            for at, methods in sections.methods(bench, names[temperature], [temperature], options.rounds).items():
+                found[at] = {_short(name): way for name, way in methods.items()}
         return found | {"forwards": sections.forwards(bench, sections.FORWARD_CONTEXTS[:1])}
 
     asked = bench_decode.asked(bench, options)
@@ -83,10 +93,11 @@ def speed_tables(found: dict[str, Any]) -> str:
     """Speeds of ours and of the others; the milliseconds of a step of ours; forwards by rows."""
     heading = ["", *(f"{what}, T = {at:g}" for at in TEMPERATURES for what in ("tokens/s", "over ours alone", "tau"))]
     text = f"\n{table(heading, _speeds(found))}\n"
+    text += "".join(f"\n{which}: {planned['name']}\n" for which, planned in found["ours"]["plans"].items())
     for at in TEMPERATURES:
         ways = _ways(found, at)
         rows = (
-            [_short(name), *(_number(way["parts_of_a_step"][part]) for part in PARTS)]
+            [name, *(_number(way["parts_of_a_step"][part]) for part in PARTS)]
             for name, way in ways.items()
             if "parts_of_a_step" in way
         )
@@ -111,9 +122,9 @@ def _ways(found: dict[str, Any], temperature: float) -> dict[str, dict[str, Any]
 
 
 def _speeds(found: dict[str, Any]) -> Iterator[list[str]]:
-    # The methods stand in one order; only the file of a plan has another name.
-    for (name, cold), hot in zip(_ways(found, 0.0).items(), _ways(found, 1.0).values(), strict=True):
-        yield [_short(name), *(_number(way[key]) for way in (cold, hot) for key in KEYS)]
+    cold, hot = (_ways(found, at) for at in TEMPERATURES)
+    for name in cold:
+        yield [name, *(_number(way[name][key]) for way in (cold, hot) for key in KEYS)]
     for engine in peers.ENGINES:
         for name, way in _served(found, engine).items():
             cells = [[_number(way[f"T={at:g}"][key]) for key in ("tokens_per_s", "over_ar")] for at in TEMPERATURES]
@@ -138,7 +149,7 @@ def _best(found: dict[str, Any], temperature: float) -> str:
                 others[f"{engine}, {name}"] = way[f"T={temperature:g}"]["over_ar"]
     best, theirs = (max(speeds, key=lambda name: speeds[name]) for speeds in (ours, others))
     return (
-        f"\nT = {temperature:g}: {_short(best)} is {_number(ours[best])} times ours alone, and "
+        f"\nT = {temperature:g}: {best} is {_number(ours[best])} times ours alone, and "
         f"{_number(ours[best] / others[theirs])} times the best of the others in 16 bits ({theirs}).\n"
     )
 

@@ -39,7 +39,8 @@ class Options:
     only: list[str] = field(default_factory=list)
     """Pieces to run; all when empty."""
     drafts: list[str] = field(default_factory=list)
-    """which: drafts to train; all when empty. Those trained before are measured too."""
+    """which: drafts to train; all when empty. Those trained before are measured too. The others: one language model and
+    one head in place of the best."""
     budget: float = PIECE_HOURS
     """Hours that a piece may take on two cores; every 2.5 add as many answers, with other seeds."""
     seeds: int = 3

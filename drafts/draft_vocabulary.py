@@ -34,33 +34,31 @@ def check_draft_vocabulary(option: str, size: int, whole: int, has_one: str | No
         raise InputError(f"{option}: {size} is more than the vocabulary of {whole}; lower it")
 
 
-def _counts(rows: Iterable[Sequence[int]]) -> Counter[int]:
+def token_counts(rows: Iterable[Sequence[int]]) -> Counter[int]:
+    """How often each token occurs in these sequences."""
     counts: Counter[int] = Counter()
     for tokens in rows:
         counts.update(tokens)
     return counts
 
 
-def count_vocabulary(rows: Iterable[Sequence[int]], size: int) -> list[int]:
-    """The `size` commonest tokens of the responses `rows`, as sorted ids; ties, and tokens that do not occur, by id."""
-    counts = _counts(rows)
+def commonest_tokens(counts: Counter[int], size: int) -> list[int]:
+    """The `size` commonest tokens, as sorted ids; ties, and tokens that do not occur, by id."""
     known = range(max(size, max(counts, default=0) + 1))
     return sorted(sorted(known, key=lambda token: -counts[token])[:size])
 
 
-def rarest_token(rows: Iterable[Sequence[int]], embedding_VH: Tensor) -> int:
-    """The token that is rarest in `rows`; of several the last, which in a padded vocabulary is unused.
+def rarest_token(counts: Counter[int], embedding_VH: Tensor) -> int:
+    """The token that is rarest in the text; of several the last, which in a padded vocabulary is unused.
 
     Not one without an embedding, as padding often is: masked slots would begin as zeros, without a place.
     """
-    counts = _counts(rows)
     embedded: list[int] = embedding_VH.abs().amax(-1).nonzero().flatten().tolist()
     return min(embedded, key=lambda token: (counts[token], -token))
 
 
-def coverage(ids_D: Tensor, rows: Iterable[Sequence[int]]) -> str:
-    """In words: how many of the tokens of these sequences are among `ids_D`."""
-    counts = _counts(rows)
+def coverage(ids_D: Tensor, counts: Counter[int]) -> str:
+    """In words: how many of the tokens of a text are among `ids_D`."""
     every, drafted = counts.total(), sum(counts[token] for token in ids_D.tolist())
     return f"{drafted:,} of {every:,} tokens are among them ({drafted / max(every, 1):.2%})"
 

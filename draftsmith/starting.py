@@ -11,7 +11,14 @@ from transformers import PreTrainedModel
 
 from decode import SpeculativeDecoder
 from decode.supported_models import attention_windows
-from drafts.draft_vocabulary import check_draft_vocabulary, count_vocabulary, coverage, trim, write_draft_vocabulary
+from drafts.draft_vocabulary import (
+    check_draft_vocabulary,
+    commonest_tokens,
+    coverage,
+    token_counts,
+    trim,
+    write_draft_vocabulary,
+)
 from drafts.load import LoadedPair, load_pair
 from drafts.make.fresh import fresh, read_per_token, too_costly
 from drafts.make.prune import prune
@@ -61,9 +68,10 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
         rows: list[Sequence[int]] = [text.output_ids for text in texts]
         if config.data:
             rows = list(load_examples(config.data, tokenizer, _BLOCK).rows["response_ids"])
-        ids_D = torch.tensor(count_vocabulary(rows, config.draft_vocab_size))
+        counts = token_counts(rows)
+        ids_D = torch.tensor(commonest_tokens(counts, config.draft_vocab_size))
         source = "--data" if config.data else "the answers to --prompts"
-        notes.append(f"tokens: drafts {len(ids_D):,} of {whole:,}; of {source} {coverage(ids_D, rows)}")
+        notes.append(f"tokens: drafts {len(ids_D):,} of {whole:,}; of {source} {coverage(ids_D, counts)}")
         used = copy.deepcopy(draft)
         trim(used, ids_D)
     costs = read_per_token(used), read_per_token(target)

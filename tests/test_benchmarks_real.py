@@ -39,6 +39,11 @@ def test_names_that_are_unknown_are_refused() -> None:
         run(Options(target="t", data="d", out="o", only=["speeed"]))
 
 
+def test_a_draft_that_is_named_stands_for_the_best() -> None:
+    options = Options(target="t", data="d", out="o", drafts=["pruned", "eagle3"])
+    assert best(Study(options, TINY), "hydra", "eagle3") == "eagle3"
+
+
 def test_tables_of_speed_name_the_best_and_what_failed() -> None:
     parts = dict.fromkeys(real_speed.PARTS, 2.0)
 
@@ -50,7 +55,8 @@ def test_tables_of_speed_name_the_best_and_what_failed() -> None:
     for at in ("0", "1"):
         hf, drafted = {"tokens_per_s": 8.0, "speed_over_ar": 0.4, "tau": 1.0}, way(32.0, 1.6)
         ours[f"T={at}"] = {"raw_forward_ms": {"ours": 9.0}, "limit_tokens_per_s_without_draft": 99.0, "hf": hf}
-        ours[f"T={at}"] |= {"ar": alone | {"weight_MB_per_token": 269.0}, f"head@auto:/x/{at}.plan.json": drafted}
+        ours[f"T={at}"] |= {"ar": alone | {"weight_MB_per_token": 269.0}, "head@planned tree": drafted}
+    ours["plans"] = {"head@planned tree, T = 0": {"name": "chain:3", "speedup": None}}
     served = {f"T={at}": {"tokens_per_s": 16.0, "over_ar": 0.8} for at in ("0", "1")}
     faster = {at: row | {"over_ar": 4.0} for at, row in served.items()}
     llama = {"F16": served, "Q8_0": faster, "F16, draft, 2 tokens": {"failed": "no port"}, "ar": {"T=0": [1.0, 2.0]}}
@@ -64,6 +70,7 @@ def test_tables_of_speed_name_the_best_and_what_failed() -> None:
         "| llama-server F16, draft, 2 tokens | failed: no port |",
         "| openvino-genai  | skipped: not here |",
         "| target_behind_128 | 9.00 | 10.00 |",
+        "head@planned tree, T = 0: chain:3",
     ):
         assert row in text, row
 

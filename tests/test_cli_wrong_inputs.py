@@ -65,6 +65,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--data {prompts} --kind eagl", "eagle"),
         ("--data {prompts} --lrr 3", "did you mean --optim.lr?"),
         ("--data {prompts} --head.draft_vocab_size 9", "did you mean --draft_vocab_size?"),
+        ("--data {prompts} --kind dflash --head.target_layers []", "target_layers"),
         ("--data {prompts} --kind medusa --draft_vocab_size 9", "size: is for lm, eagle3, dflash, dspark, jetspec"),
         ("--data out/nowhere", "data: out/nowhere: no such file, and no dataset owner/name:split on the hub"),
     ],

@@ -26,6 +26,7 @@ from drafts.draft_vocabulary import (
     draft_vocabulary,
     rarest_token,
     read_draft_vocabulary,
+    token_counts,
     trim,
 )
 from drafts.load import draft_fingerprint, load_pair
@@ -219,7 +220,7 @@ def test_an_export_is_whole_and_says_so(trained: Path, tmp_path: Path, door: Doo
 
 def test_the_rarest_token_is_the_last_unused_one_that_has_an_embedding() -> None:
     embedding_VH = torch.ones(6, 2)
-    assert rarest_token([[0, 1, 5], [2, 5]], embedding_VH) == 4
+    assert rarest_token(token_counts([[0, 1, 5], [2, 5]]), embedding_VH) == 4
     embedding_VH[4] = 0
-    assert rarest_token([[0, 1, 5], [2, 5]], embedding_VH) == 3
-    assert rarest_token([[0, 1, 5], [2, 3, 5]], embedding_VH) == 3
+    assert rarest_token(token_counts([[0, 1, 5], [2, 5]]), embedding_VH) == 3
+    assert rarest_token(token_counts([[0, 1, 5], [2, 3, 5]]), embedding_VH) == 3

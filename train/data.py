@@ -8,8 +8,10 @@ Legend: B rows of a batch, T tokens of the longest of them, N valid tokens, K st
 
 import glob
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
+from drafts.draft_vocabulary import token_counts
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompt_rows import iterate_rows
@@ -70,6 +73,12 @@ class Examples:
     def __len__(self) -> int:
         """Number of units."""
         return len(self.valid_tokens)
+
+    @cached_property
+    def response_counts(self) -> Counter[int]:
+        """How often each token occurs in the responses."""
+        batches = self.rows.select_columns(["response_ids"]).iter(batch_size=1024)
+        return token_counts(response for batch in batches for response in batch["response_ids"])
 
 
 def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int) -> Examples:

@@ -1,7 +1,7 @@
 """The draft of a run: made from its options, put into a trainee, written as a checkpoint of its kind."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from drafts.draft_vocabulary import (
     DraftVocabulary,
     attach_draft_vocabulary,
     check_draft_vocabulary,
-    count_vocabulary,
+    commonest_tokens,
     coverage,
     draft_vocabulary,
     rarest_token,
@@ -62,7 +62,7 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
         if config.kind in VOCABULARY_KINDS:
             options["draft_vocab"] = _draft_vocab(config, vocabulary_size(target), training)
         if config.kind in BLOCK_KINDS:
-            options["mask_token_id"] = rarest_token(_responses(training), borrow(target).embedding_weight)
+            options["mask_token_id"] = rarest_token(training.response_counts, borrow(target).embedding_weight)
         head = HEADS[config.kind].fresh(target, **options)
     return head.to(device="cpu", dtype=torch.float32)
 
@@ -128,7 +128,7 @@ def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[in
     if size is None or size == whole:
         return None
     check_draft_vocabulary("draft_vocab_size", size, whole)
-    return count_vocabulary(_responses(training), size)
+    return commonest_tokens(training.response_counts, size)
 
 
 def announce_draft_vocabulary(draft: Draft, training: Examples) -> None:
@@ -142,13 +142,8 @@ def announce_draft_vocabulary(draft: Draft, training: Examples) -> None:
             draft.vocab_size,
         )
     if ids_D is not None:
-        known = coverage(ids_D, _responses(training))
+        known = coverage(ids_D, training.response_counts)
         say(f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses {known}")
-
-
-def _responses(training: Examples) -> Iterator[list[int]]:
-    for batch in training.rows.select_columns(["response_ids"]).iter(batch_size=1024):
-        yield from batch["response_ids"]
 
 
 def attach_lora(draft: Draft, options: Lora) -> Any:
