@@ -61,7 +61,7 @@ class Sizes:
     answered: Mapping[str, int]
     answer: int = 256
     max_length: int = 448
-    step_rows: int = 16
+    step_rows: int = 4
     epochs: float = 2
     prompts: int = 60
     new_tokens: int = 64
@@ -123,7 +123,7 @@ class Study:
         """Train a draft as OUT/drafts/NAME, on all chats unless `data` names other sets."""
         head = {**options.pop("head", {}), "features": str(self.out / "features")}
         given: dict[str, Any] = {"data": self.sets("chat", "own"), "objective": "fkl", "epochs": self.sizes.epochs}
-        given |= {"batch_size": min(8, self.sizes.step_rows), "eval_every": 40, "save_every": 20}
+        given |= {"batch_size": min(8, self.sizes.step_rows), "eval_every": 160, "save_every": 80}
         given |= {"seed": 1, "precision": "bf16", **_MACHINE}
         given["accumulation"] = self.sizes.step_rows // given["batch_size"]
         return TrainConfig(
