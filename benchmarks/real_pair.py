@@ -141,17 +141,17 @@ def _base_first(drafts: Mapping[str, str]) -> dict[str, str]:
 
 
 def drafts_table(results: Results) -> str:
-    """alpha by domain, and tau of chains of 4 on chat and elsewhere, predicted and decoded; by temperature."""
+    """alpha by domain, and the predicted tau of chains of 4 on chat and elsewhere; by temperature."""
     heading = ["draft", *(f"alpha {domain}" for domain in results.domains())]
-    heading += ["tau chat, predicted", "decoded", "tau OOD, predicted", "decoded"]
+    heading += ["tau chat", "tau elsewhere"]
     text = ""
     for temperature in results.temperatures:
         rows = []
         for draft in results.drafts:
             cells = [with_interval(results.alpha(draft, domain, temperature)) for domain in results.domains()]
             for kind in ("id", "ood"):
-                for figure in ("tau_predicted", "tau"):
-                    cells.append(with_interval(results.figure(figure, draft, kind, temperature, "chain:4"), 2))
+                row = results.figure("tau_predicted", draft, kind, temperature, "chain:4", "speculative")
+                cells.append(with_interval(row, 2))
             rows.append([draft, *cells])
         text += f"\nT = {temperature:g}\n\n{table(heading, rows)}\n"
     return text
@@ -200,7 +200,7 @@ def best(study: Study, *kinds: str) -> str:
     known = [name for name in results.drafts if name in kinds]
     if not known:
         raise InputError(f"{study.out / 'which'}: has none of {', '.join(kinds)}; run --only which")
-    rows = {name: results.figure("tau_predicted", name, "id", 1.0, "chain:4") for name in known}
+    rows = {name: results.figure("tau_predicted", name, "id", 1.0, "chain:4", "speculative") for name in known}
     taus = {name: (row and row["value"]) or 0.0 for name, row in rows.items()}
     return max(known, key=lambda name: taus[name])
 
@@ -239,7 +239,7 @@ def align(study: Study) -> None:
                     **share,
                 )
                 drafts[name] = trained(config)
-        results = evaluate(study.evaluation(f"align-{base}", drafts, "maths", tree=["chain:1"]))
+        results = evaluate(study.evaluation(f"align-{base}", drafts, "maths"))
         _keep(study, f"align-{base}")
         for temperature in results.temperatures:
             sys.stdout.write(f"\n{base}, T = {temperature:g}\n\n{frontier_table(results, base, temperature)}")
@@ -290,7 +290,7 @@ def amount(study: Study) -> None:
         for kind, (data_sets, count) in runs.items():
             out = str(study.out / "drafts" / f"{name}-{kind}-{label}")
             drafts[f"{kind}-{label}"] = trained(replace(whole, data=data_sets, steps=count, out=out, heldout=[]))
-    results = evaluate(study.evaluation("amount", drafts, "chat", tree=["chain:1"]))
+    results = evaluate(study.evaluation("amount", drafts, "chat"))
     _keep(study, "amount")
     sys.stdout.write(amount_table(results))
 

@@ -105,9 +105,9 @@ class Study:
         return str(self.out / "prompts" / f"{name}.jsonl")
 
     def evaluation(self, name: str, drafts: Mapping[str, str], id_set: str, **options: Any) -> EvalConfig:
-        """Compare drafts; the first is the base. Chains of 4 are decoded, others predicted; nothing is timed."""
+        """Compare drafts; the first is the base. Nothing is decoded: tau is predicted."""
         texts = {domain: self.prompts(domain) for domain in DOMAINS}
-        given: dict[str, Any] = {"tree": ["chain:4"], "speed_prompts": 0, "batch_size": 32, **_MACHINE}
+        given: dict[str, Any] = {"tree": ["none"], "batch_size": 32, **_MACHINE}
         return EvalConfig(
             target=self.options.target,
             draft=[f"{draft}={place}" for draft, place in drafts.items()],

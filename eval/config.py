@@ -62,7 +62,7 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Temperatures to measure at; the report leads with the highest."""
     tree: Named = field(default_factory=lambda: ["chain:4"])
     """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, sequoia:FILE, eagle2, opt, auto:FILE (a plan),
-    or auto (the plan.json beside the first draft that is not the base)."""
+    auto (the plan.json beside the first draft that is not the base), or none: alpha and predictions only."""
     verifier: list[str] = field(default_factory=list)
     """Verifiers to decode with. Default: speculative on chains, mcsd on trees, exact on trees that grow."""
     max_prompts: AtLeast1 = 64

@@ -97,7 +97,8 @@ def _cell_name(decides: dict[str, Any]) -> str:
 
 def measure_all(work: Evaluation) -> Measured:
     """Measure everything that the request asks for. The clock comes last, when everything is warm."""
-    timed, drafts, methods = work.config.speed_prompts, len(work.pair.drafts), len(work.request.methods)
+    drafts, methods = len(work.pair.drafts), len(work.request.methods)
+    timed = work.config.speed_prompts if methods else 0
     parts = [(suite, sampling) for suite in work.suites for sampling in work.request.samplings]
     counted, clocked = 1 + drafts * (1 + methods), 1 + drafts * methods
     total = sum(len(suite.prompts) * counted + min(timed, len(suite.prompts)) * clocked for suite, _ in parts)

@@ -94,7 +94,8 @@ def check(config: EvalConfig) -> EvalRequest:
         Sampling(temperature=temperature, top_k=config.top_k or 0, top_p=top_p, min_p=config.min_p or 0.0)
         for temperature in dict.fromkeys(config.temperature)
     ]
-    methods = _methods([f"auto:{planned}" if spec == "auto" else spec for spec in config.tree], config.verifier)
+    trees = [f"auto:{planned}" if spec == "auto" else spec for spec in config.tree]
+    methods = [] if trees == ["none"] else _methods(trees, config.verifier)
     for text in config.require:
         requirement = Requirement.parse(text)
         if requirement.figure == "speedup" and not config.speed_prompts:

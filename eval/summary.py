@@ -26,7 +26,7 @@ def headline_and_table(results: Results) -> list[str]:
             speedup, busy = results.beside(tau, "speedup"), results.busy(alpha["domain"], alpha["temperature"])
             speed = f"~{number(speedup['value'], 1)}" if speedup and busy else with_interval(speedup, 2)
             row = {"draft": alpha["draft"], "set": named_set(alpha), "alpha": with_interval(alpha)}
-            row |= {"tokens per call": with_interval(tau, 2)}
+            row |= {"tokens per call": with_interval(tau if tau["figure"] == "tau" else None, 2)}
             row |= {"predicted": with_interval(results.beside(tau, "tau_predicted"), 2)}
             row |= {"speed": speed, "tree": tree_name(tau["tree"] or "")}
             rows.append(row)

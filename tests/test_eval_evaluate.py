@@ -158,6 +158,19 @@ def test_drafting_and_verifying_are_timed_apart_at_the_highest_temperature(
     assert len(costs) == 8 and all((row["value"] or 0) >= 0 for row in costs)
 
 
+def test_without_a_tree_nothing_is_decoded_and_acceptance_is_the_same(
+    world: EvalConfig, summary: dict[str, Any], tmp_path: Path
+) -> None:
+    results, decoded = evaluate(replace(world, out=str(tmp_path), tree=["none"], verifier=[])), Results.load(world.out)
+    assert not list(results.rows("tau", "accept", "speedup", "identical"))
+    for figure in ("alpha", "gain", "transfer"):
+        assert list(results.rows(figure)) == list(decoded.rows(figure))
+    for draft in ("poor", "good"):
+        row = results.figure("tau_predicted", draft, "prose", 1.0, "chain:3", "speculative")
+        assert row is not None and row == decoded.figure("tau_predicted", draft, "prose", 1.0, "chain:3", "speculative")
+    assert "nothing was timed" in (tmp_path / "report.html").read_text()
+
+
 def test_files_are_written(world: EvalConfig, summary: dict[str, Any]) -> None:
     out = Path(world.out)
     assert summary["report"] == str(out / "report.html") and Path(summary["report"]).is_file()

@@ -141,4 +141,4 @@ def tau_figure(results: Results, look: Look) -> Figure | None:
         if lines:
             panels.append((f"{title} (T = {results.top_temperature:g})", lines))
     notes = "ID / OOD" if len(results.kinds) > 1 else ""
-    return _dot_plots(look, panels, (0.0, 1e9), reference=1.0, notes=notes)
+    return _dot_plots(look, panels, (0.0, 1e9), reference=1.0, notes=notes) if panels else None

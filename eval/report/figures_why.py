@@ -72,6 +72,8 @@ def _sets(results: Results) -> dict[str, str]:
 
 def accept_figure(results: Results, look: Look) -> Figure | None:
     """accept@d against depth, one panel per set, for the first method."""
+    if not results.methods:
+        return None
 
     def series(draft: str, domain: str) -> list[Row]:
         rows = results.series("accept", draft, domain, None, *results.methods[0])

@@ -52,13 +52,13 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
     """The page as text; PNGs beside it when a directory is given."""
     look, pictures = Look(LIGHT, roles_of(results.drafts, results.base)), []
     for name, draw in FIGURES.items():
+        if (figure := draw(results, look)) is None:
+            continue
         title, caption = WORDS["figures"][name]["title"], WORDS["figures"][name]["caption"]
         if name == "accept":
             tree, verifier = results.methods[0]
             lossy = "" if results.lossless(verifier) else " (lossless: false)"
             caption += f" Tree {tree_name(tree)}, verifier {verifier}{lossy}, temperature {results.top_temperature:g}."
-        if (figure := draw(results, look)) is None:
-            continue
         pictures.append(Picture(title, caption, inline_svg(figure, name, f"{title}. {caption}")))
         if png_directory is not None:
             write_png(figure, png_directory / f"{name}.png")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from decode.defaults import CHAIN
 from eval.bootstrap import signs
 from eval.report.findings import worst_set
 from eval.report.formats import CLEAR, NONE, WORDS, kept, memory, named_set, number, tree_name, with_interval
@@ -52,7 +53,14 @@ def tables(results: Results) -> list[Table]:
 
 
 def best_tau(results: Results, draft: str, domain: str, temperature: float) -> Row:
-    """tau with the method that is fastest there, or, if nothing was timed, emits most; lossless ones first."""
+    """tau with the method that is fastest there, or, if nothing was timed, emits most; lossless ones first.
+
+    If nothing was decoded, the tau that is predicted of chains.
+    """
+    if not results.methods:
+        predicted = results.figure("tau_predicted", draft, domain, temperature, f"chain:{CHAIN}", "speculative")
+        assert predicted is not None, "chains are predicted at every temperature"
+        return predicted
 
     def merit(tau: Row) -> tuple[bool, float, float]:
         timed = results.beside(tau, "speedup")
@@ -75,7 +83,7 @@ def by_draft(results: Results) -> Table:
                 "gain OOD [95 %]": with_interval(ood, sign=True),
                 "worst OOD set": f"{worst['domain']} {with_interval(worst, sign=True)}" if worst else NONE,
                 "of the ID gain": kept(results.transfer(draft, "ood", temperature), ood),
-                "τ ID [95 %]": with_interval(tau, 2),
+                "τ ID [95 %]": with_interval(tau if tau["figure"] == "tau" else None, 2),
                 "tree": tree_name(tau["tree"] or NONE),
                 "predicted [95 %]": with_interval(results.beside(tau, "tau_predicted"), 2),
                 "speed ID [95 %]": with_interval(results.beside(tau, "speedup"), 2),
