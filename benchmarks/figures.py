@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ def kept(root: Path, name: str) -> Any:
     return json.loads(lzma.decompress(file.read_bytes())) if file.is_file() else None
 
 
-def keep(root: Path, name: str, source: Path) -> None:
-    """Keep results under a name. The directory of the run that is above the evaluation becomes out/NAME."""
-    text, run = source.read_text(encoding="utf-8"), source.resolve().parents[1]
-    for path in (str(run), str(source.parents[1])):
-        text = text.replace(path, "out/demo") if len(path) > 1 else text
+def keep(root: Path, name: str, source: Path, public: Mapping[str, str] | None = None) -> None:
+    """Keep results under a name. public: what paths of this machine become; the run's directory is out/demo."""
+    text, runs = source.read_text(encoding="utf-8"), (source.resolve().parents[1], source.parents[1])
+    for path, word in (public or dict.fromkeys(map(str, runs), "out/demo")).items():
+        text = text.replace(path, word) if len(path) > 1 else text
     (folder := root / "docs" / "results").mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json.xz").write_bytes(lzma.compress(text.encode(), preset=9))
 

@@ -328,7 +328,7 @@ def speed(study: Study) -> None:
 
 def _keep(study: Study, name: str) -> None:
     if study.options.keep:
-        figures.keep(ROOT, f"real-{name}", study.out / name / "results.json")
+        figures.keep(ROOT, f"real-{name}", study.out / name / "results.json", study.public)
 
 
 PIECES: dict[str, Callable[[Study], None]] = {

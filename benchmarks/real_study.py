@@ -87,6 +87,12 @@ class Study:
         return Path(self.options.out)
 
     @property
+    def public(self) -> dict[str, str]:
+        """What the paths of this machine are called in kept files."""
+        target = self.options.target
+        return {self.options.out: "out/real", self.options.data: "data", target: Path(target).name}
+
+    @property
     def rounds(self) -> int:
         """How often every prompt is answered."""
         return max(1, int(self.options.budget / PIECE_HOURS))
@@ -207,9 +213,8 @@ def keep_set(study: Study, name: str) -> None:
     """benchmarks/real/NAME: the Parquet files and the manifest, without the paths of the machine."""
     place = study.out / "data" / name
     manifest = (place / "manifest.json").read_text(encoding="utf-8")
-    target = study.options.target
-    for path, public in ((study.options.out, "out/real"), (study.options.data, "data"), (target, Path(target).name)):
-        manifest = manifest.replace(path, public)
+    for path, word in study.public.items():
+        manifest = manifest.replace(path, word)
     shutil.rmtree(KEPT / name, ignore_errors=True)
     with atomic_dir(KEPT / name) as made:
         for part in place.glob("part-*.parquet"):
