@@ -23,6 +23,13 @@ from eval.results import Results
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = {"base": "base", "jsd-plain": "plain (`jsd-plain`)", "jsd-balanced": "**balanced** (`jsd-balanced`)"}
+REAL = {
+    "pruned": "two pruned layers",
+    "eagle3": "EAGLE-3",
+    "base": "of chat",
+    "pruned-maths-plain-0": "plain",
+    "pruned-maths-balanced-0": "**balanced**",
+}
 
 
 def kept(root: Path, name: str) -> Any:
@@ -49,14 +56,39 @@ def demo_tables(results: Results) -> dict[str, list[str]]:
         cells = [with_interval(results.alpha(draft, domain, 1.0)) for domain in results.domains()]
         cells += [with_interval(taus[0], 2), number(taus[1]["value"] if taus[1] else None, 2)]
         alphas.append([DRAFTS.get(draft, draft), *cells])
-    gains = [
-        [f"{draft.removeprefix('jsd-')}, temperature {t:g}"]
-        + [with_interval(results.gain(draft, domain, t), sign=True) for domain in results.domains()]
+    head = ["draft", *sets, "tokens per target call ID, predicted", "decoded"]
+    names = {draft: draft.removeprefix("jsd-") for draft in results.aligned}
+    changed = dict(zip(results.domains(), sets, strict=True))
+    return by_header(table(head, alphas), changes(results, "change of alpha over base", names, changed))
+
+
+def changes(results: Results, first: str, names: Mapping[str, str], sets: Mapping[str, str]) -> str:
+    """Change of alpha of every aligned draft on these sets, by temperature. names, sets: what the table calls them."""
+    rows = [
+        [f"{names[draft]}, temperature {t:g}"]
+        + [with_interval(results.gain(draft, domain, t), sign=True) for domain in sets]
         for t in sorted(results.temperatures, reverse=True)
         for draft in reversed(results.aligned)
     ]
-    heads = ["draft", *sets, "tokens per target call ID, predicted", "decoded"], ["change of alpha over base", *sets]
-    return {head[0]: table(head, rows).split("\n") for head, rows in zip(heads, (alphas, gains), strict=True)}
+    return table([first, *sets.values()], rows)
+
+
+def acceptance(results: Results, first: str, temperature: float) -> str:
+    """Alpha of every draft by set, and the predicted tau of chains of 4 in distribution and out of it."""
+    rows = []
+    for draft in results.drafts:
+        cells = [with_interval(results.alpha(draft, domain, temperature)) for domain in results.domains()]
+        for kind in ("id", "ood"):
+            row = results.figure("tau_predicted", draft, kind, temperature, "chain:4", "speculative")
+            cells.append(with_interval(row, 2))
+        rows.append([REAL.get(draft, draft), *cells])
+    own = results.domains("id")[0]
+    return table([first, *results.domains(), f"tau {own}", "tau elsewhere"], rows)
+
+
+def by_header(*tables: str) -> dict[str, list[str]]:
+    """The lines of tables by their first cell."""
+    return {lines[0].split("|")[1].strip(): lines for lines in (text.split("\n") for text in tables)}
 
 
 def put(page: Path, tables: dict[str, list[str]]) -> None:
@@ -92,6 +124,16 @@ def demo(root: Path) -> None:
             subprocess.run([chromium, *words], check=True, capture_output=True)
 
 
+def real(root: Path) -> None:
+    """The tables of docs/real.md, and of the real pair in the README."""
+    which, aligned = (Results(kept(root, f"real-{name}"), Path()) for name in ("which", "align-pruned"))
+    sets = {domain: domain for domain in aligned.domains()} | {"ood": "all but maths"}
+    change = changes(aligned, "change of alpha over the draft of chat", REAL, sets)
+    tables = by_header(*(acceptance(which, f"draft, T = {t:g}", t) for t in (0.0, 1.0)), change)
+    put(root / "docs" / "real.md", tables)
+    put(root / "README.md", by_header(acceptance(aligned, "SmolLM2-135M-Instruct, T = 1", 1.0)))
+
+
 def objectives(root: Path) -> None:
     """The pictures and, on standard output, the tables of docs/objectives.md."""
     for pair in ("nano", "stories"):
@@ -112,7 +154,7 @@ def main() -> None:
     parser.add_argument("--keep", nargs="*", default=[], metavar="NAME=FILE")
     for name, _, file in (word.partition("=") for word in parser.parse_args().keep):
         keep(ROOT, name, Path(file))
-    for make in (demo, objectives, frontier):
+    for make in (demo, real, objectives, frontier):
         make(ROOT)
 
 

@@ -32,6 +32,21 @@ def test_the_tables_of_the_readme_are_made_again_from_the_kept_run(
     assert len(after.splitlines()) == len(before.splitlines())
 
 
+def test_the_tables_of_the_real_pair_are_those_of_the_kept_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)  # no pictures
+    shutil.copytree(figures.ROOT / "docs" / "results", tmp_path / "docs" / "results")
+    pages = ("README.md", "docs/real.md")
+    before = {page: (figures.ROOT / page).read_text() for page in pages}
+    for page, text in before.items():
+        assert "[0.2" in text
+        (tmp_path / page).write_text(text.replace("[0.2", "[?"))
+    figures.demo(tmp_path)
+    figures.real(tmp_path)
+    assert {page: (tmp_path / page).read_text() for page in pages} == before
+
+
 def test_results_are_kept_without_the_paths_of_the_machine(tmp_path: Path) -> None:
     (run := tmp_path / "run" / "eval").mkdir(parents=True)
     (run / "results.json").write_text(f'{{"config": {{"out": "{run}"}}}}')
