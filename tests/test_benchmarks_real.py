@@ -119,7 +119,7 @@ def test_a_killed_piece_continues(study: Study) -> None:
     assert record.read_bytes() == made
     results = Results.load(study.out / "which")
     assert results.drafts == ["pruned", "hydra"] and results.domains() == ["chat", "maths", "code", "c4", "wiki"]
-    assert "| hydra |" in done.stdout and "tau chat, predicted" in done.stdout
+    assert "| hydra |" in done.stdout and "tau chat" in done.stdout
     assert best(study, "hydra") == "hydra"
     with pytest.raises(InputError, match="has none of eagle3; run --only which"):
         best(study, "eagle3")
