@@ -20,6 +20,7 @@ from benchmarks.pages import table
 from draftsmith.demo.demo_run import write_page
 from eval.report.formats import number, with_interval
 from eval.results import Results
+from eval.schema import Row
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = {"base": "base", "jsd-plain": "plain (`jsd-plain`)", "jsd-balanced": "**balanced** (`jsd-balanced`)"}
@@ -73,14 +74,17 @@ def changes(results: Results, first: str, names: Mapping[str, str], sets: Mappin
     return table([first, *sets.values()], rows)
 
 
+def predicted_tau(results: Results, draft: str, kind: str, temperature: float) -> Row | None:
+    """The tau that is predicted of chains of 4."""
+    return results.figure("tau_predicted", draft, kind, temperature, "chain:4", "speculative")
+
+
 def acceptance(results: Results, first: str, temperature: float) -> str:
     """Alpha of every draft by set, and the predicted tau of chains of 4 in distribution and out of it."""
     rows = []
     for draft in results.drafts:
         cells = [with_interval(results.alpha(draft, domain, temperature)) for domain in results.domains()]
-        for kind in ("id", "ood"):
-            row = results.figure("tau_predicted", draft, kind, temperature, "chain:4", "speculative")
-            cells.append(with_interval(row, 2))
+        cells += [with_interval(predicted_tau(results, draft, kind, temperature), 2) for kind in ("id", "ood")]
         rows.append([REAL.get(draft, draft), *cells])
     own = results.domains("id")[0]
     return table([first, *results.domains(), f"tau {own}", "tau elsewhere"], rows)

@@ -141,20 +141,9 @@ def _base_first(drafts: Mapping[str, str]) -> dict[str, str]:
 
 
 def drafts_table(results: Results) -> str:
-    """alpha by domain, and the predicted tau of chains of 4 on chat and elsewhere; by temperature."""
-    heading = ["draft", *(f"alpha {domain}" for domain in results.domains())]
-    heading += ["tau chat", "tau elsewhere"]
-    text = ""
-    for temperature in results.temperatures:
-        rows = []
-        for draft in results.drafts:
-            cells = [with_interval(results.alpha(draft, domain, temperature)) for domain in results.domains()]
-            for kind in ("id", "ood"):
-                row = results.figure("tau_predicted", draft, kind, temperature, "chain:4", "speculative")
-                cells.append(with_interval(row, 2))
-            rows.append([draft, *cells])
-        text += f"\nT = {temperature:g}\n\n{table(heading, rows)}\n"
-    return text
+    """The tables of docs/real.md: alpha by domain, and the predicted tau of chains of 4; by temperature."""
+    tables = (figures.acceptance(results, f"draft, T = {at:g}", at) for at in results.temperatures)
+    return "".join(f"\n{each}\n" for each in tables)
 
 
 def weightless(study: Study, drafts: Mapping[str, str]) -> Iterator[tuple[str, str, float, float | None]]:
@@ -200,7 +189,7 @@ def best(study: Study, *kinds: str) -> str:
     known = [name for name in results.drafts if name in kinds]
     if not known:
         raise InputError(f"{study.out / 'which'}: has none of {', '.join(kinds)}; run --only which")
-    rows = {name: results.figure("tau_predicted", name, "id", 1.0, "chain:4", "speculative") for name in known}
+    rows = {name: figures.predicted_tau(results, name, "id", 1.0) for name in known}
     taus = {name: (row and row["value"]) or 0.0 for name, row in rows.items()}
     return max(known, key=lambda name: taus[name])
 
@@ -310,8 +299,7 @@ def amount_table(results: Results) -> str:
             cells = [draft, f"{temperature:g}", f"{trained.get('response_tokens', 0):,}", str(trained.get("steps", ""))]
             for kind in ("id", "ood"):
                 cells.append(with_interval(results.figure("alpha", draft, kind, temperature)))
-                row = results.figure("tau_predicted", draft, kind, temperature, "chain:4", "speculative")
-                cells.append(with_interval(row, 2))
+                cells.append(with_interval(figures.predicted_tau(results, draft, kind, temperature), 2))
             rows.append(cells)
     return f"\n{table(heading, rows)}\n"
 
