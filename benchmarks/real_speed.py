@@ -20,6 +20,7 @@ from draftsmith_core.prompts import read_prompts
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import PlanConfig
 from eval.plan import plan
+from eval.report.formats import number
 
 BITS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
 TEMPERATURES = (0.0, 1.0)
@@ -97,7 +98,7 @@ def speed_tables(found: dict[str, Any]) -> str:
     for at in TEMPERATURES:
         ways = _ways(found, at)
         rows = (
-            [name, *(_number(way["parts_of_a_step"][part]) for part in PARTS)]
+            [name, *(number(way["parts_of_a_step"][part], 2) for part in PARTS)]
             for name, way in ways.items()
             if "parts_of_a_step" in way
         )
@@ -124,10 +125,10 @@ def _ways(found: dict[str, Any], temperature: float) -> dict[str, dict[str, Any]
 def _speeds(found: dict[str, Any]) -> Iterator[list[str]]:
     cold, hot = (_ways(found, at) for at in TEMPERATURES)
     for name in cold:
-        yield [name, *(_number(way[name][key]) for way in (cold, hot) for key in KEYS)]
+        yield [name, *(number(way[name][key], 2) for way in (cold, hot) for key in KEYS)]
     for engine in peers.ENGINES:
         for name, way in _served(found, engine).items():
-            cells = [[_number(way[f"T={at:g}"][key]) for key in ("tokens_per_s", "over_ar")] for at in TEMPERATURES]
+            cells = [[number(way[f"T={at:g}"][key], 2) for key in ("tokens_per_s", "over_ar")] for at in TEMPERATURES]
             yield [f"{engine}, {name}", *cells[0], "", *cells[1], ""]
         for name, way in {"": found[engine], **found[engine]}.items():
             for key in way.keys() & {"failed", "skipped"} if isinstance(way, dict) else ():
@@ -149,13 +150,9 @@ def _best(found: dict[str, Any], temperature: float) -> str:
                 others[f"{engine}, {name}"] = way[f"T={temperature:g}"]["over_ar"]
     best, theirs = (max(speeds, key=lambda name: speeds[name]) for speeds in (ours, others))
     return (
-        f"\nT = {temperature:g}: {best} is {_number(ours[best])} times ours alone, and "
-        f"{_number(ours[best] / others[theirs])} times the best of the others in 16 bits ({theirs}).\n"
+        f"\nT = {temperature:g}: {best} is {number(ours[best], 2)} times ours alone, and "
+        f"{number(ours[best] / others[theirs], 2)} times the best of the others in 16 bits ({theirs}).\n"
     )
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}"
 
 
 def _short(name: str) -> str:
