@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 import draftsmith as ds
-from draftsmith.alignment.choices import Facts, complete
+from draftsmith.alignment.choices import Facts, complete, train_config
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.stage_configs import train_config
 from draftsmith.alignment.stages import check_unchanged, hold_out
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.settings import ResolvedSampling, Sampling

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 import draftsmith as ds
 from drafts.draft_vocabulary import FILE, draft_vocabulary, trim
 from drafts.load import load_pair
-from draftsmith.alignment import outcome
 from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith.alignment.policy import RULES, TOLERANCE, Point, between, choose
+from draftsmith.alignment.stages import lines
 from eval.schema import Estimate, SuiteKind
 from tests.door import Door
 from tests.results_made_up import BASE, view
@@ -143,5 +143,5 @@ def test_the_worst_set_stands_beside_the_pool() -> None:
         if row["domain"] == "unicode":
             row |= {"value": -0.022, "low": -0.036, "high": -0.009}
     config = AlignConfig(target="t", prompts="p", draft="d", out="o", policy="balanced")
-    (line,) = (line for line in outcome.lines(config, results) if "out of distribution: alpha" in line)
+    (line,) = (line for line in lines(config, results) if "out of distribution: alpha" in line)
     assert "worst on unicode, \u22120.022 [\u22120.036, \u22120.009]" in line

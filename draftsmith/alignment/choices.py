@@ -1,15 +1,28 @@
-"""Choose every option that `align` leaves open, and give the reason: one line per choice."""
+"""What `align` decides before it begins: options left open, the options of each stage, and how long it will take."""
 
 import copy
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
+from decode import SpeculativeDecoder
+from distill.config import DistillConfig
+from drafts.load import draft_kind
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.expected import Clock
 from draftsmith_core.errors import InputError
-from draftsmith_core.settings import ResolvedSampling
+from draftsmith_core.models import resolve_device
+from draftsmith_core.processes import launched
+from draftsmith_core.prompt_rows import NAME, parse_named
+from draftsmith_core.sampling import Sampling
+from draftsmith_core.settings import ResolvedSampling, loading
+from eval.config import EvalConfig
+from train.config import HeadOptions, TrainConfig
 
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 # The share of general text in every step that docs/robust.md supports.
@@ -18,6 +31,35 @@ REPLAYED = 0.5
 _LARGE_PROJECTION, _DRAFT_VOCABULARY = 0.1, 8192
 # More general text than this is not worth its generation: replay starts over.
 _MOST_TEXTS = 4096
+# Rows and tokens that are timed. A step of training also passes over logits and weights: as often as one run showed
+# (SmolLM2-135M, EAGLE-3, two busy cores).
+_ROWS, _TOKENS, _OVERHEAD = 16, 8, 3.0
+_BACKWARD = 3  # a forward and its backward, in forwards
+FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds of the target: per prompt token that it reads, per token that it writes in a batch and alone."""
+
+    read_s: float
+    write_s: float
+    alone_s: float
+
+
+@torch.no_grad()
+def clock(target: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Clock:
+    """Time the target for some seconds."""
+    decoder, found = SpeculativeDecoder(target), {}
+    # The first call also packs weights.
+    decoder.generate([prompts[0]], Sampling(), 1)
+    for rows in (1, min(_ROWS, len(prompts))):
+        batch = decoder.generate(prompts[:rows], Sampling(), _TOKENS)
+        written = sum(len(generation.output_ids) for generation in batch.generations)
+        tokens = sum(len(prompt) for prompt in prompts[:rows])
+        found[rows] = batch.prefill_s / tokens, batch.decode_s / max(1, written - rows)
+    read_s, write_s = min(found.values(), key=lambda pair: pair[1])
+    return Clock(read_s, write_s, found[1][1])
 
 
 @dataclass(frozen=True)
@@ -142,3 +184,128 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
 
 def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f} B" if parameters >= _LARGE else f"{parameters / 1e6:.1f} M"
+
+
+def _common(config: AlignConfig) -> dict[str, Any]:
+    return {"target": config.target, "chat_template": config.chat_template, **loading(config)}
+
+
+def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
+    """Options of the stage that distils the answers to `prompts` (a file)."""
+    values = {key: value for key, value in config.distill.items() if key != "general_texts"}
+    values |= {"prompts": prompts, "out": str(Path(config.out) / "distilled")}
+    values |= {"prompt_tokens": config.prompt_tokens, "seed": config.seed}
+    return DistillConfig(**values | _common(config))
+
+
+def general_config(config: AlignConfig) -> DistillConfig:
+    """Options of the general text to replay: the target's own, from any token on, at its own distribution."""
+    chosen = config.distill
+    values = {key: chosen[key] for key in ("max_new_tokens", "batch_size", "part_rows")}
+    values |= {"prompts": f"token:{chosen['general_texts']}", "out": str(Path(config.out) / "general")}
+    values |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": config.seed}
+    return DistillConfig(**values | _common(config))
+
+
+def train_config(config: AlignConfig, name: str) -> TrainConfig:
+    """Options of the training run of the draft `name`, one of `config.trained()`."""
+    out, objective = Path(config.out), config.trained()[name]
+    index = config.objective.index(objective)
+    values = dict(config.train)
+    rows = values.pop("rows_per_step")
+    if name in config.plain_drafts():
+        values |= {"replay_fraction": 0.0, "anchor_kl": 0.0}
+    else:
+        values["replay"] = [str(out / "general")] if values["replay_fraction"] else []
+        # As many sequences of answers as without replay.
+        values["steps"] = round(values["steps"] / (1 - values["replay_fraction"]))
+    batch = values["batch_size"] * launched()
+    if rows % batch:
+        raise InputError(
+            f"train.batch_size: {values['batch_size']} on {launched()} processes does not divide "
+            f"train.rows_per_step, {rows}; change one of them"
+        )
+    head: dict[str, Any] = {}
+    if config.draft is not None:
+        kind = draft_kind(config.draft)
+    elif values.get("draft_vocab_size"):
+        kind, head = "eagle3", {"test_steps": FRESH_DEPTHS}
+    else:
+        kind = "eagle"
+    if kind != "draft" and resolve_device(config.device).type == "cpu":
+        # Each pass over the answers would read them with the target again.
+        head["features"] = str(out / "features")
+    values |= {"head": HeadOptions(**head)}
+    values |= {"kind": "lm" if kind == "draft" else kind, "draft": config.draft, "objective": objective}
+    values |= {"out": str(out / name), "data": [str(out / "distilled")], "accumulation": rows // batch}
+    values |= {"seed": config.seed + 1 + index}
+    return TrainConfig(**values | _common(config))
+
+
+def eval_config(config: AlignConfig) -> EvalConfig:
+    """Options of the evaluation of the drafts that are compared with the base."""
+    out = Path(config.out)
+    drafts = {"base": config.draft} if config.draft else {}
+    drafts |= {name: str(out / name) for name in config.compared()}
+    values: dict[str, Any] = {
+        "draft": [f"{name}={source}" for name, source in drafts.items()],
+        "id": config.id or [f"{_set_name(config)}={out / 'prompts' / 'heldout.jsonl'}"],
+        "ood": config.ood,
+        "out": str(out / "eval"),
+        "prompt_tokens": config.prompt_tokens,
+        "seed": config.seed + 1 + len(config.objective),
+    }
+    values |= {key: config.distill[key] for key in ("top_p", "top_k", "min_p")}
+    return EvalConfig(**values | config.eval | _common(config))
+
+
+def _set_name(config: AlignConfig) -> str:
+    """The name of the held-out prompts: that of their file, unless it is no name or another set has it."""
+    name = Path(config.prompts.partition(":")[0]).stem
+    taken = {*parse_named("ood", config.ood), "id", "ood"}
+    return name if NAME.fullmatch(name) and name not in taken else "heldout"
+
+
+def expected_s(
+    config: AlignConfig, runs: Mapping[str, TrainConfig], evaluation: EvalConfig, facts: Facts, sets: int
+) -> dict[str, float]:
+    """Seconds of each stage, for answers of full length, on the machine as busy as it was timed.
+
+    runs: of training. sets: number of prompt sets of the evaluation.
+    """
+    distilled, timed = config.distill, facts.clock
+    answers = distilled["max_prompts"] * distilled["num_samples"]
+    read = facts.mean_prompt * timed.read_s
+    write = distilled["max_new_tokens"] * timed.write_s
+    spent = {"distil": answers * (read + write) + distilled["general_texts"] * write, "train": 0.0}
+    for run in runs.values():
+        sequences = (run.steps or 0) * config.train["rows_per_step"]
+        length = facts.mean_prompt + distilled["max_new_tokens"]
+        depths = FRESH_DEPTHS if run.kind == "eagle3" else 1
+        # The target reads every answer once where its states are kept, else in every pass.
+        known = min(sequences, answers) if run.head.features or (run.kind == "lm" and not facts.on_gpu) else sequences
+        drafted = _BACKWARD * depths * facts.draft_parameters / facts.target_parameters
+        part = 1.0 if run.draft_vocab_size is None else run.draft_vocab_size / facts.vocabulary
+        compared = depths * facts.projection_share * (1 + (_BACKWARD * part if run.kind != "lm" else 0))
+        step_s = length * drafted + distilled["max_new_tokens"] * compared
+        spent["train"] += timed.read_s * (known * length + _OVERHEAD * sequences * step_s)
+    ways = 1 + len(evaluation.draft) * len(evaluation.tree)
+    tokens = sets * len(evaluation.temperature) * evaluation.max_new_tokens
+    clocked = evaluation.speed_prompts * timed.alone_s
+    spent["evaluate"] = tokens * ways * (evaluation.max_prompts * timed.write_s + clocked)
+    return spent
+
+
+def expected_in_words(spent: Mapping[str, float]) -> str:
+    """One line: the whole as a range, because a machine's load changes, and the share of each stage."""
+    whole = sum(spent.values())
+    stages = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in spent.items())
+    return (
+        f"expected: {_duration(whole / 2)} to {_duration(whole * 2)} if this machine stays as busy as it is ({stages})"
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import hashlib
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -18,12 +19,9 @@ from transformers import PreTrainedModel
 from distill.generate import distill
 from drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
 from drafts.load import load_pair
-from draftsmith.alignment import expected
-from draftsmith.alignment.choices import Facts, complete
+from draftsmith.alignment import choices
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.outcome import best_draft
 from draftsmith.alignment.policy import keep_general
-from draftsmith.alignment.stage_configs import distill_config, eval_config, general_config, train_config
 from draftsmith.config import InitConfig
 from draftsmith.starting import in_words, init
 from draftsmith_core.cards import add_results
@@ -40,8 +38,11 @@ from draftsmith_core.runs import Run, difference
 from draftsmith_core.settings import loading, resolve_sampling, tokenizing
 from draftsmith_core.tokenization import load_tokenizer
 from eval.evaluate import evaluate
+from eval.report.findings import worst_set
+from eval.report.formats import with_interval
 from eval.request import check
 from eval.results import Results
+from eval.summary import best_method, headline_and_table
 from train.config import TrainConfig
 from train.training_run import train
 
@@ -71,12 +72,12 @@ def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
         config = from_main(lambda: _settle(_started(config, run), out))
         prompts = str(out / "prompts" / "train.jsonl") if not config.id else config.prompts
         say(f"\n1/3 distil: {config.target} answers {prompts}")
-        distill(distill_config(config, prompts))
+        distill(choices.distill_config(config, prompts))
         if config.train["replay_fraction"]:
             say(f"{config.target} writes {config.distill['general_texts']} texts by itself, to be replayed")
-            distill(general_config(config))
+            distill(choices.general_config(config))
         for name, objective in config.trained().items():
-            settings = train_config(config, name)
+            settings = choices.train_config(config, name)
             longer = settings.steps / config.train["steps"] if settings.steps else 1
             why = f", {longer:.2g} times the steps: as many answers, and the replayed text beside them"
             say(f"\n2/3 train: {name} ({objective}{why if longer > 1 else ''})")
@@ -87,7 +88,7 @@ def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
             on_main(lambda: keep_general(config, run))
             _free()
         say("\n3/3 evaluate")
-        results = evaluate(eval_config(config))
+        results = evaluate(choices.eval_config(config))
         for name in config.compared():
             on_main(partial(add_results, out / name, out / "eval" / "results.json", name))
         for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
@@ -111,23 +112,23 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
     else:
         facts, prompts = _look(config)
         _free()
-        whole, choices = complete(config, facts)
+        whole, chosen = choices.complete(config, facts)
         # What a later stage would refuse is refused now, before anything is written or hours have passed.
-        distill_config(whole, "")
-        runs = {name: train_config(whole, name) for name in whole.trained()}
-        check(eval_config(whole))
+        choices.distill_config(whole, "")
+        runs = {name: choices.train_config(whole, name) for name in whole.trained()}
+        check(choices.eval_config(whole))
         if whole.heldout_prompts is not None:
             hold_out(config.prompts, prompts, whole.heldout_prompts, out / "prompts")
         prompts.say_skipped()
-        say(_summary(whole, runs, facts))
+        say(_announcement(whole, runs, facts))
         head = "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. Chosen were:\n"
-        reasons = "".join(f"#   {line}\n" for line in choices)
+        reasons = "".join(f"#   {line}\n" for line in chosen)
         write_text_atomic(file, head + reasons + yaml.safe_dump(_shown(whole), sort_keys=False, width=1000))
-        say(f"{file}: all options, {len(choices)} chosen with their reasons; edit it and run it with --config")
+        say(f"{file}: all options, {len(chosen)} chosen with their reasons; edit it and run it with --config")
     return replace(whole, **{key: getattr(config, key) for key in _NOT_IDENTITY})
 
 
-def _summary(config: AlignConfig, runs: dict[str, TrainConfig], facts: Facts) -> str:
+def _announcement(config: AlignConfig, runs: dict[str, TrainConfig], facts: choices.Facts) -> str:
     """What is started from, distilled and trained, with their sizes, and how long it takes."""
     distilled, rows = config.distill, config.train["rows_per_step"]
     steps = ", ".join(f"{name} {run.steps} steps" for name, run in runs.items())
@@ -145,7 +146,9 @@ def _summary(config: AlignConfig, runs: dict[str, TrainConfig], facts: Facts) ->
         f"{distilled['max_new_tokens']} tokens each\ntrain: {steps} of {rows} rows"
     )
     sets = max(1, len(config.id)) + len(config.ood)
-    return "\n".join([*lines, expected.in_words(expected.expected_s(config, runs, eval_config(config), facts, sets))])
+    return "\n".join(
+        [*lines, choices.expected_in_words(choices.expected_s(config, runs, choices.eval_config(config), facts, sets))]
+    )
 
 
 def _started(config: AlignConfig, run: Run) -> AlignConfig:
@@ -164,7 +167,7 @@ def _started(config: AlignConfig, run: Run) -> AlignConfig:
     return replace(config, draft=str(start), init=None, donor=None)
 
 
-def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
+def _look(config: AlignConfig) -> tuple[choices.Facts, PromptSet]:
     """Load everything once, so that whatever does not fit is refused before hours of work, and measure it."""
     on_gpu = resolve_device(config.device).type == "cuda"
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
@@ -197,7 +200,7 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     text, whole = text_config(pair.target), parameter_count(pair.target)
     vocabulary = vocabulary_size(pair.target)
     projection = text.hidden_size * vocabulary
-    return Facts(
+    return choices.Facts(
         rows="chat" if first.get("messages") is not None else "prompt" if first.get("prompt") is not None else "text",
         prompts=len(ids),
         longest_prompt=max(map(len, ids)),
@@ -216,7 +219,7 @@ def _look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         projection_share=projection / whole,
         layer_share=(whole - projection) / text.num_hidden_layers / whole,
         fresh_head=draft is None,
-        clock=expected.clock(pair.target, ids),
+        clock=choices.clock(pair.target, ids),
     ), prompts
 
 
@@ -280,3 +283,60 @@ def _over(known: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 def _shown(config: AlignConfig) -> dict[str, Any]:
     values: dict[str, Any] = without_secrets(dataclasses.asdict(config))
     return values
+
+
+def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
+    """Where everything is, and the figures of the best draft with their intervals."""
+    best = best_draft(config, results)
+    method = best_method(results, best)
+    checkpoint = str(Path(config.out) / best)
+    decode = ["draftsmith", "decode", "--target", config.target, "--draft", checkpoint]
+    decode += ["--tree", method[0], "--temperature", f"{results.top_temperature:g}"]
+    decode += ["--trust_remote_code"] if config.trust_remote_code else []
+    decode += ["--revision", config.revision] if config.revision else []
+    shown: dict[str, Any] = {
+        "out": config.out,
+        "config": str(Path(config.out) / "align.yaml"),
+        "results": str(results.directory / "results.json"),
+        "report": str(results.directory / "report.html"),
+        "best": best,
+        "objective": config.offered()[best],
+        "policy": config.policy,
+        "checkpoint": checkpoint,
+        "decode": shlex.join([*decode, "--prompt", "TEXT"]),
+        "temperature": results.top_temperature,
+        "tree": method[0],
+    }
+    for kind in results.kinds:
+        rows = {"alpha": results.alpha(best, kind), "gain": results.gain(best, kind)}
+        rows |= {name: results.figure(name, best, kind, None, *method) for name in ("tau", "tau_gain", "speedup")}
+        shown[kind] = {name: row and {key: row[key] for key in ("value", "low", "high")} for name, row in rows.items()}
+    return shown
+
+
+def lines(config: AlignConfig, results: Results) -> list[str]:
+    """The decision, the table of figures, what was bought, where the checkpoint is, and how to decode with it."""
+    shown = summary(config, results)
+    where = f"at temperature {shown['temperature']:g}, decoding with {shown['tree']}"
+    bought = [f"{shown['best']} ({shown['objective']}) {where}:"]
+    for kind in results.kinds:
+        figures = shown[kind]
+        parts = [f"alpha {with_interval(figures['alpha'])}"]
+        if figures["gain"]:
+            parts.append(f"{with_interval(figures['gain'], sign=True)} over the draft it started from")
+        if figures["gain"] and kind == "ood" and len(results.domains("ood")) > 1:
+            worst = worst_set(results, shown["best"], results.top_temperature)
+            parts += [f"worst on {worst['domain']}, {with_interval(worst, sign=True)}"] if worst else []
+        bought.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
+    return [
+        *headline_and_table(results),
+        *bought,
+        f"checkpoint: {shown['checkpoint']}",
+        f"decode with it: {shown['decode']}",
+        f"report: {Path(shown['report']).resolve()}",
+    ]
+
+
+def best_draft(config: AlignConfig, results: Results) -> str:
+    """The offered draft with the highest alpha in distribution at the highest temperature."""
+    return max(config.offered(), key=lambda draft: results.alpha(draft, "id")["value"] or 0.0)

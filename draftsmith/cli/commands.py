@@ -89,25 +89,23 @@ def _decode(config: Any, command: str) -> Done:
 
 
 def _align(config: Any, command: str) -> Done:
-    from draftsmith.alignment import outcome
-    from draftsmith.alignment.stages import run_stages
+    from draftsmith.alignment import stages
 
-    config, results = run_stages(config)
-    return outcome.summary(config, results), outcome.lines(config, results)
+    config, results = stages.run_stages(config)
+    return stages.summary(config, results), stages.lines(config, results)
 
 
 def _demo(config: Any, command: str) -> Done:
-    from draftsmith.alignment import outcome
-    from draftsmith.alignment.stages import run_stages
+    from draftsmith.alignment import stages
     from draftsmith.demo import demo_run
     from draftsmith_core.processes import from_main
     from eval.summary import summary as eval_summary
 
     started = time.monotonic()
-    options, results = run_stages(demo_run.prepare(Path(config.out), config.short, config.device, config.dtype))
+    options, results = stages.run_stages(demo_run.prepare(Path(config.out), config.short, config.device, config.dtype))
     large = demo_run.time_large(options, config.short)
-    summary = outcome.summary(options, results) | {"large": eval_summary(large)}
-    lines = [*outcome.lines(options, results), *from_main(lambda: demo_run.write_page(results, large))]
+    summary = stages.summary(options, results) | {"large": eval_summary(large)}
+    lines = [*stages.lines(options, results), *from_main(lambda: demo_run.write_page(results, large))]
     return summary, [*lines, f"took {time.monotonic() - started:.0f} s"]
 
 
