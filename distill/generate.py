@@ -18,10 +18,9 @@ from distill.config import DistillConfig
 from distill.conversations import answer_text, switch_thinking_off, turn_prompt
 from distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed, at_temperature
 from distill.filters import WORDS, Suites, why_dropped
-from distill.kept_answers import Numbered, ask, count_kept
 from distill.manifest import RECORDS, check_empty, copy_set, finish
 from distill.own_prompts import draw_prompts, find_opening
-from distill.parts import SCHEMA, TEACHER, Part, check_digest
+from distill.parts import SCHEMA, TEACHER, Numbered, Part, ask, check_digest, count_kept
 from draftsmith_core import options
 from draftsmith_core.errors import InputError, counted
 from draftsmith_core.hub import check_push, pushed

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from distill.config import DistillConfig, magpie
 from distill.engines import Answer, AnswerRequest, Engine, Failed
-from distill.kept_answers import Numbered, ask
+from distill.parts import Numbered, ask
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import canonical_json, write_json_atomic
 from draftsmith_core.processes import on_main

@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from decode import take_over
 from drafts.load import LoadedPair, load_pair
 from drafts.vocabulary import vocabulary_map
+from draftsmith_core import wandb_runs
 from draftsmith_core.errors import InputError, RunError, without_secrets
-from draftsmith_core.io import remove_leftovers
+from draftsmith_core.io import hash_json, remove_leftovers
 from draftsmith_core.models import reset_peak_memory, resolve_device
 from draftsmith_core.options import configured
 from draftsmith_core.processes import is_main, join_processes, launched, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
 from draftsmith_core.tokenization import load_tokenizer
-from draftsmith_core.wandb_runs import check_tracker
 from eval import remarks, rows
 from eval.config import EvalConfig
 from eval.diagnosis_rows import diagnosis_rows
@@ -33,7 +33,9 @@ from eval.report.page import write_report
 from eval.request import EvalRequest, check
 from eval.results import Results
 from eval.schema import Remark
-from eval.tracking import track
+
+# Figures of which the tracker gets a table.
+TABLES = ("alpha", "gain", "transfer", "tau", "accept", "tau_predicted", "speedup")
 
 
 def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
@@ -46,7 +48,7 @@ def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
     config = configured(EvalConfig, config, options)
     started = time.time()
     request = check(config)
-    check_tracker(config.tracker)
+    wandb_runs.check_tracker(config.tracker)
     if launched() > 1:
         join_processes(config.device)
     out = Path(config.out)
@@ -154,3 +156,39 @@ def _with_sampling_of(target: PreTrainedModel, config: EvalConfig) -> EvalConfig
         say(f"eval: {resolved.note}")
     sampling = resolved.sampling
     return replace(config, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+
+
+def track(config: EvalConfig, results: Results) -> None:
+    """Log the results to the tracker, if there is one; the same evaluation again is the same W&B run."""
+    if config.tracker == "none":
+        return
+    import wandb
+
+    document, out = results.document, results.directory
+    models = {
+        name: {key: row[key] for key in ("name", "kind", "fingerprint", "parameters", "dtype", "quantize")}
+        for name, row in document["models"].items()
+    }
+    settings = {**document["config"], "models": models}
+    run_id = hash_json([str(out.resolve()), settings])[:16]
+    with wandb_runs.without_prompts():
+        options = wandb_runs.run_options(out, out.resolve().name, run_id, "eval")
+        with wandb.init(project=config.project, config=settings, **options) as run:
+            run.summary.update(figures(results))
+            known = {row["figure"] for row in document["rows"]}
+            frames = {f"tables/{name}": results.to_frame(name) for name in TABLES if name in known}
+            run.log({name: wandb.Table(dataframe=frame) for name, frame in frames.items()})
+            run.log({f"figures/{png.stem}": wandb.Image(str(png)) for png in sorted((out / "plots").glob("*.png"))})
+
+
+def figures(results: Results) -> dict[str, float]:
+    """Every figure under one flat name, such as `alpha/mine/prose/T1` or `tau/mine/ood/T0/chain:4/speculative`.
+
+    Figures that are not defined are left out.
+    """
+    named: dict[str, float] = {}
+    for row in results.rows("alpha", "gain", "tau", "speedup", "transfer"):
+        words = (row["figure"], row["draft"], row["domain"], f"T{row['temperature']:g}", row["tree"], row["verifier"])
+        if row["value"] is not None:
+            named["/".join(filter(None, words))] = row["value"]
+    return named

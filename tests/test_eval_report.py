@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draftsmith_core.errors import InputError
-from eval.report.figures_why import cost_figure
+from eval.report.figures import cost_figure
 from eval.report.findings import lead
 from eval.report.formats import memory, number, percent
 from eval.report.page import render_page

@@ -16,8 +16,8 @@ import pytest
 
 from draftsmith_core import wandb_runs
 from draftsmith_core.errors import InputError
+from eval.evaluate import figures as flat
 from eval.results import Results
-from eval.tracking import figures as flat
 from tests.results_made_up import BASE, BOTH, view
 from tests.train_laws import BEFORE, metrics
 

@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith_core.io import write_text_atomic
-from eval.report import figures, figures_why
+from eval.report import figures
 from eval.report.findings import lead
 from eval.report.formats import WORDS, tree_name
 from eval.report.tables import tables
@@ -33,11 +33,11 @@ class Picture:
 FIGURES = {
     "alpha": figures.alpha_figure,
     "gain": figures.gain_figure,
-    "accept": figures_why.accept_figure,
+    "accept": figures.accept_figure,
     "tau": figures.tau_figure,
-    "cost": figures_why.cost_figure,
-    "calibration": figures_why.calibration_figure,
-    "candidates": figures_why.candidates_figure,
+    "cost": figures.cost_figure,
+    "calibration": figures.calibration_figure,
+    "candidates": figures.candidates_figure,
 }
 
 
