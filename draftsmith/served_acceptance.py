@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from distill.engines.server import Completion
 from drafts.load import depth_limit
@@ -30,7 +29,7 @@ from draftsmith_core.progress import track
 from draftsmith_core.prompts import Prompt, read_prompts, room_for_prompts
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.settings import loading, resolve_sampling
-from eval.acceptance import Continuation
+from eval.acceptance import Continuation, Positions
 from eval.bootstrap import Floats, PromptSums, Resamples, difference, estimate, interval, pooled_ratios, resamples
 from eval.estimate import read_traces
 from eval.predict import predict
@@ -58,14 +57,12 @@ class Replay:
     likelihood: PromptSums
 
 
-def _likelihood(
-    start: int, rows: Sequence[Continuation], places: Sequence[tuple[int, int]], p_NV: Tensor, *_: Tensor
-) -> dict[str, list[float]]:
+def _likelihood(at: Positions) -> dict[str, list[float]]:
     """Sums over each text of p(x), and of its expectation under p, sum_x p(x)^2."""
-    x_N1 = torch.tensor([[rows[b].output_ids[n]] for b, n in places], device=p_NV.device)
-    sums_B2 = torch.zeros(len(rows), 2, dtype=torch.double)
-    own_N2 = torch.stack([p_NV.gather(1, x_N1)[:, 0], p_NV.square().sum(1)], dim=1).double().cpu()
-    sums_B2.index_add_(0, torch.tensor([b for b, _ in places]), own_N2)
+    x_N1 = torch.tensor([[at.texts[b].output_ids[n]] for b, n in at.places], device=at.p_NV.device)
+    sums_B2 = torch.zeros(len(at.texts), 2, dtype=torch.double)
+    own_N2 = torch.stack([at.p_NV.gather(1, x_N1)[:, 0], at.p_NV.square().sum(1)], dim=1).double().cpu()
+    sums_B2.index_add_(0, torch.tensor([b for b, _ in at.places]), own_N2)
     return {"own": sums_B2[:, 0].tolist(), "expected": sums_B2[:, 1].tolist()}
 
 

@@ -48,6 +48,21 @@ class Continuation:
     output_ids: Sequence[int]
 
 
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Every position of some texts with one draft: what target and draft sample from there, and the draft's logits.
+
+    start: number of the first text. places: (text, index in its continuation) of each position, in order.
+    """
+
+    start: int
+    texts: Sequence[Continuation]
+    places: list[tuple[int, int]]
+    p_NV: Tensor
+    q_NV: Tensor
+    logits_NV: Tensor
+
+
 @torch.inference_mode()
 def draft_logits(
     head: Head, hidden_states: Sequence[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int

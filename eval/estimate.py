@@ -23,9 +23,8 @@ from draftsmith_core.models import vocabulary_size
 from draftsmith_core.processes import divided
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
-from eval.acceptance import Continuation, draft_logits, model_logits, rank_chances
-from eval.diagnose import Diagnosis, diagnosis_of
-from eval.headroom import RootMeasurement, RootStep, positions_per_prompt, root_sums
+from eval.acceptance import Continuation, Positions, draft_logits, model_logits, rank_chances
+from eval.diagnose import Diagnosis, RootMeasurement, RootStep, diagnosis_of, positions_per_prompt, root_sums
 from eval.predict import PredictedCounts, Traces, predict, ranks_needed
 from eval.request import Method
 
@@ -37,7 +36,7 @@ class AlphaMeasurement(TypedDict):
     """Per prompt, summed over `count` response positions: sum_x min(p, q) (`sum`), p(argmax q) (`greedy`), sum_x p q
     (`match`) and p of the tokens that the draft cannot draft (`missing`).
 
-    `roots`: by root step, what `eval.headroom` found at some of these positions. `predicted`: by method, the counts
+    `roots`: by root step, what `eval.diagnose` found at some of these positions. `predicted`: by method, the counts
     expected of decoding with it. `diagnosis`: `eval.diagnose`, if asked for.
     """
 
@@ -51,9 +50,8 @@ class AlphaMeasurement(TypedDict):
     diagnosis: Diagnosis | None
 
 
-# (number of the first row, rows, positions as (row, index of the token), p, q, the draft's logits) -> by name, lists
-# with an entry per row. Called once for every draft and group of rows.
-Observer = Callable[[int, Sequence[Continuation], list[tuple[int, int]], Tensor, Tensor, Tensor], Any]
+# Gives lists with an entry per text, by name. Called once for every draft and group of texts.
+Observer = Callable[[Positions], Any]
 
 
 def _groups(rows: Sequence[Continuation], most_columns: int, heads: bool) -> list[Sequence[Continuation]]:
@@ -173,10 +171,8 @@ class _Reader:
             values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
             values["missing"] = p_NV.masked_fill(logits_NV > -torch.inf, 0).sum(1, keepdim=True)
             places = list(zip(at[0].tolist(), at[1].tolist(), strict=True))
-            self.observed[name] = {
-                key: observe(self.start, self.rows, places, p_NV, q_NV, logits_NV)
-                for key, observe in self.observers.items()
-            }
+            positions = Positions(self.start, self.rows, places, p_NV, q_NV, logits_NV)
+            self.observed[name] = {key: observe(positions) for key, observe in self.observers.items()}
         for key, value in values.items():
             self.arrays[key][depth, *at] = value[:, 0].double().cpu().numpy()
         for rule, count in self.ranks.items():
@@ -254,16 +250,14 @@ def measure_alphas(
     positions that predict a response token (EOS included), and the counts expected of decoding with `methods`.
 
     `rows` hold the target's own continuations at this sampling, so the mean over positions is over its own
-    distribution. `roots` are simulated at some of the positions (`eval.headroom`). options: as for `read_traces`.
+    distribution. `roots` are simulated at some of the positions (`eval.diagnose`). options: as for `read_traces`.
     """
-    counts = {step: positions_per_prompt(step, len(rows), vocabulary_size(target)) for step in roots}
-
-    def root(step: RootStep, start: int, group: Any, places: Any, p_NV: Tensor, q_NV: Tensor, _: Tensor) -> Any:
-        return root_sums(step, group, counts[step][start:], places, p_NV, q_NV, seed)
-
-    observers: dict[str, Observer] = {step.name: partial(root, step) for step in roots}
+    size = len(rows), vocabulary_size(target)
+    observers: dict[str, Observer] = {
+        step.name: partial(root_sums, step, positions_per_prompt(step, *size), seed) for step in roots
+    }
     if diagnose:
-        observers["diagnosis"] = lambda _, *facts: diagnosis_of(sampling, seed, *facts)
+        observers["diagnosis"] = partial(diagnosis_of, sampling, seed)
     traces, observed = read_traces(target, drafts, rows, sampling, methods, observers=observers, seed=seed, **options)
     measured: dict[str, AlphaMeasurement] = {}
     for name, read in traces.items():

@@ -14,8 +14,8 @@ from draftsmith_core.runs import Run
 from draftsmith_core.settings import Sampling
 from eval.acceptance import Continuation
 from eval.config import EvalConfig
+from eval.diagnose import RootStep
 from eval.estimate import AlphaMeasurement, measure_alphas
-from eval.headroom import RootStep
 from eval.measure import SpeedMeasurement, Suite, Task, continuations
 from eval.model_rows import identity, machine
 from eval.predict import predicted_methods

@@ -16,8 +16,8 @@ from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.sampling import row_seed
 from eval import measure
 from eval.bootstrap import PromptSums, Resamples, difference, estimate, pool_resamples, quotient, resamples, transfer
+from eval.diagnose import RootStep
 from eval.estimate import AlphaMeasurement
-from eval.headroom import RootStep
 from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement, Suite
 from eval.predict import predicted_methods, run_interval
 from eval.remarks import conditions

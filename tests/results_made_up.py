@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith_core.prompts import Prompt
-from eval.headroom import RootMeasurement, RootStep
+from eval.diagnose import RootMeasurement, RootStep
 from eval.measure import Suite
 from eval.request import Method
 from eval.results import Results

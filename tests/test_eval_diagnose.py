@@ -10,7 +10,7 @@ import torch
 
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
-from eval.acceptance import Continuation
+from eval.acceptance import Continuation, Positions
 from eval.bootstrap import signs
 from eval.diagnose import CANDIDATES, Diagnosis, diagnosis_of, drawn_acceptance
 from eval.diagnosis_rows import diagnosis_rows, similarities, token_class
@@ -37,7 +37,7 @@ def diagnosed(sampling: Sampling) -> tuple[Diagnosis, torch.Tensor, torch.Tensor
     p, q, logits = pair(sampling)
     texts = [Continuation("a", [1], [0, 1, 2, 3]), Continuation("b", [1], [4, 5])]
     places = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
-    return diagnosis_of(sampling, 0, texts, places, p, q, logits), p, q, logits
+    return diagnosis_of(sampling, 0, Positions(0, texts, places, p, q, logits)), p, q, logits
 
 
 @pytest.mark.parametrize("sampling", [HOT, GREEDY])
@@ -63,7 +63,7 @@ def test_what_is_kept_of_every_position(sampling: Sampling) -> None:
 def test_a_draft_that_is_the_target_is_calibrated() -> None:
     p, _, logits = pair(HOT)
     text, places = Continuation("a", [1], list(range(N))), [(0, n) for n in range(N)]
-    found = diagnosis_of(HOT, 0, [text], places, p, p, logits)
+    found = diagnosis_of(HOT, 0, Positions(0, [text], places, p, p, logits))
     _, sure, taken = np.array(found["confidence"])[0].T
     assert taken.tolist() == sure.tolist()  # so that the ECE is 0
 

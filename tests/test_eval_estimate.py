@@ -10,8 +10,8 @@ from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
 from eval import measure
 from eval.acceptance import Continuation
+from eval.diagnose import RootStep, positions_per_prompt, root_acceptance, spread
 from eval.estimate import alpha_sums
-from eval.headroom import RootStep, positions_per_prompt, root_acceptance, spread
 from eval.request import Method
 from tests.tiny_models import near, tiny_llama
 
