@@ -121,8 +121,15 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
             default = 1 if key == "tensor_parallel_size" else None
             if getattr(self, key) not in (default, []) and self.engine not in engines:
                 raise InputError(f"{key}: needs --engine {' or '.join(engines)}")
-        if self.engine == "openai":
-            self._check_servers()
+        if self.engine == "openai" and not self.endpoint:
+            raise InputError("endpoint: --engine openai needs at least one, such as http://localhost:8000/v1")
+        for url in self.endpoint:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or parts.username or parts.query:  # secrets are not shown
+                address = f"{parts.scheme}://{parts.hostname}"
+                raise InputError(
+                    f"endpoint: {address}: write http://localhost:8000/v1, and put the key into {self.api_key_env}"
+                )
 
     def mixture(self) -> list[tuple[float, float]]:
         """Return (temperature, share) of each part of `temperatures`; shares add up to 1."""
@@ -137,17 +144,6 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
                 raise InputError(f"temperatures: {part!r}: expected TEMPERATURE:SHARE, such as 0.7:0.4") from None
         total = sum(share for _, share in pairs)
         return [(value, share / total) for value, share in pairs]
-
-    def _check_servers(self) -> None:
-        if not self.endpoint:
-            raise InputError("endpoint: --engine openai needs at least one, such as http://localhost:8000/v1")
-        for url in self.endpoint:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or parts.username or parts.query:  # secrets are not shown
-                address = f"{parts.scheme}://{parts.hostname}"
-                raise InputError(
-                    f"endpoint: {address}: write http://localhost:8000/v1, and put the key into {self.api_key_env}"
-                )
 
 
 @options

@@ -37,14 +37,11 @@ def why_dropped(config: DistillConfig, tokenizer: Tokenizer, answer: Answer) -> 
         return "empty"
     if config.thinking == "drop" and any(mark in tokenizer.decode(ids) for mark in THINKING):
         return "thinks"
-    if "repetitive" in config.drop and _is_repetitive(ids):
-        return "repetitive"
+    if "repetitive" in config.drop and len(ids) >= _LEAST:
+        runs = [tuple(ids[start : start + _RUN]) for start in range(len(ids) - _RUN + 1)]
+        if 1 - len(set(runs)) / len(runs) >= _REPEATED:
+            return "repetitive"
     return ""
-
-
-def _is_repetitive(ids: Sequence[int]) -> bool:
-    runs = [tuple(ids[start : start + _RUN]) for start in range(len(ids) - _RUN + 1)]
-    return len(ids) >= _LEAST and 1 - len(set(runs)) / len(runs) >= _REPEATED
 
 
 class Suites:

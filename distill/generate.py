@@ -40,10 +40,8 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 # Keys of the manifest that the summary repeats.
-_SUMMARY = (
-    *("response_tokens", "tokens_from", "own_prompts"),
-    *("skipped_because", "failed_because", "shortened_because", "dropped_because"),
-)
+_SUMMARY = ["response_tokens", "tokens_from", "own_prompts"]
+_SUMMARY += ["skipped_because", "failed_because", "shortened_because", "dropped_because"]
 
 
 def distill(config: DistillConfig | None = None, command: str | None = None, **options: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from distill.own_prompts import RECORD
-from distill.parts import KINDS, names_of, part_name, read_record, reading
+from distill.parts import KINDS, names_of, read_record, reading
 from draftsmith_core.cards import distilled_set_card
 from draftsmith_core.errors import InputError, RunError, one_line, without_secrets
 from draftsmith_core.io import (
@@ -75,7 +75,7 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
     path = out / "errors.jsonl"
     with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8") as errors:
         for index in range(parts):
-            part, record = out / part_name(index), read_record(out, index)
+            part, record = out / names_of(index)[0], read_record(out, index)
             assert record is not None, f"{part} was deleted while the run wrote others"
             if part.exists():
                 with reading(part):

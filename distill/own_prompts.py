@@ -78,14 +78,8 @@ def draw_prompts(
             if (run.out / _group(index)).exists():
                 advance(len(groups[index]), "")
             else:
-                seeds = [row_seed(config.seed, f"magpie/{draw}") for draw in groups[index]]
-                yield (
-                    index,
-                    [
-                        AnswerRequest((draw, 0, 0), opening.ids, seed, temperature)
-                        for draw, seed in zip(groups[index], seeds, strict=True)
-                    ],
-                )
+                seeds = {draw: row_seed(config.seed, f"magpie/{draw}") for draw in groups[index]}
+                yield index, [AnswerRequest((draw, 0, 0), opening.ids, seeds[draw], temperature) for draw in seeds]
 
     def record(request: AnswerRequest, answer: Answer | Failed) -> None:
         draw = request.key[0]

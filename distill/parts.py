@@ -47,14 +47,9 @@ Numbered = tuple[int, Sequence[AnswerRequest]]
 JOURNALS = (".part-*.answers.jsonl", ".prompts/.part-*.answers.jsonl")
 
 
-def part_name(index: int) -> str:
-    """Return the file name of a part."""
-    return f"part-{index:05d}.parquet"
-
-
 def names_of(index: int) -> tuple[str, str]:
     """Return the file names of a part with rows, and of one without, because `datasets` refuses a file without rows."""
-    return part_name(index), f"empty-{index:05d}.json"
+    return f"part-{index:05d}.parquet", f"empty-{index:05d}.json"
 
 
 @dataclass
@@ -98,13 +93,12 @@ class Part:
 
 def write_part(out: Path, index: int, record: dict[str, Any], rows: list[dict[str, Any]], schema: pa.Schema) -> Path:
     """Write a part and return its path. record: digest of its prompts, and what was left out and why."""
+    path, empty = (out / name for name in names_of(index))
     if not rows:
-        path = out / names_of(index)[1]
-        with writing(path):
-            write_json_atomic(path, record)
-        return path
+        with writing(empty):
+            write_json_atomic(empty, record)
+        return empty
     columns = {name: [row[name] for row in rows] for name in schema.names}
-    path = out / part_name(index)
     table = pa.table(columns, schema=schema.with_metadata({_METADATA: canonical_json(record).encode()}))
     with writing(path), atomic_file(path) as temporary:
         pq.write_table(table, temporary)
@@ -119,7 +113,7 @@ def check_digest(out: Path, index: int, digest: str, source: str) -> int | None:
     record = read_record(out, index)
     if record is not None and record["digest"] != digest:
         raise InputError(
-            f"{source}: its rows changed since {out / part_name(index)} was made; choose another --out or "
+            f"{source}: its rows changed since {out / names_of(index)[0]} was made; choose another --out or "
             f"delete the directory"
         )
     return None if record is None else int(record["read"])
@@ -197,8 +191,10 @@ def ask(engine: Engine, run: Run, parts: Iterator[Numbered], done: Done, where: 
     def missing() -> Iterator[Sequence[AnswerRequest]]:
         for number, requests in parts:
             journal = run.journal(f"{where}.part-{number:05d}.answers.jsonl")
-            answers = dict(_unpack(answer) for row in journal.rows for answer in row)
-            part = _Asked(journal, answers, len(requests))
+            part = _Asked(journal, {}, len(requests))
+            for key, prompt, ids, reason, tokens_from, teacher in (answer for row in journal.rows for answer in row):
+                packed = None if teacher is None else base64.b64decode(teacher)
+                part.answers[tuple(key)] = prompt, Answer(tuple(ids), reason, tokens_from, packed)
             part_of.update({request.key[:2]: part for request in requests})
             size = engine.wave or len(requests)
             for start in range(0, len(requests), size):
@@ -226,12 +222,6 @@ def ask(engine: Engine, run: Run, parts: Iterator[Numbered], done: Done, where: 
     finally:
         for part in part_of.values():
             part.journal.close()
-
-
-def _unpack(answer: list[Any]) -> tuple[tuple[int, ...], tuple[str, Answer]]:
-    key, prompt, ids, reason, tokens_from, teacher = answer
-    packed = None if teacher is None else base64.b64decode(teacher)
-    return tuple(key), (prompt, Answer(tuple(ids), reason, tokens_from, packed))
 
 
 def count_kept(out: Path) -> int:

@@ -113,26 +113,22 @@ def score_set(config: ScoreConfig | None = None, command: str | None = None, **o
 def _write_scored(out: Path, index: int, digest: str, rows: Rows, model: PreTrainedModel, k: int) -> None:
     skipped: list[tuple[int, str]] = []
     scored = []
+    limit, size = context_length(model), vocabulary_size(model)
     for number, row in rows:
-        reason = row if isinstance(row, str) else _why_not(row, context_length(model), vocabulary_size(model))
-        if reason or isinstance(row, str):
-            skipped.append((number, reason))
+        if isinstance(row, str):
+            skipped.append((number, row))
+            continue
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        if not response:
+            skipped.append((number, "no answer"))
+        elif limit is not None and len(prompt) + len(response) > limit:
+            skipped.append((number, f"{len(prompt) + len(response)} tokens, more than the {limit} that fit"))
+        elif not all(0 <= token < size for token in [*prompt, *response]):
+            skipped.append((number, f"holds a token that the target, with {size}, does not have"))
         else:
-            scored.append({**row, COLUMN: score(model, row["prompt_ids"], row["response_ids"], k)})
+            scored.append({**row, COLUMN: score(model, prompt, response, k)})
     record = {"read": len(rows), "digest": digest, "skipped": skipped, "failed": [], "shortened": []}
     write_part(out, index, record, scored, pa.schema([*SCHEMA, *TEACHER]))
-
-
-def _why_not(row: dict[str, Any], limit: int | None, size: int) -> str:
-    """Return the reason why a row cannot be scored, "" if it can."""
-    ids = [*row["prompt_ids"], *row["response_ids"]]
-    if not row["response_ids"]:
-        return "no answer"
-    if limit is not None and len(ids) > limit:
-        return f"{len(ids)} tokens, more than the {limit} that fit"
-    if not all(0 <= token < size for token in ids):
-        return f"holds a token that the target, with {size}, does not have"
-    return ""
 
 
 # A source of answers: its identity, its number of rows (None if unknown), its options and its parts.
@@ -191,7 +187,11 @@ def _row(record: Record, config: ScoreConfig, tokenizer: Tokenizer, ends: Sequen
         if stored.get("messages") is not None:
             prompt, response = answered(stored["messages"], where, tokenizer, stored.get("tools") or None)
         else:
-            prompt, response = (_ids(stored, key, where) for key in _IDS)
+            prompt, response = stored.get("prompt_ids"), stored.get("response_ids")
+            for ids in (prompt, response):
+                if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+                    needs = "needs `messages` that end with the assistant's answer, or token ids in"
+                    raise InputError(f"{where}: {needs} prompt_ids and response_ids")
     except InputError as error:
         return str(error).removeprefix(f"{where}: ")
     return {
@@ -208,14 +208,3 @@ def _row(record: Record, config: ScoreConfig, tokenizer: Tokenizer, ends: Sequen
         "turn": 0,
         "tokens_from": "target" if stored.get("messages") is None else "text",
     }
-
-
-_IDS = ("prompt_ids", "response_ids")
-
-
-def _ids(row: dict[str, Any], key: str, where: str) -> list[int]:
-    value = row.get(key)
-    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
-        keys = " and ".join(_IDS)
-        raise InputError(f"{where}: needs `messages` that end with the assistant's answer, or token ids in {keys}")
-    return value

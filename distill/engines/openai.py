@@ -163,7 +163,12 @@ class OpenAIEngine(Engine):
         attempts = 0
         while True:
             server, client = slot = await self._free.get()
-            if self._is_spent():
+            requests, tokens = self._config.max_requests, self._config.max_tokens
+            if requests is not None and self._spent_requests >= requests:
+                self._unasked = f"max_requests: all {requests} are spent"
+            elif tokens is not None and self._spent_tokens >= tokens:
+                self._unasked = f"max_tokens: {self._spent_tokens} are spent of {tokens}"
+            if self._unasked:
                 self._free.put_nowait(slot)
                 return None
             self._spent_requests += 1
@@ -173,7 +178,7 @@ class OpenAIEngine(Engine):
                     await self._wake(server, client)
                     self._use_spare(server)
                 assert server.dialect is not None
-                answer, tokens = await server.ask(client, self._completion, request, server.dialect)
+                answer, spent = await server.ask(client, self._completion, request, server.dialect)
             except NoAnswer as failure:
                 # The set may be given to others, and addresses of servers are not for them.
                 reason = failure.reason.removeprefix(f"{server.url}: ")
@@ -191,19 +196,11 @@ class OpenAIEngine(Engine):
                     raise RunError(f"{silence}; run the same command again to resume") from None
             else:
                 server.failures = 0
-                self._spent_tokens += tokens
+                self._spent_tokens += spent
                 self._last_answer = time.monotonic()
                 return answer
             finally:
                 asyncio.get_running_loop().call_later(pause_s, self._free.put_nowait, slot)
-
-    def _is_spent(self) -> bool:
-        requests, tokens = self._config.max_requests, self._config.max_tokens
-        if requests is not None and self._spent_requests >= requests:
-            self._unasked = f"max_requests: all {requests} are spent"
-        elif tokens is not None and self._spent_tokens >= tokens:
-            self._unasked = f"max_tokens: {self._spent_tokens} are spent of {tokens}"
-        return bool(self._unasked)
 
 
 def _pause_s(failure: NoAnswer, failures: int) -> float:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -38,19 +39,21 @@ class Worker:
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
-        self._loaded: Any = None
 
-    def engine(self) -> Any:
-        """Return the engine."""
+    @cached_property
+    def _engine(self) -> Engine:
         from distill.engines.hf import HFEngine
 
-        self._loaded = self._loaded or HFEngine(self._config, self._tokenizer)
-        return self._loaded
+        return HFEngine(self._config, self._tokenizer)
+
+    def facts(self) -> tuple[dict[str, Any], ResolvedSampling, int | None]:
+        """Return the identity, sampling and longest prompt of the engine."""
+        return self._engine.identity, self._engine.sampling, self._engine.max_prompt_tokens
 
     def answer(self, requests: Sequence[AnswerRequest]) -> dict[Key, Answer | Failed]:
         """Answer a group; return the outcome of each request by its key."""
-        engine, answers = self.engine(), {}
-        engine.run(iter([requests]), lambda request, answer: answers.update({request.key: answer}))
+        answers: dict[Key, Answer | Failed] = {}
+        self._engine.run(iter([requests]), lambda request, answer: answers.update({request.key: answer}))
         return {request.key: answers[request.key] for request in requests}
 
 
@@ -70,7 +73,7 @@ class RayEngine(Engine):
             local = replace(config, engine="hf", address=None, workers=None)
             self.workers += [actor.remote(local, tokenizer) for _ in range(count)]
             with _worker_errors():
-                facts = ray.get(self.workers[0].__ray_call__.remote(_facts), timeout=_START_S)
+                facts = ray.get(self.workers[0].facts.remote(), timeout=_START_S)
             self.identity, self.sampling, self.max_prompt_tokens = facts
         except BaseException:
             self.close()
@@ -107,11 +110,6 @@ class RayEngine(Engine):
             if requests := [request for request in turns if request is not None]:
                 following.append(requests)
             submit()
-
-
-def _facts(worker: Worker) -> tuple[dict[str, Any], ResolvedSampling, int | None]:
-    engine = worker.engine()
-    return engine.identity, engine.sampling, engine.max_prompt_tokens
 
 
 def _join(address: str | None) -> None:

@@ -100,13 +100,11 @@ class VLLMEngine(Engine):
         """Teacher rows from a forward over prompt and answer, at temperature 1 and over the whole vocabulary."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=self._k, detokenize=False)
         outputs = self._call([[*prompt, *ids] for prompt, ids in answers], params)
-        return [
-            _teacher_rows(output.prompt_logprobs[len(prompt) :], self._k, self._vocabulary)
-            for (prompt, _), output in zip(answers, outputs, strict=True)
-        ]
-
-
-def _teacher_rows(rows: Sequence[Any], k: int, vocabulary: int) -> bytes:
-    """Pack vLLM's prompt logprobs: per position a dict from token id to `logprob` and `rank`."""
-    best = [sorted(row.items(), key=lambda item: item[1].rank)[:k] for row in rows]
-    return pack_likeliest([[(token, entry.logprob) for token, entry in row] for row in best], vocabulary)
+        packed = []
+        for (prompt, _), output in zip(answers, outputs, strict=True):
+            # Per position a dict from token id to `logprob` and `rank`.
+            rows = output.prompt_logprobs[len(prompt) :]
+            best = [sorted(row.items(), key=lambda item: item[1].rank)[: self._k] for row in rows]
+            pairs = [[(token, entry.logprob) for token, entry in row] for row in best]
+            packed.append(pack_likeliest(pairs, self._vocabulary))
+        return packed
