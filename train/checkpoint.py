@@ -100,9 +100,14 @@ def newest(run_dir: Path) -> Path | None:
     def look() -> Path | None:
         checkpoints = _checkpoints(run_dir)
         for path in reversed(checkpoints):
-            if (reason := _damage(path)) is None:
+            try:
+                for name, digest in _state(path)["files"].items():
+                    if sha256_file(path / name) != digest:
+                        raise InputError(f"{name} is not what was written")
+            except (InputError, OSError) as error:
+                log.warning("%s: %s; continuing from the checkpoint before it", path, one_line(error))
+            else:
                 return path
-            log.warning("%s: %s; continuing from the checkpoint before it", path, reason)
         if checkpoints:
             raise RunError(f"{run_dir / 'checkpoints'}: none of its checkpoints is whole; delete it to start again")
         return None
@@ -137,16 +142,6 @@ def _checkpoints(run_dir: Path) -> list[Path]:
 
 def _state(directory: Path) -> dict[str, Any]:
     return dict(read_json(directory / "state.json", "the state of a training run"))
-
-
-def _damage(directory: Path) -> str | None:
-    try:
-        for name, digest in _state(directory)["files"].items():
-            if sha256_file(directory / name) != digest:
-                return f"{name} is not what was written"
-    except (InputError, OSError) as error:
-        return one_line(error)
-    return None
 
 
 def publish(

@@ -170,8 +170,7 @@ def merge_lora(adapted: Any, directory: Path) -> PreTrainedModel:
     with atomic_dir(directory) as temporary:
         adapted.save_pretrained(temporary)
         (temporary / "README.md").unlink(missing_ok=True)  # peft's card has gaps; the draft's own has everything
-    merged: PreTrainedModel = adapted.merge_and_unload()
-    return merged
+    return adapted.merge_and_unload()  # type: ignore[no-any-return]
 
 
 def make_trainee(
@@ -211,13 +210,6 @@ def make_trainee(
         for module in parallel.repeated_layers(draft) or [draft]:
             module.compile(dynamic=True)
     return trainee
-
-
-def load_state(draft: Draft, weights: dict[str, Tensor]) -> None:
-    """Load weights that a run has saved into a draft that `build` made."""
-    parallel.load_weights(draft, weights)
-    if isinstance(draft, DraftVocabulary):
-        draft.read_draft_vocab()
 
 
 def write(draft: Draft, directory: Path) -> None:

@@ -211,7 +211,6 @@ def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]
     config, position = job.config, Position()
     try:
         wrapped, position, best = _start(job)
-        _start_metrics(job, position.step)
         job.trainee.train()
         stop.held = True
         if position.step == 0:
@@ -239,7 +238,13 @@ def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not should_reduce_batch_size(error):
             raise
-        raise RunError(_out_of_memory(job, position.step)) from None
+        peak, kind = peak_memory(job.world.device)
+        raise RunError(
+            f"out of memory on {job.world.device.type} after step {position.step}, with batch_size {config.batch_size} "
+            f"and max_length {config.max_length} (peak of the {'device' if kind == 'cuda' else 'process'}: "
+            f"{peak / 2**30:.2f} GiB); lower batch_size and raise accumulation as much, or lower max_length; the run "
+            f"continues from its newest checkpoint"
+        ) from None
     finally:
         target: Any = getattr(job.trainee, "target", None)
         if target is not None and target.cache is not None:
@@ -248,28 +253,26 @@ def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]
     return position, best
 
 
-def _out_of_memory(job: TrainingJob, step: int) -> str:
-    peak, kind = peak_memory(job.world.device)
-    return (
-        f"out of memory on {job.world.device.type} after step {step}, with batch_size {job.config.batch_size} and "
-        f"max_length {job.config.max_length} (peak of the {'device' if kind == 'cuda' else 'process'}: "
-        f"{peak / 2**30:.2f} GiB); lower batch_size and raise accumulation as much, or lower max_length; the run "
-        f"continues from its newest checkpoint"
-    )
-
-
 def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position, dict[str, Tensor]]:
-    """Wrap the trainee and load the newest checkpoint, if there is one; also return the best weights so far."""
+    """Wrap the trainee and load the newest checkpoint, if there is one; also return the best weights so far.
+
+    Cut metrics.jsonl after the checkpoint's step: the steps after it run again.
+    """
     config, draft = job.config, job.trainee.draft
     assert isinstance(draft, nn.Module)
     newest = checkpoint.newest(job.run_dir)
     if newest is not None:
         parallel.load_weights(draft, load_file(newest / "model.safetensors"))
     wrapped = parallel.wrap(job.world, job.trainee, lambda model: make_optimizer(model, config.optim), config)
-    if newest is None:
-        return wrapped, Position(), {}
-    best = load_file(newest / "best.safetensors") if job.world.accelerator.is_main_process else {}
-    return wrapped, checkpoint.restore_rest(newest, wrapped, job.layout, config.seed), best
+    position = Position() if newest is None else checkpoint.restore_rest(newest, wrapped, job.layout, config.seed)
+    if not job.world.accelerator.is_main_process:
+        return wrapped, position, {}
+    metrics = job.run_dir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if position.step > 0 and metrics.exists() else []
+    # A kill may have cut the last line short; its step is after the checkpoint.
+    done = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= position.step]
+    write_text_atomic(metrics, "".join(line + "\n" for line in done))
+    return wrapped, position, {} if newest is None else load_file(newest / "best.safetensors")
 
 
 def _evaluate_and_keep(
@@ -284,16 +287,6 @@ def _evaluate_and_keep(
         return replace(position, evaluations_since_best=0), parallel.gather_weights(wrapped)
     since = position.evaluations_since_best + 1
     return replace(position, evaluations_since_best=since, stopped=0 < job.config.patience <= since), best
-
-
-def _start_metrics(job: TrainingJob, step: int) -> None:
-    """Cut metrics.jsonl after `step`: the steps after it run again."""
-    path = job.run_dir / "metrics.jsonl"
-    if job.world.accelerator.is_main_process:
-        lines = path.read_text().splitlines() if step > 0 and path.exists() else []
-        # A kill may have cut the last line short; its step is after the checkpoint.
-        done = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-        write_text_atomic(path, "".join(line + "\n" for line in done))
 
 
 def _log(job: TrainingJob, step: int, figures: dict[str, float], clock: dict[str, float] | None = None) -> None:

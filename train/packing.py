@@ -47,22 +47,19 @@ def pack(lengths_R: npt.NDArray[np.int64], width: int, seed: int) -> list[list[i
     return packed
 
 
-def block_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask `[B, 1, T, T]`: 0 where a token may attend (back, in its own document), else the least value."""
-    tokens = documents_BT.shape[1]
-    causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=documents_BT.device).tril()
-    seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]) & causal_TT
-    mask_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=documents_BT.device)
-    return mask_BTT.masked_fill_(~seen_BTT, torch.finfo(dtype).min)[:, None]
-
-
 def forward_options(batch: Batch, method: PackingMethod | None, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of a model's forward beside the ids. method: of this model, if batches are packed."""
     if batch.positions_BT is None or batch.documents_BT is None:
         return {}
     assert method is not None, "this trainee was not built for packed batches"
-    mask = {"attention_mask": block_mask(batch.documents_BT, dtype)} if method == "mask" else {}
-    return {"position_ids": batch.positions_BT, **mask}
+    if method == "positions":
+        return {"position_ids": batch.positions_BT}
+    tokens, device = batch.ids_BT.shape[1], batch.ids_BT.device
+    causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    seen_BTT = (batch.documents_BT[:, :, None] == batch.documents_BT[:, None, :]) & causal_TT
+    # Additive: 0 where a token may attend (back, in its own document), else the least value.
+    mask_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=device).masked_fill_(~seen_BTT, torch.finfo(dtype).min)
+    return {"position_ids": batch.positions_BT, "attention_mask": mask_BTT[:, None]}
 
 
 @torch.no_grad()

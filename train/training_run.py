@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from drafts.draft_vocabulary import DraftVocabulary
 from drafts.heads.block import BlockHead
 from drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
 from draftsmith_core import wandb_runs
@@ -37,7 +38,7 @@ from train.loop import TrainingJob, fit
 from train.losses import LossFn
 from train.objective import Objective, custom_objective, loss_digest, parse_objective
 from train.onpolicy import make_answerer
-from train.parallel import make_world
+from train.parallel import load_weights, make_world
 from train.smoke import make_inputs, smoke_config
 from train.trainees.block import BlockTrainee, calibrate
 
@@ -207,7 +208,9 @@ def _publish(
     def write() -> None:
         best = draft_setup.build(config, job.frozen.get("target"), training)
         adapted = draft_setup.attach_lora(best, config.lora) if config.lora.rank else None
-        draft_setup.load_state(best, weights)
+        load_weights(best, weights)
+        if isinstance(best, DraftVocabulary):
+            best.read_draft_vocab()
         if adapted is not None:
             best = draft_setup.merge_lora(adapted, out / "adapter")
         if isinstance(best, BlockHead) and best.config.confidence:

@@ -110,7 +110,12 @@ class LMTrainee(nn.Module):
             return token_measures(hidden_NH, projection, valid.teacher, valid.tokens_N, self.objective, self.chunk)
 
         losses_N, alpha_N, missing_N = measures(valid.hidden_NH, self.projection)
-        sequence_N, constant = _sequences(batch)[rows_N], losses_N.new_zeros(())
+        # Numbers of the sequences, ascending.
+        rows, width = batch.ids_BT.shape
+        sequence_BT = torch.arange(rows, device=rows_N.device)[:, None].expand(rows, width)
+        if batch.documents_BT is not None:
+            sequence_BT = sequence_BT * width + batch.documents_BT.clamp_min(0)
+        sequence_N, constant = sequence_BT.reshape(-1)[rows_N], losses_N.new_zeros(())
         if self.reference is not None:
             assert self.objective.keep is not None
             reference_N, *_ = measures(self._states(self.reference, batch, rows_N), self.reference.projection)
@@ -156,12 +161,3 @@ class _ValidTokens:
 def _at(states_BTH: Tensor, rows_N: Tensor) -> Tensor:
     """`[N, H]` at these places of the flattened batch."""
     return states_BTH.flatten(0, 1).index_select(0, rows_N)
-
-
-def _sequences(batch: Batch) -> Tensor:
-    """The number of the sequence `[B * T]` at each place of a flattened batch, ascending."""
-    rows, width = batch.ids_BT.shape
-    row_B1 = torch.arange(rows, device=batch.ids_BT.device)[:, None]
-    if batch.documents_BT is None:
-        return row_B1.expand(rows, width).reshape(-1)
-    return (row_B1 * width + batch.documents_BT.clamp_min(0)).reshape(-1)
