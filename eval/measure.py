@@ -33,14 +33,6 @@ COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
 COUNTED_BY_DEPTH = ("accepted_by_depth", "reached_by_depth")
 
 
-class Identical(TypedDict):
-    """Greedy outputs that equal the target's own, and the largest gap between its two logits where others part."""
-
-    same: int
-    of: int
-    largest_gap: float | None
-
-
 @dataclass(frozen=True)
 class Suite:
     """A named prompt set. `len(prompts) + len(skipped) == rows`; a skip is (row or prompt, reason).
@@ -105,19 +97,6 @@ class BaselineMeasurement(TypedDict):
     finish_reason: list[str]
 
 
-class DecodingMeasurement(TypedDict):
-    """Counts of speculative decoding, per prompt."""
-
-    target_calls: list[int]
-    emitted: list[int]
-    proposed: list[int]
-    accepted: list[int]
-    depth_sum: list[int]
-    accepted_by_depth: list[list[int]]
-    reached_by_depth: list[list[int]]
-    identical: Identical | None
-
-
 class SpeedRun(TypedDict):
     """Batch-1 clock times of one decoding method; `draft` None is the autoregressive baseline."""
 
@@ -173,15 +152,18 @@ class Task:
 
     def decoding(
         self, draft: Draft, method: Method, expected: BaselineMeasurement, tick: Tick = no_tick
-    ) -> DecodingMeasurement:
-        """Decode every prompt with a draft; if greedy, also compare with the target's own output."""
+    ) -> dict[str, Any]:
+        """Decode every prompt with a draft; return `COUNTED` and `COUNTED_BY_DEPTH` per prompt.
+
+        `identical` compares greedy outputs with the target's own (`_identical`); None above temperature 0.
+        """
         rows = self._decode(decoder_of(self.target, draft, method), method, tick)
         counts: dict[str, Any] = {key: [getattr(row.stats, key) for row in rows] for key in COUNTED}
         counts |= {key: [list(getattr(row.stats, key)) for row in rows] for key in COUNTED_BY_DEPTH}
         counts["identical"] = (
             self._identical([row.output_ids for row in rows], expected) if self.sampling.greedy else None
         )
-        return cast(DecodingMeasurement, counts)
+        return counts
 
     def speed(
         self, drafts: dict[str, Draft], methods: Sequence[Method], costs_of: Method | None = None, tick: Tick = no_tick
@@ -247,8 +229,10 @@ class Task:
         return decoder.generate([row.ids for row in rows], self.sampling, tokens, seeds, self.eos)
 
     @torch.inference_mode()
-    def _identical(self, outputs: list[list[int]], expected: BaselineMeasurement) -> Identical:
-        """Count outputs equal to the target's own; for others, |logit - logit| of the first two tokens that differ."""
+    def _identical(self, outputs: list[list[int]], expected: BaselineMeasurement) -> dict[str, Any]:
+        """Count the outputs that equal the target's own (`same`, of `of`), and find the `largest_gap` between the
+        target's two logits where others part from it.
+        """
         gaps = []
         for prompt, ours, theirs in zip(self.prompts, outputs, expected["output_ids"], strict=True):
             if ours != theirs:
@@ -257,7 +241,7 @@ class Task:
                 ids_1T = torch.tensor([[*prompt.ids, *ours[:shared]]], device=self.target.device)
                 logits_V = self.target(input_ids=ids_1T).logits[0, -1].double()
                 gaps.append(float((logits_V[ours[shared]] - logits_V[theirs[shared]]).abs()))
-        return Identical(same=len(outputs) - len(gaps), of=len(outputs), largest_gap=max(gaps, default=None))
+        return {"same": len(outputs) - len(gaps), "of": len(outputs), "largest_gap": max(gaps, default=None)}
 
 
 def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:

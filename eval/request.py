@@ -102,12 +102,6 @@ def check(config: EvalConfig) -> EvalRequest:
             raise InputError(f"--require {text!r}: --speed_prompts 0 times nothing")
         if requirement.figure == "transfer" and not ood_sets:
             raise InputError(f"--require {text!r}: needs sets out of distribution; add --ood")
-        requirement.cells(
-            drafts=list(drafts),
-            base=base,
-            id_sets=id_sets,
-            ood_sets=ood_sets,
-            temperatures=config.temperature,
-            methods=[(method.tree, method.verifier) for method in methods],
-        )
+        hows = [(method.tree, method.verifier) for method in methods]
+        requirement.cells(list(drafts), base, {"id": list(id_sets), "ood": list(ood_sets)}, config.temperature, hows)
     return EvalRequest(drafts, base, id_sets, ood_sets, samplings, methods)

@@ -10,13 +10,14 @@ the only one and the figure is no gain), every prompt set, every temperature, ev
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from draftsmith_core.errors import InputError, RequirementError, nearest
 from eval.results import Results
+from eval.schema import KINDS, SuiteKind
 
 OPERATORS: dict[str, Any] = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _FORM = re.compile(r"\s*([\w@]+)\s*(?:\[([^\]]*)\])?\s*(>=|<=|>|<)\s*([-+]?[0-9]*\.?[0-9]+)\s*")
@@ -58,18 +59,16 @@ class Requirement:
 
     def cells(
         self,
-        *,
         drafts: Sequence[str],
         base: str,
-        id_sets: Iterable[str],
-        ood_sets: Iterable[str],
+        sets: Mapping[SuiteKind, Sequence[str]],
         temperatures: Sequence[float],
         methods: Sequence[tuple[str, str]],
     ) -> list[tuple[Any, ...]]:
         """The figures that it is about, each as the arguments of `Results.figure`. InputError if it names something
         that the evaluation does not measure.
         """
-        sets = {"id": list(id_sets) if self.figure != "transfer" else [], "ood": list(ood_sets)}
+        sets = {kind: () if (kind, self.figure) == ("id", "transfer") else names for kind, names in sets.items()}
         domains = [name for names in sets.values() for name in names]
         judged = [draft for draft in drafts if draft != base]
         if self.figure not in _OF_GAIN and (not judged or "draft" in self.wanted):
@@ -101,14 +100,8 @@ class Requirement:
 
     def judge(self, results: Results) -> Iterator[str]:
         """One line for every figure that does not meet it."""
-        for cell in self.cells(
-            drafts=results.drafts,
-            base=results.base,
-            id_sets=results.domains("id"),
-            ood_sets=results.domains("ood"),
-            temperatures=results.temperatures,
-            methods=results.methods,
-        ):
+        sets = {kind: results.domains(kind) for kind in KINDS}
+        for cell in self.cells(results.drafts, results.base, sets, results.temperatures, results.methods):
             draft, domain, temperature, tree, rule = cell
             method = f", {tree} {rule}" if tree else ""
             where = f"required {self.text}: {draft} on {domain} at T={temperature:g}{method}: {self.figure}"

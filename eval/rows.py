@@ -18,7 +18,7 @@ from eval import measure
 from eval.bootstrap import PromptSums, Resamples, difference, estimate, pool_resamples, quotient, resamples, transfer
 from eval.diagnose import RootStep
 from eval.estimate import AlphaMeasurement
-from eval.measure import BaselineMeasurement, DecodingMeasurement, SpeedMeasurement, Suite
+from eval.measure import BaselineMeasurement, SpeedMeasurement, Suite
 from eval.predict import predicted_methods, run_interval
 from eval.remarks import conditions
 from eval.request import Method
@@ -50,7 +50,7 @@ class Measured:
 
     baselines: dict[tuple[str, float], BaselineMeasurement]
     alphas: dict[tuple[str, float, str], AlphaMeasurement]
-    decodings: dict[tuple[str, float, str, Method], DecodingMeasurement]
+    decodings: dict[tuple[str, float, str, Method], dict[str, Any]]
     speeds: dict[tuple[str, float], SpeedMeasurement]
 
 

@@ -11,12 +11,6 @@ from eval.results import Results
 from eval.schema import Row
 
 
-def best_method(results: Results, draft: str) -> tuple[str, str]:
-    """The fastest tree and verifier of a draft, in distribution; untimed, those with the most tokens per call."""
-    tau = best_tau(results, draft, "id", results.top_temperature)
-    return tau["tree"] or "", tau["verifier"] or ""
-
-
 def headline_and_table(results: Results) -> list[str]:
     """The decision, and alpha, tokens per call and speed by draft and set at the highest temperature."""
     rows = []

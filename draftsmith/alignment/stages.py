@@ -40,9 +40,10 @@ from draftsmith_core.tokenization import load_tokenizer
 from eval.evaluate import evaluate
 from eval.report.findings import worst_set
 from eval.report.formats import with_interval
+from eval.report.tables import best_tau
 from eval.request import check
 from eval.results import Results
-from eval.summary import best_method, headline_and_table
+from eval.summary import headline_and_table
 from train.config import TrainConfig
 from train.training_run import train
 
@@ -288,7 +289,8 @@ def _shown(config: AlignConfig) -> dict[str, Any]:
 def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
     """Where everything is, and the figures of the best draft with their intervals."""
     best = best_draft(config, results)
-    method = best_method(results, best)
+    tau = best_tau(results, best, "id", results.top_temperature)
+    method = tau["tree"] or "", tau["verifier"] or ""
     checkpoint = str(Path(config.out) / best)
     decode = ["draftsmith", "decode", "--target", config.target, "--draft", checkpoint]
     decode += ["--tree", method[0], "--temperature", f"{results.top_temperature:g}"]
