@@ -92,7 +92,7 @@ def _distill(
         prompts = draw_prompts(opening, config, engine, tokenizer, run, processes)
         config = dataclasses.replace(config, prompts=str(prompts))
         reader = dataclasses.replace(reader, source=config.prompts)
-    parts = _Parts(config, engine, reader, suites, run, processes)
+    parts = _Parts(config, engine, reader, suites, run, processes.process_index, processes.num_processes)
     parts.make()
     processes.wait_for_everyone()
     on_main(lambda: finish(out, parts.count, identity, command, tokenizer))
@@ -148,26 +148,25 @@ def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: S
     return prompt
 
 
+@dataclasses.dataclass
 class _Parts:
     """The parts that this process makes: of n processes, every n-th part from its index on."""
 
-    def __init__(
-        self,
-        config: DistillConfig,
-        engine: Engine,
-        reader: PromptReader,
-        suites: Suites | None,
-        run: Run,
-        processes: "PartialState",
-    ) -> None:
-        self.config, self.engine, self.reader, self.suites, self.run = config, engine, reader, suites, run
-        self.process, self.processes = processes.process_index, processes.num_processes
-        self.group_rows = max(1, config.part_rows // config.num_samples)
-        self.count = 0  # of all processes, known once the source has been read to its end
-        self.schema = pa.schema([*SCHEMA, *TEACHER]) if config.teacher_top_k else SCHEMA
-        self.mixture = config.mixture()
-        self.tokens = 0
-        self.part_of: dict[int, Part] = {}
+    config: DistillConfig
+    engine: Engine
+    reader: PromptReader
+    suites: Suites | None
+    run: Run
+    process: int
+    processes: int
+    count: int = 0  # of all processes, known once the source has been read to its end
+    tokens: int = 0
+    part_of: dict[int, Part] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.group_rows = max(1, self.config.part_rows // self.config.num_samples)
+        self.schema = pa.schema([*SCHEMA, *TEACHER]) if self.config.teacher_top_k else SCHEMA
+        self.mixture = self.config.mixture()
         self.advance: Advance
 
     def make(self) -> None:

@@ -9,7 +9,8 @@ Legend: B rows, T tokens, H hidden size, P keys, D draft vocabulary.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,8 @@ def _rotary_modules(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     return [(m, name, c) for m in model.modules() for name, c in m.named_children() if hasattr(c, "inv_freq")]
 
 
-def _rope(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _rope(role: Literal["target", "draft"], case: Case) -> Iterator[tuple[str, Case]]:
+    model: nn.Module = getattr(case, role)
     rope: dict[str, Any] = next((rotary.config.rope_parameters for _, _, rotary in _rotary_modules(model)), {})
     plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta")}
     losses = {"scaling dropped": plain, "theta and scaling dropped": plain | {"rope_theta": 10000.0}}
@@ -104,15 +106,7 @@ def _rope(model: nn.Module) -> Iterator[tuple[str, Any]]:
             config = copy.deepcopy(rotary.config)
             config.rope_parameters = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope} | left
             setattr(parent, name, type(rotary)(config).to(rotary.inv_freq.device))
-        yield detail, changed
-
-
-def _draft_rope(case: Case) -> Iterator[tuple[str, Case]]:
-    yield from ((detail, replace(case, draft=draft)) for detail, draft in _rope(case.draft))
-
-
-def _target_rope(case: Case) -> Iterator[tuple[str, Case]]:
-    yield from ((detail, replace(case, target=target)) for detail, target in _rope(case.target))
+        yield detail, replace(case, **{role: changed})  # type: ignore[arg-type]
 
 
 def _later_states(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -205,10 +199,12 @@ SUSPECTS: dict[str, Suspect] = {
     "auxiliary layers": Suspect(_layers, f"check eagle_aux_hidden_state_layer_ids, or {_EXPORT}"),
     "norm_before_residual": Suspect(_residual, f"write this key into the draft's config.json, or {_EXPORT}"),
     "vocabulary map": Suspect(_vocabulary, f"check d2t, or {_EXPORT}"),
-    "rope of the draft": Suspect(_draft_rope, "give the draft's rope_theta and rope_scaling as here"),
+    "rope of the draft": Suspect(partial(_rope, "draft"), "give the draft's rope_theta and rope_scaling as here"),
     "first token": Suspect(_first_token, "update the engine: it pairs tokens with states of another position"),
     "prefix cache": Suspect(_no_prompt, "start the server without prefix caching, or update it"),
-    "rope of the target": Suspect(_target_rope, "give the target's rope_theta and rope_scaling as here", True),
+    "rope of the target": Suspect(
+        partial(_rope, "target"), "give the target's rope_theta and rope_scaling as here", True
+    ),
     "chat template": Suspect(_template, "serve with the target's own chat template, or train with the server's", True),
     "sampling": Suspect(_sampling, "give the temperature with each request, or mend the server's defaults", True),
     "rounding of the target": Suspect(_rounded, "serve the target in the type that the draft was trained for", True),

@@ -8,6 +8,7 @@ of the longest continuation, K ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypedDict
 
@@ -65,25 +66,23 @@ def _groups(rows: Sequence[Continuation], most_columns: int, heads: bool) -> lis
     return _groups(rows[:half], most_columns, heads) + _groups(rows[half:], most_columns, heads)
 
 
+@dataclass(eq=False)
 class _Reader:
     """Reads rows side by side, padded on the right: N positions that predict a response token."""
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        drafts: Mapping[str, Draft],
-        sampling: Sampling,
-        methods: Sequence[Method],
-        seed: int,
-        names: Mapping[str, str],
-        observers: Mapping[str, Observer],
-    ) -> None:
-        self.target, self.drafts, self.sampling, self.seed, self.names = target, drafts, sampling, seed, names
-        self.observers = observers
-        self.depths = max((method.shape.depth for method in methods), default=1)
-        self.ranks = ranks_needed(methods, sampling)
+    target: PreTrainedModel
+    drafts: Mapping[str, Draft]
+    sampling: Sampling
+    methods: Sequence[Method]
+    seed: int
+    names: Mapping[str, str]
+    observers: Mapping[str, Observer]
+
+    def __post_init__(self) -> None:
+        self.depths = max((method.shape.depth for method in self.methods), default=1)
+        self.ranks = ranks_needed(self.methods, self.sampling)
         # Whether to record each token's place in the draft's order, which costs a pass over the vocabulary.
-        self.places = sampling.greedy or any(method.verifier == "naive" for method in methods)
+        self.places = self.sampling.greedy or any(method.verifier == "naive" for method in self.methods)
 
     @torch.inference_mode()
     def read(self, start: int, rows: Sequence[Continuation]) -> tuple[dict[str, Traces], dict[str, dict[str, Any]]]:

@@ -82,19 +82,13 @@ def _modules() -> tuple[tuple[str, str, str], ...]:
     return tuple(modules)
 
 
-def prose_documents() -> list[Document]:
-    """Help topics, and every module's docstrings."""
+def _prose() -> list[Document]:
     topics = importlib.import_module("pydoc_data.topics").topics
     documents = [Document(f"topic {name}", _tidy(text)) for name, text in sorted(topics.items())]
     return documents + [Document(f"module {name}", prose) for name, prose, _ in _modules() if prose]
 
 
-def code_documents() -> list[Document]:
-    """Every module's source without its docstrings."""
-    return [Document(f"module {name}", code) for name, _, code in _modules()]
-
-
-def unicode_documents() -> list[Document]:
+def _unicode() -> list[Document]:
     """Runs of 128 code points, a paragraph of lines "U+NUMBER NAME" per 16."""
     documents = []
     for start in range(0, 0x20000, 128):
@@ -109,9 +103,9 @@ def unicode_documents() -> list[Document]:
 
 
 DOMAINS: dict[str, Callable[[], list[Document]]] = {
-    "prose": prose_documents,
-    "code": code_documents,
-    "unicode": unicode_documents,
+    "prose": _prose,
+    "code": lambda: [Document(f"module {name}", code) for name, _, code in _modules()],
+    "unicode": _unicode,
 }
 
 
