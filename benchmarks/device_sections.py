@@ -39,7 +39,7 @@ from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import encode_text, load_tokenizer
 from train.batch import Batch
 from train.objective import parse_objective
-from train.trainees.eagle import Eagle3Trainee
+from train.trainees.head import Eagle3Trainee
 from train.trainees.lm import LMTrainee
 
 # Dense bf16 arithmetic without sparsity, from NVIDIA's data sheets, by a part of the device's name.

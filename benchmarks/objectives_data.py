@@ -28,7 +28,7 @@ from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import decode_text, encode_text, load_tokenizer
 from eval import measure
 from eval.acceptance import Continuation
-from eval.measure_all import MEASUREMENT_VERSION
+from eval.evaluate import MEASUREMENT_VERSION
 from train.config import Optim, TrainConfig
 from train.training_run import train
 

@@ -3,9 +3,8 @@
 from torch import nn
 
 from train.trainees.block import BlockTrainee
-from train.trainees.eagle import Eagle3Trainee, EagleTrainee
+from train.trainees.head import Eagle3Trainee, EagleTrainee, HydraTrainee, MedusaTrainee
 from train.trainees.lm import LMTrainee
-from train.trainees.medusa_hydra import HydraTrainee, MedusaTrainee
 
 TRAINEES: dict[str, type[nn.Module]] = {
     "lm": LMTrainee,

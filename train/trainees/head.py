@@ -1,4 +1,5 @@
-"""What the trainees of all heads share: which drafts count, how a head runs on its own features, the sums over depths.
+"""The trainees of EAGLE-1, EAGLE-3, Medusa and Hydra, and what they share with block drafters: which drafts count, how
+a head runs on its own features, the sums over depths.
 
 A pair t is the input of an EAGLE head: the target's feature at position t and the token at t + 1. A draft that starts
 from pair t guesses, at depth d, the token at t + 1 + d, whose distribution by the target is at position t + d. Pair t
@@ -6,20 +7,24 @@ counts at depth d when the tokens at t + 2 and t + 1 + d are response tokens of 
 drafts start from a token of the response or the last of the prompt.
 
 Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden size, D depths; in `ids_D`,
-D tokens of the draft vocabulary.
+D tokens of the draft vocabulary; d the number of a Medusa or Hydra head, from 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from drafts.draft_vocabulary import DraftVocabulary, drafted_rows
 from drafts.heads import Head
 from drafts.heads.borrowed import OutputProjection
+from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from train.batch import IGNORE, Batch, LossSums
 from train.chunked import projected
 from train.features import FeatureCache, FrozenTarget
@@ -28,6 +33,8 @@ from train.teacher import LiveTeacher, ReducedTeacher, RepeatedTeacher
 
 # Weight of the loss of each further depth, as a share of the one before (Medusa, section 2.2.1; EAGLE-3's code).
 STEP_DECAY = 0.8
+# Of the objective of EAGLE-1, beside the regression of features.
+TOKEN_WEIGHT = 0.1
 
 # tokens [B, W], features [B, W, H], boolean mask or None, positions [B or 1, W], cache -> the head's features [B, W, H]
 HeadForward = Callable[[Tensor, Tensor, Tensor | None, Tensor, Cache | None], Tensor]
@@ -221,3 +228,138 @@ class HeadTrainee(nn.Module):
         tokens_D, alpha_D = of_depth_ND.sum(0), (alpha_N[:, None] * of_depth_ND).sum(0)
         missing = None if sums.missing is None else missing_N[of_depth_ND[:, 0]].sum()
         return LossSums(sums.loss, tokens_D[0], alpha_D[0], alpha_D, tokens_D, missing), alpha_N
+
+
+class EagleTrainee(HeadTrainee):
+    """Feature regression (smooth L1, mean over H) plus 0.1 times the objective (arXiv 2401.15077, section 4.2).
+
+    Pair t, the feature at t with the token at t + 1, must give the feature at t + 1, whose projection is the
+    distribution of the token at t + 2. The objective `fkl` is the paper's soft cross-entropy less the target's own
+    entropy: another value, the same gradient.
+
+    noise: while training, each value of an input feature is shifted by a uniform draw from [-noise, noise], from
+    torch's global generator. depths: how deep acceptance is measured in evaluation, on the head's own features after
+    true tokens; in training it is measured at depth 1 only.
+    """
+
+    draft: EagleHead
+
+    def __init__(self, *arguments: Any, noise: float = 0.1, depths: int = 5, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.noise, self.depths = noise, depths
+
+    def forward(self, batch: Batch) -> LossSums:
+        """Sums over the pairs that count."""
+        (features_BTH,), last_BTH = self.target.read(batch)
+        drafts = [(depth, *part) for depth, part in enumerate(self.drafts(batch, [features_BTH]))]
+        _, pairs, hidden_NH = drafts[0]
+        apart_NH = F.smooth_l1_loss(hidden_NH.float(), pairs.of_targets(features_BTH).float(), reduction="none")
+        joined = join(drafts, batch)
+        weights_N = TOKEN_WEIGHT * (joined.depth_N == 0)
+        sums, _ = self.sums(joined, batch, last_BTH, weights_N, self.depths)
+        return sums._replace(loss=apart_NH.mean(-1).sum() + sums.loss)
+
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+        """For every depth the pairs that count and the features `[N, H]` that the head predicts there."""
+        inputs_BWH = states[0][:, :-1].to(self.draft.fc.weight.dtype)
+        if self.training and self.noise:
+            inputs_BWH = inputs_BWH + (torch.rand_like(inputs_BWH) * 2 - 1) * self.noise
+        depths = 1 if self.training else self.depths
+        for depth, states_BWH in enumerate(unroll(self.draft.states, batch, inputs_BWH, depths), start=1):
+            pairs = pairs_at(batch, depth)
+            yield pairs, pairs.of_pairs(states_BWH)
+
+
+class Eagle3Trainee(HeadTrainee):
+    """The training-time test (arXiv 2503.01840, section 3.2): `test_steps` depths on the head's own features.
+
+    The objective compares the distributions on the draft vocabulary, the target's renormalised there; `fkl` is the
+    paper's soft cross-entropy less the target's own entropy: another value, the same gradient. An objective that reads
+    the tokens of the data (`ce`) leaves out those that the draft vocabulary lacks. Acceptance is against the target's
+    whole distribution, and `missing` is what of it lies outside the draft vocabulary.
+    """
+
+    draft: Eagle3Head
+
+    def __init__(self, *arguments: Any, test_steps: int = 7, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.test_steps = test_steps
+        self.projection = OutputProjection(
+            self.draft.lm_head, self.draft.borrowed.projection.scale, self.draft.borrowed.projection.softcap
+        )
+
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+        """For every depth the pairs that count and the normed features `[N, H]` that the projection reads there."""
+        features_BWH = self.draft.fuse([state_BTH[:, :-1] for state_BTH in states])
+        for depth, states_BWH in enumerate(unroll(self.draft.states, batch, features_BWH, self.test_steps), start=1):
+            pairs = pairs_at(batch, depth)
+            yield pairs, self.draft.normed(pairs.of_pairs(states_BWH))
+
+    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
+        """The head's own, at every depth."""
+        return self.projection, self.draft.lm_head.weight, None
+
+
+class MedusaTrainee(HeadTrainee):
+    """Head d guesses on its own; it weighs step_decay ** d (Medusa-1, arXiv 2401.10774, section 2.2.1).
+
+    From the feature at t it must give the token at t + 2 + d: with `ce` the data's, with other objectives the target's
+    distribution at position t + 1 + d, after the true tokens between. The feature counts where the token at t + 1 may
+    be the root of a draft, as above. Every head trains an output projection of its own.
+    """
+
+    draft: MedusaHeads
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.one_projection = False
+
+    def _layers(self, d: int) -> nn.Sequential:
+        head = self.draft[d]
+        assert isinstance(head, nn.Sequential)
+        return head
+
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+        """For every head the features that count, and what its projection reads there, `[N, H]`."""
+        for d in range(len(self.draft)):
+            pairs, head = pairs_at(batch, d + 1), self._layers(d)
+            yield pairs, head[:-1](pairs.of_pairs(states[0]).to(next(head.parameters()).dtype))
+
+    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
+        """The head's own weight; scale, soft cap and bias are the target's."""
+        linear = self._layers(depth)[-1]
+        assert isinstance(linear, nn.Linear)
+        return replace(self.draft.borrowed.projection, module=linear), linear.weight, self.draft.borrowed.bias_V
+
+
+class HydraTrainee(HeadTrainee):
+    """Head d also reads the tokens between the feature and its own; it weighs step_decay ** d (arXiv 2402.05109, 3).
+
+    From the feature at t and the true tokens at t + 1 .. t + 1 + d it must give the token at t + 2 + d. The paper's
+    teacher cross-entropy is `fkl` plus the target's own entropy: another value, the same gradient. The projection is
+    the target's and is not trained, unless the heads came with projections of their own.
+    """
+
+    draft: HydraHeads
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.one_projection = not self.draft.config.own_projection
+
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+        """For every head the features that count, and what the projection reads there, `[N, H]`."""
+        dtype = next(self.draft.parameters()).dtype
+        for d, head in enumerate(self.draft.heads):
+            pairs = pairs_at(batch, d + 1)
+            between_N = pairs.at_N[:, None] + torch.arange(1, d + 2, device=pairs.at_N.device)
+            tokens_Nd = batch.ids_BT[pairs.row_N[:, None], between_N]
+            embedded_NX = self.draft.borrowed.embed(tokens_Nd, dtype).flatten(-2)
+            yield pairs, head(torch.cat([pairs.of_pairs(states[0]).to(dtype), embedded_NX], dim=-1))
+
+    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
+        """The target's, or the head's own in checkpoints of Hydra's authors."""
+        if not self.draft.config.own_projection:
+            return super().projection_at(depth)
+        linear = self.draft.projections[depth]
+        assert isinstance(linear, nn.Linear)
+        return replace(self.draft.borrowed.projection, module=linear), linear.weight, linear.bias
