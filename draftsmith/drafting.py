@@ -117,16 +117,15 @@ def read_documents(source: str, tokenizer: Tokenizer) -> list[list[int]]:
     rows: Iterable[tuple[int, dict[str, Any]]] = iterate_rows(source)
     if (path := Path(source)).suffix == ".txt" and path.is_file():
         rows = [(1, {"text": path.read_text(encoding="utf-8", errors="replace")})]
-    documents = [_document(row, f"{source}:{number}", tokenizer) for number, row in rows]
+    documents: list[list[int]] = []
+    for number, row in rows:
+        where, text = f"{source}:{number}", row.get("text") or row.get("prompt") or ""
+        if row.get("response_ids") is not None:
+            documents.append([*(row.get("prompt_ids") or []), *row["response_ids"]])
+        elif row.get("messages") is not None:
+            documents.append(encode_messages(tokenizer, check_turns(row["messages"], where), where))
+        elif text.strip():
+            documents.append(encode_text(tokenizer, text))
     if not any(documents):
         raise InputError(f"{source}: holds no text; a row needs one of the keys {', '.join(KEYS)}")
     return documents
-
-
-def _document(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> list[int]:
-    if row.get("response_ids") is not None:
-        return [*(row.get("prompt_ids") or []), *row["response_ids"]]
-    if row.get("messages") is not None:
-        return encode_messages(tokenizer, check_turns(row["messages"], where), where)
-    text = row.get("text") or row.get("prompt") or ""
-    return encode_text(tokenizer, text) if text.strip() else []

@@ -192,7 +192,12 @@ def diagnosis_of(sampling: Sampling, seed: int, at: Positions) -> Diagnosis:
     entropy_N = (torch.special.entr(p_NV).sum(-1) / torch.log(torch.tensor(2.0))).abs()
     confidence, best = np.zeros((len(texts), BINS, 3)), np.zeros((len(texts), CANDIDATES))
     np.add.at(best, rows, best_NK.cpu().numpy())
-    np.add.at(confidence, rows, _bins(belief_NK, q_NK, p_NK).cpu().numpy())
+    # By confidence, the mass drafted, and that mass times its confidence and times p.
+    bin_NK = (belief_NK * BINS).long().clamp(max=BINS - 1)
+    values_NK3 = torch.stack([q_NK, q_NK * belief_NK, q_NK * p_NK], dim=-1).double()
+    sums_NB3 = torch.zeros(len(belief_NK), BINS, 3, dtype=torch.double, device=belief_NK.device)
+    sums_NB3.scatter_add_(1, bin_NK.unsqueeze(-1).expand(-1, -1, 3), values_NK3)
+    np.add.at(confidence, rows, sums_NB3.cpu().numpy())
     drawn = np.zeros((len(texts), CANDIDATES))
     counts = [0 if sampling.greedy else DRAWN_POSITIONS] * len(texts)
     u_K = drawn_at(texts, counts, (CANDIDATES,), "diagnosis", seed)
@@ -207,14 +212,6 @@ def diagnosis_of(sampling: Sampling, seed: int, at: Positions) -> Diagnosis:
         drawn=[] if sampling.greedy else drawn.tolist(),
         drawn_count=[sum(row == b for row, _ in u_K) for b in range(len(texts))],
     )
-
-
-def _bins(belief_NK: Tensor, q_NK: Tensor, p_NK: Tensor) -> Tensor:
-    """`[N, BINS, 3]`: by confidence, the mass drafted, and that mass times its confidence and times p."""
-    bin_NK = (belief_NK * BINS).long().clamp(max=BINS - 1)
-    values_NK3 = torch.stack([q_NK, q_NK * belief_NK, q_NK * p_NK], dim=-1).double()
-    sums_NB3 = torch.zeros(len(belief_NK), BINS, 3, dtype=torch.double, device=belief_NK.device)
-    return sums_NB3.scatter_add_(1, bin_NK.unsqueeze(-1).expand(-1, -1, 3), values_NK3)
 
 
 def drawn_acceptance(p_NV: Tensor, q_NV: Tensor, u_NK: Tensor) -> Tensor:

@@ -66,7 +66,13 @@ def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
             remove_leftovers(directory)
         reset_peak_memory(resolve_device(config.device))
         suites, pair, notes = _load(config, request)
-        given, config = config, _with_sampling_of(pair.target, config)
+        # What is left open of top_k, top_p and min_p is the target's.
+        hottest = sampling_options(config) | {"temperature": max(config.temperature)}
+        resolved = resolve_sampling(config.target, pair.target, **hottest)
+        if resolved.note:
+            say(f"eval: {resolved.note}")
+        chosen = {key: getattr(resolved.sampling, key) for key in ("top_k", "top_p", "min_p")}
+        given, config = config, replace(config, **chosen)
         models = {"target": model_row(config.target, pair.target)}
         models |= {name: model_row(request.drafts[name], draft) for name, draft in pair.drafts.items()}
         work = Evaluation(config, check(config), suites, pair, models, run)
@@ -154,16 +160,6 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
         say(f"eval: {', '.join(cut)}: using the first {config.max_prompts} rows (--max_prompts)")
     notes = remarks.of_prompts(suites) + remarks.of_training(request.drafts, suites)
     return suites, pair, announce(notes, strict=config.strict)
-
-
-def _with_sampling_of(target: PreTrainedModel, config: EvalConfig) -> EvalConfig:
-    """Fill top_k, top_p and min_p, if left open, from the target's generation config."""
-    options = {**sampling_options(config), "temperature": max(config.temperature)}
-    resolved = resolve_sampling(config.target, target, **options)
-    if resolved.note:
-        say(f"eval: {resolved.note}")
-    sampling = resolved.sampling
-    return replace(config, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
 
 
 def track(config: EvalConfig, results: Results) -> None:

@@ -214,24 +214,19 @@ def gather_weights(wrapped: WrappedTrainee) -> dict[str, Tensor]:
         for module in wrapped.module.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
+    gathered: Any = nullcontext
+    if wrapped.world.sharing == "zero3":
+        import deepspeed
+
+        gathered = deepspeed.zero.GatheredParameters
     for name, parameter in draft.named_parameters():
-        with _gathered(wrapped, parameter) as value:
+        with gathered([parameter]):
+            value = _whole(parameter)
             if main:
                 weights[name] = value.detach().to("cpu", copy=True).contiguous()
     saved = draft.state_dict().keys()
     buffers = {name: buffer.detach().cpu().contiguous() for name, buffer in draft.named_buffers() if name in saved}
     return weights | buffers if main else {}
-
-
-@contextmanager
-def _gathered(wrapped: WrappedTrainee, parameter: Any) -> Iterator[Tensor]:
-    if wrapped.world.sharing == "zero3":
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            yield parameter
-    else:
-        yield _whole(parameter)
 
 
 def _whole(value: Any) -> Tensor:

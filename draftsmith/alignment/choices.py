@@ -245,11 +245,15 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
 def eval_config(config: AlignConfig) -> EvalConfig:
     """Options of the evaluation of the drafts that are compared with the base."""
     out = Path(config.out)
+    # Held-out prompts are named as their file, unless that is no name or another set has it.
+    name = Path(config.prompts.partition(":")[0]).stem
+    if not NAME.fullmatch(name) or name in (*parse_named("ood", config.ood), "id", "ood"):
+        name = "heldout"
     drafts = {"base": config.draft} if config.draft else {}
     drafts |= {name: str(out / name) for name in config.compared()}
     values: dict[str, Any] = {
         "draft": [f"{name}={source}" for name, source in drafts.items()],
-        "id": config.id or [f"{_set_name(config)}={out / 'prompts' / 'heldout.jsonl'}"],
+        "id": config.id or [f"{name}={out / 'prompts' / 'heldout.jsonl'}"],
         "ood": config.ood,
         "out": str(out / "eval"),
         "prompt_tokens": config.prompt_tokens,
@@ -259,20 +263,12 @@ def eval_config(config: AlignConfig) -> EvalConfig:
     return EvalConfig(**values | config.eval | _common(config))
 
 
-def _set_name(config: AlignConfig) -> str:
-    """The name of the held-out prompts: that of their file, unless it is no name or another set has it."""
-    name = Path(config.prompts.partition(":")[0]).stem
-    taken = {*parse_named("ood", config.ood), "id", "ood"}
-    return name if NAME.fullmatch(name) and name not in taken else "heldout"
+def expected(config: AlignConfig, runs: Mapping[str, TrainConfig], facts: Facts) -> str:
+    """Say how long the whole will take on the machine as busy as it was timed, and the share of each stage.
 
-
-def expected_s(
-    config: AlignConfig, runs: Mapping[str, TrainConfig], evaluation: EvalConfig, facts: Facts, sets: int
-) -> dict[str, float]:
-    """Seconds of each stage, for answers of full length, on the machine as busy as it was timed.
-
-    runs: of training. sets: number of prompt sets of the evaluation.
+    For answers of full length, as a range, because a machine's load changes. runs: of training.
     """
+    evaluation, sets = eval_config(config), max(1, len(config.id)) + len(config.ood)
     distilled, timed = config.distill, facts.clock
     answers = distilled["max_prompts"] * distilled["num_samples"]
     read = facts.mean_prompt * timed.read_s
@@ -293,11 +289,6 @@ def expected_s(
     tokens = sets * len(evaluation.temperature) * evaluation.max_new_tokens
     clocked = evaluation.speed_prompts * timed.alone_s
     spent["evaluate"] = tokens * ways * (evaluation.max_prompts * timed.write_s + clocked)
-    return spent
-
-
-def expected_in_words(spent: Mapping[str, float]) -> str:
-    """One line: the whole as a range, because a machine's load changes, and the share of each stage."""
     whole = sum(spent.values())
     stages = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in spent.items())
     return (

@@ -146,10 +146,7 @@ def _announcement(config: AlignConfig, runs: dict[str, TrainConfig], facts: choi
         f"distil: {distilled['num_samples']} answers to each of {distilled['max_prompts']} prompts, at most "
         f"{distilled['max_new_tokens']} tokens each\ntrain: {steps} of {rows} rows"
     )
-    sets = max(1, len(config.id)) + len(config.ood)
-    return "\n".join(
-        [*lines, choices.expected_in_words(choices.expected_s(config, runs, choices.eval_config(config), facts, sets))]
-    )
+    return "\n".join([*lines, choices.expected(config, runs, facts)])
 
 
 def _started(config: AlignConfig, run: Run) -> AlignConfig:

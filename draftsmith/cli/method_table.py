@@ -3,7 +3,7 @@
 import textwrap
 from typing import NamedTuple
 
-from decode import PROPOSERS, TREES, VERIFIERS, Verifier
+from decode import PROPOSERS, TREES, VERIFIERS
 
 
 class MethodRow(NamedTuple):
@@ -18,20 +18,17 @@ class MethodRow(NamedTuple):
 
 def method_rows() -> dict[str, list[MethodRow]]:
     """Rows by the option that takes their names."""
+    rules = []
+    for name, rule in VERIFIERS.items():
+        # A tree that grows by confidence holds the most probable tokens, which not every rule may verify.
+        trees = "any" if "deterministic" in rule.drawings else "chain, kary, static, sequoia"
+        trees = "chain" if rule.chains_only else trees
+        rules.append(MethodRow(name, rule.title, "yes" if rule.lossless else "NO", trees, rule.paper))
     return {
         "--proposer": [MethodRow(name, kind.title, "", kind.trees, kind.paper) for name, kind in PROPOSERS.items()],
         "--tree": [MethodRow(name, kind.title, "", kind.syntax, kind.paper) for name, kind in TREES.items()],
-        "--verifier": [
-            MethodRow(name, rule.title, "yes" if rule.lossless else "NO", _trees(rule), rule.paper)
-            for name, rule in VERIFIERS.items()
-        ],
+        "--verifier": rules,
     }
-
-
-def _trees(rule: Verifier) -> str:
-    # A tree that grows by confidence holds the most probable tokens, which not every rule may verify.
-    trees = "any" if "deterministic" in rule.drawings else "chain, kary, static, sequoia"
-    return "chain" if rule.chains_only else trees
 
 
 def _notes() -> list[str]:

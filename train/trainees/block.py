@@ -137,7 +137,15 @@ def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, floa
     tokens are accepted. Fitted on every other batch, the errors are those of the others, the mean over slots.
     """
     head = trainee.eval().draft
-    parts = [_confidences(trainee, batch) for batch in batches]
+    parts = []
+    for batch in batches:
+        # Confidence logits and alphas of every block, `[2, M, D]`; NaN in slots that do not count.
+        part_2MD = torch.full((2, batch.ids_BT.numel(), head.depths), math.nan)
+        _, drafts, alphas_N, logits_N = trainee.slots(batch)
+        assert logits_N is not None
+        blocks_N, depth_N = drafts.pairs.block_N(batch).cpu(), drafts.depth_N.cpu()
+        part_2MD[:, blocks_N, depth_N] = torch.stack([logits_N.float(), alphas_N.float()]).cpu()
+        parts.append(part_2MD[:, part_2MD[1, :, 0].isfinite()])
     fitted, judged = (torch.cat(parts[start::2] or parts, dim=1) for start in (0, 1))
     temperatures: list[float] = []
     for _ in range(head.depths):
@@ -149,16 +157,6 @@ def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, floa
         for used in ([1.0] * head.depths, temperatures)
     )
     return {"confidence_error_raw": raw, "confidence_error": scaled}
-
-
-def _confidences(trainee: BlockTrainee, batch: Batch) -> Tensor:
-    """Confidence logits and alphas of every block, `[2, M, D]`; NaN in slots that do not count."""
-    found_2MD = torch.full((2, batch.ids_BT.numel(), trainee.draft.depths), math.nan)
-    _, drafts, alphas_N, logits_N = trainee.slots(batch)
-    assert logits_N is not None
-    blocks_N, depth_N = drafts.pairs.block_N(batch).cpu(), drafts.depth_N.cpu()
-    found_2MD[:, blocks_N, depth_N] = torch.stack([logits_N.float(), alphas_N.float()]).cpu()
-    return found_2MD[:, found_2MD[1, :, 0].isfinite()]
 
 
 def _error(found_2MD: Tensor, temperatures: Sequence[float]) -> float:
