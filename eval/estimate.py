@@ -22,7 +22,6 @@ from drafts.load import Draft
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.processes import divided
-from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from eval.acceptance import Continuation, Positions, draft_logits, model_logits, rank_chances
 from eval.diagnose import Diagnosis, RootMeasurement, RootStep, diagnosis_of, positions_per_prompt, root_sums
@@ -200,7 +199,6 @@ def read_traces(
     seed: int = 0,
     names: Mapping[str, str] | None = None,
     observers: Mapping[str, Observer] | None = None,
-    tick: Tick = no_tick,
 ) -> tuple[dict[str, Traces], dict[str, dict[str, Any]]]:
     """Return, by draft, the traces of all rows as far as `methods` need them, and what each observer found.
 
@@ -219,7 +217,6 @@ def read_traces(
         for group in _groups(batch, max_logits // vocabulary_size(target), heads):
             results.append(reader.read(start, group))
             start += len(group)
-        tick(len(batch))
         return results
 
     parts = [part for batch in divided(-(-len(rows) // batch_size), read_batch) for part in batch]
