@@ -26,17 +26,17 @@ TWICE = "for _ in (1, 2): before(train.loop, 'collate', 1, send(signal.SIGINT))"
 NAN = "before(train.loop, 'make_batches', 1, lambda: setattr(train.loop, 'learning_rate', lambda *words: float('nan')))"
 # What happens to a run, in turn: the patch, the step of the checkpoint that it adds, exit code and last line.
 DISTURBED = [
-    ("before(train.checkpoint, 'newest', 1, send(signal.SIGTERM))", None, 143, ""),
+    ("before(train.loop, 'newest', 1, send(signal.SIGTERM))", None, 143, ""),
     ("before(train.loop, 'learning_rate', 8, send(signal.SIGTERM))", 8, 143, "stopped by SIGTERM" + CONTINUES),
     ("before(train.loop, 'learning_rate', 2, send(signal.SIGINT))", 10, 130, "train: interrupted" + CONTINUES),
     ("before(train.loop, 'evaluate', 2, send(signal.SIGTERM))", 16, 143, "stopped by SIGTERM" + CONTINUES),
     (TWICE, None, 130, "train: interrupted" + CONTINUES),
     # Weights, optimizer, best weights and random state go through save_file.
-    (f"before(train.checkpoint, 'save_file', 1, fail({FULL}))", None, 1, "draft/run/.*No space left on device"),
-    (f"before(train.checkpoint, 'save_file', 3, fail({TORN}))", None, 1, "draft/run/.*No space left on device"),
+    (f"before(train.loop, 'save_file', 1, fail({FULL}))", None, 1, "draft/run/.*No space left on device"),
+    (f"before(train.loop, 'save_file', 3, fail({TORN}))", None, 1, "draft/run/.*No space left on device"),
     (f"before(train.parallel, 'backward', 1, fail({HOST}))", None, 1, MEMORY),
     (f"before(train.loop, 'evaluate', 1, fail({CUDA}))", 18, 1, MEMORY),
-    ("before(train.checkpoint, 'gather_optimizer', 1, fail(MemoryError()))", None, 1, MEMORY),
+    ("before(train.parallel, 'gather_optimizer', 1, fail(MemoryError()))", None, 1, MEMORY),
     (NAN, None, 1, "the loss is nan"),
 ]
 

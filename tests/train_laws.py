@@ -15,7 +15,7 @@ SGD = ["--optim.name", "sgd", "--optim.lr", "0.5", "--optim.clip_norm", "0", "--
 # Patch of a process: call `action` before the n-th call of a function.
 BEFORE = """
 import errno, os, pathlib, shutil, signal
-import train.checkpoint, train.loop, train.parallel
+import train.loop, train.parallel
 def before(owner, name, count, action, when=lambda *words, **more: True):
     real, calls = getattr(owner, name), []
     def watched(*words, **more):

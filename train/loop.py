@@ -1,39 +1,49 @@
 """The training loop: batches in, loss per valid token, an optimizer step, held-out figures, checkpoints.
 
+A killed run continues from `checkpoints/step_N`, bit for bit. It has safetensors files (the best weights so far among
+them) and `state.json` with the position, the layout and the files' hashes, so that a damaged one is skipped.
+
 Legend: D depths of a draft (1 for a language model), V vocabulary.
 """
 
 import json
+import logging
 import math
+import shutil
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from accelerate.utils.memory import should_reduce_batch_size
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.defaults import CHAIN
 from decode.stats import independent_tau
-from draftsmith_core.errors import RunError
-from draftsmith_core.io import write_text_atomic, writing
+from draftsmith_core.cards import checkpoint_card
+from draftsmith_core.errors import InputError, RunError, one_line
+from draftsmith_core.io import atomic_dir, read_json, sha256_file, write_text_atomic, writing
 from draftsmith_core.models import peak_memory
-from draftsmith_core.processes import StopSignal
+from draftsmith_core.processes import StopSignal, from_main, on_main
 from draftsmith_core.progress import progress
+from draftsmith_core.runs import RECORD
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer
-from train import checkpoint, parallel
+from train import parallel
 from train.batch import Batch, LossSums
-from train.checkpoint import Position
 from train.config import Optim, TrainConfig
 from train.data import Examples, collate, units
 from train.objective import Objective
 from train.onpolicy import Answerer
 from train.parallel import World, WrappedTrainee
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,21 @@ class TrainingJob:
         """How this run divides the rows of a step."""
         config, world = self.config, self.world
         return f"{config.batch_size} x {config.accumulation} x {world.size} processes ({world.sharing})"
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far training is. Data order and schedule follow from `step` alone.
+
+    best: at `best_step`, held-out alpha, or without a teacher minus the loss. best_figures: all held-out figures there.
+    """
+
+    step: int = 0
+    best_step: int = 0
+    best: float | None = None
+    best_figures: dict[str, float] = field(default_factory=dict)
+    evaluations_since_best: int = 0
+    stopped: bool = False
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
@@ -229,7 +254,7 @@ def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]
                     asked = torch.tensor(float(stop.asked > 0), device=job.world.device)
                     stop.agreed |= float(job.world.accelerator.reduce(asked, reduction="sum")) > 0
                 if position.step % config.save_every == 0 or position.stopped or stop.agreed:
-                    checkpoint.save(job.run_dir, wrapped, position, best, job.layout, config)
+                    save(job, wrapped, position, best)
                 if stop.agreed:
                     raise stop.leaving()
                 by = "alpha" if "heldout_alpha" in position.best_figures else "loss"
@@ -260,11 +285,13 @@ def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position, dict[str, Tensor
     """
     config, draft = job.config, job.trainee.draft
     assert isinstance(draft, nn.Module)
-    newest = checkpoint.newest(job.run_dir)
-    if newest is not None:
-        parallel.load_weights(draft, load_file(newest / "model.safetensors"))
+    checkpoint, position = newest(job.run_dir), Position()
+    if checkpoint is not None:
+        parallel.load_weights(draft, load_file(checkpoint / "model.safetensors"))
     wrapped = parallel.wrap(job.world, job.trainee, lambda model: make_optimizer(model, config.optim), config)
-    position = Position() if newest is None else checkpoint.restore_rest(newest, wrapped, job.layout, config.seed)
+    if checkpoint is not None:
+        parallel.load_optimizer(wrapped, load_file(checkpoint / "optimizer.safetensors"))
+        position = _restore_random_state(job, checkpoint)
     if not job.world.accelerator.is_main_process:
         return wrapped, position, {}
     metrics = job.run_dir / "metrics.jsonl"
@@ -272,7 +299,7 @@ def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position, dict[str, Tensor
     # A kill may have cut the last line short; its step is after the checkpoint.
     done = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= position.step]
     write_text_atomic(metrics, "".join(line + "\n" for line in done))
-    return wrapped, position, {} if newest is None else load_file(newest / "best.safetensors")
+    return wrapped, position, {} if checkpoint is None else load_file(checkpoint / "best.safetensors")
 
 
 def _evaluate_and_keep(
@@ -296,3 +323,108 @@ def _log(job: TrainingJob, step: int, figures: dict[str, float], clock: dict[str
         with writing(path), path.open("a") as file:
             file.write(json.dumps({"step": step, **figures}) + "\n")
     job.world.accelerator.log(figures | (clock or {}), step=step)
+
+
+def save(job: TrainingJob, wrapped: WrappedTrainee, position: Position, best: dict[str, Tensor]) -> None:
+    """Write `checkpoints/step_N` whole or not at all, then delete what need not be kept. Every process calls it.
+
+    best: the best weights so far, in the main process. Raise RunError in every process if it cannot be written; the
+    checkpoints before it are then untouched.
+    """
+    random_state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random_state["cuda"] = torch.cuda.get_rng_state()
+    random_states = gather_object([random_state])
+    weights, moments = parallel.gather_weights(wrapped), parallel.gather_optimizer(wrapped)
+
+    def write() -> None:
+        path = job.run_dir / "checkpoints" / f"step_{position.step:08d}"
+        with writing(path), atomic_dir(path) as directory:
+            for name, tensors in (("model", weights), ("optimizer", moments), ("best", best)):
+                save_file(tensors, directory / f"{name}.safetensors")
+            for rank, state in enumerate(random_states):
+                save_file(state, directory / f"random_{rank}.safetensors")
+            files = {file.name: sha256_file(file) for file in sorted(directory.iterdir())}
+            state = {"position": asdict(position), "layout": job.layout, "files": files}
+            (directory / "state.json").write_text(json.dumps(state))
+        drop_old(job)
+
+    on_main(write)
+
+
+def drop_old(job: TrainingJob) -> None:
+    """Keep the newest `keep` checkpoints of those at multiples of `save_every`, and the very newest.
+
+    Also delete what a run that was killed while it published has left.
+    """
+    shutil.rmtree(job.run_dir / "final", ignore_errors=True)
+    checkpoints = _checkpoints(job.run_dir)
+    # A checkpoint made because of a signal does not count, so that a stopped and resumed run leaves the same files as
+    # one that was never stopped.
+    every = job.config.save_every
+    regular = [path for path in checkpoints if int(path.name.removeprefix("step_")) % every == 0]
+    for old in checkpoints[:-1]:
+        if old not in regular[-job.config.keep :]:
+            shutil.rmtree(old)
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The newest undamaged checkpoint, None if there is none, RunError if all are damaged. Every process calls it."""
+
+    def look() -> Path | None:
+        checkpoints = _checkpoints(run_dir)
+        for path in reversed(checkpoints):
+            try:
+                for name, digest in _state(path)["files"].items():
+                    if sha256_file(path / name) != digest:
+                        raise InputError(f"{name} is not what was written")
+            except (InputError, OSError) as error:
+                log.warning("%s: %s; continuing from the checkpoint before it", path, one_line(error))
+            else:
+                return path
+        if checkpoints:
+            raise RunError(f"{run_dir / 'checkpoints'}: none of its checkpoints is whole; delete it to start again")
+        return None
+
+    return from_main(look)
+
+
+def _restore_random_state(job: TrainingJob, checkpoint: Path) -> Position:
+    """Restore the random states of a checkpoint; return its position.
+
+    If the rows of a step are divided otherwise now, the run is the same up to rounding, from a fresh seed.
+    """
+    state, rank = _state(checkpoint), job.world.accelerator.process_index
+    position, before = Position(**state["position"]), state["layout"]
+    if before == job.layout:
+        random_state = load_file(checkpoint / f"random_{rank}.safetensors")
+        torch.set_rng_state(random_state["cpu"])
+        if "cuda" in random_state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random_state["cuda"])
+        return position
+    if job.world.accelerator.is_main_process:
+        log.warning("continuing a run of %s as %s: the same up to rounding", before, job.layout)
+    torch.manual_seed(row_seed(job.config.seed, f"process {rank} from step {position.step}"))
+    return position
+
+
+def _checkpoints(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "checkpoints").glob("step_*"))
+
+
+def _state(directory: Path) -> dict[str, Any]:
+    return dict(read_json(directory / "state.json", "the state of a training run"))
+
+
+def publish(job: TrainingJob, write: Callable[[Path], None], record: dict[str, Any]) -> None:
+    """Write the draft checkpoint into `out`, `config.json` last. write: writes the draft's own files to a directory."""
+    out, staging = Path(job.config.out), job.run_dir / "final"
+    with writing(out), atomic_dir(staging) as directory:
+        write(directory)
+        if job.tokenizer is not None:
+            job.tokenizer.save_pretrained(directory)
+        (directory / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
+    for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
+        file.replace(out / file.name)
+    drop_old(job)

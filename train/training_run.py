@@ -31,10 +31,10 @@ from draftsmith_core.runs import Run, command_line, provenance, read_record
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from train import checkpoint, draft_setup
+from train import draft_setup, loop
 from train.config import TrainConfig
 from train.data import Examples, collate, divide, load_examples, packed, trained_prompts, with_replay
-from train.loop import TrainingJob, fit
+from train.loop import Position, TrainingJob, fit
 from train.losses import LossFn
 from train.objective import Objective, custom_objective, loss_digest, parse_objective
 from train.onpolicy import make_answerer
@@ -71,7 +71,7 @@ def train(
         for place in (job.run_dir, job.run_dir / "checkpoints"):
             on_main(partial(remove_leftovers, place))
         if (out / "config.json").exists():
-            on_main(lambda: checkpoint.drop_old(job.run_dir, job.config))
+            on_main(lambda: loop.drop_old(job))
             record = read_record(out)
         else:
             wandb_runs.start(job.world.accelerator, job.config, job.identity, job.run_dir)
@@ -181,9 +181,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     )
 
 
-def _publish(
-    job: TrainingJob, position: checkpoint.Position, weights: dict[str, Tensor], command: str
-) -> dict[str, Any]:
+def _publish(job: TrainingJob, position: Position, weights: dict[str, Tensor], command: str) -> dict[str, Any]:
     """Write the checkpoint from the best weights; return its record."""
     config, training, heldout, out = job.config, job.training, job.heldout, Path(job.config.out)
     objective = job.objective.spec
@@ -221,7 +219,7 @@ def _publish(
             draft_setup.write(best, directory)
             write_prompt_hashes(directory, trained_prompts(training))
 
-        checkpoint.publish(out, write_files, job.tokenizer, record, config)
+        loop.publish(job, write_files, record)
 
     on_main(write)
     wandb_runs.finish(job.world.accelerator, config.tracker, record, out)
