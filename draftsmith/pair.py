@@ -191,13 +191,7 @@ def load_pair(
 class Pair:
     """A target, its tokenizer and its drafts (by name), ready to decode. `load_pair` makes one."""
 
-    def __init__(
-        self,
-        loaded: LoadedPair,
-        *,
-        fast: bool = True,
-        compile: bool | str = False,  # noqa: A002 (as in torch.compile)
-    ) -> None:
+    def __init__(self, loaded: LoadedPair, *, fast: bool = True, compile: bool | str = False) -> None:  # noqa: A002
         self.target_name: str = loaded.target_name
         self.target: PreTrainedModel = loaded.target
         self.tokenizer: Tokenizer = loaded.tokenizer

@@ -6,7 +6,7 @@ Each result is plain JSON, kept on disk as one measurement of the evaluation. Li
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import torch
 from transformers import PreTrainedModel
@@ -97,28 +97,17 @@ class BaselineMeasurement(TypedDict):
     finish_reason: list[str]
 
 
-class SpeedRun(TypedDict):
-    """Batch-1 clock times of one decoding method; `draft` None is the autoregressive baseline."""
-
-    draft: str | None
-    tree: str | None
-    verifier: str | None
-    emitted: list[int]
-    target_calls: list[int]
-    depth_sum: list[int]
-    prefill_s: list[float]
-    decode_s: list[float]
-
-
 class SpeedMeasurement(TypedDict):
-    """Interleaved runs over the same prompts in one process; `load` is the machine's load average before and after.
+    """Interleaved runs at batch 1 over the same prompts in one process, and the load average before and after.
 
-    `one_level`: over the first prompts, and named as the run that it belongs to, steps on as many nodes in one level.
+    A run has `draft` (None for the target alone), `tree`, `verifier`, and per prompt the counts `emitted`,
+    `target_calls` and `depth_sum` and the seconds `prefill_s` and `decode_s`. `one_level`: over the first prompts, and
+    named as the run that it belongs to, steps on as many nodes in one level.
     """
 
     prompt_ids: list[str]
-    runs: list[SpeedRun]
-    one_level: list[SpeedRun]
+    runs: list[dict[str, Any]]
+    one_level: list[dict[str, Any]]
     load: list[float]
 
 
@@ -127,10 +116,9 @@ def decoder_of(target: PreTrainedModel, draft: Draft, method: Method) -> Specula
     return SpeculativeDecoder(target, PROPOSERS[kind_of(draft)].make(draft), method.shape, method.verifier)
 
 
-def _speed_run(draft: str | None, method: Method | None) -> SpeedRun:
+def _speed_run(draft: str | None, method: Method | None) -> dict[str, Any]:
     named = {"draft": draft, "tree": method and method.tree, "verifier": method and method.verifier}
-    lists: dict[str, Any] = {key: [] for key in ("emitted", "target_calls", "depth_sum", "prefill_s", "decode_s")}
-    return cast(SpeedRun, named | lists)
+    return named | {key: [] for key in ("emitted", "target_calls", "depth_sum", "prefill_s", "decode_s")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +165,7 @@ class Task:
         load = os.getloadavg()[0]
         # Decoder, method and run, and whether the tree is of one level.
         alone = SpeculativeDecoder(self.target, None), None, _speed_run(None, None), False
-        contenders: list[tuple[SpeculativeDecoder, Method | None, SpeedRun, bool]] = [alone]
+        contenders: list[tuple[SpeculativeDecoder, Method | None, dict[str, Any], bool]] = [alone]
         for name, draft in drafts.items():
             for method in methods:
                 contenders.append((decoder_of(self.target, draft, method), method, _speed_run(name, method), False))

@@ -77,13 +77,9 @@ class FeatureCache:
 
     def get(self, ids: Sequence[int]) -> Tensor | None:
         """The states `[L, T, H]` of a document on the CPU; None if one is missing."""
-        states = []
-        for layer in self.layers:
-            state_TH = self._state(self.key(ids, layer))
-            if state_TH is None:
-                return None
-            states.append(state_TH)
-        return torch.stack(states)
+        states = [self._state(self.key(ids, layer)) for layer in self.layers]
+        kept = [state_TH for state_TH in states if state_TH is not None]
+        return torch.stack(kept) if len(kept) == len(states) else None
 
     def _state(self, key: str) -> Tensor | None:
         file = self._file_of.get(key)
