@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from decode import take_over
-from drafts.load import LoadedPair, load_pair
+from drafts.load import LoadedPair
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core import wandb_runs
 from draftsmith_core.errors import InputError, RunError, without_secrets
@@ -22,15 +21,14 @@ from draftsmith_core.options import configured
 from draftsmith_core.processes import from_main, is_main, join_processes, launched, on_main, say
 from draftsmith_core.progress import Advance, Tick, no_advance, progress
 from draftsmith_core.runs import Run, command_line, provenance
-from draftsmith_core.settings import Sampling, loading, resolve_sampling, sampling_options, tokenizing
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith_core.settings import Sampling, resolve_sampling, sampling_options
 from eval import remarks, rows
 from eval.acceptance import Continuation
 from eval.config import EvalConfig
 from eval.diagnose import RootStep
 from eval.diagnosis_rows import diagnosis_rows
 from eval.estimate import AlphaMeasurement, measure_alphas
-from eval.measure import SpeedMeasurement, Suite, Task, continuations, decoder_of, fit, load_suites
+from eval.measure import SpeedMeasurement, Suite, Task, continuations, decoder_of, load
 from eval.model_rows import clock, identity, machine, model_row
 from eval.predict import predicted_methods
 from eval.remarks import announce
@@ -130,28 +128,15 @@ def without_timings(directory: str | Path) -> EvalConfig:
 
 
 def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], LoadedPair, list[Remark]]:
-    """Read the prompts, which is cheap, then the models, then check that all of it fits together."""
-    tokenizer = load_tokenizer(config.target, **tokenizing(config))
-    suites = load_suites(
-        request.id_sets, request.ood_sets, tokenizer, prompt_tokens=config.prompt_tokens, limit=config.max_prompts
-    )
-    pair = load_pair(
-        config.target,
-        request.drafts,
-        quantize=config.quantize,
-        quantize_draft=config.quantize_draft,
-        tokenizer=tokenizer,
-        heterogeneous_vocab=config.heterogeneous_vocab,
-        **loading(config),
-    )
-    take_over(pair.target, *pair.drafts.values())
+    """Read prompts and models, and check that all of it fits together."""
+    how = {"quantize_draft": config.quantize_draft, "heterogeneous_vocab": config.heterogeneous_vocab}
+    suites, pair = load(config, request.drafts, request.id_sets, request.ood_sets, **how)
     for name, draft in pair.drafts.items():
         try:
             for method in request.methods:
                 decoder_of(pair.target, draft, method)
         except ValueError as error:
             raise InputError(f"--draft {name}: {error}") from None
-    suites = fit(suites, config.max_new_tokens, pair.context)
     prompts = [prompt.ids for suite in suites for prompt in suite.prompts]
     for name, draft in pair.drafts.items():
         if isinstance(draft, PreTrainedModel) and (words := vocabulary_map(draft)) is not None:

@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 import torch
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, BatchOutput, Generation, SpeculativeDecoder, Tree
-from drafts.load import Draft, kind_of
+from decode import PROPOSERS, BatchOutput, Generation, SpeculativeDecoder, Tree, take_over
+from drafts.load import Draft, LoadedPair, kind_of, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json
 from draftsmith_core.models import eos_ids
@@ -20,7 +20,8 @@ from draftsmith_core.processes import divided
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.prompts import Prompt, read_prompts
 from draftsmith_core.sampling import Sampling, generator, row_seed
-from draftsmith_core.tokenization import Tokenizer
+from draftsmith_core.settings import loading, tokenizing
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from eval.acceptance import Continuation
 from eval.request import Method
 from eval.schema import SuiteKind
@@ -88,6 +89,18 @@ def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> li
         skipped = (*suite.skipped, *((f"prompt {prompt.id}", reason) for prompt, reason in skips.items()))
         fitted.append(replace(suite, prompts=prompts, skipped=skipped))
     return fitted
+
+
+def load(
+    config: Any, drafts: dict[str, str], id_sets: dict[str, str], ood_sets: dict[str, str], **options: Any
+) -> tuple[list[Suite], LoadedPair]:
+    """Read the prompts, which is cheap, then target and drafts, ready to decode. options: as for `load_pair`."""
+    tokenizer = load_tokenizer(config.target, **tokenizing(config))
+    limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}
+    suites = load_suites(id_sets, ood_sets, tokenizer, **limits)
+    pair = load_pair(config.target, drafts, quantize=config.quantize, tokenizer=tokenizer, **loading(config) | options)
+    take_over(pair.target, *pair.drafts.values())
+    return fit(suites, config.max_new_tokens, pair.context), pair
 
 
 class BaselineMeasurement(TypedDict):

@@ -15,10 +15,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree, take_over
+from decode import PROPOSERS, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree
 from decode.tree_spec import kary
 from drafts.heads.block import BlockHead
-from drafts.load import Draft, depth_limit, kind_of, load_pair
+from drafts.load import Draft, depth_limit, kind_of
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import counted
 from draftsmith_core.io import write_json_atomic
@@ -29,8 +29,7 @@ from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.runs import provenance
 from draftsmith_core.sampling import Sampling, generator, row_seed
-from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith_core.settings import resolve_sampling, sampling_options
 from eval import measure, remarks
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums, estimate, quotient, resamples, signs
@@ -354,16 +353,9 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     """Find the fastest tree for a pair, write it to `config.file` with all that it is based on, and return it."""
     config = configured(PlanConfig, config, options)
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
-    tokenizer = load_tokenizer(config.target, **tokenizing(config))
-    limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}
-    suites = measure.load_suites({"prompts": config.prompts}, {}, tokenizer, **limits)
-    pair = load_pair(
-        config.target, {"draft": config.draft}, quantize=config.quantize, tokenizer=tokenizer, **loading(config)
-    )
+    (suite,), pair = measure.load(config, {"draft": config.draft}, {"prompts": config.prompts}, {})
     draft = pair.drafts["draft"]
-    take_over(pair.target, draft)
     remarks.announce(remarks.of_target(config.target, pair.target), strict=False)
-    (suite,) = measure.fit(suites, config.max_new_tokens, pair.context)
     for place, reason in suite.skipped:
         say(f"plan: {place} skipped: {reason}")
     resolved = resolve_sampling(config.target, pair.target, **sampling_options(config))
