@@ -83,7 +83,13 @@ def _distill(
     opening = find_opening(config, engine, tokenizer)
     if opening is None:
         _check_usable(config, reader, suites)
-    identity = _identity(config, engine, tokenizer, suites)
+    # Of the chat template the content counts, whatever file it was read from.
+    choices = options.identity(config) | dataclasses.asdict(engine.sampling.sampling)
+    del choices["chat_template"]
+    template = hash_json(tokenizer.chat_template)[:16] if tokenizer.chat_template else None
+    identity = {"config": choices, **engine.identity, "chat_template": template}
+    if suites is not None:
+        identity["decontaminated"] = suites.digest
     on_main(lambda: check_empty(out))
     run.begin(identity, RECORDS)
     if config.thinking == "drop":
@@ -106,15 +112,6 @@ def _distill(
         "sampling_from_target": engine.sampling.note,
         **copies,
     }
-
-
-def _identity(config: DistillConfig, engine: Engine, tokenizer: Tokenizer, suites: Suites | None) -> dict[str, Any]:
-    """Everything that decides what the rows are."""
-    choices = options.identity(config) | dataclasses.asdict(engine.sampling.sampling)
-    del choices["chat_template"]  # its content counts, whatever file it was read from
-    template = hash_json(tokenizer.chat_template)[:16] if tokenizer.chat_template else None
-    decontaminated = {} if suites is None else {"decontaminated": suites.digest}
-    return {"config": choices, **engine.identity, "chat_template": template, **decontaminated}
 
 
 def _check_usable(config: DistillConfig, reader: PromptReader, suites: Suites | None) -> None:
