@@ -80,9 +80,10 @@ def _distill(
         whole_chats=config.turns == "last",
     )
     suites = Suites(config.decontaminate) if config.decontaminate else None
+    parts = _Parts(config, engine, reader, suites, run, processes.process_index, processes.num_processes)
     opening = find_opening(config, engine, tokenizer)
     if opening is None:
-        _check_usable(config, reader, suites)
+        parts.check_usable()
     # Of the chat template the content counts, whatever file it was read from.
     choices = options.identity(config) | dataclasses.asdict(engine.sampling.sampling)
     del choices["chat_template"]
@@ -96,9 +97,7 @@ def _distill(
         on_main(lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template)))
     if opening is not None:
         prompts = draw_prompts(opening, config, engine, tokenizer, run, processes)
-        config = dataclasses.replace(config, prompts=str(prompts))
-        reader = dataclasses.replace(reader, source=config.prompts)
-    parts = _Parts(config, engine, reader, suites, run, processes.process_index, processes.num_processes)
+        parts.reader = dataclasses.replace(reader, source=str(prompts))
     parts.make()
     processes.wait_for_everyone()
     on_main(lambda: finish(out, parts.count, identity, command, tokenizer))
@@ -112,37 +111,6 @@ def _distill(
         "sampling_from_target": engine.sampling.note,
         **copies,
     }
-
-
-def _check_usable(config: DistillConfig, reader: PromptReader, suites: Suites | None) -> None:
-    """Raise InputError if the source has no usable prompt."""
-    reason, number = f"a row needs one of the keys {', '.join(KEYS)}", 0
-    for number, record in enumerate(_records(config), 1):
-        row = _read(reader, record, config, suites)
-        if isinstance(row, Prompt):
-            return
-        if number == 1:
-            reason = f"row {row.row}: {row.reason}"
-    raise InputError(f"{config.prompts}: none of its {number} rows can be used ({reason})")
-
-
-def _records(config: DistillConfig) -> Iterator[Record]:
-    return islice(iterate_records(config.prompts), config.max_prompts)
-
-
-def _read(reader: PromptReader, record: Record, config: DistillConfig, suites: Suites | None) -> Prompt | Skipped:
-    """Read the prompt of a row. Skip it if it shares words with a suite or (not `strict`) is broken."""
-    try:
-        prompt = reader.read(record)
-    except InputError as error:
-        if config.strict:
-            raise
-        return Skipped(record.number, str(error).removeprefix(f"{reader.source}:{record.number}: "))
-    if isinstance(prompt, Skipped):
-        return prompt
-    if suites is not None and (name := suites.shared_with(parse_record(record, reader.source))) is not None:
-        return Skipped(record.number, f"shares {WORDS} words in a row with the evaluation's {name}")
-    return prompt
 
 
 @dataclasses.dataclass
@@ -166,9 +134,37 @@ class _Parts:
         self.mixture = self.config.mixture()
         self.advance: Advance
 
+    def check_usable(self) -> None:
+        """Raise InputError if the source has no usable prompt."""
+        reason, number = f"a row needs one of the keys {', '.join(KEYS)}", 0
+        for number, record in enumerate(self._records(), 1):
+            row = self._read(record)
+            if isinstance(row, Prompt):
+                return
+            if number == 1:
+                reason = f"row {row.row}: {row.reason}"
+        raise InputError(f"{self.reader.source}: none of its {number} rows can be used ({reason})")
+
+    def _records(self) -> Iterator[Record]:
+        return islice(iterate_records(self.reader.source), self.config.max_prompts)
+
+    def _read(self, record: Record) -> Prompt | Skipped:
+        """Read the prompt of a row. Skip it if it shares words with a suite or (not `strict`) is broken."""
+        source = self.reader.source
+        try:
+            prompt = self.reader.read(record)
+        except InputError as error:
+            if self.config.strict:
+                raise
+            return Skipped(record.number, str(error).removeprefix(f"{source}:{record.number}: "))
+        if self.suites is not None and isinstance(prompt, Prompt):
+            if (name := self.suites.shared_with(parse_record(record, source))) is not None:
+                return Skipped(record.number, f"shares {WORDS} words in a row with the evaluation's {name}")
+        return prompt
+
     def make(self) -> None:
         """Make every part that is not finished."""
-        rows = count_rows(self.config.prompts)
+        rows = count_rows(self.reader.source)
         if rows is not None:
             numbers = range(min(rows, self.config.max_prompts or rows))
             rows = sum(number // self.group_rows % self.processes == self.process for number in numbers)
@@ -177,20 +173,20 @@ class _Parts:
 
     def _groups(self) -> Iterator[Numbered]:
         """Yield number and requests of each part to make; check a finished part against the prompts."""
-        records = _records(self.config)
+        records = self._records()
         while group := list(islice(records, self.group_rows)):
             index, self.count = self.count, self.count + 1
             if index % self.processes != self.process:
                 continue
             digest = digest_of(group)
-            if (finished := check_digest(self.run.out, index, digest, self.config.prompts)) is not None:
+            if (finished := check_digest(self.run.out, index, digest, self.reader.source)) is not None:
                 self.advance(finished, "")
             elif requests := self._open(index, digest, group):
                 yield index, requests
 
     def _open(self, index: int, digest: str, group: list[Record]) -> list[AnswerRequest]:
         """Begin a part: read its prompts, and return what to ask first."""
-        rows = [_read(self.reader, record, self.config, self.suites) for record in group]
+        rows = [self._read(record) for record in group]
         prompts = {row.row: row for row in rows if isinstance(row, Prompt)}
         skipped = [row for row in rows if isinstance(row, Skipped)]
         part = Part(index, digest, len(group), skipped, prompts)
