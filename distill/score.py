@@ -187,11 +187,12 @@ def _row(record: Record, config: ScoreConfig, tokenizer: Tokenizer, ends: Sequen
         if stored.get("messages") is not None:
             prompt, response = answered(stored["messages"], where, tokenizer, stored.get("tools") or None)
         else:
-            prompt, response = stored.get("prompt_ids"), stored.get("response_ids")
-            for ids in (prompt, response):
+            sides: list[Any] = [stored.get("prompt_ids"), stored.get("response_ids")]
+            for ids in sides:
                 if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
                     needs = "needs `messages` that end with the assistant's answer, or token ids in"
                     raise InputError(f"{where}: {needs} prompt_ids and response_ids")
+            prompt, response = sides
     except InputError as error:
         return str(error).removeprefix(f"{where}: ")
     return {
