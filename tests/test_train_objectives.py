@@ -154,7 +154,7 @@ def test_sums_of_terms_and_options() -> None:
     )
     torch.testing.assert_close(objective.loss(draft, target, tokens), wanted)
     assert objective.needs_target
-    assert not objective.needs_reference
+    assert objective.keep is None
     assert objective.spec == "0.9*jsd:beta=0.25+0.1*ce+lk_hybrid:eta=10"
     plain = parse_objective("ce")
     assert not plain.needs_target

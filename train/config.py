@@ -213,7 +213,7 @@ class TrainConfig(RunOptions, TargetOptions):
                 self.draft_vocab_size and self.kind not in ("lm", *VOCABULARY_KINDS),
                 f"is for lm, {', '.join(VOCABULARY_KINDS)}",
             ),
-            ("reference", objective.needs_reference and not self.reference, "@adaspec needs a distilled draft"),
+            ("reference", objective.keep and not self.reference, "@adaspec needs a distilled draft"),
             ("replay_fraction", bool(self.replay) != (self.replay_fraction > 0), "goes with `replay`; set both"),
             ("mixing_temperature", unmixed, "needs several `data`, and packing false"),
             ("anchor_kl", self.anchor_kl and not starts, starting),

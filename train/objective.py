@@ -69,7 +69,8 @@ class Objective:
 
     temperature: divides the logits of draft and target in every loss but `ce`; fkl, rkl and jsd are multiplied by its
     square, so that the size of their gradient does not depend on it. keep: use only this share of each sequence's
-    tokens, those where the draft can gain most. depth: use runs of this many tokens (`train.losses.draft_losses`).
+    tokens, those where the draft can gain most over a reference draft. depth: use runs of this many tokens
+    (`train.losses.draft_losses`).
     paced: weigh the slots of a block by how likely the draft gets there (D-PACE).
     """
 
@@ -84,11 +85,6 @@ class Objective:
     def needs_target(self) -> bool:
         """Whether it reads the target's logits; a caller's own loss does unless its `needs_target` is False."""
         return any(term.name != "ce" and bool(getattr(term.function, "needs_target", True)) for term in self.terms)
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether it needs a reference draft to choose its tokens by."""
-        return self.keep is not None
 
     @property
     def reads_tokens(self) -> bool:

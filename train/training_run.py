@@ -126,7 +126,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
         tokenizer = load_tokenizer(name, config.trust_remote_code, config.chat_template, revisions.get(name))
     names = {
         "target": config.target,
-        "reference": config.reference if objective.needs_reference else None,
+        "reference": config.reference if objective.keep else None,
         "anchor": config.draft if config.anchor_kl else None,
     }
     options: Any = loading(config) | {"device": str(world.device)}

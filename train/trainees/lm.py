@@ -60,7 +60,7 @@ class LMTrainee(nn.Module):
         self.anchor = None if anchor is None else last(anchor[0], name="anchor")
         self.anchor_objective = None if anchor is None else Objective("anchor_kl", (Term(anchor[1], "fkl"),))
         self.size = vocabulary_size(draft)
-        assert (reference is None) != objective.needs_reference, "a reference draft comes with adaspec, and only there"
+        assert (reference is None) == (objective.keep is None), "a reference draft comes with adaspec, and only there"
         if reference is not None and (self.ids_D is not None or vocabulary_size(reference) != self.size):
             raise InputError("reference: its vocabulary is not the draft's; @adaspec compares their losses")
 
