@@ -36,6 +36,10 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--tree chain:4", "add --draft"),
         ("--draft {prompts}", "is a file"),
         ("--draft {other} --max_new_tokens 8", "to the target; use a draft"),
+        ("--draft {draft} {draft} --tree auto", "auto reads the plan of a draft"),
+        ("--draft {draft} --tree auto:none.json", "none.json"),
+        ("--fast maybe", "--fast: must be a valid boolean"),
+        ("--config none.yaml", "--config none.yaml: cannot be read"),
     ],
     "decode --max_new_tokens 8": [
         ("--target {target}", "give either --prompt TEXT or --prompts FILE"),
@@ -64,6 +68,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--data {prompts} --epochs inf", "epochs: must be a finite number"),
         ("--data {prompts} --kind eagl", "eagle"),
         ("--data {prompts} --lrr 3", "did you mean --optim.lr?"),
+        ("--data {prompts} --zzzz 3", "--help=all lists them"),
         ("--data {prompts} --head.draft_vocab_size 9", "did you mean --draft_vocab_size?"),
         ("--data {prompts} --kind dflash --head.target_layers []", "target_layers"),
         ("--data {prompts} --kind medusa --draft_vocab_size 9", "size: is for lm, eagle3, dflash, dspark, jetspec"),
@@ -77,6 +82,14 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--tree chian:4", "did you mean chain"),
         ("--temperature -1", "temperature: must be greater than or equal to 0"),
         ("--bootstrap 1", "greater than or equal to 100"),
+        ("--tree auto", "plan.json is missing"),
+        ("--tree auto:", "needs a file"),
+    ],
+    "plan --target {target} --prompts {prompts}": [
+        ("--draft {draft} --out out.json --max_new_tokens 2", "greater than or equal to 4"),
+        ("--draft {draft} --out out.json --max_new_tokens 95", "and 95 new ones exceed a context of"),
+        ("--draft {draft} --out .", "is not a regular file"),
+        ("--draft owner/name", "name a file with --out"),
     ],
     "align --target {target} --draft {draft} --prompts {prompts} --out out": [
         ("--objective jsdd", "jsdd"),

@@ -1,7 +1,5 @@
 """Files are whole or absent, whatever happens while they are written."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -39,25 +37,6 @@ def test_a_block_changes_all_or_nothing(tmp_path: Path, writer: Writer, director
         fill(temporary, "second", directory)
     assert content(path) == "second"
     assert [p.name for p in path.parent.iterdir()] == ["thing"]
-
-
-@pytest.mark.parametrize("name", ["atomic_file", "atomic_dir"])
-def test_a_kill_in_the_block_changes_nothing(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "thing"
-    code = f"""
-import os, signal, sys
-from pathlib import Path
-from draftsmith_core.io import {name} as writer
-with writer(Path(sys.argv[1])) as temporary:
-    (temporary / "inner" if temporary.is_dir() else temporary).write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    died = subprocess.run([sys.executable, "-c", code, str(path)], cwd=Path(__file__).parents[1])
-    assert died.returncode == -9
-    assert not path.exists()
-    assert len(list(tmp_path.iterdir())) == 1
-    remove_leftovers(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_leftovers_are_told_from_files_that_are_not_ours(tmp_path: Path) -> None:

@@ -11,10 +11,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import (
-    Quantize,
     context_length,
     dtype_name,
     eos_ids,
@@ -27,7 +25,6 @@ from draftsmith_core.models import (
     reset_peak_memory,
     vocabulary_size,
 )
-from draftsmith_core.sampling import Sampling, generator
 
 
 def test_a_model_is_loaded_whole_and_ready(target_dir: str) -> None:
@@ -110,30 +107,6 @@ def test_a_quantised_model_has_a_fingerprint_of_its_own_that_running_it_does_not
     assert fingerprint(load_model(wide_dir, device="cpu", quantize="nf4")) == before
     model.model.layers[0].mlp.up_proj.weight.quant_state.absmax[0] += 1
     assert fingerprint(model) != before
-
-
-@bnb
-@pytest.mark.parametrize("how", ["nf4", "none"])
-def test_decoding_is_lossless_against_the_quantised_target(wide_dir: str, draft_dir: str, how: Quantize) -> None:
-    """Greedy decoding equals that of the target as it runs, whatever its precision; the draft may be quantised too."""
-    target = load_model(wide_dir, device="cpu", quantize="nf4")
-    drafts = [load_model(wide_dir, device="cpu"), load_model(draft_dir, device="cpu", quantize=how)]
-    prompts, steps = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]], 16
-    expected = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            ids = list(prompt)
-            for _ in range(steps):
-                ids.append(int(target(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-            expected.append(ids[len(prompt) :])
-    for draft in drafts:
-        for tree, verifier in (("chain:3", "speculative"), ("kary:3,2", "mcsd")):
-            decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree, verifier)
-            batch = decoder.generate(prompts, Sampling(temperature=0.0), steps, [generator(i) for i in range(3)])
-            assert [row.output_ids for row in batch.generations] == expected
-            if draft is drafts[0]:
-                # The unquantised self drafts well, so that the run above was no string of rejections.
-                assert sum(row.stats.accepted for row in batch.generations) > steps
 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:

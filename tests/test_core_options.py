@@ -108,22 +108,6 @@ def test_the_single_value_of_an_option_may_begin_with_a_dash() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--name a --rat 1", "did you mean --inner.rate?"),
-        ("--name a --zzzz 1", "--help=all lists them"),
-        ("--name a --loud b", "--loud: must be a valid boolean"),
-        ("--name a --inner.rate x", "--inner.rate: must be a valid number"),
-        ("--name a --numbers x", "--numbers"),
-        ("--name a --count -1", "count: -1 must not be negative"),
-        ("--config /no/such/file.yaml", "--config /no/such/file.yaml: cannot be read"),
-    ],
-)
-def test_misuse_is_one_line(words: str, expected: str) -> None:
-    assert expected in refusal(*words.split())
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("name: a\ncount: x\n", ":2: count: must be a valid integer"),

@@ -2,9 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,24 +19,14 @@ from decode import (
     PROPOSERS,
     VERIFIERS,
     DraftModelProposer,
-    Drawing,
     LookaheadProposer,
     PromptLookupProposer,
-    Proposal,
-    Proposer,
-    Session,
-    SessionSetup,
     SpeculativeDecoder,
-    Tree,
-    Verifier,
     default_tree,
     default_verifier,
     parse_tree,
 )
 from decode.supported_models import attention_windows
-from decode.tree_batch import TreeBatch
-from decode.verify import uniforms_per_depth
-from decode.verify.exact import exact
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from tests.tiny_models import random_llama
@@ -119,45 +107,6 @@ def test_the_targets_own_end_of_text_is_the_default() -> None:
     first = endless.output_ids.index(eos)
     assert (ended.output_ids, ended.finish_reason) == (endless.output_ids[: first + 1], "stop")
     assert decoder.generate([PROMPTS[0]], GREEDY, 20, eos_ids=()).generations[0].output_ids == endless.output_ids
-
-
-class Repeat(Proposer):
-    """The example of `decode.propose.protocol.Proposer`: it drafts the last token again and again."""
-
-    def start(self, setup: SessionSetup) -> Session:
-        assert isinstance(setup.tree, Tree)
-        return RepeatSession(TreeBatch.build(setup.tree, setup.device), [prompt[-1] for prompt in setup.prompts])
-
-
-class RepeatSession(Session):
-    def __init__(self, tree: TreeBatch, last: list[int]) -> None:
-        self.tree, self.last = tree, last
-
-    def propose(self, u_BN: Any) -> Proposal:
-        tokens_BM = torch.tensor([[-1] + [token] * self.tree.parents_RN.shape[1] for token in self.last])
-        return Proposal(self.tree, tokens_BM, None, "deterministic")
-
-    def commit(self, outcome: Any) -> None:
-        self.last = [tokens[-1] if tokens else 0 for tokens in outcome.tokens]
-
-    def select_rows(self, rows: Any) -> None:
-        self.last = [self.last[row] for row in rows]
-
-
-def test_a_proposer_and_a_verifier_of_ones_own() -> None:
-    target = tiny(1)
-    plain = [g.output_ids for g in SpeculativeDecoder(target).generate(PROMPTS, GREEDY, 20).generations]
-    decoder = SpeculativeDecoder(target, Repeat())
-    assert (decoder.tree, decoder.verifier) == (parse_tree("chain:4"), VERIFIERS["exact"])
-    made = decoder.generate(PROMPTS, GREEDY, 20).generations
-    assert [g.output_ids for g in made] == plain
-    run = mock.Mock(side_effect=exact)
-    drawings: tuple[Drawing, ...] = ("deterministic",)
-    mine = Verifier(name="mine", title="mine", paper="", drawings=drawings, uniforms=uniforms_per_depth, run=run)
-    decoder = SpeculativeDecoder(target, Repeat(), Tree((-1, 0)), mine)
-    assert [g.output_ids for g in decoder.generate(PROMPTS, GREEDY, 20).generations] == plain and run.called
-    with pytest.raises(ValueError, match="verifier 'mine' is not valid for drafts drawn 'deterministic'"):
-        SpeculativeDecoder(target, Repeat(), "kary:2,2", replace(mine, drawings=("top_and_one",)))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0)])

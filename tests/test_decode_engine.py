@@ -71,30 +71,6 @@ def run(decoder: SpeculativeDecoder, rows: Sequence[int], sampling: Sampling, ne
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    ("kind", "tree", "verifier"),
-    [
-        ("llama", "chain:3", "speculative"),
-        ("llama", "kary:3,2", "mcsd"),
-        ("gemma2", "kary:2,2", "mcsd"),
-        ("opt", "kary:2,1,2", "exact"),
-        ("llama", "none", "exact"),
-    ],
-)
-def test_a_row_does_not_depend_on_its_mates(kind: str, tree: str, verifier: str, sampling: Sampling) -> None:
-    if tree == "none":
-        decoder = SpeculativeDecoder(model_of(kind, 1))
-    else:
-        decoder = decoder_of(kind, tree, verifier)
-    alone = [run(decoder, [row], sampling)[0] for row in range(5)]
-    assert len({len(g.output_ids) for g in alone}) > 1 or sampling.greedy
-    assert run(decoder, range(5), sampling) == alone
-    order = [4, 1, 3, 0, 2]
-    assert run(decoder, order, sampling) == [alone[row] for row in order]
-    assert run(decoder, [2, 2, 0], sampling) == [alone[2], alone[2], alone[0]]
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "opt"])
 def test_step_by_step_forwards_equal_teacher_forced_ones(
     monkeypatch: pytest.MonkeyPatch, kind: str, sampling: Sampling

@@ -168,21 +168,6 @@ def test_half_precision(name: str, dtype: torch.dtype, native: bool, monkeypatch
         assert (mine - truth).norm() <= 1.5 * (other - truth).norm() + 1e-3 * truth.norm()
 
 
-@torch.inference_mode()
-def test_the_first_logits_may_be_left_out() -> None:
-    model = build("llama")
-    for hidden in ((), (-1,), (1,)):
-        run = runner(model, True)
-        run.prefill([[1, 2, 3]], 20)
-        run.open()
-        tokens = torch.tensor([[4, 5, 6, 7, 8, 9]])
-        logits, states = run.forward(tokens, tree_block(TREE), 0, hidden)
-        last, again = run.forward(tokens, tree_block(TREE), 2, hidden)
-        assert last.shape == (1, 2, VOCABULARY)
-        torch.testing.assert_close(last, logits[:, -2:])
-        torch.testing.assert_close(again, states)
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral sliding", "qwen2 mixed"])
 @pytest.mark.parametrize("fast", [True, False])
 @torch.inference_mode()
@@ -237,22 +222,3 @@ def test_what_the_lean_forward_does_not_know_runs_as_its_own_forward(kind: str) 
     if kind not in ("training", "mixed dtypes", "patched forward", "parametrised", "gpt2"):
         assert_close(walk_quietly(model, True), walk_quietly(model, False), 1e-5)
     assert lean_forward(build("llama"), packs_of(model)) is not None
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral sliding", "qwen2 mixed"])
-@torch.inference_mode()
-def test_the_mask_of_a_static_tree_is_that_of_any_tree(name: str) -> None:
-    model = build(name)
-    fresh, static = runner(model, True), runner(model, True)
-    for run in (fresh, static):
-        run.prefill([[1, 2, 3, 4, 5, 6, 7, 8]], 60)
-    for step in range(5):
-        trees = [TREE, Tree((-1, 0, 1)), Tree((-1, -1))]
-        tree = trees[step % 3]
-        tokens = torch.arange(tree.size + 1)[None] + step
-        own, shared = tree_block(tree, static=False), tree_block(tree)
-        for run in (fresh, static):
-            run.open()
-        torch.testing.assert_close(fresh.forward(tokens, own)[0], static.forward(tokens, shared)[0])
-        for run in (fresh, static):
-            run.keep([[0, tree.size]])

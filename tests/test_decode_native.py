@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from decode import DraftModelProposer, SpeculativeDecoder, native
 from decode import llama_forward as forward_module
+from decode import native
 from decode import packed_weights as packed_module
 from decode.llama_forward import LeanForward
 from decode.native import _MOST_ROWS as MOST_ROWS
 from decode.native import Kernel, PackedMatrix, kernel, narrowest
-from decode.native.large_pages import empty_bytes, zeros
+from decode.native.large_pages import empty_bytes
 from decode.packed_weights import packs_of
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
-from draftsmith_core.sampling import Sampling
 
 built = pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
 
@@ -263,14 +262,6 @@ def test_large_pages_are_asked_for_and_the_weights_begin_one() -> None:
     assert "hg" in flags.split()
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (3, 5, 1 << 19)])
-def test_zeros_are_zeros_in_memory_of_their_own(shape: tuple[int, ...]) -> None:
-    first, second = (zeros(shape, torch.empty(0)) for _ in range(2))
-    assert first.shape == shape and first.dtype == torch.float32 and not first.any()
-    first.fill_(1)
-    assert not second.any() and not zeros(shape, torch.empty(0)).any()
-
-
 # The forward of a LLaMA as one call: equal to tensor operations, and to itself to the bit in any tree.
 
 # Heads that fill no vector, that fill several, and one key/value head for all.
@@ -418,17 +409,6 @@ def test_threads_do_not_change_the_bits(whole: list[int]) -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
-
-
-def test_speculation_gives_the_tokens_of_no_draft(whole: list[int]) -> None:
-    target, draft = build("grouped"), build("tied")
-    prompts = [list(range(1, 20)), [4, 5], list(range(7, 40))]
-    plain = SpeculativeDecoder(target).generate(prompts, Sampling(temperature=0.0), 30, eos_ids=())
-    for tree in ("chain:3", "kary:3,2", "eagle2:depth=3,beam=3,nodes=8"):
-        decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree)
-        drafted = decoder.generate(prompts, Sampling(temperature=0.0), 30, eos_ids=())
-        assert [row.output_ids for row in drafted.generations] == [row.output_ids for row in plain.generations]
-    assert len(whole) > 30
 
 
 @torch.inference_mode()

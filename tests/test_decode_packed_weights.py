@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from decode import SpeculativeDecoder, packed_weights, take_over
+from decode import SpeculativeDecoder, take_over
 from decode.native import kernel
-from decode.packed_weights import FusedLinear, Packs, kernel_products, packs_of
+from decode.packed_weights import kernel_products, packs_of
 from draftsmith_core.models import fingerprint
 from draftsmith_core.sampling import Sampling
 
@@ -259,21 +259,3 @@ def test_a_projection_that_others_hold_is_packed_for_them_too() -> None:
         with kernel_products():
             assert torch.equal(projection(x), projection.place.matrix.linear(x.view(6, 256)).view(2, 3, 300))
     assert torch.equal(model.get_input_embeddings()(torch.tensor([[3, 299]])), weight[torch.tensor([[3, 299]])])
-
-
-def test_fused_layers_lie_side_by_side_and_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(1)
-    layers = nn.ModuleList([nn.Linear(5, 7, bias=False), nn.Linear(5, 3)])
-    x, other = torch.randn(6, 5), torch.randn(6, 10)
-    packs = Packs(layers)
-    assert packs.matrix("small", list(layers)) is None  # small matrices gain nothing
-    monkeypatch.setattr(packed_weights, "_SMALLEST", 0)
-    with torch.no_grad():
-        plain = torch.cat([layer(x) for layer in layers], dim=1)
-        for matrix in (None, packs.matrix("both", list(layers))):
-            fused = FusedLinear(list(layers), matrix, torch.float32)
-            torch.testing.assert_close(fused(x), plain)
-            for part, wanted in zip(fused.parts(x), plain.split((7, 3), dim=1), strict=True):
-                torch.testing.assert_close(part, wanted)
-            if matrix is not None:
-                torch.testing.assert_close(fused.plus(x, other), plain + other)

@@ -39,49 +39,6 @@ def keys_of(cache: TreeCache, layer: int) -> Tensor:
     return cast(Tensor, cast(Any, cache.layers[layer]).keys)
 
 
-def filled_cache(rows: int, capacity: int) -> TreeCache:
-    cache = TreeCache(layers=2, capacity=capacity)
-    for layer in range(2):
-        cell = torch.arange(capacity, dtype=torch.float32).view(1, 1, -1, 1)
-        row = 1000.0 * torch.arange(rows, dtype=torch.float32).view(-1, 1, 1, 1)
-        states = (row + cell + 100.0 * layer).expand(rows, 3, capacity, 2)
-        keys, values = cache.update(states, -states, layer)
-        assert torch.equal(keys, states) and torch.equal(values, -states)
-    return cache
-
-
-def test_keep_moves_only_the_path_and_reads_before_it_writes() -> None:
-    cache = filled_cache(rows=2, capacity=20)
-    # Row 0 is 9 long, row 1 is 8; the block starts at 9 and overlaps row 1's targets.
-    cache.keep(9, [(0, 0, 9), (0, 2, 10), (1, 0, 8), (1, 1, 9), (1, 4, 10)])
-    for layer in range(2):
-        keys = keys_of(cache, layer)
-        assert keys[0, 0, 8:12, 0].tolist() == [100.0 * layer + x for x in (8, 9, 11, 11)]
-        assert keys[1, 2, 7:12, 1].tolist() == [1000 + 100.0 * layer + x for x in (7, 9, 10, 13, 11)]
-        assert torch.equal(cast(Any, cache.layers[layer]).values, -keys)
-    # Four cells moved (one was in place) x 2 layers x (keys, values) x 3 heads x 2 x 4 bytes.
-    assert cache.bytes_moved == 4 * 2 * 2 * 3 * 2 * 4
-
-
-def test_select_rows_keeps_the_layers_in_one_store() -> None:
-    cache = filled_cache(rows=4, capacity=6)
-    cache.select_rows([3, 1], [6, 6])
-    for layer in range(2):
-        assert keys_of(cache, layer)[:, 0, 2, 0].tolist() == [3002.0 + 100 * layer, 1002 + 100 * layer]
-    cache.keep(4, [(1, 0, 2)])
-    assert keys_of(cache, 1)[1, 0, 2, 0] == 1104.0
-
-
-def test_layers_of_another_shape_get_their_own_store() -> None:
-    cache = TreeCache(layers=2, capacity=5)
-    cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
-    keys, values = cache.update(torch.ones(1, 1, 3, 8), torch.ones(1, 1, 3, 6), 1)
-    assert keys.shape == (1, 1, 3, 8) and values.shape == (1, 1, 3, 6)
-    keys_of(cache, 1)[:, :, 2] = 7.0
-    cache.keep(0, [(0, 2, 0)])
-    assert keys_of(cache, 1)[0, 0, 0].tolist() == [7.0] * 8
-
-
 def watched_run(
     decoder: SpeculativeDecoder, prompts: list[list[int]], eos: frozenset[int]
 ) -> tuple[list[int], list[set[int]], BatchRun]:

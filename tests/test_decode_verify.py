@@ -206,27 +206,6 @@ def test_temperature_0_is_token_equality(name: str) -> None:
     assert int(counts.max()) == 300 and int(counts.argmax()) == int(made.distribution().argmax())
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
-def test_path_and_tokens_agree(name: str) -> None:
-    """The accepted path hangs together, its tokens are the drafted ones, and `open` says whether it ended early."""
-    verifier, made = VERIFIERS[name], world("random", 2)
-    tree = CHAIN if verifier.chains_only else BUSHY
-    # Drawn where that is allowed: with deterministic children all rows would face the same.
-    drawing = next(drawing for drawing in verifier.drawings if drawing != "deterministic")
-    proposal, p_BMV = propose(made, tree, drawing, rows=500)
-    verdict = verify(verifier, proposal, p_BMV)
-    assert verdict.nodes_BD.shape == (500, tree.depth)
-    for row in range(500):
-        accepted = int(verdict.accepted_B[row])
-        path = verdict.nodes_BD[row].tolist()
-        assert path[accepted:] == [0] * (tree.depth - accepted)
-        for above, node in zip([0, *path], path[:accepted], strict=False):
-            assert node in tree.children[above]
-        assert verdict.tokens_BD1[row, :accepted].tolist() == proposal.tokens_BM[row, path[:accepted]].tolist()
-        assert bool(verdict.open_B[row]) == bool(tree.children[([0, *path])[accepted]])
-    assert 0 < int(verdict.accepted_B.sum()) < 500 * tree.depth
-
-
 class NoQuestions(TorchDispatchMode):
     """Fails on what would make a device wait for the host: reading a number, or counting what is true."""
 

@@ -232,15 +232,3 @@ def test_a_template_that_refuses_costs_its_row_alone(words: list[str], door: Doo
     out, _ = door.ok(*words)
     # The first and the third row hold the turn that is refused.
     assert "2 done, 2 skipped" in out and "the chat template refuses it (no c)" in out
-
-
-def test_evaluating_on_conversations_that_were_trained_on_is_noticed(
-    words: list[str], door: Door, draft_dir: str, target_dir: str
-) -> None:
-    assert door(*words)[0] == 0
-    train = ["train", "--data", "set", "--draft", draft_dir, "--max_length", 64, "--steps", 2, "--device", "cpu"]
-    door.ok(*train, "--heldout_fraction", 0.3, "--out", "draft", "--optim.lr", 0.001)
-    evaluate = ["eval", "--target", target_dir, "--draft", "d=draft", "--id", "p=p.jsonl", "--out", "eval", "--strict"]
-    code, _, err = door(*evaluate, "--chat_template", "chat.jinja", "--max_new_tokens", 4)
-    assert code == 2
-    assert "draft d was trained on" in err

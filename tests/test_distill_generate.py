@@ -118,19 +118,6 @@ def test_another_seed_and_another_sampling_give_other_rows(
     assert all(a["response_ids"][: len(b)] == b for a, b in zip(on, base, strict=True))
 
 
-def test_a_launcher_that_starts_fewer_than_asked_is_found_out(
-    words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`accelerate launch --cpu --num_processes 2` starts one process, and this is all that shows it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    code, out, err = door(*words)
-    assert (code, out) == (1, "")
-    assert "--multi_gpu" in err
-    assert not Path("set").exists()
-
-
 @pytest.mark.slow
 def test_two_processes_make_the_same_bytes(
     words: list[str], whole: Path, tmp_path: Path, launch: Callable[..., Any]

@@ -1,49 +1,16 @@
 """A set is the same bytes whenever its run was killed; what disturbs a run is one line that says what was kept."""
 
-import json
 import os
-import random
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from draftsmith_core.tokenization import load_tokenizer
 from tests.distilled import KILL_IN_PART, Spawn, files, rows_of, write_rows
 from tests.door import Door
-from tests.serving import serving
 
-KILLS = 3
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}model:"
-)
-BAD: list[Any] = ["{broken", {"other": 1}, {"prompt": ""}, {"prompt": "dog " * 200}]
-BAD.append({"messages": [{"role": "judge", "content": "guilty"}]})
-REFUSED = "The server refuses this"
-# Counts the calls and returns of functions from the moment on at which the set is claimed; dies at one of them.
-KILL_AT_CALL = """
-import atexit, os, signal, sys
-import distill.generate as module
-claim, left = module.check_empty, [{calls}]
-def counted(frame, event, arg):
-    left[0] -= 1
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-def claiming(*words):
-    sys.setprofile(counted)
-    return claim(*words)
-def told():
-    sys.setprofile(None)
-    open("calls", "w").write(str(-left[0]))
-module.check_empty = claiming
-atexit.register(told)
-"""
 # A signal arrives once two waves of answers are kept.
 STOP_IN_WAVE = """
 import os, signal, time
@@ -65,61 +32,6 @@ module.Journal.append = stopping
 def words(target_dir: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     return f"distill --target {target_dir} --prompts {prompts_file} --out set --max_new_tokens 5 --part_rows 4".split()
-
-
-def prompts() -> Iterator[Any]:
-    turn = [{"role": "user", "content": "Who jumps?"}, {"role": "assistant", "content": "-"}]
-    for number in range(16):
-        yield {"prompt": f"The quick brown {number} " * (1 + number % 3)}
-        if number % 3 == 2:
-            yield BAD[number // 3]
-        if number % 4 == 0:
-            yield {"messages": [*turn, {"role": "user", "content": f"Number {number}"}]}
-    yield {"prompt": REFUSED}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["hf", "openai"])
-def test_killed_at_random_instants(engine: str, target_dir: str, tmp_path: Path, spawn: Spawn) -> None:
-    lines = list(prompts())
-    write_rows(tmp_path / "p.jsonl", *lines)
-    (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    command = f"distill --target {target_dir} --prompts ../p.jsonl --chat_template ../chat.jinja --out set --seed 3"
-    words = [*command.split(), *"--num_samples 2 --max_new_tokens 6 --batch_size 3 --part_rows 6".split()]
-    words += ["--engine", engine] + ["--teacher_top_k", "3"] * (engine == "hf")
-    refused = int(engine == "openai")
-    serve: Any = nullcontext()
-    server: Any
-    if refused:
-        tokenizer = load_tokenizer(target_dir)
-        ids = tokenizer(REFUSED)["input_ids"]
-        serve = serving(
-            "vllm", tokenizer, misbehave=lambda number: 422 if server.bodies[number]["prompt"] == ids else None
-        )
-    with serve as server:
-        words += ["--endpoint", server.url] if refused else []
-
-        def run(name: str, calls: int) -> int:
-            (tmp_path / name).mkdir(exist_ok=True)
-            child = spawn(*words, cwd=tmp_path / name, patch=KILL_AT_CALL.format(calls=calls))
-            code, _, err = child.wait()
-            assert code in (0, -signal.SIGKILL), err
-            return int(code)
-
-        assert run("whole", 0) == 0
-        whole, total = files(tmp_path / "whole/set"), int((tmp_path / "whole/calls").read_text())
-        draw, kills = random.Random(engine), 0
-        while kills < KILLS:
-            if run("killed", draw.randrange(1, total)) == 0:
-                assert files(tmp_path / "killed/set") == whole
-                shutil.rmtree(tmp_path / "killed/set")
-            else:
-                kills += 1
-        assert run("killed", 0) == 0
-        assert files(tmp_path / "killed/set") == whole
-    counts = json.loads(whole["manifest.json"])["counts"]
-    assert (counts["prompts_read"], counts["prompts_skipped"], counts["prompts_failed"]) == (len(lines), 5, refused)
-    assert counts["prompts_done"] == len(lines) - 5 - refused
 
 
 def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words: list[str], door: Door, spawn: Spawn) -> None:

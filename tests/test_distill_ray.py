@@ -111,27 +111,6 @@ def test_an_engine_gives_back_what_it_held_however_it_ends(
 
 
 @NEEDS_RAY
-@pytest.mark.parametrize(
-    ("nodes", "workers", "each"),
-    [
-        ([2], 1, 2),
-        ([2], 2, 1),
-        ([2], 5, 1),
-        ([64, 2], 2, 32),
-        ([8, 8], 2, 8),
-        ([8, 8], 3, 4),
-        ([0, 16], 1, 16),
-        ([], 1, 1),
-    ],
-)
-def test_processors_are_shared_so_that_all_workers_find_room(nodes: list[int], workers: int, each: int) -> None:
-    """A worker that asked for more than any node has would be waited for without end."""
-    from distill.engines.ray import processors_each
-
-    assert processors_each(nodes, workers) == each
-
-
-@NEEDS_RAY
 def test_no_cluster_is_joined_unasked_and_an_address_must_answer(
     target_dir: str, prompts_file: str, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

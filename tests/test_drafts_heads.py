@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
-    Cache,
     CohereConfig,
     CohereForCausalLM,
-    DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     GraniteConfig,
@@ -214,58 +212,6 @@ def test_eagle3_computes_what_its_paper_says(target: PreTrainedModel, tmp_path: 
     torch.testing.assert_close(next_BTH, expected, atol=1e-5, rtol=1e-5)
     wanted = rms(expected, tensors["norm.weight"]) @ tensors["lm_head.weight"].T
     torch.testing.assert_close(logits_BTD, wanted, atol=1e-5, rtol=1e-5)
-
-
-def additive(sees_qT: Tensor) -> Tensor:
-    return torch.zeros(sees_qT.shape).masked_fill(~sees_qT, torch.finfo(torch.float32).min)[None, None]
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks", "given"),
-    [("eagle", [1] * 7, False), ("eagle", [3, 1, 3], True), ("eagle3", [1] * 7, True), ("eagle3", [3, 1, 3], False)],
-)
-@torch.no_grad()
-def test_step_by_step_with_a_cache_equals_the_whole_sequence(
-    name: str, chunks: list[int], given: bool, target: PreTrainedModel
-) -> None:
-    head: Any = stirred(FRESH[name](target)).eval()
-    ids_BT, features_BTH = inputs()
-    whole = head(ids_BT, features_BTH)
-    cache: Cache = DynamicCache()
-    parts, start = [], 0
-    for size in chunks:
-        end = start + size
-        mask = additive(torch.arange(end) <= torch.arange(start, end)[:, None]) if given else None
-        positions = torch.arange(start, end).unsqueeze(0) if given else None
-        parts.append(head(ids_BT[:, start:end], features_BTH[:, start:end], mask, positions, cache))
-        start = end
-    assert cache.get_seq_length() == 7
-    for i in range(2):
-        torch.testing.assert_close(torch.cat([part[i] for part in parts], 1), whole[i], atol=1e-5, rtol=0)
-
-
-def test_training_can_unroll_a_head_on_its_own_features(target: PreTrainedModel) -> None:
-    """EAGLE-3's training-time test: step j sees the first step's keys causally and one key of each later step."""
-    head: Any = stirred(Eagle3Head.fresh(target))
-    ids_BT, features_BTH = inputs()
-    cache: Cache = DynamicCache()
-    g_BTH, logits = features_BTH.clone().requires_grad_(), []
-    first = g_BTH
-    for j in range(3):
-        sees = torch.cat([torch.ones(7, 7).tril(), *[torch.eye(7)] * j], dim=1).bool()
-        out, g_BTH = head(ids_BT.roll(-j, 1), g_BTH, additive(sees), torch.arange(7)[None] + j, cache)
-        logits.append(out)
-    logits[2][0, 4].sum().backward()
-    assert first.grad is not None
-    reached = first.grad.abs().sum(-1)
-    assert (reached[0, :5] > 0).all() and (reached[0, 5:] == 0).all() and (reached[1] == 0).all()
-    # What decoding does from position 4 on: the prefix's keys, then two steps on its own features.
-    with torch.no_grad():
-        cache = DynamicCache()
-        _, g_BTH = head(ids_BT[:, :5], features_BTH[:, :5], None, None, cache)
-        for j in (1, 2):
-            out, g_BTH = head(ids_BT[:, 4 + j : 5 + j], g_BTH[:, -1:], None, None, cache)
-            torch.testing.assert_close(out[:, 0], logits[j][:, 4].detach(), atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

@@ -13,13 +13,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from decode import DynamicTree, Tree
 from draftsmith.cli.commands import run
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.prompts import Prompt
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
-from eval.measure import Suite, fit
 from eval.request import Method, check
 from eval.results import Results
 from eval.summary import summary as summarise
@@ -328,28 +325,3 @@ def test_defaults_choose_a_lossless_verifier_for_each_tree() -> None:
     assert all(method.lossless for method in request.methods)
     assert request.base == "base" and request.drafts == {"base": "b", "mine": "m"}
     assert [sampling.temperature for sampling in request.samplings] == [0.0, 1.0]
-
-
-def test_trees_from_files_and_trees_that_grow_are_accepted(tmp_path: Path) -> None:
-    (tmp_path / "paths.json").write_text('{"paths": [[0], [1], [0, 0]], "stop": 0.1}')
-    (tmp_path / "rates.json").write_text('{"acceptance": [0.6, 0.2], "nodes": 6, "depth": 3}')
-    trees = [f"static:{tmp_path / 'paths.json'}", f"sequoia:{tmp_path / 'rates.json'}", "eagle2", "opt:nodes=8"]
-    methods = check(replace(GOOD, tree=trees)).methods
-    assert [method.verifier for method in methods] == ["mcsd", "mcsd", "exact", "exact"]
-    assert methods[0].shape == Tree((-1, -1, 0), 0.1)
-    assert methods[1].shape.size == 6 and methods[1].shape.depth <= 3
-    assert methods[2].shape == DynamicTree(6, 10, 60)
-
-
-def _suite(*lengths: int) -> Suite:
-    prompts = tuple(Prompt(f"p{i}", "d", (1,) * length) for i, length in enumerate(lengths))
-    return Suite("d", "id", "d.jsonl", prompts, (("row 9", "empty"),), len(lengths) + 1)
-
-
-def test_prompts_too_long_for_a_model_are_skipped_with_a_reason_and_counted() -> None:
-    (fitted,) = fit([_suite(4, 30, 20)], 12, 32)
-    assert [prompt.id for prompt in fitted.prompts] == ["p0", "p2"]
-    assert fitted.skipped == (("row 9", "empty"), ("prompt p1", "30 tokens and 12 new ones exceed a context of 32"))
-    assert len(fitted.prompts) + len(fitted.skipped) == fitted.rows == 4
-    with pytest.raises(InputError, match=r"d\.jsonl: 9 tokens and 12 new ones exceed a context of 16"):
-        fit([_suite(9)], 12, 16)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from decode import PROPOSERS, Outcome, SessionSetup, parse_tree
 from drafts.heads import save_head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.medusa import MedusaHeads
-from drafts.load import check_draft_vocabulary, kind_of
+from drafts.load import check_draft_vocabulary
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, acceptance, probs
@@ -54,38 +53,6 @@ def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.
         alone_B = torch.tensor([len(row.prompt_ids) == 1])
         logits, _ = next(draft_logits(draft, out.hidden_states, ids, alone_B, 1))
         return probs(out.logits[0], SAMPLING), probs(logits[0], SAMPLING), out
-
-
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("index", [0, 2])
-def test_the_first_distribution_of_a_head_is_what_decoding_draws_from(
-    name: str, index: int, target: LlamaForCausalLM
-) -> None:
-    """Step by step along a text, the distribution at the root of each proposal is the teacher-forced one."""
-    head, row = stirred_head(name, target), texts()[index]
-    _, expected_TV, out = read(target, head, row)
-    states = [out.hidden_states[layer] for layer in head.hidden_layers]
-    proposer, first = PROPOSERS[kind_of(head)].make(head), len(row.prompt_ids) - 1
-    proposer.check(target, parse_tree("chain:1"))
-    with torch.inference_mode():
-        session = proposer.start(
-            SessionSetup(
-                prompts=[row.prompt_ids],
-                tree=parse_tree("chain:1"),
-                drawing="without_replacement",
-                sampling=SAMPLING,
-                max_new_tokens=10,
-                hidden_BTH=[state[:, :first] for state in states],
-                device=torch.device("cpu"),
-                vocabulary=target.config.vocab_size,
-            )
-        )
-        for step, token in enumerate(row.output_ids):
-            q_BEV = session.propose(torch.tensor([[0.5]], dtype=torch.float64)).q_BEV
-            assert q_BEV is not None
-            torch.testing.assert_close(q_BEV[0, 0], expected_TV[first + step], atol=2e-5, rtol=0)
-            at = slice(first + step, first + step + 1)
-            session.commit(Outcome([[]], [[token]], [[state[0, at] for state in states]], lambda: torch.empty(0)))
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -222,26 +222,3 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     door.ok("eval", *words, "--out", tmp_path / "out")
     trees = [method["tree"] for method in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]]
     assert trees == ["chain:1", f"auto:{plan}"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("plan --target {t} --draft {d} --prompts {p} --out out.json --max_new_tokens 2", "greater than or equal to 4"),
-        ("plan --target {t} --draft {d} --prompts {p} --out .", "is not a regular file"),
-        ("plan --target {t} --draft owner/name --prompts {p}", "name a file with --out"),
-        ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto", "plan.json is missing"),
-        (
-            "plan --target {t} --draft {d} --prompts {p} --out o.json --max_new_tokens 95",
-            "and 95 new ones exceed a context of",
-        ),
-        ("decode --target {t} --draft {d} {d} --prompt a --tree auto", "auto reads the plan of a draft"),
-        ("decode --target {t} --draft {d} --prompt a --tree auto:none.json", "none.json"),
-        ("eval --target {t} --draft a={d} --id b={p} --out out --tree auto:", "needs a file"),
-    ],
-)
-def test_wrong_plans_are_refused_in_one_line(
-    words: str, message: str, door: Door, target_dir: str, draft_dir: str, prompts_file: str
-) -> None:
-    code, _, err = door(*words.format(t=target_dir, d=draft_dir, p=prompts_file).split())
-    assert code == 2 and message in err, err

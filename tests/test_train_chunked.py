@@ -1,7 +1,6 @@
 """Chunked equals unchunked, in values and gradients, with every teacher and vocabularies padded to different sizes."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tests.test_train_objectives import losses_written_out
 from tests.train_laws import FAMILIES, tiny_family
 from train.batch import IGNORE, Batch
 from train.chunked import projected, token_measures
-from train.losses import LOSSES, adaspec_weights, overlap
+from train.losses import LOSSES, overlap
 from train.objective import parse_objective
 from train.teacher import LiveTeacher, StoredTeacher, find_projection, teacher_for_draft
 from train.trainees.lm import LMTrainee
@@ -275,19 +274,6 @@ def test_the_loss_of_whole_drafts_and_its_gradient() -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
 
-def test_token_losses_are_those_that_are_summed() -> None:
-    hidden, draft, teaching, target, tokens = problem()
-    head = OutputProjection(draft)
-    teacher, objective = LiveTeacher(teaching, OutputProjection(target)), parse_objective("jsd")
-    sums = projected(hidden, head.weight_VH, head.bias_V, teacher, tokens, None, objective, 3)
-    losses, alphas, _ = token_measures(hidden, head, teacher, tokens, objective, 4)
-    assert losses.shape == alphas.shape == (N,)
-    torch.testing.assert_close(losses.sum(), sums.loss.detach())
-    torch.testing.assert_close(alphas.sum(), sums.alpha)
-    weights = adaspec_weights(losses, torch.zeros(N), 0.3)
-    assert int((weights > 0).sum()) == 4
-
-
 def llama(size: int, seed: int, kind: str = "llama") -> PreTrainedModel:
     return tiny_family(kind, seed, 0.3, vocab_size=size).double()
 
@@ -315,14 +301,3 @@ def test_a_trainee_across_padding(kind: str, sizes: tuple[int, int]) -> None:
         torch.testing.assert_close(parameter.grad, wanted[name], atol=1e-9, rtol=1e-6)
     assert int(trainee.count(batch)) == int(sums.tokens) == int(valid.sum())
     assert trainee.count(batch).dtype == torch.int64
-
-
-def test_a_trainee_reads_stored_rows_of_a_larger_target() -> None:
-    draft, target, batch = llama(40, 1), llama(53, 2), batch_of(40)
-    with torch.no_grad():
-        logprobs, ids = target(input_ids=batch.ids_BT).logits[batch.labels_BT != IGNORE].log_softmax(-1).topk(53)
-    stored = replace(batch, stored=StoredTeacher(ids, logprobs, torch.zeros(len(ids))))
-    offline = LMTrainee(draft, parse_objective("fkl"))(stored)
-    live = LMTrainee(draft, parse_objective("fkl"), target)(batch)
-    for name in ("loss", "alpha", "missing"):
-        torch.testing.assert_close(getattr(offline, name), getattr(live, name), atol=1e-4, rtol=1e-5, check_dtype=False)

@@ -1,7 +1,7 @@
 """Trainees of heads: they see what decoding sees, count what it drafts, and train what is theirs; cached features."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,52 +139,6 @@ def starts(prompt: list[int], response: list[int], depth: int) -> list[int]:
     """Positions whose feature chooses a root that decoding drafts from, as far as the text tells what comes after."""
     count = len(prompt) + len(response)
     return [t for t in range(count) if max(len(prompt), 1) <= t + 2 and t + 1 + depth < count and t + 1 >= 1]
-
-
-def drafts(trainee: Any, batch: Batch) -> list[tuple[Any, Tensor]]:
-    states, _ = trainee.target.read(batch)
-    return list(trainee.drafts(batch, states))
-
-
-def logits_of(trainee: Any, depth: int, hidden_NH: Tensor, previous: int) -> Tensor:
-    draft = trainee.draft
-    if isinstance(draft, BlockHead):
-        whole = draft.logits(draft.raw_logits(hidden_NH), torch.tensor(previous))
-        return whole[DRAFT_VOCAB] if draft.reduced else whole
-    if isinstance(draft, Eagle3Head):
-        return draft.borrowed.projection.finish(draft.lm_head(hidden_NH))
-    if isinstance(draft, MedusaHeads):
-        projection: Any = draft[depth][-1]  # type: ignore[index]
-        return draft.borrowed.projection.finish(projection(hidden_NH))
-    logits_NV: Tensor = draft.borrowed.project(hidden_NH)
-    return logits_NV
-
-
-@pytest.mark.parametrize("make", [make_target, make_bounded_target])
-@every_kind
-@torch.no_grad()
-def test_training_sees_what_decoding_does(kind: str, make: Callable[[], Any]) -> None:
-    """Law 5, at every depth, padded and packed."""
-    target = make()
-    trainee = trainee_of(kind, target, packing=make is make_target).eval()
-    batches = [(batch_of(ROWS), [(b, 0, i) for b, i in enumerate(range(4))])]
-    if make is make_target:
-        starting = [(0, 0, 1), (0, 6, 0), (1, 0, 2), (1, 4, 3)]
-        batches.append((packed_batch([[1, 0], [2, 3]]), starting))
-    for batch, where in batches:
-        compared = [0, 0, 0]
-        for depth, (pairs, hidden_NH) in enumerate(drafts(trainee, batch)):
-            rows = dict(zip(zip(pairs.row_N.tolist(), pairs.at_N.tolist(), strict=True), hidden_NH, strict=True))
-            expected = {(b, start + t) for b, start, i in where for t in starts(*ROWS[i], depth + 1)}
-            assert set(rows) == expected
-            for b, start, i in where:
-                for t in starts(*ROWS[i], depth + 1):
-                    ids = ROWS[i][0] + ROWS[i][1]
-                    wanted, _ = decoded(trainee.draft, target, ids, t, depth + 1)
-                    found = logits_of(trainee, depth, rows[b, start + t], ids[t + 1 + depth])
-                    torch.testing.assert_close(found, wanted[-1], atol=1e-4, rtol=0)
-                    compared[depth] += 1
-        assert compared == [5 + 4 + 2 + 1, 4 + 3 + 1, 3 + 2]
 
 
 def reference(kind: str, trainee: Any, target: Any, objective: str) -> tuple[Tensor, list[float], list[int], float]:

@@ -181,17 +181,6 @@ def test_selection_by_hand() -> None:
     assert adaspec_weights(gain, sequence, 1.0).tolist() == [1.0] * 8
 
 
-def test_selection_does_not_depend_on_batch_mates() -> None:
-    source = torch.Generator().manual_seed(0)
-    lengths = [7, 1, 12, 5]
-    gains = [torch.randn(n, generator=source) for n in lengths]
-    sequence = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
-    together = adaspec_weights(torch.cat(gains), sequence, 0.4)
-    alone = [adaspec_weights(gain, torch.zeros(len(gain)), 0.4) for gain in gains]
-    assert torch.equal(together, torch.cat(alone))
-    assert float(together.sum()) == pytest.approx(sum(lengths))
-
-
 def losses_written_out(alpha_L: list[Tensor], depth: int) -> list[Tensor]:
     """Of one sequence: 1 - (1/g) sum_j prod_(i<=j) alpha_i of the draft that begins at each place."""
     losses = []
