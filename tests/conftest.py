@@ -37,16 +37,13 @@ os.environ |= {
 import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+import tokenizers  # noqa: E402
 import torch  # noqa: E402
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
-from transformers import (  # noqa: E402
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from drafts.neighbours import PROGRAMS  # noqa: E402
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer  # noqa: E402
 from tests.door import Door, forget_processes  # noqa: E402
 
 torch.set_num_threads(1)
@@ -106,7 +103,7 @@ def _no_neighbours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -154,6 +151,11 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("pair") / "target", 1, 2, 290)
 
 
+@pytest.fixture(scope="module")
+def tokenizer(target_dir: str) -> Tokenizer:
+    return load_tokenizer(target_dir)
+
+
 @pytest.fixture(scope="session")
 def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("pair") / "draft", 2, 1, 290)
@@ -170,22 +172,25 @@ def other_vocabulary_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("pair") / "other", 4, 1, 300)
 
 
+def sentencepiece(*words: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows bytes and these pieces, SentencePiece's way."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
 @pytest.fixture(scope="session")
 def donor_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small model whose tokenizer knows letters and a few words, SentencePiece's way."""
     path = tmp_path_factory.mktemp("donor")
+    tokenizer = sentencepiece("\u2581", "\u2581the", "th", "e")
+    tokenizer.save_pretrained(path)
     torch.manual_seed(6)
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581the", "th", "e"]
-    backend = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    own = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    own.save_pretrained(path)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokens), hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
-        )
-    ).save_pretrained(path)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(path)
     return str(path)
 
 
@@ -229,6 +234,12 @@ def answers(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Callab
         return str(there / "set")
 
     return made
+
+
+@pytest.fixture(scope="session")
+def distilled(answers: Callable[..., str]) -> str:
+    """48 rows of unequal length."""
+    return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
 
 
 @pytest.fixture

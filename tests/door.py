@@ -1,5 +1,8 @@
 """The command line in this process, as the fixture `door` gives it to tests."""
 
+import json
+from typing import Any
+
 import pytest
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -34,3 +37,8 @@ class Door:
         code, out, err = self(*words)
         assert code == 0, err
         return out, err
+
+    def summary(self, *words: object) -> dict[str, Any]:
+        """What a command that must succeed ends with where `--json` is given."""
+        found: dict[str, Any] = json.loads(self.ok(*words, "--json")[0].splitlines()[-1])
+        return found

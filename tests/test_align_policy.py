@@ -1,7 +1,6 @@
 """`align --policy`: a draft between base and aligned, chosen without looking at the evaluation's prompts."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -91,17 +90,6 @@ def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
     }
     assert door("align", *words)[0] == 0
     assert before == {path: path.stat().st_mtime_ns for path in before}
-
-
-@pytest.mark.slow
-def test_a_policy_on_two_processes(
-    launch: Callable[..., Any], prompts: str, target_dir: str, draft_dir: str, tmp_path: Path
-) -> None:
-    """One of the two chooses, while the other waits for it."""
-    words = ["-m", "draftsmith", "align", "--target", target_dir, "--draft", draft_dir, "--prompts", prompts]
-    done = launch(["--multi_gpu", "--num_processes", "2"], *words, "--out", "out", *SMALL, "--policy", "balanced")
-    assert done.returncode == 0, done.stderr
-    assert ds.Results.load(tmp_path / "out" / "eval").drafts == ["base", "jsd-balanced"]
 
 
 @pytest.mark.slow

@@ -25,8 +25,7 @@ def pair(target_dir: str, draft_dir: str) -> Pair:
 
 def decoded(door: Door, *words: object) -> list[dict[str, Any]]:
     """The outputs of `draftsmith decode` with these words."""
-    out, _ = door.ok("decode", *words, "--json")
-    outputs: list[dict[str, Any]] = json.loads(out.splitlines()[-1])["outputs"]
+    outputs: list[dict[str, Any]] = door.summary("decode", *words)["outputs"]
     return outputs
 
 

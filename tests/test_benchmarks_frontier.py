@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks import domains, frontier, objectives_data
 from benchmarks.frontier import EnoughError, Options, run
-from benchmarks.frontier_tables import Sets, area, chosen_settings, document_of, tables, write_pictures
-from benchmarks.frontier_tables import frontier as hull_of
+from benchmarks.frontier_tables import Sets, document_of, tables, write_pictures
 from draftsmith.demo import corpus
 from eval.bootstrap import PromptSums
 from tests.test_benchmarks_objectives import noted, texts, tiny_pair
@@ -115,34 +114,6 @@ def test_the_bar_is_non_inferiority_on_the_worst_set_and_not_an_interval_that_ho
     assert rows["replay"]["worst"]["set"] == "far" and rows["replay"]["ood"]["change"]["value"] > 0
     low, high = (rows["even replay"]["worst"]["change"][end] for end in ("low", "high"))
     assert low < -0.01 and high > 0
-
-
-def test_settings_are_chosen_over_several_domains() -> None:
-    def document(**merits: tuple[float, float]) -> dict[str, Any]:
-        points = []
-        for key, (heldout, tuning) in merits.items():
-            changes = {"heldout": {"change": {"value": heldout}}, "tuning": {"change": {"value": tuning}}}
-            points.append(dict(zip(("method", "setting"), key.split("_"), strict=True)) | changes)
-        return {"points": points}
-
-    plain = {"plain_fast": (0.2, -0.5), "plain_slow": (0.1, 0.0)}
-    prose = document(**plain, replay_b=(0.1, 0.1), replay_c=(0.1, 0.0))
-    code = document(**plain, replay_b=(0.0, 0.0), replay_c=(0.2, 0.1))
-    assert chosen_settings([prose]) == {"plain": "fast", "replay": "b"}
-    assert chosen_settings([prose, code]) == {"plain": "fast", "replay": "c"}
-
-
-def test_the_area_under_a_frontier() -> None:
-    # The whole gain at no loss is the whole rectangle; the plain method's straight line has half of it.
-    assert area([(0.1, 0.0)], 0.1, -0.2) == pytest.approx(1, abs=1e-3)
-    assert area([(0.1, -0.2)], 0.1, -0.2) == pytest.approx(0.5, abs=1e-3)
-    # A point below the line between two others adds nothing, one above it does.
-    two = [(0.05, 0.0), (0.1, -0.2)]
-    assert area([*two, (0.075, -0.15)], 0.1, -0.2) == area(two, 0.1, -0.2) == pytest.approx(0.75, abs=1e-3)
-    assert hull_of([*two, (0.075, -0.05)]) == [(0, 0), (0.05, 0.0), (0.075, -0.05), (0.1, -0.2)]
-    # More loss than the plain method's counts for nothing, and without a loss there is nothing to trade.
-    assert area([(0.1, -0.5)], 0.1, -0.2) == pytest.approx(0.2, abs=1e-3)
-    assert area([(0.1, 0.1)], 0.1, 0.05) is None
 
 
 @pytest.mark.slow

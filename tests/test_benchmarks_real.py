@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import real_speed, real_study
 from benchmarks.objectives_data import ROOT
-from benchmarks.real_pair import best, run
+from benchmarks.real_pair import best
 from benchmarks.real_study import TINY, Options, Study, data, keep_set
 from benchmarks.shipped_pair import PAIR
 from draftsmith_core.errors import InputError
@@ -32,16 +32,6 @@ def study(tmp_path: Path) -> Study:
         write_rows(place / f"{name}.jsonl", ({"text": 3 * f"{row['text']} "} for row in texts(3, len(name))))
     options = Options(target=str(PAIR / "target"), data=str(place), out=str(tmp_path / "out"), tiny=True)
     return Study(options, TINY)
-
-
-def test_names_that_are_unknown_are_refused() -> None:
-    with pytest.raises(InputError, match="--only speeed: use any of data, which"):
-        run(Options(target="t", data="d", out="o", only=["speeed"]))
-
-
-def test_a_draft_that_is_named_stands_for_the_best() -> None:
-    options = Options(target="t", data="d", out="o", drafts=["pruned", "eagle3"])
-    assert best(Study(options, TINY), "hydra", "eagle3") == "eagle3"
 
 
 def test_tables_of_speed_name_the_best_and_what_failed() -> None:

@@ -266,8 +266,7 @@ def test_recipe_runs_in_small(recipe: Path, tmp_path: Path, door: Door, monkeypa
     monkeypatch.chdir(ROOT)  # recipes name shapes in configs/models
     written = yaml.safe_load(recipe.read_text())
     kind = written.get("kind", "lm")
-    text, _ = door.ok("train", "--config", recipe, "--out", tmp_path / "out", "--smoke", "--device", "cpu", "--json")
-    summary = json.loads(text.splitlines()[-1])
+    summary = door.summary("train", "--config", recipe, "--out", tmp_path / "out", "--smoke", "--device", "cpu")
     out = tmp_path / "out-smoke"
     assert (summary["checkpoint"], summary["steps"]) == (str(out), 4)
     # Nothing is written beside it, neither features nor anything where the recipe's own paths point.
@@ -282,12 +281,9 @@ def test_recipe_runs_in_small(recipe: Path, tmp_path: Path, door: Door, monkeypa
     assert draft_kind(str(out)) == ("draft" if kind == "lm" else kind)
     assert draft_fingerprint(draft) == json.loads((out / "draftsmith.json").read_text())["fingerprint"]
     assert all(bool(torch.isfinite(weight).all()) for weight in draft.parameters())
-    alone = ("decode", "--target", out / "inputs" / "target", "--prompt", "The", "--max_new_tokens", 8, "--json")
-    answers = []
-    for words in (alone, (*alone, "--draft", out)):
-        text, _ = door.ok(*words)
-        answers.append(json.loads(text.splitlines()[-1])["outputs"][0]["output_ids"])
-    assert answers[0] == answers[1]
+    alone = ("decode", "--target", out / "inputs" / "target", "--prompt", "The", "--max_new_tokens", 8)
+    one, other = (door.summary(*words)["outputs"][0]["output_ids"] for words in (alone, (*alone, "--draft", out)))
+    assert one == other
 
 
 def test_again_is_anew_and_what_is_not_from_a_smoke_is_left_alone(tmp_path: Path, door: Door) -> None:

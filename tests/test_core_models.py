@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import (
@@ -25,6 +25,7 @@ from draftsmith_core.models import (
     reset_peak_memory,
     vocabulary_size,
 )
+from tests.train_laws import tiny_family
 
 
 def test_a_model_is_loaded_whole_and_ready(target_dir: str) -> None:
@@ -60,20 +61,10 @@ bnb = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reaso
 @pytest.fixture(scope="module")
 def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model whose layers hold whole blocks of 64 values, and odd ones too."""
-    torch.manual_seed(8)
-    config = LlamaConfig(
-        vocab_size=290,
-        hidden_size=64,
-        intermediate_size=72,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=96,
-        initializer_range=0.25,
-        tie_word_embeddings=False,
-    )
+    sizes = {"vocab_size": 290, "hidden_size": 64, "intermediate_size": 72, "num_attention_heads": 4}
+    model = tiny_family("llama", 8, 0.0, **sizes, num_key_value_heads=2, initializer_range=0.25)
     path = tmp_path_factory.mktemp("wide")
-    LlamaForCausalLM(config).save_pretrained(path)
+    model.save_pretrained(path)
     return str(path)
 
 

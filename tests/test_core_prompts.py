@@ -22,11 +22,6 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(target_dir: str) -> Tokenizer:
-    return load_tokenizer(target_dir)
-
-
 @pytest.fixture
 def chat(target_dir: str, tmp_path: Path) -> Tokenizer:
     (tmp_path / "t.jinja").write_text(TEMPLATE)

@@ -9,12 +9,7 @@ import pytest
 
 from draftsmith.drafting import read_documents
 from draftsmith_core.errors import InputError
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(target_dir: str) -> Tokenizer:
-    return load_tokenizer(target_dir)
+from draftsmith_core.tokenization import Tokenizer
 
 
 def test_documents_are_read_from_every_kind_of_row(

@@ -236,20 +236,6 @@ def test_no_tree_within_the_budget_is_longer_than_the_optimal_one(
     assert expected_length(tree, acceptance) == pytest.approx(best, rel=1e-12)
 
 
-def test_the_expected_length_is_what_a_simulation_emits() -> None:
-    acceptance, tree = [0.5, 0.25, 0.1], optimal_tree([0.5, 0.25, 0.1], 20, 5)
-    draws = torch.multinomial(
-        torch.tensor([*acceptance, 1 - sum(acceptance)]), 40_000 * 6, True, generator=torch.Generator().manual_seed(1)
-    ).view(-1, 6)
-    lengths = []
-    for row in draws.tolist():
-        node = length = 0
-        while row[length] < len(tree.children[node]):
-            node, length = tree.children[node][row[length]], length + 1
-        lengths.append(length + 1)
-    assert sum(lengths) / len(lengths) == pytest.approx(expected_length(tree, acceptance), abs=0.03)
-
-
 def test_the_largest_programme_is_fast() -> None:
     acceptance = [0.5 / 2**rank for rank in range(64)]
     began = time.process_time()

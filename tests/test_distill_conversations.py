@@ -56,11 +56,6 @@ TEMPLATES = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer(target_dir: str) -> Tokenizer:
-    return load_tokenizer(target_dir)
-
-
 def with_template(tokenizer: Tokenizer, name: str) -> Tokenizer:
     tokenizer.chat_template = TEMPLATES[name]
     return tokenizer

@@ -1,6 +1,5 @@
 """What is left out on request is what the option says, counted, and no other row changes for it."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from distill.config import DistillConfig
 from distill.engines import Answer
 from distill.filters import Suites, why_dropped
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith_core.tokenization import Tokenizer
 from tests.distilled import errors, manifest, rows_of, write_rows
 from tests.door import Door
 
@@ -59,11 +58,6 @@ def test_a_set_of_nothing_is_an_error(words: list[str], door: Door) -> None:
     assert code == 1 and "set: no row is left: " in err and "every answer dropped: " in err
 
 
-@pytest.fixture(scope="module")
-def tokenizer(target_dir: str) -> Tokenizer:
-    return load_tokenizer(target_dir)
-
-
 @pytest.mark.parametrize(
     ("options", "ids", "reason", "why"),
     [
@@ -86,8 +80,7 @@ def test_the_reasons(tokenizer: Tokenizer, options: dict[str, Any], ids: list[in
 
 
 def test_a_finished_set_is_copied_and_its_manifest_comes_last(words: list[str], door: Door) -> None:
-    out, _ = door.ok(*words, "--copy_to", "memory://bucket/set", "--json")
-    assert json.loads(out.splitlines()[-1])["copied_to"] == "memory://bucket/set"
+    assert door.summary(*words, "--copy_to", "memory://bucket/set")["copied_to"] == "memory://bucket/set"
     store = fsspec.filesystem("memory")
     copies = {path["name"].rsplit("/", 1)[1]: path for path in store.ls("/bucket/set")}
     assert {name: store.cat(path["name"]) for name, path in copies.items()} == {

@@ -29,11 +29,6 @@ PROMPTS = 40
 TRIAL_SEED = 1
 
 
-@pytest.fixture(scope="module")
-def tokenizer(target_dir: str) -> Tokenizer:
-    return load_tokenizer(target_dir)
-
-
 @pytest.fixture
 def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)

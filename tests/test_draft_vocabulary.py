@@ -59,11 +59,6 @@ def gemma() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def distilled(answers: Callable[..., str]) -> str:
-    return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
-
-
-@pytest.fixture(scope="module")
 def trained(target_dir: str, draft_dir: str, distilled: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft of 60 of 290 tokens."""
     out = tmp_path_factory.mktemp("trained") / "draft"

@@ -1,7 +1,6 @@
 """Heads: their files are what other engines read, their two ways of running agree, and they train what is theirs."""
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -29,28 +26,17 @@ from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head, aux_layers
 from drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith_core.errors import InputError
+from tests.test_core_sources import Evil
 from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred
+from tests.train_laws import tiny_family
 
 V, H, D = 40, 16, 12
 
 
-def make_target(layers: int = 4, vocabulary: int = V, hidden: int = H, seed: int = 1) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-        initializer_range=0.3,
-    )
-    model: PreTrainedModel = LlamaForCausalLM(config)
-    model.eval()
-    return model
+def make_target(layers: int = 4) -> PreTrainedModel:
+    more: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    more |= {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    return tiny_family("llama", 1, 0.0, vocab_size=V, num_hidden_layers=layers, initializer_range=0.3, **more)
 
 
 @pytest.fixture(scope="module")
@@ -272,13 +258,6 @@ def test_ordinary_models_are_no_heads(tmp_path: Path, target: PreTrainedModel, d
         assert head_kind(path) is None
     with pytest.raises(InputError, match="describes a language model; use it as a draft LM"):
         load_head(tmp_path / "lm", target)
-
-
-class Evil:
-    """Runs a command when it is read as Python's pickle would."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("false",)
 
 
 def test_a_head_that_does_not_fit_or_would_run_code_is_refused_in_one_line(

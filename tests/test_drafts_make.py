@@ -4,7 +4,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -30,6 +29,7 @@ from drafts.vocabulary import map_vocabulary, pieces, token_texts
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model, vocabulary_size
 from draftsmith_core.tokenization import load_tokenizer
+from tests.conftest import sentencepiece
 
 V, H = 40, 32
 PLAIN: dict[str, Any] = {
@@ -117,14 +117,8 @@ def test_layers_are_kept_as_named() -> None:
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """Pieces with SentencePiece's bar, byte fallback, and tokens that the byte-level one of conftest lacks."""
-    words = "\u2581the \u2581quick qu e r s th \u2581 t h a dog k u i c q".split(" ")
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    """Of tokens that the byte-level one of conftest lacks, too."""
+    return sentencepiece(*"\u2581the \u2581quick qu e r s th \u2581 t h a dog k u i c q".split(" "))
 
 
 def test_token_texts_are_the_bytes_that_decode_gives(target_dir: str) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.seeds import difference_over_seeds, pool_sums, two_level
+from benchmarks.seeds import difference_over_seeds, pool_sums
 from eval.bootstrap import (
     PromptSums,
     Resamples,
@@ -156,12 +156,3 @@ def test_two_levels_cover_the_truth_where_prompts_alone_do_not(seeds: int, promp
             inside = change["low"] < 0.05 < change["high"]
             covered, too_narrow = covered + (name == "both" and inside), too_narrow + (name == "one" and inside)
     assert too_narrow / studies < 0.75 and 0.92 <= covered / studies <= 0.995
-
-
-def test_one_seed_is_the_bootstrap_over_prompts_and_equal_seeds_are_paired() -> None:
-    draw = np.random.default_rng(1)
-    base, *new = (PromptSums(draw.random(20), np.ones(20)) for _ in range(4))
-    picks = resamples(20, 500, 0)
-    assert difference_over_seeds(new[:1], base, picks) == difference(new[0], base, picks)
-    assert np.array_equal(two_level(new, picks) - two_level(new, picks), np.zeros(500))
-    assert difference_over_seeds(new[:1] * 3, base, picks) == pytest.approx(difference(new[0], base, picks))

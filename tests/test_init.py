@@ -1,7 +1,6 @@
 """`draftsmith init`: one command gives a directory that decodes, with what it is worth; wrong words are refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from tests.door import Door
 
 
 def made(door: Door, target: str, out: Path, *words: object) -> dict[str, Any]:
-    said, _ = door.ok("init", "--target", target, "--out", out, "--device", "cpu", "--json", *words)
-    summary: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return summary
+    return door.summary("init", "--target", target, "--out", out, "--device", "cpu", *words)
 
 
 def decoded(door: Door, target: str, *draft: object) -> str:
@@ -60,12 +57,11 @@ def test_what_is_made_decodes_losslessly(
 
 
 def test_a_draft_of_the_commonest_tokens_is_whole_on_disk_and_decodes_losslessly(
-    door: Door, target_dir: str, prompts_file: str, answers: Callable[..., str], tmp_path: Path
+    door: Door, target_dir: str, prompts_file: str, distilled: str, tmp_path: Path
 ) -> None:
     words = ("--method", "prune", "--num_layers", 1, "--prompts", prompts_file, "--max_new_tokens", 8)
     whole = made(door, target_dir, tmp_path / "whole", *words)
-    texts = answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
-    part = made(door, target_dir, tmp_path / "part", *words, "--draft_vocab_size", 40, "--data", texts)
+    part = made(door, target_dir, tmp_path / "part", *words, "--draft_vocab_size", 40, "--data", distilled)
     assert whole["missing_mass"] == 0 < part["missing_mass"] < 1 and part["alpha"] <= 1 - part["missing_mass"] + 1e-6
     assert part["draft_cost"] == whole["draft_cost"] - 250 * 16
     said = " ".join(part["notes"])

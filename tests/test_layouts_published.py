@@ -17,8 +17,6 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -36,6 +34,7 @@ from drafts.heads.medusa import HydraConfig, HydraHeads, MedusaHeads
 from drafts.layouts.table import LAYOUTS
 from draftsmith_core.errors import InputError
 from tests.tiny_models import DRAFT_VOCAB, stirred
+from tests.train_laws import tiny_family
 
 V, H, D = 40, 16, 12
 SHAPE: dict[str, Any] = dict(
@@ -50,16 +49,9 @@ LAYER_KEYS: dict[str, Any] = SHAPE | dict(
 )  # fmt: skip
 
 
-def llama() -> PreTrainedModel:
-    torch.manual_seed(1)
-    model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    model.eval()
-    return model
-
-
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
-    return llama()
+    return tiny_family("llama", 1, 0.0, **SHAPE)
 
 
 def write(directory: Path, values: dict[str, Any], tensors: dict[str, Tensor], file: str) -> Path:

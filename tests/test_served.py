@@ -16,9 +16,9 @@ from drafts.neighbours import llama_server, vllm_server
 from draftsmith.served_acceptance import in_words
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
 from tests.drafting_server import drafting
+from tests.learnt_heads import learn
 from tests.openvino_ir import engine
 from tests.tiny_models import near
-from train.config import HeadOptions, Optim
 
 TOKENS = 32
 SLOW = pytest.mark.slow
@@ -63,18 +63,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's `target` with an EAGLE-3 head `head` that has learnt its answers to `prompts`."""
+    """The demo's `target` with an EAGLE-3 head `eagle3` that has learnt its answers to `prompts`."""
     path = tmp_path_factory.mktemp("head")
     (path / "target").symlink_to(DEMO / "target")
     texts = ["Return the value of the", "def __init__(self, name", "If the file is not found,", "import os\nimport 12"]
     texts += ["The list of all", "class Reader:\n    def", "for key in sorted(", "with open(path) as"]
-    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    common: dict[str, Any] = {"target": str(path / "target"), "device": "cpu"}
-    data = str(path / "set")
-    ds.distill(prompts=str(path / "prompts.jsonl"), out=data, max_new_tokens=TOKENS, temperature=0.0, **common)
-    options: dict[str, Any] = {"steps": 100, "eval_every": 100, "batch_size": 8, "max_length": 64, "kind": "eagle3"}
-    options |= {"draft_vocab_size": 512, "optim": Optim(lr=3e-3), "head": HeadOptions(test_steps=3)}
-    ds.train(data=[data], heldout=[data], out=str(path / "head"), objective="fkl", **common, **options)
+    learn("eagle3", str(path / "target"), texts, path, draft_vocab_size=512)
+    (path / "p.jsonl").rename(path / "prompts.jsonl")
     return path
 
 
@@ -157,7 +152,7 @@ def test_a_planted_cause_is_named(place: Path, cause: str) -> None:
 @SLOW
 @pytest.mark.parametrize("cause", PLANTED_IN_HEADS)
 def test_a_cause_that_is_planted_in_a_head_is_named(head: Path, cause: str) -> None:
-    named(head, "head", cause, *PLANTED_IN_HEADS[cause])
+    named(head, "eagle3", cause, *PLANTED_IN_HEADS[cause])
 
 
 def named(place: Path, draft: str, cause: str, plant: Callable[..., None], detail: str) -> None:
@@ -171,8 +166,8 @@ def named(place: Path, draft: str, cause: str, plant: Callable[..., None], detai
 
 @SLOW
 def test_a_head_served_as_it_is_has_no_cause(head: Path) -> None:
-    with drafting("sglang", pair_of(head, "head")) as (url, _):
-        found = ask(head, url, "head", temperature=0)
+    with drafting("sglang", pair_of(head, "eagle3")) as (url, _):
+        found = ask(head, url, "eagle3", temperature=0)
     assert found["verdict"] == "as predicted" and found["served"]["tokens_per_call"]["value"] > 1.5
     assert found["difference"]["value"] == 0
 
@@ -316,12 +311,12 @@ def test_vllm_with_a_head_that_reads_the_layers_below_its_own(
     for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
         monkeypatch.setenv(name, value)
     out, target, key = tmp_path / "out", str(head / "target"), "eagle_aux_hidden_state_layer_ids"
-    ds.export(draft=str(head / "head"), target=target, format="speculators", out=str(out), dtype="float32")
+    ds.export(draft=str(head / "eagle3"), target=target, format="speculators", out=str(out), dtype="float32")
     config = json.loads((out / "config.json").read_text())
     config[key] = [layer - 1 for layer in config[key]]
     (out / "config.json").write_text(json.dumps(config))
     drafting = {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}
     words = ["--model", target, "--speculative-config", json.dumps(drafting), "--enforce-eager", "--dtype", "float32"]
     with vllm_server(python, [*words, "--max-model-len", "256", "--max-num-seqs", "4"]) as port:
-        found = ask(head, f"http://127.0.0.1:{port}", "head", temperature=0)
+        found = ask(head, f"http://127.0.0.1:{port}", "eagle3", temperature=0)
     assert found["cause"] == "auxiliary layers: one earlier" and found["tried"][0]["misfit"] < 0.02, found["tried"]

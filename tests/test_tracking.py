@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from draftsmith_core import wandb_runs
 from draftsmith_core.errors import InputError
 from eval.evaluate import figures as flat
 from eval.results import Results
+from tests.distilled import Spawn
 from tests.results_made_up import BASE, BOTH, view
 from tests.train_laws import BEFORE, metrics
 
 wandb = pytest.importorskip("wandb")
 
-Spawn = Callable[..., Any]
 ROOT = Path(__file__).parents[1]
 SECRET = "0123456789abcdef" * 2 + "deadbeef"
 ENV = {"WANDB_API_KEY": SECRET, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_TOKEN": "hf_" + SECRET}

@@ -17,7 +17,7 @@ from draftsmith_core import teacher_rows
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import sha256_file
 from draftsmith_core.models import load_model
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith_core.tokenization import Tokenizer
 from tests.train_laws import FAMILIES, tiny_family
 from train.batch import IGNORE
 from train.config import Optim
@@ -48,11 +48,6 @@ def examples_of(tmp_path: Path, name: str, rows: list[Row], max_length: int = 24
 
 def pairs(*rows: tuple[list[int], list[int]]) -> list[Row]:
     return [{"prompt_ids": prompt, "response_ids": response} for prompt, response in rows]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(target_dir: str) -> Tokenizer:
-    return load_tokenizer(target_dir)
 
 
 def test_the_rate_warms_up_and_follows_a_cosine_down() -> None:

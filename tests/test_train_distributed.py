@@ -11,12 +11,12 @@ import pytest
 from safetensors.torch import load_file
 
 from draftsmith_core.errors import RunError
+from tests.distilled import Spawn
 from tests.door import Door
 from tests.train_laws import BEFORE, close, metrics
 from train.config import TrainConfig
 from train.parallel import make_world
 
-Spawn = Callable[..., Any]
 Launch = Callable[..., Any]
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "accelerate"

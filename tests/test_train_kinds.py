@@ -4,7 +4,7 @@ Legend: T tokens, V vocabulary.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from drafts.load import load_draft
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, generator
 from tests import train_laws
+from tests.distilled import Spawn
 from tests.door import Door
 from tests.train_laws import metrics
 from train.batch import IGNORE, Batch
 from train.objective import parse_objective
 from train.trainees import TRAINEES
-
-Spawn = Callable[..., Any]
 
 DEPTH = 3
 # What each kind is trained with here; every kind of draft that there is stands in it.
@@ -47,12 +46,6 @@ OPTIONS: dict[str, list[str]] = {
 PARTS = ("eagle3", "jetspec")
 every_kind = pytest.mark.parametrize("kind", TRAINEES)
 every_head = pytest.mark.parametrize("kind", HEADS)
-
-
-@pytest.fixture(scope="module")
-def distilled(answers: Callable[..., str]) -> str:
-    """48 rows of unequal length."""
-    return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
 
 
 def words(kind: str, target_dir: str, draft_dir: str, distilled: str) -> list[str]:
@@ -177,11 +170,18 @@ def test_the_checkpoint_drafts_as_it_was_trained(kind: str, trained: Path, targe
 
 @every_kind
 def test_the_checkpoint_decodes_losslessly(kind: str, trained: Path, target_dir: str, door: Door) -> None:
-    run = ["decode", "--target", target_dir, "--prompt", "A draft model", "--max_new_tokens", "40", "--json"]
-    run += ["--ignore_eos", "true"]
-    alone = json.loads(door(*run)[1].splitlines()[-1])
-    out, _ = door.ok(*run, "--draft", trained, "--tree", f"chain:{DEPTH}")
-    found = json.loads(out.splitlines()[-1])
+    run = [
+        "decode",
+        "--target",
+        target_dir,
+        "--prompt",
+        "A draft model",
+        "--max_new_tokens",
+        40,
+        "--ignore_eos",
+        "true",
+    ]
+    alone, found = door.summary(*run), door.summary(*run, "--draft", trained, "--tree", f"chain:{DEPTH}")
     assert found["outputs"][0]["output_ids"] == alone["outputs"][0]["output_ids"]
     assert found["proposed"] > 0
 

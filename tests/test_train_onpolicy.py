@@ -1,6 +1,5 @@
 """On-policy training: what the draft answers, how much of it, and that nothing about a run changes how."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ from train.batch import IGNORE
 from train.config import OnPolicy
 from train.data import Examples, collate, load_examples
 from train.onpolicy import Answerer
-
-Spawn = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def distilled(answers: Callable[..., str]) -> str:
-    """48 rows of unequal length."""
-    return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
 
 
 @pytest.fixture

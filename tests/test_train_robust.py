@@ -5,16 +5,14 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.distilled import Spawn
 from tests.door import Door
 from tests.train_laws import BEFORE, close, metrics, result
-
-Spawn = Callable[..., Any]
 
 CONTINUES = "; run the same command again to resume$"
 FULL = "OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), 'model.safetensors')"

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaModel
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
 from draftsmith_core.prompts import prompt_hash, read_prompt_hashes
+from tests.distilled import Spawn
 from tests.door import Door
 from tests.train_laws import BEFORE, SGD, close, metrics, result
 from train.config import TrainConfig
@@ -25,7 +26,6 @@ from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
 from train.training_run import train
 
-Spawn = Callable[..., Any]
 ROOT = Path(__file__).parents[1]
 
 # Where a run is killed, in turn; after each of these it is started again.
