@@ -1,7 +1,9 @@
 """Tiny models, and the door: in this process, and in processes of its own that may be killed."""
 
 import atexit
+import contextlib
 import gc
+import io
 import json
 import os
 import random
@@ -39,10 +41,12 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import tokenizers  # noqa: E402
 import torch  # noqa: E402
+from filelock import FileLock  # noqa: E402
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from drafts.neighbours import PROGRAMS  # noqa: E402
+from draftsmith.__main__ import main  # noqa: E402
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer  # noqa: E402
 from tests.door import Door, forget_processes  # noqa: E402
 
@@ -240,6 +244,20 @@ def answers(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Callab
 def distilled(answers: Callable[..., str]) -> str:
     """48 rows of unequal length."""
     return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
+
+
+@pytest.fixture(scope="session")
+def short_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `draftsmith demo --short` ran, once for all processes of the tests; `said` holds what it printed."""
+    base = tmp_path_factory.getbasetemp()
+    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "short-demo"
+    place.mkdir(exist_ok=True)
+    with FileLock(place / "lock"):
+        if not (place / "said").exists():
+            with contextlib.chdir(place), contextlib.redirect_stdout(io.StringIO()) as said:
+                assert main(["demo", "--short", "--json"]) == 0
+            (place / "said").write_text(said.getvalue())
+    return place
 
 
 @pytest.fixture

@@ -21,8 +21,10 @@ from benchmarks.sections import Bench
 from decode.native import kernel
 from drafts.heads.eagle import EagleHead
 from drafts.make.widen import widen
+from draftsmith.demo import corpus
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
+from tests.test_benchmarks_objectives import texts
 
 ROOT = Path(__file__).parents[1]
 VOCAB = 61
@@ -202,7 +204,9 @@ def test_the_training_benchmark_compares_heads_on_the_same_tokens() -> None:
         assert step.make() > step.make() > 0
 
 
-def test_lengths_measures_every_cell_once_and_resumes(tmp_path: Path) -> None:
+def test_lengths_measures_every_cell_once_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "split", lambda domain: corpus.Split((), ()))
+    monkeypatch.setattr(corpus, "passages", lambda *_: [{"text": 20 * f"{row['text']} "} for row in texts(8, 1)])
     options = lengths.Options(
         out=str(tmp_path / "lengths.json"), prompts=4, group=2, new_tokens=80, batch=[1, 2], prompt_tokens=[8, 510],
         timed_tokens=4, rounds=1, threads=1,

@@ -154,7 +154,7 @@ def test_every_architecture_decodes_as_huggingface(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"llama-eager", "qwen2"}))  # others have their forwards
 def test_every_architecture_is_one_graph(name: str) -> None:
     expected = [huggingface_greedy(name, row, None) for row in range(3)]
     torch._dynamo.reset()

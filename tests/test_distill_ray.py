@@ -16,7 +16,6 @@ import pytest
 from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith_core.errors import InputError
-from draftsmith_core.tokenization import load_tokenizer
 from tests.distilled import files, write_rows
 from tests.door import Door
 
@@ -54,13 +53,27 @@ def prompts(tmp_path: Path) -> str:
 def test_workers_make_what_one_process_makes_also_when_they_die(
     cluster: None, target_dir: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An engine gives back what it held however it ends: before and after, one that fails needs both processors, and
+    what is left of it is still referred to.
+    """
     import ray
 
     from distill.engines.ray import RayEngine
 
-    common: dict[str, Any] = {"target": target_dir, "prompts": prompts, "device": "cpu", "teacher_top_k": 4, **OPTIONS}
+    broken = shutil.copytree(target_dir, tmp_path / "target")
+    (broken / "model.safetensors").write_bytes(b"no tensors")
+    common: dict[str, Any] = {"prompts": prompts, "device": "cpu", "teacher_top_k": 4, **OPTIONS}
     common["chat_template"] = str(Path(prompts).parent / "chat.jinja")
-    one = distill(DistillConfig(out=str(tmp_path / "hf"), **common), "x")
+    refused: list[Any] = []
+
+    def refuse() -> None:
+        with pytest.raises(InputError, match=str(broken)) as error:
+            distill(DistillConfig(target=str(broken), out=str(tmp_path / "set"), engine="ray", **common), "x")
+        refused.append(error.tb)
+        assert not (tmp_path / "set").exists()
+
+    one = distill(DistillConfig(target=target_dir, out=str(tmp_path / "hf"), **common), "x")
+    refuse()
     run = RayEngine.run
     killed: list[int] = []
 
@@ -79,35 +92,15 @@ def test_workers_make_what_one_process_makes_also_when_they_die(
         again = ray.get([worker.__ray_call__.remote(lambda self: os.getpid()) for worker in self.workers])
         assert not set(again) & set(killed), "the workers that answered are not those that died"
 
-    monkeypatch.setattr(RayEngine, "run", dying)
-    many = distill(DistillConfig(out=str(tmp_path / "ray"), engine="ray", workers=2, **common), "x")
+    with monkeypatch.context() as patch:
+        patch.setattr(RayEngine, "run", dying)
+        config = DistillConfig(target=target_dir, out=str(tmp_path / "ray"), engine="ray", workers=2, **common)
+        many = distill(config, "x")
     assert len(killed) == 2
     assert {key: one[key] for key in one if key != "out"} == {key: many[key] for key in many if key != "out"}
     assert one["rows"] == 30 and len(files(tmp_path / "hf", "part-*")) == 12
     assert files(tmp_path / "ray", "part-*") == files(tmp_path / "hf", "part-*")
-
-
-@NEEDS_RAY
-@pytest.mark.slow
-def test_an_engine_gives_back_what_it_held_however_it_ends(
-    cluster: None, target_dir: str, prompts_file: str, tmp_path: Path
-) -> None:
-    """Each of these needs both processors; what is left of the ones before is still referred to."""
-    from distill.engines.ray import RayEngine
-
-    broken = tmp_path / "target"
-    shutil.copytree(target_dir, broken)
-    (broken / "model.safetensors").write_bytes(b"no tensors")
-    common: dict[str, Any] = {"prompts": prompts_file, "engine": "ray", "device": "cpu", **OPTIONS}
-    with pytest.raises(InputError, match=str(broken)) as refused:
-        distill(DistillConfig(target=str(broken), out=str(tmp_path / "set"), **common), "x")
-    assert not (tmp_path / "set").exists()
-    config = DistillConfig(target=target_dir, out=str(tmp_path / "set"), **common)
-    engine = RayEngine(config, load_tokenizer(target_dir))
-    workers = list(engine.workers)
-    engine.close()
-    assert distill(config, "x")["rows"] == 16
-    assert len(workers) == 1 and refused.tb is not None
+    refuse()
 
 
 @NEEDS_RAY

@@ -93,16 +93,15 @@ def agree(found: Path, expected: Path, start: Path | None = None) -> None:
 # A head, answers of the draft's own, and a part of the vocabulary, by the ways to share weights.
 EAGLE3 = "--kind eagle3 --draft_vocab_size 120 --head.test_steps 3"
 DSPARK = "--kind dspark --head.block_size 4 --head.num_layers 2 --draft_vocab_size 120"
-PART = "--draft {draft} --draft_vocab_size 120"
 OTHERS = {
     "cpu2": [
         f"{DSPARK} --head.anchors 3",
         "--kind eagle --head.noise 0",
         "--draft {draft} --on_policy.fraction 0.5 --on_policy.max_new_tokens 8",
     ],
-    "cpu2_fsdp2": [EAGLE3, DSPARK, f"{PART} --anchor_kl 0.5 --lora.rank 4"],
-    "cpu2_zero2": ["--kind hydra --head.num_heads 3", PART],
-    "cpu2_zero3": [EAGLE3, PART],
+    "cpu2_fsdp2": [DSPARK, "--draft {draft} --draft_vocab_size 120 --anchor_kl 0.5 --lora.rank 4"],
+    "cpu2_zero2": ["--kind hydra --head.num_heads 3"],
+    "cpu2_zero3": [EAGLE3],
 }
 
 
