@@ -49,6 +49,7 @@ from drafts.neighbours import PROGRAMS  # noqa: E402
 from draftsmith.__main__ import main  # noqa: E402
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer  # noqa: E402
 from tests.door import Door, forget_processes  # noqa: E402
+from tests.tiny_models import redrawn  # noqa: E402
 
 torch.set_num_threads(1)
 # A shell that starts the tests in the background makes them, and with them their children, ignore Ctrl-C.
@@ -139,11 +140,7 @@ def save_model(path: Path, seed: int, layers: int, vocabulary: int, dropout: flo
         attention_dropout=dropout,
         tie_word_embeddings=False,
     )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.35)
+    model = redrawn(LlamaForCausalLM(config), 0.35)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=EOS_IDS)
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)

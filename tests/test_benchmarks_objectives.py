@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks import objectives, objectives_data
-from benchmarks.objectives import Options, measure_alphas, run
+from benchmarks.objectives import Options, run
 from benchmarks.objectives_data import Pair, PairOptions
 from benchmarks.objectives_figure import write_pictures
 from benchmarks.objectives_tables import above, tables
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, write_rows
 from eval.bootstrap import PromptSums, resamples
-from eval.results import Results
-from tests.door import Door
 from train import training_run as train_run
 from train.config import TrainConfig
 
@@ -111,23 +109,6 @@ def test_cells_are_trained_alike_and_once(options: Options, trained: list[TrainC
 
     write_pictures(more, Path(options.out))
     assert all((Path(options.out) / f"objectives{suffix}.png").stat().st_size > 10_000 for suffix in ("", "-dark"))
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_alpha_is_what_eval_measures(options: Options, door: Door) -> None:
-    run(replace(options, only=["fkl"], seeds=1, rates=[1e-2]))
-    pair = objectives_data.PAIRS["nano"](options)
-    draft = str(Path(options.out) / "drafts" / "fkl-lr0.01-seed0")
-    ours = measure_alphas(options, pair, {"d": draft})["d"]
-    sets = [f"{name}={Path(options.out) / 'prompts' / name}.jsonl" for name in pair.domains]
-    words = ["--id", sets[0], "--ood", *sets[1:], "--draft", f"d={draft}", "--tree", "chain:1", "--speed_prompts", "0"]
-    limits = ["--max_prompts", "3", "--prompt_tokens", "6", "--max_new_tokens", "6", "--bootstrap", "100"]
-    out = Path(options.out) / "eval"
-    door.ok("eval", "--target", pair.target, *words, *limits, "--out", out)
-    results = Results.load(out)
-    for temperature, alphas in ours.items():
-        for domain, sums in alphas.items():
-            assert sums.pooled == pytest.approx(results.alpha("d", domain, float(temperature))["value"])
 
 
 def sums_of(*values: float) -> PromptSums:

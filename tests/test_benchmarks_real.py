@@ -1,19 +1,13 @@
 """The study of a real chat model, on the demo's pair in tiny sizes: its pieces resume, and keep what is kept."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import real_speed, real_study
-from benchmarks.objectives_data import ROOT
-from benchmarks.real_pair import best
+from benchmarks.real_pair import best, run
 from benchmarks.real_study import TINY, Options, Study, data, keep_set
 from benchmarks.shipped_pair import PAIR
 from draftsmith_core.errors import InputError
@@ -65,9 +59,23 @@ def test_tables_of_speed_name_the_best_and_what_failed() -> None:
         assert row in text, row
 
 
-@pytest.mark.slow  # distils, and loads the target three times
-def test_a_kept_set_is_taken_by_the_target_that_wrote_it(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    data(study)
+@pytest.mark.slow  # distils, trains and evaluates
+@pytest.mark.usefixtures("undrawn")
+def test_a_study_continues_and_a_kept_set_is_taken_by_the_target_that_wrote_it(
+    study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = study.out / "drafts" / "pruned" / "draftsmith.json"
+    made = []
+    for drafts in (["pruned"], ["pruned", "hydra"]):
+        run(Options(**vars(study.options) | {"only": ["data", "which"], "drafts": drafts}))
+        made.append(record.stat().st_mtime_ns)
+    assert made[0] == made[1]
+    results, printed = Results.load(study.out / "which"), capsys.readouterr().out
+    assert results.drafts == ["pruned", "hydra"] and results.domains() == ["chat", "maths", "code", "c4", "wiki"]
+    assert "| hydra |" in printed and "tau chat" in printed and best(study, "hydra") == "hydra"
+    with pytest.raises(InputError, match="has none of eagle3; run --only which"):
+        best(study, "eagle3")
+
     kept = Path(study.options.out).parent / "kept"
     monkeypatch.setattr(real_study, "KEPT", kept)
     for name in TINY.answered:
@@ -78,7 +86,7 @@ def test_a_kept_set_is_taken_by_the_target_that_wrote_it(study: Study, monkeypat
     asked: list[str] = []
     monkeypatch.setattr(real_study, "distill", lambda config, command: asked.append(config.out))
     # Prompts are on this machine; the answers come from the repository.
-    taken = Study(Options(**{**vars(study.options), "tiny": False}), TINY)
+    taken = Study(Options(**vars(study.options) | {"tiny": False}), TINY)
     data(taken)
     part = "chat/part-00000.parquet"
     assert (study.out / "data" / part).read_bytes() == (study.out / "first" / part).read_bytes()
@@ -88,28 +96,3 @@ def test_a_kept_set_is_taken_by_the_target_that_wrote_it(study: Study, monkeypat
     (study.out / "data").rename(study.out / "second")
     data(taken)
     assert asked == [str(study.out / "data" / "chat")] and (study.out / "data" / "maths").exists()
-
-
-@pytest.mark.slow  # distils, trains and evaluates, twice interrupted
-def test_a_killed_piece_continues(study: Study) -> None:
-    options = study.options
-    words = [sys.executable, "-m", "benchmarks.real_pair", "--target", options.target, "--data", options.data]
-    words += ["--out", options.out, "--tiny", "true", "--only", "data", "which", "--drafts", "pruned", "hydra"]
-    process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    record = study.out / "drafts" / "pruned" / "draftsmith.json"
-    for _ in range(3000):
-        if record.exists() or process.poll() is not None:
-            break
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL and record.exists()
-    made = record.read_bytes()
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert record.read_bytes() == made
-    results = Results.load(study.out / "which")
-    assert results.drafts == ["pruned", "hydra"] and results.domains() == ["chat", "maths", "code", "c4", "wiki"]
-    assert "| hydra |" in done.stdout and "tau chat" in done.stdout
-    assert best(study, "hydra") == "hydra"
-    with pytest.raises(InputError, match="has none of eagle3; run --only which"):
-        best(study, "eagle3")

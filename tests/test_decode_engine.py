@@ -26,7 +26,7 @@ from decode import (
 from decode.runner import Block, Runner
 from decode.tree_batch import batch_of
 from draftsmith_core.sampling import Sampling, generator
-from tests.tiny_models import stirred, tiny_llama
+from tests.tiny_models import redrawn, stirred, tiny_llama
 
 VOCAB = 17
 GREEDY = Sampling(temperature=0.0)
@@ -50,12 +50,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def model_of(kind: str, seed: int, limit: int = 64) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **SHAPES, **SMALL, **KINDS[kind], max_position_embeddings=limit)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.35)
-    return model
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
+    return redrawn(model, 0.35)
 
 
 def decoder_of(kind: str, tree: str, verifier: str) -> SpeculativeDecoder:

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from decode import DecodeStats, DraftModelProposer, Generation, SpeculativeDecoder
 from draftsmith_core.sampling import Sampling, generator
-from tests.tiny_models import stirred
+from tests.tiny_models import redrawn, stirred
 
 GREEDY = Sampling(temperature=0.0)
 VOCAB = 17
@@ -46,14 +46,8 @@ def tiny(kind: str, options: dict[str, Any], seed: int, vocab: int = VOCAB) -> P
     special: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     config = cast(Any, CONFIG_MAPPING[kind])(vocab_size=vocab, **special, **options)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    with torch.no_grad():
-        # Wide weights, so that greedy outputs vary instead of repeating one token.
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.4)
-    model.float().eval()
-    return cast(PreTrainedModel, model)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return redrawn(model, 0.4).float()
 
 
 @cache

@@ -240,17 +240,6 @@ def test_a_wrong_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 # Memory of packed weights and caches.
 
 
-def test_pieces_do_not_overlap_and_begin_at_cache_lines() -> None:
-    # The last is larger than what is left of an area, and than an area.
-    sizes = [1, 1000, 128, 5 << 20, 30 << 20, 0, 33 << 20]
-    pieces = [empty_bytes(size) for size in sizes]
-    for number, piece in enumerate(pieces):
-        piece.fill_(number)
-    assert [len(piece) for piece in pieces] == sizes
-    assert all(bool((piece == number).all()) for number, piece in enumerate(pieces))
-    assert all(piece.data_ptr() % 64 == 0 for piece in pieces)
-
-
 @built
 def test_large_pages_are_asked_for_and_the_weights_begin_one() -> None:
     piece = empty_bytes(8 << 20).fill_(1)

@@ -18,7 +18,7 @@ from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
 from tests.drafting_server import drafting
 from tests.learnt_heads import learn
 from tests.openvino_ir import engine
-from tests.tiny_models import near
+from tests.tiny_models import near, redrawn
 
 TOKENS = 32
 SLOW = pytest.mark.slow
@@ -44,11 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
     )  # fmt: skip
     torch.manual_seed(1)
-    target = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in target.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.25)
+    target = redrawn(LlamaForCausalLM(config), 0.25)
     target.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1)
     save(path / "target", target)
     save(path / "lm", near(target, 0.02, seed=2))

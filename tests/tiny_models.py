@@ -41,6 +41,15 @@ FRESH: dict[str, Callable[[PreTrainedModel], Head]] = {
 }
 
 
+def redrawn(model: M, spread: float) -> M:
+    """The model in eval mode, every matrix drawn with this spread: outputs vary instead of repeating one token."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, spread)
+    return model.eval()
+
+
 def tiny_llama(seed: int, vocabulary: int = V, layers: int = 1, spread: float = 0.6) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -82,13 +91,7 @@ def random_llama(
         eos_token_id=eos,
     )
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, spread)
-    model.eval()
-    return model
+    return redrawn(LlamaForCausalLM(config), spread)
 
 
 def near(model: LlamaForCausalLM, noise: float, seed: int) -> LlamaForCausalLM:
