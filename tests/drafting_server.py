@@ -1,14 +1,13 @@
 """A server that decodes with a pair as vLLM, llama.cpp and SGLang do, and counts drafts as they do."""
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import draftsmith as ds
+from tests.serving import JsonHandler, running
 
 PLACES = [f'accepted_tokens_per_pos_total{{engine="0",position="{place}"}}' for place in range(4)]
 
@@ -80,29 +79,12 @@ def drafting(engine: str, pair: ds.Pair, **mistakes: Any) -> Iterator[tuple[str,
     """Serve a pair while the block runs; yield the address."""
     served = Drafting(engine, pair, **mistakes)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JsonHandler):
         def do_GET(self) -> None:
-            self.send(served.get(self.path))
+            self.send(200, served.get(self.path))
 
         def do_POST(self) -> None:
-            self.send(served.post(self.path, json.loads(self.rfile.read(int(self.headers["content-length"])))))
+            self.send(200, served.post(self.path, self.body()))
 
-        def send(self, value: Any) -> None:
-            data = (value if isinstance(value, str) else json.dumps(value)).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *words: Any) -> None:  # noqa: A002
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://127.0.0.1:{server.server_address[1]}", served
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

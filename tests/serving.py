@@ -7,9 +7,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -53,31 +53,51 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
+    def shutdown(self) -> None:
+        self.stopping.set()
+        super().shutdown()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that went away are no news."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Server
+class JsonHandler(BaseHTTPRequestHandler):
+    """Reads and answers JSON, and prints nothing."""
 
     def log_message(self, format: str, *words: Any) -> None:  # noqa: A002
         return
 
+    def body(self) -> Any:
+        return json.loads(self.rfile.read(int(self.headers["content-length"])))
+
+    def send(self, status: int, value: Any, **headers: str) -> None:
+        """Bytes and text are sent as they are."""
+        data = value if isinstance(value, bytes) else (value if isinstance(value, str) else json.dumps(value)).encode()
+        self.send_response(status)
+        for name, header in ({"content-type": "application/json"} | headers).items():
+            self.send_header(name, header)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class _Handler(JsonHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
     def do_GET(self) -> None:
         if self.server.moved_to:
-            self._send(307, {}, location=f"{self.server.moved_to}{self.path}")
+            self.send(307, {}, location=f"{self.server.moved_to}{self.path}")
             return
         self.server.lists += 1
         owner = {"llama.cpp": "llamacpp", "vllm": "vllm"}.get(self.server.kind, "someone")
         listed: dict[str, Any] = {"id": self.server.model, "owned_by": owner}
         if self.server.kind == "vllm":
             listed["max_model_len"] = 96
-        self._send(200, {"data": [listed]})
+        self.send(200, {"data": [listed]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        server = self.server
+        body, server = self.body(), self.server
         with server.lock:
             number = len(server.bodies)
             server.bodies.append(body)
@@ -92,13 +112,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict[str, Any], wrong: int | str | bytes | None) -> None:
         server = self.server
         if self.path != ("/completion" if server.kind == "llama.cpp" else "/v1/completions"):
-            self._send(404, {"error": "no such path"})
+            self.send(404, {"error": "no such path"})
         elif server.key and self.headers.get("authorization") != f"Bearer {server.key}":
-            self._send(401, {"error": "who are you?"})
+            self.send(401, {"error": "who are you?"})
         elif isinstance(wrong, int):
-            self._send(wrong, {"error": "not now"})
+            self.send(wrong, {"error": "not now"}, **({"retry-after": "0.05"} if wrong == 429 else {}))
         elif wrong == "garbage":
-            self._send(200, {"choices": [{"message": None}], "was": "no completion"})
+            self.send(200, {"choices": [{"message": None}], "was": "no completion"})
         elif wrong == "half":
             self.send_response(200)
             self.send_header("content-length", "1000")
@@ -106,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b'{"choices": [')
             self.close_connection = True
         elif isinstance(wrong, bytes):
-            self._send_bytes(200, wrong)
+            self.send(200, wrong)
         elif wrong == "drops":
             self.send_response(200)
             self.send_header("content-length", "100000")
@@ -122,11 +142,11 @@ class _Handler(BaseHTTPRequestHandler):
             server.stopping.wait(60)
             self.close_connection = True
         elif server.strict_keys and {"top_k", "min_p", "return_token_ids"} & body.keys():
-            self._send(400, {"error": "unknown key"})
+            self.send(400, {"error": "unknown key"})
         elif server.kind == "text" and not isinstance(body["prompt"], str):
-            self._send(400, {"error": "prompt must be text"})
+            self.send(400, {"error": "prompt must be text"})
         else:
-            self._send(200, self._completion(body))
+            self.send(200, self._completion(body))
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         server, prompt = self.server, body["prompt"]
@@ -150,33 +170,26 @@ class _Handler(BaseHTTPRequestHandler):
             choice["logprobs"] = {"top_logprobs": [shared | {f"token_id:{i}": math.log(0.5)} for i in ids]}
         return {"choices": [choice], "usage": usage}
 
-    def _send(self, status: int, value: Any, **headers: str) -> None:
-        self._send_bytes(status, json.dumps(value).encode(), **headers)
 
-    def _send_bytes(self, status: int, data: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, header in ({"content-type": "application/json"} | headers).items():
-            self.send_header(name, header)
-        self.send_header("content-length", str(len(data)))
-        if status == 429:
-            self.send_header("retry-after", "0.05")
-        self.end_headers()
-        self.wfile.write(data)
+S = TypeVar("S", bound=ThreadingHTTPServer)
 
 
 @contextmanager
-def serving(kind: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Iterator[Server]:
-    """A server on a port of the system's choice while the block runs."""
-    server = Server(kind, tokenizer, **options)
+def running(server: S) -> Iterator[S]:
+    """A server while the block runs."""
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield server
     finally:
-        server.stopping.set()
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def serving(kind: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> AbstractContextManager[Server]:
+    """A server on a port of the system's choice while the block runs."""
+    return running(Server(kind, tokenizer, **options))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -201,17 +201,6 @@ def test_all_stages_on_two_processes(
     close(two / "jsd", one / "jsd", atol=1e-3)
 
 
-def test_prompts_that_do_not_fit_are_refused_before_anything_is_made(
-    door: Door, files: dict[str, str], draft_dir: str, target_dir: str, tmp_path: Path
-) -> None:
-    long = tmp_path / "long.jsonl"
-    long.write_text("".join(json.dumps({"prompt": f"{i} dog" * 60}) + "\n" for i in range(9)))
-    words: list[object] = ["--target", target_dir, "--draft", draft_dir, "--out", tmp_path / "out", *SMALL]
-    code, _, err = door("align", *words, "--prompts", files["own"], "--ood", f"far={long}")
-    assert code == 2 and "long.jsonl: none of its 9 rows can be used" in err and "that fit" in err
-    assert not (tmp_path / "out" / "align.yaml").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_without_a_draft_a_fresh_head_is_trained(

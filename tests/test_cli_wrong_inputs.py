@@ -61,7 +61,11 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--out out --num_samples 0", "num_samples: must be greater than or equal to 1"),
         ("--out out --max_new_tokens 96", "leaves no room"),
     ],
-    "distill": [("--target {target} --out out --prompts magpie:0", "expected magpie:N, such as magpie:1000")],
+    "distill --target {target} --out out": [
+        ("--prompts magpie:0", "expected magpie:N, such as magpie:1000"),
+        ("--prompts {empty}", "none of its 0 rows can be used"),
+        ("--prompts {keyless}", "none of its 1 rows can be used (row 1"),
+    ],
     "train --out out --draft {draft} --target {target}": [
         ("--data {prompts} --objective jsdd", "jsd"),
         ("--data {prompts} --optim.lr 0", "optim.lr: must be greater than 0"),
@@ -104,6 +108,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--eval.tree chian:4", "did you mean chain"),
         ("--distill.max_new_tokens 96", "leaves no room"),
         ("--prompts {one}", "too few"),
+        ("--ood far={long}", "long.jsonl: none of its 9 rows can be used"),
     ],
     "align --target {target} --prompts {prompts} --out out": [
         ("--policy no_loss", "policy: no_loss cannot be followed (a head has no language model to go back to)")
@@ -128,6 +133,7 @@ def files(
         "keyless.jsonl": '{"question": "Why?"}\n',
         "torn_rows.jsonl": '{"prompt": "a"}\n{"prompt": \n',
         "one.jsonl": '{"prompt": "a single prompt"}\n',
+        "long.jsonl": "".join(f'{{"prompt": "{number} {"dog " * 100}"}}\n' for number in range(9)),
     }
     for name, text in texts.items():
         (root / name).write_text(text)

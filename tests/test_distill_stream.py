@@ -59,17 +59,6 @@ def test_rows_that_cannot_be_read_are_skipped_with_their_reasons(words: list[str
     assert not Path("strict").exists()
 
 
-def test_a_file_without_any_prompt_leaves_nothing_behind(words: list[str], door: Door) -> None:
-    for content, said in (
-        (b"", "none of its 0 rows can be used"),
-        (b'{"prompt": ""}\n{"a": 1}\n', "none of its 2 rows can be used (row 1"),
-    ):
-        Path("p.jsonl").write_bytes(content)
-        code, _, err = door(*words)
-        assert code == 2 and said in err
-        assert not Path("set").exists()
-
-
 def test_prompts_that_changed_since_are_refused(words: list[str], door: Door) -> None:
     assert door(*words)[0] == 0
     made = files()

@@ -9,15 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from drafts.heads import Head, head_kind, load_head, save_head
@@ -58,7 +50,8 @@ def outputs(head: Head) -> list[Tensor]:
     if isinstance(head, EagleHead):
         return list(head(ids_BT, features_BTH))
     if isinstance(head, Eagle3Head):
-        first_BTD, g_BTH = head(ids_BT, head.fuse([features_BTH, 2 * features_BTH, 1 - features_BTH]))
+        states = [features_BTH.roll(i, -1) for i, _ in enumerate(head.hidden_layers)]
+        first_BTD, g_BTH = head(ids_BT, head.fuse(states))
         return [first_BTD, *head(ids_BT, g_BTH), head.to_target(first_BTD)]
     if isinstance(head, BlockHead):
         states = [features_BTH * (layer + 1) for layer in head.hidden_layers]
@@ -230,26 +223,17 @@ def test_the_fused_states_exist_in_targets_of_any_depth() -> None:
     assert head.fuse([hidden[i] for i in head.hidden_layers]).shape == (1, 3, H)
 
 
-def test_heads_fit_other_families() -> None:
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere", "granite"])
+def test_heads_fit_other_families(family: str) -> None:
     """Own head sizes (Qwen 3), logits that are bounded (Gemma 2) or scaled (Cohere, Granite)."""
-    shape: dict[str, Any] = dict(vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=3, head_dim=8)
-    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-    plain = {key: value for key, value in shape.items() if key != "head_dim"} | {"pad_token_id": 0}
-    torch.manual_seed(0)
-    for model in (
-        Qwen3ForCausalLM(Qwen3Config(**shape)),
-        Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=2.0, initializer_range=1.0)),
-        CohereForCausalLM(CohereConfig(**plain, logit_scale=0.1, initializer_range=1.0)),
-        GraniteForCausalLM(GraniteConfig(**plain, logits_scaling=4.0, initializer_range=1.0)),
-    ):
-        model.eval()  # type: ignore[no-untyped-call]
-        for fresh in FRESH.values():
-            assert all(out.shape[-1] in (V, D, H) for out in outputs(fresh(model)))
-        with torch.no_grad():
-            out = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
-            logits = MedusaHeads.fresh(model, num_heads=1)(out.hidden_states[-1])
-            torch.testing.assert_close(logits[:, :, 0], out.logits)
-            torch.testing.assert_close(EagleHead.fresh(model).borrowed.project(out.hidden_states[-1]), out.logits)
+    model = tiny_family(family, vocab_size=V, max_position_embeddings=64)
+    for fresh in FRESH.values():
+        assert all(out.shape[-1] in (V, D, H) for out in outputs(fresh(model)))
+    with torch.no_grad():
+        out = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+        logits = MedusaHeads.fresh(model, num_heads=1)(out.hidden_states[-1])
+        torch.testing.assert_close(logits[:, :, 0], out.logits)
+        torch.testing.assert_close(EagleHead.fresh(model).borrowed.project(out.hidden_states[-1]), out.logits)
 
 
 def test_ordinary_models_are_no_heads(tmp_path: Path, target: PreTrainedModel, draft_dir: str) -> None:

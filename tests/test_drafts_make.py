@@ -5,21 +5,12 @@ from typing import Any, cast
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    OPTConfig,
-    PhiConfig,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from drafts.make.fresh import filled, fresh, read_per_token, too_costly
@@ -44,17 +35,13 @@ PLAIN: dict[str, Any] = {
     "pad_token_id": 2,
 }
 GROUPED = PLAIN | {"intermediate_size": 48, "num_key_value_heads": 2}
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**GROUPED),
-    "mistral": MistralConfig(**GROUPED),
-    "qwen2": Qwen2Config(**GROUPED),
-    "qwen3": Qwen3Config(**GROUPED, head_dim=16),
-    "gemma2": Gemma2Config(**GROUPED, head_dim=16),
-    "gemma3_text": Gemma3TextConfig(**GROUPED, head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2),
-    "opt": OPTConfig(**PLAIN, ffn_dim=48, word_embed_proj_dim=H),
-    "gpt_neox": GPTNeoXConfig(**PLAIN, intermediate_size=48),
-    "gpt2": GPT2Config(vocab_size=V, n_embd=H, n_layer=4, n_head=4, n_positions=64, n_inner=48, initializer_range=0.2),
-    "phi": PhiConfig(**PLAIN, intermediate_size=48),
+CONFIGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2"), GROUPED),
+    **dict.fromkeys(("qwen3", "gemma2"), GROUPED | {"head_dim": 16}),
+    "gemma3_text": GROUPED | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "opt": PLAIN | {"ffn_dim": 48, "word_embed_proj_dim": H},
+    **dict.fromkeys(("gpt_neox", "phi"), PLAIN | {"intermediate_size": 48}),
+    "gpt2": PLAIN | {"n_inner": 48},
 }
 TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7]]
 IDS = torch.tensor(TEXTS[:1])
@@ -62,7 +49,7 @@ IDS = torch.tensor(TEXTS[:1])
 
 def build(name: str) -> PreTrainedModel:
     torch.manual_seed(1)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[name])
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **CONFIGS[name]))
     model.eval()
     return model
 

@@ -33,6 +33,7 @@ from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafts.heads.medusa import HydraConfig, HydraHeads, MedusaHeads
 from drafts.layouts.table import LAYOUTS
 from draftsmith_core.errors import InputError
+from tests.test_drafts_heads import outputs
 from tests.tiny_models import DRAFT_VOCAB, stirred
 from tests.train_laws import tiny_family
 
@@ -66,38 +67,16 @@ def write(directory: Path, values: dict[str, Any], tensors: dict[str, Tensor], f
     return directory
 
 
-@torch.no_grad()
-def outputs(head: Head, target: PreTrainedModel) -> list[Tensor]:
-    """Everything a head says about the same inputs."""
-    random = torch.Generator().manual_seed(3)
-    ids_BT = torch.randint(0, V, (2, 7), generator=random)
-    hidden = target(ids_BT, output_hidden_states=True).hidden_states
-    states = [hidden[layer] for layer in head.hidden_layers]
-    if isinstance(head, EagleHead):
-        first, g_BTH = head(ids_BT, states[0])
-        return [first, *head(ids_BT, g_BTH)]
-    if isinstance(head, Eagle3Head):
-        first, g_BTH = head(ids_BT, head.fuse(states))
-        return [head.to_target(first), *head(ids_BT, g_BTH)]
-    if isinstance(head, MedusaHeads):
-        return [head(states[0])]
-    if isinstance(head, BlockHead):
-        drafted = head.drafted(ids_BT, states, torch.arange(7).expand(2, -1))
-        raw, before = head.raw_logits(drafted), ids_BT[..., None].expand(-1, -1, head.depths)
-        return [drafted, head.logits(raw, before)]
-    return [head(states[0][:, :5], ids_BT.unfold(1, 3, 1)[..., : d + 1]) for d in range(3)]
-
-
 def check(directory: Path, ours: Head, target: PreTrainedModel) -> None:
     """Recognised, computes the same, comes back through our own layout, and drafts losslessly."""
     assert head_kind(directory) == ours.kind
     back = load_head(directory, target)
-    for a, b in zip(outputs(ours, target), outputs(back, target), strict=True):
+    for a, b in zip(outputs(ours), outputs(back), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
     save_head(back, directory / "ours")
     again = load_head(directory / "ours", target)
     assert again.config == back.config
-    for a, b in zip(outputs(again, target), outputs(back, target), strict=True):
+    for a, b in zip(outputs(again), outputs(back), strict=True):
         assert torch.equal(a, b)
     prompts = [[3, 1, 4, 1, 5], [9, 2]]
     alone = SpeculativeDecoder(target).generate(prompts, max_new_tokens=12, eos_ids=())
@@ -472,5 +451,5 @@ def test_a_head_by_its_name_on_the_hub(
             (repository / "snapshots" / ("0" * 40)).symlink_to(source)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert head_kind("owner/EAGLE3") == "eagle3" and head_kind("owner/lm") is None
-    for a, b in zip(outputs(head, target), outputs(load_head("owner/EAGLE3", target), target), strict=True):
+    for a, b in zip(outputs(head), outputs(load_head("owner/EAGLE3", target)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
