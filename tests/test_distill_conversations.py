@@ -21,7 +21,7 @@ from tests.door import Door
 from train.batch import IGNORE
 from train.data import Examples, collate
 
-# How five families of models write a chat, in the essentials: roles, separators, and what they do to history.
+# How three families of models write a chat, in the essentials: roles, separators, and what they do to history.
 TEMPLATES = {
     # Earlier thinking is dropped from history, and an empty block stands where an answer begins that is to have none.
     "qwen3": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set text = m.content %}"
@@ -29,24 +29,12 @@ TEMPLATES = {
     "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "{{ text }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
-    # A date that the template puts in, and content that is trimmed.
-    "llama3": "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n"
-    "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}{% endif %}<|eot_id|>"
-    "{% for m in messages if m.role != 'system' %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
     # The system turn is put into the first user turn; roles must alternate.
     "llama2": "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
     "{% for m in messages if m.role != 'system' %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% if m.role == 'user' %}{{ bos_token }}[INST] {% if loop.first and s %}<<SYS>>\n{{ s }}\n<</SYS>>\n\n{% endif %}"
     "{{ m.content }} [/INST]{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}",
-    # The assistant is called model, and there is no system turn.
-    "gemma": "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
-    "<end_of_turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
     # Tools are listed first, and only the last answer keeps its thinking.
     "deepseek": "{{ bos_token }}{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
     "{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}<|output|>{{ m.content }}"
@@ -83,9 +71,7 @@ def test_each_prompt_is_the_template_s_own_for_the_target_s_history(
 ) -> None:
     """What the driver makes turn by turn is what a client would send that keeps the chat as text."""
     with_template(tokenizer, name)
-    messages: list[dict[str, Any]] = (
-        [] if system is None or name == "gemma" else [{"role": "system", "content": system}]
-    )
+    messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     for asked, answered in turns:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     chat = Chat(tuple(messages if last else messages[:-1]), None)

@@ -47,37 +47,26 @@ def test_import_is_light() -> None:
     assert (code, modules & {*HEAVY, "pydantic"}) == (0, set()) and seconds < 0.3
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["trian"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
-)
+@pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 def test_help_is_light(words: list[str]) -> None:
     code, seconds, modules, _ = measured(words)
-    assert (code, modules & {*HEAVY}) == (2 if words == ["trian"] else 0, set())
-    assert seconds < MOST_S
+    assert (code, modules & {*HEAVY}) == (0, set()) and seconds < MOST_S
 
 
-# One mistake per command, in an option's name and in a value.
-MISTAKES = {
-    "demo": ["--outt", "x"],
-    "align": ["--target", "t", "--prompts", "p", "--out", "o", "--objective", "jsdd"],
-    "init": ["--target", "t", "--out", "o", "--method", "fresh", "--costs", "0.1"],
-    "distill": ["--target", "t", "--prompts", "p", "--out", "o", "--num_samples", "0"],
-    "train": ["--lrr", "3"],
-    "merge": ["--draft", "a=1", "b", "--out", "o"],
-    "decode": ["--target", "t", "--prompt", "p", "--verifier", "specinfr"],
-    "eval": ["--target", "t", "--draft", "a=b", "--id", "c=d", "--out", "o", "--tree", "chian:3"],
-    "plan": ["--target", "t", "--draft", "d", "--prompts", "p", "--out", "o", "--batch_size", "0"],
-    "doctor": ["--target", "t", "--drft", "d"],
-    "export": ["--draft", "d", "--format", "ggfu", "--out", "o"],
-}
+# In the name of an option, and in values that only the code behind them knows.
+MISTAKES = [["trian"], *([name, "--lrr", "3"] for name in COMMANDS)]
+MISTAKES += [
+    "align --target t --prompts p --out o --objective jsdd".split(),
+    "decode --target t --prompt p --verifier specinfr".split(),
+    "eval --target t --draft a=b --id c=d --out o --tree chian:3".split(),
+]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_mistakes_are_told_at_once(command: str) -> None:
-    code, seconds, modules, err = measured([command, *MISTAKES[command]])
+@pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
+def test_mistakes_are_told_at_once(words: list[str]) -> None:
+    code, seconds, modules, err = measured(words)
     assert (code, modules & {*HEAVY}) == (2, set()), err
-    assert len(err.strip().splitlines()) == 1
-    assert seconds < MOST_S
+    assert len(err.strip().splitlines()) == 1 and seconds < MOST_S
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["decode", "--help"], ["decode", "--print_config"]])
