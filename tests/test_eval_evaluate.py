@@ -249,16 +249,13 @@ def test_sampling_that_is_left_open_is_the_targets(
     asked = replace(
         world, target=str(target), out=str(tmp_path / "open"), speed_prompts=0, temperature=[1.0], tree=["chain:3"]
     )
-    evaluate(asked)
+    found = evaluate(asked).document
     assert "eval: top_k 5 from the target's generation_config.json" in capsys.readouterr().err
-    found = _results(asked)
     sampling = [found["config"][key] for key in ("temperature", "top_k", "top_p", "min_p")]
     assert sampling == [[1.0], 5, 1.0, 0.0]
     # By name it is the same evaluation; another value is another one.
-    evaluate(replace(asked, top_k=5))
-    assert _results(asked)["clock"]["cells_measured"] == 0
-    evaluate(replace(asked, top_k=0))
-    assert _results(asked)["clock"]["cells_reused"] == 0
+    assert evaluate(replace(asked, top_k=5)).document["clock"]["cells_measured"] == 0
+    assert evaluate(replace(asked, top_k=0)).document["clock"]["cells_reused"] == 0
 
 
 def test_a_report_is_drawn_again_from_its_results(

@@ -139,15 +139,14 @@ def world(
     )
 
 
-def results_of(config: EvalConfig) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((Path(config.out) / "results.json").read_text())
-    return loaded
+def evaluated(config: EvalConfig) -> Any:
+    return evaluate(config).document
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world: EvalConfig) -> None:
-    summary = summarise(evaluate(world))
-    results = results_of(world)
+    found = evaluate(world)
+    summary, results = summarise(found), found.document
     assert [method["verifier"] for method in results["methods"]] == ["speculative", "mcsd", "exact"]
     assert results["methods"][1]["shape"] == {"parents": [-1, -1, 0], "stop": 0.0}
     assert [results["models"][name]["kind"] for name in ("target", "padded", "eagle", "medusa")] == [
@@ -187,17 +186,16 @@ def test_a_lossy_rule_says_so_and_a_changed_file_is_another_tree(world: EvalConf
         speed_prompts=1,
         temperature=[1.0],
     )
-    summary = summarise(evaluate(config))
-    results = results_of(config)
+    found = evaluate(config)
+    summary, results = summarise(found), found.document
     assert [method["lossless"] for method in results["methods"]] == [False, True]
     assert [method["lossless"] for method in summary["cells"][0]["decoding"]] == [False, True]
-    evaluate(config)
-    assert results_of(config)["clock"]["cells_measured"] == 0
+    assert evaluated(config)["clock"]["cells_measured"] == 0
     tree.write_text('{"parents": [-1, 0]}')
-    evaluate(config)
+    results = evaluated(config)
     # The target's outputs are kept; predictions (with alpha), decoding, twice, and the clock are of another tree.
-    assert results_of(config)["clock"]["cells_measured"] == 4
-    assert {row["at"] for row in results_of(config)["rows"] if row["figure"] == "accept"} == {1, 2}
+    assert results["clock"]["cells_measured"] == 4
+    assert {row["at"] for row in results["rows"] if row["figure"] == "accept"} == {1, 2}
 
 
 def test_a_head_is_refused_a_tree_that_it_cannot_draft_before_anything_runs(world: EvalConfig, tmp_path: Path) -> None:
@@ -220,16 +218,15 @@ def test_a_target_in_four_bits_is_measured_as_itself(world: EvalConfig, tmp_path
         quantize="nf4",
         quantize_draft="none",
     )
-    evaluate(config)
-    whole = {key: row for key, row in results_of(config)["models"].items()}
+    results = evaluated(config)
+    whole = results["models"]
     assert {key: row["quantize"] for key, row in whole.items()} == {"target": "nf4", "base": "none", "eagle": "none"}
-    same = [(row["value"], row["n"]) for row in results_of(config)["rows"] if row["figure"] == "identical"]
+    same = [(row["value"], row["n"]) for row in results["rows"] if row["figure"] == "identical"]
     assert same and set(same) == {(3, 3)}
-    evaluate(replace(config, quantize_draft=None))
-    small = results_of(config)["models"]
+    results = evaluated(replace(config, quantize_draft=None))
+    small = results["models"]
     assert small["base"]["quantize"] == "nf4" and small["base"]["fingerprint"] != whole["base"]["fingerprint"]
     assert small["base"]["parameters"] == whole["base"]["parameters"]
     # What does not depend on the draft's precision is kept: the target's outputs, and the head's alpha and decoding.
-    assert results_of(config)["clock"]["cells_reused"] == 3
-    evaluate(replace(config, quantize="none"))
-    assert results_of(config)["clock"]["cells_reused"] == 0
+    assert results["clock"]["cells_reused"] == 3
+    assert evaluated(replace(config, quantize="none"))["clock"]["cells_reused"] == 0
