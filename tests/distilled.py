@@ -42,8 +42,7 @@ def errors(directory: Path | str = "set") -> list[dict[str, Any]]:
 
 def write_rows(path: Path | str, *rows: Any) -> str:
     """Write a JSONL file; bytes and texts are lines as they are."""
-    lines = [
-        row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode() for row in rows
-    ]
+    texts = (row if isinstance(row, bytes | str) else json.dumps(row, ensure_ascii=False) for row in rows)
+    lines = (text if isinstance(text, bytes) else text.encode() for text in texts)
     Path(path).write_bytes(b"".join(line + b"\n" for line in lines))
     return str(path)

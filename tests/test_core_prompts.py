@@ -1,7 +1,6 @@
 """Every row of a prompt source is accounted for; what cannot be understood is named by file, line and key."""
 
 import gzip
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.prompt_rows import count_rows
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from tests.distilled import write_rows
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('no judges here') }}{% endif %}"
@@ -28,18 +28,13 @@ def chat(target_dir: str, tmp_path: Path) -> Tokenizer:
     return load_tokenizer(target_dir, chat_template=str(tmp_path / "t.jinja"))
 
 
-def jsonl(path: Path, *rows: Any) -> str:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def adds_up(prompts: PromptSet) -> bool:
     return len(prompts.prompts) + len(prompts.skipped) == prompts.rows
 
 
 def test_every_kind_of_row(tmp_path: Path, chat: Tokenizer) -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 3
-    source = jsonl(
+    source = write_rows(
         tmp_path / "p.jsonl",
         {"prompt": "The fox"},
         {"text": text, "id": 7, "domain": "books"},
@@ -62,7 +57,7 @@ def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
 
 
 def test_sharegpt_and_alpaca_rows_are_chats(tmp_path: Path, chat: Tokenizer) -> None:
-    source = jsonl(
+    source = write_rows(
         tmp_path / "p.jsonl",
         conversation(("human", "Hi"), ("gpt", "Yes?"), ("human", "Who?"), ("gpt", "I.")),
         conversation(("gpt", "... the end."), ("human", "More"), ("human", "please"), ("gpt", "No")),
@@ -99,14 +94,14 @@ def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path: Path,
 
 
 def test_limit_counts_rows_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    source = jsonl(tmp_path / "p.jsonl", {"prompt": ""}, {"prompt": "a"}, {"prompt": "b"}, {"nonsense": 1})
+    source = write_rows(tmp_path / "p.jsonl", {"prompt": ""}, {"prompt": "a"}, {"prompt": "b"}, {"nonsense": 1})
     prompts = read_prompts(source, tokenizer, limit=3)
     assert (prompts.rows, len(prompts.prompts), len(prompts.skipped)) == (3, 2, 1)
 
 
 def test_any_unicode_goes_through(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = ["é λ 漢字 🙂👩‍🚀", "a\u2028b\u2029c\x85d", "\u202eabc", "x\x00y"]
-    prompts = read_prompts(jsonl(tmp_path / "p.jsonl", *({"prompt": text} for text in texts)), tokenizer).prompts
+    prompts = read_prompts(write_rows(tmp_path / "p.jsonl", *({"prompt": text} for text in texts)), tokenizer).prompts
     assert [tokenizer.decode(list(prompt.ids), skip_special_tokens=True) for prompt in prompts] == texts
 
 
@@ -133,7 +128,7 @@ def test_a_row_that_cannot_be_understood_is_named(
 
 
 def test_a_chat_without_a_chat_template_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    source = jsonl(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "a"}]})
+    source = write_rows(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "a"}]})
     with pytest.raises(InputError, match=r"rows\.jsonl:1: key 'messages': .* no chat template; .*--chat_template FILE"):
         read_prompts(source, tokenizer)
     with pytest.raises(InputError, match="--chat_template .*cannot be read"):
@@ -185,7 +180,7 @@ def test_a_hub_dataset_is_read_by_name_and_split(monkeypatch: pytest.MonkeyPatch
 def test_a_key_that_could_be_meant_for_the_prompt_and_is_not_read_is_named_once(
     tmp_path: Path, chat: Tokenizer, caplog: pytest.LogCaptureFixture, row: Any, key: str
 ) -> None:
-    path = jsonl(tmp_path / "rows.jsonl", {"prompt": "first"}, row, row)
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "first"}, row, row)
     read_prompts(path, chat)
     warning = f"{path}: key {key!r} is ignored; prompts do not contain it"
     assert [record.getMessage() for record in caplog.records] == [warning]
@@ -196,7 +191,7 @@ def test_the_same_rows_are_the_same_prompts_wherever_they_are(
 ) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     rows = [{"id": f"r{number}", "prompt": f"The {number}", "domain": None} for number in range(5)]
-    source = Path(jsonl(tmp_path / "rows.jsonl", *rows))
+    source = Path(write_rows(tmp_path / "rows.jsonl", *rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     lines, parquet = source.read_bytes(), (tmp_path / "rows.parquet").read_bytes()
     store = fsspec.filesystem("memory")

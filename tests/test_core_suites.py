@@ -1,6 +1,5 @@
 """Suites: every file of configs/prompts/ on rows with its data set's columns, logs of servers, and what is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.prompt_rows import iterate_rows, load_suite, parse_named, suite_names
 from eval.config import EvalConfig
 from eval.request import check
+from tests.distilled import write_rows
 
 
 def _user(text: str) -> dict[str, Any]:
@@ -98,11 +98,6 @@ STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
 }  # fmt: skip
 
 
-def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_every_suite_has_a_stand_in() -> None:
     assert suite_names() == sorted(STAND_INS) and len(suite_names()) == 19
 
@@ -112,7 +107,7 @@ def test_a_suite_makes_its_prompts_of_its_data_sets_columns(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, wanted = STAND_INS[name]
-    file = write(tmp_path / "rows.jsonl", rows)
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
     assert [row for _, row in iterate_rows(f"@{name}:{file}")] == wanted
     # From the hub the same rows make the same prompts.
     suite = load_suite(name)
@@ -130,7 +125,9 @@ def test_a_suite_makes_its_prompts_of_its_data_sets_columns(
 
 def test_a_suite_takes_every_nth_row_up_to_its_number_and_no_prompt_twice(tmp_path: Path) -> None:
     rows = [{"question": f"q{index // 2}", "answer": ""} for index in range(4000)]
-    found = [row["messages"][0]["content"] for _, row in iterate_rows(f"@gsm8k:{write(tmp_path / 'r.jsonl', rows)}")]
+    found = [
+        row["messages"][0]["content"] for _, row in iterate_rows(f"@gsm8k:{write_rows(tmp_path / 'r.jsonl', *rows)}")
+    ]
     assert found == [f"q{13 * index}" for index in range(100)]
 
 
@@ -155,7 +152,7 @@ def test_logs_of_a_server_are_prompts(tmp_path: Path) -> None:
         {"custom_id": "1", "method": "POST", "body": {"messages": [{"role": "user", "content": "Yo"}]}},
         {"messages": [{"role": "user", "content": image}]},
     ]
-    found = [row["messages"][-1]["content"] for _, row in iterate_rows(str(write(tmp_path / "log.jsonl", rows)))]
+    found = [row["messages"][-1]["content"] for _, row in iterate_rows(write_rows(tmp_path / "log.jsonl", *rows))]
     # What is no text stays as it is and is refused where prompts are made.
     assert found == ["Hi", "Hello there", "Yo", image]
 
