@@ -17,6 +17,7 @@ from draftsmith.alignment.stages import check_unchanged, hold_out
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.settings import ResolvedSampling, Sampling
 from draftsmith_core.tokenization import load_tokenizer
+from tests.distilled import write_rows
 from tests.door import Door
 from tests.results_made_up import timeless as timeless_results
 from tests.train_laws import close
@@ -40,10 +41,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Prompts of two domains: 24 of one, the first of them twice, and 4 of the other."""
     root = tmp_path_factory.mktemp("align")
     own = [{"prompt": f"The quick brown fox jumps {i} times over the lazy dog"} for i in range(23)]
-    (root / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*own, own[0]]))
     other = [{"prompt": f"Numbers such as {i} and"} for i in range(4)]
-    (root / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
-    return {"own": str(root / "own.jsonl"), "other": str(root / "other.jsonl")}
+    return {"own": write_rows(root / "own.jsonl", *own, own[0]), "other": write_rows(root / "other.jsonl", *other)}
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

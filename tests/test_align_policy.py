@@ -16,6 +16,7 @@ from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith.alignment.policy import RULES, TOLERANCE, Point, between, choose
 from draftsmith.alignment.stages import lines
 from eval.schema import Estimate, SuiteKind
+from tests.distilled import write_rows
 from tests.door import Door
 from tests.results_made_up import BASE, view
 from tests.test_align import ONE_WAY, SMALL
@@ -46,10 +47,8 @@ def test_every_rule_takes_the_point_that_it_describes() -> None:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("policy") / "own.jsonl"
     rows = [{"prompt": f"The quick brown fox jumps {i} times over the lazy dog"} for i in range(24)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_rows(tmp_path_factory.mktemp("policy") / "own.jsonl", *rows)
 
 
 @pytest.mark.usefixtures("undrawn")

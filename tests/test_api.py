@@ -15,6 +15,7 @@ from draftsmith.pair import Pair
 from draftsmith_core.models import load_model
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.tokenization import load_tokenizer
+from tests.distilled import write_rows
 from tests.door import Door
 
 
@@ -72,8 +73,7 @@ def test_a_list_draws_what_a_file_of_these_prompts_draws(
     door: Door, pair: Pair, target_dir: str, draft_dir: str, tmp_path: Path
 ) -> None:
     texts = ["The quick", "dog", "The quick", "A draft model proposes"]
-    file = tmp_path / "p.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    file = write_rows(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
     words = ["--target", target_dir, "--draft", draft_dir, "--prompts", file, "--max_new_tokens", 9]
     rows = decoded(door, *words, "--temperature", 1)
     for batch_size in (1, 3):

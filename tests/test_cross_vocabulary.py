@@ -18,6 +18,7 @@ from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation, model_logits
 from eval.estimate import alpha_sums
 from eval.results import Results
+from tests.distilled import write_rows
 from tests.door import Door
 
 
@@ -76,8 +77,7 @@ def test_the_command_decodes_as_the_target_alone(
     """Both ways: each tokenizer once the target's."""
     if not byte_level:
         target_dir, donor_dir = donor_dir, target_dir
-    prompts_file = tmp_path / "odd.jsonl"
-    prompts_file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ODD))
+    prompts_file = write_rows(tmp_path / "odd.jsonl", *({"prompt": text} for text in ODD))
     found = []
     foreign = ("--draft", donor_dir, "--heterogeneous_vocab", "true")
     for name, words in {"alone": (), "shared": foreign}.items():

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from decode import SpeculativeDecoder
 from distill.config import DistillConfig
 from distill.generate import distill
 from distill.score import score
@@ -29,7 +30,7 @@ from drafts.neighbours import VLLM_ON_A_CPU, vllm_server
 from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.models import load_model
-from draftsmith_core.sampling import Sampling, draw, generator, probs
+from draftsmith_core.sampling import Sampling, probs
 from draftsmith_core.teacher_rows import unpack
 from tests.distilled import manifest, rows_of, write_rows
 from tests.openvino_ir import engine
@@ -75,6 +76,7 @@ class LLM:
         if "broken" in model:
             raise ValueError("No such\nmodel")
         self._model = load_model(model, device="cpu")
+        self._decoder = SpeculativeDecoder(self._model)
         self.tensor_parallel_size, self.max_logprobs = tensor_parallel_size, max_logprobs
         config = SimpleNamespace(max_model_len=128, dtype=torch.float32, get_vocab_size=lambda: 290)
         self.llm_engine = SimpleNamespace(model_config=config)
@@ -99,14 +101,9 @@ class LLM:
     def _answer(self, prompt: list[int], params: SamplingParams) -> Any:
         assert params.ignore_eos or params.prompt_logprobs and not params.detokenize
         sampling = Sampling(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-        own, ids = generator(params.seed or 0), list(prompt)
-        reason = "length"
-        while len(ids) < len(prompt) + params.max_tokens:
-            p_1V = probs(self._model(torch.tensor([ids])).logits[:, -1], sampling)
-            ids.append(int(draw(p_1V, torch.rand(1, generator=own, dtype=torch.float64))))
-            if ids[-1] in params.stop_token_ids:
-                reason = "stop"
-                break
+        (made,) = self._decoder.generate(
+            [prompt], sampling, params.max_tokens, seed=params.seed or 0, eos_ids=params.stop_token_ids
+        ).generations
         rows: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
             assert params.prompt_logprobs <= self.max_logprobs or self.max_logprobs == -1
@@ -116,7 +113,7 @@ class LLM:
                 order = logprobs_V.argsort(descending=True).tolist()
                 shown = {token, *order[: params.prompt_logprobs]}
                 rows.append({each: Logprob(float(logprobs_V[each]), order.index(each) + 1) for each in shown})
-        output = SimpleNamespace(index=0, text="", token_ids=ids[len(prompt) :], finish_reason=reason)
+        output = SimpleNamespace(index=0, text="", token_ids=made.output_ids, finish_reason=made.finish_reason)
         return SimpleNamespace(prompt_token_ids=prompt, prompt_logprobs=rows, outputs=[output])
 
 
