@@ -102,7 +102,7 @@ def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> 
     assert "target_behind_4096" not in forwards  # beyond the positions of these models
     assert forwards["target_behind_16"]["ours"]["1"]["over_one_row"] == 1
     assert set(forwards["draft_behind_16"]) == {"transformers", "ours", "ours_plain", "share_of_memory_limit"}
-    names = ["hf-assisted", "hf-constant:2", "chain:2", "kary:2,1", "kary:2,1/exact", "head@chain:2"]
+    names = ["hf-assisted", "chain:2", "kary:2,1/exact", "head@chain:2"]
     methods = sections.methods(bench, names, [0.0, 1.0], rounds=2)
     assert {methods["T=0"][name]["greedy_equal"] for name in (*names, "hf", "ar")} == {"4 of 4"}
     assert methods["T=1"]["ar"]["tau"] == methods["T=1"]["hf"]["tau"] == 1 <= methods["T=1"]["chain:2"]["tau"] <= 3
@@ -205,8 +205,9 @@ def test_the_training_benchmark_compares_heads_on_the_same_tokens() -> None:
 
 
 def test_lengths_measures_every_cell_once_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"id": str(number), "text": 20 * f"{row['text']} "} for number, row in enumerate(texts(8, 1))]
     monkeypatch.setattr(corpus, "split", lambda domain: corpus.Split((), ()))
-    monkeypatch.setattr(corpus, "passages", lambda *_: [{"text": 20 * f"{row['text']} "} for row in texts(8, 1)])
+    monkeypatch.setattr(corpus, "passages", lambda *_: rows)
     options = lengths.Options(
         out=str(tmp_path / "lengths.json"), prompts=4, group=2, new_tokens=80, batch=[1, 2], prompt_tokens=[8, 510],
         timed_tokens=4, rounds=1, threads=1,

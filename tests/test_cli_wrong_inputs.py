@@ -61,7 +61,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--out out --num_samples 0", "num_samples: must be greater than or equal to 1"),
         ("--out out --max_new_tokens 96", "leaves no room"),
     ],
-    "distill --target {target} --out out": [
+    "distill --target {target} --out out --max_new_tokens 8": [
         ("--prompts magpie:0", "expected magpie:N, such as magpie:1000"),
         ("--prompts {empty}", "none of its 0 rows can be used"),
         ("--prompts {keyless}", "none of its 1 rows can be used (row 1"),
@@ -88,10 +88,10 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--bootstrap 1", "greater than or equal to 100"),
         ("--tree auto", "plan.json is missing"),
         ("--tree auto:", "needs a file"),
+        ("--max_new_tokens 95", "and 95 new ones exceed a context of"),
     ],
     "plan --target {target} --prompts {prompts}": [
         ("--draft {draft} --out out.json --max_new_tokens 2", "greater than or equal to 4"),
-        ("--draft {draft} --out out.json --max_new_tokens 95", "and 95 new ones exceed a context of"),
         ("--draft {draft} --out .", "is not a regular file"),
         ("--draft owner/name", "name a file with --out"),
     ],
