@@ -154,12 +154,6 @@ def test_drafts_are_chosen_by_name(target_dir: str, draft_dir: str, other_vocabu
         several.generate("dog", draft="c")
 
 
-def test_what_is_wrong_is_one_line(pair: Pair) -> None:
-    with pytest.raises(ds.InputError, match="each from 0 to 289") as caught:
-        pair.generate([1, 2, 999])
-    assert "\n" not in str(caught.value) and isinstance(caught.value, ValueError)
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_the_stages_are_the_functions_of_the_commands(
     door: Door, target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path

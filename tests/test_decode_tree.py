@@ -1,4 +1,4 @@
-"""Tree specs and their errors, trees that grow, a batch of trees against single ones, and Sequoia's programme."""
+"""Tree specs and their errors, trees that grow, and Sequoia's programme."""
 
 import json
 import time
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from decode.sequoia import optimal_tree
 from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape
-from decode.tree_batch import TreeBatch, grow_batch
 from decode.tree_spec import TREES, parse_tree
 
 CPU = torch.device("cpu")
@@ -163,44 +162,6 @@ def test_a_growth_is_valid_exactly_when_its_nodes_can_be_reached(depth: int, bea
     else:
         with pytest.raises(ValueError, match="^tree: "):
             DynamicTree(depth, beam, nodes)
-
-
-# A batch of trees against single ones
-
-
-@given(st.lists(trees(), min_size=1, max_size=4), st.randoms(use_true_random=False))
-@settings(deadline=None)
-def test_a_batch_of_trees_holds_what_each_holds_alone(several: list[Tree], random: Random) -> None:
-    """Nodes that do not exist are strewn among those that do, with parents that must not matter."""
-    size = max(tree.size for tree in several) + 2
-    places = [sorted(random.sample(range(size), tree.size)) for tree in several]
-    parents_BN = torch.tensor([[random.randint(-1, size - 1) for _ in range(size)] for _ in several])
-    exists_BN = torch.zeros(len(several), size, dtype=torch.bool)
-    for row, tree in enumerate(several):
-        for node, place in enumerate(places[row]):
-            exists_BN[row, place] = True
-            parents_BN[row, place] = -1 if tree.parents[node] < 0 else places[row][tree.parents[node]]
-    depth = max(tree.depth for tree in several)
-    most = max(len(below) for tree in several for below in tree.children)
-    batch = grow_batch(parents_BN, exists_BN, depth, most)
-    assert (batch.rows, batch.depth, batch.widths) == (len(several), depth, (most,) * depth)
-    for row, tree in enumerate(several):
-        alone = TreeBatch.build(tree, CPU)
-        # Where the M nodes of the single tree lie among the M of the batch; the root stays the root.
-        at_M = torch.tensor([0, *(place + 1 for place in places[row])])
-        assert batch.depths_RN[row, at_M[1:] - 1].tolist() == alone.depths_RN[0].tolist()
-        assert (batch.parents_RN[row, at_M[1:] - 1] + 1).tolist() == at_M[alone.parents_RN[0] + 1].tolist()
-        assert torch.equal(batch.sees_RMM[row][at_M][:, at_M], alone.sees_RMM[0])
-        children_MK = torch.nn.functional.pad(at_M[alone.children_RMK[0]], (0, most - alone.children_RMK.shape[2]))
-        assert torch.equal(batch.children_RMK[row, at_M], children_MK)
-        inner_M = (alone.children_RMK[0] > 0).any(1)
-        assert torch.equal(batch.groups_RM[row, at_M][inner_M], alone.groups_RM[0][inner_M])
-        gone_M = torch.ones(size + 1, dtype=torch.bool)
-        gone_M[at_M] = False
-        assert not batch.sees_RMM[row][at_M][:, gone_M].any(), "a node sees one that does not exist"
-        assert not batch.children_RMK[row, gone_M].any(), "a node that does not exist has children"
-        assert (batch.parents_RN[row, gone_M[1:]] == -1).all(), "a node that does not exist belongs to a parent"
-        assert (batch.sees_RMM[row, gone_M].sum(1) == 2).all(), "it sees more than the root and itself"
 
 
 # Sequoia
