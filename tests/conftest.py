@@ -190,7 +190,12 @@ def donor_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer = sentencepiece("\u2581", "\u2581the", "th", "e")
     tokenizer.save_pretrained(path)
     torch.manual_seed(6)
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(path)
     return str(path)
 

@@ -47,7 +47,7 @@ def tiny(kind: str, options: dict[str, Any], seed: int, vocab: int = VOCAB) -> P
     config = cast(Any, CONFIG_MAPPING[kind])(vocab_size=vocab, **special, **options)
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    return redrawn(model, 0.4).float()
+    return redrawn(model.float(), 0.4)
 
 
 @cache

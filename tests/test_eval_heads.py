@@ -4,7 +4,7 @@ import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def evaluated(config: EvalConfig) -> Any:
 @pytest.mark.usefixtures("undrawn")
 def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world: EvalConfig) -> None:
     found = evaluate(world)
-    summary, results = summarise(found), found.document
+    summary, results = summarise(found), cast(Any, found.document)
     assert [method["verifier"] for method in results["methods"]] == ["speculative", "mcsd", "exact"]
     assert results["methods"][1]["shape"] == {"parents": [-1, -1, 0], "stop": 0.0}
     assert [results["models"][name]["kind"] for name in ("target", "padded", "eagle", "medusa")] == [
