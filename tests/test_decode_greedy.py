@@ -46,8 +46,8 @@ def tiny(kind: str, options: dict[str, Any], seed: int, vocab: int = VOCAB) -> P
     special: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     config = cast(Any, CONFIG_MAPPING[kind])(vocab_size=vocab, **special, **options)
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    return redrawn(model.float(), 0.4)
+    model = redrawn(AutoModelForCausalLM.from_config(config, attn_implementation=attention), 0.4)
+    return cast(PreTrainedModel, model.float())
 
 
 @cache
