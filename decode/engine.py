@@ -6,7 +6,7 @@
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from decode.batch_run import BatchRun, Generation, OnTokens, StopCondition
 from decode.defaults import default_verifier
-from decode.packed_weights import packs_of
+from decode.packed_weights import kernel_products, packs_of
 from decode.propose.protocol import Proposer
 from decode.runner import Block, Runner
 from decode.static_steps import StaticSteps
@@ -128,7 +128,7 @@ class SpeculativeDecoder:
         self._check(prompts, max_new_tokens)
         began = self._clock()
         # The caller's autocast would run some parts of a step in another dtype.
-        with self._turn, torch.autocast(self.target.device.type, enabled=False):
+        with self._turn, torch.autocast(self.target.device.type, enabled=False), self._products():
             run = BatchRun(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
             prefilled = self._clock()
             while run.batch:
@@ -166,7 +166,7 @@ class SpeculativeDecoder:
             joining = source(free) if not live or free >= max(1, rows * _FREE) else ()
             if not joining and not live:
                 return
-            with torch.autocast(self.target.device.type, enabled=False):
+            with torch.autocast(self.target.device.type, enabled=False), self._products():
                 if joining:
                     prompts, generators = [ids for _, ids, _ in joining], [source for _, _, source in joining]
                     self._check(prompts, max_new_tokens)
@@ -192,6 +192,10 @@ class SpeculativeDecoder:
     def every_steps(self) -> list[StaticSteps]:
         """Recorded or compiled steps of the target and of the proposer's models; empty without `compile`."""
         return [] if self.steps is None else [self.steps, *(self.proposer.steps if self.proposer is not None else ())]
+
+    def _products(self) -> AbstractContextManager[None]:
+        """Multiply packed weights with the kernel, also between forwards, where heads have products of their own."""
+        return nullcontext() if self._packs is None else kernel_products()
 
     def new_runner(self) -> Runner:
         """Return the target with an empty cache."""

@@ -78,7 +78,7 @@ class _KernelForward(nn.Module):
             return product
         bias: Any = None if self.bias is None else self.bias.float()
         x_XI = x.reshape(-1, matrix.inputs).float().contiguous()
-        return matrix.linear(x_XI, bias).view(*x.shape[:-1], -1).to(x.dtype)
+        return matrix.linear(x_XI, bias).view(*x.shape[:-1], matrix.outputs).to(x.dtype)
 
 
 class _Packed(nn.Module):
@@ -87,6 +87,8 @@ class _Packed(nn.Module):
     place: Place
 
     weight: Any = property(lambda self: self.place.values())
+    # For those who need no more than that of the weight, which would be unpacked for them (drafts.heads.borrowed).
+    dtype: Any = property(lambda self: self.place.dtype)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from decode import SpeculativeDecoder, take_over
+from decode import HeadProposer, SpeculativeDecoder, packed_weights, take_over
 from decode.native import kernel
 from decode.packed_weights import kernel_products, packs_of
 from draftsmith_core.models import fingerprint
 from draftsmith_core.sampling import Sampling
+from tests.tiny_models import HEADS, stirred_head
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
 
@@ -215,3 +216,22 @@ def test_a_projection_that_others_hold_is_packed_for_them_too() -> None:
         with kernel_products():
             assert torch.equal(projection(x), projection.place.matrix.linear(x.view(6, 256)).view(2, 3, 300))
     assert torch.equal(model.get_input_embeddings()(torch.tensor([[3, 299]])), weight[torch.tensor([[3, 299]])])
+
+
+@pytest.mark.parametrize("kind", list(HEADS))
+def test_no_weight_is_unpacked_while_a_head_drafts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "_SMALLEST", 0)
+    target = sixteen_bit_model("llama")
+    head = stirred_head(kind, target)
+    plain = SpeculativeDecoder(target, HeadProposer(head, fast=False), tree="chain:3", fast=False)
+    prompts = [[5, 6, 7], [8, 9]]
+    expected = plain.generate(prompts, max_new_tokens=12, eos_ids=()).generations
+    take_over(target)
+    take_over(head)
+    decoder = SpeculativeDecoder(target, HeadProposer(head), tree="chain:3")
+    decoder.generate(prompts, max_new_tokens=1, eos_ids=())
+    unpacked = []
+    monkeypatch.setattr(packed_weights.Place, "values", lambda place: unpacked.append(place))
+    generations = decoder.generate(prompts, max_new_tokens=12, eos_ids=()).generations
+    assert not unpacked
+    assert [row.output_ids for row in generations] == [row.output_ids for row in expected]

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from decode.cache import TreeCache
 from decode.defaults import default_tree
-from decode.packed_weights import kernel_products, packs_of
+from decode.packed_weights import packs_of
 from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
 from decode.propose.network_proposer import NetworkProposer, slots_per_step
 from decode.propose.protocol import Outcome, SessionSetup
@@ -278,8 +278,7 @@ class _BlockNetwork(_EagleNetwork):
         block = _block_behind(self.known, len(self.masks) + 1, self.causal, self.runner.device)
         states_BSH, _ = self.runner.forward(tokens_BT, block, features_BqH=self._features())
         self.depth, self.states_BDH = 0, states_BSH[:, : self.deepest]
-        with kernel_products():
-            self.raw_BDV = self.head.raw_logits(self.states_BDH)
+        self.raw_BDV = self.head.raw_logits(self.states_BDH)
         self.roots_B1 = tokens_BT[:, self.known : self.known + 1]
         return self._logits_below(self.roots_B1)
 

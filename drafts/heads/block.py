@@ -38,7 +38,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from drafts.draft_vocabulary import DraftVocabulary
-from drafts.heads.borrowed import borrow
+from drafts.heads.borrowed import borrow, dtype_of
 from drafts.heads.eagle import LayerConfig, Rotary, draw
 from drafts.heads.eagle3 import aux_layers
 from draftsmith_core.errors import InputError
@@ -231,7 +231,7 @@ class BlockHead(DraftVocabulary):
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """H `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
-        fused: Tensor = self.hidden_norm(self.fc(torch.cat([state.to(self.fc.weight.dtype) for state in hidden], -1)))
+        fused: Tensor = self.hidden_norm(self.fc(torch.cat([state.to(dtype_of(self.fc)) for state in hidden], -1)))
         return fused
 
     def remember(self, context_BTH: Tensor, positions_BT: Tensor, past_key_values: Any) -> None:
@@ -245,7 +245,7 @@ class BlockHead(DraftVocabulary):
 
         mask: additive or boolean, `[B or 1, 1, N, P + N]`; None for a single block per row that sees all P.
         """
-        states_BNH = self.borrowed.embed(ids_BN, self.fc.weight.dtype)
+        states_BNH = self.borrowed.embed(ids_BN, dtype_of(self.fc))
         if mask is None:
             count, past = ids_BN.shape[1], int(past_key_values.get_seq_length())
             mask = torch.ones(count, past + count, dtype=torch.bool, device=ids_BN.device)

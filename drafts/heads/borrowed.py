@@ -53,6 +53,12 @@ class OutputProjection:
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
 
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """The dtype of a module's weight. Decoding packs weights; a packed module has it without unpacking the weight."""
+    dtype: torch.dtype = getattr(module, "dtype", None) or module.weight.dtype  # type: ignore[assignment]
+    return dtype
+
+
 def output_projection(module: nn.Module, config: Any) -> OutputProjection:
     """`module` as the output projection of a model with this text configuration."""
     multiplied, divided = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
@@ -115,7 +121,7 @@ class Borrowed:
 
         finish: scale and cap them as the target does.
         """
-        module, states = self.projection.module, states.to(self.projection.weight_VH.dtype)
+        module, states = self.projection.module, states.to(dtype_of(self.projection.module))
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             detached = {name: p.detach() for name, p in module.named_parameters()}
             logits: Tensor = torch.func.functional_call(module, detached, (states,))

@@ -19,7 +19,7 @@ from transformers import Cache, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from drafts.heads.borrowed import ReadsLastState, borrow
+from drafts.heads.borrowed import ReadsLastState, borrow, dtype_of
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config, vocabulary_size
 from draftsmith_core.sampling import generator
@@ -243,7 +243,7 @@ class EagleHead(ReadsLastState, FeatureHead):
 
     def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:
         """The predicted features `[B, T, H]` of `forward`."""
-        dtype = self.fc.weight.dtype
+        dtype = dtype_of(self.fc)
         embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
         states_BTH: Tensor = self.fc(torch.cat([embedded_BTH, features_BTH.to(dtype)], dim=-1))
         states_BTH = self.layers[0](states_BTH, **self.attending(states_BTH, *attending))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafts.draft_vocabulary import DraftVocabulary
-from drafts.heads.borrowed import borrow
+from drafts.heads.borrowed import borrow, dtype_of
 from drafts.heads.eagle import FeatureHead, LayerConfig, Rotary, draw
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config, vocabulary_size
@@ -180,7 +180,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """Features `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
-        states = [state.to(self.fc.weight.dtype) for state in hidden]
+        states = [state.to(dtype_of(self.fc)) for state in hidden]
         if self.config.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         joined = torch.cat(states, dim=-1)
@@ -193,7 +193,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
 
     def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:
         """The head's own features `[B, T, H]` of `forward`: before its norm, unless the config has `norm_output`."""
-        dtype = self.fc.weight.dtype
+        dtype = dtype_of(self.fc)
         own = self.embed_tokens if self.config.own_embedding else None
         embedded_BTH = self.borrowed.embed(input_ids_BT, dtype) if own is None else own(input_ids_BT)
         features_BTH = features_BTH.to(dtype)
