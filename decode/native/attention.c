@@ -32,33 +32,21 @@ INLINE vec exponential(vec x) {
     return (vec)((words)(p * (vec)power) & ~tiny);
 }
 
-/* Lane l of the result: that of `a` where l has not the bit `width`; where it has, lane l ^ width of `b`. */
-INLINE vec lower(vec a, vec b, int width) {
-#if defined(__GNUC__) && !defined(__clang__)
+/* One half of the exchange of a transposition. Lane l of the result is `a`'s where l has not the bit `width`, and `b`'s
+   where it has. Of the lower half, what comes from `b` is its lane l ^ width; of the upper half, what comes from `a`. */
+INLINE vec exchanged(vec a, vec b, int width, const int upper) {
     words from;
 #pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; lane++)
-        from[lane] = (uint32_t)(lane & width ? LANES + (lane ^ width) : lane);
-    return __builtin_shuffle(a, b, from);
-#else
-    for (int lane = 0; lane < LANES; lane++)
-        if (lane & width) a[lane] = b[lane ^ width];
-    return a;
-#endif
-}
-
-/* Lane l of the result: that of `b` where l has the bit `width`; where it has not, lane l ^ width of `a`. */
-INLINE vec upper(vec a, vec b, int width) {
+    for (int lane = 0; lane < LANES; lane++) {
+        int of_b = (lane & width) != 0, crossed = of_b != upper;
+        from[lane] = (uint32_t)((of_b ? LANES : 0) + (crossed ? lane ^ width : lane));
+    }
 #if defined(__GNUC__) && !defined(__clang__)
-    words from;
-#pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; lane++)
-        from[lane] = (uint32_t)(lane & width ? LANES + lane : lane ^ width);
     return __builtin_shuffle(a, b, from);
 #else
-    for (int lane = 0; lane < LANES; lane++)
-        if (!(lane & width)) b[lane] = a[lane ^ width];
-    return b;
+    vec out;
+    for (int lane = 0; lane < LANES; lane++) out[lane] = from[lane] < LANES ? a[from[lane]] : b[from[lane] - LANES];
+    return out;
 #endif
 }
 
@@ -82,8 +70,8 @@ static void transposed(const float *keys, size_t count, size_t size, float *colu
                 for (int k = 0; k < LANES; k++)
                     if (!(k & width)) {
                         vec a = row[k], b = row[k + width];
-                        row[k] = lower(a, b, width);
-                        row[k + width] = upper(a, b, width);
+                        row[k] = exchanged(a, b, width, 0);
+                        row[k + width] = exchanged(a, b, width, 1);
                     }
 #pragma GCC unroll 16
             for (int k = 0; k < LANES; k++) *(vec *)(columns + (e + (size_t)k) * PANEL + begin) = row[k];
@@ -93,60 +81,21 @@ static void transposed(const float *keys, size_t count, size_t size, float *colu
     }
 }
 
-/* Add to COUNT outputs, WIDE vectors of each, what `slots` slots contribute. */
+/* Add to outputs [rows][size] what `slots` slots contribute, WIDE vectors from each on. */
 INLINE void mix(
-    const int COUNT, const int WIDE, float *to, const float *weights, size_t weight_stride, const float *values,
-    size_t slots, size_t size) {
-    vec sum[TILE][VECTORS];
-#pragma GCC unroll 8
-    for (int t = 0; t < COUNT; t++)
-#pragma GCC unroll 8
-        for (int v = 0; v < WIDE; v++) sum[t][v] = at(to + (size_t)t * size + v * LANES);
-    for (size_t p = 0; p < slots; p++) {
-        vec value[VECTORS];
-#pragma GCC unroll 8
-        for (int v = 0; v < WIDE; v++) value[v] = at(values + p * size + v * LANES);
-#pragma GCC unroll 8
-        for (int t = 0; t < COUNT; t++)
-#pragma GCC unroll 8
-            for (int v = 0; v < WIDE; v++)
-                sum[t][v] = multiply_add(value[v], weights[t * weight_stride + p] - (vec){0}, sum[t][v]);
-    }
-#pragma GCC unroll 8
-    for (int t = 0; t < COUNT; t++)
-#pragma GCC unroll 8
-        for (int v = 0; v < WIDE; v++) *(vec *)(to + (size_t)t * size + v * LANES) = sum[t][v];
+    const int WIDE, size_t rows, float *to, const float *weights, size_t weight_stride, const float *values, size_t slots,
+    size_t size) {
+    const char *panel = (const char *)values;
+    rows_over_slice(FP32, NULL, rows, WIDE, weights, weight_stride, panel, size, slots, to, size, NULL, 0, NULL);
 }
 
-INLINE void mix_rows(
-    const int WIDE, size_t rows, float *to, const float *weights, size_t weight_stride, const float *values,
-    size_t slots, size_t size) {
-    size_t tiles = (rows + TILE - 1) / TILE;
-    for (size_t t = 0; t < tiles; t++) {
-        size_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin;
-        float *out = to + begin * size;
-        const float *by = weights + begin * weight_stride;
-        switch (count) {
-            case 1: mix(1, WIDE, out, by, weight_stride, values, slots, size); break;
-            case 2: mix(2, WIDE, out, by, weight_stride, values, slots, size); break;
-            case 3: mix(3, WIDE, out, by, weight_stride, values, slots, size); break;
-            case 4: mix(4, WIDE, out, by, weight_stride, values, slots, size); break;
-            case 5: mix(5, WIDE, out, by, weight_stride, values, slots, size); break;
-            default: mix(6, WIDE, out, by, weight_stride, values, slots, size); break;
-        }
-    }
-}
-
-/* Add to outputs [rows][size] what `slots` slots contribute: each output's sum runs over the slots in order. */
+/* The same of whole outputs: each one's sum runs over the slots in order. */
 static void mix_slots(
     size_t rows, float *to, const float *weights, size_t weight_stride, const float *values, size_t slots, size_t size) {
     size_t e = 0;
-    for (; e + PANEL <= size; e += PANEL)
-        mix_rows(VECTORS, rows, to + e, weights, weight_stride, values + e, slots, size);
-    for (; e + 2 * LANES <= size; e += 2 * LANES)
-        mix_rows(2, rows, to + e, weights, weight_stride, values + e, slots, size);
-    for (; e + LANES <= size; e += LANES)
-        mix_rows(1, rows, to + e, weights, weight_stride, values + e, slots, size);
+    for (; e + PANEL <= size; e += PANEL) mix(VECTORS, rows, to + e, weights, weight_stride, values + e, slots, size);
+    for (; e + 2 * LANES <= size; e += 2 * LANES) mix(2, rows, to + e, weights, weight_stride, values + e, slots, size);
+    for (; e + LANES <= size; e += LANES) mix(1, rows, to + e, weights, weight_stride, values + e, slots, size);
     for (size_t t = 0; t < rows && e < size; t++)
         for (size_t p = 0; p < slots; p++)
             for (size_t rest = e; rest < size; rest++)
@@ -164,7 +113,8 @@ static void score(
         size_t here = slots - p < PANEL ? slots - p : PANEL;
         transposed(keys + p * size, here, size, columns);
         memset(sums, 0, count * PANEL * sizeof(float));
-        rows_over_slice(FP32, NULL, count, queries, size, (const char *)columns, size, sums, NULL, 0, NULL);
+        rows_over_slice(
+            FP32, NULL, count, VECTORS, queries, size, (const char *)columns, PANEL, size, sums, PANEL, NULL, 0, NULL);
         for (size_t t = 0; t < count; t++)
             for (size_t v = 0; v < PANEL; v += LANES) {
                 vec score = scale * at(sums + t * PANEL + v);

@@ -204,34 +204,34 @@ void draftsmith_rows(int kind, const char *packed, const int64_t *ids, float *to
     }
 }
 
-/* Add to the sums of ROWS rows what `inputs` inputs contribute, and fetch `lines` cache lines from `ahead` on meanwhile.
-   `table` is of CODES, whose panel begins with the scales of its one block. What is widened is also kept in `wide`
-   unless that is NULL. Few rows only wait for memory, and wait less when the lines go to the first-level cache; more
-   rows need its space. */
+/* Add to the sums of ROWS rows, WIDE vectors of each, what `inputs` inputs contribute, and fetch `lines` cache lines from
+   `ahead` on meanwhile. `panel_stride` and `sums_stride` count values. `table` is of CODES, whose panel begins with the
+   scales of its one block. What is widened is also kept in `wide` unless that is NULL. Few rows only wait for memory, and
+   wait less when the lines go to the first-level cache; more rows need its space. */
 INLINE void tile(
-    const int kind, const vec *table, const int ROWS, const float *x, size_t x_stride, const char *panel, size_t inputs,
-    float *sums, const char *ahead, size_t lines, float *wide) {
+    const int kind, const vec *table, const int ROWS, const int WIDE, const float *x, size_t x_stride, const char *panel,
+    size_t panel_stride, size_t inputs, float *sums, size_t sums_stride, const char *ahead, size_t lines, float *wide) {
     const uint8_t *codes = (const uint8_t *)panel + PANEL * sizeof(float);
     vec scale[VECTORS];
     if (kind == CODES)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) scale[v] = load(FP32, panel, v * LANES);
+        for (int v = 0; v < WIDE; v++) scale[v] = load(FP32, panel, v * LANES);
     vec sum[TILE][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) sum[r][v] = *(const vec *)(sums + r * PANEL + v * LANES);
+        for (int v = 0; v < WIDE; v++) sum[r][v] = *(const vec *)(sums + r * sums_stride + v * LANES);
     /* Spread over the inputs without a division: `lines` in `inputs` steps. */
     size_t owed = 0;
     for (size_t i = 0; i < inputs; i++) {
         vec w[VECTORS];
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++)
+        for (int v = 0; v < WIDE; v++)
             w[v] = kind == CODES ? decoded(table, codes + i * PANEL / 2, v) * scale[v]
-                                 : load(kind, panel, i * PANEL + v * LANES);
+                                 : load(kind, panel, i * panel_stride + v * LANES);
         if (wide)
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) *(vec *)(wide + i * PANEL + v * LANES) = w[v];
+            for (int v = 0; v < WIDE; v++) *(vec *)(wide + i * PANEL + v * LANES) = w[v];
         for (owed += lines; owed >= inputs; owed -= inputs, ahead += 64) {
             if (ROWS <= 3)
                 __builtin_prefetch(ahead, 0, 3);
@@ -242,47 +242,53 @@ INLINE void tile(
         for (int r = 0; r < ROWS; r++) {
             float value = x[r * x_stride + i];
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) sum[r][v] = multiply_add(w[v], value - (vec){0}, sum[r][v]);
+            for (int v = 0; v < WIDE; v++) sum[r][v] = multiply_add(w[v], value - (vec){0}, sum[r][v]);
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) *(vec *)(sums + r * PANEL + v * LANES) = sum[r][v];
+        for (int v = 0; v < WIDE; v++) *(vec *)(sums + r * sums_stride + v * LANES) = sum[r][v];
 }
 
+#define TILE_OF(ROWS) \
+    tile(kind, table, ROWS, WIDE, x, x_stride, panel, panel_stride, inputs, sums, sums_stride, ahead, lines, wide)
 INLINE void tile_of(
-    const int kind, const vec *table, size_t rows, const float *x, size_t x_stride, const char *panel, size_t inputs,
-    float *sums, const char *ahead, size_t lines, float *wide) {
+    const int kind, const vec *table, size_t rows, const int WIDE, const float *x, size_t x_stride, const char *panel,
+    size_t panel_stride, size_t inputs, float *sums, size_t sums_stride, const char *ahead, size_t lines, float *wide) {
     switch (rows) {
-        case 1: tile(kind, table, 1, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
-        case 2: tile(kind, table, 2, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
-        case 3: tile(kind, table, 3, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
-        case 4: tile(kind, table, 4, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
-        case 5: tile(kind, table, 5, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
-        default: tile(kind, table, 6, x, x_stride, panel, inputs, sums, ahead, lines, wide); break;
+        case 1: TILE_OF(1); break;
+        case 2: TILE_OF(2); break;
+        case 3: TILE_OF(3); break;
+        case 4: TILE_OF(4); break;
+        case 5: TILE_OF(5); break;
+        default: TILE_OF(6); break;
     }
 }
 
-/* With `wide` (PANEL floats per input) the first tile widens the slice for all of them. */
+/* Tiles over all rows of a slice of a panel, of WIDE vectors an input. With `wide` (PANEL floats per input) the first
+   tile widens the slice for all of them. */
 INLINE void rows_over_slice(
-    const int kind, const vec *table, size_t rows, const float *x, size_t x_stride, const char *panel, size_t inputs,
-    float *sums, const char *ahead, size_t lines, float *wide) {
+    const int kind, const vec *table, size_t rows, const int WIDE, const float *x, size_t x_stride, const char *panel,
+    size_t panel_stride, size_t inputs, float *sums, size_t sums_stride, const char *ahead, size_t lines, float *wide) {
     size_t tiles = (rows + TILE - 1) / TILE, done = 0;
     for (size_t t = 0; t < tiles; t++) {
         /* Tiles of like size: 7 rows are 4 + 3, not 6 + 1. */
         size_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin;
         size_t due = lines * (t + 1) / tiles - done;
         const float *from = x + begin * x_stride;
-        float *to = sums + begin * PANEL;
+        float *to = sums + begin * sums_stride;
         const char *next = ahead + done * 64;
         done += due;
+        const char *widened = (const char *)wide;
         if (!wide)
-            tile_of(kind, table, count, from, x_stride, panel, inputs, to, next, due, NULL);
+            tile_of(
+                kind, table, count, WIDE, from, x_stride, panel, panel_stride, inputs, to, sums_stride, next, due, NULL);
         else if (t == 0)
-            tile_of(kind, table, count, from, x_stride, panel, inputs, to, next, due, wide);
+            tile_of(
+                kind, table, count, WIDE, from, x_stride, panel, panel_stride, inputs, to, sums_stride, next, due, wide);
         else
-            tile_of(FP32, NULL, count, from, x_stride, (const char *)wide, inputs, to, next, due, NULL);
+            tile_of(FP32, NULL, count, WIDE, from, x_stride, widened, PANEL, inputs, to, sums_stride, next, due, NULL);
     }
 }
 
@@ -299,7 +305,8 @@ INLINE void panel_over_rows(
         const char *ahead = slice + bytes;
         size_t lines = rows <= STREAMED(kind) ? 0 : bytes / 64;
         int once = kind != FP32 && rows > (kind == CODES ? TILE : 2 * TILE);
-        rows_over_slice(kind, table, rows, x + i, inputs, slice, count, sums, ahead, lines, once ? wide : NULL);
+        rows_over_slice(
+            kind, table, rows, VECTORS, x + i, inputs, slice, PANEL, count, sums, PANEL, ahead, lines, once ? wide : NULL);
     }
 }
 
