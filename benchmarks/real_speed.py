@@ -9,8 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode as bench_decode
-from benchmarks import peers, sections
+from benchmarks import decode as bench_decode, peers, sections
 from benchmarks.objectives_data import once
 from benchmarks.pages import table
 from benchmarks.real_study import Study

@@ -6,72 +6,38 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from decode.defaults import default_tree, default_verifier
-from decode.propose import PROPOSERS, ProposerKind
-from decode.tree import Drawing, DynamicTree, Tree, TreeShape
-from decode.tree_spec import TREES, TreeKind, parse_tree
-from decode.verify import VERIFIERS, Verifier
+from decode.defaults import default_tree as default_tree, default_verifier as default_verifier
+from decode.propose import PROPOSERS as PROPOSERS, ProposerKind as ProposerKind
+from decode.tree import Drawing as Drawing, DynamicTree as DynamicTree, Tree as Tree, TreeShape as TreeShape
+from decode.tree_spec import TREES as TREES, TreeKind as TreeKind, parse_tree as parse_tree
+from decode.verify import VERIFIERS as VERIFIERS, Verifier as Verifier
+from draftsmith_core import lazy_names
 
 if TYPE_CHECKING:
-    from decode.batch_run import Generation, StopCondition, StopStrings
-    from decode.engine import BatchOutput, SpeculativeDecoder
-    from decode.packed_weights import take_over
-    from decode.propose.draft_model import DraftModelProposer
-    from decode.propose.head_proposers import HeadProposer
-    from decode.propose.lookahead import LookaheadProposer
-    from decode.propose.prompt_lookup import PromptLookupProposer
-    from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
-    from decode.propose.retrieval import RetrievalProposer
-    from decode.stats import DecodeStats
-    from decode.tree_batch import TreeBatch
-    from decode.verify.tree_walk import Verdict
+    from decode.batch_run import Generation as Generation, StopCondition as StopCondition, StopStrings as StopStrings
+    from decode.engine import BatchOutput as BatchOutput, SpeculativeDecoder as SpeculativeDecoder
+    from decode.packed_weights import take_over as take_over
+    from decode.propose.draft_model import DraftModelProposer as DraftModelProposer
+    from decode.propose.head_proposers import HeadProposer as HeadProposer
+    from decode.propose.lookahead import LookaheadProposer as LookaheadProposer
+    from decode.propose.prompt_lookup import PromptLookupProposer as PromptLookupProposer
+    from decode.propose.protocol import (
+        Outcome as Outcome,
+        Proposal as Proposal,
+        Proposer as Proposer,
+        Session as Session,
+        SessionSetup as SessionSetup,
+    )
+    from decode.propose.retrieval import RetrievalProposer as RetrievalProposer
+    from decode.stats import DecodeStats as DecodeStats
+    from decode.tree_batch import TreeBatch as TreeBatch
+    from decode.verify.tree_walk import Verdict as Verdict
 
-# Where the names that need torch are, in the order of the search.
-_MODULES = (
-    *("engine", "batch_run", "packed_weights", "stats", "tree_batch", "verify.tree_walk"),
-    *("propose.protocol", "propose.draft_model", "propose.head_proposers"),
-    *("propose.lookahead", "propose.prompt_lookup", "propose.retrieval"),
-)
+_LATER = lazy_names(__file__)
 
 
 def __getattr__(name: str) -> Any:
-    for module in _MODULES if name in __all__ else ():
-        if (value := getattr(import_module(f"decode.{module}"), name, None)) is not None:
-            return value
-    raise AttributeError(f"module 'decode' has no attribute {name!r}")
-
-
-__all__ = [
-    "PROPOSERS",
-    "TREES",
-    "VERIFIERS",
-    "BatchOutput",
-    "DecodeStats",
-    "DraftModelProposer",
-    "Drawing",
-    "Generation",
-    "DynamicTree",
-    "HeadProposer",
-    "LookaheadProposer",
-    "Outcome",
-    "PromptLookupProposer",
-    "Proposal",
-    "Proposer",
-    "ProposerKind",
-    "RetrievalProposer",
-    "Session",
-    "SessionSetup",
-    "TreeShape",
-    "SpeculativeDecoder",
-    "StopCondition",
-    "StopStrings",
-    "Tree",
-    "TreeBatch",
-    "TreeKind",
-    "Verdict",
-    "Verifier",
-    "default_tree",
-    "default_verifier",
-    "parse_tree",
-    "take_over",
-]
+    if name not in _LATER:
+        raise AttributeError(f"module 'decode' has no attribute {name!r}")
+    module, attribute = _LATER[name]
+    return getattr(import_module(module), attribute)

@@ -24,8 +24,7 @@ from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from decode.tree_spec import parse_tree
 from decode.verify import VERIFIERS, Verifier
-from draftsmith_core.models import context_length, vocabulary_size
-from draftsmith_core.models import eos_ids as eos_of
+from draftsmith_core.models import context_length, eos_ids as eos_of, vocabulary_size
 from draftsmith_core.sampling import Sampling, generator, row_seed
 
 _CACHED_BLOCKS = 64

@@ -11,40 +11,33 @@ Everything raised on purpose is a `DraftsmithError`: `InputError` for what the c
 miss what was required of them (exit 3).
 """
 
-import ast
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith_core import __version__
+from draftsmith_core import __version__, lazy_names
 
 if TYPE_CHECKING:
     from decode import SpeculativeDecoder as SpeculativeDecoder
-    from distill.config import DistillConfig as DistillConfig
-    from distill.config import ScoreConfig as ScoreConfig
+    from distill.config import DistillConfig as DistillConfig, ScoreConfig as ScoreConfig
     from distill.generate import distill as distill
     from distill.score import score_set as score_set
-    from drafts.config import DoctorConfig as DoctorConfig
-    from drafts.config import ExportConfig as ExportConfig
-    from drafts.config import MergeConfig as MergeConfig
+    from drafts.config import DoctorConfig as DoctorConfig, ExportConfig as ExportConfig, MergeConfig as MergeConfig
     from drafts.doctor import examine as doctor
     from drafts.layouts.export import export as export
     from drafts.merge import merge as merge
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.stages import align as align
-    from draftsmith.config import InitConfig as InitConfig
-    from draftsmith.config import ServedConfig as ServedConfig
-    from draftsmith.pair import Output as Output
-    from draftsmith.pair import Pair as Pair
-    from draftsmith.pair import load_pair as load_pair
+    from draftsmith.config import InitConfig as InitConfig, ServedConfig as ServedConfig
+    from draftsmith.pair import Output as Output, Pair as Pair, load_pair as load_pair
     from draftsmith.served_acceptance import served as served
     from draftsmith.starting import init as init
-    from draftsmith_core.errors import DraftsmithError as DraftsmithError
-    from draftsmith_core.errors import InputError as InputError
-    from draftsmith_core.errors import RequirementError as RequirementError
-    from draftsmith_core.errors import RunError as RunError
-    from eval.config import EvalConfig as EvalConfig
-    from eval.config import PlanConfig as PlanConfig
+    from draftsmith_core.errors import (
+        DraftsmithError as DraftsmithError,
+        InputError as InputError,
+        RequirementError as RequirementError,
+        RunError as RunError,
+    )
+    from eval.config import EvalConfig as EvalConfig, PlanConfig as PlanConfig
     from eval.decision import decide as decide
     from eval.evaluate import evaluate as evaluate
     from eval.plan import plan as plan
@@ -53,17 +46,7 @@ if TYPE_CHECKING:
     from train.losses import LOSSES as losses  # noqa: N811
     from train.training_run import train as train
 
-
-def _public() -> dict[str, tuple[str, str]]:
-    """Module and attribute of every name that is imported above for type checkers."""
-    block = next(
-        node for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body if isinstance(node, ast.If)
-    )
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.asname or alias.name: (node.module or "", alias.name) for node in imports for alias in node.names}
-
-
-_PUBLIC = _public()
+_PUBLIC = lazy_names(__file__)
 # Type checkers export the names that an import keeps; renamed ones stand here.
 __all__ = ["__version__", "doctor", "losses"]
 __all__ += [name for name in _PUBLIC if name not in __all__]

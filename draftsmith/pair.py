@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from decode import PROPOSERS, DecodeStats, Proposer, SpeculativeDecoder, StopStrings, TreeShape, Verifier, take_over
 from decode.batch_run import OnTokens
 from decode.suffix_index import SuffixIndex
-from drafts.load import Draft, LoadedPair, depth_limit, draft_fingerprint, kind_of
-from drafts.load import load_pair as load_models
+from drafts.load import Draft, LoadedPair, depth_limit, draft_fingerprint, kind_of, load_pair as load_models
 from draftsmith.drafting import DraftingMethod, choose_method, read_documents
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint

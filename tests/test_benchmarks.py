@@ -13,8 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import lengths, peers, sections, sixteen_bits
-from benchmarks import train as bench_train
+from benchmarks import lengths, peers, sections, sixteen_bits, train as bench_train
 from benchmarks.decode import TARGET
 from benchmarks.methods import Pair, endless
 from benchmarks.sections import Bench

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from decode.propose.lookahead import LookaheadProposer, LookaheadSession, Window
 from decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer

@@ -16,8 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decode import packed_weights as packed_module
-from decode import runner as runner_module
+from decode import packed_weights as packed_module, runner as runner_module
 from decode.llama_forward import lean_forward
 from decode.native import kernel
 from decode.packed_weights import packs_of, take_over

@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from decode import llama_forward as forward_module
-from decode import native
-from decode import packed_weights as packed_module
+from decode import llama_forward as forward_module, native, packed_weights as packed_module
 from decode.llama_forward import LeanForward
-from decode.native import _MOST_ROWS as MOST_ROWS
-from decode.native import Kernel, PackedMatrix, kernel, narrowest
+from decode.native import _MOST_ROWS as MOST_ROWS, Kernel, PackedMatrix, kernel, narrowest
 from decode.native.large_pages import empty_bytes
 from decode.packed_weights import packs_of
 from decode.runner import Block, Runner

@@ -8,8 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from decode.sequoia import optimal_tree
 from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape

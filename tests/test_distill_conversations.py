@@ -7,8 +7,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distill.config import DistillConfig
 from distill.conversations import answer_text, answered_turns, turn_prompt

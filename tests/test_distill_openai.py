@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Tokenizers
-from tokenizers import decoders, models, normalizers
+from tokenizers import Tokenizer as Tokenizers, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import distill.engines.openai as openai

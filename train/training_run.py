@@ -23,8 +23,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import remove_leftovers
 from draftsmith_core.models import check_tokenizer, context_length, dtype_name, fingerprint, load_model, vocabulary_size
-from draftsmith_core.options import configured
-from draftsmith_core.options import identity as identity_options
+from draftsmith_core.options import configured, identity as identity_options
 from draftsmith_core.processes import Terminated, is_main, leave_processes, on_main, say
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.runs import Run, command_line, provenance, read_record
