@@ -74,8 +74,7 @@ class _KernelForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         matrix = self.place.matrix
         if not _KERNEL_PRODUCTS.get() or not self.place.whole:
-            product: Tensor = super().forward(x)
-            return product
+            return super().forward(x)
         bias: Any = None if self.bias is None else self.bias.float()
         x_XI = x.reshape(-1, matrix.inputs).float().contiguous()
         return matrix.linear(x_XI, bias).view(*x.shape[:-1], matrix.outputs).to(x.dtype)
@@ -107,7 +106,6 @@ class PackedEmbedding(_Packed, nn.Embedding):
     """`nn.Embedding` with a packed weight, shared with the output projection."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Rows of the table."""
         rows = self.place.matrix.rows(ids.reshape(-1).long() + self.place.first)
         return rows.view(*ids.shape, -1).to(self.place.dtype)
 
@@ -268,8 +266,7 @@ class FusedLinear:
     def parts(self, x_XI: Tensor) -> Sequence[Tensor]:
         """Each layer's outputs."""
         if self.matrix is not None:
-            parts: Sequence[Tensor] = torch.split(self(x_XI), self.outputs, dim=1)
-            return parts
+            return torch.split(self(x_XI), self.outputs, dim=1)
         pairs = zip(self._weights_IO, self._biases_O, strict=True)
         return [torch.mm(x_XI, w_IO) if bias is None else torch.addmm(bias, x_XI, w_IO) for w_IO, bias in pairs]
 

@@ -137,8 +137,7 @@ class StaticSteps:
 
             def step(*tensors: Tensor) -> tuple[Tensor, ...]:
                 with torch._dynamo.config.patch(recompile_limit=_VERSIONS, accumulated_recompile_limit=4 * _VERSIONS):
-                    outputs: tuple[Tensor, ...] = compiled(*tensors)
-                    return outputs
+                    return compiled(*tensors)
 
             function = step
         if inputs[0].device.type != "cuda":

@@ -91,8 +91,7 @@ class SuffixIndex:
     def _before(self, rank: int, length: int) -> list[int]:
         # Up to `length` tokens before a position, the nearest first.
         position = int(self.positions[rank])
-        before: list[int] = self.text_n[max(position - length, 0) : position][::-1].tolist()
-        return before
+        return self.text_n[max(position - length, 0) : position][::-1].tolist()
 
 
 def _common(query: list[int], other: list[int]) -> int:

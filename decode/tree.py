@@ -141,12 +141,10 @@ class DynamicTree:
 
     @property
     def size(self) -> int:
-        """Number of drafted nodes."""
         return self.nodes
 
     @property
     def is_chain(self) -> bool:
-        """True when no node has more than one child."""
         return self.beam == 1
 
 

@@ -61,7 +61,7 @@ class Pair:
     """The language models of a pair, target first; source: the head and its target, if the draft is a head."""
 
     models: tuple[Model, ...]
-    source: Source | None = None
+    source: Any = None
 
     @property
     def sizes(self) -> str | None:
@@ -71,8 +71,6 @@ class Pair:
 
     @property
     def head(self) -> Any:
-        """The head, for rules that only apply to heads."""
-        assert self.source is not None
         return self.source.draft
 
     @property
@@ -82,8 +80,6 @@ class Pair:
 
     @property
     def target_layers(self) -> int:
-        """Layers of the head's target."""
-        assert self.source is not None and self.source.target is not None
         return int(text_config(self.source.target).num_hidden_layers)
 
     def first(self, breaks: Callable[[Model], Any]) -> tuple[Model, Any] | None:

@@ -64,8 +64,7 @@ def work(python: Path, script: str | Path, *words: str | Path) -> dict[str, Any]
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise RunError(f"{script}: failed in {python}: {lines[-1]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def vllm_answers(python: Path, runs: dict[str, Any]) -> dict[str, Any]:

@@ -223,8 +223,7 @@ def from_main(work: Callable[[], T]) -> T:
     result, failure = outcome
     if failure is not None:
         raise failure
-    value: T = result
-    return value
+    return result
 
 
 def divided(count: int, work: Callable[[int], T]) -> list[T]:

@@ -85,7 +85,6 @@ class Reasons:
         self._kinds: dict[str, list[Any]] = {}  # count, first row, its reason
 
     def add(self, row: int, reason: str) -> None:
-        """Count one row."""
         self._kinds.setdefault(re.sub(r"\d+", "N", reason), [0, row, reason])[0] += 1
 
     def total(self) -> int:
@@ -240,8 +239,7 @@ def read_prompt_hashes(checkpoint: Path) -> npt.NDArray[np.uint64] | None:
     path = checkpoint / PROMPT_HASHES
     if not path.is_file():
         return None
-    hashes: npt.NDArray[np.uint64] = np.load(path, allow_pickle=False)
-    return hashes
+    return np.load(path, allow_pickle=False)
 
 
 @cache

@@ -139,11 +139,9 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def append(self, row: Any) -> None:
-        """Add one row, and flush."""
         with writing(self.path):
             self._file.write(canonical_json(row).encode() + b"\n")
             self._file.flush()

@@ -88,7 +88,6 @@ class BlockConfig(LayerConfig):
     """By slot, what divides the confidence's logit; empty for 1."""
 
     def to_json(self) -> dict[str, Any]:
-        """The whole config.json."""
         inner: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
         values = super().to_json() | {
             "architectures": ["Qwen3DSparkModel" if self.markov_rank or self.confidence else "DFlashDraftModel"],
@@ -231,8 +230,7 @@ class BlockHead(DraftVocabulary):
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """H `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
-        fused: Tensor = self.hidden_norm(self.fc(torch.cat([state.to(dtype_of(self.fc)) for state in hidden], -1)))
-        return fused
+        return self.hidden_norm(self.fc(torch.cat([state.to(dtype_of(self.fc)) for state in hidden], -1)))
 
     def remember(self, context_BTH: Tensor, positions_BT: Tensor, past_key_values: Any) -> None:
         """Append the keys and values of H, which stands at these positions, to the cache of every layer."""
@@ -255,8 +253,7 @@ class BlockHead(DraftVocabulary):
             states_BNH = layer(
                 states_BNH, attention_mask=mask, past_key_values=past_key_values, position_embeddings=rotation
             )
-        out: Tensor = self.norm(states_BNH)
-        return out
+        return self.norm(states_BNH)
 
     def slots(self, states_BSH: Tensor) -> Tensor:
         """The states of the slots that draft, `[B, depths, H]`."""

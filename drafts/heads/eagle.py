@@ -206,7 +206,6 @@ class EagleConfig(LayerConfig):
     bias: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The whole config.json."""
         return super().to_json() | {"bias": self.bias}
 
     @classmethod

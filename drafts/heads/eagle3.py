@@ -57,7 +57,6 @@ class Eagle3Config(LayerConfig):
     """A norm for each of the fused states."""
 
     def to_json(self) -> dict[str, Any]:
-        """The whole config.json."""
         values = super().to_json() | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": self.draft_vocab_size,
@@ -122,8 +121,7 @@ class _MidLayer(nn.Module):
         both = torch.cat([self.input_layernorm(embedded_BTH), normed_BTH], dim=-1)
         attended, _ = self.self_attn(hidden_states=both, **attending)
         states: Tensor = (normed_BTH if self.norm_before_residual else features_BTH) + attended
-        out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return out
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Eagle3Head(DraftVocabulary, FeatureHead):
@@ -184,8 +182,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         if self.config.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         joined = torch.cat(states, dim=-1)
-        fused: Tensor = self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
-        return fused
+        return self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
 
     def normed(self, states_BTH: Tensor) -> Tensor:
         """What the output projection reads, `[..., H]`, of what `states` gives."""

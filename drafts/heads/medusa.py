@@ -144,7 +144,7 @@ class _FirstBlock(ResBlock):
 
     def forward(self, states: Tensor) -> Tensor:
         """Map states `[..., inputs]` to `[..., outputs]`."""
-        return self.skip(states) + nn.functional.silu(self.linear(states))  # type: ignore[no-any-return]
+        return self.skip(states) + nn.functional.silu(self.linear(states))
 
 
 class HydraHeads(ReadsLastState, nn.Module):
