@@ -114,9 +114,6 @@ class _NoDraft:
     def select_rows(self, rows: Sequence[int]) -> None:
         self._tokens_BM = self._tokens_BM[: len(rows)]
 
-    def join(self, other: "_NoDraft") -> None:
-        self._tokens_BM = torch.cat([self._tokens_BM, other._tokens_BM])
-
 
 class BatchRun:
     """Prompts that are decoded together. `rows` are those it began with, `batch` all that have not ended, in the order
@@ -169,10 +166,10 @@ class BatchRun:
         self.num_uniforms = self.num_draft_uniforms + decoder.verifier.uniforms(_widest(tree))
 
     def join(self, other: "BatchRun") -> None:
-        """Append the rows of another run of the same options, which has made no step."""
+        """Append the rows of another run without drafts, of the same options, which has made no step."""
         self.runner.join(other.runner)
-        self.session.join(other.session)
         self.batch += other.batch
+        self.session = _NoDraft(len(self.batch), self.runner.device)
 
     def step(self) -> list[_Row]:
         """Draft, score, verify and record, with one forward of the target. Return the rows that ended."""
@@ -247,8 +244,6 @@ class BatchRun:
     def _record(
         self, finite_B: list[int], walks: list[Walk], hidden: Sequence[Tensor], distributions: Callable[[], Tensor]
     ) -> list[_Row]:
-        paths: list[list[int]] = []
-        blocks: list[list[int]] = []
         for row, finite, walk in zip(self.batch, finite_B, walks, strict=True):
             if finite != _ALL_FINITE:
                 target, proposer = self.decoder.target, self.decoder.proposer
@@ -259,27 +254,23 @@ class BatchRun:
                     f"the {name} gave logits that are not finite after {len(row.ids)} new tokens of prompt {row.index};"
                     f" its weights are damaged or its dtype is too narrow: check the checkpoint, or use float32"
                 )
-            tokens = self._emit(row, walk)
-            ended = bool(row.finish_reason)
-            paths.append([] if ended else walk.path)
-            blocks.append([] if ended else tokens)
-        places = [place for place, block in enumerate(blocks) if not block]
+            self._emit(row, walk)
+        places = [place for place, row in enumerate(self.batch) if row.finish_reason]
         ended_rows = [self.batch[place] for place in places]
         if len(ended_rows) == len(self.batch):
             self.batch = []
             return ended_rows
-        self.runner.keep([[0, *path] if block else [] for path, block in zip(paths, blocks, strict=True)])
-        states = [
-            [layer[place, : len(path) + 1] for layer in hidden] if hidden else [] for place, path in enumerate(paths)
-        ]
-        self.session.commit(Outcome(paths, blocks, states, distributions))
+        paths = [walk.path for walk in walks]
+        self.runner.keep([[0, *path] for path in paths])
+        states = [[layer[place, : len(path) + 1] for layer in hidden] for place, path in enumerate(paths)]
+        self.session.commit(Outcome(paths, [walk.emitted for walk in walks], states, distributions))
         if places:
             left = self.runner.remove(places)
             self.batch = [self.batch[place] for place in left]
             self.session.select_rows(left)
         return ended_rows
 
-    def _emit(self, row: _Row, walk: Walk) -> list[int]:
+    def _emit(self, row: _Row, walk: Walk) -> None:
         """Cut a block at EOS and at `max_new_tokens`, count it, and pass it to `on_tokens`."""
         room = self.max_new_tokens - len(row.ids)
         accepted, tokens = len(walk.path), walk.emitted[:room]
@@ -299,14 +290,11 @@ class BatchRun:
         row.from_draft += from_draft
         # The depth after the last accepted one was reached only if the target's token in its place was not cut off.
         reached = drafted + int(walk.is_open and len(tokens) == accepted + 1)
-        row.stats += DecodeStats.of_step(
-            emitted=len(tokens), accepted=drafted, reached=reached, proposed=walk.drafted, depth=walk.offered
-        )
+        counts = (1, len(tokens), walk.drafted, drafted, walk.offered)
+        row.stats += DecodeStats(*counts, accepted_by_depth=(1,) * drafted, reached_by_depth=(1,) * reached)
         row.last = tokens[-1]
         if self.on_tokens is not None:
-            # A copy, because the returned list goes on into the cache.
-            self.on_tokens(row.index, list(tokens), from_draft)
-        return tokens
+            self.on_tokens(row.index, tokens, from_draft)
 
 
 def _judge(

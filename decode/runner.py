@@ -238,10 +238,6 @@ class Runner:
         self.cache.keep(self.column, moves)
         self.lengths = [length + len(path) for path, length in zip(slots, self.lengths, strict=True)]
 
-    def finish(self, row: int) -> None:
-        """Empty the prefix of a row that has ended, until `select_rows`."""
-        self.lengths[row] = 0
-
     def select_rows(self, rows: Sequence[int]) -> None:
         """Continue with these rows, in this order. No row may move towards the end of the batch."""
         self.lengths = [self.lengths[row] for row in rows]

@@ -24,11 +24,6 @@ class DecodeStats:
     accepted_by_depth: tuple[int, ...] = ()
     reached_by_depth: tuple[int, ...] = ()
 
-    @staticmethod
-    def of_step(*, emitted: int, accepted: int, reached: int, proposed: int, depth: int) -> "DecodeStats":
-        """One target call: tokens kept, drafted tokens kept, depths reached, nodes drafted, depth offered."""
-        return DecodeStats(1, emitted, proposed, accepted, depth, (1,) * accepted, (1,) * reached)
-
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
         return DecodeStats(
             self.target_calls + other.target_calls,

@@ -199,7 +199,7 @@ def test_nothing_found_costs_no_cells() -> None:
     proposal = session.propose(None)
     assert proposal.tokens_BM.tolist() == [[-1, -1, -1, -1], [-1, 5, 6, 4]] and proposal.tree.depth == 3
     # The row that found something leaves, and with it the cells.
-    session.commit(Outcome([[], []], [[8], []], [[], []], lambda: torch.zeros(2, 4, VOCAB)))
+    session.commit(Outcome([[], []], [[8], [1]], [[], []], lambda: torch.zeros(2, 4, VOCAB)))
     session.select_rows([0])
     assert session.propose(None).tokens_BM.tolist() == [[-1]]
 

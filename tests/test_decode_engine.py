@@ -235,7 +235,8 @@ def test_under_autocast_outputs_are_the_targets_own(fast: bool) -> None:
     hook = target.model.layers[0].mlp.down_proj.register_forward_hook(lambda _, given, out: dtypes.add(out.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         cast = decoder.generate(PROMPTS, GREEDY, 24, eos_ids=())
-        streamed = dict(decoder.continuous(lambda free: next(prompts, ()), len(PROMPTS), GREEDY, 24, eos_ids=()))
+        alone = SpeculativeDecoder(target, fast=fast)
+        streamed = dict(alone.continuous(lambda free: next(prompts, ()), len(PROMPTS), GREEDY, 24, eos_ids=()))
         assert torch.is_autocast_enabled("cpu")
     hook.remove()
     assert dtypes <= {torch.float32}

@@ -272,26 +272,6 @@ def test_greedy_steps_on_the_host_are_those_of_tensors(variant: str, monkeypatch
             assert run(SpeculativeDecoder(llama(2), drafting, shape, rule), rows, GREEDY) == found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_row_that_joins_a_batch_is_what_it_is_alone(variant: str) -> None:
-    """Rows join one that has been decoded for a while, as others end; every proposer, with trees of each kind."""
-    own = ("chain:3", "kary:3,2,1,stop=0.15", "eagle2:depth=3,beam=2,nodes=5")
-    for tree in own if variant == "draft" else own[:1]:
-        made = decoder(variant, tree, "exact")
-        waiting = list(range(9))[::-1]
-
-        def source(free: int, waiting: list[int] = waiting) -> list[tuple[int, list[int], torch.Generator]]:
-            taken = [waiting.pop() for _ in range(min(free, len(waiting)))]
-            return [(row, PROMPTS[row % len(PROMPTS)], generator(row)) for row in taken]
-
-        found = dict(made.continuous(source, 3, SAMPLED, NEW_TOKENS, {0}))
-        assert sorted(found) == list(range(9))
-        for row, joined in found.items():
-            alone = made.generate([PROMPTS[row % len(PROMPTS)]], SAMPLED, NEW_TOKENS, [generator(row)], {0})
-            assert joined == alone.generations[0], (tree, row)
-        assert len({len(each.output_ids) for each in found.values()}) > 3
-
-
 def statistic(made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS, significance: float = 1e-5) -> float:
     """Chi-square of decoded rows against the exact distribution over its critical value; inf if impossible."""
     generators = [generator(1000 + row) for row in range(draws)]
@@ -369,7 +349,7 @@ def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
         assert statistic(decoder("draft", "chain:3", "speculative"), SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # After a refusal, a draw from p instead of (p - q)+.
-        patch.setattr("decode.verify.chains.residual", lambda p, q: p)
+        patch.setattr("decode.verify.siblings.residual", lambda p, q: p)
         assert statistic(decoder("draft", "chain:3", "speculative"), SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # The target's distribution without its temperature.

@@ -147,10 +147,9 @@ def queue(prompts: list[list[int]]) -> tuple[deque[int], Callable[[int], Prompts
 
 
 @pytest.mark.parametrize("rows", [8, 64])
-@pytest.mark.parametrize("drafting", [False, True])
-def test_places_are_filled_until_nothing_waits(rows: int, drafting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_filled_until_nothing_waits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of 1 to 40 tokens: at least 95 of 100 rows are busy for as long as a prompt waits."""
-    decoder = SpeculativeDecoder(random_llama(1, 17), DraftModelProposer(random_llama(2, 17)) if drafting else None)
+    decoder = SpeculativeDecoder(random_llama(1, 17))
     prompts = [[1 + row % 7] * (1 + row * 5 % 11) for row in range(200 + 2 * rows)]
     waiting, source = queue(prompts)
     busy: list[int] = []
@@ -213,8 +212,10 @@ def test_what_cannot_join_is_refused() -> None:
     with pytest.raises(ValueError, match="expected at least one token id"):
         list(decoder.continuous(source, 1, Sampling(), 3))
     compiled = SpeculativeDecoder(random_llama(1, 17), compile="eager")
-    with pytest.raises(ValueError, match="leave compile out"):
-        list(compiled.continuous(source, 1))
+    drafting = SpeculativeDecoder(random_llama(1, 17), DraftModelProposer(random_llama(2, 17)))
+    for refused in (compiled, drafting):
+        with pytest.raises(ValueError, match="leave both out"):
+            list(refused.continuous(source, 1))
 
 
 # Static steps: their memory, their sizes, and what is refused.

@@ -233,7 +233,7 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(
         u_BU = torch.rand(400, verifier.uniforms(proposal.tree), generator=generator(2), dtype=torch.double)
         usual = verifier.run(proposal, p_BMV, u_BU)
         with monkeypatch.context() as patch:
-            for module in ("tree_walk", "exact", "siblings", "chains", "traversal"):
+            for module in ("tree_walk", "exact", "siblings", "traversal"):
                 patch.setattr(f"decode.verify.{module}.known_empty", lambda mask: False)
             for module in ("siblings", "traversal"):
                 patch.setattr(f"decode.verify.{module}.rows_of", lambda mask: slice(None))
@@ -292,7 +292,7 @@ def test_pruning_after_sampling_breaks_all_but_exact(name: str) -> None:
     ("name", "broken", "replacement"),
     [
         ("kseq", "decode.verify.siblings.solve_rho", lambda p, q, k: torch.ones(len(p), 1, dtype=torch.double)),
-        ("block", "decode.verify.chains.keep_probability", lambda w, mass: w),
+        ("block", "decode.verify.traversal.keep_probability", lambda w, mass: w),
         ("traversal", "decode.verify.traversal.keep_probability", lambda w, mass: w),
         ("traversal", "decode.verify.traversal.without", lambda q, x: q),
         ("greedy", "decode.verify.siblings.without", lambda q, x: q),
@@ -333,19 +333,6 @@ def test_no_rule_beats_the_bound_and_some_reach_it(name: str, drawing: Drawing, 
             assert mean >= bound - error
         if name == "kseq":
             assert mean >= (1 - np.exp(-1)) * bound - error
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_traversal_on_a_chain_is_block_verification(kind: str) -> None:
-    made = world(kind, 3)
-    for tree in (Tree((-1,)), CHAIN):
-        for drawing in VERIFIERS["block"].drawings:
-            proposal, p_BMV = propose(made, tree, drawing)
-            block, traversal = (verify(VERIFIERS[name], proposal, p_BMV) for name in ("block", "traversal"))
-            live = torch.arange(tree.depth + 1) <= block.accepted_B.unsqueeze(1)
-            assert torch.equal(block.tokens_BD1 * live, traversal.tokens_BD1 * live)
-            assert torch.equal(block.nodes_BD, traversal.nodes_BD)
-            assert torch.equal(block.open_B, traversal.open_B)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,10 @@ def _in(module: str, name: str, **options: Any) -> Callable[..., "Proposer"]:
     return make
 
 
+def _head(title: str, trees: str, paper: str, usual: str | None = None, **options: Any) -> ProposerKind:
+    return ProposerKind(title, trees, paper, "head", _in("head_proposers", "HeadProposer", **options), usual)
+
+
 PROPOSERS: dict[str, ProposerKind] = {
     "draft": ProposerKind(
         "a small language model; several of them take turns among siblings",
@@ -51,62 +55,27 @@ PROPOSERS: dict[str, ProposerKind] = {
         "models",
         _in("draft_model", "DraftModelProposer"),
     ),
-    "eagle": ProposerKind(
-        "EAGLE-1/2 head: the target's next top feature",
-        "any",
-        "Li et al. 2024, arXiv 2401.15077",
-        "head",
-        _in("head_proposers", "HeadProposer"),
+    "eagle": _head("EAGLE-1/2 head: the target's next top feature", "any", "Li et al. 2024, arXiv 2401.15077"),
+    "eagle3": _head("EAGLE-3 head: fused low, middle and high features", "any", "Li et al. 2025, arXiv 2503.01840"),
+    "medusa": _head("independent heads, one a depth", "depth up to the heads", "Cai et al. 2024, arXiv 2401.10774"),
+    "hydra": _head(
+        "heads that see the tokens drafted before them", "depth up to the heads", "Ankner et al. 2024, arXiv 2402.05109"
     ),
-    "eagle3": ProposerKind(
-        "EAGLE-3 head: fused low, middle and high features",
-        "any",
-        "Li et al. 2025, arXiv 2503.01840",
-        "head",
-        _in("head_proposers", "HeadProposer"),
+    "dflash": _head(
+        "block drafter: all tokens from one forward", "depth up to the block", "DFlash 2026, arXiv 2602.06036"
     ),
-    "medusa": ProposerKind(
-        "independent heads, one a depth",
-        "depth up to the heads",
-        "Cai et al. 2024, arXiv 2401.10774",
-        "head",
-        _in("head_proposers", "HeadProposer"),
+    "dspark": _head(
+        "block drafter with a Markov head and a confidence", "depth up to the block", "DSpark 2026, arXiv 2607.05147"
     ),
-    "hydra": ProposerKind(
-        "heads that see the tokens drafted before them",
-        "depth up to the heads",
-        "Ankner et al. 2024, arXiv 2402.05109",
-        "head",
-        _in("head_proposers", "HeadProposer"),
+    "jetspec": _head(
+        "block drafter, causal within its block", "depth up to the block", "JetSpec 2026, arXiv 2606.18394"
     ),
-    "dflash": ProposerKind(
-        "block drafter: all tokens from one forward",
-        "depth up to the block",
-        "DFlash 2026, arXiv 2602.06036",
-        "head",
-        _in("head_proposers", "HeadProposer"),
-    ),
-    "dspark": ProposerKind(
-        "block drafter with a Markov head and a confidence",
-        "depth up to the block",
-        "DSpark 2026, arXiv 2607.05147",
-        "head",
-        _in("head_proposers", "HeadProposer"),
-    ),
-    "jetspec": ProposerKind(
-        "block drafter, causal within its block",
-        "depth up to the block",
-        "JetSpec 2026, arXiv 2606.18394",
-        "head",
-        _in("head_proposers", "HeadProposer"),
-    ),
-    "blockwise": ProposerKind(
+    "blockwise": _head(
         "independent heads on a chain: blockwise parallel decoding",
         "chain, up to the heads",
         "Stern et al. 2018, arXiv 1811.03115",
-        "head",
-        _in("head_proposers", "HeadProposer", chains_only=True),
-        usual="medusa",
+        "medusa",
+        chains_only=True,
     ),
     "prompt_lookup": ProposerKind(
         "what followed the same n-gram earlier in the text",

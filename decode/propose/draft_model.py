@@ -47,7 +47,6 @@ class DraftModelProposer(NetworkProposer):
         self._fast = fast
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        """Refuse what cannot be drafted for this target."""
         if self.drafts > 1 and any(self._words):
             raise ValueError(f"{self.drafts} drafts of which one has another tokenizer cannot draft together; use one")
         if tree.grows and self.drafts > 1:
@@ -125,14 +124,8 @@ class _OneNetwork(Network):
                 # Drafted tokens are shared, one for one. Only the target's own token can be many pieces, of which the
                 # last are read: whatever a draft has read, its guesses are verified.
                 new = [*self.words.translate(new[:-1]), *self.words.translate(new[-1:])[-_MOST_PIECES:]]
-            if emitted:
-                self.rows[row] = new
-            else:
-                slots[row], self.rows[row] = [], self.rows[row][-1:]
+            self.rows[row] = new
         self.runner.keep(slots)
-        for row, emitted in enumerate(outcome.tokens):
-            if not emitted:
-                self.runner.finish(row)
 
     def _pending(self) -> tuple[Tensor, Block]:
         tokens_BW, self.lead = self.runner.open_pending(self.rows)
@@ -170,10 +163,6 @@ class _SeveralNetworks(Network):
     def select_rows(self, rows: Sequence[int]) -> None:
         for network in self.networks:
             network.select_rows(rows)
-
-    def join(self, other: "_SeveralNetworks") -> None:
-        for network, theirs in zip(self.networks, other.networks, strict=True):
-            network.join(theirs)
 
     def _side_by_side(self, logits: list[Tensor]) -> Tensor:
         return torch.stack([each.to(self.device) for each in logits], dim=2).flatten(1, 2)

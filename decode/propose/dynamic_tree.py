@@ -37,7 +37,6 @@ class DynamicTreeSession(NetworkSession):
         parents = [torch.full_like(tokens_Bk, -1)]
         expanded = [torch.full((rows, 1), -1, device=device)]  # candidates that were expanded; the root is -1
         sees_BeT = torch.zeros(rows, 1, 0, dtype=torch.bool, device=device)
-        paths_Bed = tokens_Bk.new_zeros(rows, 1, 0)
         growing_B1 = torch.ones(rows, 1, dtype=torch.bool, device=device)
         first, reached = 0, self._expected(values)
         for _ in range(1, shape.depth):
@@ -47,11 +46,11 @@ class DynamicTreeSession(NetworkSession):
             # Only nodes of the level before can be parents: here their index in that level, below among all.
             place_Be = (expanded[-1].unsqueeze(1) == above_Be.unsqueeze(2)).int().argmax(2)
             count = inputs_Be.shape[1]
-            paths_Bed = torch.cat([_rows(paths_Bed, place_Be), inputs_Be.unsqueeze(2)], dim=2)
             itself = torch.eye(count, dtype=torch.bool, device=device).expand(rows, -1, -1)
-            sees_BeT = torch.cat([_rows(sees_BeT, place_Be), itself], dim=2)
+            above_BeT = sees_BeT.gather(1, place_Be.unsqueeze(2).expand(-1, -1, sees_BeT.shape[2]))
+            sees_BeT = torch.cat([above_BeT, itself], dim=2)
             offset = sum(level.shape[1] for level in expanded[:-1])
-            frontier = Frontier(inputs_Be.clamp(min=0), place_Be + offset, self._block(sees_BeT, expanded), paths_Bed)
+            frontier = Frontier(inputs_Be.clamp(min=0), place_Be + offset, self._block(sees_BeT, expanded))
             tokens_Bek, new_Bek = self._children(self.network.extend(frontier).unsqueeze(2))
             values.append((new_Bek + values[-1].gather(1, best_Be).unsqueeze(2)).flatten(1))
             tokens.append(tokens_Bek.flatten(1))
@@ -65,19 +64,14 @@ class DynamicTreeSession(NetworkSession):
                 growing_B1 = growing_B1 & (reached - before >= shape.gain).unsqueeze(1)
                 if not bool(growing_B1.any()):
                     break
-        self._expanded = torch.cat(expanded[1:], dim=1) if len(expanded) > 1 else None
+        self._expanded = torch.cat([expanded[0][:, :0], *expanded[1:]], dim=1)
         return self._rerank(torch.cat(tokens, 1), torch.cat(values, 1), torch.cat(parents, 1), len(values))
 
     def commit(self, outcome: Outcome) -> None:
-        """Tell the network which expanded nodes were accepted."""
-        candidates = self._kept_BN.tolist()
-        numbers: list[dict[int, int]] = [{} for _ in candidates]
-        if self._expanded is not None:
-            numbers = [{c: i for i, c in enumerate(row)} for row in self._expanded.tolist()]
-        expanded = [
-            [number.get(row[m - 1]) for m in path]
-            for path, row, number in zip(outcome.paths, candidates, numbers, strict=True)
-        ]
+        expanded = []
+        for path, kept, forwarded in zip(outcome.paths, self._kept_BN.tolist(), self._expanded.tolist(), strict=True):
+            number_of = {candidate: number for number, candidate in enumerate(forwarded)}
+            expanded.append([number_of.get(kept[m - 1]) for m in path])
         self.network.commit(expanded, outcome)
 
     def _children(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,8 +90,7 @@ class DynamicTreeSession(NetworkSession):
         if not self.tree.gain:
             return values[0].new_zeros(())
         everything = torch.cat(values, dim=1)
-        best: Tensor = everything.topk(min(self.tree.nodes, everything.shape[1]), dim=1).values.exp().sum(1)
-        return best
+        return everything.topk(min(self.tree.nodes, everything.shape[1]), dim=1).values.exp().sum(1)
 
     def _block(self, sees_BeT: Tensor, expanded: Sequence[Tensor]) -> Block:
         rows, count, _ = sees_BeT.shape
@@ -124,7 +117,3 @@ class DynamicTreeSession(NetworkSession):
         tokens_BM = torch.nn.functional.pad(drafted_BN, (1, 0), value=-1).to(self.device)
         tree = grow_batch(parents_BN.to(self.device), exists_BN.to(self.device), depth, self.tree.beam)
         return Proposal(tree, tokens_BM, None, "deterministic", finite=self._finite)
-
-
-def _rows(values_Ben: Tensor, index_Bk: Tensor) -> Tensor:
-    return values_Ben.gather(1, index_Bk.unsqueeze(2).expand(-1, -1, values_Ben.shape[2]))

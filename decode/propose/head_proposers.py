@@ -53,7 +53,6 @@ class HeadProposer(NetworkProposer):
         self._packs = packs_of(self._model) if self._model is not None and fast else None
 
     def default_tree(self) -> Tree:
-        """The usual chain, no longer than there are heads."""
         return default_tree(heads=depth_limit(self.head))
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
@@ -77,7 +76,6 @@ class HeadProposer(NetworkProposer):
             raise ValueError("the head is in training mode; call eval() on it first")
 
     def network(self, setup: SessionSetup) -> Network:
-        """The head over the features of the prompts."""
         if self._model is None:
             return (_MedusaNetwork if isinstance(self.head, MedusaHeads) else _HydraNetwork)(self.head, setup)
         self.steps = steps_for([self._model], setup.compile, False, self.steps)
@@ -110,8 +108,7 @@ class _HeadAsModel(nn.Module):
         self.eval()
 
     def get_input_embeddings(self) -> nn.Module:
-        head: nn.Module = self.head
-        return head
+        return self.head
 
     def allocate(self, cache: TreeCache) -> None:
         """Give the cache its memory, by a forward of one token."""
@@ -219,18 +216,9 @@ class _EagleNetwork(Network):
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         # Only tokens forwarded with true features stay; the emitted ones now have theirs and are pending.
-        live = [bool(tokens) for tokens in outcome.tokens]
-        self.runner.keep(
-            [[*range(lead, self.known)] if alive else [] for lead, alive in zip(self.lead, live, strict=True)]
-        )
-        for row, emitted in enumerate(outcome.tokens):
-            if emitted:
-                states = [state.unsqueeze(0) for state in outcome.hidden[row]]
-                self.rows[row] = list(emitted), self.head.fuse(states)[0]
-            else:
-                self.runner.finish(row)
-                tokens, features = self.rows[row]
-                self.rows[row] = tokens[-1:], features[-1:]
+        self.runner.keep([range(lead, self.known) for lead in self.lead])
+        for row, (emitted, hidden) in enumerate(zip(outcome.tokens, outcome.hidden, strict=True)):
+            self.rows[row] = list(emitted), self.head.fuse([state.unsqueeze(0) for state in hidden])[0]
 
     def _pending(self) -> tuple[Tensor, Tensor, Block]:
         tokens_BW, self.lead = self.runner.open_pending([tokens for tokens, _ in self.rows])
@@ -297,8 +285,7 @@ class _BlockNetwork(_EagleNetwork):
 
     def _sure(self, slot: int, above_Be: Tensor) -> Tensor:
         states_BeH = self.states_BDH[:, slot : slot + 1].expand(-1, above_Be.shape[1], -1)
-        sure_Be: Tensor = self.head.confidence(states_BeH, above_Be.clamp(min=0), slot)
-        return sure_Be
+        return self.head.confidence(states_BeH, above_Be.clamp(min=0), slot)
 
     def _logits_below(self, above_Be: Tensor) -> Tensor:
         raw_BeV = self.raw_BDV[:, self.depth : self.depth + 1].expand(-1, above_Be.shape[1], -1)
@@ -325,9 +312,8 @@ class _FeatureNetwork(Network):
         self.rows = [(prompt[-1], feature) for prompt, feature in zip(setup.prompts, features, strict=True)]
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        for row, (tokens, states) in enumerate(zip(outcome.tokens, outcome.hidden, strict=True)):
-            if tokens:
-                self.rows[row] = tokens[-1], states[0][-1]
+        pairs = zip(outcome.tokens, outcome.hidden, strict=True)
+        self.rows = [(tokens[-1], states[0][-1]) for tokens, states in pairs]
 
     def features_B1H(self) -> Tensor:
         return torch.stack([feature for _, feature in self.rows]).unsqueeze(1)
@@ -349,15 +335,18 @@ class _MedusaNetwork(_FeatureNetwork):
 class _HydraNetwork(_FeatureNetwork):
     """Head d reads the feature and the tokens from the root down to a node of depth d."""
 
-    reads_paths = True
-
     def open(self) -> Tensor:
         self.open_B1H = self.features_B1H()
-        self.roots_B11 = torch.tensor([root for root, _ in self.rows], device=self.open_B1H.device).view(-1, 1, 1)
-        return fit_vocabulary(self.heads(self.open_B1H, self.roots_B11), self.vocabulary)
+        # The tokens from the root down to each node of the newest level, and how many nodes were expanded before it.
+        self.paths_Bed = torch.tensor([root for root, _ in self.rows], device=self.open_B1H.device).view(-1, 1, 1)
+        self.before = 0
+        return fit_vocabulary(self.heads(self.open_B1H, self.paths_Bed), self.vocabulary)
 
     def extend(self, frontier: Frontier) -> Tensor:
-        count = frontier.tokens_Be.shape[1]
-        tokens_Bed = torch.cat([self.roots_B11.expand(-1, count, -1), frontier.paths_Bed.clamp(min=0)], dim=2)
-        logits = self.heads(self.open_B1H.expand(-1, count, -1), tokens_Bed)
+        rows, count = frontier.tokens_Be.shape
+        above_Be = (frontier.parents_Re - self.before).expand(rows, -1)
+        self.before += self.paths_Bed.shape[1]
+        paths_Bed = self.paths_Bed.gather(1, above_Be.unsqueeze(2).expand(-1, -1, self.paths_Bed.shape[2]))
+        self.paths_Bed = torch.cat([paths_Bed, frontier.tokens_Be.unsqueeze(2)], dim=2)
+        logits = self.heads(self.open_B1H.expand(-1, count, -1), self.paths_Bed)
         return fit_vocabulary(logits, self.vocabulary)

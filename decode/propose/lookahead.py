@@ -1,6 +1,6 @@
 """Lookahead decoding (Fu et al. 2024, arXiv 2402.02057, section 3): the target drafts for itself.
 
-Legend: L rows that have not ended, W columns of the window.
+Legend: B rows, W columns of the window.
 
 The window is `ngram - 1` levels of W guessed tokens; the token at level l in column j stands l + j positions after the
 root (level 0, column 0), and sees the root, level 0 up to its column, and the levels above it in its column. The
@@ -58,11 +58,9 @@ class LookaheadProposer(TextProposer):
             )
 
     def row(self, prompt: Sequence[int]) -> "Window":
-        """Fill a window with tokens of a prompt."""
         return Window(self, prompt)
 
     def start(self, setup: SessionSetup) -> "LookaheadSession":
-        """Begin on the prompts of one `generate` call."""
         forest = Forest(check_static(self.name, setup.tree), setup.device)
         return LookaheadSession([self.row(prompt) for prompt in setup.prompts], forest)
 
@@ -104,7 +102,6 @@ class Window(TextRow):
         self.ends: list[int] = []
 
     def draft(self, forest: Forest) -> FlatTrie:
-        """Enter candidates and window."""
         trie = forest.trie()
         for rest in self.pool.get(self.levels[0][0]):
             trie.add(rest)
@@ -131,7 +128,6 @@ class Window(TextRow):
         self.read(emitted)
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Add the n-grams of the text to the pool."""
         if not self._from_text:
             return
         text = [*self._tail, *tokens]
@@ -140,19 +136,15 @@ class Window(TextRow):
         self._tail = text[-(self._ngram - 1) :]
 
 
-class LookaheadSession(TextSession):
+class LookaheadSession(TextSession["Window"]):
     """A session whose rows are lookahead windows."""
 
     def commit(self, outcome: Outcome) -> None:
         """Read the target's tokens after each column, and move the windows on."""
-        self.rows = [row if emitted else None for row, emitted in zip(self.rows, outcome.tokens, strict=True)]
-        live = [(index, row) for index, row in enumerate(self.rows) if isinstance(row, Window)]
-        if not live:
-            return
         device = outcome.p_BMV.device
-        rows_L1 = torch.tensor([[index] for index, _ in live], device=device)
-        ends_LW = torch.tensor([row.ends for _, row in live], device=device)
+        rows_B1 = torch.arange(len(self.rows), device=device).unsqueeze(1)
+        ends_BW = torch.tensor([row.ends for row in self.rows], device=device)
         # max is several times faster than argmax on a CPU.
-        answers = outcome.p_BMV[rows_L1, ends_LW].max(-1).indices.tolist()
-        for (index, row), answer in zip(live, answers, strict=True):
-            row.advance(answer, outcome.tokens[index])
+        answers = outcome.p_BMV[rows_B1, ends_BW].max(-1).indices.tolist()
+        for row, answer, emitted in zip(self.rows, answers, outcome.tokens, strict=True):
+            row.advance(answer, emitted)

@@ -25,14 +25,12 @@ from decode.static_steps import StaticSteps
 class Frontier:
     """The nodes to expand next.
 
-    parents_Re: each one's parent among the nodes expanded so far (0 the root). block: what they attend to. paths_Bed:
-    the tokens from below the root down to each node, for a network that `reads_paths`.
+    parents_Re: each one's parent among the nodes expanded so far (0 the root). block: what they attend to.
     """
 
     tokens_Be: Tensor
     parents_Re: Tensor
     block: Block
-    paths_Bed: Tensor
 
 
 def _ignore(*tensors: Tensor) -> None:
@@ -62,7 +60,6 @@ class Network(ABC):
     """
 
     drafts: int = 1
-    reads_paths: bool = False
     width: int = 1
     runner: Runner | None = None
     rows: list[Any]
@@ -93,16 +90,9 @@ class Network(ABC):
         """
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
         if self.runner is not None:
             self.runner.select_rows(rows)
         self.rows = [self.rows[row] for row in rows]
-
-    def join(self, other: Any) -> None:
-        """Append the rows of another network of the same kind."""
-        if self.runner is not None:
-            self.runner.join(other.runner)
-        self.rows += other.rows
 
 
 class NetworkSession:
@@ -111,12 +101,7 @@ class NetworkSession:
     network: Network
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
         self.network.select_rows(rows)
-
-    def join(self, other: "NetworkSession") -> None:
-        """Append the rows of another session of the same proposer."""
-        self.network.join(other.network)
 
 
 def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:

@@ -33,7 +33,6 @@ class NetworkProposer(Proposer):
         return frozenset({"without_replacement", "with_replacement", "top_and_one", "deterministic"})
 
     def start(self, setup: SessionSetup) -> Session:
-        """Begin on the prompts of one `generate` call."""
         network = self.network(setup)
         if isinstance(setup.tree, DynamicTree):
             return DynamicTreeSession(network, setup.tree, setup.sampling, setup.device)

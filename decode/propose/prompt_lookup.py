@@ -21,7 +21,6 @@ class PromptLookupProposer(TextProposer):
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
     def row(self, prompt: Sequence[int]) -> "NgramIndex":
-        """Index a prompt."""
         index = NgramIndex(self.max_ngram, self.min_ngram)
         index.read(prompt)
         return index
@@ -76,7 +75,6 @@ class NgramIndex(TextRow):
         return copied if period == length else [copied[i % period] for i in range(length)]
 
     def draft(self, forest: Forest) -> FlatTrie:
-        """Copy what followed the matches."""
         tree, trie = forest.tree, forest.trie()
         # Many matches of a frequent token begin alike and add nothing; following all of them would make the cost of a
         # step grow with the text.

@@ -7,7 +7,7 @@ vocabulary, T prompt positions, H hidden size.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -68,8 +68,9 @@ def padded(proposal: Proposal, rows: int, nodes: int) -> Proposal:
 class Outcome:
     """The result of a proposal, by row.
 
-    paths: accepted nodes (M indices). tokens: their tokens and the target's own; both empty for a row that has ended.
-    hidden: one `[path + 1, H]` tensor per layer of `hidden_layers`, the target's states at the root and accepted nodes.
+    paths: accepted nodes (M indices). tokens: their tokens and the target's own. hidden: one `[path + 1, H]` tensor per
+    layer of `hidden_layers`, the target's states at the root and accepted nodes. Of a row that has ended they are not
+    cut where its output is; `select_rows` drops the row.
     """
 
     paths: Sequence[Sequence[int]]
@@ -114,10 +115,6 @@ class Session(Protocol):
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
 
-    def join(self, other: Any) -> None:
-        """Append the rows of another session that the same proposer has just started."""
-        raise ValueError(f"{type(self).__name__} cannot take more rows into its batch; give it a method `join`")
-
 
 class Proposer(Protocol):
     """A method of drafting. It holds models and settings; what changes while decoding lives in its sessions.
@@ -139,7 +136,7 @@ class Proposer(Protocol):
                 return Proposal(self.tree, tokens_BM, None, "deterministic")
 
             def commit(self, outcome):
-                self.last = [tokens[-1] if tokens else 0 for tokens in outcome.tokens]
+                self.last = [tokens[-1] for tokens in outcome.tokens]
 
             def select_rows(self, rows):
                 self.last = [self.last[row] for row in rows]

@@ -38,7 +38,6 @@ class RetrievalProposer(TextProposer):
             )
 
     def row(self, prompt: Sequence[int]) -> "RecentTokens":
-        """Keep the end of a prompt."""
         return RecentTokens(self, list(prompt[-self.max_suffix :]))
 
 
@@ -49,7 +48,6 @@ class RecentTokens(TextRow):
         self.proposer, self.tokens = proposer, tokens
 
     def draft(self, forest: Forest) -> FlatTrie:
-        """Look up the end of the text."""
         index = self.proposer.index
         length = index.match(self.tokens)
         if length < self.proposer.min_suffix:
@@ -59,7 +57,6 @@ class RecentTokens(TextRow):
         return trie.flatten()
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append what was emitted."""
         self.tokens += tokens
         del self.tokens[: -self.proposer.max_suffix]
 

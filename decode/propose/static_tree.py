@@ -39,8 +39,7 @@ class Level:
     rank_c: Tensor  # and its place among its siblings
     expanded_c: Tensor | None  # which children have children themselves; None when all have
     count: int  # number of these children
-    parent_e: Tensor  # of these children: their parents among the expanded nodes of this depth
-    parents_1e: Tensor  # and among all expanded nodes
+    parents_1e: Tensor  # of these children: their parents among all expanded nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +82,6 @@ class DraftingPlan:
                     rank_c=tensor([tree.ranks[m - 1] for m in kids]),
                     expanded_c=None if len(expanded) == len(kids) else tensor(expanded),
                     count=len(expanded),
-                    parent_e=tensor([parent_c[i] for i in expanded]),
                     parents_1e=tensor([[chosen.index(tree.parents[kids[i] - 1] + 1) for i in expanded]]),
                 )
             )
@@ -144,11 +142,10 @@ class StaticTreeSession(NetworkSession):
         """recorded: each forward, with the drawing after it, is one function of tensors of fixed shapes."""
         self.network, self.plan, self.drawing, self.sampling = network, plan, drawing, sampling
         self._origin: Tensor | None = None
-        plain = drawing == "deterministic" and plan.tree.is_chain and network.drafts == 1 and not network.reads_paths
+        plain = drawing == "deterministic" and plan.tree.is_chain and network.drafts == 1
         self._on_host = plain and plan.device.type == "cpu" and not recorded
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        """Draw the tree, one forward of the network a level."""
         return self._most_probable_chain() if self._on_host else self.of_tensors(u_BN)
 
     def of_tensors(self, u_BN: Tensor | None) -> Proposal:
@@ -172,13 +169,8 @@ class StaticTreeSession(NetworkSession):
             if stop and not bool((grown.live_Be >= 0).any()):
                 break
             self._forwarded += level.count
-            paths_Bed = grown.inputs_Be.new_zeros(0)
-            if network.reads_paths:
-                paths_Bed = grown.inputs_Be.unsqueeze(2)
-                if frontier is not None:
-                    paths_Bed = torch.cat([frontier.paths_Bed[:, level.parent_e], paths_Bed], dim=2)
             block = plan.block(depth + 1, network.width)
-            above, frontier = grown, Frontier(grown.inputs_Be, level.parents_1e, block, paths_Bed)
+            above, frontier = grown, Frontier(grown.inputs_Be, level.parents_1e, block)
         assert finite is not None
         root_B1 = torch.full((drafted[0].shape[0], 1), -1, device=drafted[0].device)
         return self._proposal(torch.cat([root_B1, *drafted], dim=1), parts_q, len(drafted), finite)
@@ -211,7 +203,7 @@ class StaticTreeSession(NetworkSession):
             # The token at which a row stops is forwarded too: it may be accepted, and is then in the cache.
             self._forwarded += 1
             block = plan.block(depth + 1, network.width)
-            logits_B1V = network.extend(Frontier(tokens_B1, level.parents_1e, block, tokens_B1.new_zeros(0)))
+            logits_B1V = network.extend(Frontier(tokens_B1, level.parents_1e, block))
         tokens_BM = torch.tensor([[-1] * rows, *drafted]).T.contiguous()
         return self._proposal(tokens_BM, [], len(drafted), torch.tensor(finite))
 
@@ -275,7 +267,6 @@ class StaticTreeSession(NetworkSession):
         return Grown(tokens_Bc, q_BeV, finite, live_Be, confidence_Be, inputs_Be)
 
     def commit(self, outcome: Outcome) -> None:
-        """Tell the network which expanded nodes were accepted."""
         origin = None if self._origin is None else self._origin.tolist()
         expanded = [
             [self._number(m if origin is None else origin[row][m]) for m in path]

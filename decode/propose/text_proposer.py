@@ -6,12 +6,13 @@ Plain Python on short lists: building a handful of nodes takes less time than la
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.protocol import Outcome, Proposal, Proposer, SessionSetup
+from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
 from decode.tree import Tree, TreeShape
 from decode.tree_batch import TreeBatch, batch_of
 
@@ -34,8 +35,7 @@ class TextProposer(Proposer):
     def row(self, prompt: Sequence[int]) -> "TextRow":
         """What to keep of one prompt."""
 
-    def start(self, setup: SessionSetup) -> "TextSession":
-        """Begin on the prompts of one `generate` call."""
+    def start(self, setup: SessionSetup) -> Session:
         forest = Forest(check_static(self.name, setup.tree), setup.device)
         return TextSession([self.row(prompt) for prompt in setup.prompts], forest)
 
@@ -52,32 +52,24 @@ class TextRow(ABC):
         """Append emitted tokens."""
 
 
-class TextSession:
-    """The rows of one `generate` call; None for a row that has ended."""
+R = TypeVar("R", bound=TextRow)
 
-    def __init__(self, rows: Sequence[TextRow], forest: "Forest") -> None:
-        self.rows: list[TextRow | None] = list(rows)
-        self.forest = forest
+
+class TextSession(Generic[R]):
+    """The rows of one `generate` call."""
+
+    def __init__(self, rows: Sequence[R], forest: "Forest") -> None:
+        self.rows, self.forest = list(rows), forest
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        """Draft the candidates of every row."""
-        return self.forest.proposal([EMPTY if row is None else row.draft(self.forest) for row in self.rows])
+        return self.forest.proposal([row.draft(self.forest) for row in self.rows])
 
     def commit(self, outcome: Outcome) -> None:
-        """Append the emitted tokens to the texts."""
-        for index, (row, emitted) in enumerate(zip(self.rows, outcome.tokens, strict=True)):
-            if row is not None and emitted:
-                row.read(emitted)
-            else:
-                self.rows[index] = None
+        for row, emitted in zip(self.rows, outcome.tokens, strict=True):
+            row.read(emitted)
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, in this order."""
         self.rows = [self.rows[row] for row in rows]
-
-    def join(self, other: "TextSession") -> None:
-        """Append the rows of another session of the same proposer."""
-        self.rows += other.rows
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ _RULES = (
         chains_only=True,
         # One draw per node, so how a second one would be drawn does not matter.
         drawings=("without_replacement", "with_replacement", "deterministic"),
-        run=_in("chains", "speculative"),
+        run=_in("siblings", "speculative"),
     ),
     Verifier(
         name="mcsd",
@@ -164,7 +164,7 @@ _RULES = (
         paper="Sun et al. 2024, arXiv 2403.10444",
         chains_only=True,
         drawings=("without_replacement", "deterministic"),
-        run=_in("chains", "block"),
+        run=_in("traversal", "traversal"),
     ),
     Verifier(
         name="traversal",

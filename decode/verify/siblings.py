@@ -1,23 +1,27 @@
 """Rules that decide at one node after another which of its children stays.
 
+* `speculative`: speculative sampling, all depths of a chain at once (Leviathan et al. 2023, arXiv 2211.17192, algorithm
+  1; Chen et al. 2023, arXiv 2302.01318, algorithm 2).
 * `mcsd`: multi-candidate speculative sampling, siblings without replacement (Yang et al. 2024, arXiv 2401.06706).
 * `independent`: the same with replacement; SpecInfer's rule too, where siblings may come from several drafts (Miao et
   al. 2023, arXiv 2305.09781).
 * `kseq`: SpecTr's sequential selection, one rule for all siblings of one draft (Sun et al. 2023, arXiv 2310.15141).
 * `greedy`: the k - 1 most probable tokens, and one drawn from the others (Hu et al., ICLR 2025, arXiv 2502.18779).
 
-Legend: B rows, K siblings, M nodes with the root, V vocabulary, U uniforms per row.
+Legend: B rows, D depth, K siblings, M nodes with the root, V vocabulary, U uniforms per row.
 """
 
 import torch
 from torch import Tensor
 
 from decode.propose.protocol import Proposal
+from decode.verify.exact import exact
 from decode.verify.tree_walk import (
     Node,
     Rows,
     Verdict,
     draw_rank,
+    finish,
     first,
     hit_by_target,
     known_empty,
@@ -25,8 +29,42 @@ from decode.verify.tree_walk import (
     rows_of,
     walk,
 )
+from draftsmith_core.sampling import draw
 
 HALVINGS = 20  # of [1, k]; rho is then within 1e-5 of its root, which loses about 1e-5 of acceptance, never exactness
+
+
+def speculative(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
+    """Accept token x of a chain with probability min(1, p(x)/q(x)); at the first refusal draw from norm((p - q)+).
+
+    After a fully accepted chain the last token is drawn from p.
+    """
+    tree, depth = proposal.tree, proposal.tree.depth
+    if depth == 0:
+        return exact(proposal, p_BMV, u_BU[:, -1:])
+    u_BU = u_BU.to(p_BMV.device)
+    rows_B1 = torch.arange(len(p_BMV), device=p_BMV.device).unsqueeze(1)
+    # Node d is at depth d, below node d - 1.
+    nodes_D = torch.arange(1, depth + 1, device=p_BMV.device)
+    tokens_BD, groups_BD = proposal.tokens_BM[:, 1 : depth + 1], tree.groups_RM[:, :depth].expand(len(p_BMV), -1)
+    offered_BD, x_BD = tokens_BD >= 0, tokens_BD.clamp(min=0)
+    p_x_BD = p_BMV[rows_B1, nodes_D - 1, x_BD]
+    q_x_BD = torch.ones_like(p_x_BD) if proposal.q_BEV is None else proposal.q_BEV[rows_B1, groups_BD, x_BD]
+    # u q < p, not u < p / q: no division, and a token with p(x) = 0 is refused even at u = 0.
+    taken_BD = (u_BU[:, :depth] * q_x_BD < p_x_BD) & offered_BD
+    accepted_B = taken_BD.long().cumprod(1).sum(1)
+    accepted_B1 = accepted_B.unsqueeze(1)
+    last_B1 = accepted_B1.clamp(max=depth - 1)
+    open_B = (accepted_B < depth) & offered_BD.gather(1, last_B1).squeeze(1)
+    left_BV = p_BMV[rows_B1, accepted_B1].squeeze(1)
+    if not known_empty(open_B):
+        if proposal.q_BEV is None:
+            q_BV = torch.zeros_like(left_BV).scatter_(1, x_BD.gather(1, last_B1), 1.0)
+        else:
+            q_BV = proposal.q_BEV[rows_B1, groups_BD.gather(1, last_B1)].squeeze(1)
+        left_BV = torch.where(open_B.unsqueeze(1), residual(left_BV, q_BV), left_BV)
+    nodes_BD = torch.where(nodes_D <= accepted_B1, nodes_D, 0)
+    return finish(proposal, list(nodes_BD.unbind(1)), accepted_B, open_B, draw(left_BV, u_BU[:, -1]))
 
 
 def mcsd(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:

@@ -1,5 +1,6 @@
 """Traversal verification (Weng et al. 2025, arXiv 2505.12398): a tree drawn without replacement is verified from its
-leaves up, whole paths at a time. On a chain this is block verification, from the same uniforms.
+leaves up, whole paths at a time. On a chain this is block verification (Sun et al. 2024, arXiv 2403.10444), than which
+no rule for one path accepts more.
 
 Legend: B rows, D depth, K siblings, M nodes with the root, N drafted nodes, S = 2 N visits of a walk around the tree,
 V vocabulary. At each depth p, q and w belong to the node of that depth which the walk is at or below.
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from decode.propose.protocol import Proposal
 from decode.tree_batch import TreeBatch
-from decode.verify.chains import keep_probability, weight
 from decode.verify.siblings import without
 from decode.verify.tree_walk import ALL, Rows, Verdict, finish_at, hit_by_target, known_empty, recording, rows_of, walk
 from draftsmith_core.sampling import draw
@@ -96,6 +96,17 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
             w_BD[place] = torch.where(refused_B1[:, 0], keep_probability(w_B, mass_B1[:, 0]), w_B)
     end_BV = torch.where(live_B[:, None], p_BDV[:, 0], end_BV)
     return finish_at(proposal, node_B, draw(end_BV, u_BU[:, -1]))
+
+
+def weight(w: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
+    """min(1, w p(x)/q(x)): the weight of a path that ends in token x, from the weight w of the path without x."""
+    return (w * p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny)).clamp_(max=1)
+
+
+def keep_probability(w: Tensor, mass: Tensor) -> Tensor:
+    """mass / (mass + 1 - w), where mass is that of (w p - q)+: the weight of a node once a child of it is refused."""
+    lack = 1 - w
+    return torch.where(lack > 0, mass / torch.where(lack > 0, mass + lack, 1.0), 1.0)
 
 
 def stored_depth(depth: Index, tree: TreeBatch) -> Index:
