@@ -190,7 +190,7 @@ def test_rows_with_trees_of_their_own_and_nodes_that_are_missing(name: str, draw
             assert distributions is not None
             q.append(torch.nn.functional.pad(distributions, (0, 0, 0, 3 - distributions.shape[1]), value=torch.nan))
     widest = max(len(below) for tree in trees for below in tree.children)
-    batch = grow_batch(torch.cat(parents), torch.cat(exists), depth=3, most=widest)
+    batch = grow_batch(torch.cat(parents), torch.cat(exists), depth=min(3, most), most=widest)
     mixed = Proposal(batch, torch.cat(tokens), torch.cat(q) if q else None, drawing)
     verdict = verify(verifier, mixed, torch.cat(p))
     assert chi_square(outputs(made, verdict), made.distribution()) < 1
