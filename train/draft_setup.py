@@ -170,7 +170,7 @@ def merge_lora(adapted: Any, directory: Path) -> PreTrainedModel:
     with atomic_dir(directory) as temporary:
         adapted.save_pretrained(temporary)
         (temporary / "README.md").unlink(missing_ok=True)  # peft's card has gaps; the draft's own has everything
-    return adapted.merge_and_unload()  # type: ignore[no-any-return]
+    return adapted.merge_and_unload()
 
 
 def make_trainee(
