@@ -74,6 +74,10 @@ class Resamples:
         return math.sqrt(prompts / freedom) * half_width(freedom) / NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
+# What is measured of a draft and of the base it is compared with, on the same prompts, and their resamples.
+Gain = tuple[PromptSums, PromptSums, Resamples]
+
+
 def half_width(freedom: int) -> float:
     """Half width of a 95 % interval, in standard errors that were estimated with `freedom` degrees of freedom."""
     return student_quantile((1 + LEVEL) / 2, freedom)
@@ -143,26 +147,18 @@ def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
     return _estimate(value, pooled_ratios(new, picks) - pooled_ratios(base, picks), picks)
 
 
-def transfer(
-    new_id: PromptSums,
-    base_id: PromptSums,
-    picks_id: Resamples,
-    new_ood: PromptSums,
-    base_ood: PromptSums,
-    picks_ood: Resamples,
-) -> Estimate:
+def transfer(at_home: Gain, elsewhere: Gain) -> Estimate:
     """(gain OOD) / (gain ID): the share of the gain in distribution that survives out of it.
 
     The two sets of prompts are resampled independently.
     """
-    gain_id, gain_ood = difference(new_id, base_id, picks_id), difference(new_ood, base_ood, picks_ood)
+    gain_id, gain_ood = difference(*at_home), difference(*elsewhere)
     if why_undefined(gain_id, gain_ood) is not None:
         return Estimate(value=None, low=None, high=None, n=gain_ood["n"])
     assert gain_id["value"] is not None and gain_ood["value"] is not None
-    id_R = pooled_ratios(new_id, picks_id) - pooled_ratios(base_id, picks_id)
-    ood_R = pooled_ratios(new_ood, picks_ood) - pooled_ratios(base_ood, picks_ood)
+    id_R, ood_R = (pooled_ratios(new, picks) - pooled_ratios(base, picks) for new, base, picks in (at_home, elsewhere))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _estimate(gain_ood["value"] / gain_id["value"], ood_R / id_R, picks_ood)
+        return _estimate(gain_ood["value"] / gain_id["value"], ood_R / id_R, elsewhere[2])
 
 
 def why_undefined(gain_id: Mapping[str, Any], gain_ood: Mapping[str, Any]) -> str | None:

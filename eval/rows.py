@@ -159,8 +159,8 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             if draft != setting.base:
                 yield group.row("gain", draft, difference(new, base, group.picks))
             if draft != setting.base and group.kind == "ood":
-                sides = sums(at_home, draft), sums(at_home, setting.base), at_home.picks
-                yield group.row("transfer", draft, transfer(*sides, new, base, group.picks))
+                gain_id = sums(at_home, draft), sums(at_home, setting.base), at_home.picks
+                yield group.row("transfer", draft, transfer(gain_id, (new, base, group.picks)))
 
 
 def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:

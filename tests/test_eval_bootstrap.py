@@ -125,7 +125,7 @@ def _gain(gain: float, seed: int) -> tuple[PromptSums, PromptSums, Resamples]:
 
 @pytest.mark.parametrize(("ood_gain", "expected"), [(0.10, 0.5), (-0.04, -0.2), (0.2, 1.0)])
 def test_transfer_is_the_ratio_of_gains_with_its_sign(ood_gain: float, expected: float) -> None:
-    found = transfer(*_gain(0.2, 1), *_gain(ood_gain, 2))
+    found = transfer(_gain(0.2, 1), _gain(ood_gain, 2))
     assert found["value"] == pytest.approx(expected, abs=0.03)
     assert found["value"] is not None and found["low"] is not None and found["high"] is not None
     assert found["low"] < found["value"] < found["high"]
@@ -135,7 +135,7 @@ def test_transfer_is_the_ratio_of_gains_with_its_sign(ood_gain: float, expected:
     ("gain", "reason"), [(0.0, "cannot be told from zero"), (-0.1, "acceptance fell in distribution")]
 )
 def test_transfer_is_undefined_without_a_gain_in_distribution(gain: float, reason: str) -> None:
-    found = transfer(*_gain(gain, 1), *_gain(0.1, 2))
+    found = transfer(_gain(gain, 1), _gain(0.1, 2))
     assert found["value"] is found["low"] is found["high"] is None
     assert reason in (why_undefined(difference(*_gain(gain, 1)), difference(*_gain(0.1, 2))) or "")
 

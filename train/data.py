@@ -337,27 +337,18 @@ def units(
 
     Data and replay are each reshuffled in every epoch of their own. temperature: mixes domains of the data (`shares`).
     """
-    if examples.replay_from is None:
-        return _of_domains(examples, len(examples), start, stop, seed, temperature)
-    main, general = examples.replay_from, len(examples) - examples.replay_from
-    replay, data = drawn([fraction, 1 - fraction], start, stop)
+    main = len(examples) if examples.replay_from is None else examples.replay_from
+    # Rows, share and seed of each domain. With the same permutation for two, the same rows would meet in every epoch.
+    domains = [(np.arange(main), 1 - fraction, seed)]
+    if temperature != 1 and examples.domains is not None:
+        rows = [np.flatnonzero(examples.domains[:main] == domain) for domain in np.unique(examples.domains[:main])]
+        parts = zip(rows, shares([*map(len, rows)], temperature), strict=True)
+        domains = [(own, (1 - fraction) * part, seed + (n + 2) * 2**32) for n, (own, part) in enumerate(parts)]
+    if examples.replay_from is not None:
+        domains.insert(0, (np.arange(main, len(examples)), fraction, seed + 2**32))
     result = np.empty(stop - start, dtype=np.int64)
-    if len(data[0]):
-        result[data[0]] = _of_domains(examples, main, data[1], data[2], seed, temperature)
-    if len(replay[0]):
-        # Another seed: with the same permutation for both, the same rows would meet in every epoch.
-        result[replay[0]] = main + order(general, replay[1], replay[2], seed + 2**32)
-    return result
-
-
-def _of_domains(examples: Examples, count: int, start: int, stop: int, seed: int, temperature: float) -> Indices:
-    """`order` of the first `count` units; with a temperature, every domain in epochs of its own."""
-    if temperature == 1 or examples.domains is None:
-        return order(count, start, stop, seed)
-    rows = [np.flatnonzero(examples.domains[:count] == domain) for domain in np.unique(examples.domains[:count])]
-    result = np.empty(stop - start, dtype=np.int64)
-    for number, (places, first, last) in enumerate(drawn(shares([*map(len, rows)], temperature), start, stop)):
+    taken = drawn([share for _, share, _ in domains], start, stop)
+    for (own, _, own_seed), (places, first, last) in zip(domains, taken, strict=True):
         if last > first:
-            # Seeds of their own, as for replay.
-            result[places] = rows[number][order(len(rows[number]), first, last, seed + (number + 2) * 2**32)]
+            result[places] = own[order(len(own), first, last, own_seed)]
     return result
