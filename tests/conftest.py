@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from drafts.neighbours import PROGRAMS  # noqa: E402
 from draftsmith.__main__ import main  # noqa: E402
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer  # noqa: E402
+from draftsmith_core.tokenization import load_tokenizer  # noqa: E402
 from tests.door import Door, forget_processes  # noqa: E402
 from tests.tiny_models import redrawn  # noqa: E402
 
@@ -99,7 +99,7 @@ def pytest_runtest_call() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_neighbours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_neighbours(request, monkeypatch):
     """Without the mark `engines`, exports are proven by their layout: starting an engine takes seconds to minutes."""
     if request.node.get_closest_marker("engines") is None:
         monkeypatch.setenv("DRAFTSMITH_ENGINES", "none")
@@ -148,28 +148,28 @@ def save_model(path: Path, seed: int, layers: int, vocabulary: int, dropout: flo
 
 
 @pytest.fixture(scope="session")
-def target_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def target_dir(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("pair") / "target", 1, 2, 290)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(target_dir: str) -> Tokenizer:
+def tokenizer(target_dir):
     return load_tokenizer(target_dir)
 
 
 @pytest.fixture(scope="session")
-def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def draft_dir(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("pair") / "draft", 2, 1, 290)
 
 
 @pytest.fixture(scope="session")
-def dropout_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def dropout_dir(tmp_path_factory):
     """A draft whose training forward draws random numbers."""
     return save_model(tmp_path_factory.mktemp("pair") / "dropout", 3, 1, 290, dropout=0.3)
 
 
 @pytest.fixture(scope="session")
-def other_vocabulary_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def other_vocabulary_dir(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("pair") / "other", 4, 1, 300)
 
 
@@ -184,7 +184,7 @@ def sentencepiece(*words: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def donor_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def donor_dir(tmp_path_factory):
     """A small model whose tokenizer knows letters and a few words, SentencePiece's way."""
     path = tmp_path_factory.mktemp("donor")
     tokenizer = sentencepiece("\u2581", "\u2581the", "th", "e")
@@ -201,7 +201,7 @@ def donor_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+def prompts_file(tmp_path_factory):
     """Nine rows: eight prompts of unequal length in two domains, and an empty one that is skipped."""
     rows: list[dict[str, object]] = [
         {"prompt": "The quick"},
@@ -220,7 +220,7 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def answers(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, int, int], str]:
+def answers(target_dir, tmp_path_factory):
     """`answers(text, step, num_samples, max_new_tokens)`: a distilled set of the target's answers to twelve beginnings
     of `text`, the first of 3 letters and each longer by `step`.
     """
@@ -243,13 +243,13 @@ def answers(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.fixture(scope="session")
-def distilled(answers: Callable[..., str]) -> str:
+def distilled(answers):
     """48 rows of unequal length."""
     return answers("Numbers such as 12, 345 and 6789", 2, 4, 20)
 
 
 @pytest.fixture(scope="session")
-def short_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short_demo(tmp_path_factory):
     """Where `draftsmith demo --short` ran, once for all processes of the tests; `said` holds what it printed."""
     base = tmp_path_factory.getbasetemp()
     place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "short-demo"
@@ -263,7 +263,7 @@ def short_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def door(capfd: pytest.CaptureFixture[str]) -> Iterator[Door]:
+def door(capfd):
     """A command in this process; see `Door`."""
     yield Door(capfd)
     forget_processes()
@@ -334,7 +334,7 @@ class Child:
 
 
 @pytest.fixture(scope="session")
-def _server() -> Iterator[subprocess.Popen[str]]:
+def _server():
     server = subprocess.Popen(
         [sys.executable, "-c", _SERVER, str(ROOT)], stdin=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -345,7 +345,7 @@ def _server() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def spawn(_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Child]:
+def spawn(_server, tmp_path_factory):
     """`spawn(words..., cwd=, env=, patch=)` starts a command, or the patch alone, in a process of its own."""
 
     def start(*words: object, cwd: Path, env: dict[str, str] | None = None, patch: str = "") -> Child:
@@ -366,7 +366,7 @@ def spawn(_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+def launch(tmp_path):
     """`launch(options, program..., cwd=)` runs `accelerate launch`, really: two new interpreters and a launcher."""
 
     def start(options: Sequence[object], *program: object, cwd: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
@@ -380,13 +380,13 @@ def launch(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def undrawn(monkeypatch):
     """Evaluations end without a report, whose figures take seconds to draw."""
     monkeypatch.setattr("eval.evaluate.write_report", lambda results: results.directory)
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def replayed(monkeypatch):
     """Steps are run as they are, which is what a recorded graph does: the same function on padded inputs."""
 
     def as_it_is(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

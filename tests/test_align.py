@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from draftsmith_core.prompts import read_prompts
 from draftsmith_core.settings import ResolvedSampling, Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from tests.distilled import write_rows
-from tests.door import Door
 from tests.results_made_up import timeless as timeless_results
 from tests.train_laws import close
 
@@ -37,7 +35,7 @@ UNDRAWN = "import eval.evaluate\neval.evaluate.write_report = lambda results: re
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def files(tmp_path_factory):
     """Prompts of two domains: 24 of one, the first of them twice, and 4 of the other."""
     root = tmp_path_factory.mktemp("align")
     own = [{"prompt": f"The quick brown fox jumps {i} times over the lazy dog"} for i in range(23)]
@@ -62,9 +60,7 @@ def timeless(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_from_prompts_to_a_draft_and_what_it_bought(
-    door: Door, files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path
-) -> None:
+def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, draft_dir, tmp_path):
     out = tmp_path / "out"
     words = ["--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", out, *SMALL]
     words += ["--ood", files["other"], "--objective", "jsd:beta=0.5", "ce", "--eval.tree", "chain:1"]
@@ -121,9 +117,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
-def test_the_file_of_a_run_is_run_again_by_hand(
-    door: Door, files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_of_a_run_is_run_again_by_hand(door, files, target_dir, draft_dir, tmp_path, monkeypatch):
     words = ["--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], *SMALL]
     found = []
     for name, given in (("one", words), ("two", ["--config", "../one/out/align.yaml"])):
@@ -159,9 +153,7 @@ module.train = dying
 
 
 @pytest.mark.slow
-def test_killed_between_stages_ends_as_if_it_had_not_been(
-    spawn: Callable[..., Any], files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path
-) -> None:
+def test_killed_between_stages_ends_as_if_it_had_not_been(spawn, files, target_dir, draft_dir, tmp_path):
     words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", "out", *SMALL]
     words += ["--objective", "ce", "jsd:beta=0.5", "--ood", f"other={files['other']}", *ONE_WAY]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
@@ -174,9 +166,7 @@ def test_killed_between_stages_ends_as_if_it_had_not_been(
 
 
 @pytest.mark.slow
-def test_all_stages_on_two_processes(
-    spawn: Any, launch: Any, files: dict[str, str], target_dir: str, draft_dir: str, tmp_path: Path
-) -> None:
+def test_all_stages_on_two_processes(spawn, launch, files, target_dir, draft_dir, tmp_path):
     """The answers are those of one process, a draft is trained by both, one chooses by the policy while the other
     waits, and a second call finds all done.
     """
@@ -202,9 +192,7 @@ def test_all_stages_on_two_processes(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
-def test_without_a_draft_a_fresh_head_is_trained(
-    door: Door, files: dict[str, str], target_dir: str, tmp_path: Path
-) -> None:
+def test_without_a_draft_a_fresh_head_is_trained(door, files, target_dir, tmp_path):
     out = tmp_path / "out"
     printed, err = door.ok("align", "--target", target_dir, "--prompts", files["own"], "--out", out, *SMALL)
     assert json.loads((out / "jsd" / "draftsmith.json").read_text())["kind"] == "eagle3"
@@ -231,7 +219,7 @@ def facts(**changed: Any) -> Facts:
     return Facts(**usual | changed)
 
 
-def test_choices_follow_what_is_given() -> None:
+def test_choices_follow_what_is_given():
     config = AlignConfig(target="t", draft="d", prompts="p", out="o")
 
     def chosen(**changed: Any) -> AlignConfig:
@@ -290,7 +278,7 @@ def test_choices_follow_what_is_given() -> None:
     assert greedy.eval["temperature"] == [0.0]
 
 
-def test_options_of_a_stage_reach_it(draft_dir: str) -> None:
+def test_options_of_a_stage_reach_it(draft_dir):
     given: dict[str, Any] = {"anchor_kl": 0.3, "lora": {"rank": 2, "targets": ["q_proj"]}, "batch_size": 4}
     config = AlignConfig(target="t", draft=draft_dir, prompts="p", out="o", plain=True, train=given)
     whole, _ = complete(config, facts())
@@ -300,7 +288,7 @@ def test_options_of_a_stage_reach_it(draft_dir: str) -> None:
     assert (plain.anchor_kl, plain.replay, plain.lora) == (0.0, [], kept.lora)
 
 
-def test_names_of_drafts_say_their_objective() -> None:
+def test_names_of_drafts_say_their_objective():
     def names(*objectives: str) -> list[str]:
         return list(AlignConfig(target="t", prompts="p", out="o", objective=list(objectives)).drafts())
 
@@ -312,8 +300,8 @@ def test_names_of_drafts_say_their_objective() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_init_makes_the_draft_to_start_from_once_and_the_best_draft_is_uploaded(
-    door: Door, files: dict[str, str], target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    door, files, target_dir, tmp_path, monkeypatch
+):
     uploads: list[tuple[Path, str, str]] = []
 
     def push(directory: Path, name: str, kind: str) -> str:
@@ -338,7 +326,7 @@ def test_init_makes_the_draft_to_start_from_once_and_the_best_draft_is_uploaded(
     assert "init:" not in err and (out / "start" / "model.safetensors").read_bytes() == weights
 
 
-def test_prompts_that_change_after_a_run_began_are_not_used_in_silence(target_dir: str, tmp_path: Path) -> None:
+def test_prompts_that_change_after_a_run_began_are_not_used_in_silence(target_dir, tmp_path):
     source, divided = tmp_path / "own.jsonl", tmp_path / "out" / "prompts"
     source.write_text("".join(json.dumps({"prompt": f"The quick brown {i}"}) + "\n" for i in range(6)))
     hold_out(str(source), read_prompts(str(source), load_tokenizer(target_dir)), 2, divided)

@@ -17,7 +17,6 @@ from draftsmith.alignment.policy import RULES, TOLERANCE, Point, between, choose
 from draftsmith.alignment.stages import lines
 from eval.schema import Estimate, SuiteKind
 from tests.distilled import write_rows
-from tests.door import Door
 from tests.results_made_up import BASE, view
 from tests.test_align import ONE_WAY, SMALL
 
@@ -31,7 +30,7 @@ def point(weight: float, id_change: float, general: float, low: float = 0.01) ->
     return Point(weight, {}, {"id": change(id_change, 0.01), "general": change(general, low)})
 
 
-def test_every_rule_takes_the_point_that_it_describes() -> None:
+def test_every_rule_takes_the_point_that_it_describes():
     line = [
         point(0.0, 0.0, 0.0),
         point(0.25, 0.02, 0.005, low=0.005 + TOLERANCE / 2),
@@ -46,15 +45,13 @@ def test_every_rule_takes_the_point_that_it_describes() -> None:
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+def prompts(tmp_path_factory):
     rows = [{"prompt": f"The quick brown fox jumps {i} times over the lazy dog"} for i in range(24)]
     return write_rows(tmp_path_factory.mktemp("policy") / "own.jsonl", *rows)
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
-    door: Door, prompts: str, target_dir: str, draft_dir: str, tmp_path: Path
-) -> None:
+def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(door, prompts, target_dir, draft_dir, tmp_path):
     out = tmp_path / "out"
     words: list[Any] = ["--target", target_dir, "--draft", draft_dir, "--prompts", prompts, "--out", out, *SMALL]
     words += [*ONE_WAY, "--policy", "balanced", "--plain", "true"]
@@ -94,8 +91,8 @@ def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_takes(
-    door: Door, prompts: str, target_dir: str, draft_dir: str, tmp_path: Path
-) -> None:
+    door, prompts, target_dir, draft_dir, tmp_path
+):
     out = tmp_path / "out"
     words: list[Any] = ["--target", target_dir, "--prompts", prompts, *SMALL, "--policy", "balanced"]
     part = ["--train.draft_vocab_size", 120]
@@ -123,7 +120,7 @@ def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_t
     assert not (tmp_path / "none" / "align.yaml").exists()
 
 
-def test_the_worst_set_stands_beside_the_pool() -> None:
+def test_the_worst_set_stands_beside_the_pool():
     sets: dict[str, SuiteKind] = {"prose": "id", "code": "ood", "unicode": "ood"}
     results = view({"base": BASE, "jsd-balanced": {"id": 0.2, "ood": 0.1}}, sets)
     for row in results.rows("gain"):

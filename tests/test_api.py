@@ -20,7 +20,7 @@ from tests.door import Door
 
 
 @pytest.fixture(scope="module")
-def pair(target_dir: str, draft_dir: str) -> Pair:
+def pair(target_dir, draft_dir):
     return ds.load_pair(target_dir, draft=draft_dir, device="cpu")
 
 
@@ -30,7 +30,7 @@ def decoded(door: Door, *words: object) -> list[dict[str, Any]]:
     return outputs
 
 
-def test_every_public_name_resolves_to_what_type_checkers_are_told() -> None:
+def test_every_public_name_resolves_to_what_type_checkers_are_told():
     assert set(ds._PUBLIC) == set(ds.__all__) - {"__version__"}
     assert dir(ds) == sorted(ds.__all__)
     for name, (module, attribute) in ds._PUBLIC.items():
@@ -53,9 +53,7 @@ def test_type_checkers_see_names_and_types(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("tree", "temperature"), [(None, 0.0), ("kary:2,2", 1.0), ("eagle2:depth=3,beam=2,nodes=6", 1.0)]
 )
-def test_both_doors_give_the_same_output(
-    door: Door, pair: Pair, target_dir: str, draft_dir: str, tree: str | None, temperature: float
-) -> None:
+def test_both_doors_give_the_same_output(door, pair, target_dir, draft_dir, tree, temperature):
     words = ["--target", target_dir, "--draft", draft_dir, "--prompt", "The quick", "--max_new_tokens", 12]
     words += ["--temperature", temperature, "--seed", 7, *(["--tree", tree] if tree else [])]
     (row,) = decoded(door, *words)
@@ -69,9 +67,7 @@ def test_both_doors_give_the_same_output(
     assert sum(out.from_draft) == out.stats.accepted == row["stats"]["accepted"]
 
 
-def test_a_list_draws_what_a_file_of_these_prompts_draws(
-    door: Door, pair: Pair, target_dir: str, draft_dir: str, tmp_path: Path
-) -> None:
+def test_a_list_draws_what_a_file_of_these_prompts_draws(door, pair, target_dir, draft_dir, tmp_path):
     texts = ["The quick", "dog", "The quick", "A draft model proposes"]
     file = write_rows(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
     words = ["--target", target_dir, "--draft", draft_dir, "--prompts", file, "--max_new_tokens", 9]
@@ -87,7 +83,7 @@ def test_a_list_draws_what_a_file_of_these_prompts_draws(
     assert outputs[0].output_ids != outputs[2].output_ids
 
 
-def test_a_chat_goes_through_the_template(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_goes_through_the_template(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(pair.tokenizer, "chat_template", "{{ messages[0].content }}?")
     chat = [{"role": "user", "content": "Who jumps?"}]
     file = tmp_path / "c.jsonl"
@@ -98,14 +94,14 @@ def test_a_chat_goes_through_the_template(pair: Pair, tmp_path: Path, monkeypatc
     assert one.output_ids == listed[0].output_ids
 
 
-def test_pieces_come_as_they_are_decoded_and_are_the_text(pair: Pair) -> None:
+def test_pieces_come_as_they_are_decoded_and_are_the_text(pair):
     options: dict[str, Any] = {"temperature": 1, "max_new_tokens": 24, "seed": 3, "ignore_eos": True}
     out, pieces = pair.generate("The quick", **options), list(pair.stream("The quick", **options))
     assert "".join(pieces) == out.text and len(pieces) > 5
     assert {piece.from_draft for piece in pieces} == {True, False}
     stream = pair.stream("The quick", **options)
     assert next(stream) == pieces[0]
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     with pytest.raises(ds.InputError, match="context"):
         next(pair.stream("dog " * 200))
     assert repr(out).startswith("Output(") and len(repr(out)) < 120 and len(repr(pair)) < 200
@@ -114,19 +110,19 @@ def test_pieces_come_as_they_are_decoded_and_are_the_text(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("option", "ours"), [("do_sample", "temperature"), ("stop_strings", "use stop"), ("temprature", "temperature")]
 )
-def test_names_of_transformers_are_answered_with_ours(pair: Pair, option: str, ours: str) -> None:
+def test_names_of_transformers_are_answered_with_ours(pair, option, ours):
     with pytest.raises(TypeError, match=f"no option '{option}'; .*{ours}"):
         cast(Any, pair).generate("a", **{option: True})
 
 
-def test_a_stop_ends_the_text(pair: Pair) -> None:
+def test_a_stop_ends_the_text(pair):
     on = pair.generate("The quick", max_new_tokens=24, ignore_eos=True)
     stop = on.text[4:7]
     cut = pair.generate("The quick", max_new_tokens=24, ignore_eos=True, stop=stop)
     assert stop in cut.text and len(cut.output_ids) < 24 == len(on.output_ids) and cut.finish_reason == "stop"
 
 
-def test_parts_of_ones_own_are_passed_as_objects(pair: Pair, draft_dir: str) -> None:
+def test_parts_of_ones_own_are_passed_as_objects(pair, draft_dir):
     greedy = pair.generate("The quick", proposer="none", max_new_tokens=12).output_ids
     draft = load_model(draft_dir, device="cpu")
     mine = dataclasses.replace(VERIFIERS["exact"], name="mine", title="a rule of my own")
@@ -139,7 +135,7 @@ def test_parts_of_ones_own_are_passed_as_objects(pair: Pair, draft_dir: str) -> 
         assert pair.generate("The quick", max_new_tokens=12, **options).output_ids == greedy
 
 
-def test_drafts_are_chosen_by_name(target_dir: str, draft_dir: str, other_vocabulary_dir: str) -> None:
+def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir):
     several = ds.load_pair(Path(target_dir), draft={"a": Path(draft_dir), "b": other_vocabulary_dir}, device="cpu")
     greedy = several.generate("dog", proposer="none", max_new_tokens=8)
     assert greedy.stats.proposed == 0
@@ -155,9 +151,7 @@ def test_drafts_are_chosen_by_name(target_dir: str, draft_dir: str, other_vocabu
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_stages_are_the_functions_of_the_commands(
-    door: Door, target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_the_stages_are_the_functions_of_the_commands(door, target_dir, draft_dir, prompts_file, tmp_path):
     common: dict[str, Any] = {"target": target_dir, "device": "cpu"}
     made = ds.distill(ds.DistillConfig(**common, prompts=prompts_file, out=str(tmp_path / "py"), max_new_tokens=8))
     words = ["--target", target_dir, "--device", "cpu", "--prompts", prompts_file, "--max_new_tokens", 8]

@@ -64,9 +64,7 @@ def greedy(model: Any, ids_BT: torch.Tensor, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("key_value_heads", [4, 2])
 @pytest.mark.parametrize("tied", [True, False])
-def test_widened_model_is_the_same_function_and_an_ordinary_checkpoint(
-    key_value_heads: int, tied: bool, tmp_path: Path
-) -> None:
+def test_widened_model_is_the_same_function_and_an_ordinary_checkpoint(key_value_heads, tied, tmp_path):
     model = llama(key_value_heads=key_value_heads, tied=tied)
     wide = widen(model, hidden_size=80, intermediate_size=112, num_hidden_layers=5, max_position_embeddings=128)
     wide.save_pretrained(tmp_path)
@@ -93,7 +91,7 @@ def tiny_bench() -> Bench:
     )
 
 
-def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_hold_what_the_readme_says(monkeypatch):
     monkeypatch.setattr(sections, "FORWARD_ROWS", (1, 2, 5))
     monkeypatch.setattr(sections, "FORWARD_REPEATS", 2)
     bench = tiny_bench()
@@ -114,7 +112,7 @@ def test_sections_hold_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
-def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch):
     monkeypatch.setattr("decode.packed_weights._SMALLEST", 0)
     monkeypatch.setattr(sixteen_bits, "REPEATS", 2)
     monkeypatch.setattr("benchmarks.timing._READ_BYTES", 1 << 20)
@@ -135,7 +133,7 @@ def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch: pytes
     json.dumps(found)
 
 
-def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(monkeypatch):
     tokenizer = load_tokenizer(str(TARGET))
     monkeypatch.setattr(peers, "program", lambda engine: None)
     bench = tiny_bench()
@@ -153,7 +151,7 @@ def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(monkeypatch: 
 
 
 @pytest.mark.slow
-def test_the_device_check_runs_whole_on_tiny_models(tmp_path: Path) -> None:
+def test_the_device_check_runs_whole_on_tiny_models(tmp_path):
     # A directory of modules that cannot be imported hides the packages in the sections' own processes too.
     for package in ("datasets", "pyarrow", "pydantic", "wandb"):
         (tmp_path / f"{package}.py").write_text("raise ImportError('blocked by a test')\n")
@@ -177,7 +175,7 @@ def test_the_device_check_runs_whole_on_tiny_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("objective", "others"), [("ce", ["trainer"]), ("jsd", [])])
-def test_the_methods_of_the_training_benchmark_make_the_same_step(objective: str, others: list[str]) -> None:
+def test_the_methods_of_the_training_benchmark_make_the_same_step(objective, others):
     """TRL's trainer too, where it is installed."""
     shape: dict[str, Any] = {"vocabulary": 80, "sequence": 12, "batch": 3, "target_layers": 1, "target_hidden": 64}
     options = bench_train.Options(out="", objective=objective, peers=True, device="cpu", repeats=1, **shape)
@@ -194,7 +192,7 @@ def test_the_methods_of_the_training_benchmark_make_the_same_step(objective: str
     assert found["default"]["tokens"] == 36 and found["default"]["seconds"] > 0
 
 
-def test_the_training_benchmark_compares_heads_on_the_same_tokens() -> None:
+def test_the_training_benchmark_compares_heads_on_the_same_tokens():
     shape: dict[str, Any] = {"vocabulary": 80, "sequence": 12, "batch": 3, "target_layers": 3, "target_hidden": 64}
     options = bench_train.Options(out="", heads="eagle3,dspark:1", device="cpu", repeats=1, **shape)
     steps = bench_train.make_steps(options, options.heads.split(","))
@@ -203,7 +201,7 @@ def test_the_training_benchmark_compares_heads_on_the_same_tokens() -> None:
         assert step.make() > step.make() > 0
 
 
-def test_lengths_measures_every_cell_once_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_measures_every_cell_once_and_resumes(tmp_path, monkeypatch):
     rows = [{"id": str(number), "text": 20 * f"{row['text']} "} for number, row in enumerate(texts(8, 1))]
     monkeypatch.setattr(corpus, "split", lambda domain: corpus.Split((), ()))
     monkeypatch.setattr(corpus, "passages", lambda *_: rows)

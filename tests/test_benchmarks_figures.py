@@ -4,15 +4,11 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
-
 from benchmarks import figures
 from eval.results import Results
 
 
-def test_the_tables_of_the_readme_are_made_again_from_the_kept_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tables_of_the_readme_are_made_again_from_the_kept_run(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)  # no pictures
     shutil.copytree(figures.ROOT / "docs" / "results", tmp_path / "docs" / "results")
     shutil.copy(figures.ROOT / "README.md", tmp_path)
@@ -32,9 +28,7 @@ def test_the_tables_of_the_readme_are_made_again_from_the_kept_run(
     assert len(after.splitlines()) == len(before.splitlines())
 
 
-def test_the_tables_of_the_real_pair_are_those_of_the_kept_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tables_of_the_real_pair_are_those_of_the_kept_results(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)  # no pictures
     shutil.copytree(figures.ROOT / "docs" / "results", tmp_path / "docs" / "results")
     pages = ("README.md", "docs/real.md")
@@ -47,7 +41,7 @@ def test_the_tables_of_the_real_pair_are_those_of_the_kept_results(
     assert {page: (tmp_path / page).read_text() for page in pages} == before
 
 
-def test_results_are_kept_without_the_paths_of_the_machine(tmp_path: Path) -> None:
+def test_results_are_kept_without_the_paths_of_the_machine(tmp_path):
     (run := tmp_path / "run" / "eval").mkdir(parents=True)
     (run / "results.json").write_text(f'{{"config": {{"out": "{run}"}}}}')
     figures.keep(tmp_path / "docs-root", "demo", run / "results.json")

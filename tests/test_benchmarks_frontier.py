@@ -13,7 +13,6 @@ from benchmarks.frontier_tables import Sets, document_of, tables, write_pictures
 from draftsmith.demo import corpus
 from eval.bootstrap import PromptSums
 from tests.test_benchmarks_objectives import noted, texts, tiny_pair
-from train.config import TrainConfig
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"lr 0.01": {"lr": 0.01}, "lr 0.03, half": {"lr": 0.03, "share": 0.5}},
@@ -25,7 +24,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.fixture
-def options(tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest.MonkeyPatch) -> Options:
+def options(tmp_path, target_dir, draft_dir, monkeypatch):
     """The tiny pair, few settings, and the least of everything."""
     monkeypatch.setitem(objectives_data.PAIRS, "nano", tiny_pair(target_dir, draft_dir))
     monkeypatch.setitem(frontier.SETS, "nano", Sets("prose", ("other",), ("code",), ("lists",)))
@@ -38,7 +37,7 @@ trained = pytest.fixture(noted)
 
 
 @pytest.mark.slow  # every method is trained
-def test_nothing_is_trained_twice_and_every_method_starts_alike(options: Options, trained: list[TrainConfig]) -> None:
+def test_nothing_is_trained_twice_and_every_method_starts_alike(options, trained):
     # Fewer methods on request; the others can be made later, and what is there stays in the tables.
     few = run(replace(options, only=["even replay"]))
     main = {"plain", "interpolation", "even replay", "even replay + interpolation"}
@@ -79,7 +78,7 @@ def draft(own: float, out: float, tuning: float) -> dict[str, PromptSums]:
     return {name: sums(*(value + 0.01 * i for i in range(4))) for name, value in values.items()}
 
 
-def test_what_is_taken_does_not_depend_on_the_sets_that_are_reported() -> None:
+def test_what_is_taken_does_not_depend_on_the_sets_that_are_reported():
     sets = Sets("own", (), ("near",), ("far",))
     found = {
         ("plain", "a"): [draft(0.6, 0.2, 0.2)],
@@ -97,7 +96,7 @@ def test_what_is_taken_does_not_depend_on_the_sets_that_are_reported() -> None:
     assert kept["met"] and not plain["met"]
 
 
-def test_the_bar_is_non_inferiority_on_the_worst_set_and_not_an_interval_that_holds_zero() -> None:
+def test_the_bar_is_non_inferiority_on_the_worst_set_and_not_an_interval_that_holds_zero():
     sets, even = Sets("own", (), ("near",), ("far",)), draft(0.6, 0.3, 0.3)
     # One set gains what another loses: the pool hides it, the worst set does not.
     near, far = (sums(*(alpha + 0.01 * i for i in range(4))) for alpha in (0.4, 0.22))
@@ -117,9 +116,7 @@ def test_the_bar_is_non_inferiority_on_the_worst_set_and_not_an_interval_that_ho
 
 
 @pytest.mark.slow
-def test_ways_to_mix_domains_differ_in_the_mixture_alone(
-    options: Options, trained: list[TrainConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ways_to_mix_domains_differ_in_the_mixture_alone(options, trained, monkeypatch):
     monkeypatch.setattr(domains, "OTHERS", {"code": 0.5, "lists": 0.25})
     monkeypatch.setattr(corpus, "split", lambda domain: corpus.Split((), ()))
     monkeypatch.setattr(corpus, "passages", lambda domain, *_: texts(8, 10 + len(domain)))

@@ -56,7 +56,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 
 
 @pytest.fixture
-def options(tmp_path: Path, target_dir: str, draft_dir: str, monkeypatch: pytest.MonkeyPatch) -> Options:
+def options(tmp_path, target_dir, draft_dir, monkeypatch):
     """The tiny pair, and the least of everything."""
     monkeypatch.setitem(objectives_data.PAIRS, "nano", tiny_pair(target_dir, draft_dir))
     small = {"seeds": 2, "steps": 3, "batch_size": 2, "sequences": 12, "response_tokens": 8, "prompts": 3}
@@ -71,7 +71,7 @@ def without_times(document: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
-def test_cells_are_trained_alike_and_once(options: Options, trained: list[TrainConfig]) -> None:
+def test_cells_are_trained_alike_and_once(options, trained):
     options = replace(options, only=["ce", "adaspec", "text", "stored"])
     first = run(options)
     # Three objectives at two rates with one seed, and at the better one with another; two modes with both seeds.
@@ -115,7 +115,7 @@ def sums_of(*values: float) -> PromptSums:
     return PromptSums.of(list(values), [1.0] * len(values))
 
 
-def test_apart_means_an_interval_without_zero_and_seeds_that_agree() -> None:
+def test_apart_means_an_interval_without_zero_and_seeds_that_agree():
     picks = resamples(4, 200, 0)
     low, high = sums_of(0.1, 0.2, 0.3, 0.4), sums_of(0.2, 0.3, 0.4, 0.5)
     clear = above([high, high], [low, low], picks)

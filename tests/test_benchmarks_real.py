@@ -17,7 +17,7 @@ from tests.test_benchmarks_objectives import texts
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> Study:
+def study(tmp_path):
     """Tiny sizes, on the demo's target."""
     place = tmp_path / "texts"
     for start, (name, count) in enumerate({"alpaca": 20, "gsm8k_train": 9, "gsm8k_test": 3, "humaneval": 3}.items()):
@@ -28,7 +28,7 @@ def study(tmp_path: Path) -> Study:
     return Study(options, TINY)
 
 
-def test_tables_of_speed_name_the_best_and_what_failed() -> None:
+def test_tables_of_speed_name_the_best_and_what_failed():
     parts = dict.fromkeys(real_speed.PARTS, 2.0)
 
     def way(speed: float, over: float) -> dict[str, Any]:
@@ -61,9 +61,7 @@ def test_tables_of_speed_name_the_best_and_what_failed() -> None:
 
 @pytest.mark.slow  # distils, trains and evaluates
 @pytest.mark.usefixtures("undrawn")
-def test_a_study_continues_and_a_kept_set_is_taken_by_the_target_that_wrote_it(
-    study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_continues_and_a_kept_set_is_taken_by_the_target_that_wrote_it(study, monkeypatch, capsys):
     record = study.out / "drafts" / "pruned" / "draftsmith.json"
     made = []
     for drafts in (["pruned"], ["pruned", "hydra"]):

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from draftsmith_core.io import canonical_json
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.tokenization import decode_text, load_tokenizer
-from tests.door import Door
 
 TEXTS = ["The quick brown fox jumps over the lazy dog.", "A draft model proposes tokens and the target accepts."]
 
@@ -51,9 +49,7 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("drafted", [True, False])
-def test_rows_are_those_of_the_contract(
-    tmp_path: Path, door: Door, target_dir: str, draft_dir: str, prompts_file: str, drafted: bool
-) -> None:
+def test_rows_are_those_of_the_contract(tmp_path, door, target_dir, draft_dir, prompts_file, drafted):
     out = tmp_path / "deep" / "rows.jsonl"
     words = ["--target", target_dir, "--prompts", prompts_file, "--num_samples", "2", "--max_new_tokens", "9"]
     words += ["--temperature", "1", "--out", str(out), "--json"]
@@ -91,9 +87,7 @@ def test_rows_are_those_of_the_contract(
     assert "1 of 9 prompts skipped (row 4" in printed
 
 
-def test_a_killed_run_continues_where_it_was(
-    tmp_path: Path, spawn: Callable[..., Any], target_dir: str, draft_dir: str, prompts_file: str
-) -> None:
+def test_a_killed_run_continues_where_it_was(tmp_path, spawn, target_dir, draft_dir, prompts_file):
     words = ["decode", "--target", target_dir, "--draft", draft_dir, "--prompts", prompts_file]
     words += ["--num_samples", "2", "--temperature", "1", "--max_new_tokens", "8", "--batch_size", "2"]
     words += ["--out", "rows.jsonl", "--json"]
@@ -127,13 +121,13 @@ STORIES = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).parents[2] / "
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="no pretrained model beside the clone")
-def test_greedy_text_of_a_pretrained_model_is_the_published_one(door: Door) -> None:
+def test_greedy_text_of_a_pretrained_model_is_the_published_one(door):
     found = door.summary("decode", "--target", STORIES, "--prompt", "Once upon a time", "--max_new_tokens", 40)
     expected = ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big"
     assert found["outputs"][0]["text"].startswith(expected)
 
 
-def test_one_prompt_is_streamed(door: Door, target_dir: str, draft_dir: str) -> None:
+def test_one_prompt_is_streamed(door, target_dir, draft_dir):
     words = ["decode", "--target", target_dir, "--draft", draft_dir, "--prompt", "# The quick"]
     words += ["--max_new_tokens", "12", "--temperature", "1", "--json"]
     printed, _ = door.ok(*words)
@@ -142,7 +136,7 @@ def test_one_prompt_is_streamed(door: Door, target_dir: str, draft_dir: str) -> 
     assert summary["outputs"][0]["prompt_ids"] == load_tokenizer(target_dir)("# The quick")["input_ids"]
 
 
-def test_a_missing_kernel_is_one_warning(door: Door, target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kernel_is_one_warning(door, target_dir, monkeypatch):
     monkeypatch.setattr("draftsmith.cli.decode_run.missing_kernel", lambda device: "decoding without its kernel")
     code, _, err = door("decode", "--target", target_dir, "--prompt", "a", "--max_new_tokens", 2)
     assert code == 0 and err == "draftsmith decode: warning: decoding without its kernel\n"
@@ -163,7 +157,7 @@ class Recorder(io.StringIO):
 @pytest.mark.parametrize(
     "text", ["a é漢🙂👩‍🚀 b", "tabs\tand\r\nlines\n\n end ", "bell \x07 and \x1b[31mred", "[bold]no markup[/bold]", ""]
 )
-def test_what_is_streamed_is_the_text_and_no_character_is_torn(target_dir: str, text: str) -> None:
+def test_what_is_streamed_is_the_text_and_no_character_is_torn(target_dir, text):
     tokenizer = load_tokenizer(target_dir)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     recorder = Recorder()
@@ -189,9 +183,7 @@ class Terminal(Recorder):
         return True
 
 
-def test_on_a_terminal_drafted_tokens_stand_out_and_escapes_do_not_act(
-    target_dir: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_drafted_tokens_stand_out_and_escapes_do_not_act(target_dir, monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -207,7 +199,7 @@ def test_on_a_terminal_drafted_tokens_stand_out_and_escapes_do_not_act(
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory, target_dir: str) -> dict[str, str]:
+def heads(tmp_path_factory, target_dir):
     """An untrained head of every kind, three heads of those that come in numbers, and one of an unknown kind."""
     target = load_model(target_dir, device="cpu")
     root = tmp_path_factory.mktemp("heads")
@@ -221,7 +213,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory, target_dir: str) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def tree_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def tree_files(tmp_path_factory):
     root = tmp_path_factory.mktemp("trees")
     contents = {
         "parents": {"parents": [-1, -1, 0]},
@@ -262,20 +254,13 @@ FAMILIES = [
 ]
 
 
-def test_every_proposer_and_every_kind_of_tree_is_tried() -> None:
+def test_every_proposer_and_every_kind_of_tree_is_tried():
     assert {proposer for _, proposer, _, _ in FAMILIES} == {*PROPOSERS, "none"}
     assert {(tree or "chain").partition(":")[0] for _, _, tree, _ in FAMILIES} == {*TREES, "its own"}
 
 
 @pytest.fixture
-def files(
-    target_dir: str,
-    draft_dir: str,
-    other_vocabulary_dir: str,
-    donor_dir: str,
-    heads: dict[str, str],
-    tree_files: dict[str, str],
-) -> dict[str, str]:
+def files(target_dir, draft_dir, other_vocabulary_dir, donor_dir, heads, tree_files):
     """Every file that options may name, by what stands for it in braces."""
     models = {"target": target_dir, "draft": draft_dir, "other": other_vocabulary_dir, "donor": donor_dir}
     return {**models, **heads, **tree_files}
@@ -283,15 +268,8 @@ def files(
 
 @pytest.mark.parametrize(("options", "proposer", "tree", "verifier"), FAMILIES)
 def test_every_method_of_drafting_gives_the_targets_own_text(
-    door: Door,
-    files: dict[str, str],
-    greedy_ids: list[list[int]],
-    prompts_file: str,
-    options: str,
-    proposer: str,
-    tree: str | None,
-    verifier: str | None,
-) -> None:
+    door, files, greedy_ids, prompts_file, options, proposer, tree, verifier
+):
     words = ["--target", files["target"], "--prompts", prompts_file, "--max_new_tokens", "12", "--batch_size", "8"]
     summary = door.summary("decode", *words, *options.format(**files).split())
     assert [row["output_ids"] for row in summary["outputs"]] == greedy_ids
@@ -302,7 +280,7 @@ def test_every_method_of_drafting_gives_the_targets_own_text(
 
 
 @pytest.fixture(scope="module")
-def greedy_ids(target_dir: str, prompts_file: str) -> list[list[int]]:
+def greedy_ids(target_dir, prompts_file):
     """What transformers itself makes of the prompts."""
     target: Any = AutoModelForCausalLM.from_pretrained(target_dir)
     found = []
@@ -314,7 +292,7 @@ def greedy_ids(target_dir: str, prompts_file: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "typical"])
-def test_a_lossy_verifier_is_said(door: Door, target_dir: str, draft_dir: str, verifier: str) -> None:
+def test_a_lossy_verifier_is_said(door, target_dir, draft_dir, verifier):
     words = ["--target", target_dir, "--draft", draft_dir, "--tree", "kary:2,2", "--verifier", verifier]
     printed, err = door.ok("decode", *words, "--temperature", 1, "--prompt", "a", "--max_new_tokens", 12, "--json")
     summary = json.loads(printed.splitlines()[-1])
@@ -322,7 +300,7 @@ def test_a_lossy_verifier_is_said(door: Door, target_dir: str, draft_dir: str, v
     assert ("lossy" in err) == (verifier == "typical") == len(err.strip().splitlines())
 
 
-def test_the_summary_adds_up(tmp_path: Path, door: Door, target_dir: str, draft_dir: str, prompts_file: str) -> None:
+def test_the_summary_adds_up(tmp_path, door, target_dir, draft_dir, prompts_file):
     words = ["--target", target_dir, "--draft", target_dir, "--prompts", prompts_file, "--max_new_tokens", "12"]
     same = door.summary("decode", *words, "--temperature", "1", "--batch_size", "3", "--out", tmp_path / "rows.jsonl")
     rows = read(tmp_path / "rows.jsonl")
@@ -336,9 +314,7 @@ def test_the_summary_adds_up(tmp_path: Path, door: Door, target_dir: str, draft_
     assert (alone["accept_at"], alone["alpha_mcsd"], alone["tau"], alone["tokens"]) == ([], None, 1.0, 5)
 
 
-def test_auto_takes_the_plan_beside_the_draft_or_says_how_to_make_it(
-    door: Door, target_dir: str, draft_dir: str, tmp_path: Path
-) -> None:
+def test_auto_takes_the_plan_beside_the_draft_or_says_how_to_make_it(door, target_dir, draft_dir, tmp_path):
     draft = tmp_path / "a draft"
     shutil.copytree(draft_dir, draft)
     words = ["--target", target_dir, "--draft", draft, "--tree", "auto", "--prompt", "a", "--max_new_tokens", "4"]
@@ -365,9 +341,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "wrong", "fix"), REFUSED)
-def test_what_does_not_go_together_is_refused_in_one_line(
-    door: Door, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, options: str, wrong: str, fix: str
-) -> None:
+def test_what_does_not_go_together_is_refused_in_one_line(door, files, monkeypatch, options, wrong, fix):
     monkeypatch.setattr("drafts.load.load_model", None)
     words = ["decode", "--target", files["target"], "--prompt", "a", "--temperature", "1"]
     code, out, err = door(*words, *options.format(**files).split())
@@ -376,7 +350,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(
     assert fix.format(**files) in line.split(wrong.format(**files))[1]
 
 
-def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path: Path, files: dict[str, str]) -> None:
+def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path, files):
     def identity(*words: str) -> list[Any]:
         config, _ = parse(DecodeConfig, "decode", ["--target", files["target"], "--prompt", "a", *words])
         identity: list[Any] = load(config)[1].identity()
@@ -396,7 +370,7 @@ def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path
     assert len({canonical_json(each) for each in found}) == len(found)
 
 
-def test_help_ends_with_the_table(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_ends_with_the_table(door, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = door("decode", "--help")
     assert (code, err) == (0, "")

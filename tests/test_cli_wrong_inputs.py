@@ -1,11 +1,8 @@
 """Law 8: what a stranger may type wrongly, by command: one line that says what to do, exit code 2, nothing written."""
 
 import re
-from pathlib import Path
 
 import pytest
-
-from tests.door import Door
 
 # By the beginning of a command line: what follows it, and what its one line must say.
 WRONG: dict[str, list[tuple[str, str]]] = {
@@ -122,9 +119,7 @@ CASES = [(f"{start} {words}".strip(), told) for start, cases in WRONG.items() fo
 
 
 @pytest.fixture(scope="module")
-def files(
-    tmp_path_factory: pytest.TempPathFactory, target_dir: str, draft_dir: str, prompts_file: str, donor_dir: str
-) -> dict[str, str]:
+def files(tmp_path_factory, target_dir, draft_dir, prompts_file, donor_dir):
     """Every file that a command line may name, by what stands for it in braces."""
     root = tmp_path_factory.mktemp("wrong")
     texts = {
@@ -142,9 +137,7 @@ def files(
 
 
 @pytest.mark.parametrize(("words", "told"), CASES, ids=[re.sub(r"{\w+}", "X", words) for words, _ in CASES])
-def test_one_line_exit_code_2_and_nothing_written(
-    door: Door, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, told: str
-) -> None:
+def test_one_line_exit_code_2_and_nothing_written(door, files, tmp_path, monkeypatch, words, told):
     monkeypatch.chdir(tmp_path)
     code, out, err = door(*words.format(**files).split())
     assert (code, out) == (2, ""), (out, err)

@@ -22,7 +22,6 @@ from draftsmith_core.models import context_length, fingerprint, load_model, para
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.request import check
-from tests.door import Door
 from train.config import TrainConfig
 from train.draft_setup import read_shape
 
@@ -54,7 +53,7 @@ RECIPES: dict[str, tuple[str, type[Any], tuple[str, ...]]] = {
 }
 
 
-def test_no_recipe_is_left_out() -> None:
+def test_no_recipe_is_left_out():
     files = [*CONFIGS.rglob("*.yaml"), *DEMO.rglob("*.yaml")]
     there = {str(p.relative_to(ROOT)) for p in files if p.parent.name not in ("accelerate", "prompts")}
     assert there == set(RECIPES)
@@ -70,7 +69,7 @@ def test_no_recipe_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES)
-def test_recipe_is_read_by_its_command(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_is_read_by_its_command(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     command, options, missing = RECIPES[path]
     config, _ = parse(options, command, ["--config", path, *missing])
@@ -120,7 +119,7 @@ def shape_of(name: str) -> Path:
 
 
 @pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.name)
-def test_shape_builds_at_its_true_size(path: Path) -> None:
+def test_shape_builds_at_its_true_size(path):
     model = build(path)
     assert parameter_count(model) == PARAMETERS[path.name.removesuffix(".config.json")]
     # A key that the family does not have would be kept and do nothing.
@@ -167,7 +166,7 @@ OUTS = {_read(path)[0].out: path for path in TRAIN}
 
 
 @pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)
-def test_recipe_can_be_built_and_says_what_it_takes(path: Path) -> None:
+def test_recipe_can_be_built_and_says_what_it_takes(path):
     config, said = _read(path)
     assert OUTS[config.out] == path
     assert config.target is not None
@@ -205,7 +204,7 @@ def test_recipe_can_be_built_and_says_what_it_takes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)
-def test_recipe_says_how_its_data_are_made(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_says_how_its_data_are_made(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config, said = _read(path)
     assert config.draft is None or config.draft in OUTS or not config.draft.startswith("out/")
@@ -221,7 +220,7 @@ def test_recipe_says_how_its_data_are_made(path: Path, monkeypatch: pytest.Monke
     assert set(made) == {*config.data, *config.replay}
 
 
-def test_vicuna_is_asked_as_it_was_trained(tmp_path: Path, target_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vicuna_is_asked_as_it_was_trained(tmp_path, target_dir, monkeypatch):
     monkeypatch.chdir(ROOT)
     comment = (CONFIGS / "distill" / "alpaca.yaml").read_text()
     copying = "\n".join(re.findall(r"^#   (.*)", comment, re.MULTILINE))
@@ -247,7 +246,7 @@ def test_vicuna_is_asked_as_it_was_trained(tmp_path: Path, target_dir: str, monk
     assert rendered({"role": "system", "content": "Be brief."}, user) == "<s>Be brief. USER: Hi ASSISTANT:"
 
 
-def test_shipped_pair_is_small_and_says_how_it_was_made() -> None:
+def test_shipped_pair_is_small_and_says_how_it_was_made():
     files = [path for member in ("target", "base") for path in (DEMO / "pair" / member).iterdir()]
     assert sum(path.stat().st_size for path in files) <= 8_000_000
     for member in ("target", "base"):
@@ -262,7 +261,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("recipe", TRAIN, ids=lambda path: path.stem)
-def test_recipe_runs_in_small(recipe: Path, tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_runs_in_small(recipe, tmp_path, door, monkeypatch):
     monkeypatch.chdir(ROOT)  # recipes name shapes in configs/models
     written = yaml.safe_load(recipe.read_text())
     kind = written.get("kind", "lm")
@@ -286,7 +285,7 @@ def test_recipe_runs_in_small(recipe: Path, tmp_path: Path, door: Door, monkeypa
     assert one == other
 
 
-def test_again_is_anew_and_what_is_not_from_a_smoke_is_left_alone(tmp_path: Path, door: Door) -> None:
+def test_again_is_anew_and_what_is_not_from_a_smoke_is_left_alone(tmp_path, door):
     # A family is known by a published model's name.
     pair = ("--draft", "someone/pythia-1b", "--target", "google/gemma-2-27b-it")
     words = ("train", "--out", tmp_path / "o", "--data", "d", "--smoke", "--device", "cpu", *pair)

@@ -36,22 +36,20 @@ QUIET = target(temperature=0.8, top_k=20, min_p=0.1)
         (cast(PreTrainedModel, SimpleNamespace(generation_config=None)), 0.0, {}, Sampling(temperature=0.0), {}),
     ],
 )
-def test_what_is_given_goes_before_the_file_and_the_file_before_the_default(
-    model: PreTrainedModel, default: float, given: dict[str, Any], sampling: Sampling, taken: dict[str, float]
-) -> None:
+def test_what_is_given_goes_before_the_file_and_the_file_before_the_default(model, default, given, sampling, taken):
     found = resolve_sampling("t", model, default_temperature=default, **given)
     assert found.sampling == sampling
     assert found.from_target == taken
 
 
-def test_what_comes_from_the_file_is_said() -> None:
+def test_what_comes_from_the_file_is_said():
     assert resolve_sampling("t", LLAMA).note == "temperature 0.6, top_p 0.9 from the target's generation_config.json"
     assert resolve_sampling("t", target()).note == ""
     with pytest.raises(InputError, match=r"^t/generation_config.json: top_p: cannot be 1.5"):
         resolve_sampling("t", target(do_sample=True, top_p=1.5))
 
 
-def test_every_key_that_is_not_followed_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_key_that_is_not_followed_is_named_once(caplog):
     keys = {"repetition_penalty": 1.1, "suppress_tokens": [3], "min_length": 2, "forced_bos_token_id": 0}
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

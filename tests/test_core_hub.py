@@ -42,7 +42,7 @@ def split(card: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.fixture
-def uploads(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, bytes]]:
+def uploads(monkeypatch):
     """What was committed to each repository of a stand-in of the hub."""
     committed: dict[str, dict[str, bytes]] = {}
 
@@ -63,7 +63,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, bytes]]:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, target_dir: str) -> Path:
+def checkpoint(tmp_path, target_dir):
     """A directory as `train` leaves it: a model, its card, a run beside it."""
     directory = tmp_path / "draft"
     shutil.copytree(target_dir, directory)
@@ -75,7 +75,7 @@ def checkpoint(tmp_path: Path, target_dir: str) -> Path:
     return directory
 
 
-def test_header_of_a_draft_has_what_the_hub_reads() -> None:
+def test_header_of_a_draft_has_what_the_hub_reads():
     header, body = split(cards.checkpoint_card(RECORD))
     assert header == {
         "base_model": "org/small",
@@ -88,7 +88,7 @@ def test_header_of_a_draft_has_what_the_hub_reads() -> None:
     assert "`org/target-7b`: none that can be read" in body
 
 
-def test_a_head_belongs_to_its_target() -> None:
+def test_a_head_belongs_to_its_target():
     record = RECORD | {"kind": "eagle3", "config": RECORD["config"] | {"draft": None}}
     header, body = split(cards.checkpoint_card(record))
     assert (header["base_model"], header["library_name"]) == ("org/target-7b", "draftsmith")
@@ -96,7 +96,7 @@ def test_a_head_belongs_to_its_target() -> None:
     assert "from_pretrained" not in body and "vllm serve" not in body
 
 
-def test_paths_do_not_pass_for_hub_names(tmp_path: Path) -> None:
+def test_paths_do_not_pass_for_hub_names(tmp_path):
     directory = tmp_path / "a"
     directory.mkdir()
     record = RECORD | {"target": str(directory), "config": {"draft": str(directory), "data": ["out/mine/data"]}}
@@ -105,7 +105,7 @@ def test_paths_do_not_pass_for_hub_names(tmp_path: Path) -> None:
     assert [hub.is_hub_name(name) for name in ("a/b", "a", "a/b/c", "./b", "/b", "~/b")] == [True, *[False] * 5]
 
 
-def test_datasets_are_the_hub_sets_that_the_prompts_came_from(tmp_path: Path) -> None:
+def test_datasets_are_the_hub_sets_that_the_prompts_came_from(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({"config": {"prompts": "org/prompts:train"}}))
     record = RECORD | {"config": {"data": [str(tmp_path)], "replay": ["org/general"]}}
     header, _ = split(cards.checkpoint_card(record))
@@ -116,9 +116,7 @@ def test_datasets_are_the_hub_sets_that_the_prompts_came_from(tmp_path: Path) ->
     ("target", "draft", "header"),
     [("mit", "mit", "mit"), ("mit", "apache-2.0", None), ("mit", None, None), (None, None, None)],
 )
-def test_licence_only_where_all_models_agree(
-    tmp_path: Path, target: str | None, draft: str | None, header: str | None
-) -> None:
+def test_licence_only_where_all_models_agree(tmp_path, target, draft, header):
     names = {}
     for name, licence in (("target", target), ("draft", draft)):
         directory = tmp_path / name
@@ -136,7 +134,7 @@ def test_licence_only_where_all_models_agree(
     )
 
 
-def test_results_of_an_evaluation_replace_those_of_training(checkpoint: Path, tmp_path: Path) -> None:
+def test_results_of_an_evaluation_replace_those_of_training(checkpoint, tmp_path):
     def estimate(value: float | None) -> dict[str, float | None]:
         return {"value": value, "low": None if value is None else value - 0.01, "high": value and value + 0.01}
 
@@ -161,7 +159,7 @@ def test_results_of_an_evaluation_replace_those_of_training(checkpoint: Path, tm
         cards.add_results(checkpoint, file, "other")
 
 
-def test_the_example_for_transformers_runs(target_dir: str, draft_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_for_transformers_runs(target_dir, draft_dir, capsys):
     card = cards.checkpoint_card(RECORD | {"target": target_dir}).replace(hub.PLACEHOLDER, draft_dir)
     (code,) = re.findall(r"^```python\n(.*?)^```", card, flags=re.MULTILINE | re.DOTALL)
     exec(code, {})  # noqa: S102
@@ -172,7 +170,7 @@ def words_of_shell(command: str, cwd: Path) -> list[str]:
     return subprocess.check_output(["sh", "-c", f"printf '%s\\0' {command}"], cwd=cwd, text=True).split("\0")[:-1]
 
 
-def test_commands_and_code_that_are_printed_hold_any_path(tmp_path: Path) -> None:
+def test_commands_and_code_that_are_printed_hold_any_path(tmp_path):
     """A space, both quotes and a command of the shell, as words of a shell, in JSON and in Python."""
     target, draft = "my target/$(touch x)", 'it\'s "my" draft/`touch x`'
     for engine, kinds in SERVING.items():
@@ -199,9 +197,7 @@ def test_commands_and_code_that_are_printed_hold_any_path(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_refusal_is_one_line(
-    uploads: dict[str, dict[str, bytes]], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_is_one_line(uploads, checkpoint, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise OSError("403 Forbidden\nfor this token")
 
@@ -211,13 +207,8 @@ def test_a_refusal_is_one_line(
 
 
 def test_distill_and_train_push_what_they_made_and_again_when_asked_again(
-    uploads: dict[str, dict[str, bytes]],
-    tmp_path: Path,
-    target_dir: str,
-    draft_dir: str,
-    prompts_file: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    uploads, tmp_path, target_dir, draft_dir, prompts_file, capsys
+):
     data, draft = tmp_path / "data", tmp_path / "draft"
     words = f"distill --target {target_dir} --prompts {prompts_file} --out {data} --max_new_tokens 6 --num_samples 4"
     assert main([*words.split(), "--push_to_hub", "org/set", "--json"]) == 0

@@ -20,7 +20,7 @@ def content(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("writer", "directory"), [(atomic_file, False), (atomic_dir, True)])
-def test_a_block_changes_all_or_nothing(tmp_path: Path, writer: Writer, directory: bool) -> None:
+def test_a_block_changes_all_or_nothing(tmp_path, writer, directory):
     path = tmp_path / "deep" / "thing"
     with pytest.raises(ZeroDivisionError), writer(path) as temporary:
         fill(temporary, "half", directory)
@@ -39,7 +39,7 @@ def test_a_block_changes_all_or_nothing(tmp_path: Path, writer: Writer, director
     assert [p.name for p in path.parent.iterdir()] == ["thing"]
 
 
-def test_leftovers_are_told_from_files_that_are_not_ours(tmp_path: Path) -> None:
+def test_leftovers_are_told_from_files_that_are_not_ours(tmp_path):
     for name in ("part.parquet", ".hidden", "a.tmp1"):
         (tmp_path / name).touch()
     (tmp_path / ".best.old.tmp77").mkdir()

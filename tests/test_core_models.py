@@ -4,7 +4,6 @@ import importlib.util
 import mmap
 import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from draftsmith_core.models import (
 from tests.train_laws import tiny_family
 
 
-def test_a_model_is_loaded_whole_and_ready(target_dir: str) -> None:
+def test_a_model_is_loaded_whole_and_ready(target_dir):
     model = load_model(target_dir, device="cpu")
     assert not model.training
     assert model.dtype == torch.float32
@@ -41,7 +40,7 @@ def test_a_model_is_loaded_whole_and_ready(target_dir: str) -> None:
         eos_ids(model)
 
 
-def test_a_fingerprint_follows_weights_and_architecture(target_dir: str, draft_dir: str) -> None:
+def test_a_fingerprint_follows_weights_and_architecture(target_dir, draft_dir):
     model = load_model(target_dir, device="cpu")
     before = fingerprint(model)
     assert len(before) == 16
@@ -59,7 +58,7 @@ bnb = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reaso
 
 
 @pytest.fixture(scope="module")
-def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def wide_dir(tmp_path_factory):
     """A model whose layers hold whole blocks of 64 values, and odd ones too."""
     sizes = {"vocab_size": 290, "hidden_size": 64, "intermediate_size": 72, "num_attention_heads": 4}
     model = tiny_family("llama", 8, 0.0, **sizes, num_key_value_heads=2, initializer_range=0.25)
@@ -69,7 +68,7 @@ def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @bnb
-def test_nf4_is_the_checkpoint_rounded_to_sixteen_levels(wide_dir: str) -> None:
+def test_nf4_is_the_checkpoint_rounded_to_sixteen_levels(wide_dir):
     whole, small = (load_model(wide_dir, device="cpu", quantize=how) for how in (None, "nf4"))
     assert (quantization(whole), quantization(small)) == ("none", "nf4")
     assert dtype_name(small) == "float32" and not small.training and small.device.type == "cpu"
@@ -88,7 +87,7 @@ def test_nf4_is_the_checkpoint_rounded_to_sixteen_levels(wide_dir: str) -> None:
 
 
 @bnb
-def test_a_quantised_model_has_a_fingerprint_of_its_own_that_running_it_does_not_change(wide_dir: str) -> None:
+def test_a_quantised_model_has_a_fingerprint_of_its_own_that_running_it_does_not_change(wide_dir):
     model = load_model(wide_dir, device="cpu", quantize="nf4")
     before = fingerprint(model)
     assert before != fingerprint(load_model(wide_dir, device="cpu"))
@@ -100,7 +99,7 @@ def test_a_quantised_model_has_a_fingerprint_of_its_own_that_running_it_does_not
     assert fingerprint(model) != before
 
 
-def test_an_encoder_is_refused(tmp_path: Path) -> None:
+def test_an_encoder_is_refused(tmp_path):
     """transformers loads BERT as a causal model; it would be trained and measured on what it peeks at."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
@@ -116,7 +115,7 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is reset through /proc")
-def test_peak_memory_sees_what_was_held_since_the_reset() -> None:
+def test_peak_memory_sees_what_was_held_since_the_reset():
     reset_peak_memory("cpu")
     before, kind = peak_memory(torch.device("cpu"))
     assert kind == "process_rss"

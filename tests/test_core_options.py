@@ -25,7 +25,6 @@ from draftsmith_core.options import (
     options,
     options_of,
 )
-from tests.door import Door
 from train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +72,7 @@ def refusal(*words: str) -> str:
     return text
 
 
-def test_every_spelling_of_a_value() -> None:
+def test_every_spelling_of_a_value():
     found = read(
         *("--name=a=b", "--count", "-0", "--loud", "--colour", "green", "--inner.rate", "1e-3"),
         *("--words", "x", "y", "--words", "z", "--numbers=1", "--numbers", "2.5", "1e2", "--limit", "3"),
@@ -96,11 +95,11 @@ def test_every_spelling_of_a_value() -> None:
 @pytest.mark.parametrize(
     "text", ["5", "a: b", "[1]", "# heading", "", "{", "'", "true", "- x", "--a-b c", "a\nb\t", "é"]
 )
-def test_text_is_taken_as_it_is_typed(text: str) -> None:
+def test_text_is_taken_as_it_is_typed(text):
     assert read("--name", text, "--note", text, "--words", text) == Options(name=text, note=text, words=[text])
 
 
-def test_the_single_value_of_an_option_may_begin_with_a_dash() -> None:
+def test_the_single_value_of_an_option_may_begin_with_a_dash():
     assert read("--name", "-x", "--note", "--foo-bar", "--loud") == Options(name="-x", note="--foo-bar", loud=True)
     assert read("--name", "--foo=a-b") == Options(name="--foo=a-b")
     assert "--inner.rate: must be greater than 0" in refusal("--name", "a", "--inner.rate", "-1e-3")
@@ -122,13 +121,13 @@ def test_the_single_value_of_an_option_may_begin_with_a_dash() -> None:
         ("name: !!python/object/apply:os.getcwd []\n", ":1: not valid YAML"),
     ],
 )
-def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_wrong_file_is_named_with_its_line(tmp_path, text, expected):
     path = tmp_path / "c.yaml"
     path.write_text(text)
     assert refusal("--config", str(path)).removeprefix("--config ").startswith(f"{path}{expected}")
 
 
-def test_the_command_line_wins_over_files_and_later_files_over_earlier(tmp_path: Path) -> None:
+def test_the_command_line_wins_over_files_and_later_files_over_earlier(tmp_path):
     (tmp_path / "a.yaml").write_text("name: a\ncount: 1\nwords: [x]\ninner:\n  rate: 1e-4\n")
     (tmp_path / "b.yaml").write_text("count: 2\n")
     files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")]
@@ -137,7 +136,7 @@ def test_the_command_line_wins_over_files_and_later_files_over_earlier(tmp_path:
     assert read(*files, "--count", "5", "--words", "y").words == ["y"]
 
 
-def test_print_config_goes_back_in(tmp_path: Path, door: Door) -> None:
+def test_print_config_goes_back_in(tmp_path, door):
     words = ["--out", "o", "--data", "a b", "c", "--draft", "d", "--optim.lr", "3e-5", "--steps", "7"]
     code, out, _ = door("train", *words, "--print_config")
     assert code == 0
@@ -148,7 +147,7 @@ def test_print_config_goes_back_in(tmp_path: Path, door: Door) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_lists_every_option_with_its_sentence(command: str, door: Door) -> None:
+def test_help_lists_every_option_with_its_sentence(command, door):
     code, out, _ = door(command, "--help=all")
     flat = " ".join(out.split())
     assert code == 0 and "--config" in out and "--print_config" in out
@@ -161,7 +160,7 @@ def test_help_lists_every_option_with_its_sentence(command: str, door: Door) -> 
 @pytest.mark.parametrize(
     ("command", "key"), [(name, key) for name, command in COMMANDS.items() for key in command.instead]
 )
-def test_help_shows_the_other_uses_of_a_command(command: str, key: str, door: Door) -> None:
+def test_help_shows_the_other_uses_of_a_command(command, key, door):
     option = f"--{key}"
     for words in ((command, "--help"), ("--help",), (command, option.replace("_", "-"), "--help")):
         code, out, _ = door(*words)
@@ -170,13 +169,13 @@ def test_help_shows_the_other_uses_of_a_command(command: str, key: str, door: Do
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_completion_knows_every_command(door: Door, shell: str) -> None:
+def test_completion_knows_every_command(door, shell):
     pytest.importorskip("shtab")
     script, _ = door.ok("--print_shtab", shell)
     assert all(command in script for command in COMMANDS) and "max_new_tokens" in script
 
 
-def test_the_door_itself(door: Door) -> None:
+def test_the_door_itself(door):
     code, out, _ = door("--help")
     assert code == 0
     assert all(name in out for name in COMMANDS)
@@ -188,7 +187,7 @@ def test_the_door_itself(door: Door) -> None:
     assert door("--version")[0] == 0
 
 
-def test_modules_in_the_current_directory_do_not_hide_ours(tmp_path: Path) -> None:
+def test_modules_in_the_current_directory_do_not_hide_ours(tmp_path):
     for name in ("train", "eval", "distill", "decode", "datasets", "torch", "yaml"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module was imported')\n")
     run = subprocess.run(
@@ -202,7 +201,7 @@ def test_modules_in_the_current_directory_do_not_hide_ours(tmp_path: Path) -> No
     assert run.returncode == 2
 
 
-def test_python_callers_get_the_same_checks() -> None:
+def test_python_callers_get_the_same_checks():
     config: Any = Options(name=Path("a"), words=(Path("b"),), limit=np.int64(3))  # type: ignore[arg-type]
     assert (config.name, config.words, config.limit, type(config.limit)) == ("a", ["b"], 3, int)
     for values, told in (
@@ -222,13 +221,13 @@ def test_python_callers_get_the_same_checks() -> None:
         replace(config, limit=0)
 
 
-def test_identity_leaves_out_what_changes_nothing() -> None:
+def test_identity_leaves_out_what_changes_nothing():
     values = identity(Options(name="a", note="x", device="cpu"))
     assert values["name"] == "a" and values["inner"] == {"rate": 0.5}
     assert not {"note", "device"} & set(values)
 
 
-def test_help_has_two_tiers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_two_tiers(capsys):
     texts = []
     for word in ("--help", "--help=all"):
         with pytest.raises(SystemExit) as leaving:
@@ -239,7 +238,7 @@ def test_help_has_two_tiers(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("How models are loaded:" in text and "--device" in text and "A group:" in text for text in texts)
 
 
-def test_options_are_laid_over_the_configuration_of_a_call() -> None:
+def test_options_are_laid_over_the_configuration_of_a_call():
     given = TrainConfig(out="a", data=["d"], draft="d")
     assert configured(TrainConfig, given, {}) is given
     assert configured(TrainConfig, given, {"out": "b"}) == replace(given, out="b")

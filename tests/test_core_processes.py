@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from draftsmith.__main__ import main
 from draftsmith_core.processes import divided, launcher_request, on_main, settle_threads
 
 
-def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch):
     """The others wait for it to end, and would never come to meet it."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda failure: None)
@@ -22,9 +21,7 @@ def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch: py
 
 
 @pytest.mark.parametrize("line", ["decode --target t --prompt a", "merge --draft a b --out o"])
-def test_a_command_of_one_process_is_refused_in_several(
-    line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_of_one_process_is_refused_in_several(line, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(line.split()) == 2
@@ -32,7 +29,7 @@ def test_a_command_of_one_process_is_refused_in_several(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_process_that_waits_for_others_can_be_ended(number: int) -> None:
+def test_a_process_that_waits_for_others_can_be_ended(number):
     """Waiting happens in torch, where Python's own handlers do not run."""
     program = (
         "import signal; from draftsmith_core.processes import *\n"
@@ -64,13 +61,8 @@ OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS
     ],
 )
 def test_threads_follow_the_command_and_the_share_of_the_container(
-    command: str,
-    given: dict[str, str],
-    limit: str | None,
-    expected: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    command, given, limit, expected, tmp_path, monkeypatch
+):
     for name in OPENMP:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
@@ -82,7 +74,7 @@ def test_threads_follow_the_command_and_the_share_of_the_container(
     assert {name: os.environ[name] for name in OPENMP if name in os.environ} == given | expected
 
 
-def test_commands_settle_it_before_torch_is_imported() -> None:
+def test_commands_settle_it_before_torch_is_imported():
     program = (
         "import os, sys, draftsmith.__main__ as door\n"
         "door.run = lambda name, argv: print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])\n"
@@ -92,9 +84,7 @@ def test_commands_settle_it_before_torch_is_imported() -> None:
     assert done.stdout.split() == ["False", "PASSIVE"]
 
 
-def test_settings_of_the_launcher_that_nothing_follows_are_dropped_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_of_the_launcher_that_nothing_follows_are_dropped_with_one_warning(monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "false")

@@ -13,7 +13,7 @@ import pytest
 from draftsmith_core.errors import InputError
 from draftsmith_core.prompt_rows import count_rows
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith_core.tokenization import load_tokenizer
 from tests.distilled import write_rows
 
 TEMPLATE = (
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def chat(target_dir: str, tmp_path: Path) -> Tokenizer:
+def chat(target_dir, tmp_path):
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     return load_tokenizer(target_dir, chat_template=str(tmp_path / "t.jinja"))
 
@@ -32,7 +32,7 @@ def adds_up(prompts: PromptSet) -> bool:
     return len(prompts.prompts) + len(prompts.skipped) == prompts.rows
 
 
-def test_every_kind_of_row(tmp_path: Path, chat: Tokenizer) -> None:
+def test_every_kind_of_row(tmp_path, chat):
     text = "The quick brown fox jumps over the lazy dog. " * 3
     source = write_rows(
         tmp_path / "p.jsonl",
@@ -56,7 +56,7 @@ def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
     return {"id": "twice", "conversations": [{"from": who, "value": text} for who, text in turns]}
 
 
-def test_sharegpt_and_alpaca_rows_are_chats(tmp_path: Path, chat: Tokenizer) -> None:
+def test_sharegpt_and_alpaca_rows_are_chats(tmp_path, chat):
     source = write_rows(
         tmp_path / "p.jsonl",
         conversation(("human", "Hi"), ("gpt", "Yes?"), ("human", "Who?"), ("gpt", "I.")),
@@ -81,7 +81,7 @@ def test_sharegpt_and_alpaca_rows_are_chats(tmp_path: Path, chat: Tokenizer) -> 
     assert len({prompt.id for prompt in prompts.prompts}) == 5
 
 
-def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path, tokenizer):
     path = tmp_path / "p.jsonl"
     long = "The quick brown fox jumps over the lazy dog and more"
     # Blank lines are no rows, and lines keep their numbers.
@@ -93,13 +93,13 @@ def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path: Path,
         assert reason in skipped.reason
 
 
-def test_limit_counts_rows_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_limit_counts_rows_read(tmp_path, tokenizer):
     source = write_rows(tmp_path / "p.jsonl", {"prompt": ""}, {"prompt": "a"}, {"prompt": "b"}, {"nonsense": 1})
     prompts = read_prompts(source, tokenizer, limit=3)
     assert (prompts.rows, len(prompts.prompts), len(prompts.skipped)) == (3, 2, 1)
 
 
-def test_any_unicode_goes_through(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_any_unicode_goes_through(tmp_path, tokenizer):
     texts = ["é λ 漢字 🙂👩‍🚀", "a\u2028b\u2029c\x85d", "\u202eabc", "x\x00y"]
     prompts = read_prompts(write_rows(tmp_path / "p.jsonl", *({"prompt": text} for text in texts)), tokenizer).prompts
     assert [tokenizer.decode(list(prompt.ids), skip_special_tokens=True) for prompt in prompts] == texts
@@ -117,9 +117,7 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("text", "line", "message"), BAD_ROWS)
-def test_a_row_that_cannot_be_understood_is_named(
-    tmp_path: Path, chat: Tokenizer, text: str, line: int, message: str
-) -> None:
+def test_a_row_that_cannot_be_understood_is_named(tmp_path, chat, text, line, message):
     path = tmp_path / "p.jsonl"
     path.write_text(text + "\n")
     with pytest.raises(InputError, match=rf"p\.jsonl:{line}: .*({message})") as caught:
@@ -127,7 +125,7 @@ def test_a_row_that_cannot_be_understood_is_named(
     assert "\n" not in str(caught.value)
 
 
-def test_a_chat_without_a_chat_template_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_chat_without_a_chat_template_is_an_error(tmp_path, tokenizer):
     source = write_rows(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "a"}]})
     with pytest.raises(InputError, match=r"rows\.jsonl:1: key 'messages': .* no chat template; .*--chat_template FILE"):
         read_prompts(source, tokenizer)
@@ -145,9 +143,7 @@ def test_a_chat_without_a_chat_template_is_an_error(tmp_path: Path, tokenizer: T
         ("no/such-set:test", None, "no such file, and no dataset"),
     ],
 )
-def test_a_source_that_cannot_be_read_is_named(
-    tmp_path: Path, tokenizer: Tokenizer, name: str, content: bytes | None, message: str
-) -> None:
+def test_a_source_that_cannot_be_read_is_named(tmp_path, tokenizer, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message) as caught:
@@ -155,7 +151,7 @@ def test_a_source_that_cannot_be_read_is_named(
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_hub_dataset_is_read_by_name_and_split(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
+def test_a_hub_dataset_is_read_by_name_and_split(monkeypatch, tokenizer):
     calls = []
 
     def load_dataset(name: str, split: str, streaming: bool) -> Any:
@@ -177,18 +173,14 @@ def test_a_hub_dataset_is_read_by_name_and_split(monkeypatch: pytest.MonkeyPatch
         ({"prompt": "what is shown?", "images": ["a.png"]}, "images"),
     ],
 )
-def test_a_key_that_could_be_meant_for_the_prompt_and_is_not_read_is_named_once(
-    tmp_path: Path, chat: Tokenizer, caplog: pytest.LogCaptureFixture, row: Any, key: str
-) -> None:
+def test_a_key_that_could_be_meant_for_the_prompt_and_is_not_read_is_named_once(tmp_path, chat, caplog, row, key):
     path = write_rows(tmp_path / "rows.jsonl", {"prompt": "first"}, row, row)
     read_prompts(path, chat)
     warning = f"{path}: key {key!r} is ignored; prompts do not contain it"
     assert [record.getMessage() for record in caplog.records] == [warning]
 
 
-def test_the_same_rows_are_the_same_prompts_wherever_they_are(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_rows_are_the_same_prompts_wherever_they_are(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     rows = [{"id": f"r{number}", "prompt": f"The {number}", "domain": None} for number in range(5)]
     source = Path(write_rows(tmp_path / "rows.jsonl", *rows))
@@ -222,7 +214,7 @@ def test_the_same_rows_are_the_same_prompts_wherever_they_are(
         assert str(error.value).startswith(f"{url}: {message}") and "\n" not in str(error.value)
 
 
-def test_texts_that_the_target_begins_by_itself(target_dir: str) -> None:
+def test_texts_that_the_target_begins_by_itself(target_dir):
     tokenizer = load_tokenizer(target_dir)
     prompts = read_prompts("self:3", tokenizer, limit=2)
     assert [(prompt.ids, prompt.domain) for prompt in prompts.prompts] == [((0,), "general")] * 2 and prompts.more
@@ -238,7 +230,7 @@ def test_texts_that_the_target_begins_by_itself(target_dir: str) -> None:
             read_prompts(source, tokenizer)
 
 
-def test_texts_that_begin_with_any_token_of_the_vocabulary(tokenizer: Tokenizer) -> None:
+def test_texts_that_begin_with_any_token_of_the_vocabulary(tokenizer):
     prompts = read_prompts("token:600", tokenizer).prompts
     assert {prompt.ids[0] for prompt in prompts} == {0} and {len(prompt.ids) for prompt in prompts} == {2}
     tokens = {prompt.ids[1] for prompt in prompts}

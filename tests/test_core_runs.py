@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start():
     """Start a process that holds a directory; returns once it does."""
     started: list[subprocess.Popen[str]] = []
 
@@ -51,7 +51,7 @@ def start() -> Iterator[Start]:
         child.communicate()
 
 
-def test_a_second_run_is_refused_in_one_line_that_names_the_first(tmp_path: Path, start: Start) -> None:
+def test_a_second_run_is_refused_in_one_line_that_names_the_first(tmp_path, start):
     out = tmp_path / "out"
     child = start(out)
     with pytest.raises(InputError) as refused, hold(out):
@@ -68,7 +68,7 @@ def test_a_second_run_is_refused_in_one_line_that_names_the_first(tmp_path: Path
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_run_that_was_stopped_leaves_the_directory_free(tmp_path: Path, start: Start, number: signal.Signals) -> None:
+def test_a_run_that_was_stopped_leaves_the_directory_free(tmp_path, start, number):
     child = start(tmp_path)
     child.send_signal(number)
     child.wait()
@@ -78,7 +78,7 @@ def test_a_run_that_was_stopped_leaves_the_directory_free(tmp_path: Path, start:
         assert f"process {os.getpid()} " in (tmp_path / ".lock").read_text()
 
 
-def test_a_file_has_its_lock_beside_it(tmp_path: Path, start: Start) -> None:
+def test_a_file_has_its_lock_beside_it(tmp_path, start):
     start(tmp_path / "rows.jsonl", "file")
     assert [path.name for path in tmp_path.iterdir()] == [".rows.jsonl.lock"]
     with pytest.raises(InputError, match=r"^--out .*rows\.jsonl: process"), hold(tmp_path / "rows.jsonl", file=True):
@@ -87,7 +87,7 @@ def test_a_file_has_its_lock_beside_it(tmp_path: Path, start: Start) -> None:
         pass
 
 
-def test_a_directory_belongs_to_the_run_that_claimed_it(tmp_path: Path) -> None:
+def test_a_directory_belongs_to_the_run_that_claimed_it(tmp_path):
     out = tmp_path / "out"
     identity = {"config": {"seed": 1, "layers": (1, 2)}, "data": "abc", "rows": 8}
     assert claim(out, identity) is False
@@ -139,7 +139,7 @@ def content(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-def test_a_run_that_was_stopped_at_any_write_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_at_any_write_ends_as_one_that_was_not(tmp_path):
     assert make_steps(tmp_path / "whole") == [{"a": 1}, "whole", "whole", False, 6]
     for fail_at in range(1, 7):
         out = tmp_path / str(fail_at)
@@ -150,7 +150,7 @@ def test_a_run_that_was_stopped_at_any_write_ends_as_one_that_was_not(tmp_path: 
         assert content(out) == content(tmp_path / "whole")
 
 
-def test_a_journal_drops_what_a_kill_cut_short_and_what_another_run_wrote(tmp_path: Path) -> None:
+def test_a_journal_drops_what_a_kill_cut_short_and_what_another_run_wrote(tmp_path):
     with Run(tmp_path) as run:
         with run.journal("rows", "head") as journal:
             journal.append(1)

@@ -68,7 +68,7 @@ def slow_probs(logits: list[float], sampling: Sampling) -> npt.NDArray[np.float6
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_probs_is_the_definition(sampling: Sampling, dtype: torch.dtype) -> None:
+def test_probs_is_the_definition(sampling, dtype):
     logits_BV = (torch.randn(20, 9, generator=generator(0)) * 2).to(dtype)
     law_BV = probs(logits_BV, sampling)
     assert law_BV.dtype == torch.float32
@@ -78,14 +78,14 @@ def test_probs_is_the_definition(sampling: Sampling, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_ties_go_to_the_lower_token(sampling: Sampling) -> None:
+def test_ties_go_to_the_lower_token(sampling):
     logits = [0.5, 2.0, 2.0, -1.0, 2.0, 0.5, 0.5]
     p = probs(torch.tensor(logits), sampling).numpy()
     np.testing.assert_allclose(p, slow_probs(logits, sampling), atol=1e-6)
     assert sampling.temperature > 0 or p.tolist() == [0, 1, 0, 0, 0, 0, 0]
 
 
-def test_probs_leaves_the_logits_alone_and_takes_any_leading_shape() -> None:
+def test_probs_leaves_the_logits_alone_and_takes_any_leading_shape():
     logits = torch.randn(2, 3, 4, 5, generator=generator(1))
     before = logits.clone()
     p = probs(logits, Sampling(temperature=0.5, top_k=3, top_p=0.9))
@@ -103,14 +103,14 @@ def weights_of_tokens(make: st.DrawFn) -> list[float]:
 
 @settings(max_examples=200, deadline=None)
 @given(weights=weights_of_tokens(), u=st.one_of(st.just(0.0), st.just(1 - 2**-53), st.floats(0, 1, exclude_max=True)))
-def test_a_token_without_mass_is_never_drawn(weights: list[float], u: float) -> None:
+def test_a_token_without_mass_is_never_drawn(weights, u):
     token = int(draw(torch.tensor(weights), torch.tensor(u, dtype=torch.float64)))
     assert weights[token] > 0
 
 
 @settings(max_examples=100, deadline=None)
 @given(weights=weights_of_tokens(), seed=st.integers(0, 2**32), count=st.integers(1, 6))
-def test_draws_without_replacement_are_distinct_and_run_out(weights: list[float], seed: int, count: int) -> None:
+def test_draws_without_replacement_are_distinct_and_run_out(weights, seed, count):
     picks = draw_without_replacement(torch.tensor(weights), uniforms([generator(seed)], count)[0]).tolist()
     support = sum(weight > 0 for weight in weights)
     drawn = [token for token in picks if token >= 0]
@@ -129,7 +129,7 @@ def fits(counts: list[int], expected: list[float]) -> bool:
     return bool(chisquare([c for c, _ in kept], [e * scale for _, e in kept]).pvalue > 1e-3)
 
 
-def test_draw_follows_the_distribution() -> None:
+def test_draw_follows_the_distribution():
     p = torch.tensor([0.05, 0.0, 0.4, 0.25, 0.3])
     u = uniforms([generator(5)], 20_000)[0]
     # An unnormalised residual has the same distribution.
@@ -140,7 +140,7 @@ def test_draw_follows_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_draws_without_replacement_follow_the_sequential_distribution(count: int) -> None:
+def test_draws_without_replacement_follow_the_sequential_distribution(count):
     p = [0.1, 0.4, 0.2, 0.3]
     outcomes = list(permutations(range(4), count))
     expected = []
@@ -161,14 +161,14 @@ def test_draws_without_replacement_follow_the_sequential_distribution(count: int
     assert not fits(counts, [1 / len(outcomes)] * len(outcomes))
 
 
-def test_acceptance_is_one_minus_total_variation() -> None:
+def test_acceptance_is_one_minus_total_variation():
     logits = torch.randn(2, 50, 11, generator=generator(7)) * 2
     p, q = (probs(each, Sampling(top_k=6)) for each in logits)
     torch.testing.assert_close(acceptance(p, q), 1 - (p - q).abs().sum(-1) / 2)
     torch.testing.assert_close(acceptance(p, p), torch.ones(50))
 
 
-def test_a_seed_is_of_the_row_and_not_of_its_place() -> None:
+def test_a_seed_is_of_the_row_and_not_of_its_place():
     keys = [f"prompt-{i}/{k}" for i in range(50) for k in range(4)]
     seeds = [row_seed(3, key) for key in keys]
     assert len(set(seeds)) == len(keys)
@@ -183,7 +183,7 @@ def test_a_seed_is_of_the_row_and_not_of_its_place() -> None:
 
 
 @pytest.mark.parametrize("sampling", [each for each in SETTINGS if each.temperature], ids=str)
-def test_the_distribution_is_that_of_the_warpers_of_transformers(sampling: Sampling) -> None:
+def test_the_distribution_is_that_of_the_warpers_of_transformers(sampling):
     """In the order in which `generate` applies them. Random logits have no ties, where the two may differ."""
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(3)) * 2
     scores = TemperatureLogitsWarper(sampling.temperature)(None, logits)

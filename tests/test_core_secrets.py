@@ -2,12 +2,10 @@
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 
 from draftsmith_core.errors import without_secrets
-from tests.door import Door
 
 ADDRESS = "https://me:PASSWORD@store.example/rows.jsonl?sig=SIGNATURE"
 # Prompts, and answers to score.
@@ -44,9 +42,7 @@ ALIGN = (
         pytest.param(ALIGN, marks=pytest.mark.slow),
     ],
 )
-def test_they_are_in_no_file_and_no_message(
-    command: str, door: Door, target_dir: str, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_in_no_file_and_no_message(command, door, target_dir, draft_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fsspec.open", open_store)
     words = command.format(target=target_dir, draft=draft_dir, address=ADDRESS).split()
@@ -60,7 +56,7 @@ def test_they_are_in_no_file_and_no_message(
         assert code == 0 and "continuing what was begun" in err, err
 
 
-def test_what_is_no_secret_stays() -> None:
+def test_what_is_no_secret_stays():
     for text in (
         "hf://datasets/owner/name@main/rows.jsonl",
         "name=s3://bucket/rows.jsonl",

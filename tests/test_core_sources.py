@@ -125,7 +125,7 @@ LOADERS = ((load_on_cpu, [*MODELS, *BOTH]), (load_tokenizer, [*TOKENIZERS, *BOTH
 
 
 @pytest.fixture
-def copy(tmp_path: Path, target_dir: str) -> Path:
+def copy(tmp_path, target_dir):
     return shutil.copytree(target_dir, tmp_path / "copy")
 
 
@@ -139,20 +139,18 @@ def refusal(load: Callable[[str], Any], name: str) -> str:
 @pytest.mark.parametrize(
     ("load", "change", "message"), [(load, *case) for load, cases in LOADERS for case in cases], ids=lambda _: ""
 )
-def test_a_directory_that_cannot_be_loaded(
-    copy: Path, load: Callable[[str], Any], change: Callable[[Path], Any], message: str
-) -> None:
+def test_a_directory_that_cannot_be_loaded(copy, load, change, message):
     change(copy)
     assert re.search(message, refusal(load, str(copy)))
 
 
 @pytest.mark.parametrize("name", ["/no/such/place", "~/model", "a/b/c", "", "owner/never-made"])
 @pytest.mark.parametrize("load", [load_on_cpu, load_tokenizer])
-def test_a_name_that_is_no_model(name: str, load: Callable[[str], Any]) -> None:
+def test_a_name_that_is_no_model(name, load):
     refusal(load, name)
 
 
-def test_weights_without_a_place_are_named(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_without_a_place_are_named(copy, caplog):
     change_weights(copy, lambda weights: weights.update({"vision.weight": torch.ones(2)}))
     with caplog.at_level(logging.WARNING):
         load_on_cpu(str(copy))
@@ -160,19 +158,19 @@ def test_weights_without_a_place_are_named(copy: Path, caplog: pytest.LogCapture
     assert warnings == [f"{copy}: holds weights that a LlamaForCausalLM does not use (1, such as vision.weight)"]
 
 
-def test_logits_that_overflow_name_the_dtype(copy: Path) -> None:
+def test_logits_that_overflow_name_the_dtype(copy):
     change_weights(copy, lambda weights: weights["lm_head.weight"].sign_().mul_(6e4))
     load_on_cpu(str(copy))
     with pytest.raises(InputError, match="logits are not finite in float16"):
         load_model(str(copy), device="cpu", dtype="float16")
 
 
-def test_code_that_comes_with_a_model_runs_if_it_is_allowed(copy: Path) -> None:
+def test_code_that_comes_with_a_model_runs_if_it_is_allowed(copy):
     with_remote_code(copy)
     assert type(load_model(str(copy), device="cpu", trust_remote_code=True)).__name__ == "Model"
 
 
-def test_a_pickle_of_tensors_is_the_same_model(copy: Path, target_dir: str) -> None:
+def test_a_pickle_of_tensors_is_the_same_model(copy, target_dir):
     """As LLaMA-68M is published."""
     as_pickle(copy)
     assert fingerprint(load_on_cpu(str(copy))) == fingerprint(load_on_cpu(target_dir))

@@ -1,6 +1,5 @@
 """Suites: every file of configs/prompts/ on rows with its data set's columns, logs of servers, and what is refused."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,14 +97,12 @@ STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
 }  # fmt: skip
 
 
-def test_every_suite_has_a_stand_in() -> None:
+def test_every_suite_has_a_stand_in():
     assert suite_names() == sorted(STAND_INS) and len(suite_names()) == 19
 
 
 @pytest.mark.parametrize("name", sorted(STAND_INS))
-def test_a_suite_makes_its_prompts_of_its_data_sets_columns(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suite_makes_its_prompts_of_its_data_sets_columns(name, tmp_path, monkeypatch):
     rows, wanted = STAND_INS[name]
     file = write_rows(tmp_path / "rows.jsonl", *rows)
     assert [row for _, row in iterate_rows(f"@{name}:{file}")] == wanted
@@ -123,7 +120,7 @@ def test_a_suite_makes_its_prompts_of_its_data_sets_columns(
     assert suite.version >= 1 and suite.citation and suite.licence and suite.prompts >= 80
 
 
-def test_a_suite_takes_every_nth_row_up_to_its_number_and_no_prompt_twice(tmp_path: Path) -> None:
+def test_a_suite_takes_every_nth_row_up_to_its_number_and_no_prompt_twice(tmp_path):
     rows = [{"question": f"q{index // 2}", "answer": ""} for index in range(4000)]
     found = [
         row["messages"][0]["content"] for _, row in iterate_rows(f"@gsm8k:{write_rows(tmp_path / 'r.jsonl', *rows)}")
@@ -131,7 +128,7 @@ def test_a_suite_takes_every_nth_row_up_to_its_number_and_no_prompt_twice(tmp_pa
     assert found == [f"q{13 * index}" for index in range(100)]
 
 
-def test_options_name_suites_and_give_their_names_to_the_sets() -> None:
+def test_options_name_suites_and_give_their_names_to_the_sets():
     options: dict[str, Any] = {"target": "t", "draft": ["a=b"], "out": "o"}
     found = check(EvalConfig(id=["@gsm8k"], ood=["@humaneval:rows.jsonl", "talk=@mt-bench"], **options))
     assert found.id_sets == {"gsm8k": "@gsm8k"}
@@ -142,7 +139,7 @@ def test_options_name_suites_and_give_their_names_to_the_sets() -> None:
         check(EvalConfig(id=["@gsm8k", "@gsm8k:rows.jsonl"], **options))
 
 
-def test_logs_of_a_server_are_prompts(tmp_path: Path) -> None:
+def test_logs_of_a_server_are_prompts(tmp_path):
     """Request and response as clients of an OpenAI-compatible server log them; parts of text are joined."""
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
@@ -157,7 +154,7 @@ def test_logs_of_a_server_are_prompts(tmp_path: Path) -> None:
     assert found == ["Hi", "Hello there", "Yo", image]
 
 
-def test_what_has_no_name_is_called_as_its_file_or_directory() -> None:
+def test_what_has_no_name_is_called_as_its_file_or_directory():
     values = [
         "a=x/y",
         "runs/Llama-3.2-1B",

@@ -11,12 +11,11 @@ from drafts.load import draft_fingerprint
 from draftsmith.cli.commands import COMMANDS
 from draftsmith_core.models import load_model
 from draftsmith_core.options import TargetOptions, options_of
-from tests.door import Door
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
-def test_every_command_that_loads_a_target_has_the_group() -> None:
+def test_every_command_that_loads_a_target_has_the_group():
     group = {option.key for option in options_of(TargetOptions)}
     assert group == {"device", "dtype", "chat_template", "revision", "trust_remote_code"}
     for name in ("doctor", "export"):
@@ -27,8 +26,8 @@ def test_every_command_that_loads_a_target_has_the_group() -> None:
 
 @pytest.mark.parametrize("command", ["init --method prune --out out", "plan --draft {draft} --out out/plan.json"])
 def test_init_and_plan_take_the_chat_template_that_they_ask_for(
-    command: str, door: Door, target_dir: str, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    command, door, target_dir, draft_dir, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("chat.jinja").write_text(TEMPLATE)
     chats = [{"messages": [{"role": "user", "content": f"Who is {name}?"}]} for name in ("A", "B", "C")]
@@ -39,9 +38,7 @@ def test_init_and_plan_take_the_chat_template_that_they_ask_for(
     door.ok(*words, "--max_new_tokens", 4, "--chat_template", "chat.jinja")
 
 
-def test_a_revision_is_the_targets_alone(
-    door: Door, target_dir: str, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revision_is_the_targets_alone(door, target_dir, draft_dir, tmp_path, monkeypatch):
     repository = tmp_path / "models--owner--model"
     for directory in ("refs", "snapshots"):
         (repository / directory).mkdir(parents=True)

@@ -13,7 +13,7 @@ from draftsmith_core.teacher_rows import bytes_per_token, pack, unpack
     positions=st.integers(0, 6),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_what_was_packed_comes_back(vocabulary: int, k: int, positions: int, seed: int) -> None:
+def test_what_was_packed_comes_back(vocabulary, k, positions, seed):
     draw = np.random.default_rng(seed)
     k = min(k, vocabulary)
     ids = np.array([draw.choice(vocabulary, k, replace=False) for _ in range(positions)], dtype=np.int64).reshape(
@@ -32,12 +32,12 @@ def test_what_was_packed_comes_back(vocabulary: int, k: int, positions: int, see
 
 
 @pytest.mark.parametrize("vocabulary, size", [(32_000, 514), (65_536, 514), (151_936, 518), (262_144, 520)])
-def test_a_token_takes_at_most_520_bytes(vocabulary: int, size: int) -> None:
+def test_a_token_takes_at_most_520_bytes(vocabulary, size):
     ids = np.arange(vocabulary - 128, vocabulary)[None]
     assert bytes_per_token(128, vocabulary) == size
     assert len(pack(ids, np.full((1, 128), -5.0), np.zeros(1), vocabulary)) == 4 + size <= 4 + 520
 
 
-def test_a_probability_of_zero_stays_one() -> None:
+def test_a_probability_of_zero_stays_one():
     _, logprobs, _ = unpack(pack(np.array([[1, 2]]), np.array([[-np.inf, -1e9]]), np.ones(1), 10))
     assert (np.exp(logprobs) == 0).all()

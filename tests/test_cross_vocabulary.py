@@ -5,7 +5,6 @@ Law 1 for it is in tests/test_decode_lossless.py.
 
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +18,9 @@ from eval.acceptance import Continuation, model_logits
 from eval.estimate import alpha_sums
 from eval.results import Results
 from tests.distilled import write_rows
-from tests.door import Door
 
 
-def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(
-    target_dir: str, draft_dir: str, donor_dir: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(target_dir, draft_dir, donor_dir, caplog):
     with caplog.at_level(logging.WARNING):
         pair = load_pair(target_dir, {"own": draft_dir, "foreign": donor_dir}, device="cpu", heterogeneous_vocab=True)
     words = vocabulary_map(pair.drafts["foreign"])
@@ -38,7 +34,7 @@ def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(
 
 
 @torch.inference_mode()
-def test_its_logits_are_those_behind_every_token_of_the_text(target_dir: str, donor_dir: str) -> None:
+def test_its_logits_are_those_behind_every_token_of_the_text(target_dir, donor_dir):
     """In one piece and in chunks of columns, against a forward of each prefix alone."""
     pair = load_pair(target_dir, [donor_dir], device="cpu", heterogeneous_vocab=True)
     draft = pair.drafts[donor_dir]
@@ -71,9 +67,7 @@ ODD += ("<s>no mark</s> it", "\u05e9\u05dc\u05d5\u05dd", "\u00a0nbsp", "a", "12,
 
 
 @pytest.mark.parametrize("byte_level", [True, False])
-def test_the_command_decodes_as_the_target_alone(
-    byte_level: bool, door: Door, target_dir: str, donor_dir: str, tmp_path: Path
-) -> None:
+def test_the_command_decodes_as_the_target_alone(byte_level, door, target_dir, donor_dir, tmp_path):
     """Both ways: each tokenizer once the target's."""
     if not byte_level:
         target_dir, donor_dir = donor_dir, target_dir
@@ -96,9 +90,7 @@ def test_the_command_decodes_as_the_target_alone(
 
 
 @pytest.mark.slow
-def test_eval_gives_its_alpha(
-    door: Door, target_dir: str, draft_dir: str, donor_dir: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_eval_gives_its_alpha(door, target_dir, draft_dir, donor_dir, prompts_file, tmp_path):
     """Beside the measured acceptance, which must agree with it."""
     _, err = door.ok(
         *("eval", "--target", target_dir, "--draft", f"own={draft_dir}", f"foreign={donor_dir}"),
@@ -117,7 +109,7 @@ def test_eval_gives_its_alpha(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @torch.inference_mode()
-def test_missing_mass_is_what_it_cannot_draft(target_dir: str, donor_dir: str, temperature: float) -> None:
+def test_missing_mass_is_what_it_cannot_draft(target_dir, donor_dir, temperature):
     pair = load_pair(target_dir, [donor_dir], device="cpu", heterogeneous_vocab=True)
     draft: Any = pair.drafts[donor_dir]
     words = vocabulary_map(draft)

@@ -1,7 +1,6 @@
 """What retrieval drafts from: reading documents, and the file that keeps their index."""
 
 import json
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -9,12 +8,9 @@ import pytest
 
 from draftsmith.drafting import read_documents
 from draftsmith_core.errors import InputError
-from draftsmith_core.tokenization import Tokenizer
 
 
-def test_documents_are_read_from_every_kind_of_row(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_are_read_from_every_kind_of_row(tmp_path, tokenizer, monkeypatch):
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     rows = [

@@ -40,7 +40,7 @@ def tiny(seed: int, eos: int | None = None) -> LlamaForCausalLM:
     return random_llama(seed, 11, positions=96, eos=eos)
 
 
-def test_the_tables_need_no_torch() -> None:
+def test_the_tables_need_no_torch():
     code = (
         "import sys, decode\n"
         "for name in ('chain:4', 'kary:4,2,2', 'eagle2', 'opt'): decode.default_verifier(decode.parse_tree(name))\n"
@@ -67,7 +67,7 @@ def test_the_tables_need_no_torch() -> None:
         ("opt", "exact", "exact"),
     ],
 )
-def test_the_verifier_that_suits_a_tree(spec: str, drawn: str, several: str) -> None:
+def test_the_verifier_that_suits_a_tree(spec, drawn, several):
     tree = parse_tree(spec, lambda file: READS[f"{spec.split(':')[0]}:{file}"])
     assert default_verifier(tree) == drawn
     assert default_verifier(tree, drafts=2) == several
@@ -76,7 +76,7 @@ def test_the_verifier_that_suits_a_tree(spec: str, drawn: str, several: str) -> 
     VERIFIERS[drawn].check(tree, "without_replacement")
 
 
-def test_the_tree_that_suits_a_proposer() -> None:
+def test_the_tree_that_suits_a_proposer():
     assert default_tree() == parse_tree("chain:4") and default_tree("medusa", heads=3) == parse_tree("chain:3")
     assert {name: default_tree(name).is_chain for name in PROPOSERS} == {n: n != "lookahead" for n in PROPOSERS}
     target = tiny(1)
@@ -84,7 +84,7 @@ def test_the_tree_that_suits_a_proposer() -> None:
     assert SpeculativeDecoder(target, PromptLookupProposer()).tree == parse_tree("chain:4")
 
 
-def test_a_seed_gives_every_row_its_own_generator() -> None:
+def test_a_seed_gives_every_row_its_own_generator():
     decoder = SpeculativeDecoder(tiny(1), DraftModelProposer(tiny(2)), "kary:2,2")
     warm = Sampling(temperature=1.0)
 
@@ -98,7 +98,7 @@ def test_a_seed_gives_every_row_its_own_generator() -> None:
     assert alone == outputs()[0]
 
 
-def test_the_targets_own_end_of_text_is_the_default() -> None:
+def test_the_targets_own_end_of_text_is_the_default():
     endless = SpeculativeDecoder(tiny(1)).generate([PROMPTS[0]], GREEDY, 20).generations[0]
     assert endless.finish_reason == "length"
     eos = endless.output_ids[5]
@@ -112,7 +112,7 @@ def test_the_targets_own_end_of_text_is_the_default() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0)])
 @pytest.mark.parametrize("bad", ["target", "draft"])
 @pytest.mark.parametrize("tree", ["chain:2", "kary:2,2", "eagle2:depth=2,beam=2,nodes=4"])
-def test_logits_that_are_not_finite_are_an_error_that_names_the_model(tree: str, bad: str, sampling: Sampling) -> None:
+def test_logits_that_are_not_finite_are_an_error_that_names_the_model(tree, bad, sampling):
     target, draft = tiny(1), tiny(2)
     target.name_or_path, draft.name_or_path = "the/target", "the/draft"
     decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree)
@@ -127,7 +127,7 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_model(tree: str,
         decoder.generate(PROMPTS * 4, sampling, 40)
 
 
-def test_a_proposer_serves_targets_of_several_vocabularies() -> None:
+def test_a_proposer_serves_targets_of_several_vocabularies():
     """What a proposer learned of one target must not leak into the decoder of another."""
     proposer = DraftModelProposer(tiny(2))
     decoder = SpeculativeDecoder(tiny(1), proposer)
@@ -162,7 +162,7 @@ def of_kind(kind: str, **options: Any) -> PreTrainedModel:
         ("roberta", "RobertaForCausalLM reads tokens ahead"),
     ],
 )
-def test_the_reason_is_the_right_one(kind: str, reason: str) -> None:
+def test_the_reason_is_the_right_one(kind, reason):
     options: dict[str, dict[str, Any]] = {
         "lfm2": {"layer_types": ["conv", "full_attention"]},
         "llama": {"sliding_window": 8},
@@ -178,7 +178,7 @@ class Renamed(MistralForCausalLM):
     """A class of one's own, whose file says nothing of windows."""
 
 
-def test_a_window_of_the_class_below_is_a_window() -> None:
+def test_a_window_of_the_class_below_is_a_window():
     model = of_kind("mistral", sliding_window=8)
     model.__class__ = Renamed
     assert attention_windows(model) == {"sliding_attention": 8}

@@ -68,9 +68,7 @@ def run(decoder: SpeculativeDecoder, rows: Sequence[int], sampling: Sampling, ne
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "opt"])
-def test_step_by_step_forwards_equal_teacher_forced_ones(
-    monkeypatch: pytest.MonkeyPatch, kind: str, sampling: Sampling
-) -> None:
+def test_step_by_step_forwards_equal_teacher_forced_ones(monkeypatch, kind, sampling):
     """Law 5: target and draft, every cell of every tree, along its path from the first prompt
     token.
     """
@@ -118,7 +116,7 @@ def test_step_by_step_forwards_equal_teacher_forced_ones(
     assert all(count > 3 for count in checked.values()), checked
 
 
-def test_counts_of_a_hand_computed_run() -> None:
+def test_counts_of_a_hand_computed_run():
     """Draft = target and greedy: everything is accepted. chain:3, 10 tokens: blocks of 4, 4 and a
     cut 2.
     """
@@ -135,7 +133,7 @@ def test_counts_of_a_hand_computed_run() -> None:
 
 
 @pytest.mark.parametrize("place", range(8))
-def test_eos_inside_an_accepted_block_ends_and_cuts_the_counts(place: int) -> None:
+def test_eos_inside_an_accepted_block_ends_and_cuts_the_counts(place):
     target = model_of("llama", 1)
     full = SpeculativeDecoder(target).generate([PROMPTS[2]], GREEDY, 8, [generator(0)])
     ids = full.generations[0].output_ids
@@ -163,7 +161,7 @@ def test_eos_inside_an_accepted_block_ends_and_cuts_the_counts(place: int) -> No
     assert len(streamed) == steps and {row for row, _, _ in streamed} == {0}
 
 
-def test_a_refused_draft_counts_as_reached_but_not_accepted() -> None:
+def test_a_refused_draft_counts_as_reached_but_not_accepted():
     target, draft = model_of("llama", 1), model_of("llama", 2)
     decoder = SpeculativeDecoder(target, DraftModelProposer(draft), "kary:2,2", "exact")
     g = decoder.generate([PROMPTS[0]], WARM, 40, [generator(3)]).generations[0]
@@ -178,7 +176,7 @@ def test_a_refused_draft_counts_as_reached_but_not_accepted() -> None:
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama"])
-def test_the_context_may_be_filled_to_the_last_token(kind: str) -> None:
+def test_the_context_may_be_filled_to_the_last_token(kind):
     """Trees reach beyond the last position that can be emitted; learned positions must not
     overflow.
     """
@@ -191,7 +189,7 @@ def test_the_context_may_be_filled_to_the_last_token(kind: str) -> None:
         assert [g.output_ids for g in batch.generations] == [g.output_ids for g in plain.generations]
 
 
-def test_context_limits_are_checked_before_anything_runs() -> None:
+def test_context_limits_are_checked_before_anything_runs():
     long, short = model_of("llama", 1), model_of("llama", 1, limit=20)
     with pytest.raises(ValueError, match="prompt of 7 tokens .* 14 .*target's context of 20"):
         SpeculativeDecoder(short).generate([PROMPTS[0]], GREEDY, 14)
@@ -199,7 +197,7 @@ def test_context_limits_are_checked_before_anything_runs() -> None:
         SpeculativeDecoder(long, DraftModelProposer(short)).generate([PROMPTS[0]], GREEDY, 14)
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
+def test_parts_that_do_not_fit_are_refused():
     target, proposer = model_of("llama", 1), DraftModelProposer(model_of("llama", 2))
     for parts, message in (
         ((proposer, "kary:4,2", "speculative"), "chains only.*use verifier mcsd or exact"),
@@ -216,7 +214,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])
-def test_training_mode_is_refused_when_it_is_switched_on_later(name: str) -> None:
+def test_training_mode_is_refused_when_it_is_switched_on_later(name):
     models = {"target": copy.deepcopy(model_of("llama", 1)), "draft": copy.deepcopy(model_of("llama", 2))}
     decoder = SpeculativeDecoder(models["target"], DraftModelProposer(models["draft"]), "chain:2")
     models[name].train()
@@ -225,7 +223,7 @@ def test_training_mode_is_refused_when_it_is_switched_on_later(name: str) -> Non
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_under_autocast_outputs_are_the_targets_own(fast: bool) -> None:
+def test_under_autocast_outputs_are_the_targets_own(fast):
     """The caller's autocast would run some of a step in bfloat16; it is on again afterwards."""
     target, draft = tiny_llama(1, VOCAB), tiny_llama(2, VOCAB)
     decoder = SpeculativeDecoder(target, DraftModelProposer([draft], fast=fast), "chain:3", fast=fast)
@@ -244,7 +242,7 @@ def test_under_autocast_outputs_are_the_targets_own(fast: bool) -> None:
     assert [streamed[row].output_ids for row in range(len(PROMPTS))] == [e.output_ids for e in plain.generations]
 
 
-def test_a_rope_that_changes_with_length_ends_the_context() -> None:
+def test_a_rope_that_changes_with_length_ends_the_context():
     """Behind the pretrained context longrope would change every key that is already cached."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [4.0, 4.0]}
     config = AutoConfig.for_model(
@@ -305,7 +303,7 @@ class TwoShapes(Proposer, Session):
 
 @pytest.mark.parametrize("verifier", ["exact", "mcsd"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_the_protocol_carries_trees_by_row_and_hidden_states(kind: str, verifier: str) -> None:
+def test_the_protocol_carries_trees_by_row_and_hidden_states(kind, verifier):
     target = model_of(kind, 1)
     plain = SpeculativeDecoder(target)
     proposer = TwoShapes()
@@ -323,7 +321,7 @@ def test_the_protocol_carries_trees_by_row_and_hidden_states(kind: str, verifier
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_bfloat16_runs_with_masks_and_cache_of_its_own_type(kind: str) -> None:
+def test_bfloat16_runs_with_masks_and_cache_of_its_own_type(kind):
     """Half precision has ties, so only the mechanics are checked: types, lengths, counts that add up."""
     target = cast(Any, copy.deepcopy(model_of(kind, 1))).to(torch.bfloat16)
     decoder = SpeculativeDecoder(target, DraftModelProposer(target), "kary:2,2", "mcsd")

@@ -34,9 +34,7 @@ def quantised(weight: torch.Tensor, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("block", [64, 128])
-def test_values_and_products_are_the_dequantised_matrix_to_the_bit(
-    monkeypatch: pytest.MonkeyPatch, kind: str, nested: bool, block: int
-) -> None:
+def test_values_and_products_are_the_dequantised_matrix_to_the_bit(monkeypatch, kind, nested, block):
     from bitsandbytes.functional import dequantize_4bit
 
     functions = kernel()
@@ -55,7 +53,7 @@ def test_values_and_products_are_the_dequantised_matrix_to_the_bit(
         assert torch.equal(matrix.linear(x), wide.linear(x))
 
 
-def test_what_the_kernel_cannot_read_is_left_alone() -> None:
+def test_what_the_kernel_cannot_read_is_left_alone():
     weight = torch.randn(8, 64)
     assert four_bit_state(torch.nn.Parameter(weight)) is None
     assert four_bit_state(quantised(torch.randn(8, 96), quant_type="nf4")) is None  # blocks reach into the next row
@@ -74,9 +72,7 @@ def saved(path: Path, name: str, **changes: Any) -> str:
 
 # Gemma-2 runs through its own forward, whose layers the kernel takes over.
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypatch, name):
     directory = saved(tmp_path, name)
     target = load_model(directory, device="cpu", quantize="nf4")
     before = fingerprint(target)
@@ -107,7 +103,7 @@ def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(
     assert name == "gemma2" or {key: set(vars(module)) for key, module in target.named_modules()} == attributes
 
 
-def test_changed_scales_are_noticed(tmp_path: Path) -> None:
+def test_changed_scales_are_noticed(tmp_path):
     target: Any = load_model(saved(tmp_path, "llama"), device="cpu", quantize="nf4")
     packs, layer = packs_of(target), target.model.layers[0].mlp.up_proj
     first = packs.matrix("x", [layer], any_size=True)
@@ -116,7 +112,7 @@ def test_changed_scales_are_noticed(tmp_path: Path) -> None:
     assert packs.matrix("x", [layer], any_size=True) is not first
 
 
-def test_odd_widths_decode_through_bitsandbytes(tmp_path: Path) -> None:
+def test_odd_widths_decode_through_bitsandbytes(tmp_path):
     target = load_model(saved(tmp_path, "llama", intermediate_size=72), device="cpu", quantize="nf4")
     assert Runner(target, attention_windows(target), 128, packs_of(target))._lean is None
     fast, slow = (

@@ -95,7 +95,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_autoregressive_equals_huggingface(name: str) -> None:
+def test_autoregressive_equals_huggingface(name):
     decoder = SpeculativeDecoder(target_of(name))
     outputs = [huggingface_greedy(name, row, None) for row in range(3)]
     assert len({tuple(output) for output in outputs}) == 3
@@ -110,7 +110,7 @@ RELATIONS = ("other", "near", "itself")
 
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_speculation_equals_huggingface(name: str, relation: str) -> None:
+def test_speculation_equals_huggingface(name, relation):
     """Every two of architecture, draft and (verifier, tree) meet: three architectures in a row share out the pairs."""
     proposer = DraftModelProposer(draft_of(name, relation))
     eos = some_eos(name)
@@ -139,7 +139,7 @@ def test_speculation_equals_huggingface(name: str, relation: str) -> None:
 
 @pytest.mark.usefixtures("replayed")
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_decodes_as_huggingface(name: str) -> None:
+def test_every_architecture_decodes_as_huggingface(name):
     expected = [huggingface_greedy(name, row, None) for row in range(3)]
     for proposer, tree in ((None, None), (DraftModelProposer(draft_of(name, "near")), "kary:2,2")):
         decoder = SpeculativeDecoder(target_of(name), proposer, tree, compile="inductor")
@@ -149,7 +149,7 @@ def test_every_architecture_decodes_as_huggingface(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"llama-eager", "qwen2"}))  # others have their forwards
-def test_every_architecture_is_one_graph(name: str) -> None:
+def test_every_architecture_is_one_graph(name):
     expected = [huggingface_greedy(name, row, None) for row in range(3)]
     torch._dynamo.reset()
     counters.clear()

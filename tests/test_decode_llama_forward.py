@@ -112,7 +112,7 @@ def assert_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> 
 @pytest.mark.parametrize("lengths", [[9], [1], [12, 12], [3, 14, 8]])
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_lean_equals_the_models_own_forward(name: str, lengths: list[int]) -> None:
+def test_lean_equals_the_models_own_forward(name, lengths):
     with torch.inference_mode(False):
         model = build(name)
     lean = runner(model, True)
@@ -123,7 +123,7 @@ def test_lean_equals_the_models_own_forward(name: str, lengths: list[int]) -> No
 
 
 @pytest.fixture
-def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def any_size(monkeypatch):
     """Pack matrices of any size."""
     if kernel() is None:
         pytest.skip("no C compiler with OpenMP here, or torch has another runtime")
@@ -132,7 +132,7 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_packed_layers_equal_plain_ones_whatever_runs_them(name: str, any_size: None) -> None:
+def test_packed_layers_equal_plain_ones_whatever_runs_them(name, any_size):
     with torch.inference_mode(False):
         model = build(name)
     plain = walk(runner(model, False), [9, 4], 1)
@@ -152,7 +152,7 @@ def test_packed_layers_equal_plain_ones_whatever_runs_them(name: str, any_size: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama gqa", "llama bias", "qwen3"])
 @torch.inference_mode()
-def test_half_precision(name: str, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision(name, dtype, native, monkeypatch):
     if not native:
         monkeypatch.setattr(packed_module, "kernel", lambda: None)
     with torch.inference_mode(False):
@@ -170,7 +170,7 @@ def test_half_precision(name: str, dtype: torch.dtype, native: bool, monkeypatch
 @pytest.mark.parametrize("name", ["llama", "mistral sliding", "qwen2 mixed"])
 @pytest.mark.parametrize("fast", [True, False])
 @torch.inference_mode()
-def test_a_prompt_in_pieces_is_the_prompt(name: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_pieces_is_the_prompt(name, fast, monkeypatch):
     model = build(name)
     whole = walk(runner(model, fast), [21, 9], 1)
     monkeypatch.setattr(runner_module, "_CHUNK", 4)
@@ -213,7 +213,7 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_the_lean_forward_does_not_know_runs_as_its_own_forward(kind: str) -> None:
+def test_what_the_lean_forward_does_not_know_runs_as_its_own_forward(kind):
     model = build("llama")
     other = REFUSED[kind](model)
     model = other if isinstance(other, PreTrainedModel) else model

@@ -210,7 +210,7 @@ VALID = {
 }
 
 
-def test_every_proposer_and_every_verifier_is_here() -> None:
+def test_every_proposer_and_every_verifier_is_here():
     kinds = {variant.split(",")[0] for variant in VARIANTS} - {"several drafts"}
     assert kinds == set(PROPOSERS)
     assert {verifier for variant in VARIANTS for _, verifier in valid(variant)} == set(LOSSLESS)
@@ -218,7 +218,7 @@ def test_every_proposer_and_every_verifier_is_here() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_is_the_targets_own(variant: str) -> None:
+def test_greedy_is_the_targets_own(variant):
     accepted = 0
     for tree, verifier, rows in rows_of(variant):
         generations = run(decoder(variant, tree, verifier), rows, GREEDY)
@@ -228,7 +228,7 @@ def test_greedy_is_the_targets_own(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_row_does_not_depend_on_its_batch_mates(variant: str) -> None:
+def test_a_row_does_not_depend_on_its_batch_mates(variant):
     for number, (tree, verifier, _) in enumerate(rows_of(variant)):
         together = run(decoder(variant, tree, verifier), SOME_ROWS, SAMPLED)
         place = number % len(SOME_ROWS)
@@ -237,7 +237,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "none"])
-def test_greedy_steps_on_the_host_are_those_of_tensors(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_steps_on_the_host_are_those_of_tensors(variant, monkeypatch):
     """Greedily on a CPU, and where nothing is drafted, lists stand for the tensors of verification and of drafting a
     chain: outputs and counts are those of the functions of tensors, which a rule that is not in the table and a
     recorded session go through.
@@ -279,7 +279,7 @@ def statistic(made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS, 
         for variant, verifier in itertools.product(VARIANTS, LOSSLESS)
     ],
 )
-def test_output_distribution_is_the_targets(variant: str, verifier: str) -> None:
+def test_output_distribution_is_the_targets(variant, verifier):
     trees = sorted({tree for tree, name, _ in rows_of(variant) if name == verifier})
     if not trees:
         pytest.skip(f"{variant} gives nothing that {verifier} is valid for")
@@ -289,7 +289,7 @@ def test_output_distribution_is_the_targets(variant: str, verifier: str) -> None
 
 # Verifiers and ways to sample meet in one function's distributions, so that each is tried, and not every two.
 @pytest.mark.parametrize(("verifier", "sampling"), list(zip(LOSSLESS, itertools.cycle(SAMPLINGS), strict=False)))
-def test_every_way_to_sample_is_the_targets(verifier: str, sampling: str) -> None:
+def test_every_way_to_sample_is_the_targets(verifier, sampling):
     for tree in ("chain:3", "kary:2,2,2"):
         if tree == "chain:3" or not VERIFIERS[verifier].chains_only:
             assert statistic(decoder("draft", tree, verifier), SAMPLINGS[sampling], 6_000, 1e-4) < 1, tree
@@ -297,11 +297,11 @@ def test_every_way_to_sample_is_the_targets(verifier: str, sampling: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("verifier", "tree"), [("speculative", "chain:3"), ("mcsd", "kary:3,2")])
-def test_output_distribution_is_the_targets_in_a_large_sample(verifier: str, tree: str) -> None:
+def test_output_distribution_is_the_targets_in_a_large_sample(verifier, tree):
     assert statistic(decoder("draft", tree, verifier), SAMPLINGS["T=1"], 30_000, 1e-4) < 1
 
 
-def test_the_distributions_differ_enough_to_tell() -> None:
+def test_the_distributions_differ_enough_to_tell():
     for sampling in SAMPLINGS.values():
         p, q = (exact_distribution(llama(seed), PROMPT, LENGTH, sampling) for seed in (2, 7))
         assert 0.1 < float(torch.minimum(p, q).sum()) < 0.8
@@ -310,7 +310,7 @@ def test_the_distributions_differ_enough_to_tell() -> None:
 
 @pytest.mark.parametrize("verifier", ["exact", "mcsd", "traversal", "greedy"])
 @pytest.mark.parametrize("parents", [(-1, -1, 1, 2), (-1, -1, 0, 1, 3), (-1, -1, -1, 0, 1, 2, 3, 4, 5)])
-def test_below_a_node_that_does_not_exist_there_is_nothing(verifier: str, parents: tuple[int, ...]) -> None:
+def test_below_a_node_that_does_not_exist_there_is_nothing(verifier, parents):
     """With fewer tokens than siblings a node is missing, and so is all that hangs below it, however deep."""
     made = SpeculativeDecoder(llama(2), proposer("draft"), Tree(parents), verifier)
     for sampling in (Sampling(temperature=1.0, top_k=1), Sampling(temperature=1.3, top_k=2)):
@@ -326,7 +326,7 @@ def test_below_a_node_that_does_not_exist_there_is_nothing(verifier: str, parent
                 assert row.stats.proposed == length * row.stats.target_calls
 
 
-def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_rule_is_rejected(monkeypatch):
     """The same test, with one thing wrong at a time."""
     made = decoder("draft", "kary:3,2", "mcsd")
     assert statistic(made, SAMPLED, 8_000) < 1
@@ -358,7 +358,7 @@ def test_a_broken_rule_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
         assert statistic(made, SAMPLED, 8_000) > 1.5
 
 
-def test_a_confidence_may_only_use_what_precedes_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_confidence_may_only_use_what_precedes_its_token(monkeypatch):
     """Stopping by a block drafter's confidence is lossless; the length with the greatest confidence of a whole drawn
     chain is not, because the confidence behind a token depends on that token (DSpark, arXiv 2607.05147, appendix).
     """
@@ -410,14 +410,14 @@ def check_as_without(variant: str, tree: str, verifier: str) -> None:
 
 @pytest.mark.usefixtures("replayed")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_proposer_decodes_as_without_compiling(variant: str) -> None:
+def test_every_proposer_decodes_as_without_compiling(variant):
     check_as_without(variant, *valid(variant)[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("replayed")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_pair_decodes_as_without_compiling(variant: str) -> None:
+def test_every_pair_decodes_as_without_compiling(variant):
     for tree, verifier, _ in rows_of(variant):
         check_as_without(variant, tree, verifier)
 
@@ -425,13 +425,13 @@ def test_every_pair_decodes_as_without_compiling(variant: str) -> None:
 @pytest.mark.parametrize(
     ("variant", "tree", "verifier"), [("draft", "chain:2", "speculative"), ("eagle3", "kary:2,2", "mcsd")]
 )
-def test_a_step_is_one_graph(variant: str, tree: str, verifier: str) -> None:
+def test_a_step_is_one_graph(variant, tree, verifier):
     check_one_graph(variant, tree, verifier, "eager", SAMPLED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_step_is_one_graph(variant: str) -> None:
+def test_every_step_is_one_graph(variant):
     # Tracing takes a second a step. How a tree is drafted is the same code for every network, and a verifier is the
     # same code whatever proposed: proposers take turns with the trees, two each, and one meets every verifier.
     last = list(dict(valid(variant)).items())

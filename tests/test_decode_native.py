@@ -3,7 +3,6 @@
 import ctypes
 import re
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ BUILDS = {"avx512f": "-march=native", "asimd": "-march=native", "f16c": "-march=
     scope="module",
     params=[pytest.param(name, marks=[] if "native" in flag else pytest.mark.slow) for name, flag in BUILDS.items()],
 )
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+def library(request, tmp_path_factory):
     """The kernel built for one of `BUILDS`."""
     own, flag = kernel(), BUILDS[request.param]
     if own is None or request.param not in Path("/proc/cpuinfo").read_text().split():
@@ -55,9 +54,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     added=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_equals_the_plain_layer_within_rounding(
-    rows: int, inputs: int, outputs: int, dtype: torch.dtype, biased: bool, added: bool
-) -> None:
+def test_equals_the_plain_layer_within_rounding(rows, inputs, outputs, dtype, biased, added):
     generator = torch.Generator().manual_seed(rows * inputs + outputs)
     x, weight = torch.randn(rows, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
     weight = weight.to(dtype).float()
@@ -89,9 +86,7 @@ SHAPES = [(1, 1), (3, 65), (63, 7), (64, 128), (65, 129), (130, 300), (200, 511)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_sixteen_bits_give_the_bits_of_fp32(
-    library: Kernel, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, outputs: int, inputs: int
-) -> None:
+def test_sixteen_bits_give_the_bits_of_fp32(library, monkeypatch, dtype, outputs, inputs):
     generator = torch.Generator().manual_seed(outputs * inputs)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype).float()
     bias = torch.randn(outputs, generator=generator)
@@ -107,9 +102,7 @@ def test_sixteen_bits_give_the_bits_of_fp32(
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 64), (63, 128), (64, 64), (65, 192), (130, 320)])
-def test_four_bits_give_the_bits_of_fp32(
-    library: Kernel, monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int
-) -> None:
+def test_four_bits_give_the_bits_of_fp32(library, monkeypatch, outputs, inputs):
     generator = torch.Generator().manual_seed(outputs * inputs)
     codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
     scales, table = torch.randn(outputs, inputs // 64, generator=generator), torch.randn(16, generator=generator)
@@ -131,9 +124,7 @@ SPECIAL = [0.0, -0.0, 1.0, 2**-14, -(2**-24), 3 * 2**-24, 65504.0, float("inf"),
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_value_is_itself_again(
-    library: Kernel, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_every_16_bit_value_is_itself_again(library, monkeypatch, dtype):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     # NaN is one value here: what tells one from another is lost on the way to 16 bits, in torch itself too.
     every = torch.where(every.isnan(), torch.tensor(float("nan"), dtype=dtype), every).view(256, 256)
@@ -168,7 +159,7 @@ def test_every_16_bit_value_is_itself_again(
         (2.0**-140, torch.float32),
     ],
 )
-def test_a_matrix_is_narrowed_when_and_only_when_every_value_survives(value: float, dtype: torch.dtype) -> None:
+def test_a_matrix_is_narrowed_when_and_only_when_every_value_survives(value, dtype):
     weight = torch.ones(40, 30)
     weight[37, 11] = value
     got = narrowest(weight)
@@ -177,7 +168,7 @@ def test_a_matrix_is_narrowed_when_and_only_when_every_value_survives(value: flo
 
 
 @built
-def test_is_built_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_built_once_and_kept(monkeypatch):
     calls: list[list[str]] = []
     run = subprocess.run
 
@@ -194,9 +185,7 @@ def test_is_built_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "damage", [lambda whole: whole[:4096], lambda whole: b"", lambda whole: whole[:-40] + b"x" * 40]
 )
-def test_a_damaged_library_is_built_anew(
-    damage: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_library_is_built_anew(damage, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "_FLAGS", ("-O0", *native._FLAGS[1:]))
     assert isinstance(native._kernel_or_reason.__wrapped__(), Kernel)
@@ -215,9 +204,7 @@ def test_a_damaged_library_is_built_anew(
         ({"CC": "/bin/false"}, "/bin/false cannot build it"),
     ],
 )
-def test_without_a_compiler_there_is_none(
-    variables: dict[str, str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_there_is_none(variables, reason, tmp_path, monkeypatch):
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(native, "_kernel_or_reason", native._kernel_or_reason.__wrapped__)
@@ -228,7 +215,7 @@ def test_without_a_compiler_there_is_none(
 
 
 @built
-def test_a_wrong_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_library_is_not_used(monkeypatch):
     monkeypatch.setattr(native, "_is_right", lambda made: False)
     assert "built it wrongly" in str(native._kernel_or_reason.__wrapped__())
 
@@ -237,7 +224,7 @@ def test_a_wrong_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @built
-def test_large_pages_are_asked_for_and_the_weights_begin_one() -> None:
+def test_large_pages_are_asked_for_and_the_weights_begin_one():
     piece = empty_bytes(8 << 20).fill_(1)
     assert piece.data_ptr() % (2 << 20) == 0
     mappings = re.findall(
@@ -272,7 +259,7 @@ def build(name: str) -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch, library: Kernel) -> Iterator[list[int]]:
+def whole(monkeypatch, library):
     """Every model goes through the kernel, built as the test says; counts its forwards."""
     monkeypatch.setattr(forward_module, "_SMALLEST_MODEL", 0)
     monkeypatch.setattr(packed_module, "_SMALLEST", 0)
@@ -310,7 +297,7 @@ def runner(model: LlamaForCausalLM, prompts: list[list[int]]) -> Runner:
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_equals_tensor_operations(whole: list[int], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_equals_tensor_operations(whole, monkeypatch, name):
     model = build(name)
     prompts = [list(range(1, 38)), list(range(2, 21))]
     tokens = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]])
@@ -337,7 +324,7 @@ def test_equals_tensor_operations(whole: list[int], monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_a_token_has_the_same_bits_alone_and_in_a_tree(whole: list[int], name: str) -> None:
+def test_a_token_has_the_same_bits_alone_and_in_a_tree(whole, name):
     model = build(name)
     prompt, tokens = list(range(1, 30)), [4, 9, 7, 2, 8]
     alone, together = runner(model, [prompt]), runner(model, [prompt])
@@ -360,7 +347,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_tree(whole: list[int], name: s
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_many_queries_behind_a_long_cache(whole: list[int], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_many_queries_behind_a_long_cache(whole, monkeypatch, name):
     # More slots than one block of keys, and more queries with one key/value head than are taken together.
     model = build(name)
     prompt, tokens = [place % 80 for place in range(150)], torch.arange(35).unsqueeze(0)
@@ -382,7 +369,7 @@ def test_many_queries_behind_a_long_cache(whole: list[int], monkeypatch: pytest.
 
 
 @torch.inference_mode()
-def test_threads_do_not_change_the_bits(whole: list[int]) -> None:
+def test_threads_do_not_change_the_bits(whole):
     run = runner(build("one group"), [list(range(1, 38))])
     before = torch.get_num_threads()
     found = []
@@ -397,7 +384,7 @@ def test_threads_do_not_change_the_bits(whole: list[int]) -> None:
 
 
 @torch.inference_mode()
-def test_what_is_not_a_number_stays_none_and_large_numbers_are_right(whole: list[int]) -> None:
+def test_what_is_not_a_number_stays_none_and_large_numbers_are_right(whole):
     with torch.inference_mode(False):
         model = build("grouped")
         model.model.layers[1].mlp.gate_proj.weight.data.mul_(2e3)  # far beyond what exp can hold
@@ -414,7 +401,7 @@ def test_what_is_not_a_number_stays_none_and_large_numbers_are_right(whole: list
 
 
 @torch.inference_mode()
-def test_a_token_outside_the_vocabulary_is_refused(whole: list[int]) -> None:
+def test_a_token_outside_the_vocabulary_is_refused(whole):
     run = runner(build("tied"), [[1, 2, 3]])
     for token in (83, -1):
         run.open()

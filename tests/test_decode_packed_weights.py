@@ -4,7 +4,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
-def test_a_model_that_is_handed_in_is_not_changed(kind: str) -> None:
+def test_a_model_that_is_handed_in_is_not_changed(kind):
     model = sixteen_bit_model(kind)
     wanted = decoded(model, fast=False)  # leaves transformers' own marks
     before, parameters = state(model), {name: id(each) for name, each in model.named_parameters()}
@@ -130,7 +129,7 @@ CHANGES: dict[str, Use] = {
 
 
 @pytest.mark.parametrize("use", CHANGES.values(), ids=CHANGES)
-def test_who_changes_the_model_does_not_notice_and_the_decoder_follows(use: Use) -> None:
+def test_who_changes_the_model_does_not_notice_and_the_decoder_follows(use):
     model, plain = sixteen_bit_model("llama"), sixteen_bit_model("llama")
     uses = [use(model), use(plain)]
     for each in uses:
@@ -146,9 +145,7 @@ def test_who_changes_the_model_does_not_notice_and_the_decoder_follows(use: Use)
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("llama", torch.bfloat16), ("tied", torch.float16), ("gpt2", torch.float16)]
 )
-def test_a_model_that_was_taken_over_is_half_as_large_and_gives_the_same_values(
-    kind: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_model_that_was_taken_over_is_half_as_large_and_gives_the_same_values(kind, dtype, tmp_path):
     model, untouched = sixteen_bit_model(kind, dtype), sixteen_bit_model(kind, dtype)
     ids = torch.tensor([[1, 2, 3]])
     wanted, own = fingerprint(model), decoded(model, fast=False)
@@ -175,9 +172,7 @@ def test_a_model_that_was_taken_over_is_half_as_large_and_gives_the_same_values(
 @pytest.mark.parametrize("owned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
-def test_a_model_in_sixteen_bits_decodes_as_one_in_fp32_with_its_values(
-    kind: str, dtype: torch.dtype, owned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_sixteen_bits_decodes_as_one_in_fp32_with_its_values(kind, dtype, owned, monkeypatch):
     expected = decoded(sixteen_bit_model(kind, dtype))
     model: Any = sixteen_bit_model(kind, dtype)
     model.to(dtype)
@@ -203,7 +198,7 @@ def test_a_model_in_sixteen_bits_decodes_as_one_in_fp32_with_its_values(
     assert all(torch.equal(before[key], value) and value.dtype == dtype for key, value in state(model).items())
 
 
-def test_a_projection_that_others_hold_is_packed_for_them_too() -> None:
+def test_a_projection_that_others_hold_is_packed_for_them_too():
     model = sixteen_bit_model("tied")
     projection, weight = model.get_output_embeddings(), model.get_output_embeddings().weight.detach().clone()
     freed = weakref.ref(projection.weight)
@@ -219,7 +214,7 @@ def test_a_projection_that_others_hold_is_packed_for_them_too() -> None:
 
 
 @pytest.mark.parametrize("kind", list(HEADS))
-def test_no_weight_is_unpacked_while_a_head_drafts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weight_is_unpacked_while_a_head_drafts(kind, monkeypatch):
     monkeypatch.setattr(packed_weights, "_SMALLEST", 0)
     target = sixteen_bit_model("llama")
     head = stirred_head(kind, target)

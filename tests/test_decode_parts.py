@@ -59,7 +59,7 @@ def cell_bytes(runner: Runner) -> int:
 
 
 @pytest.mark.parametrize(("tree", "bound"), [("chain:3", 0), ("kary:2,2,2", 3), ("kary:3,1", 2)])
-def test_no_step_copies_the_cache(tree: str, bound: int) -> None:
+def test_no_step_copies_the_cache(tree, bound):
     target, draft = tiny_llama(1), tiny_llama(1)
     decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree, "exact")
     moved, places, run = watched_run(decoder, [[1, 2, 3, 4]], frozenset())
@@ -72,7 +72,7 @@ def test_no_step_copies_the_cache(tree: str, bound: int) -> None:
     assert all(place == places[0] for place in places)
 
 
-def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most() -> None:
+def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most():
     target = tiny_llama(1)
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10], [11, 12], [13, 3], [14], [2, 2]]
     lengths: set[int] = set()
@@ -111,7 +111,7 @@ any_stats = st.integers(0, 4).flatmap(some_stats)
 
 @given(any_stats, any_stats, any_stats)
 @settings(max_examples=50, deadline=None)
-def test_stats_are_a_commutative_monoid(a: DecodeStats, b: DecodeStats, c: DecodeStats) -> None:
+def test_stats_are_a_commutative_monoid(a, b, c):
     assert (a + b) + c == a + (b + c)
     assert a + b == b + a
     assert a + DecodeStats() == a
@@ -121,7 +121,7 @@ def test_stats_are_a_commutative_monoid(a: DecodeStats, b: DecodeStats, c: Decod
     assert len(total.accept_at) == max(len(a.accept_at), len(b.accept_at))
 
 
-def test_a_ratio_over_zero_is_none() -> None:
+def test_a_ratio_over_zero_is_none():
     """Law 3."""
     empty = DecodeStats(accepted_by_depth=(0, 0), reached_by_depth=(4, 0))
     assert empty.tau is None and empty.alpha_mcsd is None
@@ -147,7 +147,7 @@ def queue(prompts: list[list[int]]) -> tuple[deque[int], Callable[[int], Prompts
 
 
 @pytest.mark.parametrize("rows", [8, 64])
-def test_places_are_filled_until_nothing_waits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_filled_until_nothing_waits(rows, monkeypatch):
     """Answers of 1 to 40 tokens: at least 95 of 100 rows are busy for as long as a prompt waits."""
     decoder = SpeculativeDecoder(random_llama(1, 17))
     prompts = [[1 + row % 7] * (1 + row * 5 % 11) for row in range(200 + 2 * rows)]
@@ -168,7 +168,7 @@ def test_places_are_filled_until_nothing_waits(rows: int, monkeypatch: pytest.Mo
     assert len(busy) > 15 and sum(busy) >= 0.95 * rows * len(busy)
 
 
-def test_memory_is_that_of_the_rows_of_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_the_rows_of_one_batch(monkeypatch):
     decoder = SpeculativeDecoder(random_llama(1, 17))
     prompts = [[1] * (1 + row % 9) for row in range(100)]
     sizes: set[tuple[int, int]] = set()
@@ -186,7 +186,7 @@ def test_memory_is_that_of_the_rows_of_one_batch(monkeypatch: pytest.MonkeyPatch
     assert max(slots for _, slots in sizes) <= 9 + 12 + 1
 
 
-def test_an_answer_can_lead_to_another_prompt() -> None:
+def test_an_answer_can_lead_to_another_prompt():
     decoder = SpeculativeDecoder(random_llama(1, 17))
     waiting: list[tuple[tuple[int, int], list[int]]] = [((row, 0), [1 + row]) for row in range(4)]
     answers: dict[tuple[int, int], list[int]] = {}
@@ -206,7 +206,7 @@ def test_an_answer_can_lead_to_another_prompt() -> None:
         assert alone.generations[0].output_ids == ids
 
 
-def test_what_cannot_join_is_refused() -> None:
+def test_what_cannot_join_is_refused():
     decoder = SpeculativeDecoder(random_llama(1, 17))
     _, source = queue([[1], [2], []])
     with pytest.raises(ValueError, match="expected at least one token id"):
@@ -222,12 +222,12 @@ def test_what_cannot_join_is_refused() -> None:
 
 
 @pytest.fixture
-def model() -> LlamaForCausalLM:
+def model():
     return random_llama(1, 40)
 
 
 @pytest.mark.usefixtures("replayed")
-def test_memory_stays_where_it_is_until_it_is_too_small(model: LlamaForCausalLM) -> None:
+def test_memory_stays_where_it_is_until_it_is_too_small(model):
     decoder = SpeculativeDecoder(model, compile="inductor")
     assert decoder.steps is not None
 
@@ -244,7 +244,7 @@ def test_memory_stays_where_it_is_until_it_is_too_small(model: LlamaForCausalLM)
 
 
 @pytest.mark.usefixtures("replayed")
-def test_replaced_weights_are_noticed(model: LlamaForCausalLM) -> None:
+def test_replaced_weights_are_noticed(model):
     def greedy(decoder: SpeculativeDecoder) -> list[int]:
         return decoder.generate([[1, 2, 3]], GREEDY, 8).generations[0].output_ids
 
@@ -254,20 +254,20 @@ def test_replaced_weights_are_noticed(model: LlamaForCausalLM) -> None:
     assert greedy(decoder) == greedy(SpeculativeDecoder(model, fast=False)) != before
 
 
-def test_buckets_waste_at_most_a_quarter() -> None:
+def test_buckets_waste_at_most_a_quarter():
     sizes = [bucket(size) for size in range(1, 2000)]
     assert all(size <= found <= 1.25 * size for size, found in enumerate(sizes, 1))
     assert sizes == sorted(sizes) and len(set(sizes)) < 45 and all(bucket(size) == size for size in sizes)
 
 
-def test_graphs_without_a_gpu_are_refused(model: LlamaForCausalLM) -> None:
+def test_graphs_without_a_gpu_are_refused(model):
     with pytest.raises(ValueError, match="CUDA graphs need a CUDA device"):
         SpeculativeDecoder(model, compile=True)
 
 
 @pytest.mark.usefixtures("replayed")
 @pytest.mark.parametrize("drafting", [False, True])
-def test_threads_take_turns(model: LlamaForCausalLM, drafting: bool) -> None:
+def test_threads_take_turns(model, drafting):
     """Every call writes the same buffers, so that two at once would each read what the other has cached."""
     proposer = DraftModelProposer([model]) if drafting else None
     decoder = SpeculativeDecoder(model, proposer, "chain:2" if drafting else None, compile="inductor")

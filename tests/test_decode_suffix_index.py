@@ -13,7 +13,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=15), max_size=5)
 
 
 @given(st.lists(st.integers(-1, 3), max_size=80))
-def test_the_suffix_array_is_the_sorted_suffixes(text: list[int]) -> None:
+def test_the_suffix_array_is_the_sorted_suffixes(text):
     order = suffix_array(np.array(text, dtype=np.int32))
     assert order.tolist() == sorted(range(len(text)), key=lambda start: text[start:])
 
@@ -28,9 +28,7 @@ def occurrences(documents: list[list[int]], suffix: list[int], length: int) -> C
 
 
 @given(DOCUMENTS, st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 5))
-def test_matches_and_continuations_are_those_of_a_scan(
-    documents: list[list[int]], suffix: list[int], length: int, count: int
-) -> None:
+def test_matches_and_continuations_are_those_of_a_scan(documents, suffix, length, count):
     index = SuffixIndex.build(documents)
     longest = [n for n in range(1, len(suffix) + 1) if occurrences(documents, suffix[-n:], 1)]
     assert index.match(suffix) == max(longest, default=0)
@@ -40,13 +38,13 @@ def test_matches_and_continuations_are_those_of_a_scan(
     assert SuffixIndex.build(documents[::-1]).continuations(suffix, length, count) == found
 
 
-def test_frequent_tokens_are_counted_on_an_even_sample() -> None:
+def test_frequent_tokens_are_counted_on_an_even_sample():
     text = [0, 1] * (4 * SAMPLE) + [0, 2] * SAMPLE
     found = dict(SuffixIndex.build([text]).continuations([0], 1, 9))
     assert sum(found.values()) == SAMPLE and found[2,] == pytest.approx(SAMPLE / 5, rel=0.5)
 
 
-def test_a_million_tokens_take_seconds() -> None:
+def test_a_million_tokens_take_seconds():
     rng = np.random.default_rng(0)
     documents = [((rng.zipf(1.3, 1000) - 1) % 32000).tolist() for _ in range(1000)]
     began = time.process_time()

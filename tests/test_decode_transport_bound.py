@@ -79,7 +79,7 @@ def transport(p: Tensor, sets: dict[frozenset[int], float]) -> float:
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize("drawing", DRAWINGS)
-def test_bound_is_the_linear_programmes(drawing: Drawing, k: int) -> None:
+def test_bound_is_the_linear_programmes(drawing, k):
     for kind in KINDS:
         for seed in range(2):
             p, q = distributions(kind, seed)
@@ -88,7 +88,7 @@ def test_bound_is_the_linear_programmes(drawing: Drawing, k: int) -> None:
 
 
 @pytest.mark.parametrize("drawing", DRAWINGS)
-def test_bound_takes_batches_and_distributions_with_tiny_tokens(drawing: Drawing) -> None:
+def test_bound_takes_batches_and_distributions_with_tiny_tokens(drawing):
     q = torch.tensor([[1 - 3e-9, 2e-9, 1e-9, 0], [0.6, 0.4, 1e-30, 1e-31], [1.0, 1e-12, 0, 0]], dtype=torch.double)
     p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.double).expand(3, -1)
     for k in (1, 2, 3):

@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from random import Random
 
 import pytest
 import torch
@@ -69,17 +68,17 @@ def parse_file(kind: str, content: object) -> TreeShape:
         ("opt:nodes=7,depth=2,gain=0", DynamicTree(2, 7, 7)),
     ],
 )
-def test_a_spec_is_the_shape_it_says(spec: str, shape: TreeShape) -> None:
+def test_a_spec_is_the_shape_it_says(spec, shape):
     assert parse_tree(spec) == shape
 
 
-def test_the_defaults_that_the_table_prints_are_the_defaults() -> None:
+def test_the_defaults_that_the_table_prints_are_the_defaults():
     for kind in ("eagle2", "opt"):
         assert TREES[kind].syntax == f"{kind}[{TREES[kind].example.removeprefix(kind)}]"
         assert parse_tree(kind) == parse_tree(TREES[kind].example)
 
 
-def test_the_table_is_complete_and_its_examples_work() -> None:
+def test_the_table_is_complete_and_its_examples_work():
     files = {
         "tree.json": {"parents": [-1, -1, 0]},
         "acceptance.json": {"acceptance": [0.6, 0.15], "nodes": 6, "depth": 4},
@@ -115,7 +114,7 @@ GOOD = {"acceptance": [0.6, 0.2], "nodes": 8, "depth": 4}
         ("auto:a", {"trees": []}, "key 'tree' is missing; expected a plan"),
     ],
 )
-def test_a_bad_spec_or_file_is_refused_in_one_line(spec: str, content: object, wrong: str) -> None:
+def test_a_bad_spec_or_file_is_refused_in_one_line(spec, content, wrong):
     with pytest.raises(ValueError) as caught:
         parse_tree(spec, lambda path: content)
     message = str(caught.value)
@@ -123,7 +122,7 @@ def test_a_bad_spec_or_file_is_refused_in_one_line(spec: str, content: object, w
 
 
 @pytest.mark.parametrize("spec", ["chain:" + "9" * 4_000, "kary:2," + "9" * 9, "kary:" + "9," * 90 + "9"])
-def test_a_tree_that_is_too_large_is_never_built(spec: str) -> None:
+def test_a_tree_that_is_too_large_is_never_built(spec):
     began = time.process_time()
     with pytest.raises(ValueError, match=f"more than {MAX_NODES} nodes"):
         parse_tree(spec)
@@ -134,13 +133,13 @@ def test_a_tree_that_is_too_large_is_never_built(spec: str) -> None:
 
 
 @given(trees(), st.sampled_from([0.0, 0.5]))
-def test_a_static_file_of_parents_round_trips(tree: Tree, stop: float) -> None:
+def test_a_static_file_of_parents_round_trips(tree, stop):
     assert parse_file("static", {"parents": list(tree.parents), "stop": stop}) == Tree(tree.parents, stop)
     assert parse_file("static", {"parents": list(tree.parents)}) == tree
 
 
 @given(trees(), st.randoms(use_true_random=False), st.booleans())
-def test_paths_in_any_order_are_the_tree_they_were_read_from(tree: Tree, random: Random, bare: bool) -> None:
+def test_paths_in_any_order_are_the_tree_they_were_read_from(tree, random, bare):
     paths = paths_of(tree)
     random.shuffle(paths)
     assert parse_file("static", paths if bare else {"paths": paths}) == tree
@@ -150,7 +149,7 @@ def test_paths_in_any_order_are_the_tree_they_were_read_from(tree: Tree, random:
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 200))
-def test_a_growth_is_valid_exactly_when_its_nodes_can_be_reached(depth: int, beam: int, nodes: int) -> None:
+def test_a_growth_is_valid_exactly_when_its_nodes_can_be_reached(depth, beam, nodes):
     level, reached = 1, 0
     for _ in range(depth):
         reached += min(level, beam) * beam
@@ -187,16 +186,14 @@ rates = (
 
 @given(rates, st.integers(1, 7), st.integers(1, 7))
 @settings(deadline=None, max_examples=80)
-def test_no_tree_within_the_budget_is_longer_than_the_optimal_one(
-    acceptance: list[float], nodes: int, depth: int
-) -> None:
+def test_no_tree_within_the_budget_is_longer_than_the_optimal_one(acceptance, nodes, depth):
     tree = optimal_tree(acceptance, nodes, depth)
     assert tree.size <= nodes and tree.depth <= depth
     best = max(expected_length(other, acceptance) for other in ALL if other.size <= nodes and other.depth <= depth)
     assert expected_length(tree, acceptance) == pytest.approx(best, rel=1e-12)
 
 
-def test_the_largest_programme_is_fast() -> None:
+def test_the_largest_programme_is_fast():
     acceptance = [0.5 / 2**rank for rank in range(64)]
     began = time.process_time()
     tree = optimal_tree(acceptance, 256, 32)
@@ -206,7 +203,7 @@ def test_the_largest_programme_is_fast() -> None:
     assert all(a < b for a, b in pairwise([*larger, expected_length(tree, acceptance)]))
 
 
-def test_a_sequoia_file_is_the_optimal_tree() -> None:
+def test_a_sequoia_file_is_the_optimal_tree():
     acceptance = [0.6, 0.2, 0.05]
     content: dict[str, object] = {"acceptance": acceptance, "nodes": 20, "depth": 6}
     assert parse_file("sequoia", content) == optimal_tree(acceptance, 20, 6)

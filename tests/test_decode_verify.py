@@ -151,19 +151,19 @@ def value(name: str, drawing: Drawing, kind: str, tree: Tree | None = None, seed
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "drawing"), PAIRS)
-def test_output_distribution_is_the_targets(name: str, drawing: Drawing, kind: str) -> None:
+def test_output_distribution_is_the_targets(name, drawing, kind):
     assert value(name, drawing, kind) < 1
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSLESS if VERIFIERS[name].several_drafts])
-def test_siblings_of_several_drafts_give_the_targets_distribution(name: str) -> None:
+def test_siblings_of_several_drafts_give_the_targets_distribution(name):
     for kind in ("random", "disjoint", "truncated"):
         assert value(name, "with_replacement", kind, drafts=2) < 1
 
 
 @pytest.mark.parametrize("tree", [Tree(()), Tree((-1,)), Tree((-1,) * 4), Tree((-1, -1, 0, 1, 1))], ids=str)
 @pytest.mark.parametrize(("name", "drawing"), PAIRS)
-def test_output_distribution_is_the_targets_on_other_trees(name: str, drawing: Drawing, tree: Tree) -> None:
+def test_output_distribution_is_the_targets_on_other_trees(name, drawing, tree):
     if VERIFIERS[name].chains_only and not tree.is_chain:
         with pytest.raises(ValueError, match="valid on chains only"):
             VERIFIERS[name].check(tree, drawing)
@@ -172,7 +172,7 @@ def test_output_distribution_is_the_targets_on_other_trees(name: str, drawing: D
 
 
 @pytest.mark.parametrize(("name", "drawing"), PAIRS)
-def test_rows_with_trees_of_their_own_and_nodes_that_are_missing(name: str, drawing: Drawing) -> None:
+def test_rows_with_trees_of_their_own_and_nodes_that_are_missing(name, drawing):
     """A third of the rows have one tree, a third another, and in a third nothing was drafted."""
     verifier, made = VERIFIERS[name], world("random", 4)
     trees = [Tree((-1,)), CHAIN] if verifier.chains_only else [Tree((-1, -1, 0, 1, 1)), BUSHY]
@@ -198,7 +198,7 @@ def test_rows_with_trees_of_their_own_and_nodes_that_are_missing(name: str, draw
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_temperature_0_is_token_equality(name: str) -> None:
+def test_temperature_0_is_token_equality(name):
     verifier, made = VERIFIERS[name], world("one-hot p", 8)
     proposal, p_BMV = propose(made, CHAIN if verifier.chains_only else BUSHY, "deterministic", rows=300)
     verdict = verifier.run(proposal, p_BMV, None)
@@ -216,9 +216,7 @@ class NoQuestions(TorchDispatchMode):
 
 @pytest.mark.parametrize("own_trees", [False, True])
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_a_device_is_not_asked_and_answers_as_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, name: str, own_trees: bool
-) -> None:
+def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_trees):
     """Without the shortcuts that only a CPU may take, no rule reads anything back, and outcomes are the same."""
     with pytest.raises(AssertionError), NoQuestions():  # type: ignore[no-untyped-call]
         bool(torch.ones(1).any())
@@ -260,7 +258,7 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(
         ("typical", "without_replacement"),
     ],
 )
-def test_rules_on_other_drawings_are_rejected(name: str, drawing: Drawing) -> None:
+def test_rules_on_other_drawings_are_rejected(name, drawing):
     made = world("random", 6)
     proposal, p_BMV = propose(made, BUSHY, drawing, rows=40_000)
     assert chi_square(outputs(made, verify(VERIFIERS[name], proposal, p_BMV)), made.distribution()) > 2
@@ -270,7 +268,7 @@ def test_rules_on_other_drawings_are_rejected(name: str, drawing: Drawing) -> No
 
 
 @pytest.mark.parametrize("name", ["exact", "naive", "mcsd", "traversal"])
-def test_pruning_after_sampling_breaks_all_but_exact(name: str) -> None:
+def test_pruning_after_sampling_breaks_all_but_exact(name):
     made = world("random", 6)
     proposal, p_BMV = propose(made, Tree((-1,) * 3), "without_replacement", rows=40_000)
     # Of three drawn children the one that the draft holds most probable is kept.
@@ -299,9 +297,7 @@ def test_pruning_after_sampling_breaks_all_but_exact(name: str) -> None:
         ("specinfer", "decode.verify.siblings.residual", lambda p, q: p),
     ],
 )
-def test_broken_rules_are_rejected(
-    monkeypatch: pytest.MonkeyPatch, name: str, broken: str, replacement: object
-) -> None:
+def test_broken_rules_are_rejected(monkeypatch, name, broken, replacement):
     monkeypatch.setattr(broken, replacement)
     verifier, made = VERIFIERS[name], world("random", 6)
     proposal, p_BMV = propose(made, CHAIN if verifier.chains_only else BUSHY, verifier.drawings[0], rows=40_000)
@@ -319,7 +315,7 @@ def accepted(name: str, proposal: Proposal, p_BMV: Tensor, seed: int = 2) -> tup
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize(("name", "drawing"), PAIRS)
-def test_no_rule_beats_the_bound_and_some_reach_it(name: str, drawing: Drawing, k: int) -> None:
+def test_no_rule_beats_the_bound_and_some_reach_it(name, drawing, k):
     if VERIFIERS[name].chains_only and k > 1:
         k = 1
     for seed in range(3):
@@ -339,7 +335,7 @@ def test_no_rule_beats_the_bound_and_some_reach_it(name: str, drawing: Drawing, 
     ("better", "other", "parents", "length"),
     [("block", "speculative", (-1, 0, 1), 4), ("traversal", "mcsd", (-1, -1, 0, 0, 1, 1), LENGTH)],
 )
-def test_block_and_traversal_accept_more(better: str, other: str, parents: tuple[int, ...], length: int) -> None:
+def test_block_and_traversal_accept_more(better, other, parents, length):
     gains = []
     for seed in range(12):
         proposal, p_BMV = propose(world("random", seed, length=length), Tree(parents), "without_replacement")
@@ -350,7 +346,7 @@ def test_block_and_traversal_accept_more(better: str, other: str, parents: tuple
     assert sum(gains) / len(gains) > 0.01
 
 
-def test_typical_takes_what_is_plausible_and_draws_the_next_token_from_the_target() -> None:
+def test_typical_takes_what_is_plausible_and_draws_the_next_token_from_the_target():
     p = torch.tensor([0.7, 0.2, 0.06, 0.04])  # entropy 0.85: delta exp(-H) = 0.13, so that epsilon = 0.09 decides
     tree = Tree((-1, -1, 0, 1))
     tokens = torch.tensor([[-1, 2, 1, 0, 0], [-1, 0, 1, 3, 2], [-1, 1, 0, 1, 1], [-1, 3, 2, 0, 0], [-1, 0, 0, -1, -1]])
@@ -364,7 +360,7 @@ def test_typical_takes_what_is_plausible_and_draws_the_next_token_from_the_targe
     assert not VERIFIERS["typical"].lossless
 
 
-def test_residual_without_mass_falls_back_to_p() -> None:
+def test_residual_without_mass_falls_back_to_p():
     """p and q that differ by rounding only leave nothing; the answer is p, never NaN."""
     p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.8, 0.0]])
     q = torch.tensor([[0.5, 0.5000001, 0.0], [0.4, 0.6, 0.0]])
@@ -375,7 +371,7 @@ def test_residual_without_mass_falls_back_to_p() -> None:
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_a_rule_describes_itself_and_checks_its_domain(name: str) -> None:
+def test_a_rule_describes_itself_and_checks_its_domain(name):
     verifier = VERIFIERS[name]
     assert verifier.name == name and 0 < len(verifier.title) <= 60 and verifier.paper
     assert verifier.chains_only == (name in ("speculative", "block"))

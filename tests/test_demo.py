@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 
 from draftsmith.demo import corpus, demo_run
-from draftsmith.demo.corpus import Split
 from eval.report.findings import lead
 from eval.results import Results
-from tests.door import Door
 
 
 @pytest.mark.slow
-def test_demo_from_prompts_to_report(short_demo: Path, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_from_prompts_to_report(short_demo, door, monkeypatch):
     monkeypatch.chdir(short_demo)
     out, demo = Path("said").read_text(), short_demo / "out" / "demo"
     results = Results.load(demo / "eval")
@@ -60,12 +58,12 @@ def test_demo_from_prompts_to_report(short_demo: Path, door: Door, monkeypatch: 
 
 
 @pytest.fixture(scope="module")
-def splits() -> dict[str, Split]:
+def splits():
     return {domain: corpus.split(domain) for domain in corpus.DOMAINS}
 
 
 @pytest.mark.slow
-def test_every_document_is_on_one_side_by_its_name(splits: dict[str, Split]) -> None:
+def test_every_document_is_on_one_side_by_its_name(splits):
     assert list(splits) == ["prose", "code", "unicode"]
     for domain, (train, heldout) in splits.items():
         assert sum(len(d.text) for d in train) > 300_000 and sum(len(d.text) for d in heldout) > 20_000, domain
@@ -77,13 +75,13 @@ def test_every_document_is_on_one_side_by_its_name(splits: dict[str, Split]) -> 
         assert 0.04 < len(held) / len(names) < 0.2, domain
 
 
-def test_the_side_of_a_name_follows_from_its_hash() -> None:
+def test_the_side_of_a_name_follows_from_its_hash():
     heldout = [number for number in range(40) if corpus.is_heldout(f"module m{number}")]
     assert heldout == [6, 10, 13, 24, 38]
 
 
 @pytest.mark.slow
-def test_nothing_held_out_mostly_repeats_training_text(splits: dict[str, Split]) -> None:
+def test_nothing_held_out_mostly_repeats_training_text(splits):
     trained: set[int] = set()
     for split in splits.values():
         for document in split.train:
@@ -98,7 +96,7 @@ def test_nothing_held_out_mostly_repeats_training_text(splits: dict[str, Split])
 
 
 @pytest.mark.slow
-def test_passages_are_pieces_of_their_documents(splits: dict[str, Split]) -> None:
+def test_passages_are_pieces_of_their_documents(splits):
     for domain, split in splits.items():
         rows = corpus.passages(domain, split.heldout)
         assert len({row["id"] for row in rows}) == len(rows)

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ def documents(domain: str) -> list[Document]:
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def small(tmp_path, monkeypatch):
     """The recipes with three steps, and the corpus replaced."""
     recipes = tmp_path / "recipes"
     recipes.mkdir()
@@ -46,7 +45,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_one_command_makes_the_pair(small: Path, tmp_path: Path) -> None:
+def test_one_command_makes_the_pair(small, tmp_path):
     made = rebuild_pair.rebuild(small, tmp_path / "out", "cpu")
     for member in rebuild_pair.MEMBERS:
         record = json.loads((made / member / "draftsmith.json").read_text())

@@ -16,7 +16,6 @@ from distill.filters import why_dropped
 from draftsmith_core.prompts import Chat, prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from tests.distilled import errors, manifest, rows_of, write_rows
-from tests.door import Door
 from train.batch import IGNORE
 from train.data import Examples, collate
 
@@ -60,14 +59,7 @@ ANSWERS = st.lists(st.integers(2, 289), min_size=1, max_size=8)
     last=st.booleans(),
     answers=st.lists(ANSWERS, min_size=5, max_size=5),
 )
-def test_each_prompt_is_the_template_s_own_for_the_target_s_history(
-    tokenizer: Tokenizer,
-    name: str,
-    system: str | None,
-    turns: list[tuple[str, str]],
-    last: bool,
-    answers: list[list[int]],
-) -> None:
+def test_each_prompt_is_the_template_s_own_for_the_target_s_history(tokenizer, name, system, turns, last, answers):
     """What the driver makes turn by turn is what a client would send that keeps the chat as text."""
     with_template(tokenizer, name)
     messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
@@ -101,7 +93,7 @@ def test_each_prompt_is_the_template_s_own_for_the_target_s_history(
         assert ids_T[: len(whole)].tolist() == whole
 
 
-def test_tool_calls_and_their_results_stay(tokenizer: Tokenizer) -> None:
+def test_tool_calls_and_their_results_stay(tokenizer):
     with_template(tokenizer, "deepseek")
     call = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
     messages = (
@@ -121,7 +113,7 @@ def test_tool_calls_and_their_results_stay(tokenizer: Tokenizer) -> None:
     assert second.endswith("<|Assistant|>None.</s><|User|>Wind?<|Assistant|><think>\n")
 
 
-def test_thinking_is_switched_off_by_the_template(words: list[str], door: Door, target_dir: str) -> None:
+def test_thinking_is_switched_off_by_the_template(words, door, target_dir):
     Path("chat.jinja").write_text(TEMPLATES["qwen3"])
     door.ok(*words, "--thinking", "drop")
     rows = rows_of("set")
@@ -138,9 +130,7 @@ def test_thinking_is_switched_off_by_the_template(words: list[str], door: Door, 
     assert code == 2 and "was made with other options" in err
 
 
-def test_a_template_without_the_switch(
-    words: list[str], door: Door, caplog: pytest.LogCaptureFixture, tokenizer: Tokenizer
-) -> None:
+def test_a_template_without_the_switch(words, door, caplog, tokenizer):
     door.ok(*words, "--thinking", "drop")
     assert "--thinking drop: the chat template has no switch for it; answers that think all the same are" in caplog.text
     Path("chat.jinja").write_text(TEMPLATES["deepseek"])
@@ -156,7 +146,7 @@ def test_a_template_without_the_switch(
         assert why_dropped(replace(config, thinking="keep"), tokenizer, answer) == ""
 
 
-def test_thinking_whose_marks_are_special_tokens_is_not_history(target_dir: str) -> None:
+def test_thinking_whose_marks_are_special_tokens_is_not_history(target_dir):
     """Its text would look like the answer's, and the template could not find it."""
     tokenizer = load_tokenizer(target_dir)
     assert answer_text(tokenizer, tokenizer("hm</think>No.", add_special_tokens=False)["input_ids"]) == "hm</think>No."
@@ -166,7 +156,7 @@ def test_thinking_whose_marks_are_special_tokens_is_not_history(target_dir: str)
 
 
 @pytest.fixture
-def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def words(target_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("chat.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")]
@@ -177,7 +167,7 @@ def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
     return [*command.split(), "--chat_template", "chat.jinja"]
 
 
-def test_all_turns_are_rows_with_the_target_s_own_history(words: list[str], door: Door, target_dir: str) -> None:
+def test_all_turns_are_rows_with_the_target_s_own_history(words, door, target_dir):
     out, _ = door.ok(*words, "--num_samples", 2)
     assert "14 rows" in out.splitlines()[0] and "4 done" in out.splitlines()[0]
     rows = rows_of("set")
@@ -198,13 +188,13 @@ def test_all_turns_are_rows_with_the_target_s_own_history(words: list[str], door
     assert [row["prompt_ids"] for row in rows_of("last")] == [list(ids) for ids in asked_ids]
 
 
-def test_a_chat_that_outgrows_the_context_is_shortened_and_counted(words: list[str], door: Door) -> None:
+def test_a_chat_that_outgrows_the_context_is_shortened_and_counted(words, door):
     out, _ = door.ok(*words, "--max_new_tokens", 40, "--ignore_eos")
     assert any("shortened: turn 2: " in line and "more than the 56 that fit" in line for line in out.splitlines())
     assert {line["outcome"] for line in errors()} == {"shortened"} and manifest()["counts"]["prompts_done"] == 4
 
 
-def test_a_template_that_refuses_costs_its_row_alone(words: list[str], door: Door) -> None:
+def test_a_template_that_refuses_costs_its_row_alone(words, door):
     Path("chat.jinja").write_text(
         "{% for m in messages %}{% if m.content == 'c' %}{{ raise_exception('no c') }}{% endif %}"
         "[{{ m.role }}]{{ m.content }}{% endfor %}"

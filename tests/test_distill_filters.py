@@ -10,15 +10,13 @@ import pytest
 from distill.config import DistillConfig
 from distill.engines import Answer
 from distill.filters import Suites, why_dropped
-from draftsmith_core.tokenization import Tokenizer
 from tests.distilled import errors, manifest, rows_of, write_rows
-from tests.door import Door
 
 LONG = "the quick brown fox jumps over the lazy dog and then it runs far away home"
 
 
 @pytest.fixture
-def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def words(target_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"The quick brown fox {number}", "id": f"p{number}", "domain": "d"} for number in range(30)]
     write_rows("p.jsonl", *rows)
@@ -26,7 +24,7 @@ def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
     return [*command.split(), "--part_rows", "12"]
 
 
-def test_dropped_answers_are_counted_and_the_others_are_the_same(words: list[str], door: Door) -> None:
+def test_dropped_answers_are_counted_and_the_others_are_the_same(words, door):
     assert door(*words, "--out", "all")[0] == 0
     options = ["--drop", "truncated", "empty", "--min_response_tokens", 3, "--max_response_tokens", 9]
     out, _ = door.ok(*words, *options, "--json")
@@ -53,7 +51,7 @@ def test_dropped_answers_are_counted_and_the_others_are_the_same(words: list[str
     assert code == 2 and "was made with other options: drop is" in err
 
 
-def test_a_set_of_nothing_is_an_error(words: list[str], door: Door) -> None:
+def test_a_set_of_nothing_is_an_error(words, door):
     code, _, err = door(*words, "--ignore_eos", "--drop", "truncated")
     assert code == 1 and "set: no row is left: " in err and "every answer dropped: " in err
 
@@ -74,12 +72,12 @@ def test_a_set_of_nothing_is_an_error(words: list[str], door: Door) -> None:
         ({}, [1], "length", ""),
     ],
 )
-def test_the_reasons(tokenizer: Tokenizer, options: dict[str, Any], ids: list[int], reason: str, why: str) -> None:
+def test_the_reasons(tokenizer, options, ids, reason, why):
     config = DistillConfig(target="t", prompts="p", out="o", **options)
     assert why_dropped(config, tokenizer, Answer(tuple(ids), reason)) == why
 
 
-def test_a_finished_set_is_copied_and_its_manifest_comes_last(words: list[str], door: Door) -> None:
+def test_a_finished_set_is_copied_and_its_manifest_comes_last(words, door):
     assert door.summary(*words, "--copy_to", "memory://bucket/set")["copied_to"] == "memory://bucket/set"
     store = fsspec.filesystem("memory")
     copies = {path["name"].rsplit("/", 1)[1]: path for path in store.ls("/bucket/set")}
@@ -104,13 +102,13 @@ def test_a_finished_set_is_copied_and_its_manifest_comes_last(words: list[str], 
         ({"prompt": "敏捷的棕色狐狸跳过了"}, False),
     ],
 )
-def test_thirteen_words_in_a_row_are_shared(tmp_path: Path, row: dict[str, Any], shared: bool) -> None:
+def test_thirteen_words_in_a_row_are_shared(tmp_path, row, shared):
     rows = [{"prompt": LONG}, {"prompt": "short one"}, {"prompt": "敏捷的棕色狐狸跳过了懒惰的狗然后回家"}]
     found = Suites([f"fox={write_rows(tmp_path / 's.jsonl', *rows)}"]).shared_with(row)
     assert found == ("fox" if shared else None)
 
 
-def test_the_form_of_a_suite_is_no_content(tmp_path: Path) -> None:
+def test_the_form_of_a_suite_is_no_content(tmp_path):
     form = "Answer the following question about numbers in as few words as you possibly can please: "
     rows = [{"prompt": f"{form} what is {number}?"} for number in range(11)]
     suites = Suites([f"n={write_rows(tmp_path / 's.jsonl', *rows)}"])
@@ -118,9 +116,7 @@ def test_the_form_of_a_suite_is_no_content(tmp_path: Path) -> None:
     assert suites.shared_with({"prompt": f"{form} what is 7?"}) == "n"
 
 
-def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
-    tmp_path: Path, target_dir: str, door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(tmp_path, target_dir, door, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rows("p.jsonl", {"prompt": "The"}, {"prompt": f"Now {LONG}"}, {"prompt": "fox"})
     fox, cat = write_rows("fox.jsonl", {"prompt": LONG}), write_rows("cat.jsonl", {"prompt": "cat"})

@@ -1,8 +1,6 @@
 """A distilled set is the same bytes however it was made, with every row and every count."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +13,12 @@ from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.tokenization import load_tokenizer
 from tests.distilled import errors, files, manifest, rows_of
-from tests.door import Door
 
 Rows = list[dict[str, Any]]
 
 
 @pytest.fixture
-def words(target_dir: str, prompts_file: str) -> list[str]:
+def words(target_dir, prompts_file):
     return (
         f"distill --target {target_dir} --prompts {prompts_file} --out set --num_samples 3 --max_new_tokens 10 "
         "--batch_size 3 --part_rows 6 --seed 11"
@@ -29,7 +26,7 @@ def words(target_dir: str, prompts_file: str) -> list[str]:
 
 
 @pytest.fixture
-def whole(words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch) -> Path:
+def whole(words, tmp_path, door, monkeypatch):
     """The set of a run that nothing disturbed."""
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
@@ -37,7 +34,7 @@ def whole(words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.Monk
     return tmp_path / "whole" / "set"
 
 
-def test_every_row_and_every_count(whole: Path, target_dir: str) -> None:
+def test_every_row_and_every_count(whole, target_dir):
     """Law 8: read = done + skipped + failed."""
     rows, record = rows_of(whole), manifest(whole)
     # Each part has the answers to two prompts; the fourth row of the nine is empty, and the last part has one prompt.
@@ -71,7 +68,7 @@ def test_every_row_and_every_count(whole: Path, target_dir: str) -> None:
     assert len({tuple(ids) for ids in twins}) > 1
 
 
-def test_a_row_can_be_made_again_from_its_seed(whole: Path, target_dir: str) -> None:
+def test_a_row_can_be_made_again_from_its_seed(whole, target_dir):
     from decode import SpeculativeDecoder
 
     model = load_model(target_dir, device="cpu")
@@ -85,9 +82,7 @@ def test_a_row_can_be_made_again_from_its_seed(whole: Path, target_dir: str) -> 
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 1}, {"batch_size": 24}, {"part_rows": 1024}, {"part_rows": 1}])
-def test_batches_and_parts_only_change_the_cutting(
-    whole: Path, tmp_path: Path, target_dir: str, prompts_file: str, change: dict[str, int]
-) -> None:
+def test_batches_and_parts_only_change_the_cutting(whole, tmp_path, target_dir, prompts_file, change):
     options: dict[str, Any] = {"batch_size": 3, "part_rows": 6, "num_samples": 3, "max_new_tokens": 10, "seed": 11}
     out = tmp_path / "set"
     config = DistillConfig(target=target_dir, prompts=prompts_file, out=str(out), **(options | change))
@@ -98,9 +93,7 @@ def test_batches_and_parts_only_change_the_cutting(
     assert summary["rows"] == 24
 
 
-def test_another_seed_and_another_sampling_give_other_rows(
-    whole: Path, tmp_path: Path, target_dir: str, prompts_file: str
-) -> None:
+def test_another_seed_and_another_sampling_give_other_rows(whole, tmp_path, target_dir, prompts_file):
     def make(name: str, **options: Any) -> Rows:
         settings = {"num_samples": 3, "max_new_tokens": 10, "seed": 11} | options
         distill(DistillConfig(target=target_dir, prompts=prompts_file, out=str(tmp_path / name), **settings), "x")
@@ -119,9 +112,7 @@ def test_another_seed_and_another_sampling_give_other_rows(
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_same_bytes(
-    words: list[str], whole: Path, tmp_path: Path, launch: Callable[..., Any]
-) -> None:
+def test_two_processes_make_the_same_bytes(words, whole, tmp_path, launch):
     there = tmp_path / "two"
     there.mkdir()
     run = launch(["--multi_gpu", "--num_processes", "2"], "-m", "draftsmith", *words, cwd=there)
@@ -133,7 +124,7 @@ def test_two_processes_make_the_same_bytes(
     assert {total for _, total in shown} == {"5"} and ("5", "5") in shown
 
 
-def test_datasets_reads_it(whole: Path, target_dir: str) -> None:
+def test_datasets_reads_it(whole, target_dir):
     import datasets
 
     table = datasets.load_dataset("parquet", data_files=str(whole / "part-*.parquet"), split="train")
@@ -143,7 +134,7 @@ def test_datasets_reads_it(whole: Path, target_dir: str) -> None:
     assert tokenizer.decode(table[0]["prompt_ids"], skip_special_tokens=True) == "The quick"
 
 
-def test_texts_that_the_target_writes_by_itself(target_dir: str, tmp_path: Path) -> None:
+def test_texts_that_the_target_writes_by_itself(target_dir, tmp_path):
     options: dict[str, Any] = {"target": target_dir, "max_new_tokens": 12, "temperature": 1.0, "device": "cpu"}
     found = distill(DistillConfig(prompts="self:10", out=str(tmp_path / "ten"), batch_size=4, part_rows=4, **options))
     assert (found["prompts_read"], found["rows"], found["prompts_skipped"]) == (10, 10, 0)

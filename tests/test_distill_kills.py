@@ -8,8 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.distilled import KILL_IN_PART, Spawn, files, rows_of, write_rows
-from tests.door import Door
+from tests.distilled import KILL_IN_PART, files, rows_of, write_rows
 
 # A signal arrives once two waves of answers are kept.
 STOP_IN_WAVE = """
@@ -29,12 +28,12 @@ module.Journal.append = stopping
 
 
 @pytest.fixture
-def words(target_dir: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def words(target_dir, prompts_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return f"distill --target {target_dir} --prompts {prompts_file} --out set --max_new_tokens 5 --part_rows 4".split()
 
 
-def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words: list[str], door: Door, spawn: Spawn) -> None:
+def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words, door, spawn):
     assert door(*words)[0] == 0
     shutil.move("set", "whole")
     whole = files("whole")
@@ -56,9 +55,7 @@ def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words: list[s
 
 
 @pytest.mark.parametrize("name, code, line", [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "stopped by SIGTERM")])
-def test_a_stopped_run_says_how_many_answers_are_kept(
-    words: list[str], door: Door, spawn: Spawn, name: str, code: int, line: str
-) -> None:
+def test_a_stopped_run_says_how_many_answers_are_kept(words, door, spawn, name, code, line):
     words += ["--part_rows", "8", "--batch_size", "2"]
     ended, out, err = spawn(*words, cwd=Path.cwd(), patch=STOP_IN_WAVE.format(name=name)).wait()
     assert (ended, out) == (code, "")
@@ -71,9 +68,7 @@ def test_a_stopped_run_says_how_many_answers_are_kept(
     assert not list(Path("set").glob(".*"))
 
 
-def test_a_full_disk_names_the_file_and_what_to_do(
-    words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_names_the_file_and_what_to_do(words, door, monkeypatch):
     write = pq.write_table
 
     def full(table: Any, path: Path) -> None:
@@ -94,7 +89,7 @@ def test_a_full_disk_names_the_file_and_what_to_do(
     assert door(*words)[0] == 0
 
 
-def test_what_is_not_a_distilled_set_is_not_written_into(words: list[str], door: Door) -> None:
+def test_what_is_not_a_distilled_set_is_not_written_into(words, door):
     Path("set").mkdir()
     Path("set/config.json").write_text("mine")
     code, _, err = door(*words)
@@ -102,7 +97,7 @@ def test_what_is_not_a_distilled_set_is_not_written_into(words: list[str], door:
     assert os.listdir("set") == ["config.json"]
 
 
-def test_prompts_that_have_become_fewer_are_another_set(words: list[str], door: Door, prompts_file: str) -> None:
+def test_prompts_that_have_become_fewer_are_another_set(words, door, prompts_file):
     """What was made of the rows that are gone would stay in the directory, and be read with the rest."""
     rows = Path(prompts_file).read_text().splitlines()
     for kept in (4, 8, 9):  # as many parts as before, and one that has no rows

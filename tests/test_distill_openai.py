@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from distill.engines.server import encode_answer
 from drafts.neighbours import how_to_get, llama_server, program
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.teacher_rows import unpack
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from tests.distilled import Spawn, errors, files, manifest, rows_of, write_rows
-from tests.door import Door
+from draftsmith_core.tokenization import load_tokenizer
+from tests.distilled import errors, files, manifest, rows_of, write_rows
 from tests.serving import EOS, Server, answer_of, serving, wait_until
 from tests.test_docs import ROOT, commands, run_line
 
@@ -29,7 +28,7 @@ TRIAL_SEED = 1
 
 
 @pytest.fixture
-def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def words(target_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setattr(openai, "BACKOFF_S", (0.001, 0.01))
@@ -41,7 +40,7 @@ def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 @pytest.fixture
-def serve(tokenizer: Tokenizer) -> Iterator[Serve]:
+def serve(tokenizer):
     with ExitStack() as stack:
         yield lambda kind="vllm", **options: stack.enter_context(serving(kind, tokenizer, **options))
 
@@ -65,7 +64,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
 
 
-def test_teacher_rows_are_the_log_probabilities_of_the_server(words: list[str], door: Door, serve: Serve) -> None:
+def test_teacher_rows_are_the_log_probabilities_of_the_server(words, door, serve):
     assert door(*words, serve().url, "--teacher_top_k", 3)[0] == 0
     rows = rows_of("set")
     check_rows(rows)
@@ -79,7 +78,7 @@ def test_teacher_rows_are_the_log_probabilities_of_the_server(words: list[str], 
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
-def test_rows_are_what_the_server_drew(words: list[str], door: Door, serve: Serve, kind: str) -> None:
+def test_rows_are_what_the_server_drew(words, door, serve, kind):
     server = serve(kind)
     door.ok(*words, server.url)
     check_rows(rows_of())
@@ -95,9 +94,7 @@ def test_rows_are_what_the_server_drew(words: list[str], door: Door, serve: Serv
         assert body["samplers"][0] == "temperature" and body["top_k"] == 0
 
 
-def test_text_is_tokenised_again_and_what_differs_is_counted(
-    words: list[str], door: Door, serve: Serve, tokenizer: Tokenizer
-) -> None:
+def test_text_is_tokenised_again_and_what_differs_is_counted(words, door, serve, tokenizer):
     """The served model draws tokens that the tokenizer would never choose for their text, so some rows differ."""
     server = serve("text", strict_keys=True)
     code, out, err = door(*words, server.url)
@@ -119,7 +116,7 @@ def test_text_is_tokenised_again_and_what_differs_is_counted(
     assert not Path("other").exists()
 
 
-def test_passing_trouble_costs_no_row(words: list[str], door: Door, serve: Serve) -> None:
+def test_passing_trouble_costs_no_row(words, door, serve):
     """Every second request goes wrong the first two times that it is asked, in each of the ways that servers have."""
     ways = [429, "half", 500, "garbage", 503, "reset", 408, 404]
     server = serve()
@@ -136,15 +133,13 @@ def test_passing_trouble_costs_no_row(words: list[str], door: Door, serve: Serve
 
 
 @pytest.mark.parametrize("silence", ["never", "drops"])
-def test_an_answer_that_takes_too_long_is_asked_again(words: list[str], door: Door, serve: Serve, silence: str) -> None:
+def test_an_answer_that_takes_too_long_is_asked_again(words, door, serve, silence):
     server = serve(misbehave=lambda number: silence if number == 12 else None)
     door.ok(*words, server.url, "--timeout_s", 1)
     check_rows(rows_of())
 
 
-def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(
-    words: list[str], door: Door, serve: Serve, tokenizer: Tokenizer
-) -> None:
+def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(words, door, serve, tokenizer):
     """One row is refused, one always breaks the server, and some get replies that are no answers."""
     no_answers: list[Any] = [
         b"<html>Sign in</html>",
@@ -177,7 +172,7 @@ def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(
     assert len(rows_of()) == 2 * (40 - len(wrong)) and manifest()["counts"]["prompts_failed"] == len(wrong)
 
 
-def test_one_of_two_servers_dies_and_comes_back(words: list[str], door: Door, serve: Serve) -> None:
+def test_one_of_two_servers_dies_and_comes_back(words, door, serve):
     first, second = serve(), serve()
     second.misbehave = lambda number: "reset" if 10 <= number < 16 else None
     first.misbehave = lambda number: wait_until(lambda: len(second.bodies) > 16) if number > 40 else None
@@ -186,7 +181,7 @@ def test_one_of_two_servers_dies_and_comes_back(words: list[str], door: Door, se
     assert len(second.bodies) > 16 and len(first.bodies) > 20
 
 
-def test_a_server_that_is_down(words: list[str], door: Door, serve: Serve, tokenizer: Tokenizer) -> None:
+def test_a_server_that_is_down(words, door, serve, tokenizer):
     up, down = serve(), Server("vllm", tokenizer)
     down.server_close()
     _, err = door.ok(*words, up.url, down.url)
@@ -197,9 +192,7 @@ def test_a_server_that_is_down(words: list[str], door: Door, serve: Serve, token
     assert not Path("other").exists()
 
 
-def test_when_all_servers_are_gone_what_was_answered_stays(
-    words: list[str], door: Door, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_all_servers_are_gone_what_was_answered_stays(words, door, serve, monkeypatch):
     monkeypatch.setattr(openai, "PATIENCE_S", 0.3)
     monkeypatch.setattr(openai, "BACKOFF_S", (0.05, 0.5))
     server = serve(misbehave=lambda number: "reset" if number >= 30 else None)
@@ -214,7 +207,7 @@ def test_when_all_servers_are_gone_what_was_answered_stays(
     assert answered_once(server)
 
 
-def test_budgets_stop_and_a_larger_one_continues(words: list[str], door: Door, serve: Serve) -> None:
+def test_budgets_stop_and_a_larger_one_continues(words, door, serve):
     server = serve()
     code, _, err = door(*words, server.url, "--max_requests", 30)
     assert code == 1
@@ -228,9 +221,7 @@ def test_budgets_stop_and_a_larger_one_continues(words: list[str], door: Door, s
     assert answered_once(server)
 
 
-def test_the_key_is_from_the_environment_and_nowhere_else(
-    words: list[str], door: Door, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_is_from_the_environment_and_nowhere_else(words, door, serve, monkeypatch):
     """Law 9. A line break behind a key, which files of keys end with, is not part of it."""
     server = serve(key="sk-secret")
     code, _, err = door(*words, server.url)
@@ -244,7 +235,7 @@ def test_the_key_is_from_the_environment_and_nowhere_else(
     assert "sk-secret" not in out + err
 
 
-def test_a_mixture_of_temperatures_is_asked_for(words: list[str], door: Door, serve: Serve) -> None:
+def test_a_mixture_of_temperatures_is_asked_for(words, door, serve):
     server = serve()
     door.ok(*words, server.url, "--temperatures", "0.5:1", "1.0:1")
     sent = {(tuple(body["prompt"]), body["seed"]): body["temperature"] for body in server.bodies[1:]}
@@ -254,7 +245,7 @@ def test_a_mixture_of_temperatures_is_asked_for(words: list[str], door: Door, se
     assert {row["temperature"] for row in rows} == {0.5, 1.0}
 
 
-def test_servers_that_must_not_be_used(words: list[str], door: Door, serve: Serve) -> None:
+def test_servers_that_must_not_be_used(words, door, serve):
     first, other, moved = serve(), serve(model="another"), serve(moved_to="https://elsewhere")
     code, _, err = door(*words, first.url, other.url)
     assert code == 2 and f"{other.url}: serves another, but {first.url} serves target" in err
@@ -262,14 +253,14 @@ def test_servers_that_must_not_be_used(words: list[str], door: Door, serve: Serv
     assert code == 2 and "leads to https://elsewhere/v1/models" in err and not Path("set").exists()
 
 
-def test_concurrency_is_bounded(words: list[str], door: Door, serve: Serve) -> None:
+def test_concurrency_is_bounded(words, door, serve):
     server = serve()
     server.misbehave = lambda number: wait_until(lambda: server.most_active >= 3) if number >= 8 else None
     assert door(*words, server.url, "--concurrency", 3)[0] == 0
     assert server.most_active == 3
 
 
-def test_the_first_requests_are_retried_as_later_ones_are(words: list[str], door: Door, serve: Serve) -> None:
+def test_the_first_requests_are_retried_as_later_ones_are(words, door, serve):
     """A fault of any kind, or two of them, before the first answer."""
     cases: list[list[Any]] = [[429], [503, 500], ["garbage"], ["half", "reset"], [b"[]"], [408, b"<html>"]]
     for number, faults in enumerate(cases):
@@ -282,14 +273,14 @@ def test_the_first_requests_are_retried_as_later_ones_are(words: list[str], door
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "text"])
-def test_a_served_model_that_is_named_needs_no_list(words: list[str], door: Door, serve: Serve, kind: str) -> None:
+def test_a_served_model_that_is_named_needs_no_list(words, door, serve, kind):
     server = serve(kind)
     door.ok(*words, server.url, "--served_model", "target", "--max_prompts", 3)
     assert server.lists == 0 and len(rows_of()) == 6
     assert set(manifest()["tokens_from"]) <= ({"text", "text_differs"} if kind == "text" else {"target"})
 
 
-def test_text_is_encoded_behind_its_prompt() -> None:
+def test_text_is_encoded_behind_its_prompt():
     """A SentencePiece tokenizer puts a space piece before a text that stands alone; behind its prompt it does not."""
     space = "\u2581"
     words = [space, f"{space}The", f"{space}fox", f"{space}jumps", "fox", ",", "s"]
@@ -306,7 +297,7 @@ def test_text_is_encoded_behind_its_prompt() -> None:
 
 
 @pytest.mark.slow
-def test_faults_and_kills_lose_no_row(words: list[str], spawn: Spawn, door: Door, serve: Serve) -> None:
+def test_faults_and_kills_lose_no_row(words, spawn, door, serve):
     """Every third request meets a fault, and the client is killed: asked = done + failed + skipped."""
     faults = [429, "half", b'{"choices": []}', 500, "reset", b"[", "garbage", b'{"choices": [{}]}', 503, b"null"]
     write_rows("prompts.jsonl", *({"prompt": f"A draft {n}" if n % 7 else ""} for n in range(1, 61)), "{broken")
@@ -325,7 +316,7 @@ def test_faults_and_kills_lose_no_row(words: list[str], spawn: Spawn, door: Door
 
 
 @pytest.mark.engines
-def test_llama_server_draws_what_this_process_draws(tmp_path: Path, door: Door) -> None:
+def test_llama_server_draws_what_this_process_draws(tmp_path, door):
     """Law 11: greedy answers of the demo's target on a real server are those of this process."""
     server = program("llama-server")
     if server is None:
@@ -346,9 +337,7 @@ def test_llama_server_draws_what_this_process_draws(tmp_path: Path, door: Door) 
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_on_data_work_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: Door
-) -> None:
+def test_the_commands_of_the_page_on_data_work_in_order(tmp_path, monkeypatch, door):
     """Two servers of this test stand in for the page's."""
     monkeypatch.chdir(tmp_path)
     Path("out/demo/prompts").mkdir(parents=True)

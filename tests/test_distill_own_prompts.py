@@ -11,14 +11,13 @@ from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.tokenization import decode_text, load_tokenizer
 from tests.distilled import files, manifest, rows_of
-from tests.door import Door
 from tests.serving import serving
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
 
 
 @pytest.fixture
-def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def words(target_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("chat.jinja").write_text(TEMPLATE)
     command = f"distill --target {target_dir} --chat_template chat.jinja --out set --max_new_tokens 12 --part_rows 10"
@@ -29,7 +28,7 @@ def prompts(directory: str = "set") -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(directory, "prompts.jsonl").read_text().splitlines()]
 
 
-def test_prompts_are_what_the_target_writes(words: list[str], door: Door, target_dir: str) -> None:
+def test_prompts_are_what_the_target_writes(words, door, target_dir):
     out, _ = door.ok(*words, "magpie:25", "--json")
     summary = json.loads(out.splitlines()[-1])
     own, found = summary["own_prompts"], prompts()
@@ -56,7 +55,7 @@ def test_prompts_are_what_the_target_writes(words: list[str], door: Door, target
     assert code == 2 and 'prompts is "magpie:25"' in err
 
 
-def test_a_text_that_was_drawn_before_is_left_out(words: list[str], door: Door) -> None:
+def test_a_text_that_was_drawn_before_is_left_out(words, door):
     out, _ = door.ok(*words, "magpie:300", "--part_rows", 100, "--max_new_tokens", 2)
     texts = [" ".join(row["messages"][0]["content"].lower().split()) for row in prompts()]
     assert len(set(texts)) == len(texts)
@@ -64,7 +63,7 @@ def test_a_text_that_was_drawn_before_is_left_out(words: list[str], door: Door) 
     assert any("left out: had no end within 2 tokens (row " in line for line in out.splitlines())
 
 
-def test_servers_draw_them_too_and_nothing_is_asked_twice(words: list[str], door: Door, target_dir: str) -> None:
+def test_servers_draw_them_too_and_nothing_is_asked_twice(words, door, target_dir):
     tokenizer = load_tokenizer(target_dir)
     with serving("vllm", tokenizer) as server:
         words = [*words[:-1], "--engine", "openai", "--endpoint", server.url, "--prompts"]

@@ -7,7 +7,6 @@ import secrets
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith_core.errors import InputError
 from tests.distilled import files, write_rows
-from tests.door import Door
 
 NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 OPTIONS: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 9, "batch_size": 3, "part_rows": 2, "seed": 4}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster():
     """A cluster of this process alone. Its token is its own: two that begin at the same time would both write the one
     of the user's home.
     """
@@ -40,7 +38,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> str:
+def prompts(tmp_path):
     chat = [{"role": "user", "content": "Who jumps?"}, {"role": "assistant", "content": "-"}]
     rows: list[dict[str, Any]] = [{"prompt": f"The quick brown {number}" * (1 + number % 3)} for number in range(9)]
     rows += [{"messages": [*chat, {"role": "user", "content": f"Number {number}"}]} for number in range(3)]
@@ -50,9 +48,7 @@ def prompts(tmp_path: Path) -> str:
 
 @NEEDS_RAY
 @pytest.mark.slow
-def test_workers_make_what_one_process_makes_also_when_they_die(
-    cluster: None, target_dir: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_make_what_one_process_makes_also_when_they_die(cluster, target_dir, prompts, tmp_path, monkeypatch):
     """An engine gives back what it held however it ends: before and after, one that fails needs both processors, and
     what is left of it is still referred to.
     """
@@ -104,9 +100,7 @@ def test_workers_make_what_one_process_makes_also_when_they_die(
 
 
 @NEEDS_RAY
-def test_no_cluster_is_joined_unasked_and_an_address_must_answer(
-    target_dir: str, prompts_file: str, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_cluster_is_joined_unasked_and_an_address_must_answer(target_dir, prompts_file, door, tmp_path, monkeypatch):
     """Ray by itself joins whichever cluster was begun on this machine, and tries a dead address for minutes."""
     addresses: list[str] = []
 

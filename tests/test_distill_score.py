@@ -13,13 +13,12 @@ from draftsmith_core.models import load_model
 from draftsmith_core.teacher_rows import unpack
 from draftsmith_core.tokenization import load_tokenizer
 from tests.distilled import errors, files, manifest, rows_of, write_rows
-from tests.door import Door
 
 K = 7
 
 
 @pytest.fixture
-def make(target_dir: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def make(target_dir, prompts_file, tmp_path, monkeypatch):
     """`distill` of a set of four parts."""
     monkeypatch.chdir(tmp_path)
     words = f"distill --target {target_dir} --prompts {prompts_file} --max_new_tokens 12 --num_samples 2 --part_rows 5"
@@ -27,7 +26,7 @@ def make(target_dir: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.fixture
-def words(make: list[str], door: Door, target_dir: str) -> list[str]:
+def words(make, door, target_dir):
     """`distill --score plain`, where plain is a set without teacher rows."""
     door.ok(*make, "--out", "plain")
     return f"distill --target {target_dir} --score plain --out scored --teacher_top_k {K}".split()
@@ -48,9 +47,7 @@ def check_teacher_rows(rows: list[dict[str, Any]], target_dir: str) -> None:
                 assert tail == pytest.approx(1 - float(p_V[ids].sum()), rel=1e-3)
 
 
-def test_a_scored_set_is_one_that_was_scored_while_it_was_made(
-    make: list[str], words: list[str], door: Door, target_dir: str
-) -> None:
+def test_a_scored_set_is_one_that_was_scored_while_it_was_made(make, words, door, target_dir):
     out, _ = door.ok(*words, "--json")
     assert door(*make, "--out", "at_once", "--teacher_top_k", K)[0] == 0
     rows = rows_of("scored")
@@ -65,12 +62,12 @@ def test_a_scored_set_is_one_that_was_scored_while_it_was_made(
     assert code == 2 and "teacher_top_k is 7, now it is 8" in err
 
 
-def test_more_than_the_vocabulary_is_the_whole_law(target_dir: str) -> None:
+def test_more_than_the_vocabulary_is_the_whole_law(target_dir):
     ids, _, tail = unpack(score(load_model(target_dir, device="cpu", dtype="float32"), [3, 4], [5, 6, 7], 10_000))
     assert ids.tolist() == [list(range(290))] * 3 and tail == pytest.approx([0, 0, 0], abs=1e-9)
 
 
-def test_a_draft_is_trained_without_the_target(words: list[str], target_dir: str, draft_dir: str, door: Door) -> None:
+def test_a_draft_is_trained_without_the_target(words, target_dir, draft_dir, door):
     assert door(*words)[0] == 0
     train = ["train", "--data", "scored", "--draft", draft_dir, "--objective", "fkl", "--max_length", 64, "--steps", 12]
     train += ["--optim.lr", 0.01, "--device", "cpu", "--heldout_fraction", 0.2]
@@ -84,7 +81,7 @@ def test_a_draft_is_trained_without_the_target(words: list[str], target_dir: str
     assert judged[0]["heldout_alpha"] <= live["heldout_alpha"] + 1e-6
 
 
-def test_logits_that_are_not_finite_name_the_model(target_dir: str) -> None:
+def test_logits_that_are_not_finite_name_the_model(target_dir):
     target = load_model(target_dir, device="cpu")
     with torch.no_grad():
         target.get_parameter("model.embed_tokens.weight")[7] = torch.inf
@@ -93,7 +90,7 @@ def test_logits_that_are_not_finite_name_the_model(target_dir: str) -> None:
         score(target, [3, 4], [7, 6], K)
 
 
-def test_rows_from_elsewhere(words: list[str], door: Door, target_dir: str) -> None:
+def test_rows_from_elsewhere(words, door, target_dir):
     """Chats as text, and tokens; rows that cannot be scored are skipped with their reason."""
     Path("chat.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
@@ -124,7 +121,7 @@ def test_rows_from_elsewhere(words: list[str], door: Door, target_dir: str) -> N
     check_teacher_rows(rows, target_dir)
 
 
-def test_a_source_that_cannot_be_used(words: list[str], door: Door) -> None:
+def test_a_source_that_cannot_be_used(words, door):
     part = Path("plain/part-00001.parquet")
     part.write_bytes(part.read_bytes()[:-9])
     code, _, err = door(*words)

@@ -17,7 +17,6 @@ from distill.engines import ENGINES, Answer, AnswerRequest, Done, Engine
 from distill.engines.hf import HFEngine
 from draftsmith_core.tokenization import Tokenizer
 from tests.distilled import errors, files, rows_of, write_rows
-from tests.door import Door
 
 GOOD = [{"prompt": f"The quick {number}", "domain": "d"} for number in range(9)]
 BAD = [
@@ -35,7 +34,7 @@ BAD = [
 
 
 @pytest.fixture
-def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def words(target_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines: list[Any] = list(GOOD)
     for place, (line, _) in enumerate(BAD):
@@ -47,7 +46,7 @@ def words(target_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
     return command.split()
 
 
-def test_rows_that_cannot_be_read_are_skipped_with_their_reasons(words: list[str], door: Door) -> None:
+def test_rows_that_cannot_be_read_are_skipped_with_their_reasons(words, door):
     out, _ = door.ok(*words)
     assert "18 rows" in out and "of 19 prompts 9 done, 10 skipped, 0 failed" in out
     assert [(line["row"], line["outcome"]) for line in errors()] == [(2 * place + 1, "skipped") for place in range(10)]
@@ -59,7 +58,7 @@ def test_rows_that_cannot_be_read_are_skipped_with_their_reasons(words: list[str
     assert not Path("strict").exists()
 
 
-def test_prompts_that_changed_since_are_refused(words: list[str], door: Door) -> None:
+def test_prompts_that_changed_since_are_refused(words, door):
     assert door(*words)[0] == 0
     made = files()
     lines = Path("p.jsonl").read_bytes().splitlines()
@@ -71,7 +70,7 @@ def test_prompts_that_changed_since_are_refused(words: list[str], door: Door) ->
     assert files() == made
 
 
-def test_the_same_prompt_twice_is_answered_twice(words: list[str], door: Door) -> None:
+def test_the_same_prompt_twice_is_answered_twice(words, door):
     """Also where the two lie in different parts, which do not know of each other."""
     Path("p.jsonl").write_text('{"prompt": "The quick"}\n' * 8)
     assert door(*words)[0] == 0
@@ -81,7 +80,7 @@ def test_the_same_prompt_twice_is_answered_twice(words: list[str], door: Door) -
     assert len({tuple(row["response_ids"]) for row in rows}) > 8
 
 
-def test_a_mixture_of_temperatures(words: list[str], door: Door, target_dir: str) -> None:
+def test_a_mixture_of_temperatures(words, door, target_dir):
     """Each row is what its own temperature gives, and the shares are those that were asked for."""
     write_rows("p.jsonl", *({"prompt": f"The {i}", "id": str(i)} for i in range(60)))
     words = [*words, "--part_rows", "200"]
@@ -115,9 +114,7 @@ class _Echo(Engine):
                 assert done(request, Answer((7,), "length")) is None
 
 
-def test_memory_does_not_grow_with_the_rows(
-    words: list[str], door: Door, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_memory_does_not_grow_with_the_rows(words, door, monkeypatch, tmp_path):
     """What Python holds after eight parts and after 64: rows, prompts, answers and reasons have gone to the disk."""
     monkeypatch.setitem(ENGINES, "hf", _Echo)
     lines = [json.dumps({"prompt": f"The {i}" if i % 5 else ""}) + "\n" for i in range(64 * 32)]

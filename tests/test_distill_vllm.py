@@ -118,7 +118,7 @@ class LLM:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def vllm(monkeypatch):
     module: Any = ModuleType("vllm")
     module.LLM, module.SamplingParams, module.__spec__ = LLM, SamplingParams, ModuleSpec("vllm", None)
     monkeypatch.setitem(sys.modules, "vllm", module)
@@ -126,7 +126,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     LLM.made.clear()
 
 
-def test_it_asks_for_what_the_options_say(vllm: None, target_dir: str, prompts_file: str, tmp_path: Path) -> None:
+def test_it_asks_for_what_the_options_say(vllm, target_dir, prompts_file, tmp_path):
     options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 10, "part_rows": 4, "teacher_top_k": 5}
     config = DistillConfig(
         target=target_dir,
@@ -162,7 +162,7 @@ def test_it_asks_for_what_the_options_say(vllm: None, target_dir: str, prompts_f
         assert all(np.allclose(found[place], own[place], rtol=2**-10, atol=1e-5) for place in (1, 2))
 
 
-def test_turns_are_asked_after_the_answers_before_them(vllm: None, target_dir: str, tmp_path: Path) -> None:
+def test_turns_are_asked_after_the_answers_before_them(vllm, target_dir, tmp_path):
     turn = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "-"}]
     source = write_rows(tmp_path / "p.jsonl", {"messages": [*turn, *turn]})
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:")
@@ -179,7 +179,7 @@ def test_turns_are_asked_after_the_answers_before_them(vllm: None, target_dir: s
     assert [row["turn"] for row in rows_of(tmp_path / "set")] == [0, 1]
 
 
-def test_what_vllm_does_otherwise_is_refused(vllm: None, target_dir: str, prompts_file: str, tmp_path: Path) -> None:
+def test_what_vllm_does_otherwise_is_refused(vllm, target_dir, prompts_file, tmp_path):
     options: dict[str, Any] = {"prompts": prompts_file, "out": str(tmp_path / "set"), "engine": "vllm"}
     broken = tmp_path / "broken"
     broken.symlink_to(target_dir)
@@ -188,9 +188,7 @@ def test_what_vllm_does_otherwise_is_refused(vllm: None, target_dir: str, prompt
     assert not (tmp_path / "set").exists()
 
 
-def test_an_engine_that_dies_and_answers_that_are_aborted(
-    vllm: None, target_dir: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_dies_and_answers_that_are_aborted(vllm, target_dir, prompts_file, tmp_path, monkeypatch):
     """What was answered before the death is kept; asked = done + failed + skipped."""
     import distill.engines.vllm as module
 
@@ -246,7 +244,7 @@ def inside(*commands: Sequence[object]) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+def asked(tmp_path_factory):
     """Words of `distill` for 12 prompts and 6 chats of two turns."""
     place = tmp_path_factory.mktemp("asked")
     rows: list[dict[str, Any]] = [{"prompt": f"If the lock {number} is not"} for number in range(12)]
@@ -292,7 +290,7 @@ def compare_with_hf(made: Path, ours: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ours(asked: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ours(asked, tmp_path_factory):
     out = tmp_path_factory.mktemp("ours")
     for name, options in (("greedy", GREEDY), ("sampled", SAMPLED)):
         assert main([str(word) for word in (*asked, *options, "--device", "cpu", "--out", out / name)]) == 0
@@ -300,9 +298,7 @@ def ours(asked: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.engines
-def test_vllm_in_this_process_gives_the_rows_of_hf_and_goes_on_after_a_kill(
-    asked: list[object], ours: Path, tmp_path: Path
-) -> None:
+def test_vllm_in_this_process_gives_the_rows_of_hf_and_goes_on_after_a_kill(asked, ours, tmp_path):
     greedy = [*asked, *GREEDY, "--engine", "vllm", "--out", tmp_path / "greedy"]
     sampled = [*asked, *SAMPLED, "--engine", "vllm", "--out", tmp_path / "sampled"]
     killed = inside(greedy)
@@ -317,7 +313,7 @@ def test_vllm_in_this_process_gives_the_rows_of_hf_and_goes_on_after_a_kill(
 
 
 @pytest.mark.engines
-def test_vllm_served_gives_the_rows_of_hf_and_goes_on(asked: list[object], ours: Path, tmp_path: Path) -> None:
+def test_vllm_served_gives_the_rows_of_hf_and_goes_on(asked, ours, tmp_path):
     words = ["--model", REAL, "--dtype", "float32", "--enforce-eager", "--max-logprobs", "8", "--max-num-seqs", "8"]
     with vllm_server(engine("vllm"), words) as port:
         served = ["--engine", "openai", "--endpoint", f"http://127.0.0.1:{port}/v1"]

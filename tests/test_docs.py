@@ -94,16 +94,14 @@ def run_line(line: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "line", sorted({line for page in RUN for line in commands((ROOT / page).read_text()) if line.startswith("make ")})
 )
-def test_make_targets_exist(line: str) -> None:
+def test_make_targets_exist(line):
     done = subprocess.run(["make", "-n", *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
 @pytest.mark.slow
-def test_commands_and_programs_of_all_pages_work_in_order(
-    short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_and_programs_of_all_pages_work_in_order(short_demo, tmp_path, monkeypatch):
     """`draftsmith demo --short` stands for `make demo`: it leaves the same files. Prompts are fewer and shorter here,
     and plans are short, as on a busy machine.
     """
@@ -129,7 +127,7 @@ def test_commands_and_programs_of_all_pages_work_in_order(
 
 
 @pytest.mark.slow
-def test_the_tour_runs() -> None:
+def test_the_tour_runs():
     import nbformat
     from nbclient import NotebookClient
 
@@ -142,16 +140,14 @@ def test_the_tour_runs() -> None:
     assert {"image/png", "text/html"} <= kinds, "a plot, and a picture of the tokens"
 
 
-def test_the_tour_is_stored_small_and_as_it_ran() -> None:
+def test_the_tour_is_stored_small_and_as_it_ran():
     cells = json.loads(TOUR.read_text(encoding="utf-8"))["cells"]
     assert TOUR.stat().st_size < 100_000
     assert not any(output["output_type"] == "error" for cell in cells for output in cell.get("outputs", []))
     assert str(ROOT) not in TOUR.read_text(encoding="utf-8")
 
 
-def test_the_python_page_names_all_there_is_and_its_parts_of_ones_own_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_python_page_names_all_there_is_and_its_parts_of_ones_own_work(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "reference-python.md").read_text(encoding="utf-8")
     missing = {name for name in ds.__all__ if name != "__version__" and not re.search(rf"\bds\.{name}\b", page)}
     assert not missing
@@ -164,14 +160,14 @@ def test_the_python_page_names_all_there_is_and_its_parts_of_ones_own_work(
     assert sum(free) > 0 and one[0] > 0 and not any(one[1:])
 
 
-def test_readme_quotes_the_record_of_the_shipped_pair() -> None:
+def test_readme_quotes_the_record_of_the_shipped_pair():
     for member in ("target", "base"):
         record = json.loads((ROOT / "draftsmith" / "demo" / "pair" / member / "draftsmith.json").read_text())
         for value in record["heldout_perplexity"].values():
             assert f"{value:.1f}" in README, f"{member}: perplexity {value}"
 
 
-def test_training_page_names_what_there_is() -> None:
+def test_training_page_names_what_there_is():
     """Every kind, objective and launcher file stands in a table of it, and nothing that is not there."""
     first = [match.split(":")[0] for match in re.findall(r"^\| `([^`]+)` \|", TRAINING, flags=re.MULTILINE)]
     launchers = {path.name for path in (ROOT / "configs" / "accelerate").glob("*.yaml")}
@@ -181,7 +177,7 @@ def test_training_page_names_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_pictures_lead_somewhere(page: Path) -> None:
+def test_links_and_pictures_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)\s]+)[^)]*\)|src(?:set)?=\"([^\"]+)\"", text)
     for target in (a or b for a, b in targets):
@@ -196,14 +192,14 @@ def test_links_and_pictures_lead_somewhere(page: Path) -> None:
             assert anchor in slugs, f"{page.name}: {target}"
 
 
-def test_readme_holds_the_table_of_what_decode_can_do() -> None:
+def test_readme_holds_the_table_of_what_decode_can_do():
     between = re.findall(r"<!-- methods: begin -->\n(.*?)\n<!-- methods: end -->", README, flags=re.DOTALL)
     assert between == [markdown()], (
         "put `python -c 'from draftsmith.cli.method_table import *; print(markdown())'` there"
     )
 
 
-def test_contributing_names_files_and_tables_that_exist() -> None:
+def test_contributing_names_files_and_tables_that_exist():
     """Every path in it is there, and every `TABLE in file` is assigned in that file."""
     paths = re.findall(r"`([\w.]+(?:/[\w.]+)*/?)`", CONTRIBUTING)
     paths = [path for path in paths if "/" in path or path.endswith((".py", ".md", ".toml", ".txt", ".yml"))]
@@ -232,7 +228,7 @@ def _assigned(file: Path) -> set[str]:
     return found
 
 
-def test_every_law_is_named_by_a_test_and_no_other_is_cited() -> None:
+def test_every_law_is_named_by_a_test_and_no_other_is_cited():
     laws = {int(number) for number in re.findall(r"^(\d+)\. \*\*", CONTRIBUTING, flags=re.MULTILINE)}
     assert laws == set(range(1, 12))
     rooms = ("draftsmith_core", "drafts", "decode", "distill", "train", "eval", "draftsmith", "tests", "benchmarks")
@@ -245,18 +241,18 @@ def _laws(file: Path) -> set[int]:
     return {int(number) for each in found for number in re.findall(r"\d+", each)}
 
 
-def test_the_page_of_evaluation_names_every_suite() -> None:
+def test_the_page_of_evaluation_names_every_suite():
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`@([a-z0-9-]+)`", page)) == set(suite_names())
 
 
-def test_the_glossary_is_sorted_and_says_each_word_once() -> None:
+def test_the_glossary_is_sorted_and_says_each_word_once():
     section = CONTRIBUTING.partition("## Glossary")[2]
     words = [word.lower() for word in re.findall(r"^\| \*\*([^*]+)\*\*", section, flags=re.MULTILINE)]
     assert len(words) > 50 and words == sorted(words, key=str.lower) and len(words) == len(set(words))
 
 
-def test_trust_names_tests_that_exist() -> None:
+def test_trust_names_tests_that_exist():
     named = set(re.findall(r"`(tests/\w+\.py)`", (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")))
     assert len(named) > 10 and all((ROOT / name).exists() for name in named)
 
@@ -267,7 +263,7 @@ LOADED += r'|<link\b[^>]*\brel="(?:stylesheet|[\w ]*icon|pre\w+)"[^>]*'
 
 
 @pytest.mark.slow
-def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
+def test_the_site_builds_strictly_and_needs_no_network(tmp_path):
     site = tmp_path / "site"
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)

@@ -74,7 +74,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, str]]] = {
 
 
 @pytest.fixture
-def draft(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def draft(request, tmp_path):
     path = tmp_path / "draft"
     shutil.copytree(PAIR / "base", path)
     VARIANTS[request.param][0](path)
@@ -91,7 +91,7 @@ def verdicts(target: str, draft: str) -> dict[str, dict[str, Any]]:
 
 
 @some(*VARIANTS)
-def test_each_engine_has_its_own_rule(draft: str, name: str) -> None:
+def test_each_engine_has_its_own_rule(draft, name):
     found = verdicts(TARGET, draft)
     assert tuple(found) == ENGINES
     refusals = VARIANTS[name][1]
@@ -104,7 +104,7 @@ def test_each_engine_has_its_own_rule(draft: str, name: str) -> None:
         assert all(not each["serves"] and "token 607 differs" in each["reason"] for each in others)
 
 
-def test_heads_by_what_their_layouts_can_say(tmp_path: Path) -> None:
+def test_heads_by_what_their_layouts_can_say(tmp_path):
     target = load_model(TARGET, device="cpu")
     serving = {}
     for kind, head in HEADS.items():
@@ -126,7 +126,7 @@ def test_heads_by_what_their_layouts_can_say(tmp_path: Path) -> None:
     }
 
 
-def test_the_command_takes_the_length_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_the_length_of_a_plan(tmp_path, capsys):
     plan = tmp_path / "plan.json"
     rows = [{"engine": "vllm", "draft_tokens": 7}, {"engine": "llama.cpp", "draft_tokens": 3}]
     plan.write_text(json.dumps({"engines": rows}))
@@ -138,9 +138,7 @@ def test_the_command_takes_the_length_of_a_plan(tmp_path: Path, capsys: pytest.C
     assert "--speculative-num-steps 4" in found["sglang"] and any("llama-server -m" in line for line in out)
 
 
-def test_printed_commands_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_printed_commands_run(tmp_path, monkeypatch, capsys):
     """Pasted into a shell: those of engines that are here, on a pair whose path a shell would take apart."""
     shutil.copytree(PAIR, tmp_path / "my $(touch x) pair")
     monkeypatch.chdir(tmp_path)
@@ -157,7 +155,7 @@ def test_printed_commands_run(
 
 
 @some(*VARIANTS)
-def test_transformers_says_the_same(draft: str, name: str) -> None:
+def test_transformers_says_the_same(draft, name):
     target: Any = load_model(TARGET, device="cpu")
     loads = True
     try:
@@ -173,14 +171,14 @@ def exported(source: str, form: str, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def target_as(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def target_as(tmp_path_factory):
     """`target_as(format)`: the target in an engine's layout, exported once."""
     return cache(lambda form: exported(TARGET, form, tmp_path_factory.mktemp(form) / "target"))
 
 
 @pytest.mark.engines
 @some(*VARIANTS)
-def test_llama_cpp_says_the_same(draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]) -> None:
+def test_llama_cpp_says_the_same(draft, name, tmp_path, target_as):
     server = engine("llama-server")
     target, small = (each / "model.gguf" for each in (target_as("gguf"), exported(draft, "gguf", tmp_path / "d")))
     words = ["-m", str(target), "-md", str(small), "--spec-type", "draft-simple", "-c", "128", "-np", "1", "-t", "1"]
@@ -209,23 +207,21 @@ def runs(script: str, *words: Path) -> bool:
 
 @pytest.mark.engines
 @some("same", "padded by 64", "another token")
-def test_openvino_says_the_same(draft: str, name: str, tmp_path: Path) -> None:
+def test_openvino_says_the_same(draft, name, tmp_path):
     models = openvino_ir(TARGET, tmp_path / "t"), openvino_ir(draft, tmp_path / "d")
     assert runs("openvino_generate.py", *models) == verdicts(TARGET, draft)["openvino"]["loads"]
 
 
 @pytest.mark.engines
 @some("same", "padded by 64", "small heads")
-def test_onnxruntime_genai_says_the_same(
-    draft: str, name: str, tmp_path: Path, target_as: Callable[[str], Path]
-) -> None:
+def test_onnxruntime_genai_says_the_same(draft, name, tmp_path, target_as):
     engine("openvino")
     models = target_as("hf"), exported(draft, "hf", tmp_path / "d"), tmp_path / "built"
     assert runs("onnx_generate.py", *models) == verdicts(TARGET, draft)["onnxruntime-genai"]["loads"]
 
 
 @pytest.mark.engines
-def test_vllm_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_says_the_same(tmp_path, monkeypatch):
     """Thirteen pairs in one process. Most refusals follow from configs, and no weights are read; a language model taken
     for an EAGLE head is refused for its tensors, and a size of heads with the first prompt.
     """

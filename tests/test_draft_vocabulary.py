@@ -7,8 +7,6 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +31,6 @@ from drafts.load import draft_fingerprint, load_pair
 from draftsmith_core.sampling import Sampling
 from eval.acceptance import Continuation
 from eval.estimate import alpha_sums
-from tests.door import Door
 from tests.tiny_models import DRAFT_VOCAB, random_llama
 from train.batch import IGNORE, Batch
 from train.config import OnPolicy, Optim
@@ -59,7 +56,7 @@ def gemma() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def trained(target_dir: str, draft_dir: str, distilled: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(target_dir, draft_dir, distilled, tmp_path_factory):
     """A draft of 60 of 290 tokens."""
     out = tmp_path_factory.mktemp("trained") / "draft"
     shared: Any = {"target": target_dir, "draft": draft_dir, "data": [distilled], "out": str(out), "device": "cpu"}
@@ -70,7 +67,7 @@ def trained(target_dir: str, draft_dir: str, distilled: str, tmp_path_factory: p
 
 @pytest.mark.parametrize("make", [lambda: random_llama(3, 40), gemma])
 @torch.inference_mode()
-def test_its_logits_are_the_whole_ones_at_its_tokens(make: Callable[[], PreTrainedModel]) -> None:
+def test_its_logits_are_the_whole_ones_at_its_tokens(make):
     """-inf elsewhere, also behind a soft cap, which would make it finite; and with half the rows to read."""
     whole = make()
     trimmed = copy.deepcopy(whole)
@@ -85,7 +82,7 @@ def test_its_logits_are_the_whole_ones_at_its_tokens(make: Callable[[], PreTrain
     assert draft_fingerprint(trimmed) != draft_fingerprint(whole)
 
 
-def test_the_lean_forward_takes_it() -> None:
+def test_the_lean_forward_takes_it():
     draft = random_llama(3, 40)
     trim(draft, IDS)
     assert lean_forward(draft, packs_of(draft)) is not None
@@ -93,9 +90,7 @@ def test_the_lean_forward_takes_it() -> None:
     assert lean_forward(draft, packs_of(draft)) is None
 
 
-def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(
-    trained: Path, draft_dir: str, target_dir: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(trained, draft_dir, target_dir, caplog):
     out = trained
     ids = read_draft_vocabulary(str(out), 290)
     assert ids is not None and len(ids) == KEPT
@@ -111,7 +106,7 @@ def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(
     assert torch.equal(draft_vocabulary(pair.drafts[str(out)]), ids)  # type: ignore[arg-type]
 
 
-def test_alpha_in_training_is_alpha_of_the_loaded_draft(trained: Path, target_dir: str, distilled: str) -> None:
+def test_alpha_in_training_is_alpha_of_the_loaded_draft(trained, target_dir, distilled):
     """Laws 5 and 10: the target's distribution against a draft that is restricted to its tokens."""
     out = trained
     pair = load_pair(target_dir, [str(out)], device="cpu")
@@ -133,7 +128,7 @@ def test_alpha_in_training_is_alpha_of_the_loaded_draft(trained: Path, target_di
         assert int(sums.tokens) == len(row["response_ids"])
 
 
-def test_its_loss_is_that_of_the_restricted_distributions() -> None:
+def test_its_loss_is_that_of_the_restricted_distributions():
     """Against the definition, with a live teacher and with stored rows; gradients reach the kept rows alone."""
     draft, target = random_llama(3, 40), random_llama(4, 40)
     attach_draft_vocabulary(draft, IDS)
@@ -172,7 +167,7 @@ def test_its_loss_is_that_of_the_restricted_distributions() -> None:
     assert bool(overlap.any())
 
 
-def test_on_policy_it_says_its_own_tokens_only() -> None:
+def test_on_policy_it_says_its_own_tokens_only():
     draft = random_llama(3, 40)
     policy = OnPolicy(fraction=1.0, max_new_tokens=12)
     answerer = Answerer(draft, SpeculativeDecoder(draft, fast=False), policy, 64, 0, 40)
@@ -183,9 +178,7 @@ def test_on_policy_it_says_its_own_tokens_only() -> None:
     assert after and set(after) <= set(DRAFT_VOCAB)
 
 
-def test_training_again_keeps_what_it_has(
-    trained: Path, door: Door, target_dir: str, distilled: str, tmp_path: Path
-) -> None:
+def test_training_again_keeps_what_it_has(trained, door, target_dir, distilled, tmp_path):
     out = trained
     words = f"train --target {target_dir} --draft {out} --data {distilled} --out {tmp_path / 'again'} --device cpu"
     words += " --max_length 48 --steps 2 --eval_every 2"
@@ -195,7 +188,7 @@ def test_training_again_keeps_what_it_has(
     assert (tmp_path / "again" / FILE).read_bytes() == (out / FILE).read_bytes()
 
 
-def test_merging_keeps_it(trained: Path, tmp_path: Path) -> None:
+def test_merging_keeps_it(trained, tmp_path):
     out = trained
     other = shutil.copytree(out, tmp_path / "other", ignore=shutil.ignore_patterns("run"))
     same = {"draft": [str(out), str(other)], "out": str(tmp_path / "soup")}
@@ -203,7 +196,7 @@ def test_merging_keeps_it(trained: Path, tmp_path: Path) -> None:
     assert (tmp_path / "soup" / FILE).read_bytes() == (out / FILE).read_bytes()
 
 
-def test_an_export_is_whole_and_says_so(trained: Path, tmp_path: Path, door: Door) -> None:
+def test_an_export_is_whole_and_says_so(trained, tmp_path, door):
     out = trained
     said, _ = door.ok("export", "--draft", out, "--format", "hf", "--out", tmp_path / "hf")
     assert f"a draft vocabulary of {KEPT} tokens, and no engine's layout can say so" in said
@@ -213,7 +206,7 @@ def test_an_export_is_whole_and_says_so(trained: Path, tmp_path: Path, door: Doo
     torch.testing.assert_close(one, other)
 
 
-def test_the_rarest_token_is_the_last_unused_one_that_has_an_embedding() -> None:
+def test_the_rarest_token_is_the_last_unused_one_that_has_an_embedding():
     embedding_VH = torch.ones(6, 2)
     assert rarest_token(token_counts([[0, 1, 5], [2, 5]]), embedding_VH) == 4
     embedding_VH[4] = 0

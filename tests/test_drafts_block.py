@@ -3,7 +3,6 @@
 Legend: B rows, T tokens, A anchors, S slots, H hidden size.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,9 +59,7 @@ def decoded_block(head: Any, ids_BT: Tensor, states: list[Tensor], anchor: int) 
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_many_blocks_in_one_forward_are_each_what_decoding_computes(
-    family: str, kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_blocks_in_one_forward_are_each_what_decoding_computes(family, kind, window, monkeypatch):
     """Law 5, for every family; also over more than one group of blocks."""
     monkeypatch.setattr("drafts.heads.block._QUERIES", 3 * S)
     target = tiny_family(family)
@@ -76,7 +73,7 @@ def test_many_blocks_in_one_forward_are_each_what_decoding_computes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_documents_are_drafted_as_alone(kind: str) -> None:
+def test_packed_documents_are_drafted_as_alone(kind):
     target = tiny_family("llama")
     head = make_head(kind, target)
     ids_BT, states = text(target, head)
@@ -93,7 +90,7 @@ def test_packed_documents_are_drafted_as_alone(kind: str) -> None:
     torch.testing.assert_close(packed_BADH[0], alone_BADH.flatten(0, 1), atol=1e-5, rtol=0)
 
 
-def test_a_slot_sees_later_slots_unless_causal_and_never_the_anchor_s_own_state() -> None:
+def test_a_slot_sees_later_slots_unless_causal_and_never_the_anchor_s_own_state():
     target = tiny_family("llama")
     for kind in KINDS:
         head = make_head(kind, target)
@@ -116,7 +113,7 @@ def test_a_slot_sees_later_slots_unless_causal_and_never_the_anchor_s_own_state(
 
 @pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_keep_a_head_whole(kind: str, part: bool, tmp_path: Path) -> None:
+def test_files_keep_a_head_whole(kind, part, tmp_path):
     target = tiny_family("cohere")
     head = make_head(kind, target, window=WINDOW, draft_vocab=list(range(3, 40, 2)) if part else None)
     save_head(head, tmp_path / "head")
@@ -137,7 +134,7 @@ def test_files_keep_a_head_whole(kind: str, part: bool, tmp_path: Path) -> None:
             torch.testing.assert_close(logits[0][..., finite_V], wanted[..., finite_V], atol=1e-5, rtol=0)
 
 
-def test_the_markov_head_and_the_confidence_read_the_token_before() -> None:
+def test_the_markov_head_and_the_confidence_read_the_token_before():
     target = tiny_family("llama")
     head = make_head("dspark", target)
     states = torch.randn(2, head.config.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -154,10 +151,10 @@ def test_the_markov_head_and_the_confidence_read_the_token_before() -> None:
 @pytest.mark.parametrize(
     ("layers", "ids"), [(36, (1, 9, 17, 25, 33)), (8, (1, 2, 3, 4, 5)), (6, (1, 2, 3)), (4, (0, 1, 2)), (2, (0, 1))]
 )
-def test_layers_that_a_fresh_head_reads(layers: int, ids: tuple[int, ...]) -> None:
+def test_layers_that_a_fresh_head_reads(layers, ids):
     assert target_layers_of(layers) == ids
 
 
-def test_layers_that_the_target_lacks_are_refused() -> None:
+def test_layers_that_the_target_lacks_are_refused():
     with pytest.raises(InputError, match="target_layers: .*from 0 to 1"):
         HEADS["dflash"].fresh(tiny_family("llama"), target_layers=[0, 2])  # type: ignore[call-arg]

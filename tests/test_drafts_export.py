@@ -59,7 +59,7 @@ HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
 
 
 @pytest.fixture(autouse=True)
-def no_llama_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_llama_server(monkeypatch):
     """Exports of this file are proven by their layout, although a llama-server may be on the PATH."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
 
@@ -68,7 +68,7 @@ Saved = Callable[[PreTrainedModel, Path], PreTrainedModel]
 
 
 @pytest.fixture
-def saved(target_dir: str) -> Saved:
+def saved(target_dir):
     """Moves a model's parameters, norms too, from where they began, and saves it with the tests' tokenizer."""
 
     def save(model: PreTrainedModel, path: Path) -> PreTrainedModel:
@@ -86,7 +86,7 @@ def head_of(name: str, target: PreTrainedModel, path: Path) -> Head:
 
 
 @pytest.fixture
-def target(saved: Saved, tmp_path: Path) -> PreTrainedModel:
+def target(saved, tmp_path):
     return saved(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "target")
 
 
@@ -98,9 +98,7 @@ def exported(tmp_path: Path, form: str, draft: str = "head", **more: Any) -> dic
 @pytest.mark.parametrize(
     ("name", "form"), [(name, form) for name in ("eagle", "eagle3", "eagle3-full") for form in ("eagle", "sglang")]
 )
-def test_eagle_heads_come_back_from_what_other_engines_read(
-    name: str, form: str, target: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_eagle_heads_come_back_from_what_other_engines_read(name, form, target, tmp_path):
     head = head_of(name, target, tmp_path / "head")
     summary = exported(tmp_path, form)
     assert summary["proof"]["engine"] is None and "published layout" in summary["proof"]["how"]
@@ -118,7 +116,7 @@ def test_eagle_heads_come_back_from_what_other_engines_read(
         assert config["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_speculators_gets_its_own_names_and_the_target_by_path(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_speculators_gets_its_own_names_and_the_target_by_path(target, tmp_path):
     head = head_of("eagle3", target, tmp_path / "head")
     exported(tmp_path, "speculators", dtype="bfloat16")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -131,7 +129,7 @@ def test_speculators_gets_its_own_names_and_the_target_by_path(target: PreTraine
     assert config["transformer_layer_config"]["vocab_size"] == 290
 
 
-def test_medusa_as_vllm_computes_it(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_medusa_as_vllm_computes_it(target, tmp_path):
     """vLLM's arithmetic, from the tensors under vLLM's names: x + act(layer(x)) for each layer, then the projection."""
     heads = head_of("medusa", target, tmp_path / "head")
     exported(tmp_path, "medusa")
@@ -149,7 +147,7 @@ def test_medusa_as_vllm_computes_it(target: PreTrainedModel, tmp_path: Path) -> 
         torch.testing.assert_close(logits, heads(features)[:, :, i], atol=1e-5, rtol=0)
 
 
-def test_a_language_model_as_a_directory(target: PreTrainedModel, saved: Saved, tmp_path: Path) -> None:
+def test_a_language_model_as_a_directory(target, saved, tmp_path):
     summary = exported(tmp_path, "hf", draft="target", target=None, dtype="bfloat16")
     assert summary["proof"]["max_difference"] == 0 and summary["proof"]["engine"].startswith("transformers")
     assert {"config.json", "model.safetensors", "tokenizer.json", "draftsmith.json"} <= set(summary["files"])
@@ -164,7 +162,7 @@ def test_a_language_model_as_a_directory(target: PreTrainedModel, saved: Saved, 
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
-def test_embeddings_that_a_target_scales_are_written_as_its_head_was_given_them(saved: Saved, tmp_path: Path) -> None:
+def test_embeddings_that_a_target_scales_are_written_as_its_head_was_given_them(saved, tmp_path):
     gemma = saved(GemmaForCausalLM(GemmaConfig(**SHAPE, head_dim=8, tie_word_embeddings=True)), tmp_path / "target")
     head = head_of("eagle3", gemma, tmp_path / "head")
     head_of("eagle", gemma, tmp_path / "one")
@@ -182,7 +180,7 @@ def test_embeddings_that_a_target_scales_are_written_as_its_head_was_given_them(
         exported(tmp_path, "sglang")
 
 
-def test_what_a_layout_cannot_say_is_refused(saved: Saved, tmp_path: Path) -> None:
+def test_what_a_layout_cannot_say_is_refused(saved, tmp_path):
     shape = SHAPE | {"head_dim": 8}
     for model, reason in (
         (Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=20.0)), "caps its logits at 20.0"),
@@ -200,9 +198,7 @@ def test_what_a_layout_cannot_say_is_refused(saved: Saved, tmp_path: Path) -> No
     ("variant", "form"),
     [("norm_before_residual", form) for form in ("eagle", "sglang", "speculators", "gguf")] + [("norm_output", "gguf")],
 )
-def test_norms_in_other_places_are_said_or_refused(
-    variant: str, form: str, target: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_norms_in_other_places_are_said_or_refused(variant, form, target, tmp_path):
     fresh = Eagle3Head.fresh(target)
     save_head(Eagle3Head(replace(fresh.config, **{variant: True}), target), tmp_path / "head")  # type: ignore[arg-type]
     if variant == "norm_output" or form in ("eagle", "sglang"):
@@ -230,9 +226,7 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
         ({"num_hidden_layers": 6}, r"states \[2, 3, 4\] and SafeAILab's code always gives \[2, 3, 3\]"),
     ],
 )
-def test_the_authors_code_has_limits_that_others_do_not(
-    change: dict[str, Any], reason: str, saved: Saved, tmp_path: Path
-) -> None:
+def test_the_authors_code_has_limits_that_others_do_not(change, reason, saved, tmp_path):
     target = saved(LlamaForCausalLM(LlamaConfig(**SHAPE | change)), tmp_path / "target")
     head_of("eagle3", target, tmp_path / "head")
     with pytest.raises(InputError, match=reason):
@@ -241,7 +235,7 @@ def test_the_authors_code_has_limits_that_others_do_not(
         exported(tmp_path, form)
 
 
-def test_a_name_that_an_engine_would_skip_is_never_written(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_name_that_an_engine_would_skip_is_never_written(target, tmp_path):
     head_of("eagle", target, tmp_path / "head")
     exported(tmp_path, "eagle")
     config = read_json(tmp_path / "out" / "config.json", "")
@@ -252,7 +246,7 @@ def test_a_name_that_an_engine_would_skip_is_never_written(target: PreTrainedMod
         check_layout(file, layout.expected(config | {"bias": True}, embedding=True))
 
 
-def test_the_command(target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(target, tmp_path, capsys):
     head_of("eagle3", target, tmp_path / "head")
     words = ["export", "--draft", str(tmp_path / "head"), "--format"]
     to = ["--out", str(tmp_path / "eagle3-out"), "--target", str(tmp_path / "target")]
@@ -272,7 +266,7 @@ def test_the_command(target: PreTrainedModel, tmp_path: Path, capsys: pytest.Cap
     assert {form for form, _ in WRITERS} == {"hf", "eagle", "sglang", "speculators", "medusa", "dflash", "gguf"}
 
 
-def test_gguf_holds_the_model_and_the_tokenizer(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_gguf_holds_the_model_and_the_tokenizer(target, tmp_path):
     gguf = pytest.importorskip("gguf")
     exported(tmp_path, "gguf", draft="target")
     reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
@@ -306,7 +300,7 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     )
 
 
-def test_gguf_scores_are_the_order_of_merges(saved: Saved, tmp_path: Path) -> None:
+def test_gguf_scores_are_the_order_of_merges(saved, tmp_path):
     gguf = pytest.importorskip("gguf")
     saved(LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 270, "num_hidden_layers": 1})), tmp_path / "target")
     sentencepiece_like().save_pretrained(tmp_path / "target")

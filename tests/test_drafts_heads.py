@@ -1,7 +1,6 @@
 """Heads: their files are what other engines read, their two ways of running agree, and they train what is theirs."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def make_target(layers: int = 4) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
+def target():
     return make_target()
 
 
@@ -68,7 +67,7 @@ def outputs(head: Head) -> list[Tensor]:
 
 
 @every_head
-def test_a_saved_head_comes_back_bit_for_bit(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_saved_head_comes_back_bit_for_bit(name, target, tmp_path):
     head = stirred(FRESH[name](target))
     save_head(head, tmp_path / "head")
     back = load_head(tmp_path / "head", target)
@@ -84,7 +83,7 @@ def test_a_saved_head_comes_back_bit_for_bit(name: str, target: PreTrainedModel,
 
 
 @every_head
-def test_a_head_trains_its_own_parameters_and_only_those(name: str, target: PreTrainedModel) -> None:
+def test_a_head_trains_its_own_parameters_and_only_those(name, target):
     """From its fresh state, where zero-initialised blocks must not stand in each other's way, and from any other."""
     theirs = {id(parameter) for parameter in target.parameters()}
     assert all(p.requires_grad for p in target.parameters()), "the target of this test would take gradients"
@@ -98,7 +97,7 @@ def test_a_head_trains_its_own_parameters_and_only_those(name: str, target: PreT
 
 
 @every_head
-def test_fresh_is_repeatable_and_what_it_borrows_follows_the_target(name: str) -> None:
+def test_fresh_is_repeatable_and_what_it_borrows_follows_the_target(name):
     own = make_target()
     head = FRESH[name](own)
     for one, other in zip(head.parameters(), FRESH[name](own).parameters(), strict=True):
@@ -117,7 +116,7 @@ def test_fresh_is_repeatable_and_what_it_borrows_follows_the_target(name: str) -
 
 
 @every_head
-def test_heads_follow_the_target_to_bf16(name: str, tmp_path: Path, target: PreTrainedModel) -> None:
+def test_heads_follow_the_target_to_bf16(name, tmp_path, target):
     save_head(stirred(FRESH[name](target)), tmp_path)
     half = make_target().bfloat16()
     head = load_head(tmp_path, half)
@@ -160,7 +159,7 @@ def rms(states: Tensor, weight: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def test_eagle_computes_what_its_paper_says(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_eagle_computes_what_its_paper_says(target, tmp_path):
     head = stirred(EagleHead.fresh(target))
     save_head(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -173,7 +172,7 @@ def test_eagle_computes_what_its_paper_says(target: PreTrainedModel, tmp_path: P
 
 
 @torch.no_grad()
-def test_eagle3_computes_what_its_paper_says(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_eagle3_computes_what_its_paper_says(target, tmp_path):
     head = stirred(Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB))
     assert isinstance(head, Eagle3Head)
     save_head(head, tmp_path)
@@ -194,7 +193,7 @@ def test_eagle3_computes_what_its_paper_says(target: PreTrainedModel, tmp_path: 
 
 
 @torch.no_grad()
-def test_fresh_medusa_and_hydra_say_what_the_target_says() -> None:
+def test_fresh_medusa_and_hydra_say_what_the_target_says():
     target = make_target()
     ids_BT, _ = inputs()
     out = target(ids_BT, output_hidden_states=True)
@@ -210,7 +209,7 @@ def test_fresh_medusa_and_hydra_say_what_the_target_says() -> None:
         torch.testing.assert_close(hydra(features_BTH, tokens), out.logits)
 
 
-def test_the_fused_states_exist_in_targets_of_any_depth() -> None:
+def test_the_fused_states_exist_in_targets_of_any_depth():
     for layers in range(7, 100):
         assert aux_layers(layers) == (2, layers // 2, layers - 3)
     for layers in range(1, 100):
@@ -224,7 +223,7 @@ def test_the_fused_states_exist_in_targets_of_any_depth() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere", "granite"])
-def test_heads_fit_other_families(family: str) -> None:
+def test_heads_fit_other_families(family):
     """Own head sizes (Qwen 3), logits that are bounded (Gemma 2) or scaled (Cohere, Granite)."""
     model = tiny_family(family, vocab_size=V, max_position_embeddings=64)
     for fresh in FRESH.values():
@@ -236,7 +235,7 @@ def test_heads_fit_other_families(family: str) -> None:
         torch.testing.assert_close(EagleHead.fresh(model).borrowed.project(out.hidden_states[-1]), out.logits)
 
 
-def test_ordinary_models_are_no_heads(tmp_path: Path, target: PreTrainedModel, draft_dir: str) -> None:
+def test_ordinary_models_are_no_heads(tmp_path, target, draft_dir):
     target.save_pretrained(tmp_path / "lm")
     for path in (tmp_path / "lm", draft_dir, tmp_path, tmp_path / "nothing", "owner/name"):
         assert head_kind(path) is None
@@ -244,9 +243,7 @@ def test_ordinary_models_are_no_heads(tmp_path: Path, target: PreTrainedModel, d
         load_head(tmp_path / "lm", target)
 
 
-def test_a_head_that_does_not_fit_or_would_run_code_is_refused_in_one_line(
-    target: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_head_that_does_not_fit_or_would_run_code_is_refused_in_one_line(target, tmp_path):
     save_head(FRESH["eagle"](target), tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

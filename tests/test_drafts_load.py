@@ -1,7 +1,6 @@
 """A target and its drafts are loaded and checked in one place."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
 
 
-def test_a_pair_by_name_by_source_and_with_the_same_draft_twice(target_dir: str, draft_dir: str) -> None:
+def test_a_pair_by_name_by_source_and_with_the_same_draft_twice(target_dir, draft_dir):
     pair = load_pair(target_dir, {"mine": draft_dir}, device="cpu")
     assert pair.target_name == target_dir
     assert list(pair.drafts) == ["mine"]
@@ -27,14 +26,12 @@ def test_a_pair_by_name_by_source_and_with_the_same_draft_twice(target_dir: str,
     assert load_pair(target_dir, device="cpu", tokenizer=tokenizer).tokenizer is tokenizer
 
 
-def test_a_draft_has_the_dtype_of_its_target(target_dir: str, draft_dir: str) -> None:
+def test_a_draft_has_the_dtype_of_its_target(target_dir, draft_dir):
     pair = load_pair(target_dir, [draft_dir], device="cpu", dtype="bfloat16")
     assert [str(model.dtype) for model in pair.models] == ["torch.bfloat16"] * 2
 
 
-def test_a_draft_larger_than_its_target_is_remarked_once(
-    target_dir: str, draft_dir: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_draft_larger_than_its_target_is_remarked_once(target_dir, draft_dir, caplog):
     for _ in range(2):
         load_pair(draft_dir, [target_dir, draft_dir], device="cpu")
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
@@ -42,9 +39,7 @@ def test_a_draft_larger_than_its_target_is_remarked_once(
     ]
 
 
-def test_what_does_not_belong_together_is_refused_by_name(
-    target_dir: str, other_vocabulary_dir: str, tmp_path: Path
-) -> None:
+def test_what_does_not_belong_together_is_refused_by_name(target_dir, other_vocabulary_dir, tmp_path):
     assert load_pair(target_dir, [other_vocabulary_dir], device="cpu").drafts
     bare = shutil.copytree(other_vocabulary_dir, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(InputError, match=rf"^{bare}: its vocabulary has 300 tokens and the target's has 290"):
@@ -53,7 +48,7 @@ def test_what_does_not_belong_together_is_refused_by_name(
         load_pair(target_dir, [str(tmp_path / "absent")], device="cpu")
 
 
-def test_a_head_with_nan_is_named(target_dir: str, tmp_path: Path) -> None:
+def test_a_head_with_nan_is_named(target_dir, tmp_path):
     target = load_pair(target_dir, device="cpu").target
     head = MedusaHeads(MedusaConfig.from_json({"medusa_num_heads": 2}, target), target)
     with torch.no_grad():

@@ -54,13 +54,13 @@ def build(name: str) -> PreTrainedModel:
     return model
 
 
-def test_every_family_is_tried() -> None:
+def test_every_family_is_tried():
     assert CONFIGS.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_layers_left_out_are_the_target_without_them(name: str, tmp_path: Any) -> None:
+def test_layers_left_out_are_the_target_without_them(name, tmp_path):
     """Against the target with the other layers turned into the identity; saved and loaded again."""
     target = build(name)
     whole, kept = prune(target)
@@ -87,7 +87,7 @@ def test_layers_left_out_are_the_target_without_them(name: str, tmp_path: Any) -
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_neurons_that_do_nothing_go_first(name: str) -> None:
+def test_neurons_that_do_nothing_go_first(name):
     """Half of the neurons are made silent: without them the model computes the same."""
     target, family = build(name), FAMILIES[name]
     for layer in cast(Any, target.get_submodule(family.layers)):
@@ -98,7 +98,7 @@ def test_neurons_that_do_nothing_go_first(name: str) -> None:
     assert read_per_token(small) < read_per_token(target)
 
 
-def test_layers_are_kept_as_named() -> None:
+def test_layers_are_kept_as_named():
     kept = {keep: prune(build("llama"), num_layers=3, keep=keep)[1] for keep in ("first", "last", "even")}
     assert kept == {"first": [0, 1, 2], "last": [1, 2, 3], "even": [0, 2, 3]}
 
@@ -108,7 +108,7 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     return sentencepiece(*"\u2581the \u2581quick qu e r s th \u2581 t h a dog k u i c q".split(" "))
 
 
-def test_token_texts_are_the_bytes_that_decode_gives(target_dir: str) -> None:
+def test_token_texts_are_the_bytes_that_decode_gives(target_dir):
     byte_level, pieced = load_tokenizer(target_dir), sentencepiece_tokenizer()
     texts = token_texts(byte_level)
     for text in ("The quick brown fox", "é λ 漢 🙂", "12, 345"):
@@ -122,7 +122,7 @@ def test_token_texts_are_the_bytes_that_decode_gives(target_dir: str) -> None:
     assert pieces(b"quack", {b"qu": 1}, 2) is None
 
 
-def test_a_map_of_two_vocabularies(target_dir: str) -> None:
+def test_a_map_of_two_vocabularies(target_dir):
     target, draft = load_tokenizer(target_dir), sentencepiece_tokenizer()
     words = map_vocabulary(target, draft, 292, 280)
     ours, theirs = token_texts(draft), token_texts(target)
@@ -145,7 +145,7 @@ def test_a_map_of_two_vocabularies(target_dir: str) -> None:
         assert moved[t] == d
 
 
-def test_of_tokens_with_one_text_the_one_that_is_written_is_taken(target_dir: str) -> None:
+def test_of_tokens_with_one_text_the_one_that_is_written_is_taken(target_dir):
     """`t` and `<0x74>` are the same byte, and byte fallback is for characters that no other token has; runs of spaces
     are added tokens of GPT-NeoX and Phi.
     """
@@ -163,7 +163,7 @@ def test_of_tokens_with_one_text_the_one_that_is_written_is_taken(target_dir: st
 
 
 @torch.no_grad()
-def test_a_transplanted_donor_has_no_special_token_beyond_its_new_vocabulary(target_dir: str) -> None:
+def test_a_transplanted_donor_has_no_special_token_beyond_its_new_vocabulary(target_dir):
     target, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
     size = 400
     config = LlamaConfig(**GROUPED | {"vocab_size": size, "pad_token_id": size - 1})
@@ -173,7 +173,7 @@ def test_a_transplanted_donor_has_no_special_token_beyond_its_new_vocabulary(tar
 
 
 @torch.no_grad()
-def test_a_transplanted_donor_has_rows_by_text(target_dir: str) -> None:
+def test_a_transplanted_donor_has_rows_by_text(target_dir):
     target, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
     donor_tokenizer = sentencepiece_tokenizer()
     torch.manual_seed(7)
@@ -198,7 +198,7 @@ def test_a_transplanted_donor_has_rows_by_text(target_dir: str) -> None:
     assert all(torch.equal(inner[name], value) for name, value in donor.named_parameters() if ".layers." in name)
 
 
-def test_fresh_costs_no_more_than_asked() -> None:
+def test_fresh_costs_no_more_than_asked():
     config = LlamaConfig(**GROUPED | {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 8})
     torch.manual_seed(0)
     target: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -219,7 +219,7 @@ def test_fresh_costs_no_more_than_asked() -> None:
         fresh(target, 0.001)
 
 
-def test_a_shape_is_filled_from_the_target_and_its_cost_is_told() -> None:
+def test_a_shape_is_filled_from_the_target_and_its_cost_is_told():
     target = LlamaConfig(**GROUPED, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     values, taken = filled({"model_type": "llama", "hidden_size": 8}, target)
     special = {"bos_token_id", "eos_token_id", "pad_token_id"}
@@ -232,7 +232,7 @@ def test_a_shape_is_filled_from_the_target_and_its_cost_is_told() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_embedding_that_is_only_looked_up_costs_nothing(tied: bool) -> None:
+def test_an_embedding_that_is_only_looked_up_costs_nothing(tied):
     model = LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=tied))
     everything = sum(parameter.numel() for parameter in model.parameters())
     assert read_per_token(model) == everything - (0 if tied else V * H)

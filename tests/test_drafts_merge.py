@@ -20,7 +20,7 @@ from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
 
 
 @pytest.fixture
-def moved_dir(draft_dir: str, tmp_path: Path) -> str:
+def moved_dir(draft_dir, tmp_path):
     """The draft after a step in a random direction, as training would leave it."""
     model = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=torch.float32)
     torch.manual_seed(1)
@@ -35,9 +35,7 @@ def weights_of(path: str | Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
 
 
-def test_interpolation_is_the_weighted_sum_and_its_ends_are_the_drafts(
-    draft_dir: str, moved_dir: str, tmp_path: Path
-) -> None:
+def test_interpolation_is_the_weighted_sum_and_its_ends_are_the_drafts(draft_dir, moved_dir, tmp_path):
     base, moved = weights_of(draft_dir), weights_of(moved_dir)
     for weight in (0.0, 0.25, 1.0, 1.5):
         out = tmp_path / str(weight)
@@ -49,7 +47,7 @@ def test_interpolation_is_the_weighted_sum_and_its_ends_are_the_drafts(
     assert torch.equal(weights_of(tmp_path / "0.0")["model.norm.weight"], base["model.norm.weight"])
 
 
-def test_a_soup_is_the_mean_and_task_vectors_add_up(draft_dir: str, moved_dir: str, tmp_path: Path) -> None:
+def test_a_soup_is_the_mean_and_task_vectors_add_up(draft_dir, moved_dir, tmp_path):
     a, b = weights_of(draft_dir), weights_of(moved_dir)
     ds.merge(ds.MergeConfig(out=str(tmp_path / "soup"), draft=[draft_dir, moved_dir]))
     for name, tensor in weights_of(tmp_path / "soup").items():
@@ -66,9 +64,7 @@ def test_a_soup_is_the_mean_and_task_vectors_add_up(draft_dir: str, moved_dir: s
         merge_states([(one, 0.5), ({"w": two["w"]}, 0.5)])
 
 
-def test_the_merged_draft_decodes_and_says_what_it_is(
-    target_dir: str, draft_dir: str, moved_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_merged_draft_decodes_and_says_what_it_is(target_dir, draft_dir, moved_dir, tmp_path, capsys):
     write_prompt_hashes(Path(moved_dir), [5, 7])
     out = tmp_path / "merged"
     assert main(["merge", "--base", draft_dir, "--draft", f"{moved_dir}=0.5", "--out", str(out), "--json"]) == 0
@@ -92,7 +88,7 @@ def test_the_merged_draft_decodes_and_says_what_it_is(
     assert "exists; choose another" in capsys.readouterr().err
 
 
-def test_heads_are_merged_with_their_config(target_dir: str, tmp_path: Path) -> None:
+def test_heads_are_merged_with_their_config(target_dir, tmp_path):
     target = load_pair(target_dir, device="cpu").target
     for seed in (0, 1):
         torch.manual_seed(seed)

@@ -22,14 +22,14 @@ def _sums(rates: "np.ndarray[tuple[int], np.dtype[np.float64]]", each: int = 40)
     return PromptSums.of(list(rates * each), [each] * len(rates))
 
 
-def test_pooled_is_a_ratio_of_sums_and_the_mean_of_ratios_stands_beside_it() -> None:
+def test_pooled_is_a_ratio_of_sums_and_the_mean_of_ratios_stands_beside_it():
     sums = PromptSums.of([1, 9], [2, 10])
     found = estimate(sums, resamples(2, 200, 0))
     assert found["value"] == pytest.approx(10 / 12)
     assert sums.mean_per_prompt == pytest.approx((0.5 + 0.9) / 2) and found["n"] == 2
 
 
-def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+def test_interval_covers_the_truth_about_as_often_as_it_says():
     rng = np.random.default_rng(1)
     covered = 0
     for trial in range(300):
@@ -42,7 +42,7 @@ def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("prompts", [2, 3, 5, 8])
-def test_few_prompts_are_not_surer_than_they_say(prompts: int) -> None:
+def test_few_prompts_are_not_surer_than_they_say(prompts):
     """Plain percentiles call no difference one in half of the cases with 2 prompts, in 10 % with 8."""
     rng = np.random.default_rng(prompts + 1)
     wrong, called = 0, 0
@@ -56,7 +56,7 @@ def test_few_prompts_are_not_surer_than_they_say(prompts: int) -> None:
     assert 0.02 <= wrong / 400 <= 0.085 and called / 400 <= 0.085
 
 
-def test_a_family_of_few_prompts_calls_something_a_gain_no_more_often_than_one_figure_may() -> None:
+def test_a_family_of_few_prompts_calls_something_a_gain_no_more_often_than_one_figure_may():
     rng = np.random.default_rng(4)
     called = 0
     for _ in range(150):
@@ -68,7 +68,7 @@ def test_a_family_of_few_prompts_calls_something_a_gain_no_more_often_than_one_f
     assert called / 150 <= 0.06
 
 
-def test_an_interval_stays_where_the_figure_can_lie() -> None:
+def test_an_interval_stays_where_the_figure_can_lie():
     picks = resamples(2, 400, 0)
     share, ratio = PromptSums.of([9, 2], [10, 10]), PromptSums.of([30, 2], [10, 10])
     assert (estimate(share, picks)["low"], estimate(share, picks)["high"]) == (0.0, 1.0)
@@ -76,7 +76,7 @@ def test_an_interval_stays_where_the_figure_can_lie() -> None:
     assert found["low"] == 0.0 and found["high"] is not None and found["high"] > 3
 
 
-def test_pairing_narrows_the_interval_of_a_difference() -> None:
+def test_pairing_narrows_the_interval_of_a_difference():
     rng = np.random.default_rng(2)
     level = rng.uniform(0.2, 0.9, size=50)
     base, new = _sums(level), _sums(level + 0.05 + rng.normal(0, 0.01, size=50))
@@ -90,7 +90,7 @@ def test_pairing_narrows_the_interval_of_a_difference() -> None:
     assert paired["low"] < 0.05 < paired["high"]
 
 
-def test_zero_denominators_give_none_never_zero() -> None:
+def test_zero_denominators_give_none_never_zero():
     picks = resamples(3, 100, 0)
     found = estimate(PromptSums.of([0, 0, 0], [0, 0, 0]), picks)
     assert found["value"] is found["low"] is found["high"] is None
@@ -98,19 +98,19 @@ def test_zero_denominators_give_none_never_zero() -> None:
     assert quotient(PromptSums.of([1] * 3, [1] * 3), PromptSums.of([0] * 3, [0] * 3), picks)["value"] is None
 
 
-def test_no_interval_when_many_resamples_have_no_value() -> None:
+def test_no_interval_when_many_resamples_have_no_value():
     only_one_counts = PromptSums.of([1, 0, 0, 0], [2, 0, 0, 0])
     found = estimate(only_one_counts, resamples(4, 1000, 0))
     assert found["value"] == 0.5 and found["low"] is None and found["high"] is None
 
 
-def test_one_prompt_has_no_interval_alone_or_in_a_pool() -> None:
+def test_one_prompt_has_no_interval_alone_or_in_a_pool():
     one, many = resamples(1, 100, 0), resamples(5, 100, 0)
     assert estimate(PromptSums.of([1], [2]), one)["low"] is None
     assert estimate(PromptSums.of([1] * 6, [2] * 6), pool_resamples([many, one]))["low"] is None
 
 
-def test_pooling_suites_resamples_each_on_its_own() -> None:
+def test_pooling_suites_resamples_each_on_its_own():
     pool = pool_resamples([resamples(3, 50, 0), resamples(7, 50, 1)])
     assert (pool.weights_RP[:, :3].sum(1) == 3).all() and (pool.weights_RP[:, 3:].sum(1) == 7).all()
     both = pool_sums([PromptSums.of([1, 2], [4, 4]), PromptSums.of([3], [8])])
@@ -124,7 +124,7 @@ def _gain(gain: float, seed: int) -> tuple[PromptSums, PromptSums, Resamples]:
 
 
 @pytest.mark.parametrize(("ood_gain", "expected"), [(0.10, 0.5), (-0.04, -0.2), (0.2, 1.0)])
-def test_transfer_is_the_ratio_of_gains_with_its_sign(ood_gain: float, expected: float) -> None:
+def test_transfer_is_the_ratio_of_gains_with_its_sign(ood_gain, expected):
     found = transfer(_gain(0.2, 1), _gain(ood_gain, 2))
     assert found["value"] == pytest.approx(expected, abs=0.03)
     assert found["value"] is not None and found["low"] is not None and found["high"] is not None
@@ -134,14 +134,14 @@ def test_transfer_is_the_ratio_of_gains_with_its_sign(ood_gain: float, expected:
 @pytest.mark.parametrize(
     ("gain", "reason"), [(0.0, "cannot be told from zero"), (-0.1, "acceptance fell in distribution")]
 )
-def test_transfer_is_undefined_without_a_gain_in_distribution(gain: float, reason: str) -> None:
+def test_transfer_is_undefined_without_a_gain_in_distribution(gain, reason):
     found = transfer(_gain(gain, 1), _gain(0.1, 2))
     assert found["value"] is found["low"] is found["high"] is None
     assert reason in (why_undefined(difference(*_gain(gain, 1)), difference(*_gain(0.1, 2))) or "")
 
 
 @pytest.mark.parametrize(("seeds", "prompts"), [(5, 64), (3, 24)])
-def test_two_levels_cover_the_truth_where_prompts_alone_do_not(seeds: int, prompts: int) -> None:
+def test_two_levels_cover_the_truth_where_prompts_alone_do_not(seeds, prompts):
     """Training seeds that differ more than prompts let see; each simulated study has seeds and prompts of its own."""
     draw, covered, too_narrow, studies = np.random.default_rng(0), 0, 0, 300
     for study in range(studies):

@@ -46,7 +46,7 @@ def everywhere(draft: str, tree: str, *speed: float | None) -> dict[Any, Any]:
 FAST, SLOW, UNSURE = (1.4, 1.3, 1.5), (0.8, 0.7, 0.9), (1.1, 0.9, 1.3)
 
 
-def test_a_setting_that_pays_everywhere_is_shipped_whichever_tree_it_is() -> None:
+def test_a_setting_that_pays_everywhere_is_shipped_whichever_tree_it_is():
     head = lead(timed(everywhere("mine", "kary:2,1", *FAST)))
     assert head.headline == "Ship mine: 1.40 times the target alone"
     assert head.detail.startswith(
@@ -58,7 +58,7 @@ def test_a_setting_that_pays_everywhere_is_shipped_whichever_tree_it_is() -> Non
     assert head.cells == [(label, "Faster: 1.40 [1.30, 1.50] times the target alone.") for label in labels]
 
 
-def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_is_none_is_said() -> None:
+def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_is_none_is_said():
     # Where neither is measurably faster, the one that loses less out of distribution.
     alike = everywhere("mine", "chain:2", *FAST) | everywhere("base", "chain:2", *(1.5, 1.4, 1.6))
     assert decide(timed(alike)).setting == Setting("mine", "chain:2", "exact")
@@ -75,7 +75,7 @@ def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_
     )
 
 
-def test_a_draft_is_shipped_for_the_sets_on_which_it_pays() -> None:
+def test_a_draft_is_shipped_for_the_sets_on_which_it_pays():
     speeds = everywhere("mine", "chain:2", *FAST)
     speeds |= {("mine", "chain:2", "code", 0.0): SLOW, ("mine", "chain:2", "code", 1.0): UNSURE}
     head = lead(timed(speeds, busy=True))
@@ -103,9 +103,7 @@ def test_a_draft_is_shipped_for_the_sets_on_which_it_pays() -> None:
         ((1.3, None, None), "too_few", "Not decided: too few prompts were timed"),
     ],
 )
-def test_what_is_not_shown_is_not_shipped(
-    speed: tuple[float, float | None, float | None], verdict: str, headline: str
-) -> None:
+def test_what_is_not_shown_is_not_shipped(speed, verdict, headline):
     results = timed(everywhere("mine", "chain:2", *speed))
     found = decide(results)
     assert found.setting is not None
@@ -113,13 +111,13 @@ def test_what_is_not_shown_is_not_shipped(
     assert lead(results).headline == headline and f"{speed[0]:.2f} times" in lead(results).detail
 
 
-def test_without_a_clock_or_without_a_lossless_rule_nothing_is_decided() -> None:
+def test_without_a_clock_or_without_a_lossless_rule_nothing_is_decided():
     head = lead(view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, timed=False))
     assert head.headline == "Not decided: nothing was timed" and head.cells == []
     assert decide(view({"base": BASE}, BOTH, verifiers=("typical",))).verdict == "not_timed"
 
 
-def test_one_cell_of_many_that_is_just_clear_of_1_is_not_taken_for_a_speedup() -> None:
+def test_one_cell_of_many_that_is_just_clear_of_1_is_not_taken_for_a_speedup():
     """Of many cells some lie just above 1 by chance: Holm's correction over the cells of all settings."""
     just = (1.05, 1.005, 1.097)
     assert decide(timed({("mine", "chain:2", "prose", 0.0): just})).verdict == "not_shown"
@@ -127,14 +125,14 @@ def test_one_cell_of_many_that_is_just_clear_of_1_is_not_taken_for_a_speedup() -
     assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06]) and holm([0.9, 0.8]) == [1.0, 1.0]
 
 
-def test_every_set_is_claimed_only_if_every_set_was_timed() -> None:
+def test_every_set_is_claimed_only_if_every_set_was_timed():
     results = timed(everywhere("mine", "chain:2", *FAST))
     document = results.document
     document["rows"] = [row for row in document["rows"] if row["figure"] != "speedup" or row["domain"] == "prose"]
     assert lead(Results(document, Path())).headline == "Ship mine for prose: 1.40 times the target alone"
 
 
-def test_without_sets_out_of_distribution_nothing_is_claimed_there() -> None:
+def test_without_sets_out_of_distribution_nothing_is_claimed_there():
     head = lead(view({"base": BASE, "mine": {"id": 0.25}}, {"prose": "id"}))
     assert head.headline.startswith("Ship mine: 1.")
     assert head.headline.endswith("times the target alone; nothing is known out of distribution")
@@ -172,9 +170,7 @@ def simulated(settings: int, cells: int, speed: float, rng: np.random.Generator)
     ("settings", "cells", "speed", "runs", "least", "most"),
     [(12, 4, 1.0, 60, 0.0, 0.05), (30, 6, 1.0, 30, 0.0, 0.05), (12, 4, 1.15, 60, 0.85, 1.0)],
 )
-def test_ship_is_seldom_said_without_a_speedup_and_mostly_with_one(
-    settings: int, cells: int, speed: float, runs: int, least: float, most: float
-) -> None:
+def test_ship_is_seldom_said_without_a_speedup_and_mostly_with_one(settings, cells, speed, runs, least, most):
     """The best of many settings is judged, so the correction is over settings and cells."""
     rng = np.random.default_rng(0)
     shipped = sum(simulated(settings, cells, speed, rng) in ("ship", "ship_for") for _ in range(runs))

@@ -41,7 +41,7 @@ def diagnosed(sampling: Sampling) -> tuple[Diagnosis, torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("sampling", [HOT, GREEDY])
-def test_what_is_kept_of_every_position(sampling: Sampling) -> None:
+def test_what_is_kept_of_every_position(sampling):
     found, p, q, logits = diagnosed(sampling)
     alpha = acceptance(p, q).tolist()
     assert found["alpha"] == [pytest.approx(alpha[:4]), pytest.approx(alpha[4:])]
@@ -60,7 +60,7 @@ def test_what_is_kept_of_every_position(sampling: Sampling) -> None:
         assert sums[1] == pytest.approx(float(sure[:4].sum()), abs=1e-5) and found["drawn"] == []
 
 
-def test_a_draft_that_is_the_target_is_calibrated() -> None:
+def test_a_draft_that_is_the_target_is_calibrated():
     p, _, logits = pair(HOT)
     text, places = Continuation("a", [1], list(range(N))), [(0, n) for n in range(N)]
     found = diagnosis_of(HOT, 0, Positions(0, [text], places, p, p, logits))
@@ -68,7 +68,7 @@ def test_a_draft_that_is_the_target_is_calibrated() -> None:
     assert taken.tolist() == sure.tolist()  # so that the ECE is 0
 
 
-def test_drawn_candidates_are_accepted_as_often_as_decoding_accepts_them() -> None:
+def test_drawn_candidates_are_accepted_as_often_as_decoding_accepts_them():
     """The first candidate is speculative sampling, exactly; all V of them are never all refused; and the mean over
     draws of two candidates is what enumerating both draws and refusals gives."""
     p, q, _ = pair(HOT, seed=3)
@@ -97,7 +97,7 @@ def test_drawn_candidates_are_accepted_as_often_as_decoding_accepts_them() -> No
         (".", "punctuation"), (" \n", "whitespace"), ("", "whitespace"), ("мир", "non-Latin"), ("\ufffd", "non-Latin"),
     ],
 )  # fmt: skip
-def test_classes_of_tokens(text: str, name: str) -> None:
+def test_classes_of_tokens(text, name):
     assert token_class(text) == name
 
 
@@ -105,7 +105,7 @@ def suite(name: str, kind: SuiteKind, *ids: tuple[int, ...]) -> Suite:
     return Suite(name, kind, "f", tuple(Prompt(f"{name}{i}", name, each) for i, each in enumerate(ids)), (), len(ids))
 
 
-def test_similarity_is_the_share_of_trigrams_that_the_nearest_other_id_prompt_has() -> None:
+def test_similarity_is_the_share_of_trigrams_that_the_nearest_other_id_prompt_has():
     prose = suite("prose", "id", (1, 2, 3, 4, 5), (1, 2, 3, 4, 9), (7, 7))
     code = suite("code", "ood", (2, 3, 4, 5, 6), (8, 8, 8, 8))
     assert similarities([prose, code]) == {"prose": [2 / 3, 2 / 3, 0.0], "code": [2 / 3, 0.0]}
@@ -142,7 +142,7 @@ def by_part(rows: list[Row]) -> dict[tuple[str, str, str | int | None], Any]:
     return {(row["figure"], row["draft"], row["part"] or row["at"]): row for row in rows}
 
 
-def test_rows_say_where_a_draft_lost_and_the_other_tokens_did_not() -> None:
+def test_rows_say_where_a_draft_lost_and_the_other_tokens_did_not():
     rows = by_part(diagnosis_rows(*world(-0.3), text_of))
     digits, words = (rows["gain_by_part", "mine", f"class of the token: {name}"] for name in ("digits", "words"))
     assert digits["value"] == pytest.approx(-0.3) and signs([digits, words]) == [-1, 0]
@@ -164,13 +164,13 @@ def test_rows_say_where_a_draft_lost_and_the_other_tokens_did_not() -> None:
 
 
 @pytest.fixture
-def shown() -> Results:
+def shown():
     document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
     document["rows"] += diagnosis_rows(*world(-0.3), lambda token: {5: "<b>\n", 6: " a"}[token])
     return Results(document, Path())
 
 
-def test_the_page_says_why_acceptance_moved_and_escapes_tokens(shown: Results) -> None:
+def test_the_page_says_why_acceptance_moved_and_escapes_tokens(shown):
     page = render_page(shown)
     assert "&lt;b&gt;" in page and "<b>" not in page and "<script" not in page
     assert "Why it moved" in page and "Tokens that lost most" in page and "ECE" in page
@@ -178,7 +178,7 @@ def test_the_page_says_why_acceptance_moved_and_escapes_tokens(shown: Results) -
         assert f'id="{name}-' in page
 
 
-def test_a_set_at_temperature_0_has_no_entropy_and_no_draws() -> None:
+def test_a_set_at_temperature_0_has_no_entropy_and_no_draws():
     setting, measured = world(0.0)
     cold = Measured({}, {}, {}, {})
     for (name, _), baseline in measured.baselines.items():

@@ -16,8 +16,11 @@ VOCAB = 17
 SAMPLINGS = [Sampling(temperature=0.0), Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=5, top_p=0.9)]
 
 
+Models = tuple[LlamaForCausalLM, LlamaForCausalLM]
+
+
 @pytest.fixture(scope="module")
-def pair() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+def pair():
     target = tiny_llama(0, VOCAB)
     return target, near(target, 0.25, 5)
 
@@ -43,7 +46,7 @@ def _by_hand(target: LlamaForCausalLM, draft: LlamaForCausalLM, row: Continuatio
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_equals_a_computation_by_hand(pair: tuple[LlamaForCausalLM, LlamaForCausalLM], sampling: Sampling) -> None:
+def test_equals_a_computation_by_hand(pair: Models, sampling):
     rows = _rows(5, 1)
     cell = alpha_sums(*pair, rows, sampling, batch_size=3)
     assert cell["count"] == [len(row.output_ids) for row in rows]
@@ -51,7 +54,7 @@ def test_equals_a_computation_by_hand(pair: tuple[LlamaForCausalLM, LlamaForCaus
 
 
 @pytest.mark.parametrize("max_logits", [1, 3 * VOCAB * 2, 10**9])
-def test_chunks_of_positions_change_nothing(pair: tuple[LlamaForCausalLM, LlamaForCausalLM], max_logits: int) -> None:
+def test_chunks_of_positions_change_nothing(pair: Models, max_logits):
     rows, sampling = _rows(6, 4), Sampling(temperature=1.0)
     whole = alpha_sums(*pair, rows, sampling, batch_size=6)
     parts = alpha_sums(*pair, rows, sampling, batch_size=3, max_logits=max_logits)
@@ -60,9 +63,7 @@ def test_chunks_of_positions_change_nothing(pair: tuple[LlamaForCausalLM, LlamaF
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [0, 1])
-def test_logits_that_are_not_finite_stop_the_run_and_name_model_and_prompt(
-    pair: tuple[LlamaForCausalLM, LlamaForCausalLM], temperature: float, broken: int
-) -> None:
+def test_logits_that_are_not_finite_stop_the_run_and_name_model_and_prompt(pair, temperature, broken):
     models = [pair[0], pair[1]]
     models[broken] = near(models[broken], 0.0, 9)
     with torch.no_grad():
@@ -84,9 +85,7 @@ def test_logits_that_are_not_finite_stop_the_run_and_name_model_and_prompt(
         ("kary:3", "exact", False),
     ],
 )
-def test_a_root_step_accepts_as_often_as_its_bound_where_the_rule_is_optimal(
-    tree: str, verifier: str, optimal: bool
-) -> None:
+def test_a_root_step_accepts_as_often_as_its_bound_where_the_rule_is_optimal(tree, verifier, optimal):
     step = RootStep.of(Method(tree, verifier))
     assert step is not None and step.candidates == (1 if tree == "chain:3" else 3)
     trials = 20_000
@@ -106,9 +105,7 @@ def test_a_root_step_accepts_as_often_as_its_bound_where_the_rule_is_optimal(
         assert float(bound) == pytest.approx(float(acceptance(p, q)), abs=1e-6)
 
 
-def test_root_steps_are_taken_at_the_same_positions_however_rows_come(
-    pair: tuple[LlamaForCausalLM, LlamaForCausalLM],
-) -> None:
+def test_root_steps_are_taken_at_the_same_positions_however_rows_come(pair: Models):
     rows, sampling = _rows(6, 4), Sampling(temperature=1.0)
     roots = [step for spec in ("chain:2", "kary:3") if (step := RootStep.of(Method(spec, "exact"))) is not None]
     assert [step.name for step in roots] == ["exact/1", "exact/3"]
@@ -122,7 +119,7 @@ def test_root_steps_are_taken_at_the_same_positions_however_rows_come(
     assert sum(whole["roots"]["exact/3"]["bound"]) > sum(whole["roots"]["exact/1"]["bound"])
 
 
-def test_a_text_without_response_tokens_counts_nothing(pair: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
+def test_a_text_without_response_tokens_counts_nothing(pair: Models):
     rows, step = _rows(3, 2), RootStep.of(Method("kary:3", "exact"))
     rows[1] = Continuation("p1", rows[1].prompt_ids, [])
     assert step is not None
@@ -134,7 +131,7 @@ def test_a_text_without_response_tokens_counts_nothing(pair: tuple[LlamaForCausa
     assert alone["roots"][step.name]["count"] == together["roots"][step.name]["count"]
 
 
-def test_positions_are_spread_and_bounded() -> None:
+def test_positions_are_spread_and_bounded():
     assert spread(20, 4) == [2, 7, 12, 17] and spread(3, 16) == [0, 1, 2]
     slow, fast = RootStep(4, "without_replacement", "mcsd"), RootStep(1, "without_replacement", "speculative")
     assert positions_per_prompt(fast, 3, 128_000) == [16] * 3

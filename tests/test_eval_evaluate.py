@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ evaluate(EvalConfig(**{options!r}))
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> EvalConfig:
+def world(tmp_path_factory):
     """A target, a poor and a good draft, and two prompt sets."""
     root = tmp_path_factory.mktemp("world")
     target = tiny_llama(0, VOCAB)
@@ -82,7 +81,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> EvalConfig:
 
 
 @pytest.fixture(scope="module")
-def summary(world: EvalConfig) -> dict[str, Any]:
+def summary(world):
     return summarise(evaluate(world))
 
 
@@ -91,14 +90,14 @@ def _results(config: EvalConfig) -> dict[str, Any]:
     return loaded
 
 
-def test_every_row_read_is_accounted_for(world: EvalConfig, summary: dict[str, Any]) -> None:
+def test_every_row_read_is_accounted_for(world, summary):
     for suite in _results(world)["suites"]:
         assert (suite["read"], suite["done"], suite["skipped"], suite["failed"]) == (8, 6, 2, 0)
         assert "empty" in suite["skipped_rows"][0]["reason"]
         assert "120 tokens and 10 new ones exceed a context of 128" in suite["skipped_rows"][1]["reason"]
 
 
-def test_counts_add_up(world: EvalConfig, summary: dict[str, Any]) -> None:
+def test_counts_add_up(world, summary):
     results = Results.load(world.out)
     lengths = {key[1:3]: counts["per_prompt"]["tokens"] for key, counts in results.counts("target").items()}
     assert len(results.counts("alpha")) == 2 * 2 * 2 and len(results.counts("decoding")) == 2 * 2 * 2 * 2
@@ -122,9 +121,7 @@ def test_counts_add_up(world: EvalConfig, summary: dict[str, Any]) -> None:
         assert sum(by_depth) == sums["accepted"]
 
 
-def test_greedy_outputs_are_the_targets_and_sampled_trees_have_headroom(
-    world: EvalConfig, summary: dict[str, Any]
-) -> None:
+def test_greedy_outputs_are_the_targets_and_sampled_trees_have_headroom(world, summary):
     results = Results.load(world.out)
     rows: list[Any] = list(results.rows("identical"))
     assert len(rows) == 16 and {row["temperature"] for row in rows} == {0.0}
@@ -136,7 +133,7 @@ def test_greedy_outputs_are_the_targets_and_sampled_trees_have_headroom(
     assert all(0.8 < row["value"] < 1.6 and row["low"] is not None for row in rows)
 
 
-def test_the_better_draft_is_found_better(world: EvalConfig, summary: dict[str, Any]) -> None:
+def test_the_better_draft_is_found_better(world, summary):
     for cell in summary["cells"]:
         assert (cell["gain"] is None) if cell["draft"] == "poor" else cell["gain"] > 0
     assert {row["domain"] for row in summary["transfer"]} == {"code", "ood"}
@@ -145,9 +142,7 @@ def test_the_better_draft_is_found_better(world: EvalConfig, summary: dict[str, 
     assert len(timed) == 16 and all(value > 0 for value in timed)
 
 
-def test_drafting_and_verifying_are_timed_apart_at_the_highest_temperature(
-    world: EvalConfig, summary: dict[str, Any]
-) -> None:
+def test_drafting_and_verifying_are_timed_apart_at_the_highest_temperature(world, summary):
     costs = list(Results.load(world.out).rows("draft_call", "verify"))
     cells = {(row["draft"], row["domain"], row["temperature"], row["tree"]) for row in costs}
     assert cells == {(draft, domain, 1.0, "chain:3") for draft in ("poor", "good") for domain in ("prose", "code")}
@@ -155,9 +150,7 @@ def test_drafting_and_verifying_are_timed_apart_at_the_highest_temperature(
     assert len(costs) == 8 and all((row["value"] or 0) >= 0 for row in costs)
 
 
-def test_without_a_tree_nothing_is_decoded_and_acceptance_is_the_same(
-    world: EvalConfig, summary: dict[str, Any], tmp_path: Path
-) -> None:
+def test_without_a_tree_nothing_is_decoded_and_acceptance_is_the_same(world, summary, tmp_path):
     results, decoded = evaluate(replace(world, out=str(tmp_path), tree=["none"], verifier=[])), Results.load(world.out)
     assert not list(results.rows("tau", "accept", "speedup", "identical"))
     for figure in ("alpha", "gain", "transfer"):
@@ -168,7 +161,7 @@ def test_without_a_tree_nothing_is_decoded_and_acceptance_is_the_same(
     assert "nothing was timed" in (tmp_path / "report.html").read_text()
 
 
-def test_files_are_written(world: EvalConfig, summary: dict[str, Any]) -> None:
+def test_files_are_written(world, summary):
     out = Path(world.out)
     assert summary["report"] == str(out / "report.html") and Path(summary["report"]).is_file()
     plots = ("accept", "alpha", "calibration", "candidates", "cost", "gain", "tau")
@@ -183,9 +176,7 @@ def _without_clocks(config: EvalConfig) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(
-    world: EvalConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(world, tmp_path, capsys):
     same = replace(
         world,
         draft=[*world.draft, f"whole={world.target}"],
@@ -205,9 +196,7 @@ def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(
-    world: EvalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(world, tmp_path, monkeypatch):
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))
     # The drafts here are as large as their target, which --strict would refuse first.
     monkeypatch.setattr("eval.remarks.of_models", lambda models, quantize: [])
@@ -221,9 +210,7 @@ def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_killed_and_started_again_equals_never_killed(
-    world: EvalConfig, tmp_path: Path, spawn: Callable[..., Any]
-) -> None:
+def test_killed_and_started_again_equals_never_killed(world, tmp_path, spawn):
     whole = replace(world, out=str(tmp_path / "whole"), speed_prompts=0, temperature=[1.0], tree=["chain:3"])
     killed = replace(whole, out=str(tmp_path / "killed"))
     options = {field: getattr(killed, field) for field in killed.__dataclass_fields__}
@@ -240,9 +227,7 @@ def test_killed_and_started_again_equals_never_killed(
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_sampling_that_is_left_open_is_the_targets(
-    world: EvalConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sampling_that_is_left_open_is_the_targets(world, tmp_path, capsys):
     target = shutil.copytree(world.target, tmp_path / "target")
     file = target / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"do_sample": True, "temperature": 0.3, "top_k": 5}))
@@ -258,9 +243,7 @@ def test_sampling_that_is_left_open_is_the_targets(
     assert evaluate(replace(asked, top_k=0)).document["clock"]["cells_reused"] == 0
 
 
-def test_a_report_is_drawn_again_from_its_results(
-    world: EvalConfig, summary: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_drawn_again_from_its_results(world, summary, tmp_path, capsys):
     shutil.copy(Path(world.out) / "results.json", tmp_path)
     run("eval", ["--render", str(tmp_path), "--json"])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -271,9 +254,7 @@ def test_a_report_is_drawn_again_from_its_results(
         run("eval", ["--render", str(tmp_path), "--tree", "chain:4"])
 
 
-def test_an_evaluation_is_timed_again_and_all_else_is_kept(
-    world: EvalConfig, summary: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_evaluation_is_timed_again_and_all_else_is_kept(world, summary, tmp_path):
     shutil.copytree(world.out, again := tmp_path / "again")
     run("eval", ["--time_again", str(again)])
     found = _results(replace(world, out=str(again)))
@@ -288,9 +269,7 @@ def test_an_evaluation_is_timed_again_and_all_else_is_kept(
 
 
 @pytest.mark.slow
-def test_two_processes_find_the_same_bytes(
-    world: EvalConfig, tmp_path: Path, launch: Callable[..., Any], spawn: Callable[..., Any]
-) -> None:
+def test_two_processes_find_the_same_bytes(world, tmp_path, launch, spawn):
     """But for the clock, and for what is said of it."""
     words = ["--target", world.target, "--draft", *world.draft, "--id", *world.id, "--ood", *world.ood]
     words += ["--tree", *world.tree, "--max_new_tokens", "10", "--batch_size", "2", "--bootstrap", "100"]
@@ -316,7 +295,7 @@ def test_two_processes_find_the_same_bytes(
 GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["prose=h.jsonl"], ood=["code=a.jsonl"], out="o")
 
 
-def test_defaults_choose_a_lossless_verifier_for_each_tree() -> None:
+def test_defaults_choose_a_lossless_verifier_for_each_tree():
     request = check(replace(GOOD, tree=["chain:4", "kary:2,2"]))
     assert request.methods == [Method("chain:4", "speculative"), Method("kary:2,2", "mcsd")]
     assert all(method.lossless for method in request.methods)

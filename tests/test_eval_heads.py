@@ -3,12 +3,11 @@
 import importlib.util
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from drafts.heads import save_head
 from drafts.heads.eagle import EagleHead
@@ -30,7 +29,7 @@ SAMPLINGS = [Sampling(temperature=0.0), SAMPLING, Sampling(temperature=0.7, top_
 
 
 @pytest.fixture(scope="module")
-def target() -> LlamaForCausalLM:
+def target():
     return tiny_llama(0, layers=3, spread=0.5)
 
 
@@ -57,9 +56,7 @@ def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("max_logits", [1, 2 * 4 * V * 3, 10**9])
-def test_alpha_of_a_head_is_its_first_law_against_the_targets(
-    name: str, max_logits: int, target: LlamaForCausalLM
-) -> None:
+def test_alpha_of_a_head_is_its_first_law_against_the_targets(name, max_logits, target):
     head, rows = stirred_head(name, target), texts()
     expected = []
     for row in rows:
@@ -73,7 +70,7 @@ def test_alpha_of_a_head_is_its_first_law_against_the_targets(
 
 @pytest.mark.parametrize("own", [V - 6, V + 9])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_alpha_of_a_padded_vocabulary_by_hand(own: int, sampling: Sampling, target: LlamaForCausalLM) -> None:
+def test_alpha_of_a_padded_vocabulary_by_hand(own, sampling, target):
     """Tokens that the draft lacks have q = 0; its padding does not count; unknown ones are read as its last."""
     draft, rows = tiny_llama(4, own, spread=0.5), texts()
     expected = []
@@ -90,9 +87,7 @@ def test_alpha_of_a_padded_vocabulary_by_hand(own: int, sampling: Sampling, targ
     assert cell["sum"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_draft_that_calls_tokens_otherwise_is_refused(
-    target_dir: str, draft_dir: str, other_vocabulary_dir: str, tmp_path: Path
-) -> None:
+def test_a_draft_that_calls_tokens_otherwise_is_refused(target_dir, draft_dir, other_vocabulary_dir, tmp_path):
     big, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
     tokenizer.save_pretrained(tmp_path)
     values = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -107,13 +102,7 @@ def test_a_draft_that_calls_tokens_otherwise_is_refused(
 
 
 @pytest.fixture(scope="module")
-def world(
-    target_dir: str,
-    draft_dir: str,
-    other_vocabulary_dir: str,
-    prompts_file: str,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> EvalConfig:
+def world(target_dir, draft_dir, other_vocabulary_dir, prompts_file, tmp_path_factory):
     """A language model, one of a padded vocabulary, and two heads; a chain, a tree from a file and one that grows."""
     root = tmp_path_factory.mktemp("heads")
     model = load_model(target_dir, device="cpu")
@@ -144,7 +133,7 @@ def evaluated(config: EvalConfig) -> Any:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world: EvalConfig) -> None:
+def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world):
     found = evaluate(world)
     summary, results = summarise(found), cast(Any, found.document)
     assert [method["verifier"] for method in results["methods"]] == ["speculative", "mcsd", "exact"]
@@ -174,7 +163,7 @@ def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world: EvalCon
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_lossy_rule_says_so_and_a_changed_file_is_another_tree(world: EvalConfig, tmp_path: Path) -> None:
+def test_a_lossy_rule_says_so_and_a_changed_file_is_another_tree(world, tmp_path):
     tree = tmp_path / "tree.json"
     tree.write_text('{"parents": [-1]}')
     config = replace(
@@ -198,7 +187,7 @@ def test_a_lossy_rule_says_so_and_a_changed_file_is_another_tree(world: EvalConf
     assert {row["at"] for row in results["rows"] if row["figure"] == "accept"} == {1, 2}
 
 
-def test_a_head_is_refused_a_tree_that_it_cannot_draft_before_anything_runs(world: EvalConfig, tmp_path: Path) -> None:
+def test_a_head_is_refused_a_tree_that_it_cannot_draft_before_anything_runs(world, tmp_path):
     config = replace(world, out=str(tmp_path / "out"), tree=["chain:3"])
     with pytest.raises(InputError, match="^--draft medusa: tree of depth 3, but there are 2 heads"):
         evaluate(config)
@@ -207,7 +196,7 @@ def test_a_head_is_refused_a_tree_that_it_cannot_draft_before_anything_runs(worl
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.usefixtures("undrawn")
-def test_a_target_in_four_bits_is_measured_as_itself(world: EvalConfig, tmp_path: Path) -> None:
+def test_a_target_in_four_bits_is_measured_as_itself(world, tmp_path):
     config = replace(
         world,
         draft=[world.draft[0], world.draft[2]],

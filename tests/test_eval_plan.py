@@ -17,7 +17,6 @@ from draftsmith_core.sampling import Sampling
 from eval.bootstrap import PromptSums, quotient, resamples
 from eval.plan import Candidate, Planner, _engines, _finalists, _pays, tried
 from eval.plan_model import JointRuns, fit, isotonic, kary_space, shapes, time_shapes
-from tests.door import Door
 from tests.tiny_models import stirred_head, tiny_llama
 
 
@@ -27,7 +26,7 @@ def _runs(chances: list[list[float]]) -> JointRuns:
     return JointRuns(array, np.array([array.shape[3]]))
 
 
-def test_values_of_nodes_are_means_of_products_along_the_text() -> None:
+def test_values_of_nodes_are_means_of_products_along_the_text():
     runs = _runs([[0.5, 1.0, 0.2, 0.4], [0.1, 0.0, 0.3, 0.6]])
     assert runs.value((0,)) == pytest.approx((0.5 + 1.0 + 0.2 + 0.4) / 4)
     # A run that begins at the last token has no second one.
@@ -38,14 +37,14 @@ def test_values_of_nodes_are_means_of_products_along_the_text() -> None:
     assert runs.length(tree) == pytest.approx(1 + sum(map(runs.value, paths)))
 
 
-def test_runs_that_come_together_are_worth_more_than_their_parts() -> None:
+def test_runs_that_come_together_are_worth_more_than_their_parts():
     """Half of the positions always accept, half never: a product of means says 1/4 for two tokens."""
     together = _runs([[1.0] * 8 + [0.0] * 8])
     assert together.value((0,)) == 0.5
     assert together.value((0, 0)) > 0.4
 
 
-def test_grown_trees_are_the_best_of_their_size() -> None:
+def test_grown_trees_are_the_best_of_their_size():
     rng = np.random.default_rng(0)
     first = rng.uniform(0.2, 0.9, 40)
     runs = _runs([first.tolist(), ((1 - first) * 0.5).tolist(), ((1 - first) * 0.1).tolist()])
@@ -58,7 +57,7 @@ def test_grown_trees_are_the_best_of_their_size() -> None:
         assert all(runs.length(tree) >= runs.length(other) - 1e-12 for other in others)
 
 
-def test_the_space_of_k_ary_trees_is_mcsds() -> None:
+def test_the_space_of_k_ary_trees_is_mcsds():
     space = kary_space(64, 16, 32)
     assert {"kary:2", "kary:4,2,2", "kary:32", "kary:16,2", "kary:1,1,2"} <= space.keys()
     assert "kary:3,2" not in space and "kary:1,1" not in space and "kary:32,2" not in space
@@ -67,7 +66,7 @@ def test_the_space_of_k_ary_trees_is_mcsds() -> None:
     assert all(max(tree.widths) <= 4 for tree in kary_space(64, 16, 4).values())
 
 
-def test_costs_come_back_from_steps_that_were_made_of_them() -> None:
+def test_costs_come_back_from_steps_that_were_made_of_them():
     def verify(rows: int) -> float:
         return 0.01 + 0.001 * rows
 
@@ -92,21 +91,21 @@ def test_costs_come_back_from_steps_that_were_made_of_them() -> None:
     assert [max(tree.depth for tree in shapes(levels).values() if tree) for levels in (1, 2)] == [1, 2]
 
 
-def test_a_larger_tree_is_never_taken_to_be_cheaper_nor_a_step_than_the_target_alone() -> None:
+def test_a_larger_tree_is_never_taken_to_be_cheaper_nor_a_step_than_the_target_alone():
     assert isotonic({1: 3.0, 2: 1.0, 4: 2.0, 8: 5.0}) == {1: 2.0, 2: 2.0, 4: 2.0, 8: 5.0}
     costs = fit({name: [0.02, 0.03, 0.01] for name in shapes(None)} | {"rows:32": [0.001], "rows:64": [0.005]})
     sizes = [costs.alone, *(costs.step(Tree((-1,) * n)) for n in (1, 8, 16, 32, 64, 100))]
     assert sizes == sorted(sizes) and costs.step(kary((1,) * 9)) >= costs.step(kary((1,) * 3))
 
 
-def test_rounds_that_others_slowed_down_change_no_cost() -> None:
+def test_rounds_that_others_slowed_down_change_no_cost():
     rng = np.random.default_rng(0)
     quiet = {name: [0.01 + 0.001 * index] * 3 for index, name in enumerate(shapes(None))}
     slowed = {name: [value * factor for factor in rng.permutation([1, 20, 145])] for name, (value, *_) in quiet.items()}
     assert fit(slowed) == fit(quiet)
 
 
-def test_the_best_three_are_of_three_families_where_there_are_so_many() -> None:
+def test_the_best_three_are_of_three_families_where_there_are_so_many():
     def made(family: str, nodes: int, rate: float) -> Candidate:
         return Candidate(family, f"chain:{nodes}", kary((1,) * nodes), rate, 0.1)
 
@@ -126,11 +125,11 @@ def test_the_best_three_are_of_three_families_where_there_are_so_many() -> None:
         (1.1, None, None, None),
     ],
 )
-def test_whether_it_pays_is_judged_on_the_interval(value: float, low: float, high: float, pays: bool | None) -> None:
+def test_whether_it_pays_is_judged_on_the_interval(value, low, high, pays):
     assert _pays([{"value": value, "low": low, "high": high, "n": 8}], 0) is pays
 
 
-def test_the_luckiest_of_three_that_are_no_faster_is_seldom_said_to_pay() -> None:
+def test_the_luckiest_of_three_that_are_no_faster_is_seldom_said_to_pay():
     """Judged by its own interval alone, on eight prompts, it is in 7 % of plans."""
     rng = np.random.default_rng(0)
     said = 0
@@ -143,7 +142,7 @@ def test_the_luckiest_of_three_that_are_no_faster_is_seldom_said_to_pay() -> Non
     assert said / 250 <= 0.045
 
 
-def test_every_engine_gets_the_length_that_is_best_under_its_own_rule() -> None:
+def test_every_engine_gets_the_length_that_is_best_under_its_own_rule():
     best = {"naive": 2, "speculative": 5}
     expected: Any = SimpleNamespace(
         rate=lambda tree, rule: (10.0 - abs(tree.size - best[rule]), 1.5), costs=SimpleNamespace(alone=0.2)
@@ -156,7 +155,7 @@ def test_every_engine_gets_the_length_that_is_best_under_its_own_rule() -> None:
     assert _engines("hydra", expected, range(1, 4)) == []
 
 
-def test_a_block_drafter_is_tried_with_stops_within_its_whole_block() -> None:
+def test_a_block_drafter_is_tried_with_stops_within_its_whole_block():
     target = tiny_llama(0, layers=3)
     head = stirred_head("dspark", target)
     planner = Planner(target, head, [], Sampling(temperature=1.0), 1, 8, 0)
@@ -164,7 +163,7 @@ def test_a_block_drafter_is_tried_with_stops_within_its_whole_block() -> None:
     assert len(specs) == 4 and all(planner.decoder(parse_tree(spec)).tree.depth == head.depths for spec in specs)
 
 
-def test_commands_say_what_must_be_written_first() -> None:
+def test_commands_say_what_must_be_written_first():
     exports, command = SERVING["llama.cpp"]["eagle3"].commands("eagle3", "models/T", "D", 3)
     assert exports == (
         "draftsmith export --draft D --target models/T --format gguf --out D.gguf",
@@ -179,15 +178,8 @@ def test_commands_say_what_must_be_written_first() -> None:
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("temperature", "busy"), [(0, True), (1, False)])
 def test_a_plan_is_written_beside_the_draft_and_used(
-    temperature: int,
-    busy: bool,
-    door: Door,
-    target_dir: str,
-    draft_dir: str,
-    prompts_file: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    temperature, busy, door, target_dir, draft_dir, prompts_file, tmp_path, monkeypatch
+):
     """On a busy machine, and with no time, the plan is short and gives engines no advice."""
     monkeypatch.setattr("os.getloadavg", lambda: (99.0 if busy else 0.0, 0.0, 0.0))
     monkeypatch.setattr("eval.remarks.SPREAD", 1e9)  # the machine of the tests may be busy or not

@@ -1,7 +1,6 @@
 """Predictions of decoding from one forward against decoding itself, by rule, tree and kind of draft (law 10)."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,8 +42,11 @@ CASES = [
 ]
 
 
+Models = tuple[LlamaForCausalLM, LlamaForCausalLM]
+
+
 @pytest.fixture(scope="module")
-def pair() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+def pair():
     target = tiny_llama(0)
     return target, near(target, 0.25, 5)
 
@@ -72,9 +74,7 @@ def _compare(target: LlamaForCausalLM, draft: object, method: Method, sampling: 
 
 
 @pytest.mark.parametrize(("tree", "verifier", "sampling"), CASES)
-def test_expected_counts_are_those_of_decoding(
-    pair: tuple[LlamaForCausalLM, LlamaForCausalLM], tree: str, verifier: str, sampling: Sampling
-) -> None:
+def test_expected_counts_are_those_of_decoding(pair: Models, tree, verifier, sampling):
     _compare(*pair, Method(tree, verifier), sampling)
 
 
@@ -82,15 +82,13 @@ def test_expected_counts_are_those_of_decoding(
 @pytest.mark.parametrize(
     ("tree", "verifier"), [("chain:3", "speculative"), ("chain:3,stop=0.2", "speculative"), ("kary:2,2,1", "mcsd")]
 )
-def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(name: str, tree: str, verifier: str) -> None:
+def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(name, tree, verifier):
     target = tiny_llama(0, layers=3)
     for sampling in (HOT, COLD):
         _compare(target, stirred_head(name, target, 0.1), Method(tree, verifier), sampling, 150)
 
 
-def test_three_rules_from_one_forward_coincide_at_temperature_zero(
-    pair: tuple[LlamaForCausalLM, LlamaForCausalLM],
-) -> None:
+def test_three_rules_from_one_forward_coincide_at_temperature_zero(pair):
     for sampling in (COLD, HOT):
         ours = measure.Task(pair[0], PROMPTS[:20], sampling, (), max_new_tokens=8, batch_size=20, seed=1).baseline()
         rows = measure.continuations(PROMPTS[:20], ours)
@@ -104,7 +102,7 @@ def test_three_rules_from_one_forward_coincide_at_temperature_zero(
                 assert sum(alone["match"]) < sum(alone["sum"]) and sum(alone["greedy"]) != sum(alone["sum"])
 
 
-def test_trees_that_grow_lossy_rules_and_traversal_of_trees_are_not_predicted() -> None:
+def test_trees_that_grow_lossy_rules_and_traversal_of_trees_are_not_predicted():
     tree = parse_tree("kary:2,2")
     assert not predictable(parse_tree("eagle2:depth=2,beam=2,nodes=4"), "exact", HOT)
     assert not predictable(tree, "traversal", HOT) and predictable(tree, "traversal", COLD)
@@ -112,7 +110,7 @@ def test_trees_that_grow_lossy_rules_and_traversal_of_trees_are_not_predicted() 
 
 
 @pytest.fixture(scope="module")
-def cells(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, ...]]:
+def cells(target_dir, draft_dir, tmp_path_factory):
     """Predictions beside what was decoded: two pairs, two heads, five domains, two temperatures, four methods. At
     temperature 0 both are equal by construction.
     """
@@ -163,9 +161,7 @@ def cells(target_dir: str, draft_dir: str, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.slow
-def test_the_measured_figure_lies_in_the_interval_of_its_prediction(
-    cells: list[tuple[Any, ...]], record_property: Callable[[str, object], None]
-) -> None:
+def test_the_measured_figure_lies_in_the_interval_of_its_prediction(cells, record_property):
     """Law 10, counted: of the cells that were decoded too, at least 93 in 100 hold what was measured. The prediction is
     nearer than the formula of independent tokens.
     """

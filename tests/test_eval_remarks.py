@@ -1,10 +1,8 @@
 """Remarks: what makes figures mean less than they seem to is found, said everywhere, and an error with --strict."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafts.make.widen import widen
@@ -28,7 +26,7 @@ def model(parameters: int, fingerprint: str, kind: str = "draft") -> ModelRow:
     )  # fmt: skip
 
 
-def test_prompts_that_two_sets_share_are_counted() -> None:
+def test_prompts_that_two_sets_share_are_counted():
     prose, code = suite("prose", "id", TEXT, (1, 2, 3)), suite("code", "ood", (1, 2, 3), (4, 5, 6), TEXT)
     (remark,) = remarks.of_prompts([prose, code])
     assert remark["about"] == "same_prompts"
@@ -36,7 +34,7 @@ def test_prompts_that_two_sets_share_are_counted() -> None:
     assert remarks.of_prompts([prose, suite("code", "ood", (4, 5, 6))]) == []
 
 
-def test_near_duplicates_share_most_of_their_runs_of_tokens() -> None:
+def test_near_duplicates_share_most_of_their_runs_of_tokens():
     prose = suite("prose", "id", TEXT)
     # One token at the end changed: 35 of 37 runs of five are shared. In the middle: 31 of 41.
     near, far = (*TEXT[:-1], 7), (*TEXT[:20], 7, *TEXT[21:])
@@ -46,7 +44,7 @@ def test_near_duplicates_share_most_of_their_runs_of_tokens() -> None:
     assert remarks.of_prompts([prose, suite("code", "ood", far, TEXT[:20], ())]) == []
 
 
-def test_prompts_that_a_draft_was_trained_on_are_found_by_the_hashes_in_its_checkpoint(tmp_path: Path) -> None:
+def test_prompts_that_a_draft_was_trained_on_are_found_by_the_hashes_in_its_checkpoint(tmp_path):
     write_prompt_hashes(tmp_path, [prompt_hash(ids) for ids in (TEXT, [9, 9], TEXT)])
     kept = read_prompt_hashes(tmp_path)
     assert kept is not None and kept.dtype == np.uint64 and len(kept) == 2 and kept[0] < kept[1]
@@ -56,14 +54,14 @@ def test_prompts_that_a_draft_was_trained_on_are_found_by_the_hashes_in_its_chec
     assert remark["text"].startswith("prose (ID): draft mine was trained on 1 of its 2 prompts")
 
 
-def test_drafts_that_are_not_smaller() -> None:
+def test_drafts_that_are_not_smaller():
     models = {"target": model(100, "t"), "a": model(100, "x"), "b": model(10, "x"), "c": model(500, "y", "medusa")}
     large, head = remarks.of_models(models, "nf4")
     assert large["about"] == "large_draft" and large["text"].startswith("draft a: has 100 parameters, the target 100")
     assert head["about"] == "options" and "draft c: is a head, and --quantize_draft nf4 does not apply" in head["text"]
 
 
-def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ() -> None:
+def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ():
     quiet = Conditions(domain="prose", temperature=1.0, load=[1.8, 2.2], spread=0.03, busy=False)
     assert remarks.of_timing([quiet], cpus=2) == [] == remarks.of_timing([], cpus=2)
     loaded, uneven = quiet | {"load": [2.0, 3.4]}, quiet | {"spread": 0.4}
@@ -74,9 +72,7 @@ def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ() -> None:
     assert "vary by 40%, IQR/median" in other["text"]
 
 
-def test_a_target_that_is_padded_is_no_large_model_and_a_missing_kernel_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_target_that_is_padded_is_no_large_model_and_a_missing_kernel_is_said(monkeypatch):
     monkeypatch.setattr(remarks, "missing_kernel", lambda device: None)
     config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     small = LlamaForCausalLM(config)

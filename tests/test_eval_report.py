@@ -41,13 +41,13 @@ CHROMIUM = next(
         (-0.1, 0.1, "lowered acceptance in distribution .*; out of distribution it gained"),
     ],
 )
-def test_what_alignment_changed_is_what_the_intervals_allow(gain_id: float, gain_ood: float, says: str) -> None:
+def test_what_alignment_changed_is_what_the_intervals_allow(gain_id, gain_ood, says):
     head = lead(view({"base": BASE, "mine": {"id": gain_id, "ood": gain_ood}}, BOTH))
     assert len(head.changes) == 2 and head.changes[0].startswith("At T = 0, alignment ")
     assert re.search(says, head.changes[1]), head.changes
 
 
-def test_the_worst_set_stands_beside_the_pool_and_a_loss_is_no_share() -> None:
+def test_the_worst_set_stands_beside_the_pool_and_a_loss_is_no_share():
     document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": -0.1}}, {"prose": "id", "code": "ood", "talk": "ood"})
     for row in document["rows"]:
         if row["figure"] == "gain" and row["domain"] == "talk":
@@ -59,7 +59,7 @@ def test_the_worst_set_stands_beside_the_pool_and_a_loss_is_no_share() -> None:
     assert re.fullmatch(r"[\d.]+ points lost", drafts.rows[0]["of the ID gain"])
 
 
-def test_the_best_of_several_drafts_leads() -> None:
+def test_the_best_of_several_drafts_leads():
     head = lead(view({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": 0}}, BOTH))
     together = "the best of 2 alignments in and out of distribution together,"
     assert head.changes[1].startswith(f"At T = 1, b, {together} raised")
@@ -71,7 +71,7 @@ def test_the_best_of_several_drafts_leads() -> None:
     assert head.changes[1].startswith("At T = 1, b, the best of 2 alignments, raised")
 
 
-def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_curve() -> None:
+def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_curve():
     results = view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
     calls, verifying = (list(results.rows(name)) for name in ("draft_call", "verify"))
     cells = [(row["draft"], row["domain"], row["temperature"], row["tree"]) for row in calls]
@@ -95,7 +95,7 @@ def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_cur
         assert {text.get_text() for text in ax.texts} == {"68M for 7B", "160M for 13B", "EAGLE head for 7B"}
 
 
-def test_the_legend_of_many_drafts_of_long_names_is_within_its_figure() -> None:
+def test_the_legend_of_many_drafts_of_long_names_is_within_its_figure():
     drafts: dict[str, dict[SuiteKind, float]] = {f"Wide-WWWWWWWWWWWWWWW-{index}": BASE for index in range(10)}
     look = Look(LIGHT, roles_of(list(drafts), next(iter(drafts))))
     assert len({(look.colour(draft), look.marker(draft)) for draft in drafts}) == 10
@@ -110,7 +110,7 @@ def lines(results: Results, title: str) -> list[Any]:
     return next(list(table.rows) for table in tables(results) if table.title.startswith(title))
 
 
-def test_decoding_is_shown_with_headroom_and_nodes_and_a_dash_for_what_is_undefined(tmp_path: Path) -> None:
+def test_decoding_is_shown_with_headroom_and_nodes_and_a_dash_for_what_is_undefined(tmp_path):
     (file := tmp_path / "wide.json").write_text('{"parents": [-1, -1]}')
     trees = (f"static:{file}", "eagle2:depth=2,beam=3,nodes=6")
     rows = lines(view({"base": BASE}, {"prose": "id"}, trees=trees, verifiers=("exact",), offered=False), "Decoding")
@@ -122,14 +122,14 @@ def test_decoding_is_shown_with_headroom_and_nodes_and_a_dash_for_what_is_undefi
     assert [row["headroom [95 %]"] for row in rows] == ["–", "1.14 [1.14, 1.14]"]
 
 
-def test_one_prompt_or_one_draft_claims_nothing() -> None:
+def test_one_prompt_or_one_draft_claims_nothing():
     one = lead(view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, prompts=1))
     assert one.headline.startswith("Not decided: too few prompts") and "on too few prompts to judge" in one.changes[0]
     alone = lead(view({"base": BASE}, {"prose": "id"}))
     assert alone.changes[0] == "At T = 0, the target accepts 50 % of what base drafts in distribution."
 
 
-def test_outputs_that_differ_are_told_with_how_near_a_tie_they_were() -> None:
+def test_outputs_that_differ_are_told_with_how_near_a_tie_they_were():
     drafts: dict[str, dict[SuiteKind, float]] = {"base": BASE}
     assert "Lossless: at temperature 0, 24 of 24" in lead(view(drafts, {"prose": "id"})).lossless
     tie = lead(view(drafts, {"prose": "id"}, same=23, gap=1e-4)).lossless
@@ -137,7 +137,7 @@ def test_outputs_that_differ_are_told_with_how_near_a_tie_they_were() -> None:
     assert "more than rounding explains" in lead(view(drafts, {"prose": "id"}, same=23, gap=0.5)).lossless
 
 
-def test_everything_from_outside_is_escaped() -> None:
+def test_everything_from_outside_is_escaped():
     """Law 9."""
     evil = "<script>alert(1)</script>"
     page = render_page(view({"base": BASE, evil: {"id": 0.2, "ood": 0.1}}, {"prose": "id", f"x{evil}$y$": "ood"}))
@@ -145,7 +145,7 @@ def test_everything_from_outside_is_escaped() -> None:
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\((?!#)|@import""", page)
 
 
-def test_a_lossy_verifier_is_marked_beside_its_figures_and_speaks_for_no_draft() -> None:
+def test_a_lossy_verifier_is_marked_beside_its_figures_and_speaks_for_no_draft():
     drafts: dict[str, dict[SuiteKind, float]] = {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}
     found = made_up(drafts, BOTH, same=20, gap=3.0, verifiers=("typical", "exact"))
     for row in found["rows"]:
@@ -160,7 +160,7 @@ def test_a_lossy_verifier_is_marked_beside_its_figures_and_speaks_for_no_draft()
     assert "The others are lossless: at temperature 0, 96 of 96" in head.lossless
 
 
-def test_memory_latency_and_quantisation_are_shown() -> None:
+def test_memory_latency_and_quantisation_are_shown():
     found = made_up({"base": BASE}, {"prose": "id"})
     found["models"]["target"]["quantize"] = "nf4"
     results = Results(found, Path())
@@ -173,11 +173,11 @@ def test_memory_latency_and_quantisation_are_shown() -> None:
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (5_430_000_000, "5.43 GB")])
-def test_bytes_for_people(size: int, text: str) -> None:
+def test_bytes_for_people(size, text):
     assert memory(size) == text
 
 
-def test_zero_has_no_sign() -> None:
+def test_zero_has_no_sign():
     zeros = [number(-0.0004), number(-0.04, 1), percent(-0.004), number(-0.0004, sign=True)]
     assert zeros == ["0.000", "0.0", "0 %", "0.000"]
     others = [number(-0.04), percent(-0.04), number(0.04, sign=True)]
@@ -185,7 +185,7 @@ def test_zero_has_no_sign() -> None:
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pages(tmp_path_factory):
     """A page of one draft on one domain, and one of five long-named drafts on eight domains."""
     root = tmp_path_factory.mktemp("pages")
     (root / "small.html").write_text(render_page(view({"base": BASE}, {"prose": "id"})))
@@ -202,7 +202,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("name", ["small", "large"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_fits_a_phone_and_a_laptop(pages: Path, tmp_path: Path, name: str, width: int) -> None:
+def test_the_page_fits_a_phone_and_a_laptop(pages, tmp_path, name, width):
     said = _in_chromium(
         tmp_path,
         (pages / f"{name}.html").read_text(),
@@ -247,13 +247,13 @@ GAINS: dict[str, dict[SuiteKind, float]] = {"base": BASE, "mine": {"id": 0.2, "o
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
+def results():
     suites: dict[str, SuiteKind] = {"prose": "id", "code": "ood", "talk": "ood"}
     document = made_up(GAINS, suites, trees=("chain:2", "kary:2,1"), verifiers=("exact",))
     return Results(document, Path())
 
 
-def test_every_figure_is_the_one_that_was_asked_for(results: Results) -> None:
+def test_every_figure_is_the_one_that_was_asked_for(results):
     for row in results.document["rows"]:
         cell = (row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"])
         assert row in results.series(row["figure"], *cell)
@@ -281,20 +281,20 @@ def test_every_figure_is_the_one_that_was_asked_for(results: Results) -> None:
         (lambda r: r.to_frame("speedups"), "no figure 'speedups'; did you mean speedup?"),
     ],
 )
-def test_a_name_that_is_not_there_is_answered_with_those_that_are(results: Results, ask: Any, said: str) -> None:
+def test_a_name_that_is_not_there_is_answered_with_those_that_are(results, ask, said):
     with pytest.raises(InputError) as caught:
         ask(results)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_figure_of_the_report_is_one_call_and_a_repr_is_a_line(results: Results, tmp_path: Path) -> None:
+def test_a_figure_of_the_report_is_one_call_and_a_repr_is_a_line(results, tmp_path):
     results.plot("alpha").savefig(tmp_path / "alpha.png")
     assert (tmp_path / "alpha.png").stat().st_size > 5000 and len(repr(results)) < 200
     with pytest.raises(InputError, match="no figure 'alhpa'; did you mean alpha?"):
         results.plot("alhpa")
 
 
-def test_what_eval_prints_is_the_decision_and_a_row_by_draft_and_set(results: Results) -> None:
+def test_what_eval_prints_is_the_decision_and_a_row_by_draft_and_set(results):
     headline, *table = headline_and_table(results)
     assert headline == lead(results).headline
     text = "\n".join(table)
@@ -303,7 +303,7 @@ def test_what_eval_prints_is_the_decision_and_a_row_by_draft_and_set(results: Re
         assert sum(f" {draft} " in line for line in text.splitlines()) == len(results.domains())
 
 
-def test_the_table_is_a_frame(results: Results) -> None:
+def test_the_table_is_a_frame(results):
     everything = results.to_frame()
     assert list(everything.columns)[:5] == ["figure", "draft", "domain", "kind", "temperature"]
     assert len(everything) == len(results.document["rows"])
@@ -321,7 +321,7 @@ def test_the_table_is_a_frame(results: Results) -> None:
     assert list(wide.columns) == [1, 2] and len(wide) == 2 * 3 * 2 * 2
 
 
-def test_loading_by_file_or_directory_and_nothing_else(results: Results, tmp_path: Path) -> None:
+def test_loading_by_file_or_directory_and_nothing_else(results, tmp_path):
     Results(results.document, tmp_path).write()
     found = [Results.load(where).document for where in (tmp_path, str(tmp_path / "results.json"))]
     assert found == [json.loads(json.dumps(results.document))] * 2
@@ -329,7 +329,7 @@ def test_loading_by_file_or_directory_and_nothing_else(results: Results, tmp_pat
         Results.load(tmp_path / "gone")
 
 
-def test_reading_results_needs_no_torch() -> None:
+def test_reading_results_needs_no_torch():
     code = "import sys, eval.results; print({'torch', 'transformers', 'matplotlib', 'pandas'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"

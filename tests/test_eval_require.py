@@ -15,7 +15,6 @@ from eval.config import EvalConfig
 from eval.request import check
 from eval.results import Results
 from eval.schema import ResultsDocument
-from tests.door import Door
 from tests.results_made_up import BASE, BOTH, made_up
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +22,7 @@ GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["prose=h.jsonl"], 
 
 
 @pytest.fixture
-def results() -> Results:
+def results():
     """Figures at T=1; at T=0 all of alpha is 0.1 higher. Nothing was timed."""
     document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, trees=("chain:4",), timed=False)
     alphas: dict[tuple[str, str], tuple[float, float | None, float | None]] = {
@@ -52,7 +51,7 @@ def _unmet(results: Results, *texts: str) -> tuple[str, ...]:
     return ()
 
 
-def test_a_requirement_is_judged_on_the_bound_and_not_on_the_figure(results: Results) -> None:
+def test_a_requirement_is_judged_on_the_bound_and_not_on_the_figure(results):
     assert not _unmet(results, "alpha[prose T=1] >= 0.45", "alpha[prose T=1] <= 0.55", "alpha[prose T=1]>0.449")
     (low,) = _unmet(results, "alpha[prose T=1] > 0.45")
     assert "mine on prose at T=1: alpha 0.5000, 95 % interval [0.4500, 0.5500]; its low bound is not > 0.45" in low
@@ -60,13 +59,13 @@ def test_a_requirement_is_judged_on_the_bound_and_not_on_the_figure(results: Res
     assert "its high bound is not < 0.55" in high
 
 
-def test_what_is_left_open_is_required_of_every_draft_but_the_base(results: Results) -> None:
+def test_what_is_left_open_is_required_of_every_draft_but_the_base(results):
     assert len(_unmet(results, "alpha[prose] >= 0.9")) == 2  # two temperatures, one draft
     assert len(_unmet(results, "alpha >= 0.9")) == 4  # two prompt sets
     assert not _unmet(results, "alpha[prose draft=base T=1] >= 0.28", "gain[ood] > 0")
 
 
-def test_no_interval_and_no_value_are_unmet(results: Results) -> None:
+def test_no_interval_and_no_value_are_unmet(results):
     (line,) = _unmet(results, "alpha[code T=1] > 0.1")
     assert "has no interval to judge; use more prompts" in line
     (line,) = _unmet(results, "transfer[code T=1] > 0.1")
@@ -90,14 +89,14 @@ def test_no_interval_and_no_value_are_unmet(results: Results) -> None:
         ("transfer[prose] > 0", "domain 'prose' is not measured"),
     ],
 )
-def test_a_wrong_requirement_is_refused_before_anything_is_measured(text: str, message: str) -> None:
+def test_a_wrong_requirement_is_refused_before_anything_is_measured(text, message):
     with pytest.raises(InputError, match="--require") as caught:
         check(replace(GOOD, require=[text]))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_what_the_run_would_not_measure_is_refused() -> None:
+def test_what_the_run_would_not_measure_is_refused():
     with pytest.raises(InputError, match="times nothing"):
         check(replace(GOOD, require=["speedup > 1"], speed_prompts=0))
     with pytest.raises(InputError, match="needs sets out of distribution; add --ood"):
@@ -107,9 +106,7 @@ def test_what_the_run_would_not_measure_is_refused() -> None:
     assert check(replace(GOOD, draft=["base=b"], require=["alpha[ood T=1.0] > 0"])).base == "base"
 
 
-def test_the_command_ends_with_3_and_one_line_for_each(
-    door: Door, target_dir: str, draft_dir: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_the_command_ends_with_3_and_one_line_for_each(door, target_dir, draft_dir, prompts_file, tmp_path):
     words = (
         f"eval --target {target_dir} --draft mine={draft_dir} --id prose={prompts_file} --out {tmp_path} --tree chain:1"
     )
@@ -126,7 +123,7 @@ def test_the_command_ends_with_3_and_one_line_for_each(
     assert not (tmp_path / "report.html").exists()  # nothing is drawn for a requirement that cannot be judged
 
 
-def test_the_published_schema_is_that_of_the_types_and_holds_for_results() -> None:
+def test_the_published_schema_is_that_of_the_types_and_holds_for_results():
     file, schema = ROOT / "docs" / "results.schema.json", TypeAdapter(ResultsDocument).json_schema()
     for each in (schema, *schema["$defs"].values()):
         each["additionalProperties"] = False
@@ -144,7 +141,7 @@ def test_the_published_schema_is_that_of_the_types_and_holds_for_results() -> No
 
 
 @pytest.mark.parametrize("text", ['{"schema_version": 1}', "[]"])
-def test_results_of_another_version_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
+def test_results_of_another_version_are_refused_in_one_line(tmp_path, text):
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(InputError, match="made by another version .*; evaluate again"):
         Results.load(tmp_path)

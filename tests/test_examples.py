@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tests.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
-def adapt() -> ModuleType:
+def adapt():
     spec = importlib.util.spec_from_file_location("adapt", ROOT / "examples" / "adapt.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -23,8 +22,8 @@ def adapt() -> ModuleType:
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
-    adapt: ModuleType, target_dir: str, draft_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    adapt, target_dir, draft_dir, tmp_path, capsys
+):
     answer = " over the lazy dog and the dog does not mind"
     rows: list[Any] = []
     for number in range(20):

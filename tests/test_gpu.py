@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
-from decode import DraftModelProposer, PromptLookupProposer, Proposer, SpeculativeDecoder
+from decode import DraftModelProposer, PromptLookupProposer, SpeculativeDecoder
 from draftsmith_core.sampling import Sampling
 from tests.tiny_models import random_llama
 from train.batch import Batch
@@ -36,7 +36,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 @pytest.mark.parametrize("tree", ["chain:3", "kary:2,2", "chain:4,stop=0.3", "eagle2:depth=3,beam=2,nodes=5", None])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_graphs_decode_as_eager(tree: str | None, rows: int) -> None:
+def test_graphs_decode_as_eager(tree, rows):
     target, draft = llama(1), llama(2)
     for temperature in (0.0, 1.0):
         found = []
@@ -53,7 +53,7 @@ def test_graphs_decode_as_eager(tree: str | None, rows: int) -> None:
 
 
 @pytest.mark.parametrize("proposer", [None, PromptLookupProposer()])
-def test_graphs_of_a_models_own_forward(proposer: Proposer | None) -> None:
+def test_graphs_of_a_models_own_forward(proposer):
     model: PreTrainedModel = gpt2()
     found = [
         SpeculativeDecoder(model, proposer, compile=graphs).generate(PROMPTS, max_new_tokens=24, eos_ids=()).generations
@@ -62,7 +62,7 @@ def test_graphs_of_a_models_own_forward(proposer: Proposer | None) -> None:
     assert [each.output_ids for each in found[0]] == [each.output_ids for each in found[1]]
 
 
-def test_a_gpu_decodes_as_a_cpu() -> None:
+def test_a_gpu_decodes_as_a_cpu():
     on_gpu, on_cpu = (
         SpeculativeDecoder(llama(1, device), DraftModelProposer(llama(2, device)), "kary:2,2").generate(
             PROMPTS, max_new_tokens=24, eos_ids=()
@@ -72,7 +72,7 @@ def test_a_gpu_decodes_as_a_cpu() -> None:
     assert [each.output_ids for each in on_gpu.generations] == [each.output_ids for each in on_cpu.generations]
 
 
-def test_a_training_step_is_that_of_a_cpu() -> None:
+def test_a_training_step_is_that_of_a_cpu():
     ids = torch.randint(61, (3, 40), generator=torch.Generator().manual_seed(0))
     gradients = []
     for device in ("cuda", "cpu"):

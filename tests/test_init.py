@@ -23,9 +23,7 @@ def decoded(door: Door, target: str, *draft: object) -> str:
     return said.splitlines()[0]
 
 
-def test_a_pruned_draft_of_all_layers_is_the_target(
-    door: Door, target_dir: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_a_pruned_draft_of_all_layers_is_the_target(door, target_dir, prompts_file, tmp_path):
     words = ("--prompts", prompts_file, "--max_new_tokens", 12)
     found = made(door, target_dir, tmp_path / "d", "--method", "prune", "--num_layers", 2, *words)
     assert found["alpha"] == pytest.approx(1.0, abs=1e-5) and found["positions"] > 20
@@ -36,9 +34,7 @@ def test_a_pruned_draft_of_all_layers_is_the_target(
 
 
 @pytest.mark.parametrize("method", ["prune", "fresh", "transplant"])
-def test_what_is_made_decodes_losslessly(
-    method: str, door: Door, target_dir: str, donor_dir: str, prompts_file: str, tmp_path: Path
-) -> None:
+def test_what_is_made_decodes_losslessly(method, door, target_dir, donor_dir, prompts_file, tmp_path):
     words: dict[str, tuple[object, ...]] = {
         "prune": ("--method", "prune", "--num_layers", 1, "--intermediate_size", 12),
         "fresh": ("--method", "fresh", "--cost", 0.6),
@@ -57,8 +53,8 @@ def test_what_is_made_decodes_losslessly(
 
 
 def test_a_draft_of_the_commonest_tokens_is_whole_on_disk_and_decodes_losslessly(
-    door: Door, target_dir: str, prompts_file: str, distilled: str, tmp_path: Path
-) -> None:
+    door, target_dir, prompts_file, distilled, tmp_path
+):
     words = ("--method", "prune", "--num_layers", 1, "--prompts", prompts_file, "--max_new_tokens", 8)
     whole = made(door, target_dir, tmp_path / "whole", *words)
     part = made(door, target_dir, tmp_path / "part", *words, "--draft_vocab_size", 40, "--data", distilled)
@@ -73,7 +69,7 @@ def test_a_draft_of_the_commonest_tokens_is_whole_on_disk_and_decodes_losslessly
     assert decoded(door, target_dir) == decoded(door, target_dir, "--draft", tmp_path / "part")
 
 
-def test_a_recurrent_target_is_refused_in_one_line(door: Door, target_dir: str, tmp_path: Path) -> None:
+def test_a_recurrent_target_is_refused_in_one_line(door, target_dir, tmp_path):
     config = MambaConfig(vocab_size=290, hidden_size=16, num_hidden_layers=1)
     MambaForCausalLM(config).save_pretrained(tmp_path / "target")
     AutoTokenizer.from_pretrained(target_dir).save_pretrained(tmp_path / "target")

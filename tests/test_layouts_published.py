@@ -51,7 +51,7 @@ LAYER_KEYS: dict[str, Any] = SHAPE | dict(
 
 
 @pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
+def target():
     return tiny_family("llama", 1, 0.0, **SHAPE)
 
 
@@ -94,7 +94,7 @@ def eagle(target: PreTrainedModel, rope: dict[str, Any] | None = None, **variant
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
-def test_eagle_of_its_authors(bias: bool, file: str, target: PreTrainedModel, tmp_path: Path) -> None:
+def test_eagle_of_its_authors(bias, file, target, tmp_path):
     """yuhuili/EAGLE-Vicuna-7B-v1.3 has a bias and no key for it, yuhuili/EAGLE-LLaMA3-Instruct-8B the key, false."""
     head = eagle(target, bias=bias)
     tensors = head.state_dict() | {"embed_tokens.weight": head.borrowed.embedding_weight}
@@ -105,7 +105,7 @@ def test_eagle_of_its_authors(bias: bool, file: str, target: PreTrainedModel, tm
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2"])
-def test_eagle_for_other_families(family: str, tmp_path: Path) -> None:
+def test_eagle_for_other_families(family, tmp_path):
     """yuhuili/EAGLE-mixtral-instruct-8x7B names the family; EAGLE-Qwen2-7B-Instruct has biases in q, k and v."""
     torch.manual_seed(2)
     own: PreTrainedModel
@@ -211,16 +211,14 @@ EAGLE3 = {
 
 
 @pytest.mark.parametrize("name", EAGLE3)
-def test_eagle3(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
+def test_eagle3(name, target, tmp_path):
     values, tensors, file, options = EAGLE3[name]
     head = eagle3(target, **options)
     check(write(tmp_path / "head", values, tensors(head), file), head, target)
 
 
 @pytest.mark.parametrize("ids", [DRAFT_VOCAB, None])
-def test_eagle3_without_a_projection_reads_the_targets(
-    ids: list[int] | None, target: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_eagle3_without_a_projection_reads_the_targets(ids, target, tmp_path):
     head = eagle3(target, ids)
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head.weight[ids or slice(None)])
@@ -263,7 +261,7 @@ SPECULATORS: dict[str, Any] = {
         {"ids": None, "norm_before_residual": True},
     ],
 )
-def test_eagle3_of_speculators(options: dict[str, Any], target: PreTrainedModel, tmp_path: Path) -> None:
+def test_eagle3_of_speculators(options, target, tmp_path):
     head = eagle3(target, **options)
     layer = LAYER | ({"model_type": "qwen3"} if options.get("qk_norm") else {})
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -275,7 +273,7 @@ def test_eagle3_of_speculators(options: dict[str, Any], target: PreTrainedModel,
     check(write(tmp_path / "head", values, renamed(tensors), "model.safetensors"), head, target)
 
 
-def test_speculators_that_cannot_be_run_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_speculators_that_cannot_be_run_are_refused(target, tmp_path):
     tensors = renamed(eagle3(target, norm_before_residual=True).state_dict())
     for changes, message in (
         ({"transformer_layer_config": LAYER | {"num_hidden_layers": 2}}, "'num_hidden_layers' is 2"),
@@ -287,7 +285,7 @@ def test_speculators_that_cannot_be_run_are_refused(target: PreTrainedModel, tmp
             load_head(path, target)
 
 
-def test_medusa_of_its_authors(target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_medusa_of_its_authors(target, tmp_path, caplog):
     """FasterDecoding/medusa-vicuna-7b-v1.3: its config says two heads, its file holds more; medusa-1.0-*: the target's
     config with two keys more, its weights beside the heads; the first Medusa reads the target's projection.
     """
@@ -310,7 +308,7 @@ def test_medusa_of_its_authors(target: PreTrainedModel, tmp_path: Path, caplog: 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_medusa_as_vllm_names_it(shared: bool, bias: bool, target: PreTrainedModel, tmp_path: Path) -> None:
+def test_medusa_as_vllm_names_it(shared, bias, target, tmp_path):
     heads: Any = stirred(MedusaHeads.fresh(target, num_heads=3, num_layers=2)).eval()
     tensors = {}
     with torch.no_grad():
@@ -345,7 +343,7 @@ HYDRA = {
 }
 
 
-def test_hydra_of_its_authors(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_hydra_of_its_authors(target, tmp_path):
     """ankner/hydra-vicuna-7b-v1.3: a projection with a bias per head, a bias beside the first block."""
     config = HydraConfig(hidden_size=H, vocab_size=V, num_heads=3, num_layers=2, own_projection=True, skip_bias=True)
     heads = stirred(HydraHeads(config, target)).eval()
@@ -383,7 +381,7 @@ def block(kind: str, target: PreTrainedModel, **options: Any) -> BlockHead:
     return made
 
 
-def test_dflash_of_z_lab_and_jetspec(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_dflash_of_z_lab_and_jetspec(target, tmp_path):
     """z-lab/Qwen3-8B-DFlash-b16; JetSpec's has `causal_head`, and vLLM reads `causal`."""
     head = block("dflash", target)
     assert {"fc.weight", "hidden_norm.weight", "norm.weight"} < head.state_dict().keys()
@@ -395,7 +393,7 @@ def test_dflash_of_z_lab_and_jetspec(target: PreTrainedModel, tmp_path: Path) ->
         check(write(tmp_path / name, values, causal.state_dict(), "model.safetensors"), causal, target)
 
 
-def test_block_drafters_with_windows(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_block_drafters_with_windows(target, tmp_path):
     """XiaomiMiMo's say `use_swa`; z-lab's of Gemma 4 have layer types, and are causal in layers with a window."""
     head = block("dflash", target, window=3)
     tensors = head.state_dict()
@@ -410,7 +408,7 @@ def test_block_drafters_with_windows(target: PreTrainedModel, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_dspark_of_deepspec_and_of_speculators(reduced: bool, target: PreTrainedModel, tmp_path: Path) -> None:
+def test_dspark_of_deepspec_and_of_speculators(reduced, target, tmp_path):
     """deepseek-ai/dspark_qwen3_8b_block7; in speculators auxiliary ids are one higher, and lm_head holds the rows."""
     head = block("dspark", target, **({"draft_vocab": DRAFT_VOCAB} if reduced else {}))
     more = {"markov_rank": head.config.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": True}
@@ -428,16 +426,14 @@ def test_dspark_of_deepspec_and_of_speculators(reduced: bool, target: PreTrained
             load_head(write(tmp_path / "other", values, tensors, "model.safetensors"), target)
 
 
-def test_every_layout_is_in_the_table_and_documented() -> None:
+def test_every_layout_is_in_the_table_and_documented():
     assert {layout.kind for layout in LAYOUTS.values()} == set(HEADS)
     page = (Path(__file__).parents[1] / "docs" / "files.md").read_text(encoding="utf-8")
     for layout in LAYOUTS.values():
         assert layout.title in page or "SGLang" in layout.title, layout.title
 
 
-def test_a_head_by_its_name_on_the_hub(
-    target: PreTrainedModel, draft_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_by_its_name_on_the_hub(target, draft_dir, tmp_path, monkeypatch):
     """From the hub's cache, as it lies there after a download; a language model's name is left to transformers."""
     head = eagle3(target)
     for name, source in (("EAGLE3", None), ("lm", Path(draft_dir))):

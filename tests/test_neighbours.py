@@ -49,12 +49,12 @@ pytestmark = pytest.mark.engines
 
 
 @pytest.fixture(scope="module")
-def pair() -> ds.Pair:
+def pair():
     return ds.load_pair(str(PAIR / "target"), draft=str(PAIR / "base"), device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def prompts(pair: ds.Pair) -> list[list[int]]:
+def prompts(pair):
     return [pair.encode(text) for text in TEXTS]
 
 
@@ -62,12 +62,12 @@ Outputs = list[ds.Output]
 
 
 @pytest.fixture(scope="module")
-def ours(pair: ds.Pair, prompts: list[list[int]]) -> Outputs:
+def ours(pair, prompts):
     return decoded(pair, prompts, TOKENS)
 
 
 @pytest.fixture(scope="module")
-def after_one(pair: ds.Pair, prompts: list[list[int]], ours: Outputs) -> Outputs:
+def after_one(pair, prompts, ours):
     """Ours where the first token is given: some engines take it from the prompt's forward and draft only then."""
     longer = [prompt + out.output_ids[:1] for prompt, out in zip(prompts, ours, strict=True)]
     return decoded(pair, longer, TOKENS - 1)
@@ -80,7 +80,7 @@ def decoded(pair: ds.Pair, prompts: list[list[int]], tokens: int) -> Outputs:
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def exports(tmp_path_factory):
     """The pair in a format, made once."""
     place, made = tmp_path_factory.mktemp("exports"), {}
 
@@ -105,7 +105,7 @@ def equal_but_for_the_last_step(theirs: list[int], ours: list[int]) -> bool:
     return all(mine - its in (0, 1) for its, mine in zip(theirs, ours, strict=True))
 
 
-def test_transformers_assistant_model(pair: ds.Pair, prompts: list[list[int]], ours: Outputs) -> None:
+def test_transformers_assistant_model(pair, prompts, ours):
     target, draft = (load_model(str(PAIR / role), device="cpu") for role in ("target", "base"))
     draft.generation_config.num_assistant_tokens = AHEAD
     draft.generation_config.num_assistant_tokens_schedule = "constant"
@@ -121,7 +121,7 @@ def test_transformers_assistant_model(pair: ds.Pair, prompts: list[list[int]], o
         assert len(calls) == out.stats.target_calls
 
 
-def test_openvino_genai(prompts: list[list[int]], ours: Outputs, after_one: Outputs, tmp_path: Path) -> None:
+def test_openvino_genai(prompts, ours, after_one, tmp_path):
     python = engine("openvino")
     models = {role: openvino_ir(str(PAIR / role), tmp_path / role) for role in ("target", "base")}
     request = {"prompts": prompts, "max_new_tokens": TOKENS, "threads": 1, "assistant_tokens": [0, AHEAD]}
@@ -137,7 +137,7 @@ def test_openvino_genai(prompts: list[list[int]], ours: Outputs, after_one: Outp
     assert all(0 <= mine - row["accepted"] <= AHEAD for row, mine in pairs)
 
 
-def test_onnxruntime_genai(exports: Any, prompts: list[list[int]], ours: Outputs, tmp_path: Path) -> None:
+def test_onnxruntime_genai(exports, prompts, ours, tmp_path):
     python = engine("openvino")
     models = exports("hf")
     request = {"prompts": prompts, "max_new_tokens": TOKENS, "threads": 1, "assistant_tokens": [AHEAD]}
@@ -150,7 +150,7 @@ def test_onnxruntime_genai(exports: Any, prompts: list[list[int]], ours: Outputs
     assert equal_but_for_the_last_step([row["stats"]["draft_tokens_accepted"] for row in rows], accepted(ours))
 
 
-def test_llama_cpp(exports: Any, pair: ds.Pair, prompts: list[list[int]], ours: Outputs, after_one: Outputs) -> None:
+def test_llama_cpp(exports, pair, prompts, ours, after_one):
     server = engine("llama-server")
     models = {role: str(path / "model.gguf") for role, path in exports("gguf").items()}
     words = f"--spec-type draft-simple --spec-draft-n-max {AHEAD} -c 512 -np 1 -t 1 -fa off".split()
@@ -166,14 +166,12 @@ def test_llama_cpp(exports: Any, pair: ds.Pair, prompts: list[list[int]], ours: 
 
 
 @pytest.fixture(scope="module")
-def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def learnt(tmp_path_factory):
     """An EAGLE-3 head that has learnt the target's own answers to the prompts, so that some of its drafts are right."""
     return learn("eagle3", str(PAIR / "target"), TEXTS, tmp_path_factory.mktemp("learnt"), draft_vocab_size=2048)
 
 
-def test_llama_cpp_accepts_of_an_eagle3_head_what_we_accept(
-    learnt: Path, exports: Any, prompts: list[list[int]], ours: Outputs, tmp_path: Path
-) -> None:
+def test_llama_cpp_accepts_of_an_eagle3_head_what_we_accept(learnt, exports, prompts, ours, tmp_path):
     server = engine("llama-server")
     target = str(PAIR / "target")
     config = ds.ExportConfig(
@@ -194,7 +192,7 @@ def test_llama_cpp_accepts_of_an_eagle3_head_what_we_accept(
     assert sum(accepted(mine)) > len(TEXTS), "hardly anything was accepted, so nothing was compared"
 
 
-def test_llama_cpp_cuts_text_with_the_spelling_of_sentencepiece(tmp_path: Path) -> None:
+def test_llama_cpp_cuts_text_with_the_spelling_of_sentencepiece(tmp_path):
     """Its own converter gives every token of such a tokenizer the same score, and cuts text wrongly."""
     model = ROOT.parent / "shared" / "models" / "stories260k"
     if not model.is_dir():
@@ -227,7 +225,7 @@ FAMILIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_llama_cpp_continues_as_models_of_every_family_do(family: str, tmp_path: Path) -> None:
+def test_llama_cpp_continues_as_models_of_every_family_do(family, tmp_path):
     """`export` itself compares 24 greedy tokens, and raises where they differ."""
     engine("llama-server")
     stirred(FAMILIES[family](), 0.3).save_pretrained(tmp_path / "model")
@@ -237,7 +235,7 @@ def test_llama_cpp_continues_as_models_of_every_family_do(family: str, tmp_path:
 
 
 @pytest.fixture(scope="module")
-def eagle3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Eagle3Head, Path]:
+def eagle3(tmp_path_factory):
     """A head on the demo's target with parameters away from where they began, and its directory."""
     target = load_model(str(PAIR / "target"), device="cpu")
     head = stirred(Eagle3Head.fresh(target, draft_vocab=range(0, 4096, 2)), 0.02)
@@ -247,13 +245,13 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Eagle3Head, Path]:
 
 
 @pytest.fixture
-def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_vllm(monkeypatch):
     """Where both are here, vLLM proves the layout (test_neighbours_vllm.py)."""
     monkeypatch.setitem(PROGRAMS, "vllm", ("-", "-"))
 
 
 @pytest.mark.usefixtures("without_vllm")
-def test_speculators(eagle3: tuple[Eagle3Head, Path], tmp_path: Path) -> None:
+def test_speculators(eagle3, tmp_path):
     engine("speculators")
     out = tmp_path / "out"
     summary = ds.export(
@@ -262,7 +260,7 @@ def test_speculators(eagle3: tuple[Eagle3Head, Path], tmp_path: Path) -> None:
     assert summary["proof"]["engine"].startswith("speculators") and summary["proof"]["max_difference"] < 1e-4
 
 
-def test_speculators_convert_gives_what_we_read(eagle3: tuple[Eagle3Head, Path], tmp_path: Path) -> None:
+def test_speculators_convert_gives_what_we_read(eagle3, tmp_path):
     """Its own converter on a checkpoint as we save it: what it writes is the same head to us."""
     head, path = eagle3
     program, out = engine("speculators").with_name("speculators"), tmp_path / "out"
@@ -283,9 +281,7 @@ def test_speculators_convert_gives_what_we_read(eagle3: tuple[Eagle3Head, Path],
 
 
 @pytest.mark.usefixtures("without_vllm")
-def test_an_engine_that_computes_something_else_stops_the_export(
-    eagle3: tuple[Eagle3Head, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_computes_something_else_stops_the_export(eagle3, tmp_path, monkeypatch):
     engine("speculators")
 
     def other(*words: Any) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+def served(tmp_path_factory):
     """The demo's target with a draft of each kind that has learnt some of its answers."""
     engine("vllm")
     found = Served(TARGET, tmp_path_factory.mktemp("served"))
@@ -121,14 +121,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return found
 
 
-def test_exports_are_proven_by_vllm(served: Served) -> None:
+def test_exports_are_proven_by_vllm(served):
     for name, proof in served.proofs.items():
         kind, form, _ = SERVED[name]
         if kind != "lm" and form == SERVING["vllm"][kind].draft_format:
             assert proof["engine"].startswith("vllm") and proof["max_difference"] < 1e-4 and "drafts" in proof["how"]
 
 
-def test_greedy_outputs_are_the_targets_own(served: Served) -> None:
+def test_greedy_outputs_are_the_targets_own(served):
     alone = [row["tokens"] for row in served.answers["alone"][0]]
     for name in ("ngram", *DEMO):
         assert [row["tokens"] for row in served.answers[name][0]] == alone
@@ -136,13 +136,13 @@ def test_greedy_outputs_are_the_targets_own(served: Served) -> None:
 
 
 @pytest.mark.parametrize("name", DEMO)
-def test_it_accepts_what_we_accept(served: Served, name: str) -> None:
+def test_it_accepts_what_we_accept(served, name):
     assert served.as_we_accept(name, TOKENS) > len(TEXTS), "hardly anything was accepted, so nothing was compared"
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("rule", ["naive", "speculative"])
-def test_acceptance_at_temperature_one_is_the_predicted_one(served: Served, name: str, rule: str) -> None:
+def test_acceptance_at_temperature_one_is_the_predicted_one(served, name, rule):
     """Per position, from vLLM's own samples as the texts. By default it drafts greedily: `naive` predicts exactly that,
     since the text decides what was accepted. With draft probabilities it is speculative sampling, and only the mean is
     given; a step accepts by itself, so the variance of a count is below its mean.
@@ -170,7 +170,7 @@ def test_acceptance_at_temperature_one_is_the_predicted_one(served: Served, name
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> str:
+def smollm2(tmp_path_factory):
     """A directory of SmolLM2-135M-Instruct: that of SMOLLM2, or one that the shared script writes from a package."""
     if "SMOLLM2" in os.environ:
         return os.environ["SMOLLM2"]
@@ -183,7 +183,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(out)
 
 
-def test_a_real_chat_model_is_served_as_we_decode_it(smollm2: str, tmp_path: Path) -> None:
+def test_a_real_chat_model_is_served_as_we_decode_it(smollm2, tmp_path):
     engine("vllm")
     real = Served(smollm2, tmp_path)
     ds.init(ds.InitConfig(target=smollm2, out=str(tmp_path / "lm"), method="prune", num_layers=26))

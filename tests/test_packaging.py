@@ -39,7 +39,7 @@ def tracked(*where: str) -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def built(tmp_path_factory):
     """(sdist, the wheel built from that sdist)."""
     out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, cwd=out)
@@ -48,7 +48,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.engines
-def test_wheel_holds_every_file_of_the_packages_and_nothing_else(built: tuple[Path, Path]) -> None:
+def test_wheel_holds_every_file_of_the_packages_and_nothing_else(built):
     with zipfile.ZipFile(built[1]) as wheel:
         found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
         (entry,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
@@ -61,7 +61,7 @@ def test_wheel_holds_every_file_of_the_packages_and_nothing_else(built: tuple[Pa
 
 
 @pytest.mark.engines
-def test_sdist_holds_the_repository(built: tuple[Path, Path]) -> None:
+def test_sdist_holds_the_repository(built):
     with tarfile.open(built[0]) as sdist:
         found = {name.partition("/")[2] for name in sdist.getnames()}
     # MANIFEST.in says why the kept answers are left out.
@@ -70,7 +70,7 @@ def test_sdist_holds_the_repository(built: tuple[Path, Path]) -> None:
 
 
 @pytest.fixture(scope="session")
-def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(built, tmp_path_factory):
     """`bin/` of an environment that holds the wheel, and borrows the dependencies of the one that runs the tests."""
     environment = tmp_path_factory.mktemp("elsewhere") / "env"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment.parent)
@@ -85,7 +85,7 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> Path:
+def elsewhere(tmp_path):
     """A directory whose files have the names of our packages."""
     for name in ("train", "eval", "decode", "distill", "drafts"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file was imported')\n")
@@ -93,7 +93,7 @@ def elsewhere(tmp_path: Path) -> Path:
 
 
 @pytest.mark.engines
-def test_installed_commands_are_those_of_the_wheel(installed: Path, elsewhere: Path) -> None:
+def test_installed_commands_are_those_of_the_wheel(installed, elsewhere):
     version = PROJECT["project"]["version"]
     assert version in run(installed / "draftsmith", "--version", cwd=elsewhere)
     assert version in run(installed / "python", "-m", "draftsmith", "--version", cwd=elsewhere)
@@ -106,7 +106,7 @@ def test_installed_commands_are_those_of_the_wheel(installed: Path, elsewhere: P
 
 
 @pytest.mark.engines
-def test_installed_demo_runs_from_an_empty_directory_offline(installed: Path, tmp_path: Path) -> None:
+def test_installed_demo_runs_from_an_empty_directory_offline(installed, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     short = [installed / "draftsmith", "demo", "--short", "--out", "out"]
@@ -117,7 +117,7 @@ def test_installed_demo_runs_from_an_empty_directory_offline(installed: Path, tm
     assert str(ROOT) not in (empty / "out" / "eval" / "results.json").read_text()
 
 
-def test_every_package_that_is_imported_is_declared() -> None:
+def test_every_package_that_is_imported_is_declared():
     project = PROJECT["project"]
     declared = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     names = {re.split(r"[^\w-]", line)[0].lower() for line in declared} | {"yaml"}  # which pyyaml installs
@@ -137,14 +137,14 @@ def test_every_package_that_is_imported_is_declared() -> None:
         assert name == "drafts/layouts/speculators_logits.py" and module.replace("_", "-") in engines, (module, name)
 
 
-def test_extra_all_is_every_extra_of_the_running_program() -> None:
+def test_extra_all_is_every_extra_of_the_running_program():
     extras = PROJECT["project"]["optional-dependencies"]
     ((joined,),) = ([text] for text in extras["all"])
     named = joined.removeprefix("draftsmith[").removesuffix("]").split(",")
     assert sorted(named) == sorted(set(extras) - {"all", "test", "docs", "vllm"})
 
 
-def test_every_extra_that_users_are_told_to_install_exists() -> None:
+def test_every_extra_that_users_are_told_to_install_exists():
     extras = PROJECT["project"]["optional-dependencies"]
     named: dict[str, str] = {}
     for name in tracked(*PACKAGES, "configs", "docs", "README.md", "CONTRIBUTING.md"):
@@ -176,7 +176,7 @@ esac
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_install_makes_a_moved_environment_anew(tmp_path: Path) -> None:
+def test_make_install_makes_a_moved_environment_anew(tmp_path):
     old, new = tmp_path / "old", tmp_path / "a new place"
     old.mkdir()
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):

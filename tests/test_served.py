@@ -35,7 +35,7 @@ def save(path: Path, model: LlamaForCausalLM) -> str:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """`target`, a draft language model `lm`, prompts and chats."""
     path = tmp_path_factory.mktemp("served")
     config = LlamaConfig(
@@ -58,7 +58,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def head(tmp_path_factory):
     """The demo's `target` with an EAGLE-3 head `eagle3` that has learnt its answers to `prompts`."""
     path = tmp_path_factory.mktemp("head")
     (path / "target").symlink_to(DEMO / "target")
@@ -80,7 +80,7 @@ def pair_of(place: Path, draft: str = "lm") -> ds.Pair:
 
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp", "sglang"])
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=SLOW)])
-def test_a_server_that_drafts_as_asked_is_as_predicted(place: Path, engine: str, temperature: float) -> None:
+def test_a_server_that_drafts_as_asked_is_as_predicted(place, engine, temperature):
     """vLLM counts what sampled drafts get accepted; the others draft greedily."""
     verifier = "naive" if engine != "vllm" and temperature else None
     with drafting(engine, pair_of(place), verifier=verifier) as (url, server):
@@ -141,13 +141,13 @@ PLANTED_IN_HEADS: dict[str, tuple[Callable[..., None], str]] = {
 
 
 @pytest.mark.parametrize("cause", [list(PLANTED)[0], *(pytest.param(cause, marks=SLOW) for cause in list(PLANTED)[1:])])
-def test_a_planted_cause_is_named(place: Path, cause: str) -> None:
+def test_a_planted_cause_is_named(place, cause):
     named(place, "lm", cause, *PLANTED[cause])
 
 
 @SLOW
 @pytest.mark.parametrize("cause", PLANTED_IN_HEADS)
-def test_a_cause_that_is_planted_in_a_head_is_named(head: Path, cause: str) -> None:
+def test_a_cause_that_is_planted_in_a_head_is_named(head, cause):
     named(head, "eagle3", cause, *PLANTED_IN_HEADS[cause])
 
 
@@ -161,14 +161,14 @@ def named(place: Path, draft: str, cause: str, plant: Callable[..., None], detai
 
 
 @SLOW
-def test_a_head_served_as_it_is_has_no_cause(head: Path) -> None:
+def test_a_head_served_as_it_is_has_no_cause(head):
     with drafting("sglang", pair_of(head, "eagle3")) as (url, _):
         found = ask(head, url, "eagle3", temperature=0)
     assert found["verdict"] == "as predicted" and found["served"]["tokens_per_call"]["value"] > 1.5
     assert found["difference"]["value"] == 0
 
 
-def test_the_exit_code_is_3_and_the_last_line_is_json(place: Path, door: Callable[..., Any]) -> None:
+def test_the_exit_code_is_3_and_the_last_line_is_json(place, door):
     pair = pair_of(place)
     plain_rope(pair, pair.drafts["draft"])
     with drafting("llamacpp", pair) as (url, _):
@@ -181,7 +181,7 @@ def test_the_exit_code_is_3_and_the_last_line_is_json(place: Path, door: Callabl
 
 
 @SLOW
-def test_a_draft_that_is_greedy_at_temperature_1_is_named(place: Path) -> None:
+def test_a_draft_that_is_greedy_at_temperature_1_is_named(place):
     with drafting("vllm", pair_of(place), verifier="naive") as (url, _):
         found = ask(place, url, temperature=1)
     assert found["verdict"] == "less than predicted" and found["cause"].startswith("greedy draft"), found
@@ -190,7 +190,7 @@ def test_a_draft_that_is_greedy_at_temperature_1_is_named(place: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "rule"), [pytest.param("vllm", ", and a greedy draft", marks=SLOW), ("llamacpp", "")]
 )
-def test_the_server_s_own_temperature_is_named(place: Path, engine: str, rule: str) -> None:
+def test_the_server_s_own_temperature_is_named(place, engine, rule):
     with drafting(engine, pair_of(place), verifier="naive", temperature=0.7) as (url, server):
         found = ask(place, url)
     assert found["cause"] == f"sampling: temperature 0.7{rule}" and not found["own_texts"], found["tried"]
@@ -198,7 +198,7 @@ def test_the_server_s_own_temperature_is_named(place: Path, engine: str, rule: s
 
 
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("llamacpp", marks=SLOW)])
-def test_another_chat_template_is_named(place: Path, engine: str) -> None:
+def test_another_chat_template_is_named(place, engine):
     with drafting(engine, pair_of(place), template="Q: {messages}\nA:") as (url, _):
         found = ask(place, url, prompts="chats", temperature=0)
     assert found["cause"] == "chat template: 12 of 12 prompts have other tokens there" and not found["own_texts"], found
@@ -206,14 +206,14 @@ def test_another_chat_template_is_named(place: Path, engine: str) -> None:
 
 @SLOW
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
-def test_chats_with_the_target_s_own_template_are_as_predicted(place: Path, engine: str) -> None:
+def test_chats_with_the_target_s_own_template_are_as_predicted(place, engine):
     with drafting(engine, pair_of(place), template="<user>{messages}<assistant>") as (url, _):
         found = ask(place, url, prompts="chats", temperature=0)
     assert found["verdict"] == "as predicted" and found["own_texts"]
 
 
 @SLOW
-def test_a_draft_that_has_not_read_the_prompt_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
     """As after a prefix cache that holds the target's keys alone; the counts are of a loop of their own."""
     pair = pair_of(place)
     draft: Any = pair.drafts["draft"]
@@ -247,7 +247,7 @@ def test_a_draft_that_has_not_read_the_prompt_is_named(place: Path, monkeypatch:
 
 
 @SLOW
-def test_an_unknown_cause_is_not_made_up(place: Path) -> None:
+def test_an_unknown_cause_is_not_made_up(place):
     """The server's draft is another one."""
     save(place / "other", near(LlamaForCausalLM.from_pretrained(place / "lm"), 0.15, seed=9))
     with drafting("vllm", pair_of(place, "other")) as (url, _):
@@ -267,9 +267,7 @@ def test_an_unknown_cause_is_not_made_up(place: Path) -> None:
         ("vllm", {"others": 50}, "counted tokens of other requests"),
     ],
 )
-def test_a_server_that_cannot_be_compared_says_so(
-    place: Path, engine: str, mistake: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_cannot_be_compared_says_so(place, engine, mistake, message, monkeypatch):
     """A line break in the key is left out: httpx would refuse it, and show the key."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wr\nong")
     with drafting(engine, pair_of(place), **mistake) as (url, _), pytest.raises(ds.DraftsmithError) as error:
@@ -277,13 +275,13 @@ def test_a_server_that_cannot_be_compared_says_so(
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_nobody_answers(place: Path) -> None:
+def test_nobody_answers(place):
     with pytest.raises(ds.InputError, match="does not answer .*; start the server"):
         ask(place, "http://127.0.0.1:9")
 
 
 @pytest.mark.engines
-def test_llama_server_as_predicted_and_at_its_own_sampling(tmp_path: Path) -> None:
+def test_llama_server_as_predicted_and_at_its_own_sampling(tmp_path):
     server = engine("llama-server")
     rows = [{"prompt": text} for text in ("Return the value of the", "If the file is not found,", "The list of all")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
@@ -300,9 +298,7 @@ def test_llama_server_as_predicted_and_at_its_own_sampling(tmp_path: Path) -> No
 
 
 @pytest.mark.engines
-def test_vllm_with_a_head_that_reads_the_layers_below_its_own(
-    head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_with_a_head_that_reads_the_layers_below_its_own(head, tmp_path, monkeypatch):
     python = engine("vllm")
     for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
         monkeypatch.setenv(name, value)

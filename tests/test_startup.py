@@ -42,13 +42,13 @@ def measured(words: list[str] | None) -> tuple[int, float, set[str], str]:
     return code, seconds, set(modules), err
 
 
-def test_import_is_light() -> None:
+def test_import_is_light():
     code, seconds, modules, _ = measured(None)
     assert (code, modules & {*HEAVY, "pydantic"}) == (0, set()) and seconds < 0.3
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
-def test_help_is_light(words: list[str]) -> None:
+def test_help_is_light(words):
     code, seconds, modules, _ = measured(words)
     assert (code, modules & {*HEAVY}) == (0, set()) and seconds < MOST_S
 
@@ -63,14 +63,14 @@ MISTAKES += [
 
 
 @pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
-def test_mistakes_are_told_at_once(words: list[str]) -> None:
+def test_mistakes_are_told_at_once(words):
     code, seconds, modules, err = measured(words)
     assert (code, modules & {*HEAVY}) == (2, set()), err
     assert len(err.strip().splitlines()) == 1 and seconds < MOST_S
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["decode", "--help"], ["decode", "--print_config"]])
-def test_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
+def test_output_that_cannot_be_written_is_one_line(words):
     """Python buffers what goes to a file, so a full disk shows when that is flushed, at the latest at its end."""
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
@@ -81,7 +81,7 @@ def test_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
     assert (done.returncode, done.stderr) == (1, f"draftsmith {words[0]}: No space left on device\n")
 
 
-def test_help_of_a_command_by_another_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command_by_another_word(capsys):
     for words in (["help", "merge"], ["--help", "merge"]):
         with pytest.raises(SystemExit) as leaving:
             main(words)

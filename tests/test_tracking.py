@@ -17,7 +17,6 @@ from draftsmith_core import wandb_runs
 from draftsmith_core.errors import InputError
 from eval.evaluate import figures as flat
 from eval.results import Results
-from tests.distilled import Spawn
 from tests.results_made_up import BASE, BOTH, view
 from tests.train_laws import BEFORE, metrics
 
@@ -55,7 +54,7 @@ def items(updates: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def env(tmp_path: Path) -> dict[str, str]:
+def env(tmp_path):
     """An environment with a home of its own, where nobody has logged in."""
     (tmp_path / "home").mkdir()
     keys = ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_ARTIFACT_DIR")
@@ -63,7 +62,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def trained(target_dir: str, draft_dir: str, tmp_path: Path) -> list[str]:
+def trained(target_dir, draft_dir, tmp_path):
     """A training run on text, in W&B, with the target as its teacher."""
     text = "The quick brown fox jumps over the lazy dog and the dog does not mind. " * 3
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text[i:]}) + "\n" for i in range(8)))
@@ -76,14 +75,8 @@ def trained(target_dir: str, draft_dir: str, tmp_path: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_the_same_run_and_its_evaluation_is_logged(
-    trained: list[str],
-    target_dir: str,
-    draft_dir: str,
-    prompts_file: str,
-    tmp_path: Path,
-    env: dict[str, str],
-    spawn: Spawn,
-) -> None:
+    trained, target_dir, draft_dir, prompts_file, tmp_path, env, spawn
+):
     kill = BEFORE + "before(train.loop, 'learning_rate', 4, KILL)"
     code, _, err = spawn(*trained, cwd=tmp_path, env=env, patch=kill).wait()
     assert code == -signal.SIGKILL, err
@@ -146,7 +139,7 @@ def test_a_killed_run_goes_on_as_the_same_run_and_its_evaluation_is_logged(
 
 
 @pytest.mark.slow
-def test_nobody_is_asked_at_a_terminal_for_a_missing_key(tmp_path: Path, env: dict[str, str]) -> None:
+def test_nobody_is_asked_at_a_terminal_for_a_missing_key(tmp_path, env):
     words = "eval --target t --draft a=b --id c=d --out eval --tracker wandb".split()
     ours, theirs = pty.openpty()
     clean = {key: value for key, value in (os.environ | env).items() if key not in ("WANDB_MODE", "WANDB_API_KEY")}
@@ -167,7 +160,7 @@ def test_nobody_is_asked_at_a_terminal_for_a_missing_key(tmp_path: Path, env: di
     assert not (tmp_path / "eval").exists()
 
 
-def test_what_wandb_fails_with_is_one_line_without_values() -> None:
+def test_what_wandb_fails_with_is_one_line_without_values():
     with pytest.raises(InputError, match="^tracker: wandb: no such host; or set WANDB_MODE=offline, which"):
         with wandb_runs.without_prompts():
             raise wandb.errors.CommError("no such\nhost.")
@@ -177,7 +170,7 @@ def test_what_wandb_fails_with_is_one_line_without_values() -> None:
     assert SECRET not in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_every_defined_figure_of_an_evaluation_has_one_flat_name() -> None:
+def test_every_defined_figure_of_an_evaluation_has_one_flat_name():
     results = view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
     named = flat(results)
     assert named["alpha/mine/prose/T0"] == results.alpha("mine", "prose", 0.0)["value"]
@@ -191,7 +184,7 @@ def test_every_defined_figure_of_an_evaluation_has_one_flat_name() -> None:
 
 
 @pytest.mark.slow
-def test_tensorboard_gets_the_curves(trained: list[str], tmp_path: Path, spawn: Spawn) -> None:
+def test_tensorboard_gets_the_curves(trained, tmp_path, spawn):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     code, _, err = spawn(*trained, "--steps", "3", "--tracker", "tensorboard", cwd=tmp_path).wait()
     assert code == 0, err

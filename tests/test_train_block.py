@@ -22,7 +22,7 @@ LONG = [([3, 7], list(range(1, 31))), ([9], list(range(30, 2, -1)))]
 
 
 @pytest.fixture(scope="module")
-def target() -> Any:
+def target():
     return make_target()
 
 
@@ -35,7 +35,7 @@ def anchors(trainee: Any, batch: Batch) -> list[list[int]]:
     return [(row >= 0).nonzero().flatten().tolist() for row in places]
 
 
-def test_blocks_are_drawn_by_row_whatever_the_batch(target: Any) -> None:
+def test_blocks_are_drawn_by_row_whatever_the_batch(target):
     trainee = trainee_of("dflash", target, anchors=4).train()
     whole = anchors(trainee, seeded(batch_of(LONG), 5, 6))
     assert [len(row) for row in whole] == [4, 4]
@@ -52,7 +52,7 @@ def test_blocks_are_drawn_by_row_whatever_the_batch(target: Any) -> None:
     assert anchors(trainee.eval(), seeded(batch_of(LONG), 5, 6)) == [list(range(1, 31)), list(range(1, 28))]
 
 
-def test_drawn_blocks_are_summed_alike_however_rows_are_batched(target: Any) -> None:
+def test_drawn_blocks_are_summed_alike_however_rows_are_batched(target):
     trainee = trainee_of("dspark", target, anchors=5).train()
     batch = seeded(batch_of(LONG), 5, 6)
     loss, slopes, (sums,) = gradients(trainee, [batch])
@@ -65,7 +65,7 @@ def test_drawn_blocks_are_summed_alike_however_rows_are_batched(target: Any) -> 
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash-part", "dspark"])
-def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind: str, target: Any) -> None:
+def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind, target):
     trainee = trainee_of(kind, target, "ce@dpace").eval()
     plain = trainee_of(kind, target, "ce", step_decay=1.0).eval()
     plain.draft.load_state_dict(trainee.draft.state_dict())
@@ -91,11 +91,11 @@ def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind: str, target: Any) 
 
 
 @pytest.mark.parametrize(("size", "gamma"), [(16, 7), (10, 5), (8, 4), (7, 4)])
-def test_slots_weigh_as_published(size: int, gamma: float) -> None:
+def test_slots_weigh_as_published(size, gamma):
     assert decay(size) == pytest.approx(2.718281828 ** (-1 / gamma))
 
 
-def test_the_error_of_a_confidence_is_its_distance_from_alpha_in_bins() -> None:
+def test_the_error_of_a_confidence_is_its_distance_from_alpha_in_bins():
     logits_MD = torch.tensor([[0.8, 0.5], [0.8, 0.5], [0.2, 0.5]]).logit()
     alphas_MD = torch.tensor([[0.9, 0.5], [0.8, 1.0], [0.3, torch.nan]])
     found = torch.stack([logits_MD, alphas_MD])
@@ -105,7 +105,7 @@ def test_the_error_of_a_confidence_is_its_distance_from_alpha_in_bins() -> None:
     assert _error(found, [1.0, 1.0]) == pytest.approx((0.05 + 0.4) / 2, abs=1e-6)
 
 
-def test_calibration_finds_the_temperatures_that_a_confidence_lacks(target: Any) -> None:
+def test_calibration_finds_the_temperatures_that_a_confidence_lacks(target):
     """A confidence whose logits are too large by 4 and 1/2 gets these divisors back, and its error falls."""
     head = DSparkHead.fresh(target, num_layers=1, block_size=2)
     trainee = TRAINEES["dspark"](head, parse_objective("ce"), target)
@@ -128,7 +128,7 @@ def test_calibration_finds_the_temperatures_that_a_confidence_lacks(target: Any)
     assert figures["confidence_error"] < 0.01 < 0.1 < figures["confidence_error_raw"]
 
 
-def test_calibration_of_a_trained_trainee_stays_in_its_config(target: Any) -> None:
+def test_calibration_of_a_trained_trainee_stays_in_its_config(target):
     trainee = trainee_of("dspark", target)
     figures = calibrate(trainee, [batch_of(LONG), batch_of(ROWS)])
     assert len(trainee.draft.config.confidence_temperatures) == trainee.draft.depths == 3

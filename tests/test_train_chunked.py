@@ -46,7 +46,7 @@ def plain_distributions(draft_NV: Tensor, target_NW: Tensor) -> tuple[Tensor, Te
 @pytest.mark.parametrize("name", [*sorted(LOSSES), "0.9*fkl+0.1*ce"])
 @pytest.mark.parametrize(("chunk", "temperature"), [(1, 1.5), (5, 1.0), (100, 1.5)])
 @pytest.mark.parametrize("size", SIZES)
-def test_chunked_is_unchunked(name: str, chunk: int, temperature: float, size: int) -> None:
+def test_chunked_is_unchunked(name, chunk, temperature, size):
     hidden, draft, teaching, target, tokens = problem(size)
     objective, weights = parse_objective(name, temperature), torch.rand(N, dtype=torch.float64)
     leaf = hidden.clone().requires_grad_()
@@ -72,7 +72,7 @@ def test_chunked_is_unchunked(name: str, chunk: int, temperature: float, size: i
         assert sums.missing is None
 
 
-def test_a_frozen_projection_no_gradient_and_no_token() -> None:
+def test_a_frozen_projection_no_gradient_and_no_token():
     hidden, draft, teaching, target, tokens = problem()
     objective, teacher = parse_objective("fkl"), LiveTeacher(teaching, OutputProjection(target))
     draft.requires_grad_(False)
@@ -92,7 +92,7 @@ def test_a_frozen_projection_no_gradient_and_no_token() -> None:
     assert draft.weight.grad is not None and not draft.weight.grad.any()
 
 
-def test_stored_rows_are_laws_over_the_top_and_one_more() -> None:
+def test_stored_rows_are_laws_over_the_top_and_one_more():
     torch.manual_seed(1)
     draft, target = torch.randn(2, 5, TARGET, dtype=torch.float64).unbind()
     logprobs, ids = target.log_softmax(-1).topk(3)
@@ -119,7 +119,7 @@ def test_stored_rows_are_laws_over_the_top_and_one_more() -> None:
     assert (ratio - ratio.nanmean(-1, keepdim=True)).nan_to_num().abs().max() < 1e-5
 
 
-def test_stored_rows_may_be_short_and_have_no_tail() -> None:
+def test_stored_rows_may_be_short_and_have_no_tail():
     stored = StoredTeacher(
         torch.tensor([[3, 1, 0], [2, 0, 0]]),
         torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]).log(),
@@ -132,7 +132,7 @@ def test_stored_rows_may_be_short_and_have_no_tail() -> None:
 
 @pytest.mark.parametrize("size", [7, 15])
 @pytest.mark.parametrize("k", [3, TARGET])
-def test_stored_rows(size: int, k: int) -> None:
+def test_stored_rows(size, k):
     hidden, draft, teaching, target, tokens = problem(size)
     p_NW, q_NV = target(teaching).detach().softmax(-1), draft(hidden).detach().softmax(-1)
     top_NK, ids_NK = p_NW.topk(k)
@@ -165,7 +165,7 @@ def test_stored_rows(size: int, k: int) -> None:
         torch.testing.assert_close(both[0], both[1], atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
-def test_a_row_wholly_outside_is_finite() -> None:
+def test_a_row_wholly_outside_is_finite():
     """All that a row names, and all its mass, is beyond the draft: nothing to learn, and no NaN."""
     hidden, draft, _, _, tokens = problem(7)
     ids = torch.full((N, 2), 9) + torch.tensor([0, 1])
@@ -182,7 +182,7 @@ def test_a_row_wholly_outside_is_finite() -> None:
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, "tied"])
-def test_a_models_own_loss_is_the_trainees(kind: str) -> None:
+def test_a_models_own_loss_is_the_trainees(kind):
     """Every architecture as draft and as target: values and all gradients against the plain whole-batch way."""
     changes = {"tie_word_embeddings": True} if kind == "tied" else {"word_embed_proj_dim": 8} if kind == "opt" else {}
     draft, target = (tiny_family("llama" if kind == "tied" else kind, seed, **changes) for seed in (1, 2))
@@ -206,7 +206,7 @@ def test_a_models_own_loss_is_the_trainees(kind: str) -> None:
     assert all(p.grad is None for p in target.parameters())
 
 
-def test_a_model_whose_logits_are_made_otherwise_is_refused() -> None:
+def test_a_model_whose_logits_are_made_otherwise_is_refused():
     model: Any = tiny_family("llama")
     # Llama does not bound its logits, whatever its configuration says.
     model.config.final_logit_softcapping = 0.1
@@ -226,7 +226,7 @@ def batch_of(size: int = 61) -> Batch:
     return Batch(ids, labels)
 
 
-def test_adaspec_trains_on_the_chosen_tokens_only() -> None:
+def test_adaspec_trains_on_the_chosen_tokens_only():
     batch, objective = batch_of(), parse_objective("adaspec:keep=0.4")
     draft, target, reference = tiny_family("llama", 1), tiny_family("gpt2", 2), tiny_family("llama", 4)
     trainee = LMTrainee(draft, objective, target, reference, chunk=5)
@@ -259,7 +259,7 @@ def test_adaspec_trains_on_the_chosen_tokens_only() -> None:
     torch.testing.assert_close(torch.stack(single).sum(), sums.loss)
 
 
-def test_the_loss_of_whole_drafts_and_its_gradient() -> None:
+def test_the_loss_of_whole_drafts_and_its_gradient():
     """`tvd@e2e`, written out from whole logits."""
     draft, target, batch = tiny_family("llama", 1), tiny_family("gpt2", 2), batch_of()
     sums = LMTrainee(draft, parse_objective("tvd@e2e:depth=3"), target, chunk=7)(batch)
@@ -280,7 +280,7 @@ def llama(size: int, seed: int, kind: str = "llama") -> PreTrainedModel:
 
 @pytest.mark.parametrize("sizes", [(40, 53), (53, 40)])
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
-def test_a_trainee_across_padding(kind: str, sizes: tuple[int, int]) -> None:
+def test_a_trainee_across_padding(kind, sizes):
     draft, target, batch = llama(sizes[0], 1, kind), llama(sizes[1], 2, kind), batch_of(40)
     valid = batch.labels_BT != IGNORE
     draft_NV = draft(input_ids=batch.ids_BT).logits[valid].double()

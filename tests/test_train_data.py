@@ -17,7 +17,6 @@ from draftsmith_core import teacher_rows
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import sha256_file
 from draftsmith_core.models import load_model
-from draftsmith_core.tokenization import Tokenizer
 from tests.train_laws import FAMILIES, tiny_family
 from train.batch import IGNORE
 from train.config import Optim
@@ -50,7 +49,7 @@ def pairs(*rows: tuple[list[int], list[int]]) -> list[Row]:
     return [{"prompt_ids": prompt, "response_ids": response} for prompt, response in rows]
 
 
-def test_the_rate_warms_up_and_follows_a_cosine_down() -> None:
+def test_the_rate_warms_up_and_follows_a_cosine_down():
     optim = Optim(lr=2.0, warmup_steps=4, final_lr_fraction=0.25)
     rates = [learning_rate(optim, step, 24) for step in range(25)]
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
@@ -61,7 +60,7 @@ def test_the_rate_warms_up_and_follows_a_cosine_down() -> None:
     assert learning_rate(Optim(lr=1.0, warmup_steps=9), 3, 5) == pytest.approx(4 / 9)
 
 
-def test_tau_of_training_is_that_of_the_default_chain() -> None:
+def test_tau_of_training_is_that_of_the_default_chain():
     """One alpha is that of every depth of chain:4, 1 + a + ... + a^4; several are cut to as many depths."""
 
     def tau(alphas: list[float]) -> float:
@@ -73,7 +72,7 @@ def test_tau_of_training_is_that_of_the_default_chain() -> None:
     assert tau([1.0] * 7) == 5
 
 
-def test_decay_is_for_matrices_only(draft_dir: str) -> None:
+def test_decay_is_for_matrices_only(draft_dir):
     model = load_model(draft_dir, device="cpu")
     groups = make_optimizer(model, Optim(weight_decay=0.1)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -83,7 +82,7 @@ def test_decay_is_for_matrices_only(draft_dir: str) -> None:
     assert isinstance(make_optimizer(model, Optim(name="sgd")), torch.optim.SGD)
 
 
-def test_every_epoch_is_a_permutation_and_a_pure_function() -> None:
+def test_every_epoch_is_a_permutation_and_a_pure_function():
     stream = order(10, 0, 40, seed=1)
     for epoch in range(4):
         assert sorted(stream[10 * epoch : 10 * epoch + 10]) == list(range(10))
@@ -95,7 +94,7 @@ def test_every_epoch_is_a_permutation_and_a_pure_function() -> None:
     assert len(order(3, 0, 8, seed=1)) == 8
 
 
-def test_labels_by_hand(tmp_path: Path) -> None:
+def test_labels_by_hand(tmp_path):
     examples = examples_of(tmp_path, "set", pairs(([5, 6, 7], [8, 9, 1]), ([], [4, 3, 2]), ([2], [1])))
     batch = collate(examples, [0, 1, 2])
     x = IGNORE
@@ -106,7 +105,7 @@ def test_labels_by_hand(tmp_path: Path) -> None:
     assert collate(examples, [2, 0]).ids_BT.tolist() == [[2, 1, 0, 0, 0, 0], [5, 6, 7, 8, 9, 1]]
 
 
-def test_rows_are_cut_and_rows_without_a_response_are_dropped(tmp_path: Path) -> None:
+def test_rows_are_cut_and_rows_without_a_response_are_dropped(tmp_path):
     rows = pairs(([1, 2], [3, 4, 5]), ([1, 2, 3, 4], [5]), ([1], []), ([], [7]), ([9] * 6, [1]))
     examples = examples_of(tmp_path, "set", rows, max_length=4)
     assert examples.dropped == 4
@@ -116,7 +115,7 @@ def test_rows_are_cut_and_rows_without_a_response_are_dropped(tmp_path: Path) ->
         load_examples([str(tmp_path / "set")], None, 2)
 
 
-def test_text_is_packed_with_its_ends(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_text_is_packed_with_its_ends(tmp_path, tokenizer):
     texts = ["The quick brown fox", "jumps over", "the lazy dog"]
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -133,9 +132,7 @@ def test_text_is_packed_with_its_ends(tmp_path: Path, tokenizer: Tokenizer) -> N
     assert batch.labels_BT[0, 7] == IGNORE
 
 
-def test_a_chat_is_trained_on_its_last_answer(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_is_trained_on_its_last_answer(tmp_path, tokenizer, monkeypatch):
     template = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     chat = [("user", "Who?"), ("assistant", "The fox"), ("user", "And?"), ("assistant", "the dog")]
@@ -151,7 +148,7 @@ def test_a_chat_is_trained_on_its_last_answer(
     assert labels[first:-1] == row["response_ids"]
 
 
-def test_samples_of_a_prompt_stay_on_one_side(tmp_path: Path) -> None:
+def test_samples_of_a_prompt_stay_on_one_side(tmp_path):
     rows = pairs(*(([2, prompt], [3, sample]) for prompt in range(40) for sample in range(3)))
     examples = examples_of(tmp_path, "set", rows)
     training, heldout = divide(examples, 0.25)
@@ -174,7 +171,7 @@ def random_rows(seed: int, count: int, longest: int = 9) -> list[Row]:
     return pairs(*((draw.integers(2, 61, a).tolist(), draw.integers(2, 61, b).tolist()) for a, b in lengths))
 
 
-def test_every_document_is_in_one_row_and_rows_are_full() -> None:
+def test_every_document_is_in_one_row_and_rows_are_full():
     lengths = np.random.default_rng(0).integers(1, 40, 1000)
     rows = pack(lengths, 64, seed=1)
     assert sorted(document for row in rows for document in row) == list(range(1000))
@@ -185,7 +182,7 @@ def test_every_document_is_in_one_row_and_rows_are_full() -> None:
     assert rows != pack(lengths, 64, seed=2)
 
 
-def test_packed_batches_hold_what_the_rows_hold(tmp_path: Path) -> None:
+def test_packed_batches_hold_what_the_rows_hold(tmp_path):
     plain = examples_of(tmp_path, "set", random_rows(0, 40))
     together = packed(plain, seed=3)
     assert together.groups is not None
@@ -207,7 +204,7 @@ def test_packed_batches_hold_what_the_rows_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_packed_losses_and_gradients_are_the_unpacked_ones(tmp_path: Path, kind: str) -> None:
+def test_packed_losses_and_gradients_are_the_unpacked_ones(tmp_path, kind):
     plain = examples_of(tmp_path, "set", random_rows(1, 12))
     together = packed(plain, seed=0)
     assert len(together) < 9
@@ -229,7 +226,7 @@ def test_packed_losses_and_gradients_are_the_unpacked_ones(tmp_path: Path, kind:
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5 * float(theirs.abs().max() + 1))
 
 
-def test_adaspec_selects_per_document_also_when_packed(tmp_path: Path) -> None:
+def test_adaspec_selects_per_document_also_when_packed(tmp_path):
     plain = examples_of(tmp_path, "set", random_rows(2, 12))
     together = packed(plain, seed=0)
     models = [tiny_family("llama", seed) for seed in (1, 2, 3)]
@@ -239,14 +236,14 @@ def test_adaspec_selects_per_document_also_when_packed(tmp_path: Path) -> None:
     torch.testing.assert_close(other.alpha, one.alpha, rtol=1e-5, atol=0)
 
 
-def test_a_recurrent_model_is_refused() -> None:
+def test_a_recurrent_model_is_refused():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(InputError, match="packing: target .MambaForCausalLM. cannot .*; set packing to false"):
         packing_method(model, "target")
 
 
-def test_replay_is_spread_evenly_and_a_function_of_the_place(tmp_path: Path) -> None:
+def test_replay_is_spread_evenly_and_a_function_of_the_place(tmp_path):
     main, general = random_rows(3, 10), random_rows(4, 7)
     examples = with_replay(examples_of(tmp_path, "main", main), examples_of(tmp_path, "general", general))
     assert len(examples) == 17
@@ -279,7 +276,7 @@ def stored_rows() -> list[Row]:
     return rows
 
 
-def test_the_teachers_columns_follow_the_labels(tmp_path: Path) -> None:
+def test_the_teachers_columns_follow_the_labels(tmp_path):
     examples = examples_of(tmp_path, "set", stored_rows(), max_length=6)
     assert examples.stored
     for each, chosen in ((examples, [2, 0, 1]), (packed(examples, 0), None)):
@@ -301,7 +298,7 @@ def packed_rows(ids: Any, logprobs: Any, tail: Any) -> bytes:
     return teacher_rows.pack(np.array(ids), np.array(logprobs, float), np.array(tail, float), 290)
 
 
-def test_sets_of_different_k_are_read_together(tmp_path: Path) -> None:
+def test_sets_of_different_k_are_read_together(tmp_path):
     other = stored_rows()
     for row in other:
         length = len(row["response_ids"])

@@ -11,8 +11,6 @@ import pytest
 from safetensors.torch import load_file
 
 from draftsmith_core.errors import RunError
-from tests.distilled import Spawn
-from tests.door import Door
 from tests.train_laws import BEFORE, close, metrics
 from train.config import TrainConfig
 from train.parallel import make_world
@@ -63,7 +61,7 @@ for number, job in enumerate(json.load(open(sys.argv[1]))):
 
 
 @pytest.fixture(scope="module")
-def distilled(answers: Callable[..., str]) -> str:
+def distilled(answers):
     return answers("A draft model proposes tokens and the target", 3, 2, 20)
 
 
@@ -115,17 +113,7 @@ OTHERS = {
         pytest.param("cpu2_zero3", "zero3", marks=NO_DEEPSPEED),
     ],
 )
-def test_two_processes_are_one(
-    config: str,
-    sharing: str,
-    distilled: str,
-    draft_dir: str,
-    target_dir: str,
-    tmp_path: Path,
-    door: Door,
-    spawn: Spawn,
-    launch: Launch,
-) -> None:
+def test_two_processes_are_one(config, sharing, distilled, draft_dir, target_dir, tmp_path, door, spawn, launch):
     """Law 6 with SGD, for each kind of draft; and a run that goes from one process to two, divided otherwise, and back
     (AdamW).
     """
@@ -202,9 +190,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "WORLD_SIZE": "2"}
     ],
 )
 @pytest.mark.usefixtures("door")  # which makes accelerate forget its state
-def test_a_launcher_that_would_be_ignored_is_refused(
-    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_would_be_ignored_is_refused(environment, message, monkeypatch):
     # accelerate leaves marks of its own in the environment; all is put back.
     for name in (*environment, "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "WORLD_SIZE"):
         monkeypatch.setenv(name, environment.get(name, "0"))
@@ -215,7 +201,7 @@ def test_a_launcher_that_would_be_ignored_is_refused(
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_launch_files_say_how_they_are_called(path: Path) -> None:
+def test_launch_files_say_how_they_are_called(path):
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(path))

@@ -1,7 +1,7 @@
 """Trainees of heads: they see what decoding sees, count what it drafts, and train what is theirs; cached features."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def make_bounded_target() -> Any:
 
 
 @pytest.fixture(scope="module")
-def target() -> Any:
+def target():
     return make_target()
 
 
@@ -179,9 +179,7 @@ def reference(kind: str, trainee: Any, target: Any, objective: str) -> tuple[Ten
 
 @pytest.mark.parametrize(("objective", "make"), [("fkl", make_bounded_target), ("ce", make_target)])
 @every_kind
-def test_sums_and_gradients_are_those_of_one_draft_at_a_time(
-    kind: str, objective: str, make: Callable[[], Any]
-) -> None:
+def test_sums_and_gradients_are_those_of_one_draft_at_a_time(kind, objective, make):
     """Law 5: a draft is made one token a forward, as the decoder makes it, and its loss from whole logits. For EAGLE-3
     this is the training-time test against its slow reference, gradients through all steps included.
     """
@@ -220,7 +218,7 @@ def gradients(trainee: Any, batches: Sequence[Batch]) -> tuple[float, list[Tenso
 
 
 @every_kind
-def test_loss_does_not_depend_on_how_rows_are_batched_padded_or_packed(kind: str, target: Any) -> None:
+def test_loss_does_not_depend_on_how_rows_are_batched_padded_or_packed(kind, target):
     trainee = trainee_of(kind, target, packing=True)
     loss, slopes, sums = gradients(trainee, [batch_of(ROWS)])
     ways = [
@@ -241,7 +239,7 @@ def test_loss_does_not_depend_on_how_rows_are_batched_padded_or_packed(kind: str
 
 
 @every_kind
-def test_a_batch_without_a_draft_that_counts_has_a_loss_of_zero(kind: str, target: Any) -> None:
+def test_a_batch_without_a_draft_that_counts_has_a_loss_of_zero(kind, target):
     sums = trainee_of(kind, target)(batch_of([([], [5, 1])]))
     sums.loss.backward()
     assert float(sums.loss.detach()) == 0 and int(sums.tokens) == 0 and sums.depth_tokens_D.tolist() == [0, 0, 0]
@@ -249,7 +247,7 @@ def test_a_batch_without_a_draft_that_counts_has_a_loss_of_zero(kind: str, targe
 
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
 @every_kind
-def test_half_precision_changes_the_sums_by_rounding_only(kind: str, target_dtype: torch.dtype, target: Any) -> None:
+def test_half_precision_changes_the_sums_by_rounding_only(kind, target_dtype, target):
     exact = trainee_of(kind, target)(batch_of(ROWS))
     trainee = trainee_of(kind, copy.deepcopy(target).to(target_dtype)).float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -260,7 +258,7 @@ def test_half_precision_changes_the_sums_by_rounding_only(kind: str, target_dtyp
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in trainee.parameters())
 
 
-def test_noise_is_drawn_while_training_only_and_again_the_same_from_the_same_seed(target: Any) -> None:
+def test_noise_is_drawn_while_training_only_and_again_the_same_from_the_same_seed(target):
     trainee, batch = trainee_of("eagle", target, noise=0.1), batch_of(ROWS)
     plain = trainee_of("eagle", target)
     losses = []
@@ -281,7 +279,7 @@ def cache_at(directory: Path, **changes: Any) -> FeatureCache:
     return FeatureCache(directory, **(options | changes))
 
 
-def test_a_cached_row_is_found_by_the_same_key_only(tmp_path: Path) -> None:
+def test_a_cached_row_is_found_by_the_same_key_only(tmp_path):
     cache = cache_at(tmp_path)
     cache.put([1, 2, 3], states(0, 3))
     assert cache.get([1, 2, 3]) is not None
@@ -294,7 +292,7 @@ def test_a_cached_row_is_found_by_the_same_key_only(tmp_path: Path) -> None:
         assert cache_at(tmp_path, **changes).get([1, 2, 3]) is None
 
 
-def test_drafts_that_read_some_of_the_same_layers_share_them(tmp_path: Path) -> None:
+def test_drafts_that_read_some_of_the_same_layers_share_them(tmp_path):
     cache = cache_at(tmp_path)
     cache.put([1, 2, 3], states(0, 3))
     cache.flush()
@@ -315,7 +313,7 @@ def on_disk(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_full_cache_stays_within_its_bound_and_keeps_what_it_has(tmp_path: Path, processes: int) -> None:
+def test_a_full_cache_stays_within_its_bound_and_keeps_what_it_has(tmp_path, processes):
     bound = 60_000
     caches = [cache_at(tmp_path, max_bytes=bound, process=i, processes=processes) for i in range(processes)]
     for number in range(90):
@@ -331,9 +329,7 @@ def test_a_full_cache_stays_within_its_bound_and_keeps_what_it_has(tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_kind
-def test_training_on_cached_features_is_training_on_features(
-    kind: str, dtype: torch.dtype, target: Any, tmp_path: Path
-) -> None:
+def test_training_on_cached_features_is_training_on_features(kind, dtype, target, tmp_path):
     layers = cached_layers(FRESH[kind](target).hidden_layers)
     online = trainee_of(kind, target)(batch_of(ROWS))
 

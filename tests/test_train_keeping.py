@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from transformers import LlamaModel
 from draftsmith_core.errors import is_installed
 from draftsmith_core.models import load_model
 from tests import train_laws
-from tests.door import Door
-from tests.train_laws import Words, metrics, words_of
+from tests.train_laws import metrics, words_of
 from train import draft_setup
 from train.batch import IGNORE
 from train.data import collate, load_examples, shares, units
@@ -30,7 +28,7 @@ LORA = ["--lora.rank", "4", "--lora.dropout", "0.2"] if is_installed("peft") els
 
 
 @pytest.fixture(scope="module")
-def domains(answers: Callable[..., str]) -> list[str]:
+def domains(answers):
     """Distilled sets of 24 and of 12 answers."""
     return [
         answers("A draft model proposes tokens and the target", 3, 2, 16),
@@ -39,19 +37,17 @@ def domains(answers: Callable[..., str]) -> list[str]:
 
 
 @pytest.fixture
-def words(domains: list[str], draft_dir: str) -> Words:
+def words(domains, draft_dir):
     return words_of(domains, draft_dir)
 
 
 @pytest.mark.parametrize("options", [[*ALL, *LORA[:2]], ["--objective", "tvd@e2e:depth=3"]], ids=["kept", "e2e"])
-def test_a_step_is_its_rows_however_they_are_divided(
-    options: list[str], words: Words, target_dir: str, tmp_path: Path, door: Door
-) -> None:
+def test_a_step_is_its_rows_however_they_are_divided(options, words, target_dir, tmp_path, door):
     more = ["--target", target_dir] if "--objective" in options else []
     train_laws.a_step_is_its_rows_however_they_are_divided(words, [*options, *more], tmp_path, door)
 
 
-def test_a_killed_run_ends_as_one_that_was_not(words: Words, tmp_path: Path, spawn: Callable[..., Any]) -> None:
+def test_a_killed_run_ends_as_one_that_was_not(words, tmp_path, spawn):
     """The weights before training are the anchor, and not those of the checkpoint; dropout is in the updates."""
     train_laws.a_killed_run_ends_as_one_that_was_not(words, [*ALL, *LORA], tmp_path, spawn)
 
@@ -66,8 +62,8 @@ def kl_of_rows(base: Any, draft: Any, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("objective", ["ce", "jsd:beta=0.5"])
 def test_the_pull_of_the_distributions_is_their_divergence_per_token(
-    objective: str, domains: list[str], draft_dir: str, dropout_dir: str, target_dir: str
-) -> None:
+    objective, domains, draft_dir, dropout_dir, target_dir
+):
     draft, base = load_model(draft_dir, device="cpu"), load_model(dropout_dir, device="cpu")
     target = None if objective == "ce" else load_model(target_dir, device="cpu")
     batch = collate(load_examples(domains, None, 40), range(6))
@@ -91,9 +87,7 @@ def test_the_pull_of_the_distributions_is_their_divergence_per_token(
 
 
 @NEEDS_PEFT
-def test_the_checkpoint_is_the_draft_with_its_adapters_merged(
-    words: Words, draft_dir: str, tmp_path: Path, door: Door
-) -> None:
+def test_the_checkpoint_is_the_draft_with_its_adapters_merged(words, draft_dir, tmp_path, door):
     out = tmp_path / "out"
     door.ok(*words(out, 8), "--lora.rank", 4, "--optim.lr", "0.02", "--lora.targets", "q_proj", "up_proj")
     before, after = load_file(Path(draft_dir) / "model.safetensors"), load_file(out / "model.safetensors")
@@ -111,14 +105,14 @@ def test_the_checkpoint_is_the_draft_with_its_adapters_merged(
     assert metrics(tmp_path / "again")[0]["heldout_loss"] == pytest.approx(losses[-1], rel=1e-4)
 
 
-def test_shares_go_from_sizes_to_alike() -> None:
+def test_shares_go_from_sizes_to_alike():
     assert shares([30, 10], 1.0) == pytest.approx([0.75, 0.25])
     assert shares([30, 10], 2.0) == pytest.approx([math.sqrt(3) / (1 + math.sqrt(3)), 1 / (1 + math.sqrt(3))])
     assert shares([30, 10, 5], 1e9) == pytest.approx([1 / 3] * 3)
     assert shares([10**9, 1], 1e-3) == [1.0, 0.0]
 
 
-def test_a_small_domain_is_drawn_more_often_and_each_of_its_rows_as_often(domains: list[str]) -> None:
+def test_a_small_domain_is_drawn_more_often_and_each_of_its_rows_as_often(domains):
     examples = load_examples(domains, None, 40)
     assert examples.domains is not None and examples.domains.tolist() == [0] * 24 + [1] * 12
     stream = units(examples, 0, 480, seed=3, temperature=1e9)
@@ -129,15 +123,7 @@ def test_a_small_domain_is_drawn_more_often_and_each_of_its_rows_as_often(domain
 
 
 @pytest.mark.parametrize("more", [["--packing", "true"], ["--anchor_kl", "0.3"]], ids=["packed", "anchored"])
-def test_held_states_save_forwards_and_change_no_bit(
-    more: list[str],
-    answers: Callable[..., str],
-    draft_dir: str,
-    target_dir: str,
-    tmp_path: Path,
-    door: Door,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_held_states_save_forwards_and_change_no_bit(more, answers, draft_dir, target_dir, tmp_path, door, monkeypatch):
     """All held, some, none, and the target's on disk; some three epochs, five evaluations."""
     data = answers("Numbers such as 12, 345 and 6789", 2, 3, 20)
     words = (

@@ -4,7 +4,7 @@ Legend: T tokens, V vocabulary.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from drafts.load import load_draft
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, generator
 from tests import train_laws
-from tests.distilled import Spawn
-from tests.door import Door
 from tests.train_laws import metrics
 from train.batch import IGNORE, Batch
 from train.objective import parse_objective
@@ -57,14 +55,12 @@ def words(kind: str, target_dir: str, draft_dir: str, distilled: str) -> list[st
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture
-def trained(
-    kind: str, checkpoints: Path, target_dir: str, draft_dir: str, distilled: str, door: Door
-) -> Iterator[Path]:
+def trained(kind, checkpoints, target_dir, draft_dir, distilled, door):
     """A checkpoint of this kind, made by the command."""
     out = checkpoints / kind
     if not out.exists():
@@ -73,7 +69,7 @@ def trained(
 
 
 @every_kind
-def test_training_raises_acceptance(kind: str, trained: Path) -> None:
+def test_training_raises_acceptance(kind, trained):
     judged = metrics(trained, "heldout_loss")
     record = json.loads((trained / "draftsmith.json").read_text())
     assert record["heldout_alpha"] > judged[0]["heldout_alpha"] + 0.02
@@ -146,7 +142,7 @@ def training_distributions(trainee: Any, text: list[int], drafted: list[int]) ->
 
 
 @every_kind
-def test_the_checkpoint_drafts_as_it_was_trained(kind: str, trained: Path, target_dir: str) -> None:
+def test_the_checkpoint_drafts_as_it_was_trained(kind, trained, target_dir):
     """Law 5, through the files and the decoder: every distribution that a token was drafted from is training's."""
     target = load_model(target_dir, device="cpu", dtype="float32")
     draft: Any = load_draft(str(trained), target, device="cpu", dtype="float32")
@@ -169,7 +165,7 @@ def test_the_checkpoint_drafts_as_it_was_trained(kind: str, trained: Path, targe
 
 
 @every_kind
-def test_the_checkpoint_decodes_losslessly(kind: str, trained: Path, target_dir: str, door: Door) -> None:
+def test_the_checkpoint_decodes_losslessly(kind, trained, target_dir, door):
     run = [
         "decode",
         "--target",
@@ -187,7 +183,7 @@ def test_the_checkpoint_decodes_losslessly(kind: str, trained: Path, target_dir:
 
 
 @pytest.fixture
-def divided(kind: str, target_dir: str, draft_dir: str, distilled: str) -> train_laws.Words:
+def divided(kind, target_dir, draft_dir, distilled):
     run = words(kind, target_dir, draft_dir, distilled)
 
     def at(out: Path | str, steps: int, size: int = 8, accumulation: int = 1) -> list[str]:
@@ -198,25 +194,21 @@ def divided(kind: str, target_dir: str, draft_dir: str, distilled: str) -> train
 
 
 @pytest.mark.parametrize("kind", ["dspark"])
-def test_a_step_of_drawn_blocks_is_its_rows(divided: train_laws.Words, tmp_path: Path, door: Door) -> None:
+def test_a_step_of_drawn_blocks_is_its_rows(divided, tmp_path, door):
     """Law 6 where each row draws its blocks at random."""
     train_laws.a_step_is_its_rows_however_they_are_divided(divided, [], tmp_path, door)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "dspark"])
-def test_a_killed_head_ends_as_one_that_was_not(
-    kind: str, divided: train_laws.Words, tmp_path: Path, spawn: Spawn
-) -> None:
+def test_a_killed_head_ends_as_one_that_was_not(kind, divided, tmp_path, spawn):
     """Law 7 for heads that draw at random and whose features are cached: the cache may differ, the run may not."""
     options = ["--head.features", "features", *(["--head.noise", "0.2"] if kind == "eagle" else [])]
     train_laws.a_killed_run_ends_as_one_that_was_not(divided, options, tmp_path, spawn)
 
 
 @every_head
-def test_training_goes_on_from_a_head(
-    kind: str, trained: Path, target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
-) -> None:
+def test_training_goes_on_from_a_head(kind, trained, target_dir, draft_dir, distilled, tmp_path, door):
     run = words(kind, target_dir, draft_dir, distilled)[: -len(OPTIONS[kind])]
     run += ["--draft", str(trained), "--out", str(tmp_path / "more"), "--objective", "tvd", "--steps", "2"]
     door.ok(*run)

@@ -26,7 +26,7 @@ def slope(loss: LossFn, draft: Tensor, target: Tensor | None, tokens: Tensor) ->
     return found
 
 
-def test_values_against_their_definitions() -> None:
+def test_values_against_their_definitions():
     draft, target, tokens = pair(0)
     p, q = target.softmax(-1), draft.softmax(-1)
     m = (p + q) / 2
@@ -51,7 +51,7 @@ def test_values_against_their_definitions() -> None:
 
 
 @pytest.mark.parametrize("name", TARGETED)
-def test_equal_laws_cost_nothing_and_others_something(name: str) -> None:
+def test_equal_laws_cost_nothing_and_others_something(name):
     draft, target, tokens = pair(1)
     # A shift of all logits is the same distribution.
     assert LOSSES[name](draft + 3, draft, tokens).abs().max() < 1e-12
@@ -60,7 +60,7 @@ def test_equal_laws_cost_nothing_and_others_something(name: str) -> None:
 
 # lk_hybrid's weight and tvd_pp's advantage are constants to the gradient, so they are checked apart.
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"tvd_pp", "lk_hybrid"}))
-def test_gradients_against_differences(name: str) -> None:
+def test_gradients_against_differences(name):
     draft, target, tokens = pair(4, rows=3, vocabulary=6)
 
     def value(logits: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def test_gradients_against_differences(name: str) -> None:
     assert torch.autograd.gradcheck(value, (draft.requires_grad_(),))
 
 
-def test_gradients_in_closed_form_where_a_part_counts_as_constant() -> None:
+def test_gradients_in_closed_form_where_a_part_counts_as_constant():
     draft, target, tokens = pair(5)
     p, q = target.softmax(-1), draft.softmax(-1)
     tv = slope(LOSSES["tvd"], draft, target, tokens)
@@ -83,7 +83,7 @@ def test_gradients_in_closed_form_where_a_part_counts_as_constant() -> None:
 
 
 @pytest.mark.parametrize("spec", ["fkl", "jsd", "jsd:beta=0.1", "jsd:beta=0.9"])
-def test_what_is_made_in_place_is_the_same(spec: str) -> None:
+def test_what_is_made_in_place_is_the_same(spec):
     draft, target, tokens = pair(12)
     objective = parse_objective(spec)
     assert objective.in_place is not None
@@ -94,7 +94,7 @@ def test_what_is_made_in_place_is_the_same(spec: str) -> None:
     torch.testing.assert_close(draft, gradient)
 
 
-def test_jsd_between_its_limits() -> None:
+def test_jsd_between_its_limits():
     draft, target, tokens = pair(6, spread=1.0)
     small = 1e-6
     for limit, name in ((small, "fkl"), (1 - small, "rkl")):
@@ -110,7 +110,7 @@ def test_jsd_between_its_limits() -> None:
 
 
 @pytest.mark.parametrize("name", ["fkl", "lk_alpha"])
-def test_a_target_on_one_token_is_cross_entropy(name: str) -> None:
+def test_a_target_on_one_token_is_cross_entropy(name):
     draft, _, tokens = pair(7)
     for off in (-1e4, -math.inf):
         target = torch.full_like(draft, off).scatter_(1, tokens[:, None], 0.0)
@@ -123,7 +123,7 @@ def test_a_target_on_one_token_is_cross_entropy(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tokens_without_mass_make_no_nan(name: str, dtype: torch.dtype) -> None:
+def test_tokens_without_mass_make_no_nan(name, dtype):
     draft, target, tokens = (x.to(dtype) if x.is_floating_point() else x for x in pair(8))
     # Of the data's tokens the draft can give some and not others.
     tokens[:3], tokens[3:] = 4, 7
@@ -138,7 +138,7 @@ def test_tokens_without_mass_make_no_nan(name: str, dtype: torch.dtype) -> None:
     assert gradient[:-1, :5].abs().max() > 0
 
 
-def test_sums_of_terms_and_options() -> None:
+def test_sums_of_terms_and_options():
     draft, target, tokens = pair(9)
     objective = parse_objective(" 0.9*jsd:beta=0.25 + 0.1*ce+lk_hybrid:eta=10")
     wanted = (
@@ -156,7 +156,7 @@ def test_sums_of_terms_and_options() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_temperature(name: str) -> None:
+def test_temperature(name):
     draft, target, tokens = pair(10)
     value = parse_objective(name, temperature=2.0).loss(draft, target, tokens)
     if name == "ce":
@@ -166,7 +166,7 @@ def test_temperature(name: str) -> None:
     torch.testing.assert_close(value, wanted)
 
 
-def test_selection_by_hand() -> None:
+def test_selection_by_hand():
     gain = torch.tensor([0.1, 0.9, 0.5, 0.9, -1.0, 7.0, 0.0, 0.0])
     sequence = torch.tensor([0, 0, 0, 0, 0, 3, 8, 8])
     found = adaspec_weights(gain, sequence, 0.4)
@@ -185,7 +185,7 @@ def losses_written_out(alpha_L: list[Tensor], depth: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("depth", [1, 3, 7])
-def test_losses_of_whole_drafts_are_those_that_are_written_out(depth: int) -> None:
+def test_losses_of_whole_drafts_are_those_that_are_written_out(depth):
     lengths = [5, 1, 2, 9]
     alpha_N = torch.rand(sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     alpha_N[3] = 0.0  # nothing behind a certain rejection counts, and no slope is lost by dividing by it
@@ -211,7 +211,7 @@ def test_losses_of_whole_drafts_are_those_that_are_written_out(depth: int) -> No
         ("e2e:depth=1.5", "depth must be a whole number"),
     ],
 )
-def test_a_wrong_name_is_answered_in_one_line(spec: str, message: str) -> None:
+def test_a_wrong_name_is_answered_in_one_line(spec, message):
     with pytest.raises(InputError, match="^objective: ") as caught:
         parse_objective(spec)
     assert message in str(caught.value)

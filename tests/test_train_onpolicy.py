@@ -13,16 +13,15 @@ from distill.generate import distill
 from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.tokenization import load_tokenizer
-from tests.door import Door
 from tests.train_laws import close, metrics
 from train.batch import IGNORE
 from train.config import OnPolicy
-from train.data import Examples, collate, load_examples
+from train.data import collate, load_examples
 from train.onpolicy import Answerer
 
 
 @pytest.fixture
-def examples(distilled: str, draft_dir: str) -> Examples:
+def examples(distilled, draft_dir):
     return load_examples([distilled], load_tokenizer(draft_dir), 48)
 
 
@@ -33,7 +32,7 @@ def answerer_of(draft_dir: str, seed: int = 7, max_length: int = 48, **policy: A
     return Answerer(model, decoder, options, max_length, seed, model.config.vocab_size)
 
 
-def test_answers_are_the_drafts_own_and_do_not_depend_on_the_batch(examples: Examples, draft_dir: str) -> None:
+def test_answers_are_the_drafts_own_and_do_not_depend_on_the_batch(examples, draft_dir):
     answerer = answerer_of(draft_dir)
     rows, places = [0, 5, 9, 13], [100, 101, 102, 103]
     together = answerer.draw(examples, rows, places)
@@ -50,7 +49,7 @@ def test_answers_are_the_drafts_own_and_do_not_depend_on_the_batch(examples: Exa
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
-def test_as_many_sequences_are_drawn_as_asked_for(fraction: float, draft_dir: str) -> None:
+def test_as_many_sequences_are_drawn_as_asked_for(fraction, draft_dir):
     answerer = answerer_of(draft_dir, fraction=fraction)
     drawn = [answerer.is_drawn(place) for place in range(4000)]
     assert sum(drawn) / 4000 == pytest.approx(fraction, abs=0.03)
@@ -58,9 +57,7 @@ def test_as_many_sequences_are_drawn_as_asked_for(fraction: float, draft_dir: st
     assert sum(drawn[::2]) / 2000 == pytest.approx(fraction, abs=0.04)
 
 
-def test_batches_hold_the_answers_and_no_stored_rows(
-    target_dir: str, prompts_file: str, draft_dir: str, tmp_path: Path
-) -> None:
+def test_batches_hold_the_answers_and_no_stored_rows(target_dir, prompts_file, draft_dir, tmp_path):
     options: dict[str, Any] = {"max_new_tokens": 6, "device": "cpu", "teacher_top_k": 3}
     distill(DistillConfig(target=target_dir, prompts=prompts_file, out=str(tmp_path / "set"), **options), "d")
     examples = load_examples([str(tmp_path / "set")], load_tokenizer(draft_dir), 48)
@@ -74,7 +71,7 @@ def test_batches_hold_the_answers_and_no_stored_rows(
     assert collate(examples, [0, 3], {}).stored is not None
 
 
-def test_an_answer_ends_where_the_draft_ends_or_the_room_does(examples: Examples, draft_dir: str) -> None:
+def test_an_answer_ends_where_the_draft_ends_or_the_room_does(examples, draft_dir):
     longest = max(len(row["prompt_ids"]) for row in examples.rows)
     answerer = answerer_of(draft_dir, max_length=longest + 3)
     ends = set(eos_ids(answerer.draft))
@@ -95,9 +92,7 @@ def words(target_dir: str, draft_dir: str, distilled: str) -> list[str]:
     ).split()
 
 
-def test_training_on_what_the_draft_says_raises_acceptance(
-    target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
-) -> None:
+def test_training_on_what_the_draft_says_raises_acceptance(target_dir, draft_dir, distilled, tmp_path, door):
     run = words(target_dir, draft_dir, distilled)
     more = ["--steps", 24, "--batch_size", 8, "--optim.lr", 0.01, "--on_policy.fraction", 1]
     door.ok(*run, *more, "--out", tmp_path / "draft")
@@ -110,8 +105,8 @@ def test_training_on_what_the_draft_says_raises_acceptance(
 
 
 def test_a_draft_of_more_tokens_than_the_target_says_none_that_the_target_lacks(
-    target_dir: str, other_vocabulary_dir: str, distilled: str, tmp_path: Path, door: Door
-) -> None:
+    target_dir, other_vocabulary_dir, distilled, tmp_path, door
+):
     wide = other_vocabulary_dir
     run = [*words(target_dir, wide, distilled), "--steps", 2, "--on_policy.fraction", 1, "--out", tmp_path / "draft"]
     door.ok(*run)
@@ -128,9 +123,7 @@ def test_a_draft_of_more_tokens_than_the_target_says_none_that_the_target_lacks(
     assert not model._forward_hooks
 
 
-def test_a_step_does_not_depend_on_how_it_is_divided(
-    target_dir: str, draft_dir: str, distilled: str, tmp_path: Path, door: Door
-) -> None:
+def test_a_step_does_not_depend_on_how_it_is_divided(target_dir, draft_dir, distilled, tmp_path, door):
     """Law 6: 8 x 1, 2 x 4 and 1 x 8 draw the same answers and take the same steps."""
     run = [*words(target_dir, draft_dir, distilled), "--optim.name", "sgd", "--optim.lr", "0.5", "--steps", "4"]
     for size, times in ((8, 1), (2, 4), (1, 8)):

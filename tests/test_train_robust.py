@@ -3,15 +3,12 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distilled import Spawn
-from tests.door import Door
 from tests.train_laws import BEFORE, close, metrics, result
 
 CONTINUES = "; run the same command again to resume$"
@@ -40,7 +37,7 @@ DISTURBED = [
 
 
 @pytest.fixture(scope="module")
-def words(answers: Callable[..., str], dropout_dir: str) -> list[str]:
+def words(answers, dropout_dir):
     """A run on 36 rows of unequal length whose every step draws random numbers."""
     distilled = answers("Numbers such as 12, 345 and 6789", 2, 3, 20)
     return (
@@ -59,9 +56,7 @@ def checkpoints(place: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_stops_a_run_is_one_line_and_the_next_start_continues(
-    words: list[str], tmp_path: Path, spawn: Spawn
-) -> None:
+def test_what_stops_a_run_is_one_line_and_the_next_start_continues(words, tmp_path, spawn):
     place = tmp_path / "disturbed"
     place.mkdir()
     for patch, step, expected, told in DISTURBED:
@@ -85,7 +80,7 @@ def test_what_stops_a_run_is_one_line_and_the_next_start_continues(
 
 
 @pytest.mark.slow
-def test_the_best_weights_are_those_of_the_path_that_was_taken(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
+def test_the_best_weights_are_those_of_the_path_that_was_taken(words, tmp_path, spawn):
     """A kill between the best weights of step 8 and the next checkpoint; then step 8 turns out otherwise."""
     trap = "before(train.loop, 'learning_rate', 9, KILL)"
     assert spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()[0] == -9
@@ -102,7 +97,7 @@ train.loop.evaluate = lambda *words: {name: value + 100 for name, value in real(
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
+def test_a_damaged_checkpoint_is_passed_over(words, tmp_path, spawn):
     trap = "before(train.loop, 'learning_rate', 11, KILL)"
     assert spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()[0] == -9
     assert checkpoints(tmp_path) == ["step_00000006", "step_00000009"]
@@ -124,9 +119,7 @@ def test_a_damaged_checkpoint_is_passed_over(words: list[str], tmp_path: Path, s
     assert result(tmp_path / "both") == before
 
 
-def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(
-    words: list[str], target_dir: str, tmp_path: Path, door: Door
-) -> None:
+def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(words, target_dir, tmp_path, door):
     # A rate so high that the figures go up and down, each in its own way.
     more = ["--target", target_dir, "--optim.lr", "0.1", "--eval_every", "1", "--keep", "3"]
     assert door(*words, *more, "--out", tmp_path / "draft")[0] == 0
@@ -151,9 +144,7 @@ def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(
         ),
     ],
 )
-def test_saving_memory_or_time_does_not_change_what_is_learnt(
-    option: str, words: list[str], draft_dir: str, tmp_path: Path, spawn: Spawn
-) -> None:
+def test_saving_memory_or_time_does_not_change_what_is_learnt(option, words, draft_dir, tmp_path, spawn):
     more = ["--draft", draft_dir, "--steps", "2", "--eval_every", "2", "--optim.name", "sgd", "--optim.lr", "0.5"]
     for out, options in (("plain", []), ("changed", [option])):
         code, _, err = spawn(*words, *more, *options, "--out", tmp_path / out, cwd=tmp_path).wait()
@@ -161,7 +152,7 @@ def test_saving_memory_or_time_does_not_change_what_is_learnt(
     close(tmp_path / "changed", tmp_path / "plain")
 
 
-def test_bf16_keeps_the_weights_in_fp32(words: list[str], draft_dir: str, tmp_path: Path, door: Door) -> None:
+def test_bf16_keeps_the_weights_in_fp32(words, draft_dir, tmp_path, door):
     found = {}
     for precision in ("fp32", "bf16"):
         out = tmp_path / precision

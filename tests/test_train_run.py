@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaModel
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
 from draftsmith_core.prompts import prompt_hash, read_prompt_hashes
-from tests.distilled import Spawn
-from tests.door import Door
 from tests.train_laws import BEFORE, SGD, close, metrics, result
 from train.config import TrainConfig
 from train.data import collate, load_examples, order
@@ -44,13 +41,13 @@ MOMENTS = [
 
 
 @pytest.fixture(scope="module")
-def distilled(answers: Callable[..., str]) -> str:
+def distilled(answers):
     """60 rows of very unequal length: 12 prompts, 5 samples each."""
     return answers("The quick brown fox jumps over the lazy dog", 3, 5, 24)
 
 
 @pytest.fixture
-def words(distilled: str, dropout_dir: str) -> list[str]:
+def words(distilled, dropout_dir):
     """A run whose every step draws random numbers, with several evaluations and checkpoints."""
     return (
         f"train --out draft --data {distilled} --draft {dropout_dir} --max_length 48 --steps 24 --batch_size 4 "
@@ -58,7 +55,7 @@ def words(distilled: str, dropout_dir: str) -> list[str]:
     ).split()
 
 
-def test_a_run_killed_anywhere_ends_like_one_that_was_not(words: list[str], tmp_path: Path, spawn: Spawn) -> None:
+def test_a_run_killed_anywhere_ends_like_one_that_was_not(words, tmp_path, spawn):
     """Law 7."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
@@ -79,9 +76,7 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(words: list[str], tmp_
     assert {"model.safetensors", "run/metrics.jsonl", "run/checkpoints/step_00000024/state.json"} < set(found)
 
 
-def test_a_step_is_its_rows_however_they_are_divided(
-    tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, distilled: str, draft_dir: str
-) -> None:
+def test_a_step_is_its_rows_however_they_are_divided(tmp_path, door, monkeypatch, distilled, draft_dir):
     """Law 6, with SGD, which hides no scale: 8 x 1 == 1 x 8 == 4 x 2; `test_train_distributed` has processes."""
     monkeypatch.chdir(tmp_path)
 
@@ -124,9 +119,7 @@ class OwnCrossEntropy:
         return torch.nn.functional.cross_entropy(draft_NV, tokens_N, reduction="none")
 
 
-def test_a_loss_of_ones_own(
-    tmp_path: Path, distilled: str, draft_dir: str, target_dir: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_of_ones_own(tmp_path, distilled, draft_dir, target_dir, capsys):
     def config(out: str, **more: Any) -> TrainConfig:
         sizes: dict[str, Any] = {"max_length": 48, "steps": 3, "eval_every": 3, "batch_size": 4, "device": "cpu"}
         return TrainConfig(out=str(tmp_path / out), data=[distilled], draft=draft_dir, **sizes, **more)
@@ -154,9 +147,7 @@ def test_a_loss_of_ones_own(
         shutil.rmtree(tmp_path / "refused", ignore_errors=True)
 
 
-def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
-    words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(words, tmp_path, door, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # A rate so high that the weights get worse after a while.
     more = ["--optim.lr", "0.3", "--optim.warmup_steps", "10", "--patience", "2", "--steps", "200"]
@@ -195,9 +186,7 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
     assert code == 2 and "holds a model that this run did not make" in err and not Path("draft/run").exists()
 
 
-def test_help_fits_three_screens_and_the_drafts_forward_is_near(
-    words: list[str], tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_fits_three_screens_and_the_drafts_forward_is_near(words, tmp_path, door, monkeypatch):
     """At most 7 frames of our own from the command to the draft's forward, and 100 lines of 100 columns."""
     monkeypatch.setenv("COLUMNS", "100")
     assert len(door("train", "--help")[1].splitlines()) <= 100
@@ -220,9 +209,7 @@ def test_help_fits_three_screens_and_the_drafts_forward_is_near(
     assert counts and max(counts) <= 7
 
 
-def test_a_fresh_model_learns_text(
-    tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch, draft_dir: str, distilled: str
-) -> None:
+def test_a_fresh_model_learns_text(tmp_path, door, monkeypatch, draft_dir, distilled):
     monkeypatch.chdir(tmp_path)
     Path("t.jsonl").write_text('{"text": "The quick brown fox jumps over the lazy dog. 12345"}\n' * 20)
     words = (
