@@ -339,5 +339,4 @@ def _time(work: Evaluation, suite: Suite, sampling: Sampling) -> SpeedMeasuremen
         f"timing: {suite.name}, T={sampling.temperature:g}",
         len(task.prompts) * (1 + len(drafts) * len(methods)),
     )
-    times: SpeedMeasurement = work.cell(decides, partial(task.speed, drafts, methods, costs_of), note, units, "main")
-    return times
+    return work.cell(decides, partial(task.speed, drafts, methods, costs_of), note, units, "main")

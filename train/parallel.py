@@ -54,8 +54,7 @@ class World:
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
-        device: torch.device = self.accelerator.device
-        return device
+        return self.accelerator.device
 
     @property
     def size(self) -> int:

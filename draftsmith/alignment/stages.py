@@ -279,8 +279,7 @@ def _over(known: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(config: AlignConfig) -> dict[str, Any]:
-    values: dict[str, Any] = without_secrets(dataclasses.asdict(config))
-    return values
+    return without_secrets(dataclasses.asdict(config))
 
 
 def summary(config: AlignConfig, results: Results) -> dict[str, Any]:

@@ -209,8 +209,7 @@ class Command:
     def options(self) -> type:
         """The class of its options."""
         module, _, name = self.config.partition(":")
-        options: type = getattr(importlib.import_module(module), name)
-        return options
+        return getattr(importlib.import_module(module), name)
 
     @property
     def modes(self) -> dict[str, str]:

@@ -68,7 +68,6 @@ class BlockTrainee(HeadTrainee):
         return anchors_BA if anchors_BA.shape[1] else F.pad(anchors_BA, (0, 1)), place_BT
 
     def count(self, batch: Batch) -> Tensor:
-        """Number of blocks."""
         return (self.blocks(batch)[1] >= 0).sum()
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
@@ -90,7 +89,6 @@ class BlockTrainee(HeadTrainee):
         return projection, self.draft.rows_DH, None if bias is None else bias[self.draft.target_ids_D]
 
     def forward(self, batch: Batch) -> LossSums:
-        """Sums over the blocks."""
         return self.slots(batch)[0]
 
     def slots(self, batch: Batch) -> tuple[LossSums, Drafts, Tensor, Tensor | None]:

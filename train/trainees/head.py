@@ -249,7 +249,6 @@ class EagleTrainee(HeadTrainee):
         self.noise, self.depths = noise, depths
 
     def forward(self, batch: Batch) -> LossSums:
-        """Sums over the pairs that count."""
         (features_BTH,), last_BTH = self.target.read(batch)
         drafts = [(depth, *part) for depth, part in enumerate(self.drafts(batch, [features_BTH]))]
         _, pairs, hidden_NH = drafts[0]
@@ -260,7 +259,6 @@ class EagleTrainee(HeadTrainee):
         return sums._replace(loss=apart_NH.mean(-1).sum() + sums.loss)
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
-        """For every depth the pairs that count and the features `[N, H]` that the head predicts there."""
         inputs_BWH = states[0][:, :-1].to(self.draft.fc.weight.dtype)
         if self.training and self.noise:
             inputs_BWH = inputs_BWH + (torch.rand_like(inputs_BWH) * 2 - 1) * self.noise
@@ -289,7 +287,6 @@ class Eagle3Trainee(HeadTrainee):
         )
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
-        """For every depth the pairs that count and the normed features `[N, H]` that the projection reads there."""
         features_BWH = self.draft.fuse([state_BTH[:, :-1] for state_BTH in states])
         for depth, states_BWH in enumerate(unroll(self.draft.states, batch, features_BWH, self.test_steps), start=1):
             pairs = pairs_at(batch, depth)
@@ -320,7 +317,6 @@ class MedusaTrainee(HeadTrainee):
         return head
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
-        """For every head the features that count, and what its projection reads there, `[N, H]`."""
         for d in range(len(self.draft)):
             pairs, head = pairs_at(batch, d + 1), self._layers(d)
             yield pairs, head[:-1](pairs.of_pairs(states[0]).to(next(head.parameters()).dtype))
@@ -347,7 +343,6 @@ class HydraTrainee(HeadTrainee):
         self.one_projection = not self.draft.config.own_projection
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
-        """For every head the features that count, and what the projection reads there, `[N, H]`."""
         dtype = next(self.draft.parameters()).dtype
         for d, head in enumerate(self.draft.heads):
             pairs = pairs_at(batch, d + 1)
