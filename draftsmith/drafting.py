@@ -124,8 +124,8 @@ def read_documents(source: str, tokenizer: Tokenizer) -> list[list[int]]:
             documents.append([*(row.get("prompt_ids") or []), *row["response_ids"]])
         elif row.get("messages") is not None:
             documents.append(encode_messages(tokenizer, check_turns(row["messages"], where), where))
-        elif text.strip():
-            documents.append(encode_text(tokenizer, text))
+        else:
+            documents.append(encode_text(tokenizer, text) if text.strip() else [])
     if not any(documents):
         raise InputError(f"{source}: holds no text; a row needs one of the keys {', '.join(KEYS)}")
     return documents
