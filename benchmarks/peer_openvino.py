@@ -80,7 +80,10 @@ def main() -> None:
     for ahead in request["ahead"]:
         assisted = openvino_genai.draft_model(draft, "CPU", **options)
         pipeline = openvino_genai.LLMPipeline(target, "CPU", draft_model=assisted, **options)
-        ways[f"draft, {ahead} tokens"] = measured(pipeline, request, ahead)
+        try:
+            ways[f"draft, {ahead} tokens"] = measured(pipeline, request, ahead)
+        except RuntimeError as error:
+            ways[f"draft, {ahead} tokens"] = {"failed": str(error).split("\n")[0]}
     sys.stdout.write(json.dumps({"version": openvino.__version__, "ways": ways}) + "\n")
 
 

@@ -1,0 +1,107 @@
+"""The pictures of docs/real.md and docs/blocks.md: acceptance by draft, change by alignment, acceptance by depth."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from eval.report.theme import DARK, LIGHT, Look, drawing, roles_of, write_png
+from eval.results import Results
+from eval.schema import Row
+
+WIDTH, HEIGHT = 10.0, 4.2  # inches
+# Of the tree whose depths are drawn.
+CHAIN = ("chain:4", "speculative")
+
+
+def write(out: Path, name: str, drafts: Sequence[str], base: str, draw: Callable[[Figure, Look], None]) -> None:
+    """OUT/NAME.png and NAME-dark.png, with the colours of these drafts."""
+    for suffix, colours in (("", LIGHT), ("-dark", DARK)):
+        with drawing(colours):
+            figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+            draw(figure, Look(colours, roles_of(drafts, base)))
+            write_png(figure, out / f"{name}{suffix}.png")
+
+
+def which(results: Results, names: Mapping[str, str], out: Path) -> None:
+    """OUT/real-which: alpha of every draft by set."""
+    write(out, "real-which", results.drafts, results.base, partial(_by_set, results, names, results.drafts, "alpha"))
+
+
+def align(results: Results, names: Mapping[str, str], out: Path) -> None:
+    """OUT/real-align: change of alpha by set."""
+    draw = partial(_by_set, results, names, results.aligned, "gain")
+    write(out, "real-align", results.drafts, results.base, draw)
+
+
+def depths(results: Results, names: Mapping[str, str], drafts: Sequence[str], out: Path) -> None:
+    """OUT/real-depths: the chance that a token is accepted, given that those before it are, by its depth."""
+    write(out, "real-depths", drafts, results.base, partial(_by_depth, results, names, drafts))
+
+
+def _by_set(
+    results: Results, names: Mapping[str, str], drafts: Sequence[str], of: str, figure: Figure, look: Look
+) -> None:
+    """A panel per temperature; a column per set, in it a point with its interval per draft."""
+    domains = results.domains()
+    panels: Any = figure.subplots(1, len(results.temperatures), sharey=True)
+    for ax, temperature in zip(panels, results.temperatures, strict=True):
+        for number, draft in enumerate(drafts):
+            rows = [results.figure(of, draft, domain, temperature) for domain in domains]
+            apart = (number - (len(drafts) - 1) / 2) * 0.7 / len(drafts)
+            _points(ax, [place + apart for place in range(len(domains))], rows, draft, names, look)
+        if of == "gain":
+            ax.axhline(0, color=look.colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
+        ax.set_xticks(range(len(domains)), [f"{domain}\n{results.kind(domain).upper()}" for domain in domains])
+        ax.set_title(f"T = {temperature:g}")
+    panels[0].set_ylabel("change of α over the draft of chat" if of == "gain" else "expected acceptance α")
+    _legend(figure, panels[0])
+
+
+def _by_depth(
+    results: Results, names: Mapping[str, str], drafts: Sequence[str], figure: Figure, look: Look
+) -> None:
+    """A panel for chat and one for all other sets, at temperature 1."""
+    panels: Any = figure.subplots(1, 2, sharey=True)
+    for ax, (place, title) in zip(panels, {"id": "chat, in distribution", "ood": "the other sets"}.items(), strict=True):
+        for number, draft in enumerate(drafts):
+            rows = results.series("accept_predicted", draft, place, 1.0, *CHAIN)
+            places = [row["at"] + (number - (len(drafts) - 1) / 2) * 0.06 for row in rows]
+            _points(ax, places, rows, draft, names, look, joined=True)
+        ax.set_xticks(range(1, 5))
+        ax.set_xlabel("drafted token")
+        ax.set_title(title)
+    panels[0].set_ylabel("accepted, given those before, T = 1")
+    _legend(figure, panels[0])
+
+
+def _points(
+    ax: Axes,
+    places: Sequence[float],
+    rows: Sequence[Row | None],
+    draft: str,
+    names: Mapping[str, str],
+    look: Look,
+    joined: bool = False,
+) -> None:
+    known: list[Any] = [(place, row) for place, row in zip(places, rows, strict=True) if row is not None]
+    values = [row["value"] for _, row in known]
+    below = [row["value"] - row["low"] for _, row in known]
+    above = [row["high"] - row["value"] for _, row in known]
+    style: Any = {"color": look.colour(draft), "marker": look.marker(draft), "ms": 5, "lw": 1.4}
+    ax.errorbar(
+        [place for place, _ in known],
+        values,
+        [below, above],
+        ls="-" if joined else "none",
+        label=names.get(draft, draft).strip("*"),
+        **style,
+    )
+
+
+def _legend(figure: Figure, ax: Axes) -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
