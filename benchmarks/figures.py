@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import frontier_tables, objectives_figure, objectives_tables
+from benchmarks import frontier_tables, objectives_figure, objectives_tables, real_figures, real_speed
 from benchmarks.pages import table
 from draftsmith.demo.demo_run import write_page
 from eval.report.formats import number, with_interval
@@ -27,6 +27,12 @@ DRAFTS = {"base": "base", "jsd-plain": "plain (`jsd-plain`)", "jsd-balanced": "*
 REAL = {
     "pruned": "two pruned layers",
     "eagle3": "EAGLE-3",
+    "eagle": "EAGLE-1",
+    "hydra": "Hydra",
+    "fresh": "a small LLaMA",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "jetspec": "JetSpec",
     "base": "of chat",
     "pruned-maths-plain-0": "plain",
     "pruned-maths-balanced-0": "**balanced**",
@@ -90,6 +96,17 @@ def acceptance(results: Results, first: str, temperature: float) -> str:
     return table([first, *results.domains(), f"tau {own}", "tau elsewhere"], rows)
 
 
+def by_depth(results: Results, first: str, temperature: float) -> str:
+    """The chance that each of four drafted tokens of a chain is accepted, given those before it, in distribution."""
+    rows = []
+    for draft in results.drafts:
+        accepted = results.series("accept_predicted", draft, "id", temperature, "chain:4", "speculative")
+        cells = [with_interval(row) for row in accepted]
+        cells += [with_interval(predicted_tau(results, draft, kind, temperature), 2) for kind in ("id", "ood")]
+        rows.append([REAL.get(draft, draft), *cells])
+    return table([first, *map(str, range(1, 5)), "tau chat", "tau elsewhere"], rows)
+
+
 def by_header(*tables: str) -> dict[str, list[str]]:
     """The lines of tables by their first cell."""
     return {lines[0].split("|")[1].strip(): lines for lines in (text.split("\n") for text in tables)}
@@ -134,8 +151,20 @@ def real(root: Path) -> None:
     sets = {domain: domain for domain in aligned.domains()} | {"ood": "all but maths"}
     change = changes(aligned, "change of alpha over the draft of chat", REAL, sets)
     tables = by_header(*(acceptance(which, f"draft, T = {t:g}", t) for t in (0.0, 1.0)), change)
+    tables |= by_header(real_speed.speeds_table(kept(root, "real-speed")))
     put(root / "docs" / "real.md", tables)
+    put(root / "docs" / "blocks.md", by_header(*(by_depth(which, f"token, T = {t:g}", t) for t in (0.0, 1.0))))
     put(root / "README.md", by_header(acceptance(aligned, "SmolLM2-135M-Instruct, T = 1", 1.0)))
+
+
+def real_pictures(root: Path) -> None:
+    """The pictures of docs/real.md and docs/blocks.md."""
+    which, aligned = (Results(kept(root, f"real-{name}"), Path()) for name in ("which", "align-pruned"))
+    out = root / "docs" / "figures"
+    real_figures.which(which, REAL, out)
+    real_figures.align(aligned, REAL, out)
+    real_figures.depths(which, REAL, out)
+    real_figures.speed(real_speed.relative(kept(root, "real-speed")), out)
 
 
 def objectives(root: Path) -> None:
@@ -158,7 +187,7 @@ def main() -> None:
     parser.add_argument("--keep", nargs="*", default=[], metavar="NAME=FILE")
     for name, _, file in (word.partition("=") for word in parser.parse_args().keep):
         keep(ROOT, name, Path(file))
-    for make in (demo, real, objectives, frontier):
+    for make in (demo, real, real_pictures, objectives, frontier):
         make(ROOT)
 
 

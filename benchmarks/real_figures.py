@@ -37,9 +37,30 @@ def align(results: Results, names: Mapping[str, str], out: Path) -> None:
     write(out, "real-align", results.drafts, results.base, draw)
 
 
-def depths(results: Results, names: Mapping[str, str], drafts: Sequence[str], out: Path) -> None:
+def depths(results: Results, names: Mapping[str, str], out: Path) -> None:
     """OUT/real-depths: the chance that a token is accepted, given that those before it are, by its depth."""
-    write(out, "real-depths", drafts, results.base, partial(_by_depth, results, names, drafts))
+    write(out, "real-depths", results.drafts, results.base, partial(_by_depth, results, names))
+
+
+def speed(speeds: Mapping[str, Mapping[float, float]], out: Path) -> None:
+    """OUT/real-speed: tokens per second over our target alone, by name and temperature."""
+    write(out, "real-speed", ["ours", "others"], "others", partial(_bars, speeds))
+
+
+def _bars(speeds: Mapping[str, Mapping[float, float]], figure: Figure, look: Look) -> None:
+    """A panel per temperature, the fastest first; those of draftsmith are coloured."""
+    temperatures = sorted({temperature for by_temperature in speeds.values() for temperature in by_temperature})
+    figure.set_figheight(0.28 * len(speeds) + 1)
+    panels: Any = figure.subplots(1, len(temperatures))
+    for ax, temperature in zip(panels, temperatures, strict=True):
+        known = {name: by_temperature[temperature] for name, by_temperature in speeds.items()}
+        names = sorted(known, key=lambda name: known[name])
+        colours = [look.colour("ours" if name.startswith("draftsmith") else "others") for name in names]
+        ax.barh(names, [known[name] for name in names], color=colours, height=0.7)
+        ax.axvline(1, color=look.colours["ink"], lw=1, ls=(0, (2, 2)))
+        ax.tick_params(axis="y", labelsize=8)
+        ax.set_title(f"T = {temperature:g}")
+        ax.set_xlabel("tokens per second over draftsmith without a draft")
 
 
 def _by_set(
@@ -61,12 +82,13 @@ def _by_set(
     _legend(figure, panels[0])
 
 
-def _by_depth(
-    results: Results, names: Mapping[str, str], drafts: Sequence[str], figure: Figure, look: Look
-) -> None:
+def _by_depth(results: Results, names: Mapping[str, str], figure: Figure, look: Look) -> None:
     """A panel for chat and one for all other sets, at temperature 1."""
+    drafts = results.drafts
     panels: Any = figure.subplots(1, 2, sharey=True)
-    for ax, (place, title) in zip(panels, {"id": "chat, in distribution", "ood": "the other sets"}.items(), strict=True):
+    for ax, (place, title) in zip(
+        panels, {"id": "chat, in distribution", "ood": "the other sets"}.items(), strict=True
+    ):
         for number, draft in enumerate(drafts):
             rows = results.series("accept_predicted", draft, place, 1.0, *CHAIN)
             places = [row["at"] + (number - (len(drafts) - 1) / 2) * 0.06 for row in rows]

@@ -89,10 +89,25 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
     return found
 
 
+def speeds_table(found: dict[str, Any]) -> str:
+    """Speeds of ours and of the others."""
+    heads = [f"{what}, T = {at:g}" for at in TEMPERATURES for what in ("tokens/s", "over ours alone", "tau")]
+    return table(["one chat at a time", *heads], _speeds(found))
+
+
+def relative(found: dict[str, Any]) -> dict[str, dict[float, float]]:
+    """Speeds over ours alone, by name and temperature."""
+    ways = {at: _ways(found, at) for at in TEMPERATURES}
+    speeds = {_name(name): {at: ways[at][name]["speed_over_ar"] for at in TEMPERATURES} for name in ways[0.0]}
+    for engine in peers.ENGINES:
+        for name, way in _served(found, engine).items():
+            speeds[f"{engine}, {name}"] = {at: way[f"T={at:g}"]["over_ar"] for at in TEMPERATURES}
+    return speeds
+
+
 def speed_tables(found: dict[str, Any]) -> str:
     """Speeds of ours and of the others; the milliseconds of a step of ours; forwards by rows."""
-    heading = ["", *(f"{what}, T = {at:g}" for at in TEMPERATURES for what in ("tokens/s", "over ours alone", "tau"))]
-    text = f"\n{table(heading, _speeds(found))}\n"
+    text = f"\n{speeds_table(found)}\n"
     text += "".join(f"\n{which}: {planned['name']}\n" for which, planned in found["ours"]["plans"].items())
     for at in TEMPERATURES:
         ways = _ways(found, at)
@@ -124,7 +139,7 @@ def _ways(found: dict[str, Any], temperature: float) -> dict[str, dict[str, Any]
 def _speeds(found: dict[str, Any]) -> Iterator[list[str]]:
     cold, hot = (_ways(found, at) for at in TEMPERATURES)
     for name in cold:
-        yield [name, *(number(way[name][key], 2) for way in (cold, hot) for key in KEYS)]
+        yield [_name(name), *(number(way[name][key], 2) for way in (cold, hot) for key in KEYS)]
     for engine in peers.ENGINES:
         for name, way in _served(found, engine).items():
             cells = [[number(way[f"T={at:g}"][key], 2) for key in ("tokens_per_s", "over_ar")] for at in TEMPERATURES]
@@ -132,6 +147,14 @@ def _speeds(found: dict[str, Any]) -> Iterator[list[str]]:
         for name, way in {"": found[engine], **found[engine]}.items():
             for key in way.keys() & {"failed", "skipped"} if isinstance(way, dict) else ():
                 yield [f"{engine} {name}", f"{key}: {way[key]}", "", "", "", "", ""]
+
+
+def _name(method: str) -> str:
+    """What the table calls a method of `decode.py`."""
+    if method.startswith("hf"):
+        return "transformers, " + ("assisted" if method == "hf-assisted" else "alone")
+    which, at, tree = method.rpartition("@")
+    return "draftsmith, alone" if method == "ar" else f"draftsmith, {'EAGLE-3' if at else 'pruned'}, {tree}"
 
 
 def _served(found: dict[str, Any], engine: str) -> dict[str, Any]:

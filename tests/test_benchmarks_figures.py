@@ -31,7 +31,7 @@ def test_the_tables_of_the_readme_are_made_again_from_the_kept_run(tmp_path, mon
 def test_the_tables_of_the_real_pair_are_those_of_the_kept_results(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)  # no pictures
     shutil.copytree(figures.ROOT / "docs" / "results", tmp_path / "docs" / "results")
-    pages = ("README.md", "docs/real.md")
+    pages = ("README.md", "docs/real.md", "docs/blocks.md")
     before = {page: (figures.ROOT / page).read_text() for page in pages}
     for page, text in before.items():
         assert "[0.2" in text
