@@ -90,7 +90,7 @@ class Study:
     def public(self) -> dict[str, str]:
         """What the paths of this machine are called in kept files."""
         target = self.options.target
-        return {self.options.out: "out/real", self.options.data: "data", target: Path(target).name}
+        return {self.options.out: "out/real", self.options.data: "data", target: Path(target).name, f"{ROOT}/": ""}
 
     @property
     def rounds(self) -> int:
