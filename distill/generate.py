@@ -80,7 +80,8 @@ def _distill(
         whole_chats=config.turns == "last",
     )
     suites = Suites(config.decontaminate) if config.decontaminate else None
-    parts = _Parts(config, engine, reader, suites, run, processes.process_index, processes.num_processes)
+    process = processes.process_index, processes.num_processes
+    parts = _Parts(config, config.prompts, engine, reader, suites, run, *process)
     opening = find_opening(config, engine, tokenizer)
     if opening is None:
         parts.check_usable()
@@ -97,7 +98,7 @@ def _distill(
         on_main(lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template)))
     if opening is not None:
         prompts = draw_prompts(opening, config, engine, tokenizer, run, processes)
-        parts.reader = dataclasses.replace(reader, source=str(prompts))
+        parts.source, parts.reader = str(prompts), dataclasses.replace(reader, source=str(prompts))
     parts.make()
     processes.wait_for_everyone()
     on_main(lambda: finish(out, parts.count, identity, command, tokenizer))
@@ -115,9 +116,13 @@ def _distill(
 
 @dataclasses.dataclass
 class _Parts:
-    """The parts that this process makes: of n processes, every n-th part from its index on."""
+    """The parts that this process makes: of n processes, every n-th part from its index on.
+
+    source: of the prompts, as it is opened; the reader's is without secrets, for messages.
+    """
 
     config: DistillConfig
+    source: str
     engine: Engine
     reader: PromptReader
     suites: Suites | None
@@ -146,7 +151,7 @@ class _Parts:
         raise InputError(f"{self.reader.source}: none of its {number} rows can be used ({reason})")
 
     def _records(self) -> Iterator[Record]:
-        return islice(iterate_records(self.reader.source), self.config.max_prompts)
+        return islice(iterate_records(self.source), self.config.max_prompts)
 
     def _read(self, record: Record) -> Prompt | Skipped:
         """Read the prompt of a row. Skip it if it shares words with a suite or (not `strict`) is broken."""
@@ -164,7 +169,7 @@ class _Parts:
 
     def make(self) -> None:
         """Make every part that is not finished."""
-        rows = count_rows(self.reader.source)
+        rows = count_rows(self.source)
         if rows is not None:
             numbers = range(min(rows, self.config.max_prompts or rows))
             rows = sum(number // self.group_rows % self.processes == self.process for number in numbers)
