@@ -16,9 +16,9 @@ from drafts.neighbours import llama_server, vllm_server
 from draftsmith.served_acceptance import in_words
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
 from tests.drafting_server import drafting
-from tests.learnt_heads import learn
 from tests.openvino_ir import engine
 from tests.tiny_models import near, redrawn
+from train.config import HeadOptions, Optim
 
 TOKENS = 32
 SLOW = pytest.mark.slow
@@ -64,8 +64,14 @@ def head(tmp_path_factory):
     (path / "target").symlink_to(DEMO / "target")
     texts = ["Return the value of the", "def __init__(self, name", "If the file is not found,", "import os\nimport 12"]
     texts += ["The list of all", "class Reader:\n    def", "for key in sorted(", "with open(path) as"]
-    learn("eagle3", str(path / "target"), texts, path, draft_vocab_size=512)
-    (path / "p.jsonl").rename(path / "prompts.jsonl")
+    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    common: dict[str, Any] = {"target": str(path / "target"), "device": "cpu"}
+    data = str(path / "set")
+    ds.distill(prompts=str(path / "prompts.jsonl"), out=data, max_new_tokens=TOKENS, temperature=0.0, **common)
+    # Longer than `learn` trains: a fault must cost more than chance.
+    options: dict[str, Any] = {"steps": 100, "eval_every": 100, "batch_size": 8, "max_length": 64, "kind": "eagle3"}
+    options |= {"draft_vocab_size": 512, "optim": Optim(lr=3e-3), "head": HeadOptions(test_steps=3)}
+    ds.train(data=[data], heldout=[data], out=str(path / "eagle3"), objective="fkl", **common, **options)
     return path
 
 
