@@ -83,7 +83,7 @@ def main() -> None:
         try:
             ways[f"draft, {ahead} tokens"] = measured(pipeline, request, ahead)
         except RuntimeError as error:
-            ways[f"draft, {ahead} tokens"] = {"failed": str(error).split("\n")[0]}
+            ways[f"draft, {ahead} tokens"] = {"failed": str(error).split(" failed at /")[0]}
     sys.stdout.write(json.dumps({"version": openvino.__version__, "ways": ways}) + "\n")
 
 
