@@ -98,7 +98,7 @@ def speeds_table(found: dict[str, Any]) -> str:
 def relative(found: dict[str, Any]) -> dict[str, dict[float, float]]:
     """Speeds over ours alone, by name and temperature."""
     ways = {at: _ways(found, at) for at in TEMPERATURES}
-    speeds = {_name(name): {at: ways[at][name]["speed_over_ar"] for at in TEMPERATURES} for name in ways[0.0]}
+    speeds = {_name(found, name): {at: ways[at][name]["speed_over_ar"] for at in TEMPERATURES} for name in ways[0.0]}
     for engine in peers.ENGINES:
         for name, way in _served(found, engine).items():
             speeds[f"{engine}, {name}"] = {at: way[f"T={at:g}"]["over_ar"] for at in TEMPERATURES}
@@ -139,7 +139,7 @@ def _ways(found: dict[str, Any], temperature: float) -> dict[str, dict[str, Any]
 def _speeds(found: dict[str, Any]) -> Iterator[list[str]]:
     cold, hot = (_ways(found, at) for at in TEMPERATURES)
     for name in cold:
-        yield [_name(name), *(number(way[name][key], 2) for way in (cold, hot) for key in KEYS)]
+        yield [_name(found, name), *(number(way[name][key], 2) for way in (cold, hot) for key in KEYS)]
     for engine in peers.ENGINES:
         for name, way in _served(found, engine).items():
             cells = [[number(way[f"T={at:g}"][key], 2) for key in ("tokens_per_s", "over_ar")] for at in TEMPERATURES]
@@ -149,12 +149,13 @@ def _speeds(found: dict[str, Any]) -> Iterator[list[str]]:
                 yield [f"{engine} {name}", f"{key}: {way[key]}", "", "", "", "", ""]
 
 
-def _name(method: str) -> str:
+def _name(found: dict[str, Any], method: str) -> str:
     """What the table calls a method of `decode.py`."""
     if method.startswith("hf"):
         return "transformers, " + ("assisted" if method == "hf-assisted" else "alone")
-    which, at, tree = method.rpartition("@")
-    return "draftsmith, alone" if method == "ar" else f"draftsmith, {'EAGLE-3' if at else 'pruned'}, {tree}"
+    head, _, tree = method.rpartition("@")
+    draft = found["ours"]["setting"]["options"]["head" if head else "draft"]
+    return "draftsmith, alone" if method == "ar" else f"draftsmith, {draft}, {tree}"
 
 
 def _served(found: dict[str, Any], engine: str) -> dict[str, Any]:

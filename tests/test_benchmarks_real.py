@@ -40,6 +40,7 @@ def test_tables_of_speed_name_the_best_and_what_failed():
         hf, drafted = {"tokens_per_s": 8.0, "speed_over_ar": 0.4, "tau": 1.0}, way(32.0, 1.6)
         ours[f"T={at}"] = {"raw_forward_ms": {"ours": 9.0}, "limit_tokens_per_s_without_draft": 99.0, "hf": hf}
         ours[f"T={at}"] |= {"ar": alone | {"weight_MB_per_token": 269.0}, "head@planned tree": drafted}
+    ours["setting"] = {"options": {"draft": "pruned", "head": "eagle"}}
     ours["plans"] = {"head@planned tree, T = 0": {"name": "chain:3", "speedup": None}}
     served = {f"T={at}": {"tokens_per_s": 16.0, "over_ar": 0.8} for at in ("0", "1")}
     faster = {at: row | {"over_ar": 4.0} for at, row in served.items()}
@@ -49,7 +50,7 @@ def test_tables_of_speed_name_the_best_and_what_failed():
     best = "head@planned tree is 1.60 times ours alone, and 2.00 times the best of the others in 16 bits"
     assert f"T = 0: {best} (llama-server, F16)." in text and f"T = 1: {best}" in text
     for row in (
-        "| head@planned tree | 32.00 | 1.60 | 1.60 | 32.00 | 1.60 | 1.60 |",
+        "| draftsmith, eagle, planned tree | 32.00 | 1.60 | 1.60 | 32.00 | 1.60 | 1.60 |",
         "| llama-server, Q8_0 | 16.00 | 4.00 |  | 16.00 | 4.00 |  |",
         "| llama-server F16, draft, 2 tokens | failed: no port |",
         "| openvino-genai  | skipped: not here |",
@@ -70,7 +71,7 @@ def test_a_study_continues_and_a_kept_set_is_taken_by_the_target_that_wrote_it(s
     assert made[0] == made[1]
     results, printed = Results.load(study.out / "which"), capsys.readouterr().out
     assert results.drafts == ["pruned", "hydra"] and results.domains() == ["chat", "maths", "code", "c4", "wiki"]
-    assert "| hydra |" in printed and "tau chat" in printed and best(study, "hydra") == "hydra"
+    assert "| Hydra |" in printed and "tau chat" in printed and best(study, "hydra") == "hydra"
     with pytest.raises(InputError, match="has none of eagle3; run --only which"):
         best(study, "eagle3")
 
