@@ -82,7 +82,7 @@ def changes(results: Results, first: str, names: Mapping[str, str], sets: Mappin
 
 def predicted_tau(results: Results, draft: str, kind: str, temperature: float) -> Row | None:
     """The tau that is predicted of chains of 4."""
-    return results.figure("tau_predicted", draft, kind, temperature, "chain:4", "speculative")
+    return results.figure("tau_predicted", draft, kind, temperature, *real_figures.CHAIN)
 
 
 def acceptance(results: Results, first: str, temperature: float) -> str:
@@ -100,7 +100,7 @@ def by_depth(results: Results, first: str, temperature: float) -> str:
     """The chance that each of four drafted tokens of a chain is accepted, given those before it, in distribution."""
     rows = []
     for draft in results.drafts:
-        accepted = results.series("accept_predicted", draft, "id", temperature, "chain:4", "speculative")
+        accepted = results.series("accept_predicted", draft, "id", temperature, *real_figures.CHAIN)
         cells = [with_interval(row) for row in accepted]
         cells += [with_interval(predicted_tau(results, draft, kind, temperature), 2) for kind in ("id", "ood")]
         rows.append([REAL.get(draft, draft), *cells])
