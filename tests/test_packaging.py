@@ -40,9 +40,12 @@ def tracked(*where: str) -> set[str]:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """(sdist, the wheel built from that sdist)."""
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, cwd=out)
+    """(sdist, the wheel built from that sdist), of a copy: setuptools lays the sdist out in the tree that it builds."""
+    out, copy = (tmp_path_factory.mktemp(name) for name in ("dist", "copy"))
+    for name in tracked():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, copy / name)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, copy, cwd=out)
     (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
     return sdist, wheel
 
