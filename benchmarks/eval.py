@@ -42,7 +42,7 @@ class BenchmarkConfig:
     draft: list[str] = field(default_factory=lambda: [str(PAIR / "base"), str(LARGER_DRAFT)])
     """Drafts."""
     tree: list[str] = field(default_factory=lambda: ["kary:2,2", "kary:4,2,1"])
-    """Trees besides the chains of 1 to 16."""
+    """Trees besides the chains of 1 to 8."""
     temperature: float = 1.0
     """Temperature."""
     prompts: int = 32

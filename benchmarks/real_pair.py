@@ -259,7 +259,7 @@ def frontier_table(results: Results, base: str, temperature: float) -> str:
 
 # Piece: amount.
 
-SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
 def amount(study: Study) -> None:
@@ -269,7 +269,7 @@ def amount(study: Study) -> None:
     steps = _steps(study, whole.data)
     rows = [row for place in whole.data for part in sorted(Path(place).glob("part-*")) for row in _rows(part)]
     order = np.random.default_rng(0).permutation(len(rows))
-    drafts = {}
+    drafts = {"all": trained(whole)}
     for share in SHARES:
         label = f"{share:g}"
         part = study.out / "data" / f"share-{label}"
@@ -278,7 +278,7 @@ def amount(study: Study) -> None:
         runs = {"data": ([str(part)], steps), "steps": (whole.data, max(1, round(share * steps)))}
         for kind, (data_sets, count) in runs.items():
             out = str(study.out / "drafts" / f"{name}-{kind}-{label}")
-            drafts[f"{kind}-{label}"] = trained(replace(whole, data=data_sets, steps=count, out=out, heldout=[]))
+            drafts[f"{kind}-{label}"] = trained(replace(whole, data=data_sets, steps=count, out=out))
     results = evaluate(study.evaluation("amount", drafts, "chat"))
     _keep(study, "amount")
     sys.stdout.write(amount_table(results))

@@ -65,20 +65,22 @@ class Positions:
 
 @torch.inference_mode()
 def draft_logits(
-    head: Head, hidden_states: Sequence[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
+    head: Head, hidden_states: Sequence[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int, keep: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield a head's logits `[B, T, V]` at depth 1, 2, ... below every token of whole texts, -inf for tokens it lacks.
+    """Yield a head's logits `[B, keep, V]` at depth 1, 2, ... below the last tokens of whole texts, -inf for tokens
+    that it lacks.
 
-    With each comes the `Network.confidence` `[B, T]` that a stop reads; None if it reads the token's probability.
-    At depth d, entry t is for the token at t + d. It is drafted from the text up to t and from the text's tokens
-    t + 1 .. t + d - 1 as if they had been drafted. There are at most as many depths as heads, or as a block drafts.
+    With each comes the `Network.confidence` `[B, keep]` that a stop reads; None if it reads the token's probability.
+    At depth d, the entry of token t is for the token at t + d. It is drafted from the text up to t and from the text's
+    tokens t + 1 .. t + d - 1 as if they had been drafted. There are at most as many depths as heads, or as a block
+    drafts.
     `hidden_states`: the target's over the same tokens. `alone_B`: rows with a prompt of one token; only in those does
     an EAGLE head read the first token, with a state of zeros, as in decoding. Rows may be padded on the right.
     """
     states = [hidden_states[layer] for layer in head.hidden_layers]
     if isinstance(head, BlockHead):
-        anchors_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-        drafted_BTDH = head.drafted(ids_BT, states, anchors_BT)
+        anchors_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)[:, -keep:]
+        drafted_BTDH, ids_BT = head.drafted(ids_BT, states, anchors_BT), ids_BT[:, -keep:]
         sure_BT = head.confidence(drafted_BTDH[:, :, 0], ids_BT, 0) if head.config.confidence else None
         for depth in range(min(depths, head.depths)):
             logits, ids_BT = head.logits(head.raw_logits(drafted_BTDH[:, :, depth]), ids_BT), _later(ids_BT)
@@ -90,15 +92,15 @@ def draft_logits(
     # A head pairs each token with the state it was predicted from, one position earlier.
     chosen_from = [torch.cat([torch.zeros_like(state[:, :1]), state[:, :-1]], dim=1) for state in states]
     if isinstance(head, EagleHead | Eagle3Head):
-        yield from _eagle_logits(head, chosen_from, ids_BT, alone_B, depths)
+        yield from _eagle_logits(head, chosen_from, ids_BT, alone_B, depths, keep)
     elif isinstance(head, MedusaHeads):
-        logits_BTKV = head(chosen_from[0])
+        logits_BTKV = head(chosen_from[0][:, -keep:])
         for depth in range(min(depths, len(head))):
             yield logits_BTKV[:, :, depth], None
     else:
-        tokens_BTd = ids_BT.unsqueeze(2)
+        tokens_BTd = ids_BT[:, -keep:].unsqueeze(2)
         for _ in range(min(depths, head.config.num_heads)):
-            yield head(chosen_from[0], tokens_BTd), None
+            yield head(chosen_from[0][:, -keep:], tokens_BTd), None
             tokens_BTd = torch.cat([tokens_BTd, _later(tokens_BTd[:, :, -1]).unsqueeze(2)], dim=2)
 
 
@@ -108,7 +110,7 @@ def _later(values_BT: Tensor) -> Tensor:
 
 
 def _eagle_logits(
-    head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
+    head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int, keep: int
 ) -> Iterator[tuple[Tensor, None]]:
     """At depth d, column t goes in with the token at t + d - 1, the feature it gave at depth d - 1 and the position
     t + d - 1, and attends to the first pass up to t and to its own earlier depths (EAGLE-3, arXiv 2503.01840, 3.2).
@@ -124,7 +126,8 @@ def _eagle_logits(
         if depth:
             sees_B1TP = torch.cat([sees_B1TP, itself_B1TT], dim=-1)
             ids_BT = _later(ids_BT)
-        logits, features_BTH = head(ids_BT, features_BTH, sees_B1TP, position_1T + depth, cache)
+        features_BTH = head.states(ids_BT, features_BTH, sees_B1TP, position_1T + depth, cache)
+        logits = head.logits(features_BTH[:, -keep:])
         yield head.to_target(logits) if isinstance(head, Eagle3Head) else logits, None
 
 

@@ -54,15 +54,13 @@ class AlphaMeasurement(TypedDict):
 Observer = Callable[[Positions], Any]
 
 
-def _groups(rows: Sequence[Continuation], most_columns: int, heads: bool) -> list[Sequence[Continuation]]:
+def _groups(rows: Sequence[Continuation], most_columns: int) -> list[Sequence[Continuation]]:
     """Halve the rows until each group has at most `most_columns` columns with logits, padding included, or one row."""
-    columns = max(len(row.prompt_ids) + len(row.output_ids) for row in rows)
-    if not heads:  # which read whole texts
-        columns -= min(len(row.prompt_ids) for row in rows)
+    columns = max(len(row.prompt_ids) + len(row.output_ids) for row in rows) - min(len(row.prompt_ids) for row in rows)
     if len(rows) == 1 or len(rows) * columns <= most_columns:
         return [rows]
     half = len(rows) // 2
-    return _groups(rows[:half], most_columns, heads) + _groups(rows[half:], most_columns, heads)
+    return _groups(rows[:half], most_columns) + _groups(rows[half:], most_columns)
 
 
 @dataclass(eq=False)
@@ -110,15 +108,17 @@ class _Reader:
             stream = uniforms([generator(row_seed(self.seed, f"{row.id}/candidates"))], len(row.output_ids) * most)
             self.u_BLK[b, : len(row.output_ids)] = stream.view(-1, most)
         first = int(prompt_B.min()) - 1  # columns before it predict no response token
+        keep = len(column_T) - first
         out = target(
             input_ids=ids_BT,
             attention_mask=mask_BT.long(),
             position_ids=column_T.expand_as(ids_BT),
             use_cache=False,
             output_hidden_states=any(not isinstance(draft, PreTrainedModel) for draft in self.drafts.values()),
-            logits_to_keep=len(column_T) - first,
+            logits_to_keep=keep,
         )
-        self.p_NV = probs(self._finite("", out.logits[self.b_N, self.c_N - first]), self.sampling)
+        self.c_N -= first
+        self.p_NV = probs(self._finite("", out.logits[self.b_N, self.c_N]), self.sampling)
         traces = {}
         for name, draft in self.drafts.items():
             alone = isinstance(draft, PreTrainedModel)
@@ -127,42 +127,40 @@ class _Reader:
             self.arrays |= {key: np.zeros(shape) for key in ("ratio", "belief", "place")}
             self.arrays |= {rule: np.zeros((*shape, count)) for rule, count in self.ranks.items()}
             if isinstance(draft, PreTrainedModel):
-                logits = model_logits(draft, ids_BT, len(column_T) - first).to(target.device)
-                self._read_draft(name, logits, self.c_N - first, 0)
+                self._read_draft(name, model_logits(draft, ids_BT, keep).to(target.device), 0)
             else:
-                unrolled = draft_logits(draft, out.hidden_states, ids_BT, prompt_B == 1, self.depths)
+                unrolled = draft_logits(draft, out.hidden_states, ids_BT, prompt_B == 1, self.depths, keep)
                 for depth, (logits, sure_BT) in enumerate(unrolled):
-                    self._read_draft(name, logits, self.c_N, depth, sure_BT)
+                    self._read_draft(name, logits, depth, sure_BT)
             traces[name] = Traces(lengths_B.cpu().numpy(), alone, self.arrays)
         return traces, self.observed
 
-    def _read_draft(
-        self, name: str, logits_BCV: Tensor, c_N: Tensor, depth: int, sure_BC: Tensor | None = None
-    ) -> None:
+    def _read_draft(self, name: str, logits_BCV: Tensor, depth: int, sure_BC: Tensor | None = None) -> None:
         """Record what a draft thinks of tokens `depth` places after the next one.
 
-        c_N: columns of the logits. sure: `Network.confidence` of these tokens, if the draft predicts it.
+        sure: `Network.confidence` of these tokens, if the draft predicts it.
         """
         total, sampling = len(self.b_N), self.sampling
-        n_N = torch.arange(total, device=c_N.device)[depth:]
+        n_N = torch.arange(total, device=self.c_N.device)[depth:]
         n_N = n_N[self.b_N[depth:] == self.b_N[: max(0, total - depth)]]  # positions with a root `depth` places before
         if depth and not len(n_N):
             return
         b_N, x_N1 = self.b_N[n_N], self.x_N1[n_N]
-        chosen_NV = logits_BCV[b_N, c_N[n_N - depth]]
+        chosen_NV = logits_BCV[b_N, self.c_N[n_N - depth]]
         logits_NV = self._finite(name, fit_vocabulary(chosen_NV, vocabulary_size(self.target)))
-        p_NV, q_NV = self.p_NV[n_N] if depth else self.p_NV, probs(logits_NV, sampling)
-        values = {"ratio": q_NV.gather(1, x_N1) / p_NV.gather(1, x_N1).clamp(min=torch.finfo(p_NV.dtype).tiny)}
+        q_NV, p_N1 = probs(logits_NV, sampling), self.p_NV[n_N, x_N1[:, 0]].unsqueeze(1)
+        values = {"ratio": q_NV.gather(1, x_N1) / p_N1.clamp(min=torch.finfo(p_N1.dtype).tiny)}
         if sure_BC is None:
             values["belief"] = (logits_NV.float().softmax(-1) if sampling.greedy else q_NV).gather(1, x_N1)
         else:
-            values["belief"] = sure_BC[b_N, c_N[n_N - depth]].unsqueeze(1)
+            values["belief"] = sure_BC[b_N, self.c_N[n_N - depth]].unsqueeze(1)
         if self.places:
             own_N1, ids_V = logits_NV.gather(1, x_N1), torch.arange(logits_NV.shape[1], device=x_N1.device)
             ahead_NV = (logits_NV > own_N1) | ((logits_NV == own_N1) & (ids_V < x_N1))
             values["place"] = 1 + ahead_NV.sum(1, keepdim=True).masked_fill(own_N1 == -torch.inf, len(ids_V))
         at = b_N.cpu().numpy(), self.place_N[n_N].cpu().numpy()
         if not depth:
+            p_NV = self.p_NV
             # A sum of fp32 probabilities may exceed 1 by its rounding; a probability may not.
             values["alpha"] = acceptance(p_NV, q_NV).unsqueeze(1).double().clamp(max=1.0)
             values["greedy"] = p_NV.gather(1, q_NV.argmax(1, keepdim=True))
@@ -174,7 +172,7 @@ class _Reader:
         for key, value in values.items():
             self.arrays[key][depth, *at] = value[:, 0].double().cpu().numpy()
         for rule, count in self.ranks.items():
-            chances_NK = rank_chances(rule, p_NV, q_NV, x_N1, self.u_BLK[at].to(p_NV.device), count)
+            chances_NK = rank_chances(rule, self.p_NV[n_N], q_NV, x_N1, self.u_BLK[at].to(q_NV.device), count)
             self.arrays[rule][depth, *at] = chances_NK.double().cpu().numpy()
 
     def _finite(self, name: str, logits_NV: Tensor) -> Tensor:
@@ -208,13 +206,12 @@ def read_traces(
     """
     observers = observers or {}
     reader = _Reader(target, drafts, sampling, methods, seed, names or {}, observers)
-    heads = any(not isinstance(draft, PreTrainedModel) for draft in drafts.values())
 
     def read_batch(index: int) -> list[tuple[dict[str, Traces], dict[str, dict[str, Any]]]]:
         start = index * batch_size
         batch = rows[start : start + batch_size]
         results = []
-        for group in _groups(batch, max_logits // vocabulary_size(target), heads):
+        for group in _groups(batch, max_logits // vocabulary_size(target)):
             results.append(reader.read(start, group))
             start += len(group)
         return results

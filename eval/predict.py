@@ -34,7 +34,8 @@ Floats = NDArray[np.float64]
 _DRAWN = ("mcsd", "specinfer", "exact")
 _JOINT = ("block", "traversal")
 _KNOWN = (*_DRAWN, *_JOINT, "speculative", "naive")
-LONGEST_CHAIN = 16
+# A head is unrolled once per depth, so that longer ones cost it time; those that are decoded are predicted too.
+LONGEST_CHAIN = 8
 
 
 class PredictedCounts(TypedDict):
@@ -81,7 +82,7 @@ class Traces:
 
 
 def predicted_methods(methods: Sequence[Method], greedy: bool) -> list[Method]:
-    """Chains of 1 to 16, above temperature 0 also under block verification, and the decoded methods."""
+    """Chains of 1 to 8, above temperature 0 also under block verification, and the decoded methods."""
     rules = ("speculative",) if greedy else ("speculative", "block")
     chains = [Method(f"chain:{n}", rule) for rule in rules for n in range(1, LONGEST_CHAIN + 1)]
     return list(dict.fromkeys([*chains, *methods]))

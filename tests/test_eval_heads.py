@@ -50,7 +50,7 @@ def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.
     with torch.inference_mode():
         out = target(input_ids=ids, output_hidden_states=True)
         alone_B = torch.tensor([len(row.prompt_ids) == 1])
-        logits, _ = next(draft_logits(draft, out.hidden_states, ids, alone_B, 1))
+        logits, _ = next(draft_logits(draft, out.hidden_states, ids, alone_B, 1, ids.shape[1]))
         return probs(out.logits[0], SAMPLING), probs(logits[0], SAMPLING), out
 
 
