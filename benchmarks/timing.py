@@ -12,6 +12,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from decode.native.large_pages import empty_bytes
-from decode.packed_weights import packs_of
+from decode.packed_weights import kernel_products, packs_of
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
 from draftsmith_core.models import context_length, text_config
@@ -163,14 +164,17 @@ def runner_forwards(
 ) -> dict[int, Callable[[], None]]:
     """Forwards of chains of so many tokens behind `context`, through our own runner and its cache."""
     packs = packs_of(model) if fast else None
+    products = kernel_products if fast else nullcontext
     runner = Runner(model, attention_windows(model), context_length(model), packs)
-    runner.prefill([list(context)], max(row_counts) + 1)
+    with products():
+        runner.prefill([list(context)], max(row_counts) + 1)
 
     @torch.inference_mode()
     def once(tokens_1q: Tensor, block: Block) -> None:
-        runner.open()
-        runner.forward(tokens_1q, block)
-        runner.keep([[]])
+        with products():
+            runner.open()
+            runner.forward(tokens_1q, block)
+            runner.keep([[]])
 
     calls: dict[int, Callable[[], None]] = {}
     for rows in row_counts:

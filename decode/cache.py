@@ -9,10 +9,11 @@ overwrites the rest of the block. A chain in a batch of one moves nothing.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from decode.native.large_pages import zeros
 from draftsmith_core.errors import InputError
@@ -57,9 +58,7 @@ class _Store:
         )
 
 
-class _TreeLayer(CacheLayerMixin):
-    is_sliding = False  # The full history is kept; windows are expressed by the mask.
-
+class _TreeLayer(DynamicLayer):
     def __init__(self, owner: "TreeCache", index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner, self.index = owner, index
@@ -68,9 +67,7 @@ class _TreeLayer(CacheLayerMixin):
         self.owner.allocate(self, key_states, value_states)
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin = self.owner.column
@@ -80,14 +77,8 @@ class _TreeLayer(CacheLayerMixin):
         self.values[:, :, begin:end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.column + query_length, 0
-
     def get_seq_length(self) -> int:
         return self.owner.column
-
-    def get_max_length(self) -> int:
-        return self.owner.capacity
 
 
 class TreeCache(Cache):

@@ -11,7 +11,6 @@ the slot is from the end of the prefix: the mask of a static tree is built once,
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from inspect import signature
 
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.llama_forward import lean_forward
-from decode.packed_weights import Packs, kernel_products
+from decode.packed_weights import Packs
 from decode.static_steps import StaticForward, StaticSteps, additive
 from draftsmith_core.models import text_config
 
@@ -304,15 +303,14 @@ class Runner:
         options: dict[str, object] = {"logits_to_keep": keep_logits} if self._trims_logits else {}
         if hidden_layers:
             options["output_hidden_states"] = True
-        with nullcontext() if self._packs is None else kernel_products():
-            output = self.model(
-                input_ids=tokens,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                **options,
-            )
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **options,
+        )
         logits = output.logits
         if keep_logits and not self._trims_logits:
             logits = logits[:, -keep_logits:]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from decode.cache import TreeCache
 from decode.llama_forward import LeanForward, lean_forward
@@ -254,10 +254,9 @@ def _slots(count: int) -> int:
     return bucket(-(-count // _SLOTS)) * _SLOTS
 
 
-class _StepLayer(CacheLayerMixin):
+class _StepLayer(DynamicLayer):
     """One layer's buffers in one forward, which writes the slots `at_q` and attends to the first P."""
 
-    is_sliding = False
     keys: Tensor
     values: Tensor
 
@@ -266,24 +265,15 @@ class _StepLayer(CacheLayerMixin):
         self.keys, self.values, self.at_q = keys, values, at_q
         self.is_initialized = True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        return
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.at_q, key_states)
-        self.values.index_copy_(2, self.at_q, value_states)
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        # A block drafter writes the features before its block.
+        at_n, self.at_q = self.at_q[: key_states.shape[2]], self.at_q[key_states.shape[2] :]
+        self.keys.index_copy_(2, at_n, key_states)
+        self.values.index_copy_(2, at_n, value_states)
         return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
 
     def get_seq_length(self) -> int:
         return 0
-
-    def get_max_length(self) -> int:
-        return self.keys.shape[2]
 
 
 def _record(function: Function, inputs: tuple[Tensor, ...], pool: Any) -> Function:

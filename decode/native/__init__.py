@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from decode.native.large_pages import empty_bytes
 from draftsmith_core.errors import first_line
@@ -39,6 +40,7 @@ _FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-er
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 _MOST_ROWS = 256
 _BLOCK = 64  # inputs that share a scale, in the kernel
+_TABLE_BYTES = 64
 
 
 class Kernel:
@@ -46,10 +48,9 @@ class Kernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self.packed_bytes, self.pack_codes = library.draftsmith_packed_bytes, library.draftsmith_pack_codes
+        self.packed_bytes = library.draftsmith_packed_bytes
         self.rows, self.linear = library.draftsmith_rows, library.draftsmith_linear
         self.packed_bytes.argtypes, self.packed_bytes.restype = [kind, size, size], size
-        self.pack_codes.argtypes, self.pack_codes.restype = [*[pointer] * 4, size, size], None
         self.rows.argtypes, self.rows.restype = [kind, pointer, pointer, pointer, size, size], None
         self.linear.argtypes, self.linear.restype = [kind, *[pointer] * 5, *[size] * 3], None
         # Called with structures by reference (`decode.llama_forward`).
@@ -66,30 +67,38 @@ class PackedMatrix:
     def __init__(self, functions: Kernel, weight_OI: Tensor) -> None:
         outputs, inputs = weight_OI.shape
         narrow_OI = narrowest(weight_OI)
-        self._hold(functions, outputs, inputs, narrow_OI.dtype)
+        width = self._hold(functions, outputs, inputs, narrow_OI.dtype)
         # Panels of outputs, input by input; the surplus columns of the last panel are zero.
-        width = functions.packed_bytes(self.kind, 1, 1) // narrow_OI.element_size()
         count, rest = divmod(outputs, width)
         panels = self.values.view(-1, inputs, width)
         panels[:count] = narrow_OI[: outputs - rest].reshape(count, width, inputs).transpose(1, 2)
         if rest:
-            panels[count] = torch.nn.functional.pad(narrow_OI[outputs - rest :].t(), (0, width - rest))
+            panels[count] = F.pad(narrow_OI[outputs - rest :].t(), (0, width - rest))
 
     @staticmethod
     def of_codes(functions: Kernel, codes: Tensor, scales: Tensor, table: Tensor) -> "PackedMatrix":
         """codes: uint8 `[O, I / 2]`, the first in a byte's upper half. scales: `[O, I / 64]`. table: 16 values."""
         made = PackedMatrix.__new__(PackedMatrix)
         outputs, inputs = codes.shape[0], 2 * codes.shape[1]
-        made._hold(functions, outputs, inputs, torch.uint8)
-        arrays = [codes.contiguous(), scales.float().contiguous(), table.float().contiguous()]
-        functions.pack_codes(*(tensor.data_ptr() for tensor in arrays), made.values.data_ptr(), outputs, inputs)
+        width = made._hold(functions, outputs, inputs, torch.uint8)
+        surplus = (0, 0, 0, -outputs % width)
+        codes_OI = F.pad(torch.stack([codes >> 4, codes & 15], dim=2).flatten(1), surplus)
+        lower, upper = codes_OI.view(-1, width, inputs // _BLOCK, _BLOCK).permute(0, 2, 3, 1).chunk(2, dim=3)
+        columns = F.pad(scales.float(), surplus).view(-1, width, inputs // _BLOCK).transpose(1, 2).contiguous()
+        # The table; then by panel and block a scale for each column, and the codes input by input, two in a byte.
+        made.values[:_TABLE_BYTES] = table.float().contiguous().view(torch.uint8)
+        blocks = made.values[_TABLE_BYTES:].view(*columns.shape[:2], -1)
+        blocks[..., : 4 * width] = columns.view(torch.uint8)
+        blocks[..., 4 * width :] = (lower | upper << 4).flatten(2)
         return made
 
-    def _hold(self, functions: Kernel, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    def _hold(self, functions: Kernel, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+        """Allocate the values, and return the outputs of a panel."""
         self._functions = functions
         self.kind = _KINDS[dtype]  # how its values are kept, as the C source numbers it
         self.outputs, self.inputs = outputs, inputs
         self.values = empty_bytes(functions.packed_bytes(self.kind, outputs, inputs)).view(dtype)
+        return functions.packed_bytes(0, 1, 1) // 4
 
     def __deepcopy__(self, memo: object) -> "PackedMatrix":
         return self  # never written to: copies of a model share it
@@ -245,7 +254,7 @@ def _is_right(built: Kernel) -> bool:
     right = True
     for weight, matrix in zip(weights, matrices, strict=True):
         x = x_XI[:, : matrix.inputs].contiguous()
-        wanted = torch.nn.functional.linear(x, weight, bias_O) + other_XO
+        wanted = F.linear(x, weight, bias_O) + other_XO
         right = right and torch.allclose(matrix.linear(x, bias_O, other_XO), wanted, atol=1e-4, rtol=1e-5)
         right = right and torch.equal(matrix.rows(torch.arange(83)), weight)
     return right

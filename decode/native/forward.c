@@ -55,7 +55,12 @@ struct step {
     float *scratch;
 };
 
-static size_t largest(size_t a, size_t b) { return a > b ? a : b; }
+static size_t widest_gate_up(const struct model *m) {
+    size_t most = 0;
+    for (size_t i = 0; i < m->count; i++)
+        if (m->layers[i].gate_up.outputs > most) most = m->layers[i].gate_up.outputs;
+    return most;
+}
 
 static size_t projected(const struct model *m) { return (m->heads + 2 * m->groups) * m->size; }
 
@@ -70,8 +75,7 @@ static size_t attention_floats(const struct model *m, const struct step *s) {
 
 /* Floats of `scratch` that a step needs. */
 size_t draftsmith_scratch(const struct model *m, const struct step *s) {
-    size_t inner = 0;
-    for (size_t i = 0; i < m->count; i++) inner = largest(inner, m->layers[i].gate_up.outputs);
+    size_t inner = widest_gate_up(m);
     size_t token = 2 * m->width + projected(m) + m->heads * m->size + inner + inner / 2;
     return s->batch * s->queries * token + (size_t)omp_get_max_threads() * attention_floats(m, s);
 }
@@ -195,8 +199,7 @@ int draftsmith_forward(const struct model *m, const struct step *s) {
     size_t count = s->batch * s->queries, width = m->width;
     for (size_t i = 0; i < count; i++)
         if (s->tokens[i] < 0 || (size_t)s->tokens[i] >= m->vocabulary) return 1;
-    size_t inner = 0;
-    for (size_t i = 0; i < m->count; i++) inner = largest(inner, m->layers[i].gate_up.outputs);
+    size_t inner = widest_gate_up(m);
     float *x = s->scratch, *h = x + count * width, *qkv = h + count * width, *mixed = qkv + count * projected(m);
     float *gate_up = mixed + count * m->heads * m->size, *gate = gate_up + count * inner;
     float *scores = gate + count * (inner / 2), *state = s->states;

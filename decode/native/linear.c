@@ -79,21 +79,6 @@ INLINE const char *panel_at(const int kind, const char *packed, size_t p, size_t
     return packed + (kind == CODES ? TABLE_BYTES : 0) + p * panel_bytes(kind, inputs);
 }
 
-/* One fp16 value as fp32, without the conversion instruction that not every processor has. */
-INLINE float from_half(uint16_t half) {
-    uint32_t magnitude = half & 0x7fff, bits;
-    float value = (float)magnitude * 0x1p-24f; /* what a subnormal number stands for */
-    if (magnitude >= 0x0400) {
-        /* The exponent's offset is 15 there and 127 here; infinity and NaN have the largest exponent in both. */
-        bits = (magnitude << 13) + ((magnitude >= 0x7c00 ? 224u : 112u) << 23);
-        memcpy(&value, &bits, 4);
-    }
-    memcpy(&bits, &value, 4);
-    bits |= (uint32_t)(half & 0x8000) << 16;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
 /* LANES values from `place` on, in fp32. */
 INLINE vec load(const int kind, const void *from, size_t place) {
     if (kind == FP32) return *(const vec *)((const float *)from + place);
@@ -107,100 +92,54 @@ INLINE vec load(const int kind, const void *from, size_t place) {
     return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(half)));
 #else
     vec value;
-    for (int lane = 0; lane < LANES; lane++) value[lane] = from_half(half[lane]);
+    for (int lane = 0; lane < LANES; lane++) value[lane] = (float)((const _Float16 *)half)[lane];
     return value;
 #endif
 }
 
-/* LANES table entries by the codes of vector v. Two vectors share LANES bytes: the first is in the lower halves. */
+/* LANES table entries by the codes of vector v. The second half of the columns is in the upper halves of the bytes. */
 INLINE vec decoded(const vec *table, const uint8_t *codes, int v) {
-    const uint8_t *from = codes + v / 2 * LANES;
+    const uint8_t *from = codes + v % (VECTORS / 2) * LANES;
+    const int upper = v >= VECTORS / 2;
 #if LANES == 16
     __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
-    if (v % 2) code = _mm512_srli_epi32(code, 4);
+    if (upper) code = _mm512_srli_epi32(code, 4);
     return (vec)_mm512_permutexvar_ps(code, (__m512)table[0]); /* looks at the lowest four bits only */
 #elif LANES == 8
     __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
-    if (v % 2) code = _mm256_srli_epi32(code, 4);
+    if (upper) code = _mm256_srli_epi32(code, 4);
     __m256 low = _mm256_permutevar8x32_ps((__m256)table[0], code);
     __m256 high = _mm256_permutevar8x32_ps((__m256)table[1], code);
     return (vec)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(code, 28));
 #else
     vec value;
-    for (int lane = 0; lane < LANES; lane++)
-        value[lane] = ((const float *)table)[from[lane] >> (v % 2 ? 4 : 0) & 15];
+    for (int lane = 0; lane < LANES; lane++) value[lane] = ((const float *)table)[from[lane] >> (upper ? 4 : 0) & 15];
     return value;
 #endif
 }
 
-/* Outputs of the packed matrix: a multiple of PANEL; surplus columns are zero. */
-size_t draftsmith_padded(size_t outputs) { return (outputs + PANEL - 1) / PANEL * PANEL; }
+/* Panels of a packed matrix; the surplus columns of the last are zero. */
+INLINE size_t panel_count(size_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
-/* Bytes of a packed matrix. */
 size_t draftsmith_packed_bytes(int kind, size_t outputs, size_t inputs) {
-    return (kind == CODES ? TABLE_BYTES : 0) + draftsmith_padded(outputs) / PANEL * panel_bytes(kind, inputs);
-}
-
-/* Where the code of column c stands among those of one input: its byte, and how far it is shifted there. */
-#define CODE_BYTE(c) ((c) / (2 * LANES) * LANES + (c) % LANES)
-#define CODE_SHIFT(c) ((c) / LANES % 2 * 4)
-
-/* codes [outputs][inputs / 2], the first of a byte in its upper half, scales [outputs][inputs / BLOCK] and the table
-   [16] -> packed. `inputs` is a multiple of BLOCK; surplus columns have scale zero. */
-void draftsmith_pack_codes(
-    const uint8_t *codes, const float *scales, const float *table, char *packed, size_t outputs, size_t inputs) {
-    size_t panels = draftsmith_padded(outputs) / PANEL, blocks = inputs / BLOCK;
-    memset(packed, 0, draftsmith_packed_bytes(CODES, outputs, inputs));
-    memcpy(packed, table, TABLE_BYTES);
-#pragma omp parallel for schedule(static)
-    for (size_t p = 0; p < panels; p++)
-        for (size_t b = 0; b < blocks; b++) {
-            char *block = packed + TABLE_BYTES + (p * blocks + b) * BLOCK_BYTES;
-            uint8_t *to = (uint8_t *)block + PANEL * sizeof(float);
-            for (size_t c = 0; c < PANEL && p * PANEL + c < outputs; c++) {
-                size_t output = p * PANEL + c;
-                memcpy(block + c * sizeof(float), scales + output * blocks + b, sizeof(float));
-                for (size_t i = 0; i < BLOCK; i++) {
-                    size_t place = output * inputs + b * BLOCK + i;
-                    uint8_t code = place % 2 ? codes[place / 2] & 15 : codes[place / 2] >> 4;
-                    to[i * PANEL / 2 + CODE_BYTE(c)] |= (uint8_t)(code << CODE_SHIFT(c));
-                }
-            }
-        }
-}
-
-/* The value of column c for input i of a panel. */
-INLINE float value_at(const int kind, const char *table, const char *panel, size_t c, size_t i) {
-    float value, scale;
-    uint16_t half;
-    if (kind == CODES) {
-        const char *block = panel + i / BLOCK * BLOCK_BYTES;
-        uint8_t code = ((const uint8_t *)block)[PANEL * sizeof(float) + i % BLOCK * PANEL / 2 + CODE_BYTE(c)];
-        memcpy(&scale, block + c * sizeof(float), sizeof(float));
-        memcpy(&value, table + (code >> CODE_SHIFT(c) & 15) * sizeof(float), sizeof(float));
-        return value * scale;
-    }
-    const char *from = panel + (i * PANEL + c) * BYTES(kind);
-    if (kind == FP32)
-        memcpy(&value, from, 4);
-    else {
-        memcpy(&half, from, 2);
-        uint32_t bits = (uint32_t)half << 16;
-        if (kind == BF16)
-            memcpy(&value, &bits, 4);
-        else
-            value = from_half(half);
-    }
-    return value;
+    return (kind == CODES ? TABLE_BYTES : 0) + panel_count(outputs) * panel_bytes(kind, inputs);
 }
 
 /* Rows `ids` of the matrix that was packed, in fp32: to [count][inputs] */
 void draftsmith_rows(int kind, const char *packed, const int64_t *ids, float *to, size_t count, size_t inputs) {
+    vec table[16 / LANES];
+    if (kind == CODES) memcpy(table, packed, TABLE_BYTES);
 #pragma omp parallel for schedule(static)
     for (size_t r = 0; r < count; r++) {
-        size_t id = (size_t)ids[r];
+        size_t id = (size_t)ids[r], v = id % PANEL / LANES;
         const char *panel = panel_at(kind, packed, id / PANEL, inputs);
-        for (size_t i = 0; i < inputs; i++) to[r * inputs + i] = value_at(kind, packed, panel, id % PANEL, i);
+        for (size_t i = 0; i < inputs; i++) {
+            const char *block = panel + i / BLOCK * BLOCK_BYTES;
+            const uint8_t *codes = (const uint8_t *)block + PANEL * sizeof(float) + i % BLOCK * PANEL / 2;
+            vec values = kind == CODES ? decoded(table, codes, (int)v) * load(FP32, block, v * LANES)
+                                       : load(kind, panel, i * PANEL + v * LANES);
+            to[r * inputs + i] = values[id % LANES];
+        }
     }
 }
 
@@ -314,7 +253,7 @@ INLINE void panel_over_rows(
 INLINE void linear(
     const int kind, const float *x, const char *packed, const float *bias, const float *other, float *y, size_t rows,
     size_t inputs, size_t outputs) {
-    size_t panels = draftsmith_padded(outputs) / PANEL;
+    size_t panels = panel_count(outputs);
     vec table[16 / LANES];
     if (kind == CODES) memcpy(table, packed, TABLE_BYTES);
     float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));

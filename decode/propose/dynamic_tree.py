@@ -13,15 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decode.propose.network import Frontier, Network, NetworkSession
-from decode.propose.protocol import Outcome, Proposal
+from decode.propose.network import Frontier, Network
+from decode.propose.protocol import Outcome, Proposal, Session
 from decode.runner import Block
 from decode.tree import DynamicTree
 from decode.tree_batch import grow_batch
 from draftsmith_core.sampling import Sampling, probs
 
 
-class DynamicTreeSession(NetworkSession):
+class DynamicTreeSession(Session):
     """A network growing a tree for each row of one `generate` call."""
 
     def __init__(self, network: Network, tree: DynamicTree, sampling: Sampling, device: torch.device) -> None:
@@ -73,6 +73,9 @@ class DynamicTreeSession(NetworkSession):
             number_of = {candidate: number for number, candidate in enumerate(forwarded)}
             expanded.append([number_of.get(kept[m - 1]) for m in path])
         self.network.commit(expanded, outcome)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.network.select_rows(rows)
 
     def _children(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         # The `beam` best tokens below each node and their log-confidences, from logits [B, ..., 1, V].

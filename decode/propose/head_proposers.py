@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from decode.cache import TreeCache
@@ -115,61 +115,33 @@ class _HeadAsModel(nn.Module):
         one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         one_11H = torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device)
         coming, self.features_BTH = self.features_BTH, one_11H
-        self(one_11, None, one_11, cache, True)
+        self(one_11, None, one_11, cache)
         self.features_BTH = coming
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Any,
-        position_ids: Tensor,
-        past_key_values: Any,
-        use_cache: bool,
-        **options: Any,
+        self, input_ids: Tensor, attention_mask: Any, position_ids: Tensor, past_key_values: Any, **_: Any
     ) -> CausalLMOutput:
-        """Forward tokens with the coming features. A head has no use for a runner's other options."""
-        assert self.features_BTH is not None
-        return self.step(input_ids, self.features_BTH, attention_mask, position_ids, past_key_values)
-
-    def step(
-        self, tokens_Bq: Tensor, features_BTH: Tensor, mask: Any, positions_Bq: Tensor, cache: Any
-    ) -> CausalLMOutput:
-        """An EAGLE head's: every token goes in with its feature."""
-        logits, features_BqH = self.head(tokens_Bq, features_BTH, mask, positions_Bq, cache)
+        """Forward every token with its coming feature. A head has no use for a runner's other options."""
+        logits, features_BqH = self.head(input_ids, self.features_BTH, attention_mask, position_ids, past_key_values)
         return CausalLMOutput(logits=logits, hidden_states=(features_BqH,))
 
 
 class _BlockAsModel(_HeadAsModel):
     """A block drafter as a model: its first tokens are those of the coming features, the rest is one block."""
 
-    def step(
-        self, tokens_Bq: Tensor, features_BTH: Tensor, mask: Any, positions_Bq: Tensor, cache: Any
+    def forward(
+        self, input_ids: Tensor, attention_mask: Any, position_ids: Tensor, past_key_values: Any, **_: Any
     ) -> CausalLMOutput:
         """Cache the features; return, in the place of logits, the states of the slots that draft."""
-        known = features_BTH.shape[1]
-        if known == tokens_Bq.shape[1]:
-            self.head.remember(features_BTH, positions_Bq, cache)
-            return CausalLMOutput(logits=features_BTH[:, :0])
-        context = DynamicCache()
-        self.head.remember(features_BTH, positions_Bq[:, :known], context)
-        behind = _Behind(context, cache)
-        states = self.head.states(tokens_Bq[:, known:], mask[:, :, known:], positions_Bq[:, known:], behind)
+        assert self.features_BTH is not None
+        known, cache = self.features_BTH.shape[1], past_key_values
+        self.head.remember(self.features_BTH, position_ids[:, :known], cache)
+        if known == input_ids.shape[1]:
+            return CausalLMOutput(logits=self.features_BTH[:, :0])
+        if isinstance(cache, TreeCache):
+            cache.column += known  # where the block is written
+        states = self.head.states(input_ids[:, known:], attention_mask[:, :, known:], position_ids[:, known:], cache)
         return CausalLMOutput(logits=self.head.slots(states))
-
-
-class _Behind(Cache):
-    """A cache that puts the states of `context` before the first that it is given in a layer: one write a layer."""
-
-    def __init__(self, context: DynamicCache, cache: Cache) -> None:
-        self.context, self.cache = context, cache
-        super().__init__(layers=cache.layers)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        known: Any = self.context.layers[layer_idx]
-        keys, values = torch.cat([known.keys, key_states], dim=2), torch.cat([known.values, value_states], dim=2)
-        return self.cache.update(keys, values, layer_idx)
 
 
 class _EagleNetwork(Network):

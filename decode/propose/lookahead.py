@@ -48,7 +48,6 @@ class LookaheadProposer(TextProposer):
         return Tree(tuple(parents))
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        """Raise ValueError for a tree without room for window and candidates."""
         needed = self.default_tree()
         given, least = check_static(self.name, tree).widths, needed.widths
         if len(given) < len(least) or any(have < need for have, need in zip(given, least, strict=False)):
@@ -136,11 +135,10 @@ class Window(TextRow):
         self._tail = text[-(self._ngram - 1) :]
 
 
-class LookaheadSession(TextSession["Window"]):
+class LookaheadSession(TextSession):
     """A session whose rows are lookahead windows."""
 
     def commit(self, outcome: Outcome) -> None:
-        """Read the target's tokens after each column, and move the windows on."""
         device = outcome.p_BMV.device
         rows_B1 = torch.arange(len(self.rows), device=device).unsqueeze(1)
         ends_BW = torch.tensor([row.ends for row in self.rows], device=device)

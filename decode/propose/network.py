@@ -33,10 +33,6 @@ class Frontier:
     block: Block
 
 
-def _ignore(*tensors: Tensor) -> None:
-    return
-
-
 @dataclass(frozen=True)
 class StaticCall:
     """One forward of a network as a function of tensors, to be recorded or compiled.
@@ -49,7 +45,7 @@ class StaticCall:
     name: object
     function: Callable[..., tuple[Tensor, ...]]
     inputs: tuple[Tensor, ...]
-    learn: Callable[..., None] = _ignore
+    learn: Callable[..., None] = lambda *_: None
 
 
 class Network(ABC):
@@ -93,15 +89,6 @@ class Network(ABC):
         if self.runner is not None:
             self.runner.select_rows(rows)
         self.rows = [self.rows[row] for row in rows]
-
-
-class NetworkSession:
-    """A session whose rows are those of one network."""
-
-    network: Network
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        self.network.select_rows(rows)
 
 
 def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:

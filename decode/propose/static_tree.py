@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decode.propose.network import Frontier, Network, NetworkSession
-from decode.propose.protocol import Outcome, Proposal
+from decode.propose.network import Frontier, Network
+from decode.propose.protocol import Outcome, Proposal, Session
 from decode.runner import Block
 from decode.tree import Drawing, Tree
 from decode.tree_batch import TreeBatch, grow_batch
@@ -133,7 +133,7 @@ class Grown(NamedTuple):
     inputs_Be: Tensor | None
 
 
-class StaticTreeSession(NetworkSession):
+class StaticTreeSession(Session):
     """A network drafting one static tree for the rows of one `generate` call."""
 
     def __init__(
@@ -273,6 +273,9 @@ class StaticTreeSession(NetworkSession):
             for row, path in enumerate(outcome.paths)
         ]
         self.network.commit(expanded, outcome)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.network.select_rows(rows)
 
     def _number(self, node: int) -> int | None:
         number = self.plan.number_of[node]

@@ -6,7 +6,7 @@ Plain Python on short lists: building a handful of nodes takes less time than la
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ class TextProposer(Proposer):
     """A proposer that copies: prompts may have any length, and trees are static. name: as in `PROPOSERS`."""
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        """Raise ValueError if the tree grows, or stops, by the confidence of a draft."""
         check_static(self.name, tree)
 
     @abstractmethod
@@ -52,14 +51,11 @@ class TextRow(ABC):
         """Append emitted tokens."""
 
 
-R = TypeVar("R", bound=TextRow)
-
-
-class TextSession(Generic[R]):
+class TextSession(Session):
     """The rows of one `generate` call."""
 
-    def __init__(self, rows: Sequence[R], forest: "Forest") -> None:
-        self.rows, self.forest = list(rows), forest
+    def __init__(self, rows: list[Any], forest: "Forest") -> None:
+        self.rows, self.forest = rows, forest
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
         return self.forest.proposal([row.draft(self.forest) for row in self.rows])

@@ -45,7 +45,8 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     def at(place: Index, which: Rows = ALL) -> tuple[Rows, Index]:
         return (rows_B[which], place[which]) if isinstance(place, Tensor) else (which, place)
 
-    p_BDV, q_BDV = p_BMV.new_empty(rows, tree.depth, vocab), p_BMV.new_empty(rows, tree.depth, vocab)
+    # Leaves of the last depth are not stored, but need a valid index.
+    p_BDV, q_BDV = (p_BMV.new_empty(rows, tree.depth + 1, vocab) for _ in range(2))
     w_BD = p_BMV.new_ones(rows, tree.depth + 1)
     p_BDV[:, 0], q_BDV[:, 0] = p_BMV[:, 0], q_BEV[rows_B, tree.groups_RM[:, 0]]
     end_BV = torch.empty_like(p_BMV[:, 0])
@@ -65,17 +66,17 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
                 # A leaf's p and q are never changed, so only nodes with children are stored.
                 now_B = now_B & inner_B
                 which = rows_of(now_B)
-                place = at(stored_depth(depth, tree), which)
+                place = at(depth, which)
                 p_BDV[place] = torch.where(now_B[which, None], p_BMV[at(node, which)], p_BDV[place])
                 q_BDV[place] = torch.where(now_B[which, None], q_BEV[at(group, which)], q_BDV[place])
         if leaving_B is not None:
             now_B = here_B & leaving_B
-            taken_B = now_B & (u_BU[at(uniform_of(node))] < w_BD[at(depth)])
+            taken_B = now_B & (u_BU[at(node - 1)] < w_BD[at(depth)])
             if not known_empty(taken_B):
                 which = rows_of(taken_B)
                 leaf_BV = p_BMV[at(node, which)]
                 if inner_B is not None:
-                    leaf_BV = torch.where(inner_B[which, None], p_BDV[at(stored_depth(depth, tree), which)], leaf_BV)
+                    leaf_BV = torch.where(inner_B[which, None], p_BDV[at(depth, which)], leaf_BV)
                 end_BV[which] = torch.where(taken_B[which, None], leaf_BV, end_BV[which])
                 node_B = torch.where(taken_B, node, node_B)
                 live_B = live_B & ~taken_B
@@ -107,16 +108,6 @@ def keep_probability(w: Tensor, mass: Tensor) -> Tensor:
     """mass / (mass + 1 - w), where mass is that of (w p - q)+: the weight of a node once a child of it is refused."""
     lack = 1 - w
     return torch.where(lack > 0, mass / torch.where(lack > 0, mass + lack, 1.0), 1.0)
-
-
-def stored_depth(depth: Index, tree: TreeBatch) -> Index:
-    """Index of the stored p and q of a depth; leaves of the last depth are not stored, but need a valid index."""
-    return depth.clamp(max=tree.depth - 1) if isinstance(depth, Tensor) else depth
-
-
-def uniform_of(node: Index) -> Index:
-    """Index of the uniform that decides a node; for node 0 (none), an index whose value is ignored."""
-    return (node - 1).clamp(min=0) if isinstance(node, Tensor) else node - 1
 
 
 def visits(
