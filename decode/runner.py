@@ -10,7 +10,7 @@ the slot is from the end of the prefix: the mask of a static tree is built once,
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from inspect import signature
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from decode.cache import TreeCache
 from decode.llama_forward import lean_forward
 from decode.packed_weights import Packs
-from decode.static_steps import StaticForward, StaticSteps, additive
+from decode.static_steps import StaticForward, StaticSteps, additive, own_forward
 from draftsmith_core.models import text_config
 
 # Tokens of a prompt per forward, which bounds the memory of masks and activations.
@@ -130,7 +130,7 @@ class Runner:
             tokens = tokens_BT[:, begin:end]
             # The logits are not used: the last prompt token is forwarded in the first step.
             if self._lean is None:
-                _, hidden = self._own(tokens, positions_1T, None, 1, hidden_layers)
+                _, hidden = self._own(tokens, positions_1T, {"": None}, 1, hidden_layers)
             else:
                 masks = {kind: self._causal_mask(begin, end, window) for kind, window in self.windows.items()}
                 lean = self._lean.run(tokens, positions_1T, end - 1, masks, self.cache, 1, hidden_layers, prefill=True)
@@ -204,17 +204,16 @@ class Runner:
             positions = block.offsets_Rq + self.column
         else:
             positions = (block.offsets_Rq + self._base_B1).clamp_(min=0)
-        if self.limit is not None and self.column + block.max_offset >= self.limit:
+        top = self.column + block.max_offset
+        if self.limit is not None and top >= self.limit:
             # Slots beyond the context limit are beyond max_new_tokens too, so predictions there are cut. But a table of
             # learned positions must not be read past its end.
-            positions = positions.clamp(max=self.limit - 1)
+            top = self.limit - 1
+            positions = positions.clamp(max=top)
         masks = {kind: self._mask(block, window) for kind, window in self.windows.items()}
         if self._lean is not None:
-            top = self.column + block.max_offset
-            top = top if self.limit is None else min(top, self.limit - 1)
             return self._lean.run(tokens_Bq, positions, top, masks, self.cache, keep_logits, hidden_layers)
-        mask = next(iter(masks.values())) if len(masks) == 1 else masks
-        return self._own(tokens_Bq, positions, mask, keep_logits, hidden_layers)
+        return self._own(tokens_Bq, positions, masks, keep_logits, hidden_layers)
 
     def static(self, total: int, keep_logits: int = 0, hidden_layers: Sequence[int] = ()) -> StaticForward:
         """Return the forward of a block of `total` slots as a function of tensors: tokens, `inputs` and features."""
@@ -269,7 +268,13 @@ class Runner:
             return None
         if self._aligned and block.static:
             return block.aligned_mask(self.column, self.cache.capacity, window, self.dtype)
-        tree_RqT = additive(self._tree_sees(block, window), self.dtype)
+        sees_RqT = block.within(window)
+        if self._lead is not None:
+            slot_T = torch.arange(total, device=self.device)
+            # A padding slot is seen by itself only: a query with nothing to see would give NaN.
+            itself_qT = slot_T[total - block.queries :].unsqueeze(1) == slot_T
+            sees_RqT = sees_RqT & ((slot_T >= self._lead_B11) | itself_qT)
+        tree_RqT = additive(sees_RqT, self.dtype)
         if window is not None:
             # What a window hides depends on every query's position.
             query_Rq = block.offsets_Rq + (self.column if self._aligned else self._base_B1)
@@ -287,31 +292,8 @@ class Runner:
         parts = [part.expand(rows, block.queries, -1) for part in (prefix_RqP, tree_RqT)]
         return torch.cat(parts, dim=2).unsqueeze(1)
 
-    def _tree_sees(self, block: Block, window: int | None) -> Tensor:
-        sees_RqT = block.within(window)
-        if self._lead is None:
-            return sees_RqT
-        total = sees_RqT.shape[2]
-        slot_T = torch.arange(total, device=self.device)
-        # A padding slot is seen by itself only: a query with nothing to see would give NaN.
-        itself_qT = slot_T[total - block.queries :].unsqueeze(1) == slot_T
-        return sees_RqT & ((slot_T >= self._lead_B11) | itself_qT)
-
     def _own(
-        self, tokens: Tensor, positions: Tensor, mask: object, keep_logits: int, hidden_layers: Sequence[int]
+        self, tokens: Tensor, positions: Tensor, masks: Mapping[str, Tensor | None], keep: int, hidden: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        options: dict[str, object] = {"logits_to_keep": keep_logits} if self._trims_logits else {}
-        if hidden_layers:
-            options["output_hidden_states"] = True
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            **options,
-        )
-        logits = output.logits
-        if keep_logits and not self._trims_logits:
-            logits = logits[:, -keep_logits:]
-        return logits, tuple(output.hidden_states[layer] for layer in hidden_layers)
+        options = {"logits_to_keep": keep} if self._trims_logits else {}
+        return own_forward(self.model, tokens, positions, masks, self.cache, keep, hidden, **options)

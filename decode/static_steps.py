@@ -47,6 +47,28 @@ def bucket(size: int) -> int:
     return -(-size // step) * step
 
 
+def own_forward(
+    model: Any,
+    tokens_Bq: Tensor,
+    positions_Bq: Tensor,
+    masks: Mapping[str, Tensor | None],
+    cache: Cache,
+    keep_logits: int,
+    hidden_layers: Sequence[int],
+    **options: int,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Logits and hidden states of a model's own forward. masks: by kind of layer. options: more of its arguments."""
+    output = model(
+        input_ids=tokens_Bq,
+        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+        position_ids=positions_Bq,
+        past_key_values=cache,
+        use_cache=True,
+        **options | ({"output_hidden_states": True} if hidden_layers else {}),
+    )
+    return output.logits[:, -keep_logits:], tuple(output.hidden_states[layer] for layer in hidden_layers)
+
+
 class StaticSteps:
     """The steps of one model: its buffers, and the recorded or compiled functions.
 
@@ -67,7 +89,7 @@ class StaticSteps:
         self._stamp: tuple[int, ...] = ()
         self._steps: dict[object, Function] = {}
         self._pool: Any = None
-        self._cache: TreeCache | None = None
+        self.cache: TreeCache | None = None
         self._rows = 0
 
     def begin(self, rows: int, layers: int, capacity: int, limit: int | None) -> TreeCache:
@@ -77,24 +99,24 @@ class StaticSteps:
             self._forget()
             self._stamp = stamp
             self.lean = lean_forward(self.model, None) if self._lean else None
-        if self._cache is None or self._rows < rows or self._cache.capacity < capacity:
+        if self.cache is None or self._rows < rows or self.cache.capacity < capacity:
             if self._steps:
                 log.info("compile: the buffers grow, so that %d steps are recorded again", len(self._steps))
             self._forget()
             self._rows = max(bucket(rows), self._rows)
-            known = 0 if self._cache is None else self._cache.capacity
-            self._cache = TreeCache(layers, max(_slots(capacity), known), buffer_rows=self._rows)
+            known = 0 if self.cache is None else self.cache.capacity
+            self.cache = TreeCache(layers, max(_slots(capacity), known), buffer_rows=self._rows)
             # Only a forward knows the shape of the cache.
             if isinstance(self.model, PreTrainedModel):
                 one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
-                self.model(input_ids=one_11, position_ids=one_11, past_key_values=self._cache, use_cache=True)
+                self.model(input_ids=one_11, position_ids=one_11, past_key_values=self.cache, use_cache=True)
             else:
-                self.model.allocate(self._cache)
+                self.model.allocate(self.cache)
             if self.lean is not None:
                 # Make the table of rotary embeddings outside of steps.
-                self.lean.rotary_table(self._cache.capacity if limit is None else min(self._cache.capacity, limit - 1))
-        self._cache.reuse(rows)
-        return self._cache
+                self.lean.rotary_table(self.cache.capacity if limit is None else min(self.cache.capacity, limit - 1))
+        self.cache.reuse(rows)
+        return self.cache
 
     def _forget(self) -> None:
         self._steps.clear()
@@ -146,13 +168,8 @@ class StaticSteps:
 
     def slots(self, column: int, total: int) -> int:
         """Return P of a forward whose block of `total` slots begins at this column."""
-        assert self._cache is not None
-        return min(_slots(column + total), self._cache.capacity)
-
-    def buffers(self, rows: int, slots: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the first P slots, `[L, B, H, P, E]`."""
-        assert self._cache is not None
-        return self._cache.buffers(rows, slots)
+        assert self.cache is not None
+        return min(_slots(column + total), self.cache.capacity)
 
 
 def steps_for(
@@ -204,24 +221,17 @@ class StaticForward:
             positions_Bq = positions_Bq.clamp(max=self.limit - 1)
         masks = self._masks(offsets_BT, sees_BqT, length_B1, lead_B1, column)
         at_q = column + torch.arange(total - queries, total, device=column.device)
-        keys, values = self.steps.buffers(rows, self.slots)
+        assert self.steps.cache is not None
+        keys, values = self.steps.cache.buffers(rows, self.slots)
         pairs = zip(keys.unbind(0), values.unbind(0), strict=True)
         cache = Cache(layers=[_StepLayer(*pair, at_q) for pair in pairs])
         if self.steps.lean is not None:
             return self.steps.lean.run(tokens_Bq, positions_Bq, 0, masks, cache, self.keep_logits, self.hidden_layers)
         if features_BqH is not None:
             self.steps.model.features_BTH = features_BqH
-        options: dict[str, Any] = {"output_hidden_states": True} if self.hidden_layers else {}
-        output = self.steps.model(
-            input_ids=tokens_Bq,
-            attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
-            position_ids=positions_Bq,
-            past_key_values=cache,
-            use_cache=True,
-            **options,
+        return own_forward(
+            self.steps.model, tokens_Bq, positions_Bq, masks, cache, self.keep_logits, self.hidden_layers
         )
-        logits = output.logits[:, -self.keep_logits :]
-        return logits, tuple(output.hidden_states[layer] for layer in self.hidden_layers)
 
     def _masks(
         self, offsets_BT: Tensor, sees_BqT: Tensor, length_B1: Tensor, lead_B1: Tensor, column: Tensor

@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class SuffixIndex:
         query = list(suffix)[::-1]
         at = bisect_left(range(len(self.positions)), query, key=lambda rank: self._before(rank, len(query)))
         neighbours = [rank for rank in (at - 1, at) if 0 <= rank < len(self.positions)]
-        return max((_common(query, self._before(rank, len(query))) for rank in neighbours), default=0)
+        return max((len(commonprefix([query, self._before(rank, len(query))])) for rank in neighbours), default=0)
 
     def continuations(self, suffix: Sequence[int], length: int, count: int) -> list[tuple[tuple[int, ...], int]]:
         """The `count` most frequent continuations of `suffix` with their occurrences, the most frequent first.
@@ -92,12 +93,6 @@ class SuffixIndex:
         # Up to `length` tokens before a position, the nearest first.
         position = int(self.positions[rank])
         return self.text_n[max(position - length, 0) : position][::-1].tolist()
-
-
-def _common(query: list[int], other: list[int]) -> int:
-    return next(
-        (at for at, (a, b) in enumerate(zip(query, other, strict=False)) if a != b), min(len(query), len(other))
-    )
 
 
 def suffix_array(text_n: NDArray[Any]) -> NDArray[np.int64]:

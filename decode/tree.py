@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 MAX_NODES = 1024
-MAX_CANDIDATES = 1 << 20
 
 # How the children of one node were chosen. A verifier is correct only for the drawings that it names:
 #   without_replacement  drawn from q one after another, each removed from q before the next
@@ -121,23 +120,15 @@ class DynamicTree:
     gain: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (1 <= self.depth <= self.nodes and 1 <= self.beam <= self.nodes <= MAX_NODES):
+        # Nodes that are compared: `beam` under the root, then `beam * beam` per level.
+        candidates = self.beam + (self.depth - 1) * self.beam**2
+        if not (1 <= self.depth <= self.nodes and 1 <= self.beam <= self.nodes <= min(candidates, MAX_NODES)):
             raise ValueError(
-                f"tree: depth={self.depth}, beam={self.beam}, nodes={self.nodes}: depth and beam must be 1 to nodes, "
-                f"and nodes at most {MAX_NODES}"
-            )
-        if not self.nodes <= self.candidates <= MAX_CANDIDATES:
-            raise ValueError(
-                f"tree: depth={self.depth}, beam={self.beam} reach {self.candidates} candidates; must be from "
-                f"nodes={self.nodes} to {MAX_CANDIDATES}"
+                f"tree: depth={self.depth} and beam={self.beam} must be 1 to nodes={self.nodes}, and nodes at most "
+                f"{MAX_NODES} and the {candidates} candidates that they reach"
             )
         if not 0 <= self.gain < 1:
             raise ValueError(f"tree: gain={self.gain} is not in [0, 1)")
-
-    @property
-    def candidates(self) -> int:
-        """How many nodes are compared: `beam` under the root, then `beam * beam` per level."""
-        return self.beam + (self.depth - 1) * self.beam**2
 
     @property
     def size(self) -> int:

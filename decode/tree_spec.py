@@ -87,17 +87,10 @@ def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeSh
         raise ValueError(f"tree {spec!r}: needs a file; {fix}")
     content = read(body) if kind in _FILES and read is not None else None
     try:
-        match kind:
-            case "static":
-                return _static(content)
-            case "sequoia":
-                return _sequoia(content)
-            case "auto":
-                return _planned(content)
-            case "eagle2" | "opt":
-                return _growing(kind, body.split(",") if colon else [])
-            case _:
-                return _counted(kind, body.split(","))
+        if kind in _FILES:
+            return {"static": _static, "sequoia": _sequoia, "auto": _planned}[kind](content)
+        grows = kind in ("eagle2", "opt")
+        return _growing(kind, body.split(",") if colon else []) if grows else _counted(kind, body.split(","))
     except (TypeError, AttributeError, KeyError) as error:
         missing = f"key {error} is missing; " if isinstance(error, KeyError) else ""
         raise ValueError(f"tree {spec!r}: {missing}expected {_FILES[kind]}") from None

@@ -160,9 +160,10 @@ def _fixed_states(pair: Pair) -> list[int] | None:
     return None if pair.states == fixed else fixed
 
 
-def _path_trap(pair: Pair) -> str | None:
-    path = str(Path(pair.models[1].name).resolve()).lower()
-    return next((word for word in PATH_TRAPS if word in path), None)
+def path_trap(path: str) -> str | None:
+    """The word in a path for which vLLM takes the draft there for a head."""
+    whole = str(Path(path).resolve()).lower()
+    return next((word for word in PATH_TRAPS if word in whole), None)
 
 
 def _head_size(pair: Pair) -> tuple[int, int, int] | None:
@@ -191,7 +192,7 @@ RULES: tuple[Rule, ...] = (
     # Language models, by engine.
     Rule({"transformers"}, _LM, lambda p: p.sizes,
          "{x}", "it then needs both tokenizers (universal assisted decoding, another method)"),
-    Rule({"vllm"}, _LM, _path_trap,
+    Rule({"vllm"}, _LM, lambda p: path_trap(p.models[1].name),
          "the draft's path has '{x}' in it, so vLLM takes it for such a head", "rename the directory"),
     Rule({"vllm"}, _LM, lambda p: p.sizes, "{x}", 'it needs equal sizes, or "use_heterogeneous_vocab": true'),
     Rule({"vllm on a CPU"}, _LM | _HEADS, _cpu_head_size,

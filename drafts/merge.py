@@ -1,8 +1,4 @@
-"""Merge drafts by adding up their weights, as `MergeConfig` describes. Nothing is trained.
-
-Interpolating between a draft and what it was aligned from keeps much of what the base knew out of distribution
-(WiSE-FT, arXiv 2109.01903; model soups, arXiv 2203.05482; task vectors, arXiv 2212.04089).
-"""
+"""Merge drafts by adding up their weights, as `MergeConfig` describes. Nothing is trained."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -77,7 +77,6 @@ class VocabularyMap:
 
     @property
     def shared(self) -> int:
-        """How many tokens draft and target share."""
         return len(self.draft_ids)
 
     @cached_property

@@ -130,7 +130,6 @@ def check_finite(name: str, model: nn.Module) -> None:
 
 @torch.inference_mode()
 def _check_logits(name: str, model: PreTrainedModel) -> None:
-    """Raise InputError unless logits are finite."""
     size = vocabulary_size(model)
     # From inside the vocabulary: at its ends are padding, and markers of images and sound that need an input.
     ids = torch.tensor([[size // 7, size // 5, size // 3, size // 2]], device=model.device)

@@ -19,7 +19,7 @@ from draftsmith_core.processes import say
 from draftsmith_core.prompt_rows import KEYS, TOKEN, Record, free_rows, iterate_records, parse_record, text_of
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
-log = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 # Beside the weights of a checkpoint: hashes of the prompts it was trained on.
 PROMPT_HASHES = "prompt_hashes.npy"
@@ -88,7 +88,6 @@ class Reasons:
         self._kinds.setdefault(re.sub(r"\d+", "N", reason), [0, row, reason])[0] += 1
 
     def total(self) -> int:
-        """Number of rows, whatever the reason."""
         return sum(count for count, _, _ in self._kinds.values())
 
     def lines(self, outcome: str) -> list[str]:
@@ -127,7 +126,7 @@ class PromptReader:
         unread = present[1:] + [key for key in _CONTEXT if row.get(key)]
         # Only a chat template knows what to do with tools.
         for key in unread + ["tools"] * (bool(row.get("tools")) and present[:1] != ["messages"]):
-            _warn_unread(self.source, key)
+            _warn_once(f"{self.source}: key {key!r} is ignored; prompts do not contain it")
         ids, short = _encode(row, where, self.tokenizer, self.prompt_tokens)
         row_id = text_of(row, "id")
         domain = text_of(row, "domain") or self.domain
@@ -237,14 +236,7 @@ def write_prompt_hashes(directory: Path, hashes: Iterable[int]) -> None:
 def read_prompt_hashes(checkpoint: Path) -> npt.NDArray[np.uint64] | None:
     """Read what `write_prompt_hashes` saved; None for other checkpoints."""
     path = checkpoint / PROMPT_HASHES
-    if not path.is_file():
-        return None
-    return np.load(path, allow_pickle=False)
-
-
-@cache
-def _warn_unread(source: str, key: str) -> None:
-    log.warning("%s: key %r is ignored; prompts do not contain it", source, key)
+    return np.load(path, allow_pickle=False) if path.is_file() else None
 
 
 def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens: int) -> tuple[list[int], str]:

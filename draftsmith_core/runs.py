@@ -114,7 +114,7 @@ class Run:
         return Journal(self.directory / name, head)
 
 
-class Journal:
+class Journal(contextlib.AbstractContextManager["Journal"]):
     """JSON rows in a file. `rows` has those of an earlier run; a line that a kill cut short is dropped."""
 
     def __init__(self, path: Path, head: Any) -> None:
@@ -132,9 +132,6 @@ class Journal:
             if not lines:
                 self._file.writelines(first)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -147,7 +144,6 @@ class Journal:
             self._file.flush()
 
     def remove(self) -> None:
-        """Close and delete the file."""
         self.close()
         self.path.unlink(missing_ok=True)
 

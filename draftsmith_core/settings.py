@@ -50,8 +50,7 @@ def tokenizing(config: Any) -> dict[str, Any]:
     return {key: getattr(config, key) for key in ("trust_remote_code", "chat_template", "revision")}
 
 
-log = logging.getLogger(__name__)
-
+_warn_once = cache(logging.getLogger(__name__).warning)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 # Keys of a generation config that change what `generate` gives and are not followed here, by the value that is off.
 _IGNORED = {
@@ -99,7 +98,8 @@ def resolve_sampling(
     """
     config: Any = target.generation_config
     if ignored := ignored_keys(target):
-        _warn(name, ", ".join(f"{key}={str(value)[:30]}" for key, value in sorted(ignored.items())))
+        keys = ", ".join(f"{key}={str(value)[:30]}" for key, value in sorted(ignored.items()))
+        _warn_once(f"{name}: its generation_config.json sets {keys}; this is ignored here, and `generate` follows it")
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     samples = default_temperature > 0 or bool(getattr(config, "do_sample", None))
     if temperature is not None:
@@ -125,8 +125,3 @@ def ignored_keys(target: Any) -> dict[str, Any]:
         for key, value in values.items()
         if not (value is None or value is False or value in ([], {}) or value == off[key])
     }
-
-
-@cache
-def _warn(name: str, keys: str) -> None:
-    log.warning("%s: its generation_config.json sets %s; this is ignored here, and `generate` follows it", name, keys)

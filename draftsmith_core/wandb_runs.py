@@ -106,24 +106,20 @@ def _catch_up(run: Any, run_dir: Path) -> None:
 def finish(accelerator: "Accelerator", tracker: str, record: dict[str, Any], out: Path) -> None:
     """Log the checkpoint of a training run (W&B only), and close the tracker."""
     if tracker == "wandb" and accelerator.is_main_process:
+        import wandb
+
         run = accelerator.get_tracker("wandb", unwrap=True)
         try:
             with without_prompts():
                 run.summary.update({key: record[key] for key in ("best_step", "fingerprint")})
-                _log_checkpoint(run, out, record)
+                # It refers to the draft's files by checksum; no weights are uploaded.
+                artifact = wandb.Artifact(f"draft-{record['fingerprint']}", type="model", metadata=record)
+                for path in sorted(path for path in out.iterdir() if path.is_file() and not path.name.startswith(".")):
+                    artifact.add_reference(path.resolve().as_uri(), name=path.name)
+                run.log_artifact(artifact, aliases=["best"])
         except InputError as error:
             # The draft is written; a tracker that fails now must not fail the run.
             log.warning("%s", error)
     # `end_training` would also leave the process group, which the next stage of `align` needs.
     for opened in accelerator.trackers:
         opened.finish()
-
-
-def _log_checkpoint(run: Any, directory: Path, record: dict[str, Any]) -> None:
-    """Log a draft as an artifact that refers to its files by checksum; no weights are uploaded."""
-    import wandb
-
-    artifact = wandb.Artifact(f"draft-{record['fingerprint']}", type="model", metadata=record)
-    for path in sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")):
-        artifact.add_reference(path.resolve().as_uri(), name=path.name)
-    run.log_artifact(artifact, aliases=["best"])

@@ -53,7 +53,6 @@ class DraftModelProposer(NetworkProposer):
             raise ValueError(f"{self.drafts} drafts cannot grow one tree by confidence; use one draft, or kary:4,2,2")
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Refuse what does not fit the context of a draft, and a draft that was put back into training."""
         if any(model.training for model in self.models):
             raise ValueError(
                 "a draft is in training mode; call eval() on it first, dropout would change what it drafts"
@@ -63,7 +62,6 @@ class DraftModelProposer(NetworkProposer):
             check_context("draft", limit, read, max_new_tokens)
 
     def network(self, setup: SessionSetup) -> Network:
-        """The drafts, with every prompt but its last token in their caches."""
         self.steps = steps_for(self.models, setup.compile, self._fast, self.steps)
         networks: list[_OneNetwork] = []
         for place, (model, words) in enumerate(zip(self.models, self._words, strict=True)):

@@ -28,7 +28,6 @@ class DynamicTreeSession(Session):
         self.network, self.tree, self.sampling, self.device = network, tree, sampling, device
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        """Grow every row's tree by `DynamicTree.depth` forwards of the network, and keep its best nodes."""
         self._finite = torch.ones((), dtype=torch.bool, device=self.device)
         shape = self.tree
         tokens_Bk, values_Bk = self._children(self.network.open())

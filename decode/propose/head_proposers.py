@@ -56,7 +56,6 @@ class HeadProposer(NetworkProposer):
         return default_tree(heads=depth_limit(self.head))
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        """Raise ValueError for a target of another size, a tree deeper than the heads, or branches for blockwise."""
         width = int(target.config.get_text_config().hidden_size)
         reads = (
             self.head.config.target_hidden_size if isinstance(self.head, Eagle3Head) else self.head.config.hidden_size
@@ -71,7 +70,6 @@ class HeadProposer(NetworkProposer):
             raise ValueError(f"blockwise decoding drafts chains only; use chain:{tree.depth}, or proposer medusa")
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Raise ValueError for a head in training mode. The target's own context is the only limit."""
         if self.head.training:
             raise ValueError("the head is in training mode; call eval() on it first")
 

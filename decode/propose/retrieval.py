@@ -29,7 +29,6 @@ class RetrievalProposer(TextProposer):
         self.index, self.max_suffix, self.min_suffix = index, max_suffix, min_suffix
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        """Raise ValueError for a tree that needs confidences, or an index of tokens that the target does not have."""
         super().check(target, tree)
         if self.index.largest >= vocabulary_size(target):
             raise ValueError(

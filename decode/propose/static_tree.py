@@ -239,7 +239,13 @@ class StaticTreeSession(Session):
         self, depth: int, logits_BeV: Tensor, finite: Tensor, above: "Grown | None", u_BN: Tensor | None
     ) -> "Grown":
         plan, level, stop = self.plan, self.plan.levels[depth], self.plan.tree.stop
-        draws_BeK, q_BeV = self._draw(logits_BeV, level, u_BN)
+        if self.drawing == "deterministic":
+            draws_BeK, q_BeV = most_probable(logits_BeV, level.draws, self.network.drafts), None
+        else:
+            assert u_BN is not None
+            q_BeV = probs(logits_BeV, self.sampling)
+            u_BeK = u_BN.to(q_BeV.device)[:, level.uniform_eK]
+            draws_BeK = draw_children(self.drawing, q_BeV, u_BeK, level.counts_e, self.network.drafts)
         chain = level.parent_c.numel() == 1
         tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.parent_c, level.rank_c]
         if above is not None and (stop or any(earlier.draws > 1 for earlier in plan.levels[:depth])):
@@ -280,14 +286,6 @@ class StaticTreeSession(Session):
     def _number(self, node: int) -> int | None:
         number = self.plan.number_of[node]
         return number if number is not None and number < self._forwarded else None
-
-    def _draw(self, logits_BeV: Tensor, level: Level, u_BN: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if self.drawing == "deterministic":
-            return most_probable(logits_BeV, level.draws, self.network.drafts), None
-        assert u_BN is not None
-        q_BeV = probs(logits_BeV, self.sampling)
-        u_BeK = u_BN.to(q_BeV.device)[:, level.uniform_eK]
-        return draw_children(self.drawing, q_BeV, u_BeK, level.counts_e, self.network.drafts), q_BeV
 
     def _proposal(self, tokens_BM: Tensor, parts_q: list[Tensor], depth: int, finite: Tensor) -> Proposal:
         batch = self.plan.batches[depth]

@@ -230,7 +230,7 @@ class BlockHead(DraftVocabulary):
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """H `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
-        return self.hidden_norm(self.fc(torch.cat([state.to(dtype_of(self.fc)) for state in hidden], -1)))
+        return self.hidden_norm(self.fc(torch.cat(list(hidden), -1).to(dtype_of(self.fc))))
 
     def remember(self, context_BTH: Tensor, positions_BT: Tensor, past_key_values: Any) -> None:
         """Append the keys and values of H, which stands at these positions, to the cache of every layer."""

@@ -145,7 +145,6 @@ class ReadsLastState:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary (V)."""
         return int(self.config.vocab_size)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:

@@ -178,7 +178,8 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """Features `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
-        states = [state.to(dtype_of(self.fc)) for state in hidden]
+        dtype = dtype_of(self.fc)
+        states = [state.to(dtype) for state in hidden]
         if self.config.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         joined = torch.cat(states, dim=-1)

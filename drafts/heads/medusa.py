@@ -53,7 +53,6 @@ class HeadsConfig:
         return cls(**sizes, num_heads=num_heads, num_layers=num_layers, **extras)
 
     def to_json(self) -> dict[str, Any]:
-        """The whole config.json."""
         values: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.kind,
@@ -90,7 +89,6 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Map states `[..., H]` to `[..., H]`."""
         return states + nn.functional.silu(self.linear(states))
 
 
@@ -143,7 +141,6 @@ class _FirstBlock(ResBlock):
             nn.init.zeros_(self.skip.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Map states `[..., inputs]` to `[..., outputs]`."""
         return self.skip(states) + nn.functional.silu(self.linear(states))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafts.config import ExportConfig
-from drafts.doctor import PATH_TRAPS, Model, Pair, first_broken
+from drafts.doctor import Model, Pair, first_broken, path_trap
 from drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
 from drafts.heads.block import BlockHead
 from drafts.heads.store import write_tensors
@@ -75,8 +75,7 @@ def _remarks(config: ExportConfig, source: Source) -> list[str]:
             f"this draft has a draft vocabulary of {len(ids_D)} tokens, and no engine's layout can say so: the whole "
             f"output projection was written, and engines draft the other tokens too, whose rows were not trained"
         )
-    path = str(Path(config.out).resolve()).lower()
-    if config.format in ("hf", "medusa") and (trap := next((word for word in PATH_TRAPS if word in path), None)):
+    if config.format in ("hf", "medusa") and (trap := path_trap(config.out)):
         remarks.append(
             f"vLLM takes a draft whose path has '{trap}' in it for such a head; rename the directory for vLLM"
         )

@@ -205,7 +205,6 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
 
 
 def _is_byte(token: str) -> bool:
-    """Whether a token stands for a single byte: <0x41>."""
     return token.startswith("<0x") and len(token) == 6
 
 

@@ -259,16 +259,13 @@ def _target_layers(values: Values) -> Sequence[int]:
     return inner.get("target_layer_ids") or values.get("target_layer_ids") or ()
 
 
-def _is_causal(values: Values) -> bool:
-    return bool((values.get("dflash_config") or values).get("causal", values.get("causal_head")))
-
-
 def _is_block(values: Values, names: Names) -> bool:
     return "dflash_config" in values or "DFlash" in str(values.get("architectures"))
 
 
-def _is_dspark(values: Values, names: Names) -> bool:
-    return "DSpark" in str(values.get("architectures"))
+def _is_jetspec(values: Values, names: Names) -> bool:
+    causal = (values.get("dflash_config") or values).get("causal", values.get("causal_head"))
+    return _is_block(values, names) and bool(causal)
 
 
 def _read_block(files: HeadFiles) -> None:
@@ -394,6 +391,7 @@ def _is_vllm_medusa(values: Values, names: Names) -> bool:
     return _is_medusa(values, names) and any("blocks.0.layers.0." in name for name in names())
 
 
+_BLOCK = {"read": _read_block, "config": _dflash_config}
 _FUNCTIONS: dict[str, dict[str, Any]] = {
     "speculators": {
         "known": lambda values, names: values.get("speculators_model_type") == "eagle3",
@@ -415,13 +413,9 @@ _FUNCTIONS: dict[str, dict[str, Any]] = {
         "config": lambda ours, source: ours | {"medusa_fc_bias": True, "original_lm_head": False},
     },
     "medusa": {"known": _is_medusa, "read": _read_medusa},
-    "dspark": {"known": _is_dspark, "read": _read_block, "config": _dflash_config},
-    "jetspec": {
-        "known": lambda values, names: _is_block(values, names) and _is_causal(values),
-        "read": _read_block,
-        "config": _dflash_config,
-    },
-    "dflash": {"known": _is_block, "read": _read_block, "config": _dflash_config},
+    "dspark": _BLOCK | {"known": lambda values, names: "DSpark" in str(values.get("architectures"))},
+    "jetspec": _BLOCK | {"known": _is_jetspec},
+    "dflash": _BLOCK | {"known": _is_block},
     "hydra": {"known": lambda values, names: "hydra_num_heads" in values, "read": _read_hydra},
     "eagle3": {"known": _is_eagle3, "read": _read_eagle3, "config": _authors_config},
     "sglang-eagle3": {"config": _sglang_eagle3_config},
