@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from operator import mul
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,7 @@ class DecodeStats:
     reached_by_depth: tuple[int, ...] = ()
 
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
-        return DecodeStats(
-            self.target_calls + other.target_calls,
-            self.emitted + other.emitted,
-            self.proposed + other.proposed,
-            self.accepted + other.accepted,
-            self.depth_sum + other.depth_sum,
-            _add(self.accepted_by_depth, other.accepted_by_depth),
-            _add(self.reached_by_depth, other.reached_by_depth),
-        )
+        return DecodeStats(*map(_add, vars(self).values(), vars(other).values()))
 
     @property
     def tau(self) -> float | None:
@@ -58,8 +51,8 @@ def independent_tau(alphas: Sequence[float]) -> float:
     return 1.0 + float(sum(accumulate(alphas, mul)))
 
 
-def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+def _add(a: Any, b: Any) -> Any:
+    return a + b if isinstance(a, int) else tuple(map(sum, zip_longest(a, b, fillvalue=0)))
 
 
 def _ratio(count: int, total: int) -> float | None:

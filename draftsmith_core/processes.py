@@ -135,11 +135,9 @@ def process_group_options(on_cpu: bool) -> dict[str, Any]:
     return {"timeout": timedelta(hours=12)} | ({"backend": "gloo"} if on_cpu else {})
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> contextlib.AbstractContextManager[None]:
     """Let Ctrl-C and SIGTERM end a process that waits for others. torch would block until its timeout of 12 hours."""
-    with _handled_by(signal.SIG_DFL) if launched() > 1 else contextlib.nullcontext():
-        yield
+    return _handled_by(signal.SIG_DFL) if launched() > 1 else contextlib.nullcontext()
 
 
 @contextmanager

@@ -49,8 +49,7 @@ class DraftingPlan:
     tree: Tree
     device: torch.device
     levels: tuple[Level, ...]
-    number_of: tuple[int | None, ...]  # M index -> number among the expanded nodes after the root; None for leaves
-    chosen: tuple[int, ...]  # expanded nodes as M indices, the root first
+    number_of: dict[int, int]  # M indices of the expanded nodes after the root -> their numbers, from 0
     batches: tuple[TreeBatch, ...]  # the tree cut to each depth, on the target's device
     blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict)
 
@@ -86,15 +85,12 @@ class DraftingPlan:
                 )
             )
             chosen += [kids[i] for i in expanded]
-        numbers: list[int | None] = [None] * len(depth_of)
-        for order, m in enumerate(chosen[1:]):
-            numbers[m] = order
         cuts = [
             Tree(tuple(p for p, d in zip(tree.parents, tree.depths, strict=True) if d <= end))
             for end in range(tree.depth + 1)
         ]
         batches = tuple(TreeBatch.build(cut, target_device) for cut in cuts)
-        return DraftingPlan(tree, device, tuple(levels), tuple(numbers), tuple(chosen), batches)
+        return DraftingPlan(tree, device, tuple(levels), {m: n for n, m in enumerate(chosen[1:])}, batches)
 
     def block(self, depth: int, width: int) -> Block:
         """The forward of the expanded nodes of this depth (from 1) behind `width` pending tokens."""
@@ -104,11 +100,11 @@ class DraftingPlan:
 
     def _blocks(self, width: int) -> tuple[Block, ...]:
         depth_of = (0, *self.tree.depths)
-        offsets = list(range(width - 1)) + [width - 1 + depth_of[m] for m in self.chosen]
+        offsets = list(range(width)) + [width - 1 + depth_of[m] for m in self.number_of]
         total = len(offsets)
         sees_TT = torch.zeros(total, total, dtype=torch.bool)
         sees_TT[:, :width] = True
-        nodes = torch.tensor(self.chosen[1:], dtype=torch.long)
+        nodes = torch.tensor(list(self.number_of), dtype=torch.long)
         sees_TT[width:, width:] = self.batches[-1].sees_RMM[0].cpu()[nodes][:, nodes]
         blocks, end = [], width
         for level in self.levels[:-1]:
@@ -284,7 +280,7 @@ class StaticTreeSession(Session):
         self.network.select_rows(rows)
 
     def _number(self, node: int) -> int | None:
-        number = self.plan.number_of[node]
+        number = self.plan.number_of.get(node)
         return number if number is not None and number < self._forwarded else None
 
     def _proposal(self, tokens_BM: Tensor, parts_q: list[Tensor], depth: int, finite: Tensor) -> Proposal:

@@ -169,15 +169,10 @@ class FeatureHead(nn.Module):
     ) -> dict[str, Any]:
         """The arguments of the layer's attention. Default: causal, at positions `[1, T]` after the P cached tokens.
 
-        mask: additive or boolean, `[B or 1, 1, T, P + T]`.
+        mask: additive or boolean, `[B or 1, 1, T, P + T]`; needed for several tokens after cached ones.
         """
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         queries = states_BTH.shape[1]
-        if mask is None and past > 0 and queries > 1:
-            # sdpa's own causal rule aligns the queries with the first keys; with a cache they belong to the last.
-            least = torch.finfo(states_BTH.dtype).min
-            mask = torch.full((queries, past + queries), least, dtype=states_BTH.dtype, device=states_BTH.device)
-            mask = mask.triu(past + 1)[None, None]
         if positions is None:
             positions = torch.arange(past, past + queries, device=states_BTH.device).unsqueeze(0)
         return {
