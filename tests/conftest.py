@@ -316,11 +316,12 @@ class Child:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def wait(self) -> tuple[int, str, str]:
-        """(exit code, standard output, standard error); the code of a killed process is minus the signal."""
+    def wait(self, code: int = 0) -> tuple[str, str]:
+        """Standard output and error of a command that must end with this code: minus the signal if it is killed."""
         self._until("code")
-        code = int((self.directory / "code").read_text())
-        return code, (self.directory / "out").read_text(), (self.directory / "err").read_text()
+        out, err = ((self.directory / name).read_text() for name in ("out", "err"))
+        assert int((self.directory / "code").read_text()) == code and "Traceback" not in err, err
+        return out, err
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to a command that cannot have ended: `hold()` stands in its patch."""
@@ -367,14 +368,16 @@ def spawn(_server, tmp_path_factory):
 
 @pytest.fixture
 def launch(tmp_path):
-    """`launch(options, program..., cwd=)` runs `accelerate launch`, really: two new interpreters and a launcher."""
+    """`launch(options, program..., cwd=)` runs `accelerate launch`, really: two interpreters and a launcher."""
 
     def start(options: Sequence[object], *program: object, cwd: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, "-m", "accelerate.commands.launch", *map(str, [*options, *program])]
         # PET_STANDALONE: the launcher opens a port of the system's choice and keeps it. A port that was chosen before,
         # or stands in a configuration file, may be taken by another process by the time it is used.
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PET_STANDALONE": "1"}
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done
 
     return start
 

@@ -1,13 +1,11 @@
 """What the tests of `distill` share: rows and files of a set, and the death of a process that writes one."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-Spawn = Callable[..., Any]
 # The process of this patch is killed while it writes the given part (from 1).
 KILL_IN_PART = """
 import os, signal

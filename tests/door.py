@@ -38,6 +38,12 @@ class Door:
         assert code == 0, err
         return out, err
 
+    def refused(self, *words: object, code: int = 2) -> str:
+        """Standard error of a command that must end with this code, and without a traceback."""
+        found, _, err = self(*words)
+        assert found == code and "Traceback" not in err, err
+        return err
+
     def summary(self, *words: object) -> dict[str, Any]:
         """What a command that must succeed ends with where `--json` is given."""
         found: dict[str, Any] = json.loads(self.ok(*words, "--json")[0].splitlines()[-1])

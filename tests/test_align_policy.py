@@ -115,8 +115,7 @@ def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_t
     torch.testing.assert_close(half.lm_head.weight, (base.lm_head.weight + aligned.lm_head.weight) / 2)
     # A draft that has one gets no other, and that is said before anything is made.
     more = ["--draft", out / "jsd", "--out", tmp_path / "none", "--train.draft_vocab_size", 120]
-    code, _, err = door("align", *words, *more)
-    assert code == 2 and f"train.draft_vocab_size: {out / 'jsd'} already has one" in err.splitlines()[-1]
+    assert f"train.draft_vocab_size: {out / 'jsd'} already has one" in door.refused("align", *words, *more)
     assert not (tmp_path / "none" / "align.yaml").exists()
 
 

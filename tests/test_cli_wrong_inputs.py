@@ -9,6 +9,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     "": [
         ("", "usage"),
         ("distil", "did you mean distill?"),
+        ("zzz", "the commands are"),
         ("--print_shtab fish", "expected one of bash, zsh, tcsh"),
         ("train --config {unknown}", "unknown.yaml:2: objectiv: unknown key; did you mean objective?"),
         ("decode --target", "--target: expected one argument"),

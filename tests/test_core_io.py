@@ -1,14 +1,10 @@
 """Files are whole or absent, whatever happens while they are written."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from draftsmith_core.io import atomic_dir, atomic_file, remove_leftovers
-
-Writer = Callable[[Path], AbstractContextManager[Path]]
 
 
 def fill(temporary: Path, text: str, directory: bool) -> None:

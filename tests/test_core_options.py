@@ -27,8 +27,6 @@ from draftsmith_core.options import (
 )
 from train.config import TrainConfig
 
-ROOT = Path(__file__).parents[1]
-
 
 @options
 class Inner:
@@ -173,18 +171,6 @@ def test_completion_knows_every_command(door, shell):
     pytest.importorskip("shtab")
     script, _ = door.ok("--print_shtab", shell)
     assert all(command in script for command in COMMANDS) and "max_new_tokens" in script
-
-
-def test_the_door_itself(door):
-    code, out, _ = door("--help")
-    assert code == 0
-    assert all(name in out for name in COMMANDS)
-    assert door()[0] == 2
-    code, out, err = door("dekode")
-    assert (code, out) == (2, "")
-    assert err == "draftsmith: 'dekode' is not a command; did you mean decode?\n"
-    assert "the commands are" in door("zzz")[2]
-    assert door("--version")[0] == 0
 
 
 def test_modules_in_the_current_directory_do_not_hide_ours(tmp_path):

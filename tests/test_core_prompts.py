@@ -93,12 +93,6 @@ def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path, token
         assert reason in skipped.reason
 
 
-def test_limit_counts_rows_read(tmp_path, tokenizer):
-    source = write_rows(tmp_path / "p.jsonl", {"prompt": ""}, {"prompt": "a"}, {"prompt": "b"}, {"nonsense": 1})
-    prompts = read_prompts(source, tokenizer, limit=3)
-    assert (prompts.rows, len(prompts.prompts), len(prompts.skipped)) == (3, 2, 1)
-
-
 def test_any_unicode_goes_through(tmp_path, tokenizer):
     texts = ["é λ 漢字 🙂👩‍🚀", "a\u2028b\u2029c\x85d", "\u202eabc", "x\x00y"]
     prompts = read_prompts(write_rows(tmp_path / "p.jsonl", *({"prompt": text} for text in texts)), tokenizer).prompts

@@ -33,8 +33,7 @@ def test_init_and_plan_take_the_chat_template_that_they_ask_for(
     chats = [{"messages": [{"role": "user", "content": f"Who is {name}?"}]} for name in ("A", "B", "C")]
     Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     words = [*command.format(draft=draft_dir).split(), "--target", target_dir, "--prompts", "chats.jsonl"]
-    code, _, err = door(*words, "--max_new_tokens", 4)
-    assert code == 2 and "name one with --chat_template FILE" in err
+    assert "name one with --chat_template FILE" in door.refused(*words, "--max_new_tokens", 4)
     door.ok(*words, "--max_new_tokens", 4, "--chat_template", "chat.jinja")
 
 

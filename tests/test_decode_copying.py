@@ -14,7 +14,7 @@ from decode.propose.text_proposer import Trie
 from decode.suffix_index import SuffixIndex
 from decode.tree import DynamicTree, Tree, TreeShape
 from decode.tree_batch import batch_of, grow_batch
-from decode.tree_spec import kary, parse_tree
+from decode.tree_spec import parse_tree
 from draftsmith_core.sampling import Sampling
 from tests.tiny_models import random_llama
 
@@ -22,9 +22,6 @@ CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)
 VOCAB = 17
 Target = Callable[[Sequence[int]], int]
-
-
-# A toy target (a function from texts to the next token) in place of the engine
 
 
 def hashed(text: Sequence[int]) -> int:
@@ -82,13 +79,6 @@ def judge(proposal: Proposal, texts: Sequence[Sequence[int]], target: Target) ->
     return Outcome(accepted, emitted, [[]] * len(texts), lambda: p_BMV)
 
 
-def parse_chain(length: int) -> Tree:
-    return kary((1,) * length)
-
-
-# The index of a row's n-grams
-
-
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 40))
 def test_the_index_agrees_with_a_rescan(text, one, other, cut):
     longest, shortest = max(one, other), min(one, other)
@@ -111,9 +101,6 @@ def test_a_copy_reads_what_it_has_written(text, data, length):
     for place in range(at, at + length):
         grown.append(grown[place])
     assert index.copy_from(at, length) == grown[len(text) :]
-
-
-# Tries and the trees made of them
 
 
 CANDIDATES = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=12)
@@ -159,9 +146,6 @@ def test_host_and_device_build_the_same_arrays(rows):
         assert torch.equal(getattr(host, name), getattr(device, name)), name
 
 
-# Prompt lookup
-
-
 @pytest.mark.parametrize("period", [1, 2, 3, 7])
 @pytest.mark.parametrize("spec", ["chain:6", "kary:2,1,1,1,1,1"])
 def test_periodic_text_is_accepted_whole(period, spec):
@@ -204,9 +188,6 @@ def test_nothing_found_costs_no_cells():
     assert session.propose(None).tokens_BM.tolist() == [[-1]]
 
 
-# Retrieval
-
-
 def test_retrieval_keeps_the_most_frequent_prefixes():
     documents = [[1, 2, 3, 3]] * 3 + [[1, 2, 4, 5]] * 4 + [[1, 2, 4, 6]] * 2 + [[0, 2, 7, 7]] * 20
     proposer = RetrievalProposer(SuffixIndex.build(documents), max_suffix=4, min_suffix=1)
@@ -220,9 +201,6 @@ def test_retrieval_keeps_the_most_frequent_prefixes():
     assert start(proposer, [[8, 2]], parse_tree("chain:2")).propose(None).tokens_BM.tolist() == [[-1, 7, 7]]
     strict = RetrievalProposer(proposer.index, max_suffix=4, min_suffix=2)
     assert start(strict, [[8, 2]], parse_tree("chain:2")).propose(None).tokens_BM.tolist() == [[-1]]
-
-
-# Lookahead
 
 
 class Definition:
@@ -300,8 +278,8 @@ def test_what_cannot_be_drafted_is_refused():
     for proposer, shape, message in (
         (PromptLookupProposer(), DynamicTree(depth=2, beam=2, nodes=4), "has no confidences"),
         (PromptLookupProposer(), Tree((-1, 0), stop=0.1), "has no confidences"),
-        (LookaheadProposer(), parse_chain(60), r"up to 55 nodes 9 deep.*LookaheadProposer.default_tree\(\)"),
-        (retrieval, parse_chain(4), r"token 17.*ends at 16.*target's tokenizer"),
+        (LookaheadProposer(), parse_tree("chain:60"), r"up to 55 nodes 9 deep.*LookaheadProposer.default_tree\(\)"),
+        (retrieval, parse_tree("chain:4"), r"token 17.*ends at 16.*target's tokenizer"),
     ):
         with pytest.raises(ValueError, match=message):
             proposer.check(target, shape)

@@ -220,9 +220,6 @@ def test_a_wrong_library_is_not_used(monkeypatch):
     assert "built it wrongly" in str(native._kernel_or_reason.__wrapped__())
 
 
-# Memory of packed weights and caches.
-
-
 @built
 def test_large_pages_are_asked_for_and_the_weights_begin_one():
     piece = empty_bytes(8 << 20).fill_(1)
@@ -233,8 +230,6 @@ def test_large_pages_are_asked_for_and_the_weights_begin_one():
     (flags,) = [flags for begin, end, flags in mappings if int(begin, 16) <= piece.data_ptr() < int(end, 16)]
     assert "hg" in flags.split()
 
-
-# The forward of a LLaMA as one call: equal to tensor operations, and to itself to the bit in any tree.
 
 # Heads that fill no vector, that fill several, and one key/value head for all.
 MODELS: dict[str, Any] = {

@@ -93,13 +93,6 @@ def views(model: Any) -> Iterator[Any]:
     yield model.lm_head.weight
 
 
-def set_in_place(model: Any) -> Iterator[Any]:
-    yield
-    with torch.no_grad():
-        model.lm_head.weight.set_(-model.lm_head.weight.clone())
-    yield model(IDS).logits
-
-
 def another_parameter(model: Any) -> Iterator[Any]:
     yield
     torch.manual_seed(1)
@@ -123,8 +116,7 @@ def lora(model: Any) -> Iterator[Any]:
 
 
 CHANGES: dict[str, Use] = {
-    **{"hooks": hooks, "views": views, "set_": set_in_place, "parameter": another_parameter},
-    **{"load_state_dict": state_dict, "lora": lora},
+    **{"hooks": hooks, "views": views, "parameter": another_parameter, "load_state_dict": state_dict, "lora": lora},
 }
 
 

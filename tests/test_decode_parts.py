@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder
 from decode.batch_run import BatchRun
@@ -25,13 +24,6 @@ from draftsmith_core.sampling import Sampling, generator
 from tests.tiny_models import random_llama
 
 GREEDY = Sampling(temperature=0.0)
-
-
-def tiny_llama(seed: int) -> LlamaForCausalLM:
-    return random_llama(seed, 17, layers=3)
-
-
-# Cache
 
 
 def keys_of(cache: TreeCache, layer: int) -> Tensor:
@@ -60,8 +52,8 @@ def cell_bytes(runner: Runner) -> int:
 
 @pytest.mark.parametrize(("tree", "bound"), [("chain:3", 0), ("kary:2,2,2", 3), ("kary:3,1", 2)])
 def test_no_step_copies_the_cache(tree, bound):
-    target, draft = tiny_llama(1), tiny_llama(1)
-    decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree, "exact")
+    target = random_llama(1, 17, layers=3)
+    decoder = SpeculativeDecoder(target, DraftModelProposer(random_llama(1, 17, layers=3)), tree, "exact")
     moved, places, run = watched_run(decoder, [[1, 2, 3, 4]], frozenset())
     assert len(moved) >= 10 and max(moved) <= bound * cell_bytes(run.runner)
     assert all(place == places[0] for place in places)
@@ -73,7 +65,7 @@ def test_no_step_copies_the_cache(tree, bound):
 
 
 def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most():
-    target = tiny_llama(1)
+    target = random_llama(1, 17, layers=3)
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10], [11, 12], [13, 3], [14], [2, 2]]
     lengths: set[int] = set()
     left = 0
@@ -95,9 +87,6 @@ def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most():
             assert run.runner.cache.bytes_moved - moved <= cells * cell_bytes(run.runner)
         lengths |= {len(row.ids) for row in run.rows}
     assert len(lengths) > 5 and left > 30
-
-
-# Counts
 
 
 def some_stats(depth: int) -> st.SearchStrategy[DecodeStats]:
@@ -129,8 +118,6 @@ def test_a_ratio_over_zero_is_none():
     full = DecodeStats(target_calls=4, emitted=10, accepted=6, depth_sum=8)
     assert full.tau == 2.5 and full.alpha_mcsd == 0.75
 
-
-# Continuous batches: the next prompt takes the place of one that has ended, at once, and in bounded memory.
 
 Prompts = list[tuple[int, list[int], torch.Generator]]
 
@@ -216,9 +203,6 @@ def test_what_cannot_join_is_refused():
     for refused in (compiled, drafting):
         with pytest.raises(ValueError, match="leave both out"):
             list(refused.continuous(source, 1))
-
-
-# Static steps: their memory, their sizes, and what is refused.
 
 
 @pytest.fixture

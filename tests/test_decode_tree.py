@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
 from decode.sequoia import optimal_tree
 from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape
 from decode.tree_spec import TREES, parse_tree
-
-CPU = torch.device("cpu")
 
 
 def expected_length(tree: Tree, acceptance: Sequence[float]) -> float:
@@ -46,9 +43,6 @@ def paths_of(tree: Tree) -> list[list[int]]:
 def parse_file(kind: str, content: object) -> TreeShape:
     """Parse `KIND:file.json` whose file holds `content`, through JSON as a real reader would."""
     return parse_tree(f"{kind}:file.json", {"file.json": json.loads(json.dumps(content))}.__getitem__)
-
-
-# Specs
 
 
 @pytest.mark.parametrize(
@@ -129,9 +123,6 @@ def test_a_tree_that_is_too_large_is_never_built(spec):
     assert time.process_time() - began < 1
 
 
-# Static files
-
-
 @given(trees(), st.sampled_from([0.0, 0.5]))
 def test_a_static_file_of_parents_round_trips(tree, stop):
     assert parse_file("static", {"parents": list(tree.parents), "stop": stop}) == Tree(tree.parents, stop)
@@ -145,9 +136,6 @@ def test_paths_in_any_order_are_the_tree_they_were_read_from(tree, random, bare)
     assert parse_file("static", paths if bare else {"paths": paths}) == tree
 
 
-# Trees that grow
-
-
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 200))
 def test_a_growth_is_valid_exactly_when_its_nodes_can_be_reached(depth, beam, nodes):
     level, reached = 1, 0
@@ -159,9 +147,6 @@ def test_a_growth_is_valid_exactly_when_its_nodes_can_be_reached(depth, beam, no
     else:
         with pytest.raises(ValueError, match="^tree: "):
             DynamicTree(depth, beam, nodes)
-
-
-# Sequoia
 
 
 def all_trees(most: int) -> list[Tree]:

@@ -242,9 +242,6 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_tre
         assert torch.equal(usual.nodes_BD, asked.nodes_BD) and torch.equal(usual.open_B, asked.open_B)
 
 
-# Pairs that are known to be wrong, and must be seen to be.
-
-
 @pytest.mark.parametrize(
     ("name", "drawing"),
     [
@@ -302,9 +299,6 @@ def test_broken_rules_are_rejected(monkeypatch, name, broken, replacement):
     verifier, made = VERIFIERS[name], world("random", 6)
     proposal, p_BMV = propose(made, CHAIN if verifier.chains_only else BUSHY, verifier.drawings[0], rows=40_000)
     assert chi_square(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution()) > 2
-
-
-# How much is accepted.
 
 
 def accepted(name: str, proposal: Proposal, p_BMV: Tensor, seed: int = 2) -> tuple[float, float]:
@@ -365,9 +359,6 @@ def test_residual_without_mass_falls_back_to_p():
     p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.8, 0.0]])
     q = torch.tensor([[0.5, 0.5000001, 0.0], [0.4, 0.6, 0.0]])
     assert torch.equal(residual(p, q), torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]))
-
-
-# What a rule says of itself.
 
 
 @pytest.mark.parametrize("name", VERIFIERS)

@@ -57,53 +57,32 @@ def test_demo_from_prompts_to_report(short_demo, door, monkeypatch):
     door.ok(*words, "--max_new_tokens", "4")
 
 
-@pytest.fixture(scope="module")
-def splits():
-    return {domain: corpus.split(domain) for domain in corpus.DOMAINS}
-
-
-@pytest.mark.slow
-def test_every_document_is_on_one_side_by_its_name(splits):
-    assert list(splits) == ["prose", "code", "unicode"]
-    for domain, (train, heldout) in splits.items():
-        assert sum(len(d.text) for d in train) > 300_000 and sum(len(d.text) for d in heldout) > 20_000, domain
-        assert not any(corpus.is_heldout(d.name) for d in train)
-        held = [d.name for d in heldout]
-        assert all(map(corpus.is_heldout, held))
-        names = [*(d.name for d in train), *held]
-        assert len(set(names)) == len(names)
-        assert 0.04 < len(held) / len(names) < 0.2, domain
-
-
 def test_the_side_of_a_name_follows_from_its_hash():
     heldout = [number for number in range(40) if corpus.is_heldout(f"module m{number}")]
     assert heldout == [6, 10, 13, 24, 38]
 
 
 @pytest.mark.slow
-def test_nothing_held_out_mostly_repeats_training_text(splits):
-    trained: set[int] = set()
-    for split in splits.values():
-        for document in split.train:
-            trained |= corpus.shingles(document.text)
-    checked = 0
-    for split in splits.values():
-        for document in split.heldout:
-            own = corpus.shingles(document.text)
-            assert len(own & trained) <= corpus.DUPLICATE_SHARE * len(own), document.name
-            checked += 1
-    assert checked > 50
-
-
-@pytest.mark.slow
-def test_passages_are_pieces_of_their_documents(splits):
-    for domain, split in splits.items():
-        rows = corpus.passages(domain, split.heldout)
+def test_every_document_is_on_one_side_by_its_name_and_passages_are_its_pieces():
+    splits = {domain: corpus.split(domain) for domain in corpus.DOMAINS}
+    assert list(splits) == ["prose", "code", "unicode"]
+    trained = set[int]().union(*(corpus.shingles(d.text) for split in splits.values() for d in split.train))
+    for domain, (train, heldout) in splits.items():
+        assert sum(len(d.text) for d in train) > 300_000 and sum(len(d.text) for d in heldout) > 20_000, domain
+        assert not any(corpus.is_heldout(d.name) for d in train)
+        texts = {d.name: d.text for d in heldout}
+        assert all(map(corpus.is_heldout, texts))
+        names = [*(d.name for d in train), *(d.name for d in heldout)]
+        assert len(set(names)) == len(names)
+        assert 0.04 < len(heldout) / len(names) < 0.2, domain
+        for name, text in texts.items():
+            own = corpus.shingles(text)
+            assert len(own & trained) <= corpus.DUPLICATE_SHARE * len(own), name
+        rows = corpus.passages(domain, heldout)
         assert len({row["id"] for row in rows}) == len(rows)
         assert all(row["text"].strip() and row["domain"] == domain for row in rows)
-        texts = {d.name: d.text for d in split.heldout}
         for row in rows:
             assert row["text"] in texts[row["id"].rpartition(" #")[0]]
-        assert rows == corpus.passages(domain, split.heldout[::-1])
+        assert rows == corpus.passages(domain, heldout[::-1])
         kept = sum(len("".join(row["text"].split())) for row in rows)
         assert kept == sum(len("".join(text.split())) for text in texts.values())

@@ -47,8 +47,7 @@ def test_dropped_answers_are_counted_and_the_others_are_the_same(words, door):
         "dropped": counts["rows_dropped"],
         "skipped": counts["prompts_skipped"],
     }
-    code, _, err = door(*words)
-    assert code == 2 and "was made with other options: drop is" in err
+    assert "was made with other options: drop is" in door.refused(*words)
 
 
 def test_a_set_of_nothing_is_an_error(words, door):
@@ -125,8 +124,6 @@ def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(tmp_path, targ
     out, _ = door.ok(*words)
     assert "2 rows" in out and "1 skipped: shares 13 words in a row with the evaluation's fox (row 2)" in out
     write_rows("fox.jsonl", {"prompt": "other words"})
-    code, _, err = door(*words)
-    assert code == 2 and "decontaminated is" in err
+    assert "decontaminated is" in door.refused(*words)
     for wrong in ("=fox.jsonl", "fox="):
-        code, _, err = door(*words[:-2], wrong, "--out", "o")
-        assert code == 2 and "write NAME=VALUE" in err
+        assert "write NAME=VALUE" in door.refused(*words[:-2], wrong, "--out", "o")

@@ -37,7 +37,7 @@ def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words, door, 
     assert door(*words)[0] == 0
     shutil.move("set", "whole")
     whole = files("whole")
-    assert spawn(*words, cwd=Path.cwd(), patch=KILL_IN_PART.format(part=2)).wait()[0] == -9
+    spawn(*words, cwd=Path.cwd(), patch=KILL_IN_PART.format(part=2)).wait(-9)
     assert {"part-00000.parquet", ".part-00001.answers.jsonl", "run.json"} < set(files())
     assert not {"part-00001.parquet", "manifest.json"} & set(files())
     # Training on an unfinished set is refused.
@@ -50,17 +50,15 @@ def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words, door, 
     Path("set/part-00001.parquet").unlink()
     assert door(*words)[0] == 0 and files() == whole
     assert Path("set/part-00000.parquet").stat().st_mtime_ns == times[Path("set/part-00000.parquet")]
-    code, _, err = door(*words, "--temperature", "0.5")
-    assert code == 2 and "temperature is 1.0, now it is 0.5" in err and files() == whole
+    assert "temperature is 1.0, now it is 0.5" in door.refused(*words, "--temperature", "0.5") and files() == whole
 
 
 @pytest.mark.parametrize("name, code, line", [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "stopped by SIGTERM")])
 def test_a_stopped_run_says_how_many_answers_are_kept(words, door, spawn, name, code, line):
     words += ["--part_rows", "8", "--batch_size", "2"]
-    ended, out, err = spawn(*words, cwd=Path.cwd(), patch=STOP_IN_WAVE.format(name=name)).wait()
-    assert (ended, out) == (code, "")
+    out, err = spawn(*words, cwd=Path.cwd(), patch=STOP_IN_WAVE.format(name=name)).wait(code)
     note = "kept 4 answers; run the same command again to resume"
-    assert err.splitlines()[-1] == f"draftsmith distill: {line}; {note}"
+    assert (out, err.splitlines()[-1]) == ("", f"draftsmith distill: {line}; {note}")
     assert sorted(files()) == [".part-00000.answers.jsonl", "run.json"]
     assert door(*words)[0] == 0
     kept = rows_of()
@@ -92,8 +90,7 @@ def test_a_full_disk_names_the_file_and_what_to_do(words, door, monkeypatch):
 def test_what_is_not_a_distilled_set_is_not_written_into(words, door):
     Path("set").mkdir()
     Path("set/config.json").write_text("mine")
-    code, _, err = door(*words)
-    assert code == 2 and "--out set: holds config.json of something else; choose another --out" in err
+    assert "--out set: holds config.json of something else; choose another --out" in door.refused(*words)
     assert os.listdir("set") == ["config.json"]
 
 

@@ -51,8 +51,7 @@ def test_prompts_are_what_the_target_writes(words, door, target_dir):
     # The same command finds everything done, and other prompts are another set.
     before = files("set")
     assert door(*words, "magpie:25", "--json")[0] == 0 and files("set") == before
-    code, _, err = door(*words, "magpie:26")
-    assert code == 2 and 'prompts is "magpie:25"' in err
+    assert 'prompts is "magpie:25"' in door.refused(*words, "magpie:26")
 
 
 def test_a_text_that_was_drawn_before_is_left_out(words, door):
@@ -67,8 +66,7 @@ def test_servers_draw_them_too_and_nothing_is_asked_twice(words, door, target_di
     tokenizer = load_tokenizer(target_dir)
     with serving("vllm", tokenizer) as server:
         words = [*words[:-1], "--engine", "openai", "--endpoint", server.url, "--prompts"]
-        code, _, err = door(*words, "magpie:24", "--max_requests", 14)
-        assert code == 1 and "max_requests: all 14 are spent" in err
+        assert "max_requests: all 14 are spent" in door.refused(*words, "magpie:24", "--max_requests", 14, code=1)
         assert len(list(Path("set/.prompts").glob(".part-*.answers.jsonl"))) > 0
         # What is spent on prompts is not there for answers.
         code, _, err = door(*words, "magpie:24", "--max_requests", 20)
@@ -80,5 +78,4 @@ def test_servers_draw_them_too_and_nothing_is_asked_twice(words, door, target_di
         assert len(draws) == len(set(draws)) == 24
     with serving("text", tokenizer) as server:
         words[words.index("--endpoint") + 1] = server.url
-        code, _, err = door(*words, "magpie:24", "--out", "other")
-        assert code == 2 and "needs servers that take token ids" in err
+        assert "needs servers that take token ids" in door.refused(*words, "magpie:24", "--out", "other")

@@ -58,8 +58,7 @@ def test_a_scored_set_is_one_that_was_scored_while_it_was_made(make, words, door
     assert fingerprints[0] == fingerprints[1]
     before = files("scored")
     assert door(*words, "--json")[0] == 0 and files("scored") == before
-    code, _, err = door(*words, "--teacher_top_k", 8)
-    assert code == 2 and "teacher_top_k is 7, now it is 8" in err
+    assert "teacher_top_k is 7, now it is 8" in door.refused(*words, "--teacher_top_k", 8)
 
 
 def test_more_than_the_vocabulary_is_the_whole_law(target_dir):
@@ -124,11 +123,8 @@ def test_rows_from_elsewhere(words, door, target_dir):
 def test_a_source_that_cannot_be_used(words, door):
     part = Path("plain/part-00001.parquet")
     part.write_bytes(part.read_bytes()[:-9])
-    code, _, err = door(*words)
-    assert code == 2 and f"{part}: is not the file that the manifest describes" in err
+    assert f"{part}: is not the file that the manifest describes" in door.refused(*words)
     Path("plain/manifest.json").write_text('{"complete": true, "parts": [{}]}')
-    code, _, err = door(*words, "--out", "o")
-    assert code == 2 and "plain: its manifest.json is not that of a distilled set" in err
+    assert "plain: its manifest.json is not that of a distilled set" in door.refused(*words, "--out", "o")
     words[4] = write_rows("prompts.jsonl", {"prompt": "only asked"})
-    code, _, err = door(*words, "--out", "o")
-    assert code == 1 and "o: no row is left: 1 skipped: needs `messages`" in err
+    assert "o: no row is left: 1 skipped: needs `messages`" in door.refused(*words, "--out", "o", code=1)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from drafts.heads import HEADS, load_head, save_head
+from drafts.heads import HEADS
 from drafts.heads.block import BlockHead, target_layers_of
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import write_json_atomic
 from tests.train_laws import FAMILIES, SIZES, tiny_family
 
 KINDS = ("dflash", "jetspec", "dspark")
@@ -109,29 +108,6 @@ def test_a_slot_sees_later_slots_unless_causal_and_never_the_anchor_s_own_state(
             changed = head.slots(head.states(ids_BS, None, 6 + torch.arange(S)[None], cache))
         same = torch.allclose(changed[:, :-1], before[:, :-1], atol=1e-5)
         assert same == head.config.causal
-
-
-@pytest.mark.parametrize("part", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_files_keep_a_head_whole(kind, part, tmp_path):
-    target = tiny_family("cohere")
-    head = make_head(kind, target, window=WINDOW, draft_vocab=list(range(3, 40, 2)) if part else None)
-    save_head(head, tmp_path / "head")
-    write_json_atomic(tmp_path / "head" / "draftsmith.json", {"kind": kind})
-    loaded: Any = load_head(tmp_path / "head", target)
-    assert loaded.config == head.config and type(loaded) is type(head)
-    ids_BT, states = text(target, head)
-    with torch.no_grad():
-        states_BADH = head.drafted(ids_BT, states, torch.tensor([[3], [8]]))
-        previous = torch.arange(2 * head.depths).view(2, 1, -1)
-        logits = [one.logits(one.raw_logits(states_BADH), previous) for one in (head, loaded)]
-        assert torch.equal(*logits)
-        finite_V = logits[0].isfinite().all((0, 1, 2))
-        assert finite_V.nonzero().flatten().tolist() == (list(range(3, 40, 2)) if part else list(range(V)))
-        # By the target's own projection, scale included.
-        if kind != "dspark":
-            wanted = target.lm_head(states_BADH) * target.config.logit_scale
-            torch.testing.assert_close(logits[0][..., finite_V], wanted[..., finite_V], atol=1e-5, rtol=0)
 
 
 def test_the_markov_head_and_the_confidence_read_the_token_before():

@@ -7,9 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from drafts.heads import Head, head_kind, load_head, save_head
 from drafts.heads.block import BlockHead
@@ -233,6 +231,8 @@ def test_heads_fit_other_families(family):
         logits = MedusaHeads.fresh(model, num_heads=1)(out.hidden_states[-1])
         torch.testing.assert_close(logits[:, :, 0], out.logits)
         torch.testing.assert_close(EagleHead.fresh(model).borrowed.project(out.hidden_states[-1]), out.logits)
+        block: Any = FRESH["dflash"](model)
+        torch.testing.assert_close(block.logits(block.raw_logits(out.hidden_states[-1])), out.logits)
 
 
 def test_ordinary_models_are_no_heads(tmp_path, target, draft_dir):

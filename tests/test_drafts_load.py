@@ -26,11 +26,6 @@ def test_a_pair_by_name_by_source_and_with_the_same_draft_twice(target_dir, draf
     assert load_pair(target_dir, device="cpu", tokenizer=tokenizer).tokenizer is tokenizer
 
 
-def test_a_draft_has_the_dtype_of_its_target(target_dir, draft_dir):
-    pair = load_pair(target_dir, [draft_dir], device="cpu", dtype="bfloat16")
-    assert [str(model.dtype) for model in pair.models] == ["torch.bfloat16"] * 2
-
-
 def test_a_draft_larger_than_its_target_is_remarked_once(target_dir, draft_dir, caplog):
     for _ in range(2):
         load_pair(draft_dir, [target_dir, draft_dir], device="cpu")

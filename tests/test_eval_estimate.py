@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 from draftsmith_core.errors import RunError
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
 from eval.acceptance import Continuation
-from eval.diagnose import RootStep, positions_per_prompt, root_acceptance, spread
+from eval.diagnose import RootStep, root_acceptance
 from eval.estimate import alpha_sums
 from eval.request import Method
 from tests.tiny_models import near, tiny_llama
@@ -129,11 +129,3 @@ def test_a_text_without_response_tokens_counts_nothing(pair: Models):
     assert alone["count"][1] == alone["sum"][1] == alone["roots"][step.name]["count"][1] == 0
     assert alone["sum"] == pytest.approx(together["sum"], abs=1e-4)
     assert alone["roots"][step.name]["count"] == together["roots"][step.name]["count"]
-
-
-def test_positions_are_spread_and_bounded():
-    assert spread(20, 4) == [2, 7, 12, 17] and spread(3, 16) == [0, 1, 2]
-    slow, fast = RootStep(4, "without_replacement", "mcsd"), RootStep(1, "without_replacement", "speculative")
-    assert positions_per_prompt(fast, 3, 128_000) == [16] * 3
-    assert sum(positions_per_prompt(slow, 64, 512)) == 1024
-    assert sum(positions_per_prompt(slow, 64, 32_000)) == 32 and sum(positions_per_prompt(slow, 64, 10**6)) == 8

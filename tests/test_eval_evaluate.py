@@ -16,7 +16,6 @@ from draftsmith.cli.commands import run
 from draftsmith_core.errors import InputError, RunError
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
-from eval.request import Method, check
 from eval.results import Results
 from eval.summary import summary as summarise
 from tests.results_made_up import timeless
@@ -214,8 +213,7 @@ def test_killed_and_started_again_equals_never_killed(world, tmp_path, spawn):
     whole = replace(world, out=str(tmp_path / "whole"), speed_prompts=0, temperature=[1.0], tree=["chain:3"])
     killed = replace(whole, out=str(tmp_path / "killed"))
     options = {field: getattr(killed, field) for field in killed.__dataclass_fields__}
-    code, _, err = spawn(cwd=ROOT, patch=KILLED.format(options=options)).wait()
-    assert code == -9, err[-2000:]
+    spawn(cwd=ROOT, patch=KILLED.format(options=options)).wait(-9)
     cells = tmp_path / "killed" / "cells"
     assert len(list(cells.glob("*.json"))) == 3 and len(list(cells.glob(".*tmp*"))) == 1
     assert not (tmp_path / "killed" / "results.json").exists()
@@ -280,24 +278,12 @@ def test_two_processes_find_the_same_bytes(world, tmp_path, launch, spawn):
         there.mkdir()
         if launcher:
             run = launch(launcher, "-m", "draftsmith", "eval", *words, cwd=there)
-            code, out, err = run.returncode, run.stdout, run.stderr
+            out, err = run.stdout, run.stderr
         else:
-            code, out, err = spawn("eval", *words, cwd=there).wait()
-        assert code == 0, err
+            out, err = spawn("eval", *words, cwd=there).wait()
         assert out.count("results:") == 1 and err.count("rows (--max_prompts)") == 1
         document = json.loads((there / "out" / "results.json").read_text())
         found.append(timeless(document))
         cells = [path for path in (there / "out" / "cells").glob("*.json") if "one_level" not in path.read_text()]
         found.append({path.name: path.read_bytes() for path in cells})
     assert found[0] == found[2] and found[1] == found[3] and len(found[1]) > 8
-
-
-GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["prose=h.jsonl"], ood=["code=a.jsonl"], out="o")
-
-
-def test_defaults_choose_a_lossless_verifier_for_each_tree():
-    request = check(replace(GOOD, tree=["chain:4", "kary:2,2"]))
-    assert request.methods == [Method("chain:4", "speculative"), Method("kary:2,2", "mcsd")]
-    assert all(method.lossless for method in request.methods)
-    assert request.base == "base" and request.drafts == {"base": "b", "mine": "m"}
-    assert [sampling.temperature for sampling in request.samplings] == [0.0, 1.0]

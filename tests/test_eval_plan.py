@@ -12,10 +12,9 @@ import pytest
 
 from decode import DynamicTree, Tree, parse_tree
 from decode.tree_spec import kary
-from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.sampling import Sampling
 from eval.bootstrap import PromptSums, quotient, resamples
-from eval.plan import Candidate, Planner, _engines, _finalists, _pays, tried
+from eval.plan import Planner, _engines, _pays, tried
 from eval.plan_model import JointRuns, fit, isotonic, kary_space, shapes, time_shapes
 from tests.tiny_models import stirred_head, tiny_llama
 
@@ -105,15 +104,6 @@ def test_rounds_that_others_slowed_down_change_no_cost():
     assert fit(slowed) == fit(quiet)
 
 
-def test_the_best_three_are_of_three_families_where_there_are_so_many():
-    def made(family: str, nodes: int, rate: float) -> Candidate:
-        return Candidate(family, f"chain:{nodes}", kary((1,) * nodes), rate, 0.1)
-
-    candidates = [made("chain", 3, 9.0), made("chain", 4, 8.9), made("kary", 5, 7.0), made("grown", 6, 6.0)]
-    assert [each.family for each in _finalists(candidates)] == ["chain", "kary", "grown"]
-    assert [each.rate for each in _finalists(candidates[:2])] == [9.0, 8.9]
-
-
 @pytest.mark.parametrize(
     ("value", "low", "high", "pays"),
     [
@@ -161,18 +151,6 @@ def test_a_block_drafter_is_tried_with_stops_within_its_whole_block():
     planner = Planner(target, head, [], Sampling(temperature=1.0), 1, 8, 0)
     specs = [spec for spec in tried(head) if "stop" in spec]
     assert len(specs) == 4 and all(planner.decoder(parse_tree(spec)).tree.depth == head.depths for spec in specs)
-
-
-def test_commands_say_what_must_be_written_first():
-    exports, command = SERVING["llama.cpp"]["eagle3"].commands("eagle3", "models/T", "D", 3)
-    assert exports == (
-        "draftsmith export --draft D --target models/T --format gguf --out D.gguf",
-        "draftsmith export --draft models/T --format gguf --out T.gguf",
-    )
-    assert command.startswith("llama-server -m T.gguf/model.gguf -md D.gguf/model.gguf")
-    (one, other), command = SERVING["llama.cpp"]["draft"].commands("draft", "models/a", "drafts/a", 3)
-    assert one.endswith("--out a.gguf") and other.endswith("--out target-a.gguf")
-    assert command.startswith("llama-server -m target-a.gguf/model.gguf -md a.gguf/model.gguf")
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -13,7 +13,7 @@ import pytest
 from draftsmith_core.errors import InputError
 from eval.report.figures import cost_figure
 from eval.report.findings import lead
-from eval.report.formats import memory, number, percent
+from eval.report.formats import number, percent
 from eval.report.page import render_page
 from eval.report.tables import tables
 from eval.report.theme import LIGHT, Look, roles_of
@@ -170,11 +170,6 @@ def test_memory_latency_and_quantisation_are_shown():
     alone = next(row for row in lines(results, "Speed") if row["draft"] == "target alone")
     assert (alone["tokens/s"], alone["ms/token"]) == ("10.0", "100")
     assert page == render_page(results) and "None" not in re.sub(r"<dd>.*?</dd>", "", page) and "nan" not in page
-
-
-@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (5_430_000_000, "5.43 GB")])
-def test_bytes_for_people(size, text):
-    assert memory(size) == text
 
 
 def test_zero_has_no_sign():

@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import signal
 import struct
 import subprocess
 import sys
@@ -78,8 +77,7 @@ def test_a_killed_run_goes_on_as_the_same_run_and_its_evaluation_is_logged(
     trained, target_dir, draft_dir, prompts_file, tmp_path, env, spawn
 ):
     kill = BEFORE + "before(train.loop, 'learning_rate', 4, KILL)"
-    code, _, err = spawn(*trained, cwd=tmp_path, env=env, patch=kill).wait()
-    assert code == -signal.SIGKILL, err
+    spawn(*trained, cwd=tmp_path, env=env, patch=kill).wait(-9)
     time.sleep(1.1)  # wandb names its directories by the second
     printed = ""
     evaluation = (
@@ -88,9 +86,7 @@ def test_a_killed_run_goes_on_as_the_same_run_and_its_evaluation_is_logged(
         "--prompt_tokens 8 --device cpu --tracker wandb --project mine"
     ).split()
     for words in (trained, evaluation):
-        code, out, err = spawn(*words, cwd=tmp_path, env=env).wait()
-        assert code == 0, err
-        printed += out + err
+        printed += "".join(spawn(*words, cwd=tmp_path, env=env).wait())
     # wandb keeps what it has not flushed to itself and dies with the run, so the second directory must have it all.
     first, second = sorted((tmp_path / "draft/run/wandb").glob("offline-run-*"))
     assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2]
@@ -186,8 +182,7 @@ def test_every_defined_figure_of_an_evaluation_has_one_flat_name():
 @pytest.mark.slow
 def test_tensorboard_gets_the_curves(trained, tmp_path, spawn):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    code, _, err = spawn(*trained, "--steps", "3", "--tracker", "tensorboard", cwd=tmp_path).wait()
-    assert code == 0, err
+    spawn(*trained, "--steps", "3", "--tracker", "tensorboard", cwd=tmp_path).wait()
     curves: dict[str, list[tuple[int, float]]] = {}
     for directory in {path.parent for path in (tmp_path / "draft/run").rglob("events.out.tfevents*")}:
         events = reader.EventAccumulator(str(directory))

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests import train_laws
 from tests.train_laws import metrics, words_of
 from train import draft_setup
 from train.batch import IGNORE
-from train.data import collate, load_examples, shares, units
+from train.data import collate, load_examples, units
 from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
 
@@ -103,13 +102,6 @@ def test_the_checkpoint_is_the_draft_with_its_adapters_merged(words, draft_dir, 
     # What was measured while training is what the merged checkpoint gives.
     door.ok(*words(tmp_path / "again", 1), "--draft", out)
     assert metrics(tmp_path / "again")[0]["heldout_loss"] == pytest.approx(losses[-1], rel=1e-4)
-
-
-def test_shares_go_from_sizes_to_alike():
-    assert shares([30, 10], 1.0) == pytest.approx([0.75, 0.25])
-    assert shares([30, 10], 2.0) == pytest.approx([math.sqrt(3) / (1 + math.sqrt(3)), 1 / (1 + math.sqrt(3))])
-    assert shares([30, 10, 5], 1e9) == pytest.approx([1 / 3] * 3)
-    assert shares([10**9, 1], 1e-3) == [1.0, 0.0]
 
 
 def test_a_small_domain_is_drawn_more_often_and_each_of_its_rows_as_often(domains):

@@ -47,7 +47,6 @@ def words(answers, dropout_dir):
 
 
 def last_line(err: str) -> str:
-    assert "Traceback" not in err
     return err.strip().splitlines()[-1]
 
 
@@ -61,9 +60,8 @@ def test_what_stops_a_run_is_one_line_and_the_next_start_continues(words, tmp_pa
     place.mkdir()
     for patch, step, expected, told in DISTURBED:
         before = {name: data for name, data in result(place).items() if "checkpoints" in name}
-        code, out, err = spawn(*words, cwd=place, patch=BEFORE + patch).wait()
-        assert (code, out) == (expected, ""), (patch, err)
-        assert re.search(told, last_line(err)), (patch, err)
+        out, err = spawn(*words, cwd=place, patch=BEFORE + patch).wait(expected)
+        assert not out and re.search(told, last_line(err)), (patch, err)
         after = {name: data for name, data in result(place).items() if "checkpoints" in name}
         if step is None:
             assert after == before, patch
@@ -72,8 +70,7 @@ def test_what_stops_a_run_is_one_line_and_the_next_start_continues(words, tmp_pa
         assert not list(place.rglob(".*tmp*")) and not (place / "draft/config.json").exists()
     (tmp_path / "whole").mkdir()
     for directory in (place, tmp_path / "whole"):
-        code, _, err = spawn(*words, cwd=directory).wait()
-        assert code == 0, err
+        spawn(*words, cwd=directory).wait()
     expected_files, found = result(tmp_path / "whole/draft"), result(place / "draft")
     assert sorted(found) == sorted(expected_files)
     assert [name for name in found if found[name] != expected_files[name]] == []
@@ -83,14 +80,13 @@ def test_what_stops_a_run_is_one_line_and_the_next_start_continues(words, tmp_pa
 def test_the_best_weights_are_those_of_the_path_that_was_taken(words, tmp_path, spawn):
     """A kill between the best weights of step 8 and the next checkpoint; then step 8 turns out otherwise."""
     trap = "before(train.loop, 'learning_rate', 9, KILL)"
-    assert spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()[0] == -9
+    spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait(-9)
     expected = load_file(tmp_path / "draft/run/checkpoints/step_00000006/best.safetensors")
     worse = """
 real = train.loop.evaluate
 train.loop.evaluate = lambda *words: {name: value + 100 for name, value in real(*words).items()}
 """
-    code, _, err = spawn(*words, cwd=tmp_path, patch=BEFORE + worse).wait()
-    assert code == 0, err
+    spawn(*words, cwd=tmp_path, patch=BEFORE + worse).wait()
     assert json.loads((tmp_path / "draft/draftsmith.json").read_text())["best_step"] == 4
     found = load_file(tmp_path / "draft/model.safetensors")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
@@ -99,23 +95,21 @@ train.loop.evaluate = lambda *words: {name: value + 100 for name, value in real(
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(words, tmp_path, spawn):
     trap = "before(train.loop, 'learning_rate', 11, KILL)"
-    assert spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait()[0] == -9
+    spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait(-9)
     assert checkpoints(tmp_path) == ["step_00000006", "step_00000009"]
     file = tmp_path / "draft/run/checkpoints/step_00000009/optimizer.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     shutil.copytree(tmp_path / "draft", tmp_path / "both" / "draft")
-    code, _, err = spawn(*words, cwd=tmp_path).wait()
-    assert code == 0
+    _, err = spawn(*words, cwd=tmp_path).wait()
     assert "optimizer.safetensors is not what was written; continuing from the checkpoint before it" in err
     # When no checkpoint is whole there is nothing to continue from, and nothing is thrown away unasked.
     (tmp_path / "both/draft/run/checkpoints/step_00000006/state.json").unlink()
     (tmp_path / "both/draft/.lock").unlink()  # of the run that was killed
     before = result(tmp_path / "both")
-    code, out, err = spawn(*words, cwd=tmp_path / "both").wait()
-    assert (code, out) == (1, "")
-    assert last_line(err).endswith("none of its checkpoints is whole; delete it to start again")
+    out, err = spawn(*words, cwd=tmp_path / "both").wait(1)
+    assert not out and last_line(err).endswith("none of its checkpoints is whole; delete it to start again")
     assert result(tmp_path / "both") == before
 
 
@@ -147,8 +141,7 @@ def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(words, targ
 def test_saving_memory_or_time_does_not_change_what_is_learnt(option, words, draft_dir, tmp_path, spawn):
     more = ["--draft", draft_dir, "--steps", "2", "--eval_every", "2", "--optim.name", "sgd", "--optim.lr", "0.5"]
     for out, options in (("plain", []), ("changed", [option])):
-        code, _, err = spawn(*words, *more, *options, "--out", tmp_path / out, cwd=tmp_path).wait()
-        assert code == 0, err
+        spawn(*words, *more, *options, "--out", tmp_path / out, cwd=tmp_path).wait()
     close(tmp_path / "changed", tmp_path / "plain")
 
 
