@@ -107,12 +107,9 @@ def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_t
     assert ids_D is not None
     whole = base(torch.tensor([[3, 4, 5]])).logits
     trim(base, ids_D)
-    half: Any = between(base, aligned, 0.5)
-    assert torch.equal(draft_vocabulary(half), ids_D)  # type: ignore[arg-type]
-    torch.testing.assert_close(
-        between(base, aligned, 0.0)(torch.tensor([[3, 4, 5]])).logits[..., ids_D], whole[..., ids_D]
-    )
-    torch.testing.assert_close(half.lm_head.weight, (base.lm_head.weight + aligned.lm_head.weight) / 2)
+    begun = between(base, aligned, 0.0)
+    assert torch.equal(draft_vocabulary(begun), ids_D)  # type: ignore[arg-type]
+    torch.testing.assert_close(begun(torch.tensor([[3, 4, 5]])).logits[..., ids_D], whole[..., ids_D])
     # A draft that has one gets no other, and that is said before anything is made.
     more = ["--draft", out / "jsd", "--out", tmp_path / "none", "--train.draft_vocab_size", 120]
     assert f"train.draft_vocab_size: {out / 'jsd'} already has one" in door.refused("align", *words, *more)

@@ -1,18 +1,17 @@
-"""The benchmark of objectives and data modes, on a tiny pair: what it trains and keeps, what it calls apart."""
+"""Benchmarks of objectives, of what keeps a draft's knowledge, and of mixtures: run tiny, and what they conclude."""
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import objectives, objectives_data
-from benchmarks.objectives import Options, run
+from benchmarks import domains, frontier, frontier_tables, objectives, objectives_data
+from benchmarks.frontier_tables import Sets, document_of
 from benchmarks.objectives_data import Pair, PairOptions
 from benchmarks.objectives_figure import write_pictures
 from benchmarks.objectives_tables import above, tables
+from draftsmith.demo import corpus
 from draftsmith_core.io import atomic_dir, write_rows
 from eval.bootstrap import PromptSums, resamples
 from train import training_run as train_run
@@ -25,8 +24,18 @@ def texts(count: int, start: int) -> list[dict[str, str]]:
     return [{"text": " ".join(WORDS[(i * k + start) % len(WORDS)] for k in range(1, 16))} for i in range(count)]
 
 
-def tiny_pair(target: str, draft: str) -> Callable[[PairOptions], Pair]:
-    """A pair `nano` that is made of the tests' tiny models."""
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {"lr 0.01": {"lr": 0.01}, "lr 0.03, half": {"lr": 0.03, "share": 0.5}},
+    "replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["self"]}},
+    "even replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["token"]}},
+    "mixed replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["self", "token"]}},
+    "anchor kl": {"weight 1": {"anchor_kl": 1.0, "times": 2.0}},
+}
+
+
+@pytest.fixture
+def small(tmp_path, target_dir, draft_dir, monkeypatch):
+    """A pair `nano` that is made of the tests' tiny models, and the least of everything."""
 
     def tiny(options: PairOptions) -> Pair:
         out = Path(options.out) / "prompts"
@@ -36,12 +45,16 @@ def tiny_pair(target: str, draft: str) -> Callable[[PairOptions], Pair]:
                 write_rows(made / "general.train.jsonl", texts(6, 5))
                 for start, domain in enumerate(("prose", "code", "lists", "other")):
                     write_rows(made / f"{domain}.jsonl", texts(8, start + 1))
-        return Pair(target, draft, 6, ("prose", "code", "lists"), ("code",), True)
+        return Pair(target_dir, draft_dir, 6, ("prose", "code", "lists"), ("code",), True)
 
-    return tiny
+    monkeypatch.setitem(objectives_data.PAIRS, "nano", tiny)
+    monkeypatch.setitem(frontier.SETS, "nano", Sets("prose", ("other",), ("code",), ("lists",)))
+    sizes: dict[str, Any] = {"seeds": 2, "steps": 3, "batch_size": 2, "sequences": 12, "response_tokens": 8}
+    return sizes | {"prompts": 3, "new_tokens": 6, "bootstrap": 50, "out": str(tmp_path / "out")}
 
 
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+@pytest.fixture
+def trained(monkeypatch):
     """The configurations that a benchmark really trains, in order."""
     asked: list[TrainConfig] = []
     real = train_run.train
@@ -54,21 +67,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     return asked
 
 
-@pytest.fixture
-def options(tmp_path, target_dir, draft_dir, monkeypatch):
-    """The tiny pair, and the least of everything."""
-    monkeypatch.setitem(objectives_data.PAIRS, "nano", tiny_pair(target_dir, draft_dir))
-    small = {"seeds": 2, "steps": 3, "batch_size": 2, "sequences": 12, "response_tokens": 8, "prompts": 3}
-    return Options(out=str(tmp_path / "out"), rates=[1e-2, 3e-3], new_tokens=6, bootstrap=50, **small)  # type: ignore[arg-type]
-
-
-trained = pytest.fixture(noted)
-
-
 @pytest.mark.slow
-def test_cells_are_trained_alike_and_once(options, trained):
-    options = replace(options, only=["ce", "adaspec", "text", "stored"])
-    first = run(options)
+def test_objectives_are_trained_alike_and_once(small, trained):
+    options = objectives.Options(**small, rates=[1e-2, 3e-3], only=["ce", "adaspec", "text", "stored"])
+    first = objectives.run(options)
     # Three objectives at two rates with one seed, and at the better one with another; two modes with both seeds.
     assert len(trained) == 3 * 3 + 2 * 2
     assert {(each.steps, each.batch_size, each.max_length) for each in trained} == {(3, 2, 14)}
@@ -77,13 +79,45 @@ def test_cells_are_trained_alike_and_once(options, trained):
         assert (set(tried) == {"0.01", "0.003"}) == (name in objectives.OBJECTIVES)
         assert not tried or tried[f"{cell['rate']:g}"] == max(tried.values())
     trained.clear()
-    assert json.loads(json.dumps(run(options) | {"seconds": 0})) == json.loads(json.dumps(first | {"seconds": 0}))
-    assert trained == []
-    text = tables(first)
+    again = objectives.run(options)
+    assert trained == [] and json.dumps(again["figures"]) == json.dumps(first["figures"])
     value = first["figures"]["1"]["ce"]["prose"]["alpha"]["value"]
-    assert f"| ce | {value:.3f} [" in text and "nan" not in text
+    assert f"| ce | {value:.3f} [" in tables(first) and "nan" not in tables(first)
     write_pictures(first, Path(options.out))
-    assert all((Path(options.out) / f"objectives{suffix}.png").stat().st_size > 10_000 for suffix in ("", "-dark"))
+
+
+@pytest.mark.slow
+def test_every_method_of_the_frontier_starts_alike_and_is_trained_once(small, trained, monkeypatch):
+    monkeypatch.setattr(frontier, "METHODS", SETTINGS)
+    options = frontier.Options(**small)
+    found = frontier.run(options)
+    assert len(trained) == len({each.out for each in trained})
+    trained.clear()
+    assert json.dumps(frontier.run(options)) == json.dumps(found) and not trained
+    # The same base and data, the plain rate, the same steps but where a method says otherwise.
+    rate = SETTINGS["plain"][found["taken"]["plain"]]["lr"]
+    merged = {"interpolation", *(f"{kind}replay + interpolation" for kind in ("", "even ", "mixed "))}
+    assert found["rows"].keys() == SETTINGS.keys() | merged
+    config = frontier.config_of(frontier.prepare(options), "anchor kl", "weight 1", rate, 1)
+    assert (config.optim.lr, config.anchor_kl, config.steps, config.seed) == (2 * rate, 1.0, 3, 1)
+    assert frontier_tables.tables(found).count("\n| ") == 10
+    frontier_tables.write_pictures(found, Path(options.out))
+
+
+@pytest.mark.slow
+def test_ways_to_mix_domains_differ_in_the_mixture_alone(small, trained, monkeypatch):
+    monkeypatch.setattr(domains, "OTHERS", {"code": 0.5, "lists": 0.25})
+    monkeypatch.setattr(corpus, "split", lambda domain: corpus.Split((), ()))
+    monkeypatch.setattr(corpus, "passages", lambda domain, *_: texts(8, 10 + len(domain)))
+    options = domains.Options(**small)
+    found = domains.run(options)
+    first = trained[: len(domains.WAYS)]
+    assert [[Path(each).name for each in config.data] for config in first] == [["id"]] + [["id", "code", "lists"]] * 3
+    assert {(config.optim.lr, config.steps, config.seed) for config in first} == {(domains.RATE, 3, 0)}
+    mixtures = [(config.mixing_temperature, config.replay_fraction) for config in first]
+    assert mixtures == [(1.0, 0.0), (1.0, 0.0), (3.0, 0.0), (3.0, 0.5)]
+    assert domains.run(options) == found and len(trained) == len(domains.WAYS) * options.seeds
+    assert len(domains.gains(found).splitlines()) == 3 + len(domains.WAYS)
 
 
 def sums_of(*values: float) -> PromptSums:
@@ -103,3 +137,42 @@ def test_apart_means_an_interval_without_zero_and_seeds_that_agree():
     assert not above([mixed, mixed], [low, low], picks)["told_apart"]
     # One draft against several seeds of another, both ways round.
     assert len(above([low], [high, high], picks)["seeds"]) == len(above([high, high], [low], picks)["seeds"]) == 2
+
+
+def draft(own: float, out: float, tuning: float) -> dict[str, PromptSums]:
+    """alpha of a draft on four prompts of each set, which differ by prompt as the base's do."""
+    values = {"own": own, "heldout": own, "near": out, "far": out, "general": tuning, "even": tuning}
+    return {name: sums_of(*(value + 0.01 * i for i in range(4))) for name, value in values.items()}
+
+
+def test_what_is_taken_does_not_depend_on_the_sets_that_are_reported():
+    sets = Sets("own", (), ("near",), ("far",))
+    found = {
+        ("plain", "a"): [draft(0.6, 0.2, 0.2)],
+        # The first is the better by what is reported, the second by what may be looked at.
+        ("replay", "b"): [draft(0.58, 0.9, 0.1)],
+        ("replay", "c"): [draft(0.585, 0.3, 0.3), draft(0.605, 0.3, 0.3)],
+    }
+    document = document_of(sets, draft(0.4, 0.3, 0.3), found, "a", 50)
+    assert document["taken"] == {"plain": "a", "replay": "c"}
+    plain, kept = document["rows"]["plain"], document["rows"]["replay"]
+    assert plain["id"]["change"]["value"] == pytest.approx(0.2) and plain["share"]["value"] == pytest.approx(1)
+    # The mean of two seeds; a share is of the seeds that both have.
+    assert kept["id"]["change"]["value"] == pytest.approx(0.195) and kept["seeds"] == 2
+    assert kept["share"]["value"] == pytest.approx(0.925) and kept["ood"]["change"]["value"] == pytest.approx(0)
+    assert kept["met"] and not plain["met"]
+
+
+def test_the_bar_is_non_inferiority_on_the_worst_set_and_not_an_interval_that_holds_zero():
+    sets, even = Sets("own", (), ("near",), ("far",)), draft(0.6, 0.3, 0.3)
+    # One set gains what another loses: the pool hides it, the worst set does not.
+    near, far = (sums_of(*(alpha + 0.01 * i for i in range(4))) for alpha in (0.4, 0.22))
+    hidden = even | {"near": near, "far": far}
+    # So uncertain that the interval holds zero: that is no evidence of no loss.
+    noisy = even | {"far": sums_of(0.1, 0.5, 0.2, 0.4)}
+    found = {("plain", "a"): [even], ("replay", "b"): [hidden], ("even replay", "c"): [noisy]}
+    rows = document_of(sets, draft(0.4, 0.3, 0.3), found, "a", 200)["rows"]
+    assert [rows[method]["met"] for method in ("plain", "replay", "even replay")] == [True, False, False]
+    assert rows["replay"]["worst"]["set"] == "far" and rows["replay"]["ood"]["change"]["value"] > 0
+    low, high = (rows["even replay"]["worst"]["change"][end] for end in ("low", "high"))
+    assert low < -0.01 and high > 0

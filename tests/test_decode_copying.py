@@ -13,7 +13,6 @@ from decode.propose.retrieval import RetrievalProposer
 from decode.propose.text_proposer import Trie
 from decode.suffix_index import SuffixIndex
 from decode.tree import DynamicTree, Tree, TreeShape
-from decode.tree_batch import batch_of, grow_batch
 from decode.tree_spec import parse_tree
 from draftsmith_core.sampling import Sampling
 from tests.tiny_models import random_llama
@@ -92,17 +91,6 @@ def test_the_index_agrees_with_a_rescan(text, one, other, cut):
     assert list(index.matches()) == expected
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.data(), st.integers(1, 30))
-def test_a_copy_reads_what_it_has_written(text, data, length):
-    at = data.draw(st.integers(0, len(text) - 1))
-    index = NgramIndex(2, 1)
-    index.read(text)
-    grown = list(text)
-    for place in range(at, at + length):
-        grown.append(grown[place])
-    assert index.copy_from(at, length) == grown[len(text) :]
-
-
 CANDIDATES = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=12)
 
 
@@ -126,24 +114,6 @@ def test_a_trie_keeps_its_bounds_and_merges(candidates, widths, size):
         if len(reached) < min(len(tokens), len(widths)):
             assert trie.full or len(tree.children[flat.indices[end]]) == widths[len(reached)]
     assert trie.full == (tree.size == size)
-
-
-@given(st.lists(CANDIDATES, min_size=1, max_size=3))
-def test_host_and_device_build_the_same_arrays(rows):
-    tries = [Trie((3,) * 5, 9) for _ in rows]
-    for trie, candidates in zip(tries, rows, strict=True):
-        for tokens in candidates:
-            trie.add(tokens)
-    parents = [trie.flatten().parents for trie in tries]
-    size, depth = max(map(len, parents)), max(Tree(row).depth for row in parents)
-    if not size:
-        return
-    padded_BN = torch.tensor([[*row, *[0] * (size - len(row))] for row in parents])
-    exists_BN = torch.tensor([[node < len(row) for node in range(size)] for row in parents])
-    device, host = grow_batch(padded_BN, exists_BN, depth, 3), batch_of(parents, (3,) * 5, CPU)
-    assert host.widths == device.widths
-    for name in ("parents_RN", "depths_RN", "children_RMK", "groups_RM", "sees_RMM"):
-        assert torch.equal(getattr(host, name), getattr(device, name)), name
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 7])

@@ -11,7 +11,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralForCausalLM,
     PreTrainedModel,
 )
 
@@ -26,7 +25,6 @@ from decode import (
     default_verifier,
     parse_tree,
 )
-from decode.supported_models import attention_windows
 from draftsmith_core.errors import InputError
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from tests.tiny_models import random_llama
@@ -172,15 +170,3 @@ def test_the_reason_is_the_right_one(kind, reason):
     with pytest.raises(ValueError, match=reason) as caught:
         SpeculativeDecoder(of_kind(kind, **options.get(kind, {})))
     assert "\n" not in str(caught.value)
-
-
-class Renamed(MistralForCausalLM):
-    """A class of one's own, whose file says nothing of windows."""
-
-
-def test_a_window_of_the_class_below_is_a_window():
-    model = of_kind("mistral", sliding_window=8)
-    model.__class__ = Renamed
-    assert attention_windows(model) == {"sliding_attention": 8}
-    model.config.sliding_window = None
-    assert attention_windows(model) == {"full_attention": None}

@@ -1,7 +1,6 @@
 """The compiled kernel: right for every shape and processor, kept in the cache, and dispensable."""
 
 import ctypes
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from decode import llama_forward as forward_module, native, packed_weights as packed_module
 from decode.llama_forward import LeanForward
 from decode.native import _MOST_ROWS as MOST_ROWS, Kernel, PackedMatrix, kernel, narrowest
-from decode.native.large_pages import empty_bytes
 from decode.packed_weights import packs_of
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
@@ -218,17 +216,6 @@ def test_without_a_compiler_there_is_none(variables, reason, tmp_path, monkeypat
 def test_a_wrong_library_is_not_used(monkeypatch):
     monkeypatch.setattr(native, "_is_right", lambda made: False)
     assert "built it wrongly" in str(native._kernel_or_reason.__wrapped__())
-
-
-@built
-def test_large_pages_are_asked_for_and_the_weights_begin_one():
-    piece = empty_bytes(8 << 20).fill_(1)
-    assert piece.data_ptr() % (2 << 20) == 0
-    mappings = re.findall(
-        r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.DOTALL | re.MULTILINE
-    )
-    (flags,) = [flags for begin, end, flags in mappings if int(begin, 16) <= piece.data_ptr() < int(end, 16)]
-    assert "hg" in flags.split()
 
 
 # Heads that fill no vector, that fill several, and one key/value head for all.

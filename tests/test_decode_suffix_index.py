@@ -7,15 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from decode.suffix_index import SAMPLE, SuffixIndex, suffix_array
+from decode.suffix_index import SAMPLE, SuffixIndex
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=15), max_size=5)
-
-
-@given(st.lists(st.integers(-1, 3), max_size=80))
-def test_the_suffix_array_is_the_sorted_suffixes(text):
-    order = suffix_array(np.array(text, dtype=np.int32))
-    assert order.tolist() == sorted(range(len(text)), key=lambda start: text[start:])
 
 
 def occurrences(documents: list[list[int]], suffix: list[int], length: int) -> Counter[tuple[int, ...]]:

@@ -1,6 +1,4 @@
-"""`distill --engine vllm`: a stand-in that dies and aborts; then vLLM itself, in process and served, where `make engines`
-installed it.
-"""
+"""`distill --engine vllm`: a stand-in that dies and aborts; then vLLM itself, in process and served, if it is here."""
 
 import json
 import os

@@ -1,10 +1,8 @@
 """Why a draft is accepted or not: what is taken from p and q against what can be counted, its rows, and the page."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -58,14 +56,6 @@ def test_what_is_kept_of_every_position(sampling):
     if sampling.greedy:
         sure = logits.softmax(1).max(1).values
         assert sums[1] == pytest.approx(float(sure[:4].sum()), abs=1e-5) and found["drawn"] == []
-
-
-def test_a_draft_that_is_the_target_is_calibrated():
-    p, _, logits = pair(HOT)
-    text, places = Continuation("a", [1], list(range(N))), [(0, n) for n in range(N)]
-    found = diagnosis_of(HOT, 0, Positions(0, [text], places, p, p, logits))
-    _, sure, taken = np.array(found["confidence"])[0].T
-    assert taken.tolist() == sure.tolist()  # so that the ECE is 0
 
 
 def test_drawn_candidates_are_accepted_as_often_as_decoding_accepts_them():
@@ -176,15 +166,3 @@ def test_the_page_says_why_acceptance_moved_and_escapes_tokens(shown):
     assert "Why it moved" in page and "Tokens that lost most" in page and "ECE" in page
     for name in ("cost", "calibration", "candidates"):
         assert f'id="{name}-' in page
-
-
-def test_a_set_at_temperature_0_has_no_entropy_and_no_draws():
-    setting, measured = world(0.0)
-    cold = Measured({}, {}, {}, {})
-    for (name, _), baseline in measured.baselines.items():
-        cold.baselines[name, 0.0] = baseline
-    for (name, _, draft), found in measured.alphas.items():
-        cold.alphas[name, 0.0, draft] = found
-    rows = diagnosis_rows(replace(setting, temperatures=[0.0]), cold, text_of)
-    assert rows and not any((row["part"] or "").startswith("entropy") for row in rows)
-    assert not {"candidates_drawn", "ece"} & {row["figure"] for row in rows}

@@ -36,13 +36,6 @@ def test_values_of_nodes_are_means_of_products_along_the_text():
     assert runs.length(tree) == pytest.approx(1 + sum(map(runs.value, paths)))
 
 
-def test_runs_that_come_together_are_worth_more_than_their_parts():
-    """Half of the positions always accept, half never: a product of means says 1/4 for two tokens."""
-    together = _runs([[1.0] * 8 + [0.0] * 8])
-    assert together.value((0,)) == 0.5
-    assert together.value((0, 0)) > 0.4
-
-
 def test_grown_trees_are_the_best_of_their_size():
     rng = np.random.default_rng(0)
     first = rng.uniform(0.2, 0.9, 40)

@@ -1,6 +1,5 @@
 """Results and their report: the right row for every name, what is said of which numbers, escaping, and the layout."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -93,16 +92,6 @@ def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_cur
             marks = [line for line in ax.lines if line.get_xydata().shape == (1, 2)]  # type: ignore[union-attr]
             assert any(line.get_xydata()[0] == pytest.approx([0.2, expected]) for line in marks)  # type: ignore[index]
         assert {text.get_text() for text in ax.texts} == {"68M for 7B", "160M for 13B", "EAGLE head for 7B"}
-
-
-def test_the_legend_of_many_drafts_of_long_names_is_within_its_figure():
-    drafts: dict[str, dict[SuiteKind, float]] = {f"Wide-WWWWWWWWWWWWWWW-{index}": BASE for index in range(10)}
-    look = Look(LIGHT, roles_of(list(drafts), next(iter(drafts))))
-    assert len({(look.colour(draft), look.marker(draft)) for draft in drafts}) == 10
-    figure = cost_figure(view(drafts, BOTH, prompts=8), look)
-    assert figure is not None
-    (legend,) = figure.legends
-    assert len(legend.get_texts()) == 10 and legend.get_window_extent().width <= figure.bbox.width
 
 
 def lines(results: Results, title: str) -> list[Any]:
@@ -314,14 +303,6 @@ def test_the_table_is_a_frame(results):
     depths = results.to_frame("accept").query("domain != kind")
     wide = depths.pivot(index=["draft", "domain", "temperature", "tree"], columns="at", values="value")
     assert list(wide.columns) == [1, 2] and len(wide) == 2 * 3 * 2 * 2
-
-
-def test_loading_by_file_or_directory_and_nothing_else(results, tmp_path):
-    Results(results.document, tmp_path).write()
-    found = [Results.load(where).document for where in (tmp_path, str(tmp_path / "results.json"))]
-    assert found == [json.loads(json.dumps(results.document))] * 2
-    with pytest.raises(InputError, match=r"gone/results\.json: no such file"):
-        Results.load(tmp_path / "gone")
 
 
 def test_reading_results_needs_no_torch():
