@@ -49,15 +49,8 @@ def test_tables_of_speed_name_the_best_and_what_failed():
     text = real_speed.speed_tables(found)
     best = "head@planned tree is 1.60 times ours alone, and 2.00 times the best of the others in 16 bits"
     assert f"T = 0: {best} (llama-server, F16)." in text and f"T = 1: {best}" in text
-    for row in (
-        "| draftsmith, eagle, planned tree | 32.00 | 1.60 | 1.60 | 32.00 | 1.60 | 1.60 |",
-        "| llama-server, Q8_0 | 16.00 | 4.00 |  | 16.00 | 4.00 |  |",
-        "| llama-server F16, draft, 2 tokens | failed: no port |",
-        "| openvino-genai  | skipped: not here |",
-        "| target_behind_128 | 9.00 | 10.00 |",
-        "head@planned tree, T = 0: chain:3",
-    ):
-        assert row in text, row
+    assert "| draftsmith, eagle, planned tree | 32.00 | 1.60 | 1.60 | 32.00 | 1.60 | 1.60 |" in text
+    assert "| llama-server F16, draft, 2 tokens | failed: no port |" in text and "skipped: not here |" in text
 
 
 @pytest.mark.slow  # distils, trains and evaluates

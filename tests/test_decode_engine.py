@@ -1,6 +1,4 @@
-"""The engine's distributions: rows are independent, blocks are cut and counted right, cached forwards equal
-plain ones.
-"""
+"""The engine: rows are independent, blocks are cut and counted right, cached forwards equal plain ones."""
 
 import copy
 from collections.abc import Sequence
@@ -12,19 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from decode import (
-    DraftModelProposer,
-    Generation,
-    Outcome,
-    Proposal,
-    Proposer,
-    Session,
-    SessionSetup,
-    SpeculativeDecoder,
-    Tree,
-)
+from decode import DraftModelProposer, Generation, SpeculativeDecoder
 from decode.runner import Block, Runner
-from decode.tree_batch import batch_of
 from draftsmith_core.sampling import Sampling, generator
 from tests.tiny_models import redrawn, stirred, tiny_llama
 
@@ -69,9 +56,7 @@ def run(decoder: SpeculativeDecoder, rows: Sequence[int], sampling: Sampling, ne
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "opt"])
 def test_step_by_step_forwards_equal_teacher_forced_ones(monkeypatch, kind, sampling):
-    """Law 5: target and draft, every cell of every tree, along its path from the first prompt
-    token.
-    """
+    """Law 5: target and draft, every cell of every tree, along its path from the first prompt token."""
     decoder = decoder_of(kind, "kary:3,1,2", "mcsd")
     assert isinstance(decoder.proposer, DraftModelProposer)
     calls: list[tuple[Runner, Block, list[int], list[int], Tensor, Tensor]] = []
@@ -117,9 +102,7 @@ def test_step_by_step_forwards_equal_teacher_forced_ones(monkeypatch, kind, samp
 
 
 def test_counts_of_a_hand_computed_run():
-    """Draft = target and greedy: everything is accepted. chain:3, 10 tokens: blocks of 4, 4 and a
-    cut 2.
-    """
+    """Draft = target and greedy: everything is accepted. chain:3, 10 tokens: blocks of 4, 4 and a cut 2."""
     target = model_of("llama", 1)
     decoder = SpeculativeDecoder(target, DraftModelProposer(target), "chain:3", "speculative")
     g = decoder.generate([PROMPTS[0]], GREEDY, 10, [generator(0)]).generations[0]
@@ -177,9 +160,7 @@ def test_a_refused_draft_counts_as_reached_but_not_accepted():
 
 @pytest.mark.parametrize("kind", ["opt", "llama"])
 def test_the_context_may_be_filled_to_the_last_token(kind):
-    """Trees reach beyond the last position that can be emitted; learned positions must not
-    overflow.
-    """
+    """Trees reach beyond the last position that can be emitted; learned positions must not overflow."""
     target, draft = model_of(kind, 1, limit=20), model_of(kind, 2, limit=20)
     prompts = [[1, 2, 3, 4, 5, 6], [1, 2]]
     plain = SpeculativeDecoder(target).generate(prompts, GREEDY, 14, [generator(0)] * 2)
@@ -263,61 +244,6 @@ def test_a_rope_that_changes_with_length_ends_the_context():
     wanted = model.generate(prompt, max_new_tokens=21, **options)
     got = decoder.generate([[1, 2, 3]], GREEDY, 21, [generator(0)]).generations[0].output_ids
     assert got == wanted[0, 3:].tolist()
-
-
-class TwoShapes(Proposer, Session):
-    """A proposer for the protocol's promises: a tree per row, and the target's hidden states.
-
-    Even rows get the chain a-b-c, odd rows the siblings a, b with c under b; the tokens are fixed.
-    """
-
-    hidden_layers = (1, -1)
-    trees = (Tree((-1, 0, 1)), Tree((-1, -1, 1)))
-
-    def __init__(self) -> None:
-        self.texts: list[list[int]] = []
-        self.states: list[list[Tensor]] = []
-
-    def start(self, setup: SessionSetup) -> "TwoShapes":
-        self.texts = [list(prompt) for prompt in setup.prompts]
-        self.states = [
-            [layer[row, : len(prompt) - 1] for layer in setup.hidden_BTH] for row, prompt in enumerate(setup.prompts)
-        ]
-        self.live = list(range(len(setup.prompts)))
-        return self
-
-    def propose(self, u_BN: Tensor | None) -> Proposal:
-        tree = batch_of([self.trees[row % 2].parents for row in self.live], (2, 1, 1), torch.device("cpu"))
-        guesses = [[-1, *(self.texts[row] * 2)[1:4]] for row in self.live]
-        return Proposal(tree, torch.tensor(guesses), None, "deterministic")
-
-    def commit(self, outcome: Outcome) -> None:
-        for row, block, states in zip(self.live, outcome.tokens, outcome.hidden, strict=True):
-            if block:
-                self.texts[row] += block
-                self.states[row] = [torch.cat([old, new]) for old, new in zip(self.states[row], states, strict=True)]
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        self.live = [self.live[row] for row in rows]
-
-
-@pytest.mark.parametrize("verifier", ["exact", "mcsd"])
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_the_protocol_carries_trees_by_row_and_hidden_states(kind, verifier):
-    target = model_of(kind, 1)
-    plain = SpeculativeDecoder(target)
-    proposer = TwoShapes()
-    decoder = SpeculativeDecoder(target, proposer, Tree((-1, 0, 1)), verifier)
-    for rows in ([0, 1, 2, 3], [0]):
-        prompts = [PROMPTS[row] for row in rows]
-        batch = decoder.generate(prompts, GREEDY, 16, [generator(0)] * len(rows), eos_ids=(6,))
-        expected = plain.generate(prompts, GREEDY, 16, [generator(0)] * len(rows), eos_ids=(6,))
-        assert [g.output_ids for g in batch.generations] == [g.output_ids for g in expected.generations]
-        for text, states in zip(proposer.texts, proposer.states, strict=True):
-            with torch.inference_mode():
-                output = target(input_ids=torch.tensor([text[:-1]]), output_hidden_states=True)
-            for layer, state in zip(proposer.hidden_layers, states, strict=True):
-                torch.testing.assert_close(state, output.hidden_states[layer][0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

@@ -116,7 +116,7 @@ def lora(model: Any) -> Iterator[Any]:
 
 
 CHANGES: dict[str, Use] = {
-    **{"hooks": hooks, "views": views, "parameter": another_parameter, "load_state_dict": state_dict, "lora": lora},
+    **{"hooks": hooks, "views": views, "parameter": another_parameter, "load_state_dict": state_dict, "lora": lora}
 }
 
 

@@ -1,8 +1,4 @@
-"""The cache and the counts; batches in which prompts join and leave; steps of static shapes.
-
-That static steps decode as the eager ones do, and compile as one graph each, is in `test_decode_lossless.py` and
-`test_decode_greedy.py`.
-"""
+"""The cache and the counts; batches in which prompts join and leave; steps of static shapes."""
 
 import sys
 from collections import deque

@@ -15,8 +15,6 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 
 import draftsmith as ds
 from decode import SpeculativeDecoder
-from decode.llama_forward import lean_forward
-from decode.packed_weights import packs_of
 from drafts.draft_vocabulary import (
     FILE,
     attach_draft_vocabulary,
@@ -82,14 +80,6 @@ def test_its_logits_are_the_whole_ones_at_its_tokens(make):
     assert draft_fingerprint(trimmed) != draft_fingerprint(whole)
 
 
-def test_the_lean_forward_takes_it():
-    draft = random_llama(3, 40)
-    trim(draft, IDS)
-    assert lean_forward(draft, packs_of(draft)) is not None
-    draft.register_forward_hook(lambda *_: None)
-    assert lean_forward(draft, packs_of(draft)) is None
-
-
 def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(trained, draft_dir, target_dir, caplog):
     out = trained
     ids = read_draft_vocabulary(str(out), 290)
@@ -129,7 +119,7 @@ def test_alpha_in_training_is_alpha_of_the_loaded_draft(trained, target_dir, dis
 
 
 def test_its_loss_is_that_of_the_restricted_distributions():
-    """Against the definition, with a live teacher and with stored rows; gradients reach the kept rows alone."""
+    """Against the definition; gradients reach the kept rows alone, and stored rows know no more than a live teacher."""
     draft, target = random_llama(3, 40), random_llama(4, 40)
     attach_draft_vocabulary(draft, IDS)
     ids = torch.randint(0, 40, (1, 9))
@@ -159,12 +149,7 @@ def test_its_loss_is_that_of_the_restricted_distributions():
     top = whole.topk(8)
     stored = StoredTeacher(top.indices, top.values, (1 - top.values.exp().sum(-1)).clamp_min(0))
     alone = LMTrainee(draft, parse_objective("tvd")).eval()(Batch(ids, labels, stored=stored))
-    rows = draft_rows(IDS, top.indices)
-    by_hand = StoredTeacher(rows, top.values, stored.tail_N).overlap(slice(None), q)
-    overlap = torch.minimum(whole.exp()[:, IDS], q.exp()) * torch.isin(IDS, top.indices)
-    assert float(alone.alpha) == pytest.approx(float(by_hand.sum()), abs=1e-5)
-    assert float(alone.alpha) <= float(torch.minimum(whole.exp()[:, IDS], q.exp()).sum()) + 1e-5
-    assert bool(overlap.any())
+    assert 0 < float(alone.alpha) <= float(torch.minimum(whole.exp()[:, IDS], q.exp()).sum()) + 1e-5
 
 
 def test_on_policy_it_says_its_own_tokens_only():

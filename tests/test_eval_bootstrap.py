@@ -90,21 +90,16 @@ def test_pairing_narrows_the_interval_of_a_difference():
     assert paired["low"] < 0.05 < paired["high"]
 
 
-def test_zero_denominators_give_none_never_zero():
+def test_what_has_no_value_or_interval_is_none_never_zero():
     picks = resamples(3, 100, 0)
     found = estimate(PromptSums.of([0, 0, 0], [0, 0, 0]), picks)
     assert found["value"] is found["low"] is found["high"] is None
     assert difference(PromptSums.of([1, 1, 1], [2, 2, 2]), PromptSums.of([0] * 3, [0] * 3), picks)["value"] is None
     assert quotient(PromptSums.of([1] * 3, [1] * 3), PromptSums.of([0] * 3, [0] * 3), picks)["value"] is None
-
-
-def test_no_interval_when_many_resamples_have_no_value():
+    # Many resamples have no value; one prompt has no interval, alone or in a pool.
     only_one_counts = PromptSums.of([1, 0, 0, 0], [2, 0, 0, 0])
     found = estimate(only_one_counts, resamples(4, 1000, 0))
     assert found["value"] == 0.5 and found["low"] is None and found["high"] is None
-
-
-def test_one_prompt_has_no_interval_alone_or_in_a_pool():
     one, many = resamples(1, 100, 0), resamples(5, 100, 0)
     assert estimate(PromptSums.of([1], [2]), one)["low"] is None
     assert estimate(PromptSums.of([1] * 6, [2] * 6), pool_resamples([many, one]))["low"] is None

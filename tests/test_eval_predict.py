@@ -111,9 +111,7 @@ def test_trees_that_grow_lossy_rules_and_traversal_of_trees_are_not_predicted():
 
 @pytest.fixture(scope="module")
 def cells(target_dir, draft_dir, tmp_path_factory):
-    """Predictions beside what was decoded: two pairs, two heads, five domains, two temperatures, four methods. At
-    temperature 0 both are equal by construction.
-    """
+    """Predictions beside what was decoded: two pairs, two heads, five domains, two temperatures, four methods."""
     root = tmp_path_factory.mktemp("cells")
     model = load_model(target_dir, device="cpu")
     save_head(EagleHead.fresh(model, seed=1), root / "eagle")

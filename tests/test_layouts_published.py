@@ -16,13 +16,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from decode import SpeculativeDecoder
 from decode.propose.head_proposers import HeadProposer
@@ -304,32 +298,6 @@ def test_medusa_of_its_authors(target, tmp_path, caplog):
         with caplog.at_level(logging.WARNING):
             check(write(tmp_path / warning, values, tensors, file), ours, target)
         assert warning in caplog.text
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_medusa_as_vllm_names_it(shared, bias, target, tmp_path):
-    heads: Any = stirred(MedusaHeads.fresh(target, num_heads=3, num_layers=2)).eval()
-    tensors = {}
-    with torch.no_grad():
-        for i, head in enumerate(heads):
-            for j in range(2):
-                tensors[f"blocks.{i}.layers.{j}.weight"] = head[j].linear.weight
-                if bias:
-                    tensors[f"medusa_heads.blocks.{i}.layers.{j}.bias"] = head[j].linear.bias
-                else:
-                    head[j].linear.bias.zero_()
-            if shared:
-                head[2].weight.copy_(heads[0][2].weight)
-            if i == 0 or not shared:
-                tensors[f"lm_heads.{i}.weight"] = head[2].weight
-    values = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3, "num_hidden_layers": 2}
-    values |= {"hidden_size": H, "vocab_size": V, "truncated_vocab_size": V, "medusa_fc_bias": bias}
-    values |= {"original_lm_head": shared, "max_paths": 64, "topk": 10, "max_seq_len": 2**20}
-    check(write(tmp_path / "head", values, tensors, "model.safetensors"), heads, target)
-    (tmp_path / "head" / "config.json").write_text(json.dumps(values | {"truncated_vocab_size": V - 8}))
-    with pytest.raises(InputError, match="reduced vocabulary cannot be run"):
-        load_head(tmp_path / "head", target)
 
 
 HYDRA = {

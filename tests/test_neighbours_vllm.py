@@ -1,6 +1,4 @@
-"""vLLM serves our exports: its greedy output is the target's own, it accepts what we accept, and at temperature 1 what
-was predicted (laws 10 and 11). `make engines` installs it; the tests skip without it.
-"""
+"""vLLM serves our exports: its output is the target's own, it accepts what we accept and predict (laws 10 and 11)."""
 
 import os
 import subprocess

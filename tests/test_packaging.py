@@ -1,4 +1,4 @@
-"""The sdist, the wheel built from it, the wheel installed somewhere else; and `make install` in a clone that moved."""
+"""The sdist, the wheel built from it, and the wheel installed somewhere else."""
 
 import ast
 import itertools
@@ -160,47 +160,3 @@ def test_every_extra_that_users_are_told_to_install_exists():
                 named |= {EXTRAS[package]: name} if package in EXTRAS else {}  # else it is installed by its name
     assert {"bnb", "deepspeed"} <= set(named), "the search finds nothing"
     assert {extra: name for extra, name in named.items() if extra not in extras} == {}
-
-
-# Stands in for python3: makes an environment whose pip notes that it was called and writes the script that pip would.
-PYTHON = """#!/bin/sh
-case "$1 $2" in
-"-m venv")
-    echo venv >> calls
-    mkdir -p "$3/bin"
-    cat > "$3/bin/python" <<'END'
-#!/bin/sh
-echo "pip $*" >> calls
-printf '#!%s/.venv/bin/python\\n' "$PWD" > .venv/bin/draftsmith
-END
-    chmod +x "$3/bin/python" ;;
-esac
-"""
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_install_makes_a_moved_environment_anew(tmp_path):
-    old, new = tmp_path / "old", tmp_path / "a new place"
-    old.mkdir()
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, old)
-    python = tmp_path / "python"
-    python.write_text(PYTHON)
-    python.chmod(0o755)
-
-    def install(clone: Path) -> list[str]:
-        (clone / "calls").write_text("")
-        told = run("make", "install", f"PYTHON={python}", cwd=clone)
-        calls = (clone / "calls").read_text().splitlines()
-        assert ("was made as" in told) == (clone == new and bool(calls))
-        return [call.split()[0] for call in calls]
-
-    assert install(old) == ["venv", "pip", "pip"]
-    assert install(old) == []
-    old.rename(new)
-    # Something of the old environment that installing over it would have left.
-    (new / ".venv" / "left").touch()
-    assert install(new) == ["venv", "pip", "pip"]
-    assert not (new / ".venv" / "left").exists()
-    assert str(new) in (new / ".venv" / "bin" / "draftsmith").read_text()
-    assert install(new) == []

@@ -211,14 +211,6 @@ def test_another_chat_template_is_named(place, engine):
 
 
 @SLOW
-@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
-def test_chats_with_the_target_s_own_template_are_as_predicted(place, engine):
-    with drafting(engine, pair_of(place), template="<user>{messages}<assistant>") as (url, _):
-        found = ask(place, url, prompts="chats", temperature=0)
-    assert found["verdict"] == "as predicted" and found["own_texts"]
-
-
-@SLOW
 def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
     """As after a prefix cache that holds the target's keys alone; the counts are of a loop of their own."""
     pair = pair_of(place)

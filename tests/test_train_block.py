@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafts.heads.block import DSparkHead
-from tests.test_train_heads import ROWS, batch_of, gradients, make_target, trainee_of
+from tests.test_train_heads import batch_of, gradients, make_target, trainee_of
 from train.batch import Batch
 from train.objective import parse_objective
 from train.trainees import TRAINEES
@@ -126,12 +126,3 @@ def test_calibration_finds_the_temperatures_that_a_confidence_lacks(target):
     figures = calibrate(trainee, [Batch(ids, ids)] * 4)
     assert head.config.confidence_temperatures == pytest.approx((4.0, 0.5), rel=0.1)
     assert figures["confidence_error"] < 0.01 < 0.1 < figures["confidence_error_raw"]
-
-
-def test_calibration_of_a_trained_trainee_stays_in_its_config(target):
-    trainee = trainee_of("dspark", target)
-    figures = calibrate(trainee, [batch_of(LONG), batch_of(ROWS)])
-    assert len(trainee.draft.config.confidence_temperatures) == trainee.draft.depths == 3
-    assert 0 <= figures["confidence_error"] <= 1
-    values = trainee.draft.config.to_json()
-    assert type(trainee.draft.config).from_json(values, target) == trainee.draft.config

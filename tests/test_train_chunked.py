@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.errors import InputError
@@ -70,26 +69,6 @@ def test_chunked_is_unchunked(name, chunk, temperature, size):
         torch.testing.assert_close(sums.missing, missing_N.sum())
     else:
         assert sums.missing is None
-
-
-def test_a_frozen_projection_no_gradient_and_no_token():
-    hidden, draft, teaching, target, tokens = problem()
-    objective, teacher = parse_objective("fkl"), LiveTeacher(teaching, OutputProjection(target))
-    draft.requires_grad_(False)
-    leaf = hidden.clone().requires_grad_()
-    sums = projected(leaf, draft.weight, draft.bias, teacher, tokens, None, objective, 4)
-    sums.loss.backward()
-    assert leaf.grad is not None and draft.weight.grad is None
-    with torch.no_grad():
-        quiet = projected(leaf, draft.weight, draft.bias, teacher, tokens, None, objective, 4)
-    assert not quiet.loss.requires_grad
-    torch.testing.assert_close(quiet.loss, sums.loss.detach())
-    draft.requires_grad_()
-    none = torch.zeros(0, H, dtype=torch.float64, requires_grad=True)
-    sums = projected(none, draft.weight, None, None, tokens[:0], None, parse_objective("ce"))
-    sums.loss.backward()
-    assert float(sums.loss.detach()) == 0 == int(sums.tokens)
-    assert draft.weight.grad is not None and not draft.weight.grad.any()
 
 
 def test_stored_rows_are_laws_over_the_top_and_one_more():
@@ -261,32 +240,3 @@ def test_the_loss_of_whole_drafts_and_its_gradient():
     inner = list(draft.parameters())
     for one, other in zip(*(torch.autograd.grad(loss, inner) for loss in (sums.loss, expected)), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
-
-
-def llama(size: int, seed: int, kind: str = "llama") -> PreTrainedModel:
-    return tiny_family(kind, seed, 0.3, vocab_size=size).double()
-
-
-@pytest.mark.parametrize("sizes", [(40, 53), (53, 40)])
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
-def test_a_trainee_across_padding(kind, sizes):
-    draft, target, batch = llama(sizes[0], 1, kind), llama(sizes[1], 2, kind), batch_of(40)
-    valid = batch.labels_BT != IGNORE
-    draft_NV = draft(input_ids=batch.ids_BT).logits[valid].double()
-    target_NW = target(input_ids=batch.ids_BT).logits[valid].detach().double()
-    seen_NV, alpha_N, missing_N = plain_distributions(draft_NV.detach(), target_NW)
-    plain = LOSSES["fkl"](draft_NV, seen_NV.log(), batch.labels_BT[valid]).sum()
-    plain.backward()
-    wanted = {name: p.grad for name, p in draft.named_parameters()}
-    draft.zero_grad(set_to_none=True)
-    trainee = LMTrainee(draft, parse_objective("fkl"), target, chunk=4)
-    sums = trainee(batch)
-    sums.loss.backward()
-    torch.testing.assert_close(sums.loss, plain)
-    torch.testing.assert_close(sums.alpha, alpha_N.sum())
-    if sizes[0] < sizes[1]:
-        torch.testing.assert_close(sums.missing, missing_N.sum())
-    for name, parameter in draft.named_parameters():
-        torch.testing.assert_close(parameter.grad, wanted[name], atol=1e-9, rtol=1e-6)
-    assert int(trainee.count(batch)) == int(sums.tokens) == int(valid.sum())
-    assert trainee.count(batch).dtype == torch.int64

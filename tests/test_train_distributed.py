@@ -111,9 +111,7 @@ OTHERS = {
     ],
 )
 def test_two_processes_are_one(config, sharing, distilled, draft_dir, target_dir, tmp_path, door, spawn, launch):
-    """Law 6 with SGD, for each kind of draft; and a run that goes from one process to two, divided otherwise, and back
-    (AdamW).
-    """
+    """Law 6 with SGD, for each kind of draft; and a run that goes from one process to two and back (AdamW)."""
 
     def run(out: str, size: int, accumulation: int) -> list[str]:
         return words(distilled, draft_dir, target_dir, tmp_path / out, size, accumulation)
