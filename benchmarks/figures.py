@@ -34,8 +34,9 @@ REAL = {
     "dspark": "DSpark",
     "jetspec": "JetSpec",
     "base": "of chat",
-    "pruned-maths-plain-0": "plain",
-    "pruned-maths-balanced-0": "**balanced**",
+    "plain": "plain",
+    "balanced": "**balanced**",
+    "all chats": "replay of all chats",
 }
 
 
@@ -145,24 +146,57 @@ def demo(root: Path) -> None:
             subprocess.run([chromium, *words], check=True, capture_output=True)
 
 
+def real_alignments(root: Path) -> dict[str, Results]:
+    """The drafts of chat that were aligned to maths, by base."""
+    documents = {base: kept(root, f"real-align-{base}") for base in REAL}
+    return {base: Results(document, Path()) for base, document in documents.items() if document}
+
+
+def changes_over_seeds(results: Results, first: str) -> str:
+    """Change of alpha of every way to align to maths, over the draft of chat; the share of the plain gain; the bar of
+    docs/robust.md. Intervals are over seeds and prompts.
+    """
+    rows = []
+    domains = [*results.domains(), "ood"]
+    for temperature in sorted(results.temperatures, reverse=True):
+        for way, row in reversed(real_figures.over_seeds(results, temperature)["rows"].items()):
+            cells = [with_interval(real_figures.change_on(row, domain), sign=True) for domain in domains]
+            share = f"{with_interval(row['share'], 0, scale=100)} %, {'met' if row['met'] else 'not met'}"
+            rows.append([f"{REAL[way]}, T = {temperature:g}", str(row["seeds"]), *cells, share])
+    return table([first, "seeds", *results.domains(), "all but maths", "of the plain gain, bar"], rows)
+
+
+def amounts(results: Results, first: str, temperature: float) -> str:
+    """alpha and the predicted tau of chains of 4, by the tokens and the steps that a head was trained with."""
+    rows = []
+    for draft in results.drafts:
+        trained: Any = results.document["models"][draft]["training"]
+        cells = [f"{trained['response_tokens']:,}", str(trained["steps"])]
+        for kind in ("id", "ood"):
+            cells.append(with_interval(results.figure("alpha", draft, kind, temperature)))
+            cells.append(with_interval(predicted_tau(results, draft, kind, temperature), 2))
+        rows.append([draft, *cells])
+    return table([first, "tokens", "steps", "alpha chat", "tau chat", "alpha elsewhere", "tau elsewhere"], rows)
+
+
 def real(root: Path) -> None:
     """The tables of docs/real.md, and of the real pair in the README."""
-    which, aligned = (Results(kept(root, f"real-{name}"), Path()) for name in ("which", "align-pruned"))
-    sets = {domain: domain for domain in aligned.domains()} | {"ood": "all but maths"}
-    change = changes(aligned, "change of alpha over the draft of chat", REAL, sets)
-    tables = by_header(*(acceptance(which, f"draft, T = {t:g}", t) for t in (0.0, 1.0)), change)
-    tables |= by_header(real_speed.speeds_table(kept(root, "real-speed")))
+    which, aligned = Results(kept(root, "real-which"), Path()), real_alignments(root)
+    made = [acceptance(which, f"draft, T = {t:g}", t) for t in (0.0, 1.0)]
+    made += [changes_over_seeds(results, f"{REAL[base]}, aligned to maths") for base, results in aligned.items()]
+    if document := kept(root, "real-amount"):
+        made += [amounts(Results(document, Path()), f"share, T = {t:g}", t) for t in (0.0, 1.0)]
+    tables = by_header(*made) | by_header(real_speed.speeds_table(kept(root, "real-speed")))
     put(root / "docs" / "real.md", tables)
     put(root / "docs" / "blocks.md", by_header(*(by_depth(which, f"token, T = {t:g}", t) for t in (0.0, 1.0))))
-    put(root / "README.md", by_header(acceptance(aligned, "SmolLM2-135M-Instruct, T = 1", 1.0)))
+    put(root / "README.md", by_header(acceptance(aligned["pruned"], "SmolLM2-135M-Instruct, T = 1", 1.0)))
 
 
 def real_pictures(root: Path) -> None:
     """The pictures of docs/real.md and docs/blocks.md."""
-    which, aligned = (Results(kept(root, f"real-{name}"), Path()) for name in ("which", "align-pruned"))
-    out = root / "docs" / "figures"
+    which, out = Results(kept(root, "real-which"), Path()), root / "docs" / "figures"
     real_figures.which(which, REAL, out)
-    real_figures.align(aligned, REAL, out)
+    real_figures.align(real_alignments(root), REAL, out)
     real_figures.depths(which, REAL, out)
     real_figures.speed(real_speed.relative(kept(root, "real-speed")), out)
 

@@ -8,6 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks import frontier_tables
+from eval.bootstrap import PromptSums
 from eval.report.theme import DARK, LIGHT, Look, drawing, roles_of, write_png
 from eval.results import Results
 from eval.schema import Row
@@ -28,13 +30,36 @@ def write(out: Path, name: str, drafts: Sequence[str], base: str, draw: Callable
 
 def which(results: Results, names: Mapping[str, str], out: Path) -> None:
     """OUT/real-which: alpha of every draft by set."""
-    write(out, "real-which", results.drafts, results.base, partial(_by_set, results, names, results.drafts, "alpha"))
+    write(out, "real-which", results.drafts, results.base, partial(_by_set, results, names))
 
 
-def align(results: Results, names: Mapping[str, str], out: Path) -> None:
-    """OUT/real-align: change of alpha by set."""
-    draw = partial(_by_set, results, names, results.aligned, "gain")
-    write(out, "real-align", results.drafts, results.base, draw)
+def align(bases: Mapping[str, Results], names: Mapping[str, str], out: Path) -> None:
+    """OUT/real-align: change of alpha by set at temperature 1, a panel per base."""
+    documents = {base: over_seeds(results, 1.0) for base, results in bases.items()}
+    ways = list(dict.fromkeys(way for document in documents.values() for way in document["rows"]))
+    write(out, "real-align", ["base", *ways], "base", partial(_changes, documents, ways, names))
+
+
+def over_seeds(results: Results, temperature: float) -> dict[str, Any]:
+    """Gain and losses of drafts called BASE-maths-WAY-SEED, by way, over the first draft (`frontier_tables`)."""
+    others = tuple(name for name in results.domains("ood") if name != "chat")
+    alphas: dict[str, frontier_tables.Alphas] = {}
+    for (draft, domain, at, _, _), counts in results.counts("alpha").items():
+        if at == temperature:
+            alpha = counts["per_prompt"]
+            alphas.setdefault(draft, {})[domain] = PromptSums.of(alpha["sum"], alpha["count"])
+    found: dict[tuple[str, str], list[frontier_tables.Alphas]] = {}
+    for draft in results.aligned:
+        way = draft.partition("-maths-")[2].rpartition("-")[0].replace("-", " ")
+        found.setdefault((way, "half the rate"), []).append(alphas[draft])
+    sets = frontier_tables.Sets("maths", tuning=(), near=("chat",), far=others)
+    settings = {way: setting for way, setting in found}
+    return frontier_tables.document_of(sets, alphas[results.base], found, settings["plain"], 2000, settings)
+
+
+def change_on(row: Mapping[str, Any], domain: str) -> Any:
+    """The change on a set, or out of distribution, of a way of `over_seeds`."""
+    return row[{"maths": "id", "ood": "ood"}.get(domain, f"set {domain}")]["change"]
 
 
 def depths(results: Results, names: Mapping[str, str], out: Path) -> None:
@@ -65,23 +90,44 @@ def _bars(speeds: Mapping[str, Mapping[float, float]], figure: Figure, look: Loo
         ax.set_xlabel("tokens per second over draftsmith alone")
 
 
-def _by_set(
-    results: Results, names: Mapping[str, str], drafts: Sequence[str], of: str, figure: Figure, look: Look
-) -> None:
+def _by_set(results: Results, names: Mapping[str, str], figure: Figure, look: Look) -> None:
     """A panel per temperature; a column per set, in it a point with its interval per draft."""
-    domains = results.domains()
+    domains, drafts = results.domains(), results.drafts
     panels: Any = figure.subplots(1, len(results.temperatures), sharey=True)
     for ax, temperature in zip(panels, results.temperatures, strict=True):
         for number, draft in enumerate(drafts):
-            rows = [results.figure(of, draft, domain, temperature) for domain in domains]
-            apart = (number - (len(drafts) - 1) / 2) * 0.7 / len(drafts)
-            _points(ax, [place + apart for place in range(len(domains))], rows, draft, names, look)
-        if of == "gain":
-            ax.axhline(0, color=look.colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
+            rows = [results.figure("alpha", draft, domain, temperature) for domain in domains]
+            _points(ax, _beside(number, drafts, domains), rows, draft, names, look)
         ax.set_xticks(range(len(domains)), [f"{domain}\n{results.kind(domain).upper()}" for domain in domains])
         ax.set_title(f"T = {temperature:g}")
-    panels[0].set_ylabel("change of α over the draft of chat" if of == "gain" else "expected acceptance α")
+    panels[0].set_ylabel("expected acceptance α")
     _legend(figure, panels[0])
+
+
+def _changes(
+    documents: Mapping[str, Mapping[str, Any]],
+    ways: Sequence[str],
+    names: Mapping[str, str],
+    figure: Figure,
+    look: Look,
+) -> None:
+    """A panel per base; a column per set, in it a point with its interval per way."""
+    panels: Any = figure.subplots(1, len(documents), sharey=True)
+    for ax, (base, document) in zip(panels, documents.items(), strict=True):
+        domains = [document["sets"]["own"], *document["sets"]["near"], *document["sets"]["far"]]
+        for number, way in enumerate(ways):
+            if way in document["rows"]:
+                rows = [change_on(document["rows"][way], domain) for domain in domains]
+                _points(ax, _beside(number, ways, domains), rows, way, names, look)
+        ax.axhline(0, color=look.colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
+        ax.set_xticks(range(len(domains)), [f"{name}\n{'OOD' if at else 'ID'}" for at, name in enumerate(domains)])
+        ax.set_title(f"{names[base]}, T = 1")
+    panels[0].set_ylabel("change of α over the draft of chat")
+    _legend(figure, panels[0])
+
+
+def _beside(number: int, drafts: Sequence[str], domains: Sequence[str]) -> list[float]:
+    return [place + (number - (len(drafts) - 1) / 2) * 0.7 / len(drafts) for place in range(len(domains))]
 
 
 def _by_depth(results: Results, names: Mapping[str, str], figure: Figure, look: Look) -> None:
@@ -105,7 +151,7 @@ def _by_depth(results: Results, names: Mapping[str, str], figure: Figure, look: 
 def _points(
     ax: Axes,
     places: Sequence[float],
-    rows: Sequence[Row | None],
+    rows: Sequence[Row | dict[str, Any] | None],
     draft: str,
     names: Mapping[str, str],
     look: Look,

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from benchmarks import figures, frontier_tables, real_speed
+from benchmarks import figures, frontier_tables, real_figures, real_speed
 from benchmarks.objectives_data import ROOT, write_set
 from benchmarks.pages import table
 from benchmarks.real_study import COMMAND, DOMAINS, FULL, TINY, Options, Study, data
@@ -37,9 +37,8 @@ from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir
 from draftsmith_core.models import load_model
-from eval.bootstrap import PromptSums
 from eval.evaluate import evaluate
-from eval.report.formats import number, with_interval
+from eval.report.formats import number
 from eval.results import Results
 from train.config import DraftKind, TrainConfig
 from train.training_run import train
@@ -231,30 +230,13 @@ def align(study: Study) -> None:
         results = evaluate(study.evaluation(f"align-{base}", drafts, "maths"))
         _keep(study, f"align-{base}")
         for temperature in results.temperatures:
-            sys.stdout.write(f"\n{base}, T = {temperature:g}\n\n{frontier_table(results, base, temperature)}")
+            document = real_figures.over_seeds(results, temperature)
+            sys.stdout.write(f"\n{base}, T = {temperature:g}\n\n{frontier_tables.tables(document)}")
 
 
 def _steps(study: Study, sets: list[str]) -> int:
     rows = sum(pq.read_metadata(part).num_rows for place in sets for part in Path(place).glob("part-*"))
     return max(1, round(study.sizes.epochs * rows * 0.95 / study.sizes.step_rows))
-
-
-def frontier_table(results: Results, base: str, temperature: float) -> str:
-    """Gain in distribution, its share of the plain gain, what is lost out of it, and the bar of docs/robust.md."""
-    others = tuple(name for name in results.domains("ood") if name != "chat")
-    domains = frontier_tables.Sets("maths", tuning=(), near=("chat",), far=others)
-    sums: dict[str, frontier_tables.Alphas] = {}
-    for (draft, domain, at, _, _), counts in results.counts("alpha").items():
-        if at == temperature:
-            alpha = counts["per_prompt"]
-            sums.setdefault(draft, {})[domain] = PromptSums.of(alpha["sum"], alpha["count"])
-    found: dict[tuple[str, str], list[frontier_tables.Alphas]] = {}
-    for draft in results.aligned:
-        way = next(way for way in REPLAY if draft.startswith(f"{base}-maths-{way.replace(' ', '-')}-"))
-        found.setdefault((way, "half the rate"), []).append(sums[draft])
-    settings = dict.fromkeys(REPLAY, "half the rate")
-    document = frontier_tables.document_of(domains, sums["base"], found, settings["plain"], 2000, settings)
-    return frontier_tables.tables(document)
 
 
 # Piece: amount.
@@ -281,27 +263,13 @@ def amount(study: Study) -> None:
             drafts[f"{kind}-{label}"] = trained(replace(whole, data=data_sets, steps=count, out=out))
     results = evaluate(study.evaluation("amount", drafts, "chat"))
     _keep(study, "amount")
-    sys.stdout.write(amount_table(results))
+    for temperature in results.temperatures:
+        sys.stdout.write(f"\n{figures.amounts(results, f'share, T = {temperature:g}', temperature)}\n")
 
 
 def _rows(part: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = pq.read_table(part, columns=["prompt_ids", "response_ids"]).to_pylist()
     return found
-
-
-def amount_table(results: Results) -> str:
-    """alpha and predicted tau of chains of 4 by the share of the tokens, and by the share of the steps."""
-    heading = ["share of", "T", "tokens", "steps", "alpha chat", "tau chat", "alpha OOD", "tau OOD"]
-    rows = []
-    for draft in results.drafts:
-        trained: Any = results.document["models"][draft]["training"] or {}
-        for temperature in results.temperatures:
-            cells = [draft, f"{temperature:g}", f"{trained.get('response_tokens', 0):,}", str(trained.get("steps", ""))]
-            for kind in ("id", "ood"):
-                cells.append(with_interval(results.figure("alpha", draft, kind, temperature)))
-                cells.append(with_interval(figures.predicted_tau(results, draft, kind, temperature), 2))
-            rows.append(cells)
-    return f"\n{table(heading, rows)}\n"
 
 
 # Piece: speed.

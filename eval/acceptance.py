@@ -65,54 +65,59 @@ class Positions:
 
 @torch.inference_mode()
 def draft_logits(
-    head: Head, hidden_states: Sequence[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int, keep: int
+    head: Head,
+    hidden_states: Sequence[Tensor],
+    ids_BT: Tensor,
+    alone_B: Tensor,
+    depths: int,
+    at: tuple[Tensor, Tensor],
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield a head's logits `[B, keep, V]` at depth 1, 2, ... below the last tokens of whole texts, -inf for tokens
-    that it lacks.
+    """Yield a head's logits `[N, V]` at depth 1, 2, ... below N tokens of whole texts, -inf for tokens it lacks.
 
-    With each comes the `Network.confidence` `[B, keep]` that a stop reads; None if it reads the token's probability.
+    With each comes the `Network.confidence` `[N]` that a stop reads; None if it reads the token's probability.
     At depth d, the entry of token t is for the token at t + d. It is drafted from the text up to t and from the text's
     tokens t + 1 .. t + d - 1 as if they had been drafted. There are at most as many depths as heads, or as a block
-    drafts.
-    `hidden_states`: the target's over the same tokens. `alone_B`: rows with a prompt of one token; only in those does
-    an EAGLE head read the first token, with a state of zeros, as in decoding. Rows may be padded on the right.
+    drafts. `hidden_states`: the target's over the same tokens. `alone_B`: rows with a prompt of one token; only in
+    those does an EAGLE head read the first token, with a state of zeros, as in decoding. `at`: row and column of each
+    of the N tokens. Rows may be padded on the right.
     """
     states = [hidden_states[layer] for layer in head.hidden_layers]
+    row_N, column_N = at
+    # Below the last tokens of a text are none: their entries mean nothing.
+    later_BT = torch.nn.functional.pad(ids_BT, (0, depths))
+    below_NT = later_BT[row_N.unsqueeze(1), column_N.unsqueeze(1) + torch.arange(depths, device=ids_BT.device)]
     if isinstance(head, BlockHead):
-        anchors_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)[:, -keep:]
-        drafted_BTDH, ids_BT = head.drafted(ids_BT, states, anchors_BT), ids_BT[:, -keep:]
-        sure_BT = head.confidence(drafted_BTDH[:, :, 0], ids_BT, 0) if head.config.confidence else None
+        first = int(column_N.min())
+        anchors_BT = torch.arange(first, ids_BT.shape[1], device=ids_BT.device).expand(len(ids_BT), -1)
+        drafted_NDH = head.drafted(ids_BT, states, anchors_BT)[row_N, column_N - first]
+        sure_N = head.confidence(drafted_NDH[:, 0], below_NT[:, 0], 0) if head.config.confidence else None
         for depth in range(min(depths, head.depths)):
-            logits, ids_BT = head.logits(head.raw_logits(drafted_BTDH[:, :, depth]), ids_BT), _later(ids_BT)
-            if head.config.confidence and depth + 1 < head.depths:
-                below_BT = head.confidence(drafted_BTDH[:, :, depth + 1], ids_BT, depth + 1)
-                sure_BT = below_BT if depth or sure_BT is None else below_BT * sure_BT
-            yield logits, sure_BT
+            logits_NV = head.logits(head.raw_logits(drafted_NDH[:, depth]), below_NT[:, depth])
+            if head.config.confidence and depth + 1 < min(depths, head.depths):
+                next_N = head.confidence(drafted_NDH[:, depth + 1], below_NT[:, depth + 1], depth + 1)
+                sure_N = next_N if depth or sure_N is None else next_N * sure_N
+            yield logits_NV, sure_N
         return
     # A head pairs each token with the state it was predicted from, one position earlier.
     chosen_from = [torch.cat([torch.zeros_like(state[:, :1]), state[:, :-1]], dim=1) for state in states]
     if isinstance(head, EagleHead | Eagle3Head):
-        yield from _eagle_logits(head, chosen_from, ids_BT, alone_B, depths, keep)
+        for features_BTH in _eagle_features(head, chosen_from, ids_BT, alone_B, depths):
+            logits_NV = head.logits(features_BTH[at])
+            yield head.to_target(logits_NV) if isinstance(head, Eagle3Head) else logits_NV, None
     elif isinstance(head, MedusaHeads):
-        logits_BTKV = head(chosen_from[0][:, -keep:])
-        for depth in range(min(depths, len(head))):
-            yield logits_BTKV[:, :, depth], None
+        for logits_NV in head(chosen_from[0][at].unsqueeze(0))[0].unbind(1)[:depths]:
+            yield logits_NV, None
     else:
-        tokens_BTd = ids_BT[:, -keep:].unsqueeze(2)
-        for _ in range(min(depths, head.config.num_heads)):
-            yield head(chosen_from[0][:, -keep:], tokens_BTd), None
-            tokens_BTd = torch.cat([tokens_BTd, _later(tokens_BTd[:, :, -1]).unsqueeze(2)], dim=2)
+        for depth in range(min(depths, head.config.num_heads)):
+            yield head(chosen_from[0][at].unsqueeze(0), below_NT[None, :, : depth + 1])[0], None
 
 
-def _later(values_BT: Tensor) -> Tensor:
-    """Shift left by one column; the last becomes 0."""
-    return torch.cat([values_BT[:, 1:], torch.zeros_like(values_BT[:, :1])], dim=1)
+def _eagle_features(
+    head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
+) -> Iterator[Tensor]:
+    """The features `[B, T, H]` under the logits at depth 1, 2, ...
 
-
-def _eagle_logits(
-    head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int, keep: int
-) -> Iterator[tuple[Tensor, None]]:
-    """At depth d, column t goes in with the token at t + d - 1, the feature it gave at depth d - 1 and the position
+    At depth d, column t goes in with the token at t + d - 1, the feature it gave at depth d - 1 and the position
     t + d - 1, and attends to the first pass up to t and to its own earlier depths (EAGLE-3, arXiv 2503.01840, 3.2).
     """
     features_BTH = head.fuse(states)
@@ -125,10 +130,9 @@ def _eagle_logits(
     for depth in range(depths):
         if depth:
             sees_B1TP = torch.cat([sees_B1TP, itself_B1TT], dim=-1)
-            ids_BT = _later(ids_BT)
+            ids_BT = torch.cat([ids_BT[:, 1:], torch.zeros_like(ids_BT[:, :1])], dim=1)
         features_BTH = head.states(ids_BT, features_BTH, sees_B1TP, position_1T + depth, cache)
-        logits = head.logits(features_BTH[:, -keep:])
-        yield head.to_target(logits) if isinstance(head, Eagle3Head) else logits, None
+        yield features_BTH
 
 
 def model_logits(draft: PreTrainedModel, ids_BT: Tensor, keep: int) -> Tensor:

@@ -117,8 +117,8 @@ class _Reader:
             output_hidden_states=any(not isinstance(draft, PreTrainedModel) for draft in self.drafts.values()),
             logits_to_keep=keep,
         )
-        self.c_N -= first
-        self.p_NV = probs(self._finite("", out.logits[self.b_N, self.c_N]), self.sampling)
+        column_N = self.c_N - first
+        self.p_NV = probs(self._finite("", out.logits[self.b_N, column_N]), self.sampling)
         traces = {}
         for name, draft in self.drafts.items():
             alone = isinstance(draft, PreTrainedModel)
@@ -127,33 +127,35 @@ class _Reader:
             self.arrays |= {key: np.zeros(shape) for key in ("ratio", "belief", "place")}
             self.arrays |= {rule: np.zeros((*shape, count)) for rule, count in self.ranks.items()}
             if isinstance(draft, PreTrainedModel):
-                self._read_draft(name, model_logits(draft, ids_BT, keep).to(target.device), 0)
+                logits_BCV = model_logits(draft, ids_BT, keep).to(target.device)
+                self._read_draft(name, logits_BCV[self.b_N, column_N], 0)
             else:
-                unrolled = draft_logits(draft, out.hidden_states, ids_BT, prompt_B == 1, self.depths, keep)
-                for depth, (logits, sure_BT) in enumerate(unrolled):
-                    self._read_draft(name, logits, depth, sure_BT)
+                at = self.b_N, self.c_N
+                unrolled = draft_logits(draft, out.hidden_states, ids_BT, prompt_B == 1, self.depths, at)
+                for depth, (logits_NV, sure_N) in enumerate(unrolled):
+                    self._read_draft(name, logits_NV, depth, sure_N)
             traces[name] = Traces(lengths_B.cpu().numpy(), alone, self.arrays)
         return traces, self.observed
 
-    def _read_draft(self, name: str, logits_BCV: Tensor, depth: int, sure_BC: Tensor | None = None) -> None:
-        """Record what a draft thinks of tokens `depth` places after the next one.
+    def _read_draft(self, name: str, logits_NV: Tensor, depth: int, sure_N: Tensor | None = None) -> None:
+        """Record what a draft thinks of tokens `depth` places after the next one, from its logits at every position.
 
         sure: `Network.confidence` of these tokens, if the draft predicts it.
         """
         total, sampling = len(self.b_N), self.sampling
-        n_N = torch.arange(total, device=self.c_N.device)[depth:]
+        n_N = torch.arange(total, device=logits_NV.device)[depth:]
         n_N = n_N[self.b_N[depth:] == self.b_N[: max(0, total - depth)]]  # positions with a root `depth` places before
         if depth and not len(n_N):
             return
         b_N, x_N1 = self.b_N[n_N], self.x_N1[n_N]
-        chosen_NV = logits_BCV[b_N, self.c_N[n_N - depth]]
+        chosen_NV = logits_NV[n_N - depth] if depth else logits_NV
         logits_NV = self._finite(name, fit_vocabulary(chosen_NV, vocabulary_size(self.target)))
         q_NV, p_N1 = probs(logits_NV, sampling), self.p_NV[n_N, x_N1[:, 0]].unsqueeze(1)
         values = {"ratio": q_NV.gather(1, x_N1) / p_N1.clamp(min=torch.finfo(p_N1.dtype).tiny)}
-        if sure_BC is None:
+        if sure_N is None:
             values["belief"] = (logits_NV.float().softmax(-1) if sampling.greedy else q_NV).gather(1, x_N1)
         else:
-            values["belief"] = sure_BC[b_N, self.c_N[n_N - depth]].unsqueeze(1)
+            values["belief"] = sure_N[n_N - depth].unsqueeze(1)
         if self.places:
             own_N1, ids_V = logits_NV.gather(1, x_N1), torch.arange(logits_NV.shape[1], device=x_N1.device)
             ahead_NV = (logits_NV > own_N1) | ((logits_NV == own_N1) & (ids_V < x_N1))

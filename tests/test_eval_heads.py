@@ -50,8 +50,9 @@ def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.
     with torch.inference_mode():
         out = target(input_ids=ids, output_hidden_states=True)
         alone_B = torch.tensor([len(row.prompt_ids) == 1])
-        logits, _ = next(draft_logits(draft, out.hidden_states, ids, alone_B, 1, ids.shape[1]))
-        return probs(out.logits[0], SAMPLING), probs(logits[0], SAMPLING), out
+        at = torch.zeros(ids.shape[1], dtype=torch.long), torch.arange(ids.shape[1])
+        logits_TV, _ = next(draft_logits(draft, out.hidden_states, ids, alone_B, 1, at))
+        return probs(out.logits[0], SAMPLING), probs(logits_TV, SAMPLING), out
 
 
 @pytest.mark.parametrize("name", HEADS)
