@@ -92,7 +92,7 @@ def acceptance(results: Results, first: str, temperature: float) -> str:
     for draft in results.drafts:
         cells = [with_interval(results.alpha(draft, domain, temperature)) for domain in results.domains()]
         cells += [with_interval(predicted_tau(results, draft, kind, temperature), 2) for kind in ("id", "ood")]
-        rows.append([REAL.get(draft, draft), *cells])
+        rows.append([REAL[real_figures.way_of(draft) or draft], *cells])
     own = results.domains("id")[0]
     return table([first, *results.domains(), f"tau {own}", "tau elsewhere"], rows)
 

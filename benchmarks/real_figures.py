@@ -50,11 +50,15 @@ def over_seeds(results: Results, temperature: float) -> dict[str, Any]:
             alphas.setdefault(draft, {})[domain] = PromptSums.of(alpha["sum"], alpha["count"])
     found: dict[tuple[str, str], list[frontier_tables.Alphas]] = {}
     for draft in results.aligned:
-        way = draft.partition("-maths-")[2].rpartition("-")[0].replace("-", " ")
-        found.setdefault((way, "half the rate"), []).append(alphas[draft])
+        found.setdefault((way_of(draft), "half the rate"), []).append(alphas[draft])
     sets = frontier_tables.Sets("maths", tuning=(), near=("chat",), far=others)
     settings = {way: setting for way, setting in found}
     return frontier_tables.document_of(sets, alphas[results.base], found, settings["plain"], 2000, settings)
+
+
+def way_of(draft: str) -> str:
+    """WAY of a draft called BASE-maths-WAY-SEED."""
+    return draft.partition("-maths-")[2].rpartition("-")[0].replace("-", " ")
 
 
 def change_on(row: Mapping[str, Any], domain: str) -> Any:
