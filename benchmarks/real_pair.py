@@ -261,7 +261,7 @@ def amount(study: Study) -> None:
         for kind, (data_sets, count) in runs.items():
             out = str(study.out / "drafts" / f"{name}-{kind}-{label}")
             drafts[f"{kind}-{label}"] = trained(replace(whole, data=data_sets, steps=count, out=out))
-    results = evaluate(study.evaluation("amount", drafts, "chat"))
+    results = evaluate(study.evaluation("amount", drafts, "chat", ("chat", "maths")))
     _keep(study, "amount")
     for temperature in results.temperatures:
         sys.stdout.write(f"\n{figures.amounts(results, f'share, T = {temperature:g}', temperature)}\n")

@@ -1,7 +1,7 @@
 """The study of benchmarks/real_pair.py: its options, its sizes, where things lie, and the answers it begins with."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ COMMAND = "benchmarks/real_pair.py"
 KEPT = ROOT / "benchmarks" / "real"
 PIECE_HOURS = 2.5
 # Drafts are trained and measured in 16 bits, as people serve; answers were made in fp32.
-_MACHINE = {"device": "cpu", "dtype": "bfloat16"}
+_MACHINE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16"}
 # What is measured on; each has prompts of its own.
 DOMAINS = ("chat", "maths", "code", "c4", "wiki")
 
@@ -110,10 +110,11 @@ class Study:
         """The file of the prompts of this name."""
         return str(self.out / "prompts" / f"{name}.jsonl")
 
-    def evaluation(self, name: str, drafts: Mapping[str, str], id_set: str, **options: Any) -> EvalConfig:
+    def evaluation(
+        self, name: str, drafts: Mapping[str, str], id_set: str, domains: Sequence[str] = DOMAINS
+    ) -> EvalConfig:
         """Compare drafts; the first is the base. Nothing is decoded: tau is predicted."""
-        texts = {domain: self.prompts(domain) for domain in DOMAINS}
-        given: dict[str, Any] = {"tree": ["none"], "batch_size": 32, **_MACHINE}
+        texts = {domain: self.prompts(domain) for domain in domains}
         return EvalConfig(
             target=self.options.target,
             draft=[f"{draft}={place}" for draft, place in drafts.items()],
@@ -122,7 +123,9 @@ class Study:
             out=str(self.out / name),
             max_prompts=self.sizes.prompts,
             max_new_tokens=self.sizes.new_tokens,
-            **given | options,
+            tree=["none"],
+            batch_size=32,
+            **_MACHINE,
         )
 
     def training(self, name: str, kind: DraftKind, **options: Any) -> TrainConfig:
