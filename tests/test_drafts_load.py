@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafts.heads import save_head
-from drafts.heads.medusa import MedusaConfig, MedusaHeads
+from drafts.heads.medusa import HeadsConfig, MedusaHeads
 from drafts.load import load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
@@ -45,7 +45,7 @@ def test_what_does_not_belong_together_is_refused_by_name(target_dir, other_voca
 
 def test_a_head_with_nan_is_named(target_dir, tmp_path):
     target = load_pair(target_dir, device="cpu").target
-    head = MedusaHeads(MedusaConfig.from_json({"medusa_num_heads": 2}, target), target)
+    head = MedusaHeads(HeadsConfig.from_json({"medusa_num_heads": 2}, target), target)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import draftsmith as ds
 from drafts.heads import save_head
-from drafts.heads.medusa import MedusaConfig, MedusaHeads
+from drafts.heads.medusa import HeadsConfig, MedusaHeads
 from drafts.load import load_pair
 from drafts.merge import merge_states
 from draftsmith.__main__ import main
@@ -92,7 +92,7 @@ def test_heads_are_merged_with_their_config(target_dir, tmp_path):
     target = load_pair(target_dir, device="cpu").target
     for seed in (0, 1):
         torch.manual_seed(seed)
-        head = MedusaHeads(MedusaConfig.from_json({"medusa_num_heads": 2}, target), target)
+        head = MedusaHeads(HeadsConfig.from_json({"medusa_num_heads": 2}, target), target)
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter.normal_()

@@ -24,7 +24,7 @@ from drafts.heads import HEADS, Head, head_kind, load_head, save_head
 from drafts.heads.block import BlockHead
 from drafts.heads.eagle import EagleConfig, EagleHead
 from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
-from drafts.heads.medusa import HydraConfig, HydraHeads, MedusaHeads
+from drafts.heads.medusa import HeadsConfig, HydraHeads, MedusaHeads
 from drafts.layouts.table import LAYOUTS
 from draftsmith_core.errors import InputError
 from tests.test_drafts_heads import outputs
@@ -313,7 +313,8 @@ HYDRA = {
 
 def test_hydra_of_its_authors(target, tmp_path):
     """ankner/hydra-vicuna-7b-v1.3: a projection with a bias per head, a bias beside the first block."""
-    config = HydraConfig(hidden_size=H, vocab_size=V, num_heads=3, num_layers=2, own_projection=True, skip_bias=True)
+    sizes = {"hidden_size": H, "vocab_size": V, "num_heads": 3, "num_layers": 2}
+    config = HeadsConfig(kind="hydra", **sizes, own_projection=True, skip_bias=True)
     heads = stirred(HydraHeads(config, target)).eval()
     names = {"heads.": "hydra_mlp.", "projections.": "hydra_lm_head.", ".skip.": ".res_connection."}
     tensors = {}

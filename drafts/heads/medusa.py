@@ -27,11 +27,9 @@ _HYDRA_EXTRAS = ("own_projection", "skip_bias")
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
-    """Number of heads, and of residual blocks in each."""
+    """Kind ("medusa" or "hydra") and number of heads, and number of residual blocks in each."""
 
-    kind: ClassVar[str]
-    architecture: ClassVar[str]
-
+    kind: str
     hidden_size: int
     vocab_size: int
     num_heads: int = 4
@@ -48,13 +46,14 @@ class HeadsConfig:
         sizes: dict[str, Any] = {"hidden_size": parts.hidden_size, "vocab_size": parts.vocab_size}
         sizes = {key: values.get(key) or size for key, size in sizes.items()}
         parts.check_sizes(**sizes)
-        num_heads, num_layers = values[f"{cls.kind}_num_heads"], values.get(f"{cls.kind}_num_layers", 1)
+        kind = "medusa" if "medusa_num_heads" in values else "hydra"
+        num_heads, num_layers = values[f"{kind}_num_heads"], values.get(f"{kind}_num_layers", 1)
         extras = {key: bool(values.get(f"hydra_{key}")) for key in _HYDRA_EXTRAS}
-        return cls(**sizes, num_heads=num_heads, num_layers=num_layers, **extras)
+        return cls(kind=kind, **sizes, num_heads=num_heads, num_layers=num_layers, **extras)
 
     def to_json(self) -> dict[str, Any]:
         values: dict[str, Any] = {
-            "architectures": [self.architecture],
+            "architectures": ["MedusaModel" if self.kind == "medusa" else "HydraHeads"],
             "model_type": self.kind,
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
@@ -65,18 +64,6 @@ class HeadsConfig:
             # Serving engines read the one pair of names or the other.
             values |= {"num_heads": self.num_heads, "num_hidden_layers": self.num_layers}
         return values | {f"hydra_{key}": True for key in _HYDRA_EXTRAS if getattr(self, key)}
-
-
-class MedusaConfig(HeadsConfig):
-    """Of Medusa heads."""
-
-    kind, architecture = "medusa", "MedusaModel"
-
-
-class HydraConfig(HeadsConfig):
-    """Of Hydra heads."""
-
-    kind, architecture = "hydra", "HydraHeads"
 
 
 class ResBlock(nn.Module):
@@ -96,9 +83,9 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
     """K heads side by side; a list of modules, so that tensors carry the names of the authors' checkpoints."""
 
     kind: ClassVar[str] = "medusa"
-    config_type = MedusaConfig
+    config_type = HeadsConfig
 
-    def __init__(self, config: MedusaConfig, target: PreTrainedModel) -> None:
+    def __init__(self, config: HeadsConfig, target: PreTrainedModel) -> None:
         hidden = config.hidden_size
         super().__init__(
             nn.Sequential(
@@ -114,7 +101,7 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
     def fresh(cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1) -> "MedusaHeads":
         """Untrained heads, each the target's own output, on its device, in its dtype and in training mode."""
         values = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers}
-        heads = cls(MedusaConfig.from_json(values, target), target)
+        heads = cls(HeadsConfig.from_json(values, target), target)
         with torch.no_grad():
             for head in heads:
                 head[-1].weight.copy_(heads.borrowed.projection.weight_VH)  # type: ignore[index]
@@ -148,9 +135,9 @@ class HydraHeads(ReadsLastState, nn.Module):
     """K grounded heads, over the target's own output projection unless they have their own."""
 
     kind: ClassVar[str] = "hydra"
-    config_type = HydraConfig
+    config_type = HeadsConfig
 
-    def __init__(self, config: HydraConfig, target: PreTrainedModel) -> None:
+    def __init__(self, config: HeadsConfig, target: PreTrainedModel) -> None:
         super().__init__()
         self.config = config
         self.borrowed = borrow(target)
@@ -168,7 +155,7 @@ class HydraHeads(ReadsLastState, nn.Module):
     @classmethod
     def fresh(cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1) -> "HydraHeads":
         """Untrained heads on the target's device, in its dtype and in training mode."""
-        config = HydraConfig.from_json({"hydra_num_heads": num_heads, "hydra_num_layers": num_layers}, target)
+        config = HeadsConfig.from_json({"hydra_num_heads": num_heads, "hydra_num_layers": num_layers}, target)
         return cls(config, target).to(device=target.device, dtype=target.dtype)
 
     def forward(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
