@@ -250,9 +250,9 @@ class BatchRun:
                 name = f"target {target.name_or_path or type(target).__name__}"
                 if finite & 1 and proposer is not None:
                     name = proposer.name
+                where = f"after {len(row.ids)} new tokens of prompt {row.index}"
                 raise InputError(
-                    f"the {name} gave logits that are not finite after {len(row.ids)} new tokens of prompt {row.index};"
-                    f" its weights are damaged or its dtype is too narrow: check the checkpoint, or use float32"
+                    f"the {name} gave logits that are not finite {where}; its weights are damaged or need float32"
                 )
             self._emit(row, walk)
         places = [place for place, row in enumerate(self.batch) if row.finish_reason]

@@ -180,10 +180,8 @@ def check_draft_vocabulary(
     sizes = vocabulary_size(target), vocabulary_size(draft)
     own = find_tokenizer(source, trust_remote_code)
     if own is None and sizes[0] != sizes[1]:
-        raise InputError(
-            f"{source}: its vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}, and no tokenizer tells "
-            f"whether only padding differs; use a draft with the target's tokenizer (docs/choosing-a-draft.md)"
-        )
+        differs = f"its vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}, and it has no tokenizer"
+        raise InputError(f"{source}: {differs}; use a draft with the target's (docs/choosing-a-draft.md)")
     if own is None or (token := first_difference(tokenizer, own, min(sizes))) is None:
         return None
     if heterogeneous:

@@ -38,9 +38,7 @@ def merge_states(states: Sequence[tuple[State, float]], base: State | None = Non
     merged: dict[str, Tensor] = {}
     for name in sorted(set().union(*everything)):
         if len({state[name].shape if name in state else None for state in everything}) > 1:
-            raise InputError(
-                f"--draft: the drafts differ in the shape of the tensor '{name}'; merge drafts of one shape"
-            )
+            raise InputError(f"--draft: the drafts differ in the shape of the tensor '{name}'; merge ones of one shape")
         if first[name].is_floating_point():
             total = torch.zeros(first[name].shape) if base is None else base[name].float() * rest
             for state, weight in states:
@@ -112,9 +110,7 @@ def _write(config: MergeConfig, kind: str, directory: Path) -> str:
         if source == base and other is None:
             continue
         if not (ids_D is other if ids_D is None or other is None else torch.equal(ids_D, other)):
-            raise InputError(
-                f"{source}: drafts other tokens than {sources[0]} ({FILE}); merge drafts of one draft vocabulary"
-            )
+            raise InputError(f"{source}: drafts other tokens than {sources[0]} ({FILE}); merge ones of the same")
     model.load_state_dict(merged({source: each.state_dict() for source, each in models.items()}))
     model.save_pretrained(directory)
     if ids_D is not None:

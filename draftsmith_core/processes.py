@@ -179,10 +179,7 @@ def check_process_count(count: int) -> None:
     # Asked for several CPU processes without --multi_gpu, `accelerate launch` sets their address but starts only one.
     only_one = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
     if only_one or count != launched():
-        raise RunError(
-            f"only {count} of the launched processes found each other; launch with --multi_gpu (on CPUs too) or with a "
-            "file of configs/accelerate"
-        )
+        raise RunError(f"only {count} of the processes found each other; launch with --multi_gpu, on CPUs too")
 
 
 def on_main(work: Callable[[], object]) -> None:

@@ -286,10 +286,8 @@ def _suite_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
             else:
                 prompt = {"messages": [{"role": "user", "content": suite.user.format_map(row).strip()}]}
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{file or source}:{record.number}: lacks {error}, which suite {suite.name} reads; name a file of "
-                f"prompts without @{suite.name}"
-            ) from None
+            reason = f"lacks {error}, which suite {suite.name} reads; name a file without @{suite.name}"
+            raise InputError(f"{file or source}:{record.number}: {reason}") from None
         if repr(prompt) in seen:
             continue
         seen.add(repr(prompt))

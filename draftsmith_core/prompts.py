@@ -146,9 +146,7 @@ class PromptReader:
         """
         first = next((i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None), None)
         if first is None:
-            raise InputError(
-                f"{self.source}: the tokenizer has no BOS or EOS to begin a text with; use a file of prompts"
-            )
+            raise InputError(f"{self.source}: the tokenizer has no BOS or EOS to begin with; use a file of prompts")
         if not self.source.startswith(TOKEN):
             return (int(first),)
         special, draw = set(self.tokenizer.all_special_ids), 0

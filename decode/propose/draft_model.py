@@ -54,9 +54,7 @@ class DraftModelProposer(NetworkProposer):
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if any(model.training for model in self.models):
-            raise ValueError(
-                "a draft is in training mode; call eval() on it first, dropout would change what it drafts"
-            )
+            raise ValueError("a draft is in training mode; call eval() on it first")
         for limit, words in zip(self._limits, self._words, strict=True):
             read = prompts if words is None else [words.translate(prompt) for prompt in prompts]
             check_context("draft", limit, read, max_new_tokens)

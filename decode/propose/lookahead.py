@@ -51,10 +51,8 @@ class LookaheadProposer(TextProposer):
         needed = self.default_tree()
         given, least = check_static(self.name, tree).widths, needed.widths
         if len(given) < len(least) or any(have < need for have, need in zip(given, least, strict=False)):
-            raise ValueError(
-                f"lookahead drafts up to {needed.size} nodes {needed.depth} deep, and this tree lacks room for them; "
-                f"use the tree of LookaheadProposer.default_tree() (the default), or lower window, ngram or candidates"
-            )
+            room = f"{needed.size} nodes {needed.depth} deep"
+            raise ValueError(f"lookahead needs room for {room}; use its default tree, or a smaller window")
 
     def row(self, prompt: Sequence[int]) -> "Window":
         return Window(self, prompt)

@@ -31,10 +31,7 @@ class RetrievalProposer(TextProposer):
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         super().check(target, tree)
         if self.index.largest >= vocabulary_size(target):
-            raise ValueError(
-                f"retrieval index holds token {self.index.largest}, the target's vocabulary ends at "
-                f"{vocabulary_size(target) - 1}: build the index with the target's tokenizer"
-            )
+            raise ValueError(f"retrieval index: the target has no token {self.index.largest}; use its tokenizer")
 
     def row(self, prompt: Sequence[int]) -> "RecentTokens":
         return RecentTokens(self, list(prompt[-self.max_suffix :]))

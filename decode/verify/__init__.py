@@ -58,18 +58,13 @@ class Verifier:
     def check(self, tree: TreeShape, drawing: Drawing | None, drafts: int = 1) -> None:
         """Raise ValueError if the rule is not valid for this tree, drawing (None: temperature 0) or count of drafts."""
         if self.chains_only and not tree.is_chain:
-            raise ValueError(
-                f"verifier '{self.name}' is valid on chains only, and this tree branches; "
-                f"use verifier {'specinfer' if drafts > 1 else 'mcsd'} or exact, or a tree such as chain:{tree.depth}"
-            )
+            fix = f"use verifier {'specinfer' if drafts > 1 else 'mcsd'} or exact, or a tree such as chain:{tree.depth}"
+            raise ValueError(f"verifier '{self.name}' is valid on chains only; {fix}")
         if drawing is None:
             return
         drawing = "deterministic" if tree.grows else drawing
         if drawing not in self.drawings:
-            raise ValueError(
-                f"verifier '{self.name}' is not valid for drafts drawn '{drawing}' "
-                f"(only {', '.join(self.drawings)}); use verifier exact"
-            )
+            raise ValueError(f"verifier '{self.name}' is not valid for drafts drawn '{drawing}'; use verifier exact")
         if drafts > 1 and not self.several_drafts:
             raise ValueError(f"verifier '{self.name}' takes one draft, and there are {drafts}; use specinfer or exact")
 

@@ -160,8 +160,6 @@ def borrow(target: PreTrainedModel) -> Borrowed:
     borrowed = Borrowed(embedding, output_projection(lm_head, config), config.hidden_size, vocabulary_size(target))
     widths = {borrowed.embedding_weight.shape[-1], borrowed.projection.weight_VH.shape[-1]}
     if widths != {borrowed.hidden_size}:
-        raise InputError(
-            f"{type(target).__name__}: its embedding or output projection is not as wide as its hidden states "
-            f"({borrowed.hidden_size}), and heads need one width; use a draft model for this target"
-        )
+        what = f"{type(target).__name__}: its embedding or output projection is not as wide as its hidden states"
+        raise InputError(f"{what}, as heads need; use a draft model for this target")
     return borrowed

@@ -78,10 +78,8 @@ class Eagle3Config(LayerConfig):
         own_embedding = bool(values.get("embed_requires_grad"))
         borrow(target).check_sizes(width, vocab_size)
         if width != hidden and not own_embedding:
-            raise InputError(
-                f"'hidden_size' is {hidden} and the target's is {width}, so the head needs an embedding of "
-                f"its own, and the file holds no 'embed_tokens.weight'; export it again with it"
-            )
+            sizes = f"'hidden_size' is {hidden} and the target's is {width}"
+            raise InputError(f"{sizes}, and the file holds no 'embed_tokens.weight'; export it again with it")
         return cls.read(
             values,
             draft_vocab_size=values.get("draft_vocab_size") or vocab_size,

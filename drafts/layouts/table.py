@@ -273,9 +273,7 @@ def _read_block(files: HeadFiles) -> None:
     values, tensors = files.values, files.tensors
     kinds = set(values.get("layer_types") or ())
     if len(kinds) > 1:
-        raise InputError(
-            "some of its layers attend to a window and some to everything; only layers that are alike can run"
-        )
+        raise InputError("some of its layers attend to a window and some do not; only layers that are alike can run")
     if kinds == {"sliding_attention"}:
         window = {"use_swa": True, "swa_window_size": values["sliding_window"]}
         # By default engines make layers with a window causal.
@@ -376,9 +374,7 @@ def _read_hydra(files: HeadFiles) -> None:
     # Their config's default for an absent `grounded_heads` is false.
     values = {**_HYDRA_PLAIN, "grounded_heads": False, **files.values}
     if changed := next((key for key, plain in _HYDRA_PLAIN.items() if values[key] != plain), None):
-        raise InputError(
-            f"'{changed}' is {values[changed]!r}; only Hydra's MLP heads that read drafted tokens can be run"
-        )
+        raise InputError(f"'{changed}' is {values[changed]!r}; only Hydra's MLP heads that read drafted tokens can run")
     files.values |= {"hidden_size": files.lm_head_VH.shape[-1], "vocab_size": len(files.lm_head_VH)}
     files.values |= {"hydra_num_heads": heads, "hydra_num_layers": layers}
     files.values |= {"hydra_own_projection": True, "hydra_skip_bias": True}

@@ -71,7 +71,7 @@ def fresh(target: PreTrainedModel, cost: float, seed: int = 0) -> tuple[PreTrain
     if not affordable:
         least = min(share for share, _ in shares)
         raise InputError(
-            f"cost: no shape costs as little as {cost} of the target, the least found was {least:.3f}; raise it"
+            f"cost: no shape costs as little as {cost} of the target; least found was {least:.3f}; raise it"
         )
     share, config = max(affordable, key=lambda shape: _layer_parameters(shape[1]))
     with torch.random.fork_rng(devices=[]):

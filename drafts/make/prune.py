@@ -60,10 +60,7 @@ def prune(
     """
     kind = target.config.model_type
     if kind not in FAMILIES:
-        raise InputError(
-            f"{target.name_or_path or type(target).__name__}: models of type {kind} cannot be pruned (only "
-            f"{', '.join(FAMILIES)}); use --method transplant or fresh"
-        )
+        raise InputError(f"{target.name_or_path}: a {kind} model cannot be pruned; use --method transplant or fresh")
     family, config = FAMILIES[kind], copy.deepcopy(target.config)
     layers = target.get_submodule(family.layers)
     assert isinstance(layers, nn.ModuleList)

@@ -66,10 +66,8 @@ def wide_config(old: LlamaConfig, **sizes: int) -> LlamaConfig:
     # The query heads of the old model need not fill its width, and the ratio to the width is kept.
     heads, left = divmod(new.hidden_size * old.num_attention_heads, old.hidden_size)
     if left or heads % group:
-        raise ValueError(
-            f"hidden_size: {new.hidden_size} is not filled by heads of {head}, {group} to a key/value head; "
-            f"use a multiple of {old.hidden_size * group // old.num_attention_heads}"
-        )
+        fits = old.hidden_size * group // old.num_attention_heads
+        raise ValueError(f"hidden_size: {new.hidden_size} is not filled by heads of {head}; use a multiple of {fits}")
     new.num_attention_heads, new.num_key_value_heads, new.head_dim = heads, heads // group, head
     new.rms_norm_eps = old.rms_norm_eps * old.hidden_size / new.hidden_size
     return new
