@@ -86,8 +86,8 @@ class StaticSteps:
         self._stamp: tuple[int, ...] = ()
         self._steps: dict[object, Function] = {}
         self._pool: Any = None
-        self.cache: TreeCache | None = None
-        self._rows = 0
+        self.cache: TreeCache
+        self._rows = 0  # of the cache, once there is one
 
     def begin(self, rows: int, layers: int, capacity: int, limit: int | None) -> TreeCache:
         """Return a cache of at least this size for one `generate` call, at the same address while it fits."""
@@ -96,12 +96,12 @@ class StaticSteps:
             self._forget()
             self._stamp = stamp
             self.lean = lean_forward(self.model, None) if self._lean else None
-        if self.cache is None or self._rows < rows or self.cache.capacity < capacity:
+        if self._rows < rows or self.cache.capacity < capacity:
             if self._steps:
                 log.info("compile: the buffers grow, so that %d steps are recorded again", len(self._steps))
             self._forget()
+            known = self.cache.capacity if self._rows else 0
             self._rows = max(bucket(rows), self._rows)
-            known = 0 if self.cache is None else self.cache.capacity
             self.cache = TreeCache(layers, max(_slots(capacity), known), buffer_rows=self._rows)
             # Only a forward knows the shape of the cache.
             if isinstance(self.model, PreTrainedModel):
@@ -165,7 +165,6 @@ class StaticSteps:
 
     def slots(self, column: int, total: int) -> int:
         """Return P of a forward whose block of `total` slots begins at this column."""
-        assert self.cache is not None
         return min(_slots(column + total), self.cache.capacity)
 
 
@@ -218,7 +217,6 @@ class StaticForward:
             positions_Bq = positions_Bq.clamp(max=self.limit - 1)
         masks = self._masks(offsets_BT, sees_BqT, length_B1, lead_B1, column)
         at_q = column + torch.arange(total - queries, total, device=column.device)
-        assert self.steps.cache is not None
         keys, values = self.steps.cache.buffers(rows, self.slots)
         pairs = zip(keys.unbind(0), values.unbind(0), strict=True)
         cache = Cache(layers=[_StepLayer(*pair, at_q) for pair in pairs])

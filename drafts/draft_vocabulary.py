@@ -152,9 +152,7 @@ def attach_draft_vocabulary(model: PreTrainedModel, ids_D: Tensor) -> None:
 
 def draft_vocabulary(model: nn.Module) -> Tensor | None:
     """The tokens `[D]` that a language model drafts, sorted; None for all of them."""
-    ids_D = model._buffers.get(_BUFFER)
-    assert ids_D is None or isinstance(ids_D, Tensor)
-    return ids_D
+    return model._buffers.get(_BUFFER)
 
 
 @torch.no_grad()

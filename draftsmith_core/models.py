@@ -238,9 +238,7 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """How many logits the model gives per position."""
-    size = model.config.get_text_config().vocab_size
-    assert isinstance(size, int)
-    return size
+    return int(model.config.get_text_config().vocab_size)
 
 
 def check_tokenizer(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> None:

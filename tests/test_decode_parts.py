@@ -212,7 +212,7 @@ def test_memory_stays_where_it_is_until_it_is_too_small(model):
     assert decoder.steps is not None
 
     def address() -> int:
-        assert decoder.steps is not None and decoder.steps.cache is not None
+        assert decoder.steps is not None
         return decoder.steps.cache.buffers(1, 1)[0].data_ptr()
 
     decoder.generate([[1, 2, 3], [2]], GREEDY, 4)
@@ -220,7 +220,7 @@ def test_memory_stays_where_it_is_until_it_is_too_small(model):
     decoder.generate([[3, 1]], GREEDY, 9)
     assert address() == first and decoder.steps.count == count + 1  # a batch of one is another step
     decoder.generate([[1]] * 5, GREEDY, 4)
-    assert decoder.steps.cache is not None and decoder.steps.cache.buffers(5, 1)[0].shape[1] == 5
+    assert decoder.steps.cache.buffers(5, 1)[0].shape[1] == 5
 
 
 @pytest.mark.usefixtures("replayed")

@@ -98,7 +98,7 @@ class _HeadAsModel(nn.Module):
     def __init__(self, head: Any) -> None:
         super().__init__()
         self.head: Any = head
-        self.features_BTH: Tensor | None = None
+        self.features_BTH: Any = None
         sizes = {key: getattr(head.config, key) for key in ("num_hidden_layers", "hidden_size")}
         self.config = PreTrainedConfig.from_dict(sizes)
         weight = next(head.parameters())
@@ -131,7 +131,6 @@ class _BlockAsModel(_HeadAsModel):
         self, input_ids: Tensor, attention_mask: Any, position_ids: Tensor, past_key_values: Any, **_: Any
     ) -> CausalLMOutput:
         """Cache the features; return, in the place of logits, the states of the slots that draft."""
-        assert self.features_BTH is not None
         known, cache = self.features_BTH.shape[1], past_key_values
         self.head.remember(self.features_BTH, position_ids[:, :known], cache)
         if known == input_ids.shape[1]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith_core.errors import InputError
@@ -22,7 +22,7 @@ class OutputProjection:
     Holds the module and not its weight, because sharded training swaps the parameter under the module.
     """
 
-    module: nn.Module
+    module: Any
     scale: float = 1.0
     softcap: float | None = None
     rows_D: Tensor | None = None
@@ -31,8 +31,7 @@ class OutputProjection:
     @property
     def weight_VH(self) -> Tensor:
         """The weight; the embedding's own tensor if the two are tied."""
-        weight = self.module.weight
-        assert isinstance(weight, Tensor)
+        weight: Tensor = self.module.weight
         return weight if self.rows_D is None else weight.index_select(0, self.rows_D)
 
     @property
@@ -53,13 +52,12 @@ class OutputProjection:
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
 
-def dtype_of(module: nn.Module) -> torch.dtype:
+def dtype_of(module: Any) -> torch.dtype:
     """The dtype of a module's weight. Decoding packs weights; a packed module has it without unpacking the weight."""
-    dtype: torch.dtype = getattr(module, "dtype", None) or module.weight.dtype  # type: ignore[assignment]
-    return dtype
+    return getattr(module, "dtype", None) or module.weight.dtype
 
 
-def output_projection(module: nn.Module, config: Any) -> OutputProjection:
+def output_projection(module: Any, config: Any) -> OutputProjection:
     """`module` as the output projection of a model with this text configuration."""
     multiplied, divided = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     scale = float(multiplied or 1.0) / float(divided or 1.0)
@@ -73,7 +71,7 @@ class Borrowed:
     A copy of a head borrows from the same target.
     """
 
-    embedding: nn.Module
+    embedding: Any
     projection: OutputProjection
     hidden_size: int
     vocab_size: int
@@ -96,9 +94,7 @@ class Borrowed:
     @property
     def embedding_weight(self) -> Tensor:
         """`[V, H]`, the target's own tensor, detached."""
-        weight = self.embedding.weight
-        assert isinstance(weight, Tensor)
-        return weight.detach()
+        return self.embedding.weight.detach()
 
     @property
     def embedding_table(self) -> Tensor:
@@ -154,10 +150,9 @@ class ReadsLastState:
 
 def borrow(target: PreTrainedModel) -> Borrowed:
     """The parts of `target` that heads use. Raises InputError if its embedding has another width than its states."""
-    embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-    assert isinstance(embedding, nn.Module) and isinstance(lm_head, nn.Module)
     config = text_config(target)
-    borrowed = Borrowed(embedding, output_projection(lm_head, config), config.hidden_size, vocabulary_size(target))
+    projection = output_projection(target.get_output_embeddings(), config)
+    borrowed = Borrowed(target.get_input_embeddings(), projection, config.hidden_size, vocabulary_size(target))
     widths = {borrowed.embedding_weight.shape[-1], borrowed.projection.weight_VH.shape[-1]}
     if widths != {borrowed.hidden_size}:
         what = f"{type(target).__name__}: its embedding or output projection is not as wide as its hidden states"

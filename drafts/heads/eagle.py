@@ -240,8 +240,7 @@ class EagleHead(ReadsLastState, FeatureHead):
         dtype = dtype_of(self.fc)
         embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
         states_BTH: Tensor = self.fc(torch.cat([embedded_BTH, features_BTH.to(dtype)], dim=-1))
-        states_BTH = self.layers[0](states_BTH, **self.attending(states_BTH, *attending))
-        return states_BTH
+        return self.layers[0](states_BTH, **self.attending(states_BTH, *attending))
 
     def logits(self, states_BTH: Tensor) -> Tensor:
         """`[B, T, V]`, the target's own of the predicted features."""

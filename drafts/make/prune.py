@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +62,7 @@ def prune(
     if kind not in FAMILIES:
         raise InputError(f"{target.name_or_path}: a {kind} model cannot be pruned; use --method transplant or fresh")
     family, config = FAMILIES[kind], copy.deepcopy(target.config)
-    layers = target.get_submodule(family.layers)
-    assert isinstance(layers, nn.ModuleList)
+    layers: Any = target.get_submodule(family.layers)
     depth = len(layers)
     width = int(_by_inputs(layers[0].get_submodule(family.down)).shape[0])
     wanted_layers = _within("num_layers", num_layers, depth)
@@ -122,7 +121,5 @@ def _sums_of_squares(
     return sums
 
 
-def _by_inputs(linear: nn.Module) -> Tensor:
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
-    return weight if isinstance(linear, Conv1D) else weight.T
+def _by_inputs(linear: Any) -> Tensor:
+    return linear.weight if isinstance(linear, Conv1D) else linear.weight.T
