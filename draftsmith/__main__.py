@@ -16,7 +16,7 @@ import warnings  # noqa: E402
 from draftsmith import __version__  # noqa: E402
 from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
 from draftsmith_core.errors import InputError, RequirementError, RunError, nearest, one_line  # noqa: E402
-from draftsmith_core.processes import Terminated, is_main, settle_threads  # noqa: E402
+from draftsmith_core.processes import Terminated, is_main, keep_freed_memory, settle_threads  # noqa: E402
 
 
 def usage() -> str:
@@ -81,6 +81,7 @@ def _prepare(words: list[str]) -> int | None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     if "torch" not in sys.modules:
         settle_threads(name)
+        keep_freed_memory()
     return None
 
 

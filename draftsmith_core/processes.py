@@ -4,6 +4,7 @@ Nothing heavy is imported until processes meet, so that commands can ask who the
 """
 
 import contextlib
+import ctypes
 import math
 import os
 import signal
@@ -268,6 +269,20 @@ def terminable() -> Iterator[StopSignal]:
 _PASSIVE, _SPIN = ("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "2000")
 _WAITS = {"train": _PASSIVE, "distill": _PASSIVE, "align": _SPIN, "demo": _SPIN, "eval": _SPIN}
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+_MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed blocks of any size for the next tensors, until the process ends.
+
+    By default it maps each large block anew, and the kernel clears its pages again: a fifth of an evaluation's time.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
 def settle_threads(command: str, control_groups: Path = Path("/sys/fs/cgroup")) -> None:

@@ -1,6 +1,7 @@
 """Several processes, signals, and what is set for OpenMP before torch starts its threads."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -82,6 +83,23 @@ def test_commands_settle_it_before_torch_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "PASSIVE"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives freed blocks back so early")
+def test_freed_memory_serves_the_next_tensors():
+    program = (
+        "import resource, torch\n"
+        "from draftsmith_core.processes import keep_freed_memory\n"
+        "keep_freed_memory()\n"
+        "def faults():\n"
+        "    torch.ones(1 << 24)\n"  # 64 MiB
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "faults()\n"
+        "first = faults()\n"
+        "print(max(faults() for _ in range(5)) - first)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1000  # a page each would be 16,384
 
 
 def test_settings_of_the_launcher_that_nothing_follows_are_dropped_with_one_warning(monkeypatch, capsys):
