@@ -6,11 +6,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from decode.defaults import default_tree as default_tree, default_verifier as default_verifier
-from decode.propose import PROPOSERS as PROPOSERS, ProposerKind as ProposerKind
+from decode.propose import PROPOSERS as PROPOSERS, ProposerKind as ProposerKind, default_tree as default_tree
 from decode.tree import Drawing as Drawing, DynamicTree as DynamicTree, Tree as Tree, TreeShape as TreeShape
 from decode.tree_spec import TREES as TREES, TreeKind as TreeKind, parse_tree as parse_tree
-from decode.verify import VERIFIERS as VERIFIERS, Verifier as Verifier
+from decode.verify import VERIFIERS as VERIFIERS, Verifier as Verifier, default_verifier as default_verifier
 from draftsmith_core import lazy_names
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.batch_run import BatchRun, Generation, OnTokens, StopCondition
-from decode.defaults import default_verifier
 from decode.packed_weights import kernel_products, packs_of
 from decode.propose.protocol import Proposer
 from decode.runner import Block, Runner
@@ -23,7 +22,7 @@ from decode.supported_models import attention_windows, check_context
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from decode.tree_spec import parse_tree
-from decode.verify import VERIFIERS, Verifier
+from decode.verify import VERIFIERS, Verifier, default_verifier
 from draftsmith_core.models import context_length, eos_ids as eos_of, vocabulary_size
 from draftsmith_core.sampling import Sampling, generator, row_seed
 

@@ -60,9 +60,8 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
     inner: Any = model.model
     if type(inner.rotary_emb).__name__ not in vars(family) or inner.rotary_emb.rope_type not in _ROPES:
         return None
-    if not inner.layers or 2 * inner.rotary_emb.inv_freq.shape[0] != inner.layers[0].self_attn.head_dim:
-        return None
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+    hooked = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    if hooked or not inner.layers or 2 * inner.rotary_emb.inv_freq.shape[0] != inner.layers[0].self_attn.head_dim:
         return None
     epsilons = set()
     for module in model.modules():

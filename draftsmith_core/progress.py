@@ -44,9 +44,6 @@ def no_tick(*_: object) -> None:
     """An `Advance` or a `Tick` that does nothing."""
 
 
-no_advance = no_tick
-
-
 def track(items: Iterable[T], what: str, total: int) -> Iterator[T]:
     """Iterate `items`, showing progress."""
     with progress(what, total) as advance:

@@ -19,7 +19,7 @@ from draftsmith_core.io import hash_json, remove_leftovers
 from draftsmith_core.models import eos_ids, reset_peak_memory, resolve_device
 from draftsmith_core.options import configured
 from draftsmith_core.processes import from_main, is_main, join_processes, launched, on_main, say
-from draftsmith_core.progress import Advance, Tick, no_advance, progress
+from draftsmith_core.progress import Advance, Tick, no_tick, progress
 from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import Sampling, resolve_sampling, sampling_options
 from eval import remarks, rows
@@ -197,7 +197,7 @@ class Evaluation:
     pair: LoadedPair
     models: dict[str, ModelRow]
     run: Run
-    advance: Advance = no_advance
+    advance: Advance = no_tick
     reused: int = 0
     measured: int = 0
 

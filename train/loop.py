@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.defaults import CHAIN
+from decode.propose import CHAIN
 from decode.stats import independent_tau
 from draftsmith_core.cards import checkpoint_card
 from draftsmith_core.errors import InputError, RunError, one_line

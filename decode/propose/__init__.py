@@ -10,8 +10,23 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from decode.tree import Tree
+
 if TYPE_CHECKING:
     from decode.propose.protocol import Proposer
+
+CHAIN = 4  # tokens drafted per step when no tree is named
+
+
+def default_tree(proposer: str = "draft", heads: int | None = None) -> Tree:
+    """Return the tree for a proposer of `PROPOSERS`: a chain of four tokens, fewer if there are fewer `heads`; for
+    lookahead, a tree that holds its window and its candidates.
+    """
+    if proposer == "lookahead":
+        from decode.propose.lookahead import LookaheadProposer
+
+        return LookaheadProposer().default_tree()
+    return Tree(tuple(range(-1, min(CHAIN, heads or CHAIN) - 1)))
 
 
 @dataclass(frozen=True)

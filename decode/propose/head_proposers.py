@@ -22,8 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from decode.cache import TreeCache
-from decode.defaults import default_tree
 from decode.packed_weights import packs_of
+from decode.propose import default_tree
 from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
 from decode.propose.network_proposer import NetworkProposer, slots_per_step
 from decode.propose.protocol import Outcome, SessionSetup

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.defaults import default_tree
+from decode.propose import default_tree
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import Sampling

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.defaults import CHAIN
+from decode.propose import CHAIN
 from eval.bootstrap import signs
 from eval.report.findings import worst_set
 from eval.report.formats import CLEAR, NONE, WORDS, kept, memory, named_set, number, tree_name, with_interval
