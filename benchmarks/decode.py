@@ -43,7 +43,7 @@ from draftsmith_core.io import write_text_atomic
 from draftsmith_core.models import dtype_name, load_model, resolve_device, vocabulary_size
 from draftsmith_core.runs import git_commit, versions
 from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer
-from eval.model_rows import machine
+from eval.measure import machine
 
 TARGET, DRAFT = ROOT / "draftsmith" / "demo" / "pair" / "target", ROOT / "configs" / "bench" / "draft"
 # Positions beyond the trained 512 cost what they cost anywhere; what the models say there does not matter.

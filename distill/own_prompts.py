@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from distill.config import DistillConfig, magpie
 from distill.engines import Answer, AnswerRequest, Engine, Failed
-from distill.parts import Numbered, ask
+from distill.parts import RECORD, Numbered, ask
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import canonical_json, write_json_atomic
 from draftsmith_core.processes import on_main
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 PROMPTS = "prompts.jsonl"
-# Number of texts drawn, number kept, and why the others were left out.
-RECORD = "own_prompts.json"
 _GROUPS = ".prompts"
 # Stands in for a user's text, to find what a chat template writes around it.
 _CONTENT = "USER-TEXT-STANDS-HERE"

@@ -31,7 +31,7 @@ Request = tuple[Prompt, int]  # a prompt and the index of its sample
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The options of `Pair.generate`, for type checkers."""
+    """The options of `Pair.generate`."""
 
     draft: str | Sequence[str] | None
     proposer: str | Proposer | None
@@ -210,27 +210,7 @@ class Pair:
     ) -> Output: ...
     @overload
     def generate(self, prompts: Sequence[OnePrompt], **options: Unpack[GenerateOptions]) -> list[Output]: ...
-    def generate(
-        self,
-        prompts: OnePrompt | Sequence[OnePrompt],
-        *,
-        draft: str | Sequence[str] | None = None,
-        proposer: str | Proposer | None = None,
-        tree: str | TreeShape | None = None,
-        verifier: str | Verifier | None = None,
-        datastore: str | SuffixIndex | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        max_new_tokens: int = 128,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        batch_size: int = 8,
-        on_tokens: OnTokens | None = None,
-        **unknown: Any,
-    ) -> Output | list[Output]:
+    def generate(self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any) -> Output | list[Output]:
         """Continue one prompt, or each of a list. Return an `Output`, or a list of them in the same order.
 
         prompts: texts, token ids or chats. With the same seed, `draftsmith decode` gives the same outputs for
@@ -239,33 +219,23 @@ class Pair:
         decode --help`, or objects of your own; chosen to suit where left out. datastore: a file to retrieve from.
         temperature (0 is greedy), top_p, top_k (0 keeps every token), min_p: None takes the target's
         generation_config.json, and greedy without one. stop: texts; an output ends after the token that completes one.
-        batch_size: prompts decoded together. on_tokens(row of its batch, ids, from_draft): called after each step
-        with its new tokens. Raise InputError for an invalid combination.
+        max_new_tokens: 128 by default. batch_size: prompts decoded together, 8 by default. on_tokens(row of its batch,
+        ids, from_draft): called after each step with its new tokens. Raise InputError for an invalid combination.
         """
-        for name in unknown:
+        for name in [name for name in options if name not in GenerateOptions.__annotations__]:
             fix = f"use {_THEIRS[name]}" if name in _THEIRS else nearest(name, GenerateOptions.__annotations__)
             raise TypeError(f"generate: no option {name!r}; {fix}")
-        decoding = self.decoding(draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore)
-        sampling = resolve_sampling(
-            self.target_name, self.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-        ).sampling
+        methods = ("draft", "proposer", "tree", "verifier", "datastore")
+        decoding = self.decoding(**{key: options.pop(key, None) for key in methods})
+        chosen = {key: options.pop(key, None) for key in ("temperature", "top_k", "top_p", "min_p")}
+        sampling = resolve_sampling(self.target_name, self.target, **chosen).sampling
         one, repeats = _is_one_prompt(prompts), Counter[str]()
         if one:
             named = [Prompt("prompt", "default", tuple(self.encode(prompts)))]  # type: ignore[arg-type]
         else:
             encoded = [self.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]  # type: ignore[arg-type]
             named = [Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)) for ids in encoded]
-        batches = self.decode(
-            decoding.decoder,
-            [(prompt, 0) for prompt in named],
-            sampling,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            stop=[stop] if isinstance(stop, str) else stop,
-            ignore_eos=ignore_eos,
-            batch_size=batch_size,
-            on_tokens=on_tokens,
-        )
+        batches = self.decode(decoding.decoder, [(prompt, 0) for prompt in named], sampling, **options)
         outputs = [output for batch in batches for output in batch]
         return outputs[0] if one else outputs
 
@@ -365,11 +335,11 @@ class Pair:
         requests: Sequence[Request],
         sampling: Sampling,
         *,
-        max_new_tokens: int,
-        seed: int,
-        stop: Sequence[str],
-        ignore_eos: bool,
-        batch_size: int,
+        max_new_tokens: int = 128,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        batch_size: int = 8,
         on_tokens: OnTokens | None = None,
     ) -> Iterator[list[Output]]:
         """Decode requests batch by batch; yield the outputs of each batch in order."""
@@ -383,7 +353,7 @@ class Pair:
                     [generator(row_seed(seed, f"{prompt.id}/{sample}")) for prompt, sample in rows],
                     () if ignore_eos else eos_ids(self.target),
                     on_tokens,
-                    StopStrings(self.tokenizer, stop) if stop else None,
+                    StopStrings(self.tokenizer, [stop] if isinstance(stop, str) else stop) if stop else None,
                 )
             except ValueError as error:
                 raise InputError(str(error)) from None

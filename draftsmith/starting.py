@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from decode import SpeculativeDecoder
 from decode.supported_models import attention_windows
 from drafts.draft_vocabulary import (
     check_draft_vocabulary,
@@ -34,6 +33,7 @@ from draftsmith_core.runs import command_line, provenance
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from eval import measure
 from eval.acceptance import Continuation
 from eval.estimate import alpha_sums
 from train.data import load_examples
@@ -152,13 +152,8 @@ def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokeniz
     limits: dict[str, Any] = {"max_tokens": room, "limit": config.max_prompts}
     read = read_prompts(config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, **limits)
     read.say_skipped()
-    decoder, sampling = SpeculativeDecoder(target), Sampling(temperature=config.temperature)
-    ids, answers = [prompt.ids for prompt in read.prompts], []
-    for start in range(0, len(ids), _BATCH):
-        batch = ids[start : start + _BATCH]
-        answers += decoder.generate(batch, sampling, config.max_new_tokens, seed=config.seed + start).generations
-    pairs = enumerate(zip(ids, answers, strict=True))
-    return [Continuation(str(row), prompt, answer.output_ids) for row, (prompt, answer) in pairs]
+    options = {"max_new_tokens": config.max_new_tokens, "batch_size": _BATCH, "seed": config.seed}
+    return measure.answers(target, read.prompts, Sampling(temperature=config.temperature), **options)
 
 
 def alphas(

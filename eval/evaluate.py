@@ -28,8 +28,18 @@ from eval.config import EvalConfig
 from eval.diagnose import RootStep
 from eval.diagnosis_rows import diagnosis_rows
 from eval.estimate import AlphaMeasurement, measure_alphas
-from eval.measure import SpeedMeasurement, Suite, Task, continuations, decoder_of, load
-from eval.model_rows import clock, identity, machine, model_row
+from eval.measure import (
+    SpeedMeasurement,
+    Suite,
+    Task,
+    clock,
+    continuations,
+    decoder_of,
+    identity,
+    load,
+    machine,
+    model_row,
+)
 from eval.predict import predicted_methods
 from eval.remarks import announce
 from eval.report.page import write_report

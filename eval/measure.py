@@ -1,30 +1,45 @@
-"""Prompt sets, and decoding for real on them: the target alone, then every draft against it, counted and timed.
+"""Prompt sets, and decoding for real on them: the target alone, then every draft against it, counted and timed; and the
+facts of the models, the machine and the run.
 
 Each result is plain JSON, kept on disk as one measurement of the evaluation. Lists are in the order of the prompts.
 """
 
 import os
+import platform
+import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 from transformers import PreTrainedModel
 
 from decode import PROPOSERS, BatchOutput, Generation, SpeculativeDecoder, Tree, take_over
-from drafts.load import Draft, LoadedPair, kind_of, load_pair
+from drafts.load import Draft, LoadedPair, draft_fingerprint, kind_of, load_pair
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json
-from draftsmith_core.models import eos_ids
+from draftsmith_core.models import (
+    context_length,
+    dtype_name,
+    eos_ids,
+    memory_bytes,
+    parameter_count,
+    peak_memory,
+    quantization,
+    vocabulary_size,
+)
 from draftsmith_core.processes import divided
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.prompts import Prompt, read_prompts
+from draftsmith_core.runs import read_record
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.settings import loading, tokenizing
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from eval.acceptance import Continuation
 from eval.request import Method
-from eval.schema import SuiteKind
+from eval.schema import ModelRow, SuiteKind, Training
 
 WARM_UP_TOKENS = 8
 # Prompts that tell drafting from verifying, and the most nodes of the tree of one level.
@@ -256,3 +271,78 @@ def answers(
 ) -> list[Continuation]:
     """Continue prompts with the target up to its own end tokens; `options` as for `Task`."""
     return continuations(prompts, Task(target, prompts, sampling, eos_ids(target), **options).baseline())
+
+
+def model_row(name: str, model: Draft) -> ModelRow:
+    """The facts of a loaded model; `name` is its directory or hub name."""
+    weight = next(model.parameters())
+    if isinstance(model, PreTrainedModel):
+        family, vocabulary, context = str(model.config.model_type), vocabulary_size(model), context_length(model)
+        dtype = dtype_name(model)
+    else:
+        family, vocabulary, context = model.kind, model.vocab_size, None
+        dtype = str(weight.dtype).removeprefix("torch.")
+    return ModelRow(
+        name=name,
+        kind=kind_of(model),
+        fingerprint=draft_fingerprint(model),
+        model_type=family,
+        parameters=parameter_count(model),
+        memory_bytes=memory_bytes(model),
+        vocabulary=vocabulary,
+        context=context,
+        dtype=dtype,
+        quantize=quantization(model),
+        device=str(weight.device),
+        training=_training(Path(name)),
+    )
+
+
+def _training(checkpoint: Path) -> Training | None:
+    """What the checkpoint's own record says of its alignment; None if `train` did not align it."""
+    record = read_record(checkpoint)
+    try:
+        config, data, steps = record["config"], record["data"], record["steps"]
+        batch = config["batch_size"] * config["accumulation"] * record["processes"]
+        return Training(
+            objective=record["objective"],
+            response_tokens=data["response_tokens"],
+            epochs=steps * batch / data["training"]["rows"],
+            steps=steps,
+            best_step=record["best_step"],
+        )
+    except KeyError:
+        return None
+
+
+def identity(model: ModelRow) -> list[str]:
+    """What makes two models give the same numbers: weights, arithmetic, and where it is done."""
+    return [model["fingerprint"], model["dtype"], model["device"]]
+
+
+def machine(model: PreTrainedModel) -> dict[str, Any]:
+    """The processor, threads, GPU and system that the timings hold for."""
+    info, on_gpu = Path("/proc/cpuinfo"), model.device.type == "cuda"
+    named = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.is_file() else "", re.MULTILINE)
+    return {
+        "cpu": named[1] if named else platform.processor() or platform.machine(),
+        "cpus": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(model.device) if on_gpu else None,
+        "system": platform.system(),
+    }
+
+
+def clock(started: float, reused: int, measured: int, target: PreTrainedModel) -> dict[str, Any]:
+    """When the run started (seconds since 1970) and ended, what it measured anew, where, and its peak memory."""
+    finished = time.time()
+    begun, ended = (time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at)) for at in (started, finished))
+    return {
+        "started": begun,
+        "finished": ended,
+        "seconds": round(finished - started, 3),
+        "cells_reused": reused,
+        "cells_measured": measured,
+        "machine": machine(target),
+        "peak_memory_bytes": peak_memory(target.device)[0],
+    }

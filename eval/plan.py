@@ -35,7 +35,7 @@ from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums, estimate, quotient, resamples, signs
 from eval.config import PlanConfig
 from eval.estimate import read_traces
-from eval.model_rows import machine, model_row
+from eval.measure import machine, model_row
 from eval.plan_model import Costs, JointRuns, fit, kary_space, time_shapes
 from eval.predict import Traces, chances, predict
 from eval.request import Method

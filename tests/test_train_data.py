@@ -18,12 +18,11 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import sha256_file
 from draftsmith_core.models import load_model
 from tests.train_laws import FAMILIES, tiny_family
-from train.batch import IGNORE
+from train.batch import IGNORE, pack, packing_method
 from train.config import Optim
 from train.data import Examples, collate, divide, load_examples, order, packed, units, with_replay
 from train.loop import _curves, learning_rate, make_optimizer
 from train.objective import parse_objective
-from train.packing import pack, packing_method
 from train.trainees.lm import LMTrainee
 
 Row = dict[str, Any]

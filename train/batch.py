@@ -1,14 +1,20 @@
-"""What goes into a forward of a trainee, and what comes out; apart from `train.data`, because a step needs only torch.
+"""What goes into a forward of a trainee, how documents share a row of it, and what comes out.
 
-Legend: B rows of a batch, T tokens of the longest of them, D depths (depth 1 is the first drafted token).
+Apart from `train.data`, because a step needs only torch.
+
+Legend: B rows of a batch, T tokens of the longest of them, R documents, D depths (depth 1 is the first drafted token).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from draftsmith_core.errors import InputError
 from train.teacher import StoredTeacher
 
 IGNORE = -100
@@ -53,3 +59,97 @@ class LossSums(NamedTuple):
     depth_alpha_D: Tensor
     depth_tokens_D: Tensor
     missing: Tensor | None = None
+
+
+# How many documents are looked at together; more fills rows better and mixes lengths less.
+_WINDOW = 512
+
+# `positions`: position ids that restart are enough for the model. `mask`: it needs a mask as well.
+PackingMethod = Literal["positions", "mask"]
+
+
+def pack(lengths_R: npt.NDArray[np.int64], width: int, seed: int) -> list[list[int]]:
+    """Rows of at most `width` tokens: lists of document indices that together hold every document once.
+
+    Documents are shuffled; within a window the longest go first, each into the fullest row that still has room.
+    """
+    packed: list[list[int]] = []
+    shuffled = np.random.default_rng([seed, len(lengths_R)]).permutation(len(lengths_R))
+    for start in range(0, len(shuffled), _WINDOW):
+        window = shuffled[start : start + _WINDOW]
+        rows: list[list[int]] = []
+        room: list[int] = []
+        for document in window[np.argsort(-lengths_R[window], kind="stable")]:
+            length = int(lengths_R[document])
+            fits = [(space, row) for row, space in enumerate(room) if space >= length]
+            if fits:
+                row = min(fits)[1]
+            else:
+                row = len(rows)
+                rows.append([])
+                room.append(width)
+            rows[row].append(int(document))
+            room[row] -= length
+        packed += rows
+    return packed
+
+
+def forward_options(batch: Batch, method: PackingMethod | None, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of a model's forward beside the ids. method: of this model, if batches are packed."""
+    if batch.positions_BT is None or batch.documents_BT is None:
+        return {}
+    assert method is not None, "this trainee was not built for packed batches"
+    if method == "positions":
+        return {"position_ids": batch.positions_BT}
+    tokens, device = batch.ids_BT.shape[1], batch.ids_BT.device
+    causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    seen_BTT = (batch.documents_BT[:, :, None] == batch.documents_BT[:, None, :]) & causal_TT
+    # Additive: 0 where a token may attend (back, in its own document), else the least value.
+    mask_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=device).masked_fill_(~seen_BTT, torch.finfo(dtype).min)
+    return {"position_ids": batch.positions_BT, "attention_mask": mask_BTT[:, None]}
+
+
+@torch.no_grad()
+def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
+    """How the model keeps documents apart: by positions that restart alone, or with a mask too; found by trying.
+
+    What a document sees must not change with the document before it, and its hidden states must be those it has alone.
+    Raise InputError for a model that cannot keep them apart (recurrent ones).
+    """
+    config = model.config.get_text_config(decoder=True)
+    size = 5
+    alone_BT = (torch.arange(size, device=model.device)[None] * 7 + 3) % config.vocab_size
+    positions_BT = torch.arange(size, device=model.device).repeat(2)[None]
+    documents_BT = torch.arange(2, device=model.device).repeat_interleave(size)[None]
+    packed = Batch(positions_BT, positions_BT, positions_BT, documents_BT)
+    was_training = model.training
+    model.eval()
+    wanted = _states(model, alone_BT, {})
+    working: PackingMethod | None = None
+    methods: tuple[PackingMethod, ...] = ("positions", "mask")
+    # A mask of ours would replace the model's own, and with it a sliding window.
+    for method in methods[: 1 if getattr(config, "sliding_window", None) else 2]:
+        options = forward_options(packed, method, model.dtype)
+        try:
+            after = [
+                _states(model, torch.cat([before_BT, alone_BT], 1), options)[:, size:]
+                for before_BT in (alone_BT.flip(1), (alone_BT + 1) % config.vocab_size)
+            ]
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            continue  # a model that takes no such mask fails on its shape, each family with another error
+        scale = wanted.abs().max()
+        apart = (after[0] - after[1]).abs().max() <= 1e-5 * scale
+        if apart and (after[0] - wanted).abs().max() <= 0.05 * scale:
+            working = method
+            break
+    model.train(was_training)
+    if working is None:
+        raise InputError(
+            f"packing: {name} ({type(model).__name__}) cannot keep packed documents apart; set packing to false"
+        )
+    return working
+
+
+def _states(model: PreTrainedModel, ids_BT: Tensor, options: dict[str, Any]) -> Tensor:
+    states: Tensor = model.base_model(input_ids=ids_BT, use_cache=False, **options).last_hidden_state
+    return states.float()

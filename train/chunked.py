@@ -18,7 +18,7 @@ from drafts.heads.borrowed import OutputProjection
 from train.batch import LossSums
 from train.losses import InPlaceFn, overlap
 from train.objective import Objective
-from train.teacher import StoredTeacher, Teacher, WidenedTeacher, compute_dtype, is_finite, is_partial, width
+from train.teacher import LiveTeacher, StoredTeacher, Teacher, compute_dtype
 
 # Logits per chunk. On a GPU enough to occupy it. On a CPU few enough to stay near the caches, and at most so many rows
 # that the allocator reuses the memory of the chunk before (measured: 256 rows take two thirds of the time of 4,096).
@@ -29,7 +29,9 @@ _CPU_CHUNK_ROWS = 256
 
 def chunk_size(weight_VH: Tensor, teacher: Teacher | None, chunk: int | None) -> int:
     """Tokens of a chunk: `chunk` if given, else as many as suit the device for the wider of the two vocabularies."""
-    on_cpu, widest = weight_VH.device.type == "cpu", max(len(weight_VH), width(teacher))
+    on_cpu, widest = weight_VH.device.type == "cpu", len(weight_VH)
+    if isinstance(teacher, LiveTeacher):
+        widest = max(widest, len(teacher.projection.weight_VH))
     suits = max(16, (_CPU_CHUNK_LOGITS if on_cpu else _CHUNK_LOGITS) // widest)
     return chunk or (min(_CPU_CHUNK_ROWS, suits) if on_cpu else suits)
 
@@ -68,10 +70,10 @@ class _Task:
     @torch.no_grad()
     def measure(self, draft_CV: Tensor, target_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """alpha and the target's mass outside the draft's vocabulary, `[C]` each."""
-        if isinstance(self.teacher, WidenedTeacher):
-            draft_CV, target_CV = draft_CV[:, : self.teacher.size], target_CV[:, : self.teacher.size]
-        if not is_partial(self.teacher):
-            alpha_C = overlap(draft_CV, target_CV)
+        if isinstance(self.teacher, LiveTeacher) and not self.teacher.is_partial:
+            # Decoding cuts tokens that the target lacks off the draft's distribution.
+            size = draft_CV.shape[-1] - self.teacher.further
+            alpha_C = overlap(draft_CV[:, :size], target_CV[:, :size])
             return alpha_C, torch.zeros_like(alpha_C)
         p_CV = target_CV.exp()
         if isinstance(self.teacher, StoredTeacher):
@@ -111,12 +113,11 @@ def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
 def _in_place(task: _Task, teacher: Teacher, measure: InPlaceFn, like: Tensor, vocabulary: int) -> ChunkFn:
     """For an objective with an in-place form, on finite logits: several times fewer passes over memory."""
     scratch = [like.new_empty(min(task.chunk, len(task.tokens_N)), vocabulary) for _ in range(2)]
-    partial = is_partial(teacher)
 
     def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         target_CV = teacher.logits(rows, logits_CV).to(logits_CV.dtype)
         used = scratch[0][: len(logits_CV)], scratch[1][: len(logits_CV)]
-        mass_C = target_CV.logsumexp(-1).exp() if partial else None
+        mass_C = target_CV.logsumexp(-1).exp() if teacher.is_partial else None
         loss_C, alpha_C = measure(logits_CV, target_CV, used, mass_C)
         missing_C = torch.zeros_like(alpha_C) if mass_C is None else (1 - mass_C).clamp_min(0)
         task.note(rows, loss_C, alpha_C, missing_C)
@@ -151,8 +152,9 @@ class _Projected(torch.autograd.Function):
         alpha, missing = torch.zeros_like(loss), torch.zeros_like(loss)
         linear = task.projection is None or task.projection.is_linear
         in_place = task.objective.in_place
-        if linear and in_place is not None and task.teacher is not None and is_finite(task.teacher):
-            chunk = _in_place(task, task.teacher, in_place, loss, len(weights[0]))
+        teacher = task.teacher
+        if linear and in_place is not None and isinstance(teacher, LiveTeacher) and not teacher.further:
+            chunk = _in_place(task, teacher, in_place, loss, len(weights[0]))
         else:
             chunk = _by_autograd(task, any(needs))
         for rows in task.chunks():
@@ -230,7 +232,7 @@ def projected(
     loss, overlaps, missing = _Projected.apply(task, bias_V, *factors)  # type: ignore[no-untyped-call]
     count = torch.tensor(len(tokens_N), device=hidden_NH.device)
     measured = count if alpha and teacher is not None else torch.zeros_like(count)
-    wants_missing = alpha and is_partial(teacher)
+    wants_missing = alpha and teacher is not None and teacher.is_partial
     return LossSums(loss, count, overlaps, overlaps[None], measured[None], missing if wants_missing else None)
 
 

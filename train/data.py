@@ -29,8 +29,7 @@ from draftsmith_core.prompt_rows import iterate_rows
 from draftsmith_core.prompts import answered, prompt_hash, with_eos
 from draftsmith_core.teacher_rows import COLUMN, unpack
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
-from train.batch import IGNORE, Batch
-from train.packing import pack
+from train.batch import IGNORE, Batch, pack
 from train.teacher import StoredTeacher
 
 # Its progress bars would be drawn over ours.

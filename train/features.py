@@ -23,8 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith_core.io import atomic_file, hash_json, remove_leftovers, sha256_file, writing
-from train.batch import IGNORE, Batch
-from train.packing import forward_options, packing_method
+from train.batch import IGNORE, Batch, forward_options, packing_method
 from train.teacher import find_projection
 
 log = logging.getLogger(__name__)

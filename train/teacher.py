@@ -5,8 +5,8 @@ keeps the commonest tokens only. Losses compare distributions over the draft's t
 acceptance is against the target's whole distribution.
 
 `logits(rows, draft_CV)` of a teacher returns its logits `[C, V]` for some rows, without gradient; the caller may
-overwrite them. `draft_CV` are the draft's logits at the same rows. A teacher that
-`is_partial` returns log-probabilities, which add up to less than one if the draft lacks tokens.
+overwrite them. `draft_CV` are the draft's logits at the same rows. A teacher that `is_partial` returns
+log-probabilities, which add up to less than one if the draft lacks tokens.
 
 Legend: N valid tokens, M selected ones, C tokens of a chunk, H hidden size, V vocabulary of the draft, W of the target,
 K stored tokens per position, T tokens.
@@ -14,6 +14,7 @@ K stored tokens per position, T tokens.
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,18 +36,47 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class LiveTeacher:
-    """The target itself, as its last hidden states: `[N, H]` is kept, and `[C, V]` made per chunk."""
+    """The target itself, as its last hidden states: `[N, H]` is kept, and logits are made per chunk.
+
+    ids: the target's tokens that the draft has, in its order, if it lacks some. further: number of tokens that the
+    draft has after the target's; the target never gives them. row_N: the row of each draft, ascending, where several
+    share one; a chunk projects a row once.
+    """
 
     hidden_NH: Tensor
     projection: OutputProjection
+    ids: Tensor | slice | None = None
+    further: int = 0
+    row_N: Tensor | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the target's distributions may lie partly outside the draft's vocabulary."""
+        return self.ids is not None
 
     @torch.no_grad()
     def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """The target's logits, exactly as its own forward gives them."""
+        """`[C, V]`, exactly as the target's own forward gives them; log-probabilities of `ids` if the draft lacks some,
+        minus infinity for `further` tokens.
+        """
+        place_C = None
+        if self.row_N is not None:
+            used, place_C = self.row_N[rows].unique_consecutive(return_inverse=True)
+            rows = slice(int(used[0]), int(used[-1]) + 1)
         weight, bias = self.projection.weight_VH, self.projection.bias_V
         dtype = compute_dtype(weight)
         projected = F.linear(self.hidden_NH[rows].to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        return self.projection.finish(projected)
+        logits_CV = self.projection.finish(projected)
+        if self.ids is not None:
+            whole_CW = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+            logits_CV = whole_CW[:, self.ids] - whole_CW.logsumexp(-1, keepdim=True)
+        elif self.further:
+            logits_CV = F.pad(logits_CV, (0, self.further), value=-math.inf)
+        return logits_CV if place_C is None else logits_CV[place_C]
+
+    def select(self, rows_M: Tensor) -> "LiveTeacher":
+        """The teacher of these rows only."""
+        return replace(self, hidden_NH=self.hidden_NH[rows_M])
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +91,7 @@ class StoredTeacher:
     top_ids_NK: Tensor
     top_logprobs_NK: Tensor
     tail_N: Tensor
+    is_partial: ClassVar[bool] = True
 
     @torch.no_grad()
     def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
@@ -91,102 +122,21 @@ class StoredTeacher:
         # Padding repeats id 0 with p = 0, so that it adds nothing.
         return torch.minimum(p_CK, wide_CV.softmax(-1).gather(-1, ids_CK.masked_fill(unknown_CK, 0))).sum(-1)
 
+    def select(self, rows_M: Tensor) -> "StoredTeacher":
+        """The teacher of these rows only."""
+        return StoredTeacher(*(part[rows_M] for part in vars(self).values()))
+
     def to(self, device: torch.device) -> "StoredTeacher":
         """A copy on `device`."""
         return StoredTeacher(*(part.to(device) for part in vars(self).values()))
 
 
-@dataclass(frozen=True, eq=False)
-class ReducedTeacher:
-    """A teacher for a draft that has only some of the target's tokens: these ids, in the draft's order."""
-
-    whole: "Teacher"
-    ids: Tensor | slice
-
-    @torch.no_grad()
-    def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """Log-probabilities `[C, V]` of the whole distribution, at the draft's tokens."""
-        whole_CW = self.whole.logits(rows, draft_CV)
-        whole_CW = whole_CW if whole_CW.dtype == torch.float64 else whole_CW.float()
-        return whole_CW[:, self.ids] - whole_CW.logsumexp(-1, keepdim=True)
+Teacher = LiveTeacher | StoredTeacher
 
 
-@dataclass(frozen=True, eq=False)
-class WidenedTeacher:
-    """A teacher for a draft that has further tokens after the target's `size`, which the target never gives.
-
-    Decoding cuts those off the draft's distribution, so acceptance is measured without them.
-    """
-
-    whole: "Teacher"
-    size: int
-
-    @torch.no_grad()
-    def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """The target's logits `[C, V]`, minus infinity for the tokens that it lacks."""
-        whole_CW = self.whole.logits(rows, draft_CV[:, : self.size])
-        return F.pad(whole_CW, (0, draft_CV.shape[-1] - self.size), value=-math.inf)
-
-
-@dataclass(frozen=True, eq=False)
-class RepeatedTeacher:
-    """A teacher whose rows serve several drafts each: `row_N` is the row of each draft, ascending.
-
-    A chunk projects a row once, however many drafts it serves.
-    """
-
-    whole: "LiveTeacher | ReducedTeacher"
-    row_N: Tensor
-
-    @torch.no_grad()
-    def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """`[C, V]`, as `whole` gives them."""
-        used, place_C = self.row_N[rows].unique_consecutive(return_inverse=True)
-        return self.whole.logits(slice(int(used[0]), int(used[-1]) + 1), draft_CV)[place_C]
-
-
-Teacher = LiveTeacher | StoredTeacher | ReducedTeacher | WidenedTeacher | RepeatedTeacher
-
-
-def teacher_for_draft(teacher: LiveTeacher, size: int, draft_size: int) -> Teacher:
+def teacher_for_draft(teacher: LiveTeacher, size: int, draft_size: int) -> LiveTeacher:
     """The teacher, of a vocabulary of `size` tokens, for a draft with the same tokens padded to `draft_size`."""
-    if size == draft_size:
-        return teacher
-    return ReducedTeacher(teacher, slice(draft_size)) if size > draft_size else WidenedTeacher(teacher, size)
-
-
-def select(teacher: Teacher, rows_M: Tensor) -> Teacher:
-    """The teacher of these rows only."""
-    match teacher:
-        case LiveTeacher():
-            return replace(teacher, hidden_NH=teacher.hidden_NH[rows_M])
-        case StoredTeacher():
-            return StoredTeacher(*(part[rows_M] for part in vars(teacher).values()))
-        case ReducedTeacher() | WidenedTeacher():
-            return replace(teacher, whole=select(teacher.whole, rows_M))
-        case RepeatedTeacher():
-            return replace(teacher, row_N=teacher.row_N[rows_M])
-
-
-def is_partial(teacher: Teacher | None) -> bool:
-    """Whether its distributions may lie partly outside the draft's vocabulary."""
-    if isinstance(teacher, RepeatedTeacher):
-        teacher = teacher.whole
-    return isinstance(teacher, ReducedTeacher | StoredTeacher)
-
-
-def is_finite(teacher: Teacher) -> bool:
-    """Whether no logit is minus infinity."""
-    while isinstance(teacher, ReducedTeacher | RepeatedTeacher):
-        teacher = teacher.whole
-    return isinstance(teacher, LiveTeacher)
-
-
-def width(teacher: Teacher | None) -> int:
-    """How many logits per token the teacher makes beyond the draft's vocabulary; 0 for a stored one."""
-    while isinstance(teacher, ReducedTeacher | WidenedTeacher | RepeatedTeacher):
-        teacher = teacher.whole
-    return len(teacher.projection.weight_VH) if isinstance(teacher, LiveTeacher) else 0
+    return replace(teacher, ids=slice(draft_size) if size > draft_size else None, further=max(0, draft_size - size))
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from train.batch import IGNORE, Batch, LossSums
 from train.chunked import projected
 from train.features import FeatureCache, FrozenTarget
 from train.objective import Objective
-from train.teacher import LiveTeacher, ReducedTeacher, RepeatedTeacher
+from train.teacher import LiveTeacher
 
 # Weight of the loss of each further depth, as a share of the one before (Medusa, section 2.2.1; EAGLE-3's code).
 STEP_DECAY = 0.8
@@ -149,6 +149,9 @@ class HeadTrainee(nn.Module):
     suits the device. step_decay: depth j, from 1, weighs step_decay ** (j - 1).
     """
 
+    # Whether all depths share an output projection, and with it the passes over the target's distributions.
+    one_projection = True
+
     def __init__(
         self,
         draft: Head,
@@ -163,8 +166,6 @@ class HeadTrainee(nn.Module):
         self.draft = draft
         self.objective = objective
         self.chunk, self.step_decay = chunk, step_decay
-        # Whether all depths share an output projection, and with it the passes over the target's distributions.
-        self.one_projection = True
         self.target = FrozenTarget(target, draft.hidden_layers, packing, cache)
 
     def count(self, batch: Batch) -> Tensor:
@@ -194,9 +195,7 @@ class HeadTrainee(nn.Module):
         borrowed = self.draft.borrowed
         return borrowed.projection, borrowed.projection.weight_VH.detach(), borrowed.bias_V
 
-    def teaching(
-        self, teacher: LiveTeacher, tokens_N: Tensor
-    ) -> tuple[LiveTeacher | ReducedTeacher, Tensor, Tensor | None]:
+    def teaching(self, teacher: LiveTeacher, tokens_N: Tensor) -> tuple[LiveTeacher, Tensor, Tensor | None]:
         """Teacher, tokens and weights of the loss, in the head's vocabulary.
 
         Tokens that it lacks have weight 0 where the objective reads them.
@@ -206,7 +205,7 @@ class HeadTrainee(nn.Module):
         ids_D = self.draft.target_ids_D
         rows_N, drafted_N = drafted_rows(ids_D, tokens_N)
         weights_N = drafted_N.float() if self.objective.reads_tokens else None
-        return ReducedTeacher(teacher, ids_D), rows_N, weights_N
+        return replace(teacher, ids=ids_D), rows_N, weights_N
 
     def sums(
         self, drafts: Drafts, batch: Batch, last_BTH: Tensor, weights_N: Tensor, depths: int, **more: Any
@@ -214,14 +213,14 @@ class HeadTrainee(nn.Module):
         """The objective with these weights, and acceptance, in all and `[N]`. more: options of `projected`."""
         pairs = drafts.pairs
         places, row_N = pairs.place_N(batch).unique_consecutive(return_inverse=True)
-        live = LiveTeacher(last_BTH.flatten(0, 1)[places], self.target.projection)
+        live = LiveTeacher(last_BTH.flatten(0, 1)[places], self.target.projection, row_N=row_N)
         teacher, tokens_N, drafted_N = self.teaching(live, pairs.of_targets(batch.labels_BT))
         if drafted_N is not None:
             weights_N = weights_N * drafted_N
         projection, weight, bias = self.projection_at(drafts.first)
         wide = torch.promote_types(drafts.hidden_NH.dtype, torch.float32)
         per_token_3N = torch.zeros(3, len(tokens_N), dtype=wide, device=tokens_N.device)
-        given = RepeatedTeacher(teacher, row_N), tokens_N, weights_N, self.objective, self.chunk, projection
+        given = teacher, tokens_N, weights_N, self.objective, self.chunk, projection
         sums = projected(drafts.hidden_NH, weight, bias, *given, per_token_3N=per_token_3N, **more)
         _, alpha_N, missing_N = per_token_3N
         of_depth_ND = drafts.depth_N[:, None] == torch.arange(depths, device=tokens_N.device)
@@ -306,10 +305,7 @@ class MedusaTrainee(HeadTrainee):
     """
 
     draft: MedusaHeads
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.one_projection = False
+    one_projection = False
 
     def _layers(self, d: int) -> nn.Sequential:
         head = self.draft[d]

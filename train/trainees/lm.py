@@ -14,13 +14,12 @@ from drafts.draft_vocabulary import draft_rows, draft_vocabulary, drafted_rows
 from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
-from train.batch import IGNORE, Batch, LossSums
+from train.batch import IGNORE, Batch, LossSums, forward_options, packing_method
 from train.chunked import projected, token_measures
 from train.features import FeatureCache, FrozenTarget, StateMemory
 from train.losses import adaspec_weights, draft_losses
 from train.objective import Objective, Term
-from train.packing import forward_options, packing_method
-from train.teacher import LiveTeacher, ReducedTeacher, Teacher, find_projection, is_partial, select, teacher_for_draft
+from train.teacher import LiveTeacher, Teacher, find_projection, teacher_for_draft
 
 
 class LMTrainee(nn.Module):
@@ -126,12 +125,12 @@ class LMTrainee(nn.Module):
             whole_N, weights_N = draft_losses(1 - losses_N, sequence_N, self.objective.depth)
             constant = whole_N.sum() - (weights_N * losses_N).sum()
         kept_M = weights_N.nonzero().squeeze(1)
-        teacher = None if valid.teacher is None else select(valid.teacher, kept_M)
+        teacher = None if valid.teacher is None else valid.teacher.select(kept_M)
         selected = _ValidTokens(valid.tokens_N[kept_M], valid.hidden_NH[kept_M], teacher, weights_N[kept_M])
         loss = self._projected(selected, self.objective, alpha=False).loss + constant
         count, alpha = torch.tensor(len(losses_N), device=losses_N.device), alpha_N.sum()
         measured = count if valid.teacher is not None else torch.zeros_like(count)
-        missing = missing_N.sum() if is_partial(valid.teacher) else None
+        missing = missing_N.sum() if valid.teacher is not None and valid.teacher.is_partial else None
         return LossSums(loss, count, alpha, alpha[None], measured[None], missing)
 
     def _teacher(self, batch: Batch, rows_N: Tensor) -> Teacher | None:
@@ -140,7 +139,7 @@ class LMTrainee(nn.Module):
         if self.target is not None:
             live = LiveTeacher(self._states(self.target, batch, rows_N), self.target.projection)
             if self.ids_D is not None:
-                return ReducedTeacher(live, self.ids_D)
+                return replace(live, ids=self.ids_D)
             return teacher_for_draft(live, vocabulary_size(self.target.model), self.size)
         if batch.stored is None or self.ids_D is None:
             return batch.stored
