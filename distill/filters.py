@@ -56,7 +56,6 @@ class Suites:
 
     @property
     def digest(self) -> str:
-        """Hash of all runs."""
         return hash_json(sorted(self._names))[:16]
 
     def shared_with(self, row: dict[str, Any]) -> str | None:

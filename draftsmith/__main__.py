@@ -113,7 +113,6 @@ def _failed(called: str, error: BaseException) -> int:
 
 
 def _note(stop: BaseException) -> str:
-    """How to go on, as the outermost command that was stopped says it."""
     notes = getattr(stop, "__notes__", [])
     return f"; {notes[-1]}" if notes else ""
 

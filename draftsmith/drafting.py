@@ -87,7 +87,6 @@ def choose_method(
 
 
 def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) -> None:
-    """Refuse a proposer without its drafts or its text, and drafts that it cannot use."""
     if proposer not in (*PROPOSERS, "none", *kinds.values()):
         raise InputError(f"proposer: {proposer!r} is unknown; {nearest(proposer, [*PROPOSERS, 'none'])}")
     for name, kind in kinds.items():

@@ -122,7 +122,6 @@ class Output:
         return f"Output({text!r}, {len(self.output_ids)} tokens, {self.finish_reason}, tau {tau})"
 
     def row(self) -> dict[str, Any]:
-        """The row of `draftsmith decode --out`."""
         keys = ("id", "sample_index", "prompt_ids", "output_ids", "text", "finish_reason")
         stats: dict[str, Any] = {key: getattr(self.stats, key) for key in ("target_calls", "proposed", "accepted")}
         stats["accepted_by_depth"] = list(self.stats.accepted_by_depth)
@@ -375,7 +374,6 @@ class Pair:
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    """Whether this is a single prompt (a text, a chat, token ids) and no list of prompts."""
     if isinstance(prompts, str):
         return True
     if shape := getattr(prompts, "shape", None):

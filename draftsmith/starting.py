@@ -112,7 +112,6 @@ def in_words(summary: dict[str, Any], temperature: float) -> list[str]:
 
 
 def _make(config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]) -> tuple[PreTrainedModel, list[str]]:
-    """The draft, and one line for each choice."""
     target, keep = pair.target, config.keep or "even"
     if config.method == "fresh":
         draft, share = fresh(target, config.cost or _DEFAULT_COST, config.seed)

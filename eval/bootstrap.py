@@ -40,7 +40,6 @@ class PromptSums:
 
     @classmethod
     def of(cls, numerators: Sequence[float], denominators: Sequence[float]) -> "PromptSums":
-        """Make sums from two sequences."""
         return cls(np.asarray(numerators, np.float64), np.asarray(denominators, np.float64))
 
     @property

@@ -126,5 +126,4 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
 
     @property
     def file(self) -> Path:
-        """The file to write."""
         return Path(self.draft) / "plan.json" if self.out is None else Path(self.out)

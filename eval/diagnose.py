@@ -32,7 +32,7 @@ PER_PROMPT = 16
 # Most positions x vocabulary per set of prompts and draft, if candidates are drawn without replacement: then the bound
 # is an integral that takes a few seconds per position and 100,000 tokens.
 MAX_INTEGRAL = 2**20
-# Simulated root steps per position; so many that their noise adds little to that of the prompts.
+# Simulated root steps per position: enough that the variation among prompts dominates their noise.
 TRIALS = 16
 # Elements of [N, V] in double precision worked on at once (32 MiB).
 MAX_ELEMENTS = 2**22
@@ -74,7 +74,6 @@ class RootStep:
 
     @property
     def tree(self) -> Tree:
-        """The tree of one level: the root and its candidates."""
         return Tree((-1,) * self.candidates)
 
     @property

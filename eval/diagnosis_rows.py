@@ -59,7 +59,6 @@ def diagnosis_rows(setting: Setting, measured: Measured, text_of: Callable[[int]
 def _positions(
     outputs: Sequence[Sequence[int]], near: Sequence[float], base: Sequence[Diagnosis], text_of: Callable[[int], str]
 ) -> pd.DataFrame:
-    """A row for every position: its prompt, text and class, and what `EDGES` cuts."""
     lengths = [len(output) for output in outputs]
     texts = [text_of(token) for output in outputs for token in output]
     return pd.DataFrame(

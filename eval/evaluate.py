@@ -50,7 +50,7 @@ from eval.schema import ModelRow, Remark
 
 # Part of the name of every cell: raise it when a code change makes the same request measure something else.
 MEASUREMENT_VERSION = 8
-# Figures of which the tracker gets a table.
+# Figures that are logged to the tracker as tables.
 TABLES = ("alpha", "gain", "transfer", "tau", "accept", "tau_predicted", "speedup")
 
 
@@ -138,7 +138,6 @@ def without_timings(directory: str | Path) -> EvalConfig:
 
 
 def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], LoadedPair, list[Remark]]:
-    """Read prompts and models, and check that all of it fits together."""
     how = {"quantize_draft": config.quantize_draft, "heterogeneous_vocab": config.heterogeneous_vocab}
     suites, pair = load(config, request.drafts, request.id_sets, request.ood_sets, **how)
     for name, draft in pair.drafts.items():
@@ -251,7 +250,6 @@ class Evaluation:
         }
 
     def task(self, suite: Suite, sampling: Sampling, prompts: int | None = None, batch_size: int = 1) -> Task:
-        """The decoding of a suite, or of its first prompts."""
         target, config = self.pair.target, self.config
         rows = suite.prompts[:prompts]
         return Task(target, rows, sampling, eos_ids(target), config.max_new_tokens, config.seed, batch_size)
@@ -278,7 +276,6 @@ def measure_all(work: Evaluation) -> Measured:
 
 
 def _count(work: Evaluation, suite: Suite, sampling: Sampling, measured: Measured) -> None:
-    """The target's continuations, and every draft's alpha and decoding counts on them."""
     task = work.task(suite, sampling, batch_size=work.config.batch_size)
     temperature, where = sampling.temperature, f"{suite.name}, T={sampling.temperature:g}"
     common = {**work.identity(suite, sampling), "batch_size": task.batch_size}
@@ -329,7 +326,6 @@ def _alphas(
 
 
 def _time(work: Evaluation, suite: Suite, sampling: Sampling) -> SpeedMeasurement:
-    """Clock times of the target alone and of every draft and method, interleaved, in one process."""
     drafts, methods = work.pair.drafts, work.request.methods
     # Figures of speed lead with the highest temperature and the first lossless method.
     first = next((method for method in methods if method.lossless), None)
@@ -345,8 +341,5 @@ def _time(work: Evaluation, suite: Suite, sampling: Sampling) -> SpeedMeasuremen
         **work.identity(suite, sampling),
     }
     task = work.task(suite, sampling, work.config.speed_prompts)
-    note, units = (
-        f"timing: {suite.name}, T={sampling.temperature:g}",
-        len(task.prompts) * (1 + len(drafts) * len(methods)),
-    )
-    return work.cell(decides, partial(task.speed, drafts, methods, costs_of), note, units, "main")
+    note, units = f"timing: {suite.name}, T={sampling.temperature:g}", 1 + len(drafts) * len(methods)
+    return work.cell(decides, partial(task.speed, drafts, methods, costs_of), note, units * len(task.prompts), "main")

@@ -162,7 +162,6 @@ class Task:
     batch_size: int = 1
 
     def baseline(self, tick: Tick = no_tick) -> BaselineMeasurement:
-        """Continue every prompt with the target alone."""
         rows = self._decode(SpeculativeDecoder(self.target, None), None, tick)
         return {"output_ids": [row.output_ids for row in rows], "finish_reason": [row.finish_reason for row in rows]}
 

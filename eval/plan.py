@@ -232,7 +232,6 @@ def _stepper(planner: Planner, texts: list[list[int]]) -> Callable[[Tree | None]
 
 
 def _choose(planner: Planner, expected: _Expected, ranks: int, depth: int) -> list[Candidate]:
-    """Static trees, the fastest expected first."""
     runs = JointRuns(chances(ranks, "mcsd", planner.sampling, expected.traces), expected.traces.lengths_P)
     trees: list[tuple[str, str | None, Tree]] = [
         ("chain", f"chain:{n}", kary((1,) * n)) for n in range(1, min(LONGEST_CHAIN, depth) + 1)

@@ -46,7 +46,6 @@ class Costs:
 
     @property
     def alone(self) -> float:
-        """Seconds of a step without a draft."""
         return self.verify_s[1]
 
     def step(self, tree: Tree) -> float:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith_core.errors import InputError, nearest
+from draftsmith_core.errors import InputError, RequirementError, nearest
 from draftsmith_core.io import read_json_value, write_text_atomic
 from eval.schema import KINDS, SCHEMA_VERSION, TARGET, Counts, ResultsDocument, Row, SuiteKind
 
@@ -193,11 +193,13 @@ class Results:
 
     def require(self, *requirements: str) -> None:
         """Raise RequirementError, with one line per unmet figure, unless all requirements hold on the bounds of their
-        95 % intervals (see `eval.require`): `results.require("alpha[code] >= 0.4")`.
+        95 % intervals (see `eval.request.Requirement`): `results.require("alpha[code] >= 0.4")`.
         """
-        from eval.require import require  # which reads Results
+        from eval.request import Requirement  # which reads Results
 
-        require(self, requirements)
+        parsed = [Requirement.parse(text) for text in requirements]
+        if unmet := [line for requirement in parsed for line in requirement.judge(self)]:
+            raise RequirementError(unmet)
 
     def to_frame(self, *figures: str) -> "DataFrame":
         """The table as a pandas DataFrame, or the rows of some figures without the columns that are empty there.

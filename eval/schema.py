@@ -32,12 +32,6 @@ class Estimate(TypedDict):
     n: int
 
 
-class _Place(TypedDict):
-    draft: str
-    domain: str
-    temperature: float
-
-
 class Row(TypedDict):
     """One figure. `domain` is a prompt set, or `id` or `ood` for all sets of the kind pooled.
 
@@ -61,9 +55,12 @@ class Row(TypedDict):
     n: int
 
 
-class Counts(_Place):
+class Counts(TypedDict):
     """Per-prompt sums behind the rows of one set, in the order of its prompts; of `target`, its continuations."""
 
+    draft: str
+    domain: str
+    temperature: float
     of: Literal["target", "alpha", "decoding", "speed"]
     tree: str | None
     verifier: str | None

@@ -65,7 +65,6 @@ def _place(row: Row) -> dict[str, Any]:
 
 
 def _figure(row: Any, name: str = "") -> dict[str, Any]:
-    """A figure and, beside it, its interval."""
     name = name or row["figure"]
     return {name: row and row["value"], f"{name}_ci": row and [row["low"], row["high"]]}
 

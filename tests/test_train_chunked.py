@@ -12,7 +12,7 @@ from draftsmith_core.errors import InputError
 from tests.test_train_objectives import losses_written_out
 from tests.train_laws import FAMILIES, tiny_family
 from train.batch import IGNORE, Batch
-from train.chunked import projected, token_measures
+from train.chunked import projected
 from train.losses import LOSSES, overlap
 from train.objective import parse_objective
 from train.teacher import LiveTeacher, StoredTeacher, find_projection, teacher_for_draft
@@ -126,11 +126,10 @@ def test_stored_rows(size, k):
         torch.testing.assert_close(sums.missing, outside_N.sum(), atol=1e-5, rtol=1e-5)
     if k == TARGET:
         live = teacher_for_draft(LiveTeacher(teaching, OutputProjection(target)), TARGET, size)
-        objective = parse_objective("fkl")
-        both = [
-            token_measures(hidden, OutputProjection(draft), each, tokens, objective, 4)[0] for each in (teacher, live)
-        ]
-        torch.testing.assert_close(both[0], both[1], atol=1e-5, rtol=1e-5, check_dtype=False)
+        both_23N, objective = torch.zeros(2, 3, N), parse_objective("fkl")
+        for each, per_token_3N in zip((teacher, live), both_23N, strict=True):
+            projected(hidden, draft.weight, draft.bias, each, tokens, None, objective, 4, per_token_3N=per_token_3N)
+        torch.testing.assert_close(both_23N[0, 0], both_23N[1, 0], atol=1e-5, rtol=1e-5)
 
 
 def test_a_row_wholly_outside_is_finite():

@@ -38,7 +38,6 @@ class Batch:
     seeds_B: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        """Copy the batch to a device."""
         moved: dict[str, Any] = {key: None if part is None else part.to(device) for key, part in vars(self).items()}
         return Batch(**moved)
 

@@ -6,7 +6,7 @@ does (Hsu et al. 2024); here for any loss, with a teacher.
 Legend: N valid tokens, C tokens of a chunk, H hidden size, R Markov rank, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,16 +57,6 @@ class _Task:
                 if measure_C is not None:
                     self.per_token_3N[place, rows] = measure_C.detach().to(self.per_token_3N.dtype)
 
-    def chunks(self) -> Iterator[slice]:
-        for start in range(0, len(self.tokens_N), self.chunk):
-            yield slice(start, min(start + self.chunk, len(self.tokens_N)))
-
-    def losses(self, logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Losses `[C]`, and the logits of draft and target as their models give them."""
-        draft_CV = logits_CV if self.projection is None else self.projection.finish(logits_CV)
-        target_CV = None if self.teacher is None else self.teacher.logits(rows, draft_CV.detach())
-        return self.objective.loss(draft_CV, target_CV, self.tokens_N[rows]), draft_CV, target_CV
-
     @torch.no_grad()
     def measure(self, draft_CV: Tensor, target_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """alpha and the target's mass outside the draft's vocabulary, `[C]` each."""
@@ -90,12 +80,13 @@ ChunkFn = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
-    """A `ChunkFn` for any objective."""
-
     def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         gradient_CV = None
         with torch.set_grad_enabled(wants_gradient):
-            loss_C, draft_CV, target_CV = task.losses(logits_CV.requires_grad_(wants_gradient), rows)
+            logits_CV.requires_grad_(wants_gradient)
+            draft_CV = logits_CV if task.projection is None else task.projection.finish(logits_CV)
+            target_CV = None if task.teacher is None else task.teacher.logits(rows, draft_CV.detach())
+            loss_C = task.objective.loss(draft_CV, target_CV, task.tokens_N[rows])
             total = loss_C.sum() if task.weights_N is None else (loss_C * task.weights_N[rows]).sum()
             if wants_gradient:
                 (gradient_CV,) = torch.autograd.grad(total, logits_CV)
@@ -157,7 +148,8 @@ class _Projected(torch.autograd.Function):
             chunk = _in_place(task, teacher, in_place, loss, len(weights[0]))
         else:
             chunk = _by_autograd(task, any(needs))
-        for rows in task.chunks():
+        for start in range(0, len(task.tokens_N), task.chunk):
+            rows = slice(start, min(start + task.chunk, len(task.tokens_N)))
             parts = [states[rows].to(dtype) for states in hidden]
             # The logits get no name here, so that they are freed when `chunk` returns.
             chunk_loss, chunk_alpha, chunk_missing, gradient_CV = chunk(_logits(parts, weights, bias).to(wide), rows)
@@ -234,30 +226,3 @@ def projected(
     measured = count if alpha and teacher is not None else torch.zeros_like(count)
     wants_missing = alpha and teacher is not None and teacher.is_partial
     return LossSums(loss, count, overlaps, overlaps[None], measured[None], missing if wants_missing else None)
-
-
-@torch.no_grad()
-def token_measures(
-    hidden_NH: Tensor,
-    projection: OutputProjection,
-    teacher: Teacher | None,
-    tokens_N: Tensor,
-    objective: Objective,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Per token `[N]` each, without gradients: loss, alpha, the target's mass outside the draft's vocabulary.
-
-    The last two are 0 without a teacher.
-    """
-    weight_VH, bias_V = projection.weight_VH, projection.bias_V
-    dtype = compute_dtype(weight_VH)
-    weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-    task = _Task(projection, teacher, tokens_N, None, objective, chunk_size(weight_VH, teacher, chunk))
-    none = torch.zeros(0, device=hidden_NH.device)
-    measures = [(none, none, none)]
-    for rows in task.chunks():
-        loss_C, draft_CV, target_CV = task.losses(F.linear(hidden_NH[rows].to(dtype), weight, bias), rows)
-        zero_C = torch.zeros_like(loss_C)
-        measures.append((loss_C, *((zero_C, zero_C) if target_CV is None else task.measure(draft_CV, target_CV, rows))))
-    loss_N, alpha_N, missing_N = map(torch.cat, zip(*measures, strict=True))
-    return loss_N, alpha_N, missing_N

@@ -141,7 +141,6 @@ class StateMemory:
         self.get = self._held.get
 
     def put(self, key: Sequence[int | str], states_LTH: Tensor) -> None:
-        """Keep states, if there is room."""
         if states_LTH.nbytes <= self.room:
             self._held[key] = states_LTH
             self.room -= states_LTH.nbytes

@@ -369,7 +369,10 @@ def drop_old(job: TrainingJob) -> None:
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The newest undamaged checkpoint, None if there is none, RunError if all are damaged. Every process calls it."""
+    """Return the newest undamaged checkpoint, or None if there is no checkpoint. Every process calls this.
+
+    Raise RunError if all checkpoints are damaged.
+    """
 
     def look() -> Path | None:
         checkpoints = _checkpoints(run_dir)

@@ -53,12 +53,10 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
         return self.accelerator.device
 
     @property
     def size(self) -> int:
-        """Number of processes."""
         return int(self.accelerator.num_processes)
 
     @property
@@ -229,7 +227,6 @@ def gather_weights(wrapped: WrappedTrainee) -> dict[str, Tensor]:
 
 
 def _whole(value: Any) -> Tensor:
-    """The value itself, or all of an FSDP2 shard's."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 

@@ -75,7 +75,6 @@ class LiveTeacher:
         return logits_CV if place_C is None else logits_CV[place_C]
 
     def select(self, rows_M: Tensor) -> "LiveTeacher":
-        """The teacher of these rows only."""
         return replace(self, hidden_NH=self.hidden_NH[rows_M])
 
 
@@ -123,11 +122,9 @@ class StoredTeacher:
         return torch.minimum(p_CK, wide_CV.softmax(-1).gather(-1, ids_CK.masked_fill(unknown_CK, 0))).sum(-1)
 
     def select(self, rows_M: Tensor) -> "StoredTeacher":
-        """The teacher of these rows only."""
         return StoredTeacher(*(part[rows_M] for part in vars(self).values()))
 
     def to(self, device: torch.device) -> "StoredTeacher":
-        """A copy on `device`."""
         return StoredTeacher(*(part.to(device) for part in vars(self).values()))
 
 

@@ -104,7 +104,6 @@ def _freed(job: TrainingJob) -> TrainingJob:
 
 
 def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
-    """Load and check everything."""
     objective = parse_objective(config.objective, config.temperature)
     if loss is not None:
         objective = custom_objective(loss, config.temperature)
@@ -181,7 +180,6 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
 
 
 def _publish(job: TrainingJob, position: Position, weights: dict[str, Tensor], command: str) -> dict[str, Any]:
-    """Write the checkpoint from the best weights; return its record."""
     config, training, heldout, out = job.config, job.training, job.heldout, Path(job.config.out)
     objective = job.objective.spec
     record = {
@@ -226,7 +224,6 @@ def _publish(job: TrainingJob, position: Position, weights: dict[str, Tensor], c
 
 
 def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
-    """Scale the confidence of a trained head on held-out data; return and print its calibration errors."""
     config, heldout, target = job.config, job.heldout, job.frozen["target"]
     rows = range(min(len(heldout), _CALIBRATION_ROWS))
     size = min(config.batch_size, (len(rows) + 1) // 2)
@@ -274,8 +271,6 @@ def _check(
 
 
 def _examples(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Examples, Examples]:
-    """Training data with its replay, and held-out data."""
-
     def read(option: str) -> Examples:
         try:
             return load_examples(getattr(config, option), tokenizer, config.max_length)

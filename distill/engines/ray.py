@@ -47,7 +47,6 @@ class Worker:
         return HFEngine(self._config, self._tokenizer)
 
     def facts(self) -> tuple[dict[str, Any], ResolvedSampling, int | None]:
-        """Return the identity, sampling and longest prompt of the engine."""
         return self._engine.identity, self._engine.sampling, self._engine.max_prompt_tokens
 
     def answer(self, requests: Sequence[AnswerRequest]) -> dict[Key, Answer | Failed]:

@@ -47,7 +47,6 @@ class VLLMEngine(Engine):
         self._stop_ids = [] if config.ignore_eos else list(target.eos_ids)
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        """Ask everything in `groups`, several groups at a time."""
         waiting: list[AnswerRequest] = []
         while True:
             while len(waiting) < _TOGETHER and (group := next(groups, None)) is not None:

@@ -121,7 +121,6 @@ def _in_words(change: Mapping[str, Any], where: str) -> str:
 
 
 def _load(config: AlignConfig) -> tuple[LoadedPair, dict[str, tuple[Sampling, list[Continuation]]]]:
-    """Load target and base; return also, by kind, the texts and the sampling that drew them."""
     assert config.draft is not None
     pair = load_pair(config.target, {"base": config.draft}, **loading(config))
     distilled = str(Path(config.out) / "distilled")
@@ -143,7 +142,6 @@ def _load(config: AlignConfig) -> tuple[LoadedPair, dict[str, tuple[Sampling, li
 def _measure(
     config: AlignConfig, name: str, pair: LoadedPair, texts: Mapping[str, tuple[Sampling, list[Continuation]]]
 ) -> dict[str, Any]:
-    """The rule, the measured line, and the chosen point."""
     assert config.policy is not None
     base = pair.drafts["base"]
     draft = load_draft(str(Path(config.out) / name), pair.target, device=config.device, dtype=dtype_name(pair.target))

@@ -130,7 +130,6 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
 
 
 def _announcement(config: AlignConfig, runs: dict[str, TrainConfig], facts: choices.Facts) -> str:
-    """What is started from, distilled and trained, with their sizes, and how long it takes."""
     distilled, rows = config.distill, config.train["rows_per_step"]
     steps = ", ".join(f"{name} {run.steps} steps" for name, run in runs.items())
     lines = []

@@ -207,7 +207,6 @@ class Command:
 
     @property
     def options(self) -> type:
-        """The class of its options."""
         module, _, name = self.config.partition(":")
         return getattr(importlib.import_module(module), name)
 

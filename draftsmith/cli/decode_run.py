@@ -116,7 +116,6 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
 
 
 def _planned(config: DecodeConfig) -> str | None:
-    """The plan that is kept beside the draft; None without one."""
     if len(config.draft) != 1 or config.proposer is not None:
         raise InputError("tree: auto reads the plan of a draft; give one --draft and no --proposer, or write a tree")
     plan = Path(config.draft[0]) / "plan.json"
@@ -168,7 +167,6 @@ class Stream:
         self._console = Console(file=file, highlight=False, soft_wrap=True)
 
     def add(self, ids: list[int], from_draft: list[bool]) -> None:
-        """Show the tokens of one step."""
         for piece in self._text.add(ids, from_draft):
             self._show(piece)
 
@@ -192,7 +190,6 @@ class Stream:
 
 
 def _summary(config: DecodeConfig, decoding: Decoding, prompts: PromptSet, outputs: list[Output]) -> dict[str, Any]:
-    """The summary of `--json`. A ratio over zero is None."""
     method = decoding.method
     stats = sum((output.stats for output in outputs), DecodeStats())
     prefill_s, decode_s = (sum(getattr(output, key) for output in outputs) for key in ("prefill_s", "decode_s"))

@@ -79,7 +79,6 @@ def _dot_plots(
 
 
 def _draw(ax: Axes, look: Look, y: int, line: Line) -> list[float]:
-    """Draw one line and return the values on it."""
     place = ("axes fraction", "data")
     if line.draft is None:
         box = {"facecolor": look.colours["paper"], "lw": 0, "pad": 1}
@@ -185,7 +184,6 @@ def _panels(
 
 
 def _line(ax: Axes, look: Look, draft: str, points: Sequence[tuple[float, float]], **style: Any) -> None:
-    """The line of one draft, named in the legend unless `label` says otherwise."""
     named: dict[str, Any] = {"label": shortened(draft, 16), "marker": look.marker(draft), "ms": 4.5}
     ax.plot([x for x, _ in points], [y for _, y in points], color=look.colour(draft), **(named | style))
 

@@ -119,7 +119,6 @@ def best_aligned(results: Results) -> str:
 
 
 def _change(results: Results, temperature: float) -> str:
-    """What the best alignment changed in distribution, and what it changed out of it."""
     draft, base = best_aligned(results), results.base
     before, after = (percent(results.alpha(each, "id", temperature)["value"]) for each in (base, draft))
     if draft == base:

@@ -130,7 +130,6 @@ def _column(results: Results, figure: str, at: int | None, style: str, digits: i
 
 
 def _special(results: Results, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
-    """Columns that need more than one figure."""
     # Drafted nodes of a tree; the most if it grows.
     shapes = {method["tree"]: method["shape"] for method in results.document["methods"]}
     nodes = {tree: shape.get("nodes") or len(shape["parents"]) for tree, shape in shapes.items()}

@@ -49,7 +49,6 @@ class Look:
     roles: dict[str, str]
 
     def colour(self, draft: str) -> str:
-        """The colour of a draft."""
         return self.colours[self.roles[draft]]
 
     def marker(self, draft: str) -> str:

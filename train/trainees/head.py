@@ -173,7 +173,6 @@ class HeadTrainee(nn.Module):
         return torch.tensor(len(pairs_at(batch, 1).row_N), device=batch.ids_BT.device)
 
     def forward(self, batch: Batch) -> LossSums:
-        """Sums over the pairs that count."""
         states, last_BTH = self.target.read(batch)
         drafts = [(depth, *part) for depth, part in enumerate(self.drafts(batch, states))]
         together = [drafts] if self.one_projection else [[part] for part in drafts]

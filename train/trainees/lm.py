@@ -15,7 +15,7 @@ from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
 from train.batch import IGNORE, Batch, LossSums, forward_options, packing_method
-from train.chunked import projected, token_measures
+from train.chunked import projected
 from train.features import FeatureCache, FrozenTarget, StateMemory
 from train.losses import adaspec_weights, draft_losses
 from train.objective import Objective, Term
@@ -105,10 +105,15 @@ class LMTrainee(nn.Module):
     def _selected(self, valid: "_ValidTokens", batch: Batch, rows_N: Tensor) -> LossSums:
         """Sums in which tokens have weights that their losses decide (AdaSPEC, `@e2e`); alpha is over all tokens."""
 
-        def measures(hidden_NH: Tensor, projection: OutputProjection) -> tuple[Tensor, Tensor, Tensor]:
-            return token_measures(hidden_NH, projection, valid.teacher, valid.tokens_N, self.objective, self.chunk)
+        @torch.no_grad()
+        def measures(hidden_NH: Tensor, projection: OutputProjection) -> tuple[LossSums, Tensor]:
+            wide = torch.promote_types(hidden_NH.dtype, torch.float32)
+            per_token_3N = torch.zeros(3, len(hidden_NH), dtype=wide, device=hidden_NH.device)
+            given = valid.teacher, valid.tokens_N, None, self.objective, self.chunk, projection
+            weight, bias = projection.weight_VH, projection.bias_V
+            return projected(hidden_NH, weight, bias, *given, per_token_3N=per_token_3N), per_token_3N[0]
 
-        losses_N, alpha_N, missing_N = measures(valid.hidden_NH, self.projection)
+        sums, losses_N = measures(valid.hidden_NH, self.projection)
         # Numbers of the sequences, ascending.
         rows, width = batch.ids_BT.shape
         sequence_BT = torch.arange(rows, device=rows_N.device)[:, None].expand(rows, width)
@@ -117,7 +122,7 @@ class LMTrainee(nn.Module):
         sequence_N, constant = sequence_BT.reshape(-1)[rows_N], losses_N.new_zeros(())
         if self.reference is not None:
             assert self.objective.keep is not None
-            reference_N, *_ = measures(self._states(self.reference, batch, rows_N), self.reference.projection)
+            _, reference_N = measures(self._states(self.reference, batch, rows_N), self.reference.projection)
             weights_N = adaspec_weights(losses_N - reference_N, sequence_N, self.objective.keep)
         else:
             # The gradient is that of each token's `tvd`, weighted by the acceptance of the neighbouring tokens.
@@ -127,11 +132,7 @@ class LMTrainee(nn.Module):
         kept_M = weights_N.nonzero().squeeze(1)
         teacher = None if valid.teacher is None else valid.teacher.select(kept_M)
         selected = _ValidTokens(valid.tokens_N[kept_M], valid.hidden_NH[kept_M], teacher, weights_N[kept_M])
-        loss = self._projected(selected, self.objective, alpha=False).loss + constant
-        count, alpha = torch.tensor(len(losses_N), device=losses_N.device), alpha_N.sum()
-        measured = count if valid.teacher is not None else torch.zeros_like(count)
-        missing = missing_N.sum() if valid.teacher is not None and valid.teacher.is_partial else None
-        return LossSums(loss, count, alpha, alpha[None], measured[None], missing)
+        return sums._replace(loss=self._projected(selected, self.objective, alpha=False).loss + constant)
 
     def _teacher(self, batch: Batch, rows_N: Tensor) -> Teacher | None:
         if self.training and not self.objective.needs_target:
@@ -158,5 +159,4 @@ class _ValidTokens:
 
 
 def _at(states_BTH: Tensor, rows_N: Tensor) -> Tensor:
-    """`[N, H]` at these places of the flattened batch."""
     return states_BTH.flatten(0, 1).index_select(0, rows_N)
