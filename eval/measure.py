@@ -36,7 +36,7 @@ from draftsmith_core.prompts import Prompt, read_prompts
 from draftsmith_core.runs import read_record
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.settings import loading, tokenizing
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation
 from eval.request import Method
 from eval.schema import ModelRow, SuiteKind, Training
@@ -70,35 +70,20 @@ class Suite:
         return hash_json([[prompt.id, list(prompt.ids)] for prompt in self.prompts])
 
 
-def load_suites(
-    id_sets: dict[str, str], ood_sets: dict[str, str], tokenizer: Tokenizer, *, prompt_tokens: int, limit: int
-) -> list[Suite]:
-    """Read every set, ID sets first."""
-    suites = []
-    kinds: list[tuple[SuiteKind, dict[str, str]]] = [("id", id_sets), ("ood", ood_sets)]
-    for kind, name, source in [(kind, *item) for kind, sets in kinds for item in sets.items()]:
-        read = read_prompts(source, tokenizer, domain=name, prompt_tokens=prompt_tokens, limit=limit)
-        skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
-        suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more))
-    return suites
-
-
 def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> list[Suite]:
     """Skip the prompts that leave no room for `max_new_tokens` in `context`, the shortest context of all models.
 
     All drafts skip the same prompts, because they are compared on the same ones.
     """
-    if context is None:
-        return list(suites)
     fitted = []
     for suite in suites:
         skips = {
             prompt: f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed a context of {context}"
             for prompt in suite.prompts
-            if len(prompt.ids) + max_new_tokens > context
+            if context is not None and len(prompt.ids) + max_new_tokens > context
         }
         prompts = tuple(prompt for prompt in suite.prompts if prompt not in skips)
-        if not prompts:
+        if skips and not prompts:
             reason = next(iter(skips.values()))
             raise InputError(f"{suite.source}: {reason}; lower --max_new_tokens or use shorter prompts")
         skipped = (*suite.skipped, *((f"prompt {prompt.id}", reason) for prompt, reason in skips.items()))
@@ -109,10 +94,17 @@ def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> li
 def load(
     config: Any, drafts: dict[str, str], id_sets: dict[str, str], ood_sets: dict[str, str], **options: Any
 ) -> tuple[list[Suite], LoadedPair]:
-    """Read the prompts, which is cheap, then target and drafts, ready to decode. options: as for `load_pair`."""
+    """Read the prompts, ID sets first, which is cheap; then target and drafts, ready to decode. options: as for
+    `load_pair`.
+    """
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
-    limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}
-    suites = load_suites(id_sets, ood_sets, tokenizer, **limits)
+    suites = []
+    for name, source in (id_sets | ood_sets).items():
+        limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}
+        read = read_prompts(source, tokenizer, domain=name, **limits)
+        skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
+        kind: SuiteKind = "id" if name in id_sets else "ood"
+        suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more))
     pair = load_pair(config.target, drafts, quantize=config.quantize, tokenizer=tokenizer, **loading(config) | options)
     take_over(pair.target, *pair.drafts.values())
     return fit(suites, config.max_new_tokens, pair.context), pair

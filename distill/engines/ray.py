@@ -141,17 +141,13 @@ def _resources(config: DistillConfig) -> tuple[int, dict[str, float]]:
         count, room, resources = config.workers or sum(gpus), sum(gpus), {"num_gpus": 1.0}
     else:
         count = config.workers or max(1, sum(number > 0 for number in cpus))
-        each = processors_each(cpus, count)
+        # The most processors that each worker can have; 1 if they do not fit.
+        sizes = range(max(cpus, default=1), 1, -1)
+        each = next((size for size in sizes if sum(number // size for number in cpus) >= count), 1)
         room, resources = sum(number // each for number in cpus), {"num_cpus": float(each)}
     if room < count:
         log.warning("the cluster has room for %d of %d workers, each of which needs %s", room, count, resources)
     return max(1, min(room, count)), resources
-
-
-def processors_each(nodes: Sequence[int], workers: int) -> int:
-    """Return the most processors that each of `workers` can have on nodes with these many; 1 if they do not fit."""
-    most = max(nodes, default=1)
-    return next((n for n in range(most, 1, -1) if sum(count // n for count in nodes) >= workers), 1)
 
 
 @contextmanager
