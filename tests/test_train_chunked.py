@@ -15,7 +15,7 @@ from train.batch import IGNORE, Batch
 from train.chunked import projected
 from train.losses import LOSSES, overlap
 from train.objective import parse_objective
-from train.teacher import LiveTeacher, StoredTeacher, find_projection, teacher_for_draft
+from train.teacher import LiveTeacher, StoredTeacher, Teacher, find_projection, teacher_for_draft
 from train.trainees.lm import LMTrainee
 
 # Tokens, hidden size, and the target's vocabulary; the draft's is padded to fewer or more.
@@ -126,8 +126,9 @@ def test_stored_rows(size, k):
         torch.testing.assert_close(sums.missing, outside_N.sum(), atol=1e-5, rtol=1e-5)
     if k == TARGET:
         live = teacher_for_draft(LiveTeacher(teaching, OutputProjection(target)), TARGET, size)
+        teachers: list[Teacher] = [teacher, live]
         both_23N, objective = torch.zeros(2, 3, N), parse_objective("fkl")
-        for each, per_token_3N in zip((teacher, live), both_23N, strict=True):
+        for each, per_token_3N in zip(teachers, both_23N, strict=True):
             projected(hidden, draft.weight, draft.bias, each, tokens, None, objective, 4, per_token_3N=per_token_3N)
         torch.testing.assert_close(both_23N[0, 0], both_23N[1, 0], atol=1e-5, rtol=1e-5)
 
