@@ -1,6 +1,7 @@
 """The options of `draftsmith distill`. Needs no torch."""
 
 from dataclasses import field
+from itertools import accumulate
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -132,7 +133,7 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
                 )
 
     def mixture(self) -> list[tuple[float, float]]:
-        """Return (temperature, share) of each part of `temperatures`; shares add up to 1."""
+        """Return (temperature, cumulative share) of each part of `temperatures`; the last share is 1."""
         pairs = []
         for part in self.temperatures:
             value, _, share = part.partition(":")
@@ -142,8 +143,8 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
                     raise ValueError
             except ValueError:
                 raise InputError(f"temperatures: {part!r}: expected TEMPERATURE:SHARE, such as 0.7:0.4") from None
-        total = sum(share for _, share in pairs)
-        return [(value, share / total) for value, share in pairs]
+        sums = list(accumulate(share for _, share in pairs))
+        return [(value, upto / sums[-1]) for (value, _), upto in zip(pairs, sums, strict=True)]
 
 
 @options

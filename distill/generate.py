@@ -243,12 +243,8 @@ class _Parts:
 
     def _temperature(self, name: str) -> float | None:
         """Choose the temperature of a sample from the mixture, for all its turns; None without a mixture."""
-        point, cumulative = row_seed(self.config.seed, f"temperature of {name}") / 2**63, 0.0
-        for value, share in self.mixture:
-            cumulative += share
-            if point < cumulative:
-                return value
-        return self.mixture[-1][0] if self.mixture else None  # rounding can leave the sum just below 1
+        point = row_seed(self.config.seed, f"temperature of {name}") / 2**63
+        return next((value for value, upto in self.mixture if point <= upto), None)
 
     def _record(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
         """Put an answer into its part; write a complete part. Return the request for the next turn, if any."""

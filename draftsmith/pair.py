@@ -122,6 +122,7 @@ class Output:
         return f"Output({text!r}, {len(self.output_ids)} tokens, {self.finish_reason}, tau {tau})"
 
     def row(self) -> dict[str, Any]:
+        """The row of `draftsmith decode --out`."""
         keys = ("id", "sample_index", "prompt_ids", "output_ids", "text", "finish_reason")
         stats: dict[str, Any] = {key: getattr(self.stats, key) for key in ("target_calls", "proposed", "accepted")}
         stats["accepted_by_depth"] = list(self.stats.accepted_by_depth)

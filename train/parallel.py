@@ -42,14 +42,11 @@ _LAUNCHER = (
 
 @dataclass(frozen=True)
 class World:
-    """The processes. sharing: single, ddp, zero1, zero2, zero3 or fsdp. bf16: whether the forward runs under autocast.
-    reshard: whether FSDP2 frees gathered weights after each layer's forward.
-    """
+    """The processes. sharing: single, ddp, zero1, zero2, zero3 or fsdp. bf16: whether the forward uses autocast."""
 
     accelerator: Accelerator
     sharing: str
     bf16: bool
-    reshard: bool = True
 
     @property
     def device(self) -> torch.device:
@@ -104,8 +101,7 @@ def make_world(config: TrainConfig) -> World:
         # Else transformers would shard every model while it is created, also one that only the main process creates.
         unset_hf_deepspeed_config()
         sharing = f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
-    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in ("false", "0", "no")
-    return World(accelerator, sharing, bf16, reshard)
+    return World(accelerator, sharing, bf16)
 
 
 @contextmanager
@@ -136,8 +132,10 @@ def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> W
     accelerator = world.accelerator
     if world.sharing == "fsdp":
         mesh = init_device_mesh(world.device.type, (world.size,))
+        # Whether gathered weights are freed after each layer's forward.
+        reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in ("false", "0", "no")
         for layer in repeated_layers(trainee.draft):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=world.reshard)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(trainee, mesh=mesh)
         return WrappedTrainee(world, trainee, trainee, optim(trainee))
     if world.zero:

@@ -12,7 +12,7 @@ D tokens of the draft vocabulary; d the number of a Medusa or Hydra head, from 0
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -83,8 +83,8 @@ def pairs_at(batch: Batch, depth: int) -> Pairs:
     return Pairs(row_N, at_N, at_N + depth)
 
 
-def unroll(head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int) -> Iterator[Tensor]:
-    """The head's own features `[B, W, H]` at depth 1, 2, ...: what decoding computes when it drafts after every pair.
+def unroll(head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int) -> Iterator[tuple[Pairs, Tensor]]:
+    """For depth 1, 2, ... the pairs that count, and the head's own features `[N, H]` there, as decoding computes them.
 
     At depth d pair t goes in with the token at t + d, the feature that it gave at depth d - 1 (the target's at depth
     1), and position t + d - 1; it attends to the first pass up to t and to its own draft (arXiv 2503.01840, 3.2).
@@ -108,7 +108,8 @@ def unroll(head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int) -
             mask = attends
             ids_BW = torch.cat([ids_BW[:, 1:], torch.zeros_like(ids_BW[:, :1])], dim=1)
         features_BWH = head(ids_BW, features_BWH, mask, positions_BW + (depth - 1), cache)
-        yield features_BWH
+        pairs = pairs_at(batch, depth)
+        yield pairs, pairs.of_pairs(features_BWH)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,9 +262,7 @@ class EagleTrainee(HeadTrainee):
         if self.training and self.noise:
             inputs_BWH = inputs_BWH + (torch.rand_like(inputs_BWH) * 2 - 1) * self.noise
         depths = 1 if self.training else self.depths
-        for depth, states_BWH in enumerate(unroll(self.draft.states, batch, inputs_BWH, depths), start=1):
-            pairs = pairs_at(batch, depth)
-            yield pairs, pairs.of_pairs(states_BWH)
+        return unroll(self.draft.states, batch, inputs_BWH, depths)
 
 
 class Eagle3Trainee(HeadTrainee):
@@ -286,9 +285,8 @@ class Eagle3Trainee(HeadTrainee):
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
         features_BWH = self.draft.fuse([state_BTH[:, :-1] for state_BTH in states])
-        for depth, states_BWH in enumerate(unroll(self.draft.states, batch, features_BWH, self.test_steps), start=1):
-            pairs = pairs_at(batch, depth)
-            yield pairs, self.draft.normed(pairs.of_pairs(states_BWH))
+        for pairs, states_NH in unroll(self.draft.states, batch, features_BWH, self.test_steps):
+            yield pairs, self.draft.normed(states_NH)
 
     def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
         """The head's own, at every depth."""
@@ -306,19 +304,14 @@ class MedusaTrainee(HeadTrainee):
     draft: MedusaHeads
     one_projection = False
 
-    def _layers(self, d: int) -> nn.Sequential:
-        head = self.draft[d]
-        assert isinstance(head, nn.Sequential)
-        return head
-
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
         for d in range(len(self.draft)):
-            pairs, head = pairs_at(batch, d + 1), self._layers(d)
+            pairs, head = pairs_at(batch, d + 1), cast(nn.Sequential, self.draft[d])
             yield pairs, head[:-1](pairs.of_pairs(states[0]).to(next(head.parameters()).dtype))
 
     def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
         """The head's own weight; scale, soft cap and bias are the target's."""
-        linear = self._layers(depth)[-1]
+        linear = cast(nn.Sequential, self.draft[depth])[-1]
         assert isinstance(linear, nn.Linear)
         return replace(self.draft.borrowed.projection, module=linear), linear.weight, self.draft.borrowed.bias_V
 
