@@ -98,6 +98,7 @@ def _by_depth(accepted_PD: Floats, reached_PD: Floats, picks: Resamples) -> list
 
 
 def _close(value: Estimate, to: float, margin: float) -> bool:
+    """Whether an estimate is within the margin, or its interval holds the value."""
     low, high = (to if end is None else end for end in (value["low"], value["high"]))
     return abs((value["value"] or 0.0) - to) <= margin or (value["low"] is not None and low <= to <= high)
 

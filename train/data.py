@@ -70,6 +70,7 @@ class Examples:
     domains: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
+        """Number of units."""
         return len(self.valid_tokens)
 
     @cached_property

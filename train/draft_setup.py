@@ -123,6 +123,7 @@ def _with_draft_vocabulary(
 
 
 def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[int] | None:
+    """Return the most frequent tokens of the responses; None for the whole vocabulary."""
     size = config.draft_vocab_size
     if size is None or size == whole:
         return None

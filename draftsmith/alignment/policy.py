@@ -121,6 +121,7 @@ def _in_words(change: Mapping[str, Any], where: str) -> str:
 
 
 def _load(config: AlignConfig) -> tuple[LoadedPair, dict[str, tuple[Sampling, list[Continuation]]]]:
+    """Load target and base; return also, by kind, the texts and the sampling that drew them."""
     assert config.draft is not None
     pair = load_pair(config.target, {"base": config.draft}, **loading(config))
     distilled = str(Path(config.out) / "distilled")
