@@ -263,9 +263,7 @@ def check_empty(out: Path) -> None:
 
 
 def finish(out: Path, parts: int, identity: dict[str, Any], command: str, tokenizer: Tokenizer) -> None:
-    """Add up the parts and write card and manifest, which makes the set a finished one. Raise RunError if no row is
-    left.
-    """
+    """Add up the parts and write card and manifest, which finishes the set. Raise RunError if no row is left."""
     expected = {name for index in range(parts) for name in names_of(index)}
     if beyond := sorted(path.name for kind in KINDS for path in out.glob(kind) if path.name not in expected):
         raise InputError(f"{out / beyond[0]}: the prompts have fewer rows now; choose another --out or delete {out}")
