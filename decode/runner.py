@@ -45,7 +45,6 @@ class Block:
 
     @cached_property
     def max_offset(self) -> int:
-        """The largest offset of a query."""
         return int(self.offsets_Rq.max())
 
     def within(self, window: int | None) -> Tensor:

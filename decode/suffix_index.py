@@ -56,7 +56,6 @@ class SuffixIndex:
 
     @property
     def digest(self) -> str:
-        """sha256 over the documents' tokens."""
         return hashlib.sha256(self.text_n.tobytes()).hexdigest()
 
     def match(self, suffix: Sequence[int]) -> int:

@@ -43,7 +43,6 @@ class TreeBatch:
 
     @cached_property
     def on_host(self) -> tuple[list[list[list[int]]], list[list[int]]]:
-        """`children_RMK` and `depths_RN` as lists."""
         return self.children_RMK.tolist(), self.depths_RN.tolist()
 
     @staticmethod

@@ -131,8 +131,7 @@ def ask(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
     headers = {"Content-Type": "application/json"}
     call = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(call) as answer:
-        reply: dict[str, Any] = json.load(answer)
-    return reply
+        return json.load(answer)
 
 
 def complete(port: int, prompt: Sequence[int], max_new_tokens: int, **sampling: Any) -> dict[str, Any]:

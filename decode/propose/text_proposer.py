@@ -92,7 +92,6 @@ class Trie:
 
     @property
     def full(self) -> bool:
-        """True when no node can be added."""
         return len(self._below) > self.size
 
     def put(self, node: int, depth: int, token: int) -> int:
@@ -115,7 +114,6 @@ class Trie:
         return node
 
     def flatten(self) -> FlatTrie:
-        """The nodes in breadth-first order."""
         indices, queue = [0] * len(self._below), [0]
         parents: list[int] = []
         tokens: list[int] = []
@@ -141,7 +139,6 @@ class Forest:
         self._last: tuple[tuple[tuple[int, ...], ...], TreeBatch] | None = None
 
     def trie(self) -> Trie:
-        """An empty trie with room for what `tree` has room for."""
         return Trie(self.tree.widths, self.tree.size)
 
     def proposal(self, rows: Sequence[FlatTrie]) -> Proposal:

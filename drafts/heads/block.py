@@ -106,7 +106,6 @@ class BlockConfig(LayerConfig):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
-        """Read config.json. Raises InputError if it does not fit the target."""
         borrow(target).check_sizes(values["hidden_size"], values["vocab_size"])
         layers = int(text_config(target).num_hidden_layers)
         values = dict(values.get("dflash_config") or {}) | dict(values) | {"qk_norm": True}

@@ -72,7 +72,6 @@ class Eagle3Config(LayerConfig):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> "Eagle3Config":
-        """Read config.json. Raises InputError if it does not fit the target."""
         hidden, vocab_size = values["hidden_size"], values["vocab_size"]
         width = values.get("target_hidden_size") or hidden
         own_embedding = bool(values.get("embed_requires_grad"))
