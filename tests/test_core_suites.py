@@ -98,7 +98,7 @@ STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
 
 
 def test_every_suite_has_a_stand_in():
-    assert suite_names() == sorted(STAND_INS) and len(suite_names()) == 19
+    assert suite_names() == sorted(STAND_INS)
 
 
 @pytest.mark.parametrize("name", sorted(STAND_INS))

@@ -72,7 +72,7 @@ PROPOSERS: dict[str, ProposerKind] = {
     ),
     "eagle": _head("EAGLE-1/2 head: the target's next top feature", "any", "Li et al. 2024, arXiv 2401.15077"),
     "eagle3": _head("EAGLE-3 head: fused low, middle and high features", "any", "Li et al. 2025, arXiv 2503.01840"),
-    "medusa": _head("independent heads, one a depth", "depth up to the heads", "Cai et al. 2024, arXiv 2401.10774"),
+    "medusa": _head("independent heads, one per depth", "depth up to the heads", "Cai et al. 2024, arXiv 2401.10774"),
     "hydra": _head(
         "heads that see the tokens drafted before them", "depth up to the heads", "Ankner et al. 2024, arXiv 2402.05109"
     ),
