@@ -73,6 +73,11 @@ SENTENCES = [
 EOS_IDS = [1, *range(40, 56)]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that no core is idle while one is left: `slow(SECONDS)` says about how long it takes."""
+    items.sort(key=lambda item: -sum(sum(mark.args) for mark in item.iter_markers("slow")))
+
+
 def pytest_collection_finish() -> None:
     """Leave out of every later garbage collection what the imports made: walking it takes 0.3 s each time."""
     gc.collect()

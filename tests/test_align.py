@@ -162,7 +162,7 @@ def test_killed_between_stages_ends_as_if_it_had_not_been(spawn, files, target_d
     assert timeless(killed / "out") == timeless(whole / "out")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(25)
 def test_all_stages_on_two_processes(spawn, launch, files, target_dir, draft_dir, tmp_path):
     """The answers are those of one process, both train a draft, and one chooses by the policy while the other waits."""
     words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], *SMALL, *ONE_WAY]

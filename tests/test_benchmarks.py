@@ -124,7 +124,7 @@ def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch):
     assert found["resident_over_fp32"] == {"process": 0.75, "model": 0.5}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(50)
 def test_the_device_check_runs_whole_on_tiny_models(tmp_path):
     """The sections in one process, but for the first. A directory of modules that cannot be imported hides packages."""
     for package in ("datasets", "pyarrow", "pydantic", "wandb"):

@@ -24,6 +24,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--temperature warm", "--temperature: must be a valid number, got 'warm'"),
         ("--device tpu", "--device tpu"),
         ("--max_new_tokens 100", "leaves no room in a context of 96"),
+        ("--chat_template gone.jinja", "gone.jinja: cannot be read"),
         ("--draft {draft} --tree chain:0", "chain:0"),
         ("--draft {draft} --tree kary:2 --verifier speculative", "is valid on chains only"),
         ("--draft {draft} --proposer draught", "did you mean draft?"),

@@ -1,8 +1,5 @@
 """The door and its options: what is wrong is said in one line with the place, the key and the nearest right one."""
 
-import os
-import subprocess
-import sys
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -173,20 +170,6 @@ def test_completion_knows_every_command(door, shell):
     assert all(command in script for command in COMMANDS) and "max_new_tokens" in script
 
 
-def test_modules_in_the_current_directory_do_not_hide_ours(tmp_path):
-    for name in ("train", "eval", "distill", "decode", "datasets", "torch", "yaml"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module was imported')\n")
-    run = subprocess.run(
-        [sys.executable, "-m", "draftsmith", "train", "--out", "o"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert run.stderr == "draftsmith train: --data: is missing; --help says what it means\n"
-    assert run.returncode == 2
-
-
 def test_python_callers_get_the_same_checks():
     config: Any = Options(name=Path("a"), words=(Path("b"),), limit=np.int64(3))  # type: ignore[arg-type]
     assert (config.name, config.words, config.limit, type(config.limit)) == ("a", ["b"], 3, int)
@@ -211,17 +194,6 @@ def test_identity_leaves_out_what_changes_nothing():
     values = identity(Options(name="a", note="x", device="cpu"))
     assert values["name"] == "a" and values["inner"] == {"rate": 0.5}
     assert not {"note", "device"} & set(values)
-
-
-def test_help_has_two_tiers(capsys):
-    texts = []
-    for word in ("--help", "--help=all"):
-        with pytest.raises(SystemExit) as leaving:
-            read(word)
-        assert leaving.value.code == 0
-        texts.append(capsys.readouterr().out)
-    assert "--loud" not in texts[0] and "--loud" in texts[1] and "Whether to shout." in texts[1]
-    assert all("How models are loaded:" in text and "--device" in text and "A group:" in text for text in texts)
 
 
 def test_options_are_laid_over_the_configuration_of_a_call():

@@ -119,14 +119,6 @@ def test_a_row_that_cannot_be_understood_is_named(tmp_path, chat, text, line, me
     assert "\n" not in str(caught.value)
 
 
-def test_a_chat_without_a_chat_template_is_an_error(tmp_path, tokenizer):
-    source = write_rows(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "a"}]})
-    with pytest.raises(InputError, match=r"rows\.jsonl:1: key 'messages': .* no chat template; .*--chat_template FILE"):
-        read_prompts(source, tokenizer)
-    with pytest.raises(InputError, match="--chat_template .*cannot be read"):
-        load_tokenizer(tokenizer.name_or_path, chat_template=str(tmp_path / "gone.jinja"))
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -6,7 +6,7 @@ import pytest
 
 from draftsmith_core import prompt_rows
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import iterate_rows, load_suite, parse_named, suite_names
+from draftsmith_core.prompt_rows import iterate_rows, load_suite, suite_names
 from eval.config import EvalConfig
 from eval.request import check
 from tests.distilled import write_rows
@@ -133,6 +133,9 @@ def test_options_name_suites_and_give_their_names_to_the_sets():
     found = check(EvalConfig(id=["@gsm8k"], ood=["@humaneval:rows.jsonl", "talk=@mt-bench"], **options))
     assert found.id_sets == {"gsm8k": "@gsm8k"}
     assert found.ood_sets == {"humaneval": "@humaneval:rows.jsonl", "talk": "@mt-bench"}
+    # What has no name is called as its file or directory.
+    values = ["a=x/y", "runs/Llama-3.2-1B", "p/code.train.jsonl", "hub/owner:test", "s3://b/d.jsonl.gz"]
+    assert list(check(EvalConfig(id=values, **options)).id_sets) == ["a", "Llama-3.2-1B", "code.train", "owner", "d"]
     with pytest.raises(InputError, match=r"@gsm9k: no such suite; did you mean @gsm8k\?"):
         check(EvalConfig(id=["maths=@gsm9k"], **options))
     with pytest.raises(InputError, match="the name 'gsm8k' is used twice"):
@@ -152,15 +155,3 @@ def test_logs_of_a_server_are_prompts(tmp_path):
     found = [row["messages"][-1]["content"] for _, row in iterate_rows(write_rows(tmp_path / "log.jsonl", *rows))]
     # What is no text stays as it is and is refused where prompts are made.
     assert found == ["Hi", "Hello there", "Yo", image]
-
-
-def test_what_has_no_name_is_called_as_its_file_or_directory():
-    values = [
-        "a=x/y",
-        "runs/Llama-3.2-1B",
-        "p/code.train.jsonl",
-        "hub/owner:test",
-        "s3://b/d.jsonl.gz",
-        "@gsm8k:f.jsonl",
-    ]
-    assert list(parse_named("--id", values)) == ["a", "Llama-3.2-1B", "code.train", "owner", "d", "gsm8k"]

@@ -90,17 +90,6 @@ def test_a_seed_gives_every_row_its_own_generator():
     assert alone == outputs()[0]
 
 
-def test_the_targets_own_end_of_text_is_the_default():
-    endless = SpeculativeDecoder(tiny(1)).generate([PROMPTS[0]], GREEDY, 20).generations[0]
-    assert endless.finish_reason == "length"
-    eos = endless.output_ids[5]
-    decoder = SpeculativeDecoder(tiny(1, eos), DraftModelProposer(tiny(2)))
-    ended = decoder.generate([PROMPTS[0]], GREEDY, 20).generations[0]
-    first = endless.output_ids.index(eos)
-    assert (ended.output_ids, ended.finish_reason) == (endless.output_ids[: first + 1], "stop")
-    assert decoder.generate([PROMPTS[0]], GREEDY, 20, eos_ids=()).generations[0].output_ids == endless.output_ids
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0)])
 @pytest.mark.parametrize("bad", ["target", "draft"])
 @pytest.mark.parametrize("tree", ["chain:2", "kary:2,2", "eagle2:depth=2,beam=2,nodes=4"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from decode import SpeculativeDecoder, native, take_over
-from decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
+from decode import SpeculativeDecoder, take_over
+from decode.native import four_bit_state, kernel, pack_four_bits
 from decode.packed_weights import packs_of
 from decode.runner import Runner
 from decode.supported_models import attention_windows
@@ -34,7 +34,7 @@ def quantised(weight: torch.Tensor, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("block", [64, 128])
-def test_values_and_products_are_the_dequantised_matrix_to_the_bit(monkeypatch, kind, nested, block):
+def test_values_are_the_dequantised_matrix_to_the_bit(kind, nested, block):
     from bitsandbytes.functional import dequantize_4bit
 
     functions = kernel()
@@ -46,11 +46,6 @@ def test_values_and_products_are_the_dequantised_matrix_to_the_bit(monkeypatch, 
     exact = torch.cat([dequantize_4bit(weight.data, weight.quant_state) for weight in weights])
     matrix = pack_four_bits(functions, weights)
     assert torch.equal(matrix.rows(torch.arange(200)), exact)
-    monkeypatch.setattr(native, "narrowest", lambda values: values)
-    wide = PackedMatrix(functions, exact)
-    for rows in (1, 3, 9, 40):
-        x = torch.randn(rows, 384, generator=generator)
-        assert torch.equal(matrix.linear(x), wide.linear(x))
 
 
 def test_what_the_kernel_cannot_read_is_left_alone():

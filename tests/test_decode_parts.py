@@ -169,26 +169,6 @@ def test_memory_is_that_of_the_rows_of_one_batch(monkeypatch):
     assert max(slots for _, slots in sizes) <= 9 + 12 + 1
 
 
-def test_an_answer_can_lead_to_another_prompt():
-    decoder = SpeculativeDecoder(random_llama(1, 17))
-    waiting: list[tuple[tuple[int, int], list[int]]] = [((row, 0), [1 + row]) for row in range(4)]
-    answers: dict[tuple[int, int], list[int]] = {}
-
-    def source(free: int) -> list[tuple[tuple[int, int], list[int], torch.Generator]]:
-        taken, waiting[:] = waiting[:free], waiting[free:]
-        return [(key, prompt, generator(hash(key) % 97)) for key, prompt in taken]
-
-    for key, made in decoder.continuous(source, 2, Sampling(), 9, range(3)):
-        answers[key] = made.output_ids
-        if key[1] < 3:
-            waiting.append(((key[0], key[1] + 1), [1 + key[0], *made.output_ids]))
-    assert sorted(answers) == [(row, turn) for row in range(4) for turn in range(4)]
-    for (row, turn), ids in answers.items():
-        prompt = [1 + row, *answers[row, turn - 1]] if turn else [1 + row]
-        alone = decoder.generate([prompt], Sampling(), 9, [generator(hash((row, turn)) % 97)], range(3))
-        assert alone.generations[0].output_ids == ids
-
-
 def test_what_cannot_join_is_refused():
     decoder = SpeculativeDecoder(random_llama(1, 17))
     _, source = queue([[1], [2], []])

@@ -11,7 +11,7 @@ from eval.report.findings import lead
 from eval.results import Results
 
 
-@pytest.mark.slow
+@pytest.mark.slow(60)
 def test_demo_from_prompts_to_report(short_demo, door, monkeypatch):
     monkeypatch.chdir(short_demo)
     out, demo = Path("said").read_text(), short_demo / "out" / "demo"
@@ -27,11 +27,6 @@ def test_demo_from_prompts_to_report(short_demo, door, monkeypatch):
     assert {tree for tree, _ in results.methods} == {"chain:2", "kary:3,2"}
     assert [row["value"] == row["n"] for row in results.rows("identical")] == [True] * 3 * 2 * 5
     assert all(name in out for name in (*results.drafts, "prose", "code", "unicode"))
-    # Both see equally many answers; half of every step of the second is replay. The draft that keeps is offered.
-    records = [json.loads((demo / name / "draftsmith.json").read_text()) for name in ("jsd-plain", "jsd")]
-    assert [record["steps"] for record in records] == [4, 8]
-    assert [record["objective"] for record in records] == ["jsd:beta=0.5"] * 2
-    assert [record["config"]["replay_fraction"] for record in records] == [0.0, 0.5]
     # Evaluation prompts come from documents that no alignment prompt comes from.
     names = {
         file: {json.loads(line)["id"].split(" #")[0] for line in (demo / "prompts" / file).open()}

@@ -48,7 +48,7 @@ def prompts(tmp_path):
 
 
 @NEEDS_RAY
-@pytest.mark.slow
+@pytest.mark.slow(60)
 def test_workers_make_what_one_process_makes_also_when_they_die(cluster, target_dir, prompts, tmp_path, monkeypatch):
     """An engine gives back what it held however it ends: the second needs both processors, and so would a third."""
     import ray

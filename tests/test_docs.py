@@ -103,7 +103,7 @@ def test_make_targets_exist(line):
     assert done.stdout.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(150)
 def test_commands_and_programs_of_all_pages_work_in_order(short_demo, tmp_path, monkeypatch):
     """`draftsmith demo --short` stands for `make demo`: it leaves the same files. Prompts are fewer and shorter here,
     and plans are short, as on a busy machine.

@@ -71,24 +71,6 @@ def test_many_blocks_in_one_forward_are_each_what_decoding_computes(family, kind
         torch.testing.assert_close(decoded_block(head, ids_BT, states, anchor), all_BADH[:, anchor], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_documents_are_drafted_as_alone(kind):
-    target = tiny_family("llama")
-    head = make_head(kind, target)
-    ids_BT, states = text(target, head)
-    anchors_BA = torch.tensor([[2, 5], [0, 16]])
-    with torch.no_grad():
-        alone_BADH = head.drafted(ids_BT, states, anchors_BA)
-        packed_BADH = head.drafted(
-            ids_BT.flatten()[None],
-            [state.flatten(0, 1)[None] for state in states],
-            (anchors_BA + torch.tensor([[0], [17]])).flatten()[None],
-            torch.arange(17).repeat(2)[None],
-            torch.arange(2).repeat_interleave(17)[None],
-        )
-    torch.testing.assert_close(packed_BADH[0], alone_BADH.flatten(0, 1), atol=1e-5, rtol=0)
-
-
 def test_a_slot_sees_later_slots_unless_causal_and_never_the_anchor_s_own_state():
     target = tiny_family("llama")
     for kind in KINDS:

@@ -154,10 +154,6 @@ def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world):
     # Lossless, whatever drafts: at temperature 0 the target's own outputs.
     assert all(method["lossless"] for method in results["methods"]) and values["identical"] == [3] * 4 * 3
     assert all(0 < row["value"] < 1 for row in rows if row["figure"] == "alpha" and row["temperature"])
-    for latency, rate, seconds, tokens in zip(
-        *(values[name] for name in ("latency_s_per_token", "tokens_per_s", "decode_s", "tokens")), strict=True
-    ):
-        assert latency == pytest.approx(seconds / tokens) and rate == pytest.approx(1 / latency)
     assert results["clock"]["peak_memory_bytes"] > sum(m["memory_bytes"] for m in results["models"].values())
     assert summary["peak_memory_bytes"] == results["clock"]["peak_memory_bytes"]
     assert all(row["latency_s_per_token"] > 0 for cell in summary["cells"] for row in cell["decoding"])

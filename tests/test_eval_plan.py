@@ -90,13 +90,6 @@ def test_a_larger_tree_is_never_taken_to_be_cheaper_nor_a_step_than_the_target_a
     assert sizes == sorted(sizes) and costs.step(kary((1,) * 9)) >= costs.step(kary((1,) * 3))
 
 
-def test_rounds_that_others_slowed_down_change_no_cost():
-    rng = np.random.default_rng(0)
-    quiet = {name: [0.01 + 0.001 * index] * 3 for index, name in enumerate(shapes(None))}
-    slowed = {name: [value * factor for factor in rng.permutation([1, 20, 145])] for name, (value, *_) in quiet.items()}
-    assert fit(slowed) == fit(quiet)
-
-
 @pytest.mark.parametrize(
     ("value", "low", "high", "pays"),
     [

@@ -14,9 +14,7 @@ import pytest
 
 from draftsmith_core import wandb_runs
 from draftsmith_core.errors import InputError
-from eval.evaluate import figures as flat
 from eval.results import Results
-from tests.results_made_up import BASE, BOTH, view
 from tests.train_laws import BEFORE, metrics
 
 wandb = pytest.importorskip("wandb")
@@ -164,19 +162,6 @@ def test_what_wandb_fails_with_is_one_line_without_values():
         with wandb_runs.without_prompts():
             wandb.Settings(mode=SECRET)
     assert SECRET not in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_every_defined_figure_of_an_evaluation_has_one_flat_name():
-    results = view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
-    named = flat(results)
-    assert named["alpha/mine/prose/T0"] == results.alpha("mine", "prose", 0.0)["value"]
-    assert named["tau/mine/ood/T1/chain:2/speculative"] == results.tau("mine", "ood")["value"]
-    assert {name.partition("/")[0] for name in named} == {"alpha", "gain", "tau", "speedup", "transfer"}
-    # 2 drafts on 2 sets and both kinds at 2 temperatures; gain and transfer are of the aligned one.
-    assert len(named) == 3 * 16 + 8 + 4
-    for row in results.rows("transfer"):
-        row["value"] = None
-    assert len(flat(results)) == len(named) - 4
 
 
 @pytest.mark.slow

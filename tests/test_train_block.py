@@ -15,7 +15,7 @@ from tests.test_train_heads import batch_of, gradients, make_target, trainee_of
 from train.batch import Batch
 from train.objective import parse_objective
 from train.trainees import TRAINEES
-from train.trainees.block import BlockTrainee, _error, calibrate, decay
+from train.trainees.block import BlockTrainee, _error, calibrate
 from train.trainees.head import Drafts, Pairs, join
 
 LONG = [([3, 7], list(range(1, 31))), ([9], list(range(30, 2, -1)))]
@@ -88,11 +88,6 @@ def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind, target):
         for depth, slot in enumerate(ordered):
             assert float(paces_N[slot]) == pytest.approx(float(steps[depth:].sum()), rel=1e-4)
     assert not torch.allclose(trainee(batch).loss, plain(batch).loss, rtol=1e-2)
-
-
-@pytest.mark.parametrize(("size", "gamma"), [(16, 7), (10, 5), (8, 4), (7, 4)])
-def test_slots_weigh_as_published(size, gamma):
-    assert decay(size) == pytest.approx(2.718281828 ** (-1 / gamma))
 
 
 def test_the_error_of_a_confidence_is_its_distance_from_alpha_in_bins():

@@ -100,7 +100,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(60)
 @pytest.mark.parametrize(
     ("config", "sharing"),
     [
