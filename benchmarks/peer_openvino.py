@@ -3,7 +3,7 @@ own, which has openvino-genai and optimum-intel; imports nothing of this project
 
     python peer_openvino.py TARGET_DIR DRAFT_DIR REQUEST.json      # prints one JSON object
 
-The request holds `prompts` (lists of token ids, one list per round), `temperatures`, `max_new_tokens`, `threads`,
+A model that has been converted lies in its directory's `openvino`. The request holds `prompts` (lists of token ids, one list per round), `temperatures`, `max_new_tokens`, `threads`,
 `ahead` (tokens to draft) and `sixteen_bits`: weights and, as it comes, arithmetic in these instead of fp32.
 """
 
@@ -39,8 +39,10 @@ def converted(source: str, sixteen_bits: bool) -> str:
     return str(out)
 
 
-def measured(pipeline: "openvino_genai.LLMPipeline", request: dict, ahead: int | None) -> dict:
-    """Tokens per second of every round (prefill included) after a warm-up, and the tokens, by temperature."""
+def measured(pipeline: "openvino_genai.LLMPipeline", request: dict, ahead: int | None, counts: list) -> dict:
+    """Tokens per second of every round (prefill included) after a warm-up, and the tokens, by temperature. With a draft
+    `counts` gets the target's forwards and the accepted tokens of each prompt, as the engine counts.
+    """
     found: dict = {"speeds": [], "outputs": []}
     for temperature in request["temperatures"]:
         config = openvino_genai.GenerationConfig()
@@ -58,11 +60,15 @@ def measured(pipeline: "openvino_genai.LLMPipeline", request: dict, ahead: int |
                 ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
                 inputs = openvino_genai.TokenizedInputs(ids, openvino.Tensor(np.ones((1, len(prompt)), dtype=np.int64)))
                 started = time.perf_counter()
-                tokens = pipeline.generate(inputs, config).tokens[0]
+                result = pipeline.generate(inputs, config)
                 seconds += time.perf_counter() - started
-                count += len(tokens)
+                count += len(result.tokens[0])
                 if turn:
-                    outputs.append(list(map(int, tokens)))
+                    outputs.append(list(map(int, result.tokens[0])))
+                if turn and ahead is not None:
+                    metrics = result.extended_perf_metrics
+                    calls = len(metrics.main_model_metrics.raw_metrics.m_batch_sizes)
+                    counts.append([calls, int(metrics.get_num_accepted_tokens())])
             if turn:
                 speeds.append(count / seconds)
         found["speeds"].append(speeds)
@@ -76,15 +82,16 @@ def main() -> None:
     request = json.loads(Path(request_file).read_text())
     options = ({} if request["sixteen_bits"] else F32) | {"INFERENCE_NUM_THREADS": request["threads"]}
     target, draft = (converted(name, request["sixteen_bits"]) for name in (target, draft))
-    ways = {"alone": measured(openvino_genai.LLMPipeline(target, "CPU", **options), request, None)}
+    ways = {"alone": measured(openvino_genai.LLMPipeline(target, "CPU", **options), request, None, [])}
+    counts: dict = {}
     for ahead in request["ahead"]:
         assisted = openvino_genai.draft_model(draft, "CPU", **options)
         pipeline = openvino_genai.LLMPipeline(target, "CPU", draft_model=assisted, **options)
         try:
-            ways[f"draft, {ahead} tokens"] = measured(pipeline, request, ahead)
+            ways[f"draft, {ahead} tokens"] = measured(pipeline, request, ahead, counts.setdefault(ahead, []))
         except RuntimeError as error:
             ways[f"draft, {ahead} tokens"] = {"failed": str(error).split(" failed at /")[0]}
-    sys.stdout.write(json.dumps({"version": openvino.__version__, "ways": ways}) + "\n")
+    sys.stdout.write(json.dumps({"version": openvino.__version__, "ways": ways, "counts": counts}) + "\n")
 
 
 if __name__ == "__main__":

@@ -117,8 +117,8 @@ def openvino(asked: Asked) -> dict[str, Any]:
         file = Path(directory) / "request.json"
         file.write_text(json.dumps(request))
         found = work(python, Path(__file__).resolve().with_name("peer_openvino.py"), *names.values(), file)
-    ways = {name: each if "failed" in each else asked.measured(**each) for name, each in found.pop("ways").items()}
-    return found | ways
+    ways = {name: each if "failed" in each else asked.measured(**each) for name, each in found["ways"].items()}
+    return {"version": found["version"]} | ways
 
 
 def llama_cpp(asked: Asked) -> dict[str, Any]:

@@ -12,6 +12,16 @@ import pytest
 from drafts.neighbours import how_to_get, program
 from draftsmith_core.engine_commands import SERVING
 
+# What runs there.
+OPENVINO = Path(__file__).parents[1] / "benchmarks" / "peer_openvino.py"
+
+
+def openvino_request(place: Path, prompts: list[list[int]], tokens: int) -> Path:
+    """The file that asks for greedy answers in fp32, alone and with four drafted tokens."""
+    request = {"prompts": [prompts], "temperatures": [0], "max_new_tokens": tokens, "threads": 1}
+    (place / "request.json").write_text(json.dumps(request | {"ahead": [4], "sixteen_bits": False}))
+    return place / "request.json"
+
 
 def engine(name: str) -> Path:
     found = program(name)

@@ -19,7 +19,7 @@ from drafts.neighbours import PROGRAMS, complete, llama_server, vllm_answers, wo
 from draftsmith.__main__ import main
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.models import load_model
-from tests.openvino_ir import engine, openvino_ir
+from tests.openvino_ir import OPENVINO, engine, openvino_ir, openvino_request
 
 PAIR = Path(__file__).parents[1] / "draftsmith" / "demo" / "pair"
 TARGET = str(PAIR / "target")
@@ -195,29 +195,28 @@ def test_llama_cpp_says_the_same(draft, name, tmp_path, target_as):
 REQUEST = {"prompts": [[0, 782, 291]], "max_new_tokens": 8, "threads": 1, "assistant_tokens": [4]}
 
 
-def runs(script: str, *words: Path) -> bool:
-    request = words[0].with_name("request.json")
-    request.write_text(json.dumps(REQUEST))
-    try:
-        work(engine("openvino"), WORKERS / script, *words, request)
-    except ds.RunError:
-        return False
-    return True
-
-
 @pytest.mark.engines
 @some("same", "padded by 64", "another token")
 def test_openvino_says_the_same(draft, name, tmp_path):
-    models = openvino_ir(TARGET, tmp_path / "t"), openvino_ir(draft, tmp_path / "d")
-    assert runs("openvino_generate.py", *models) == verdicts(TARGET, draft)["openvino"]["loads"]
+    for role, source in (("t", TARGET), ("d", draft)):
+        openvino_ir(source, tmp_path / role / "openvino")
+    request = openvino_request(tmp_path, [[0, 782, 291]], 8)
+    (_, drafted) = work(engine("openvino"), OPENVINO, tmp_path / "t", tmp_path / "d", request)["ways"].values()
+    assert ("failed" not in drafted) == verdicts(TARGET, draft)["openvino"]["loads"]
 
 
 @pytest.mark.engines
 @some("same", "padded by 64", "small heads")
 def test_onnxruntime_genai_says_the_same(draft, name, tmp_path, target_as):
     engine("openvino")
+    (tmp_path / "request.json").write_text(json.dumps(REQUEST))
     models = target_as("hf"), exported(draft, "hf", tmp_path / "d"), tmp_path / "built"
-    assert runs("onnx_generate.py", *models) == verdicts(TARGET, draft)["onnxruntime-genai"]["loads"]
+    loads = True
+    try:
+        work(engine("openvino"), WORKERS / "onnx_generate.py", *models, tmp_path / "request.json")
+    except ds.RunError:
+        loads = False
+    assert loads == verdicts(TARGET, draft)["onnxruntime-genai"]["loads"]
 
 
 @pytest.mark.engines

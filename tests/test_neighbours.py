@@ -25,7 +25,7 @@ from drafts.neighbours import PROGRAMS, ask, complete, llama_server, work
 from draftsmith_core.models import load_model
 from draftsmith_core.tokenization import load_tokenizer
 from tests.learnt_heads import AHEAD, TOKENS, learn
-from tests.openvino_ir import engine, openvino_ir
+from tests.openvino_ir import OPENVINO, engine, openvino_ir, openvino_request
 from tests.tiny_models import stirred
 
 ROOT = Path(__file__).parents[1]
@@ -119,18 +119,15 @@ def test_transformers_assistant_model(pair, prompts, ours):
 
 def test_openvino_genai(prompts, ours, after_one, tmp_path):
     python = engine("openvino")
-    models = {role: openvino_ir(str(PAIR / role), tmp_path / role) for role in ("target", "base")}
-    request = {"prompts": prompts, "max_new_tokens": TOKENS, "threads": 1, "assistant_tokens": [0, AHEAD]}
-    (tmp_path / "request.json").write_text(json.dumps(request))
-    words = (models["target"], models["base"], tmp_path / "request.json")
-    answers = work(python, WORKERS / "openvino_generate.py", *words)["answers"]
-    for rows in answers.values():
-        assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
-    # Its first call is the prompt's, without a draft.
-    assert [row["calls"] - 1 for row in answers[str(AHEAD)]] == [out.stats.target_calls for out in after_one]
-    # Its own count of accepted tokens leaves out those of the last step.
-    pairs = zip(answers[str(AHEAD)], accepted(after_one), strict=True)
-    assert all(0 <= mine - row["accepted"] <= AHEAD for row, mine in pairs)
+    for role in ("target", "base"):
+        openvino_ir(str(PAIR / role), tmp_path / role / "openvino")
+    found = work(python, OPENVINO, tmp_path / "target", tmp_path / "base", openvino_request(tmp_path, prompts, TOKENS))
+    for way in found["ways"].values():
+        assert way["outputs"] == [[out.output_ids for out in ours]]
+    # Its first call is the prompt's, without a draft; its count of accepted tokens leaves out those of the last step.
+    calls, its = zip(*found["counts"][str(AHEAD)], strict=True)
+    assert [count - 1 for count in calls] == [out.stats.target_calls for out in after_one]
+    assert all(0 <= mine - count <= AHEAD for count, mine in zip(its, accepted(after_one), strict=True))
 
 
 def test_onnxruntime_genai(exports, prompts, ours, tmp_path):

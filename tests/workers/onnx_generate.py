@@ -2,8 +2,8 @@
 
     python onnx_generate.py TARGET_HF DRAFT_HF PLACE REQUEST.json     # the last line is one JSON object
 
-The models are built in the directory PLACE. The request is that of openvino_generate.py with one number of tokens to
-draft; a row of the answer has `tokens` and what the engine counts: `proposed`, `evaluated`, `accepted`, `rounds`.
+The models are built in the directory PLACE. The request holds `prompts` (lists of token ids), `max_new_tokens`,
+`threads` and `assistant_tokens`, a list of one number; a row of the answer has `tokens` and the engine's own `stats`.
 """
 
 import json
