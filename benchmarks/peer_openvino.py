@@ -3,8 +3,9 @@ own, which has openvino-genai and optimum-intel; imports nothing of this project
 
     python peer_openvino.py TARGET_DIR DRAFT_DIR REQUEST.json      # prints one JSON object
 
-A model that has been converted lies in its directory's `openvino`. The request holds `prompts` (lists of token ids, one list per round), `temperatures`, `max_new_tokens`, `threads`,
-`ahead` (tokens to draft) and `sixteen_bits`: weights and, as it comes, arithmetic in these instead of fp32.
+A model that has been converted lies in its directory's `openvino`. The request holds `prompts` (lists of token ids, one
+list per round), `temperatures`, `max_new_tokens`, `threads`, `ahead` (tokens to draft) and `sixteen_bits`: weights and,
+as it comes, arithmetic in these instead of fp32.
 """
 
 import json

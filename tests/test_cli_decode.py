@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -310,17 +309,6 @@ def test_the_summary_adds_up(tmp_path, door, target_dir, draft_dir, prompts_file
     alone = door.summary("decode", *words[:2], "--prompt", "The quick", "--max_new_tokens", "5", "--ignore_eos")
     assert (alone["proposer"], alone["tree"], alone["verifier"], alone["lossless"]) == ("none", None, None, True)
     assert (alone["accept_at"], alone["alpha_mcsd"], alone["tau"], alone["tokens"]) == ([], None, 1.0, 5)
-
-
-def test_auto_takes_the_plan_beside_the_draft_or_says_how_to_make_it(door, target_dir, draft_dir, tmp_path):
-    draft = tmp_path / "a draft"
-    shutil.copytree(draft_dir, draft)
-    words = ["--target", target_dir, "--draft", draft, "--tree", "auto", "--prompt", "a", "--max_new_tokens", "4"]
-    code, printed, err = door("decode", *words, "--json")
-    assert code == 0 and json.loads(printed.splitlines()[-1])["tree"] == "chain:4"
-    assert f"draftsmith plan --target {target_dir} --draft '{draft}' --prompts PROMPTS" in err
-    (draft / "plan.json").write_text(json.dumps({"tree": {"spec": "kary:2,1"}, "pays": True}))
-    assert door.summary("decode", *words)["tree"] == f"auto:{draft}/plan.json"
 
 
 # Options that do not go together: what the one line says, and the way out. No model is loaded first.

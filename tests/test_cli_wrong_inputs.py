@@ -75,7 +75,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--require alpha[code]>0", "'code' is not measured"),
         ("--base c", "no draft has this name"),
         ("--ood b={prompts}", "b"),
-        ("--tree chian:4", "did you mean chain"),
         ("--tree auto", "plan.json is missing"),
         ("--tree auto:", "needs a file"),
         ("--max_new_tokens 95", "and 95 new ones exceed a context of"),
@@ -85,7 +84,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--draft owner/name", "name a file with --out"),
     ],
     "align --target {target} --draft {draft} --prompts {prompts} --out out": [
-        ("--objective jsdd", "jsdd"),
         ("--ood =", "write NAME="),
         ("--ood a=none.jsonl", "none.jsonl: no such file"),
         ("--ood a/x.jsonl b/x.jsonl", "the name 'x' is used twice; write NAME="),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith_core.io import atomic_dir, atomic_file, remove_leftovers
+from draftsmith_core.io import atomic_dir, atomic_file
 
 
 def fill(temporary: Path, text: str, directory: bool) -> None:
@@ -33,13 +33,3 @@ def test_a_block_changes_all_or_nothing(tmp_path, writer, directory):
         fill(temporary, "second", directory)
     assert content(path) == "second"
     assert [p.name for p in path.parent.iterdir()] == ["thing"]
-
-
-def test_leftovers_are_told_from_files_that_are_not_ours(tmp_path):
-    for name in ("part.parquet", ".hidden", "a.tmp1"):
-        (tmp_path / name).touch()
-    (tmp_path / ".best.old.tmp77").mkdir()
-    (tmp_path / ".best.old.tmp77" / "model").touch()
-    (tmp_path / ".part.parquet.tmp12").touch()
-    remove_leftovers(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".hidden", "a.tmp1", "part.parquet"]

@@ -1,9 +1,6 @@
 """Models: what is loaded, what is refused, how two are told apart, and how much memory was held."""
 
 import importlib.util
-import mmap
-import resource
-import sys
 from typing import Any
 
 import pytest
@@ -19,9 +16,7 @@ from draftsmith_core.models import (
     load_model,
     memory_bytes,
     parameter_count,
-    peak_memory,
     quantization,
-    reset_peak_memory,
     vocabulary_size,
 )
 from tests.train_laws import tiny_family
@@ -99,20 +94,3 @@ def test_an_encoder_is_refused(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="reads tokens ahead, as encoders do; name a causal model"):
         load_model(str(tmp_path), device="cpu")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is reset through /proc")
-def test_peak_memory_sees_what_was_held_since_the_reset():
-    reset_peak_memory("cpu")
-    before, kind = peak_memory(torch.device("cpu"))
-    assert kind == "process_rss"
-    size = 200 * 2**20
-    # Pages of its own: what tests before this one have freed may be kept, and would be used again.
-    with mmap.mmap(-1, size) as held:
-        for page in range(0, size, mmap.PAGESIZE):
-            held[page] = 1
-    risen = peak_memory("cpu")[0]
-    assert risen - before > size * 0.9
-    reset_peak_memory("cpu")
-    assert peak_memory("cpu")[0] < risen - size * 0.9
-    assert peak_memory("cpu")[0] == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

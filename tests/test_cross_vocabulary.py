@@ -1,7 +1,4 @@
-"""A draft of another tokenizer drafts the tokens that both have, and is trained on the target's text in its own tokens.
-
-Law 1 for it is in tests/test_decode_lossless.py.
-"""
+"""A draft of another tokenizer drafts the tokens that both have. Law 1 for it is in tests/test_decode_lossless.py."""
 
 import json
 import logging
@@ -16,7 +13,6 @@ from draftsmith_core.sampling import Sampling, probs
 from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation, model_logits
 from eval.estimate import alpha_sums
-from eval.results import Results
 from tests.distilled import write_rows
 
 
@@ -87,24 +83,6 @@ def test_the_command_decodes_as_the_target_alone(byte_level, door, target_dir, d
         assert sum(row["stats"]["proposed"] for row in drafted) > 0
     code, _, err = door("decode", "--target", target_dir, "--prompt", "a", "--draft", donor_dir, "--device", "cpu")
     assert code == 2 and "--heterogeneous_vocab true" in err
-
-
-@pytest.mark.slow
-def test_eval_gives_its_alpha(door, target_dir, draft_dir, donor_dir, prompts_file, tmp_path):
-    """Beside the measured acceptance, which must agree with it."""
-    _, err = door.ok(
-        *("eval", "--target", target_dir, "--draft", f"own={draft_dir}", f"foreign={donor_dir}"),
-        *("--id", f"p={prompts_file}", "--out", tmp_path / "eval", "--heterogeneous_vocab", "true"),
-        *("--temperature", 1.0, "--tree", "chain:2", "--max_new_tokens", 24, "--speed_prompts", 0),
-        *("--bootstrap", 100, "--device", "cpu"),
-    )
-    results = Results.load(tmp_path / "eval")
-    assert "eval: draft foreign has another tokenizer: of the prompts" in err and "8 of 8 texts can be written" in err
-    alpha, missing = (results.figure(name, "foreign", "p") for name in ("alpha", "missing_mass"))
-    assert alpha and missing and 0 < (missing["value"] or 0) < 1 - (alpha["value"] or 1)
-    own = results.figure("missing_mass", "own", "p")
-    assert own is not None and own["value"] == 0
-    assert "What cannot be drafted" in (tmp_path / "eval" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -10,7 +10,6 @@ from decode.propose.lookahead import LookaheadProposer, LookaheadSession, Window
 from decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
 from decode.propose.retrieval import RetrievalProposer
-from decode.propose.text_proposer import Trie
 from decode.suffix_index import SuffixIndex
 from decode.tree import DynamicTree, Tree, TreeShape
 from decode.tree_spec import parse_tree
@@ -89,31 +88,6 @@ def test_the_index_agrees_with_a_rescan(text, one, other, cut):
         places = [at for at in range(len(text) - 1, n - 1, -1) if text[at - n : at] == text[len(text) - n :]]
         expected += [at for at in places if at not in expected and len(text) >= n]
     assert list(index.matches()) == expected
-
-
-CANDIDATES = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=12)
-
-
-@given(CANDIDATES, st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 12))
-def test_a_trie_keeps_its_bounds_and_merges(candidates, widths, size):
-    trie = Trie(widths, size)
-    ends = [trie.add(tokens) for tokens in candidates]
-    flat = trie.flatten()
-    tree = Tree(flat.parents)  # raises unless breadth-first
-    found: list[tuple[int, ...]] = [()]
-    for parent, token in zip(flat.parents, flat.tokens, strict=True):
-        found.append((*found[parent + 1], token))
-    assert len(set(found)) == len(found), "two nodes with the same tokens above them"
-    assert tree.size <= size and tree.depth <= len(widths)
-    for node, below in enumerate(tree.children):
-        assert len(below) <= (widths[len(found[node])] if below else 0)
-    for tokens, end in zip(candidates, ends, strict=True):
-        reached = found[flat.indices[end]]
-        assert reached == tuple(tokens[: len(reached)])
-        # A candidate is cut only for want of room.
-        if len(reached) < min(len(tokens), len(widths)):
-            assert trie.full or len(tree.children[flat.indices[end]]) == widths[len(reached)]
-    assert trie.full == (tree.size == size)
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 7])

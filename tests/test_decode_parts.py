@@ -15,7 +15,6 @@ from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder
 from decode.batch_run import BatchRun
 from decode.cache import TreeCache
 from decode.runner import Runner
-from decode.static_steps import bucket
 from draftsmith_core.sampling import Sampling, generator
 from tests.tiny_models import random_llama
 
@@ -212,12 +211,6 @@ def test_replaced_weights_are_noticed(model):
     before = greedy(decoder)
     model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
     assert greedy(decoder) == greedy(SpeculativeDecoder(model, fast=False)) != before
-
-
-def test_buckets_waste_at_most_a_quarter():
-    sizes = [bucket(size) for size in range(1, 2000)]
-    assert all(size <= found <= 1.25 * size for size, found in enumerate(sizes, 1))
-    assert sizes == sorted(sizes) and len(set(sizes)) < 45 and all(bucket(size) == size for size in sizes)
 
 
 def test_graphs_without_a_gpu_are_refused(model):

@@ -14,9 +14,7 @@ from decode.tree_spec import TREES, parse_tree
 
 
 def expected_length(tree: Tree, acceptance: Sequence[float]) -> float:
-    """Expected emitted tokens per step on this tree, the target's own token included: 1 plus, for every node, the
-    product of the acceptances on its path.
-    """
+    """Expected emitted tokens of a step: 1 plus, for every node, the product of the acceptances on its path."""
     rates = (*acceptance, *([0.0] * tree.size))
     reach: list[float] = []
     for parent, rank in zip(tree.parents, tree.ranks, strict=True):

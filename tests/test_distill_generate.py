@@ -119,15 +119,3 @@ def test_two_processes_make_the_same_bytes(words, whole, tmp_path, launch):
     # Each process made its own share; the main one speaks.
     shown = re.findall(r"distill: .*?\| (\d+)/(\d+) \[", run.stderr)  # more lines the longer it takes
     assert {total for _, total in shown} == {"5"} and ("5", "5") in shown
-
-
-def test_texts_that_the_target_writes_by_itself(target_dir, tmp_path):
-    options: dict[str, Any] = {"target": target_dir, "max_new_tokens": 12, "temperature": 1.0, "device": "cpu"}
-    found = distill(DistillConfig(prompts="self:10", out=str(tmp_path / "ten"), batch_size=4, part_rows=4, **options))
-    assert (found["prompts_read"], found["rows"], found["prompts_skipped"]) == (10, 10, 0)
-    rows = rows_of(tmp_path / "ten")
-    assert {tuple(row["prompt_ids"]) for row in rows} == {(0,)} and {row["domain"] for row in rows} == {"general"}
-    assert len({tuple(row["response_ids"]) for row in rows}) == 10
-    # They are drawn from the target's own distribution: the first of them are the same however many are asked for.
-    distill(DistillConfig(prompts="self:3", out=str(tmp_path / "three"), batch_size=3, **options))
-    assert [row["response_ids"] for row in rows_of(tmp_path / "three")] == [row["response_ids"] for row in rows[:3]]

@@ -24,9 +24,7 @@ OPTIONS: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 9, "batch_size": 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A cluster of this process alone. Its token is its own: two that begin at the same time would both write the one
-    of the user's home.
-    """
+    """A cluster of this process alone, with a token of its own: two at a time would share that of the user's home."""
     import ray
 
     with pytest.MonkeyPatch.context() as patch:

@@ -70,16 +70,6 @@ def test_prompts_that_changed_since_are_refused(words, door):
     assert files() == made
 
 
-def test_the_same_prompt_twice_is_answered_twice(words, door):
-    """Also where the two lie in different parts, which do not know of each other."""
-    Path("p.jsonl").write_text('{"prompt": "The quick"}\n' * 8)
-    assert door(*words)[0] == 0
-    rows = rows_of("set")
-    assert len({row["id"] for row in rows}) == len({row["seed"] for row in rows}) == 16
-    assert len({row["prompt_hash"] for row in rows}) == 1
-    assert len({tuple(row["response_ids"]) for row in rows}) > 8
-
-
 def test_a_mixture_of_temperatures(words, door, target_dir):
     """Each row is what its own temperature gives, and the shares are those that were asked for."""
     write_rows("p.jsonl", *({"prompt": f"The {i}", "id": str(i)} for i in range(60)))

@@ -105,9 +105,7 @@ def test_make_targets_exist(line):
 
 @pytest.mark.slow(150)
 def test_commands_and_programs_of_all_pages_work_in_order(short_demo, tmp_path, monkeypatch):
-    """`draftsmith demo --short` stands for `make demo`: it leaves the same files. Prompts are fewer and shorter here,
-    and plans are short, as on a busy machine.
-    """
+    """`draftsmith demo --short` stands for `make demo`: it leaves the same files. Plans are as on a busy machine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("eval.plan.LIMIT_S", 0.0)
     (tmp_path / "configs").symlink_to(ROOT / "configs")

@@ -221,9 +221,7 @@ def test_onnxruntime_genai_says_the_same(draft, name, tmp_path, target_as):
 
 @pytest.mark.engines
 def test_vllm_says_the_same(tmp_path, monkeypatch):
-    """Thirteen pairs in one process. Most refusals follow from configs, and no weights are read; a language model taken
-    for an EAGLE head is refused for its tensors, and a size of heads with the first prompt.
-    """
+    """Thirteen pairs in one process; most refusals follow from configs, and no weights are read."""
     python, loads = engine("vllm"), dict[str, bool]()
     runs: dict[str, dict[str, Any]] = {}
     target = load_model(TARGET, device="cpu")

@@ -1,7 +1,4 @@
-"""A language model with output rows for a part of the vocabulary. Law 1 for it is in tests/test_decode_lossless.py.
-
-Legend: V vocabulary, D tokens of the draft vocabulary.
-"""
+"""A language model with output rows for a part of the vocabulary. Law 1 for it is in tests/test_decode_lossless.py."""
 
 import copy
 import json

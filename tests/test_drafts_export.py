@@ -64,9 +64,6 @@ def no_llama_server(monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
 
 
-Saved = Callable[[PreTrainedModel, Path], PreTrainedModel]
-
-
 @pytest.fixture
 def saved(target_dir):
     """Moves a model's parameters, norms too, from where they began, and saves it with the tests' tokenizer."""
@@ -235,9 +232,6 @@ def test_the_command(target, tmp_path, capsys):
     assert main([*words, "sglang", "--out", str(tmp_path / "full")]) == 2
     assert "files that no export wrote" in capsys.readouterr().err
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine.txt"]
-    hf = ["export", "--draft", str(tmp_path / "target"), "--format", "hf", "--out", str(tmp_path / "eagle3-lm")]
-    assert main(hf) == 0
-    assert "vLLM takes a draft whose path has 'eagle3'" in capsys.readouterr().out
     assert {form for form, _ in WRITERS} == {"hf", "eagle", "sglang", "speculators", "medusa", "dflash", "gguf"}
 
 

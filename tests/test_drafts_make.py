@@ -146,9 +146,7 @@ def test_a_map_of_two_vocabularies(target_dir):
 
 
 def test_of_tokens_with_one_text_the_one_that_is_written_is_taken(target_dir):
-    """`t` and `<0x74>` are the same byte, and byte fallback is for characters that no other token has; runs of spaces
-    are added tokens of GPT-NeoX and Phi.
-    """
+    """`t` and `<0x74>` are the same byte; runs of spaces are added tokens of GPT-NeoX and Phi."""
     byte_level, pieced = load_tokenizer(target_dir), sentencepiece_tokenizer()
     byte_level.add_tokens(["    "])
     run, letter = byte_level.get_vocab()["    "], byte_level.get_vocab()["t"]

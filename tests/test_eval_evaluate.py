@@ -224,23 +224,6 @@ def test_killed_and_started_again_equals_never_killed(world, tmp_path, spawn):
     assert _without_clocks(killed) == _without_clocks(whole)
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_sampling_that_is_left_open_is_the_targets(world, tmp_path, capsys):
-    target = shutil.copytree(world.target, tmp_path / "target")
-    file = target / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_sample": True, "temperature": 0.3, "top_k": 5}))
-    asked = replace(
-        world, target=str(target), out=str(tmp_path / "open"), speed_prompts=0, temperature=[1.0], tree=["chain:3"]
-    )
-    found = evaluate(asked).document
-    assert "eval: top_k 5 from the target's generation_config.json" in capsys.readouterr().err
-    sampling = [found["config"][key] for key in ("temperature", "top_k", "top_p", "min_p")]
-    assert sampling == [[1.0], 5, 1.0, 0.0]
-    # By name it is the same evaluation; another value is another one.
-    assert evaluate(replace(asked, top_k=5)).document["clock"]["cells_measured"] == 0
-    assert evaluate(replace(asked, top_k=0)).document["clock"]["cells_reused"] == 0
-
-
 def test_a_report_is_drawn_again_from_its_results(world, summary, tmp_path, capsys):
     shutil.copy(Path(world.out) / "results.json", tmp_path)
     run("eval", ["--render", str(tmp_path), "--json"])

@@ -166,14 +166,6 @@ def named(place: Path, draft: str, cause: str, plant: Callable[..., None], detai
     assert found["tried"][0]["misfit"] < 0.01
 
 
-@SLOW
-def test_a_head_served_as_it_is_has_no_cause(head):
-    with drafting("sglang", pair_of(head, "eagle3")) as (url, _):
-        found = ask(head, url, "eagle3", temperature=0)
-    assert found["verdict"] == "as predicted" and found["served"]["tokens_per_call"]["value"] > 1.5
-    assert found["difference"]["value"] == 0
-
-
 def test_the_exit_code_is_3_and_the_last_line_is_json(place, door):
     pair = pair_of(place)
     plain_rope(pair, pair.drafts["draft"])

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.__main__ import main
 from draftsmith.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +46,10 @@ def test_import_is_light():
     assert (code, modules & {*HEAVY, "pydantic"}) == (0, set()) and seconds < 0.3
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+HELP = [["--help"], ["--version"], ["help", "merge"], ["--help", "merge"], *([name, "--help"] for name in COMMANDS)]
+
+
+@pytest.mark.parametrize("words", HELP, ids=" ".join)
 def test_help_is_light(words):
     code, seconds, modules, _ = measured(words)
     assert (code, modules & {*HEAVY}) == (0, set()) and seconds < MOST_S
@@ -79,10 +81,3 @@ def test_output_that_cannot_be_written_is_one_line(words):
         command = [sys.executable, "-m", "draftsmith", *words]
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert (done.returncode, done.stderr) == (1, f"draftsmith {words[0]}: No space left on device\n")
-
-
-def test_help_of_a_command_by_another_word(capsys):
-    for words in (["help", "merge"], ["--help", "merge"]):
-        with pytest.raises(SystemExit) as leaving:
-            main(words)
-        assert leaving.value.code == 0 and capsys.readouterr().out.startswith("usage: draftsmith merge")

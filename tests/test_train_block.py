@@ -15,7 +15,7 @@ from tests.test_train_heads import batch_of, gradients, make_target, trainee_of
 from train.batch import Batch
 from train.objective import parse_objective
 from train.trainees import TRAINEES
-from train.trainees.block import BlockTrainee, _error, calibrate
+from train.trainees.block import BlockTrainee, calibrate
 from train.trainees.head import Drafts, Pairs, join
 
 LONG = [([3, 7], list(range(1, 31))), ([9], list(range(30, 2, -1)))]
@@ -88,16 +88,6 @@ def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind, target):
         for depth, slot in enumerate(ordered):
             assert float(paces_N[slot]) == pytest.approx(float(steps[depth:].sum()), rel=1e-4)
     assert not torch.allclose(trainee(batch).loss, plain(batch).loss, rtol=1e-2)
-
-
-def test_the_error_of_a_confidence_is_its_distance_from_alpha_in_bins():
-    logits_MD = torch.tensor([[0.8, 0.5], [0.8, 0.5], [0.2, 0.5]]).logit()
-    alphas_MD = torch.tensor([[0.9, 0.5], [0.8, 1.0], [0.3, torch.nan]])
-    found = torch.stack([logits_MD, alphas_MD])
-    # Two of three in the bin from 0.8: 0.05 apart; one of three in the bin from 0.2: 0.1.
-    assert _error(found, [1.0]) == pytest.approx((0.1 + 0.1) / 3, abs=1e-6)
-    # The product over two slots: 0.4 for 0.45 and 0.8, in one bin.
-    assert _error(found, [1.0, 1.0]) == pytest.approx((0.05 + 0.4) / 2, abs=1e-6)
 
 
 def test_calibration_finds_the_temperatures_that_a_confidence_lacks(target):

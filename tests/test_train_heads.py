@@ -97,10 +97,7 @@ def packed_batch(groups: Sequence[Sequence[int]]) -> Batch:
 
 
 def decoded(head: Any, target: Any, ids: list[int], at: int, depths: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Logits (over what the head drafts) and own features of a draft, one token a forward, as the decoder makes it.
-
-    `at`: the position whose feature chose the root. The tokens drafted are those of the text.
-    """
+    """Logits and own features of a draft of the text's tokens behind `at`, one token a forward, as the decoder does."""
     with torch.no_grad():
         out = target(torch.tensor([ids]), output_hidden_states=True)
     states = [out.hidden_states[layer] for layer in head.hidden_layers]
