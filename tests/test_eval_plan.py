@@ -143,7 +143,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     words += ["--max_new_tokens", 6, "--prompt_tokens", 8]
     # Without a plan `auto` says how to make one.
     _, err = door.ok("decode", *words, "--tree", "auto")
-    assert f"draftsmith plan --target {target_dir} --draft {draft} --prompts PROMPTS" in err
+    assert f"draftsmith plan --target {target_dir} --draft {draft} --prompts {prompts_file}" in err
     out, err = door.ok("plan", *words, "--confirm_prompts", 4, "--json")
     assert "takes up to about" in err
     plan = draft / "plan.json"
