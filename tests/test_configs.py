@@ -224,15 +224,6 @@ def test_vicuna_is_asked_as_it_was_trained(tmp_path, target_dir, monkeypatch):
     assert rendered({"role": "system", "content": "Be brief."}, user) == "<s>Be brief. USER: Hi ASSISTANT:"
 
 
-def test_shipped_pair_is_small_and_says_how_it_was_made():
-    files = [path for member in ("target", "base") for path in (DEMO / "pair" / member).iterdir()]
-    assert sum(path.stat().st_size for path in files) <= 8_000_000
-    for member in ("target", "base"):
-        record = json.loads((DEMO / "pair" / member / "draftsmith.json").read_text())
-        assert set(record["heldout_perplexity"]) == {"prose", "code", "unicode"}
-        assert (DEMO / "recipes" / record["recipe"]).is_file()
-
-
 FAMILIES = {
     "llama": "llama", "vicuna": "llama", "opt": "opt", "gemma": "gemma2", "pythia": "gpt_neox", "qwen3": "qwen3",
 }  # fmt: skip

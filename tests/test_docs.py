@@ -94,15 +94,6 @@ def run_line(line: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "line", sorted({line for page in RUN for line in commands((ROOT / page).read_text()) if line.startswith("make ")})
-)
-def test_make_targets_exist(line):
-    done = subprocess.run(["make", "-n", *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-
-
 @pytest.mark.slow(150)
 def test_commands_and_programs_of_all_pages_work_in_order(short_demo, tmp_path, monkeypatch):
     """`draftsmith demo --short` stands for `make demo`: it leaves the same files. Plans are as on a busy machine."""
