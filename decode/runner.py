@@ -5,8 +5,8 @@ T), V vocabulary, H hidden size, R = 1 when all rows share a block, else B. A sl
 cache.
 
 A block is stored behind each row's prefix. The *offset* of a slot is its position minus the row's base; siblings of a
-tree share one. While all rows are equally long, the distance between a query and a prefix slot depends only on how far
-the slot is from the end of the prefix: the mask of a static tree is built once, and a step takes a view of it.
+tree share one. If all rows are equally long, a query's distance to a prefix slot depends only on that slot's distance
+from the end of the prefix. The mask of a static tree is therefore built once; each step takes a view.
 """
 
 import copy
@@ -183,7 +183,7 @@ class Runner:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Forward and cache the queries of `block`. Return logits `[B, keep_logits or q, V]` and hidden states.
 
-        features_BqH: one beside every token, for a head in the form of a model.
+        features_BqH: one feature per token; only for a head wrapped as a model.
         """
         if self.steps is not None:
             run = self.static(block.offsets_RT.shape[1], keep_logits, hidden_layers)
@@ -205,8 +205,8 @@ class Runner:
             positions = (block.offsets_Rq + self._base_B1).clamp_(min=0)
         top = self.column + block.max_offset
         if self.limit is not None and top >= self.limit:
-            # Slots beyond the context limit are beyond max_new_tokens too, so predictions there are cut. But a table of
-            # learned positions must not be read past its end.
+            # Predictions past the context limit are past max_new_tokens too and are discarded. Clamp positions, so that
+            # a learned position table is not read past its end.
             top = self.limit - 1
             positions = positions.clamp(max=top)
         masks = {kind: self._mask(block, window) for kind, window in self.windows.items()}
@@ -221,12 +221,12 @@ class Runner:
         return StaticForward(self.steps, slots, self.windows, self.limit, keep_logits, tuple(hidden_layers))
 
     def inputs(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a static forward's inputs from a block and the rows' state, with one row per row of the batch."""
+        """Return a static forward's inputs: the block, expanded to the batch, and the rows' state."""
         rows = len(self.lengths)
         return block.offsets_RT.expand(rows, -1), block.sees_RqT.expand(rows, -1, -1), self.state_B3
 
     def keep(self, slots: Sequence[Sequence[int]]) -> None:
-        """Append these slots of the step's blocks, by row, to the prefixes, in order; drop all others."""
+        """Append each row's listed slots to its prefix, in order; drop the step's other slots."""
         moves = [
             (row, slot, length + index)
             for row, (path, length) in enumerate(zip(slots, self.lengths, strict=True))
@@ -250,7 +250,7 @@ class Runner:
         return order
 
     def fresh(self) -> "Runner":
-        """Return a runner of the same model without rows, for rows that will join."""
+        """Return an empty runner of the same model; prefill new rows in it, then `join` it."""
         other = copy.copy(self)
         other.lengths = []
         return other
@@ -275,7 +275,7 @@ class Runner:
             sees_RqT = sees_RqT & ((slot_T >= self._lead_B11) | itself_qT)
         tree_RqT = additive(sees_RqT, self.dtype)
         if window is not None:
-            # What a window hides depends on every query's position.
+            # With a sliding window, the visible prefix slots depend on each query's position.
             query_Rq = block.offsets_Rq + (self.column if self._aligned else self._base_B1)
             slot_P = torch.arange(self.column, device=self.device)
             near_RqP = query_Rq.unsqueeze(2) - slot_P < window

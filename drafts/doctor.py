@@ -8,11 +8,11 @@ only configs and tokenizers are read; a head is loaded with its target.
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from transformers import AutoConfig
 
-from drafts.config import BLOCK_KINDS, DoctorConfig
+from drafts.config import BLOCK_KINDS, DoctorConfig, Format
 from drafts.draft_vocabulary import read_draft_vocabulary
 from drafts.heads import head_kind
 from drafts.layouts.gguf_file import ARCHITECTURES, ROPES, described
@@ -123,7 +123,7 @@ def _other_tokens(pair: Pair) -> str | None:
     """How the vocabularies of target and draft differ by llama.cpp's rules."""
     target, draft = (described(m.tokenizer, m.size) for m in pair.models if m.tokenizer is not None)
     if target.model != draft.model:
-        return f"its vocabulary types are {target.model} (target) and {draft.model} (draft); they must be equal"
+        return f"vocabulary types differ: {target.model} (target), {draft.model} (draft)"
     for flag in ("bos", "eos"):
         if target.added[flag] != draft.added[flag]:
             return f"only one of them adds {flag.upper()} to a text, or they add different tokens"
@@ -161,7 +161,7 @@ def _fixed_states(pair: Pair) -> list[int] | None:
 
 
 def path_trap(path: str) -> str | None:
-    """The word in a path for which vLLM takes the draft there for a head."""
+    """Return the word in the path that makes vLLM load the draft as a head."""
     whole = str(Path(path).resolve()).lower()
     return next((word for word in PATH_TRAPS if word in whole), None)
 
@@ -181,9 +181,9 @@ def _cpu_head_size(pair: Pair) -> tuple[str, int] | None:
 
 _LM, _EAGLE3, _EAGLES, _BLOCKS = {"draft"}, {"eagle3"}, {"eagle", "eagle3"}, set(BLOCK_KINDS)
 _HEADS = {*_EAGLES, "medusa", *_BLOCKS}
-_FORMATS = {"eagle", "sglang", "speculators", "medusa", "dflash", "gguf"}
+_FORMATS = set(get_args(Format)) - {"hf"}
 _LLAMA, _WITH_TARGET = {"llama.cpp", "gguf-lm"}, {"draft", "eagle3"}
-_NO_WORD = "this layout cannot express it, so its engine would compute other logits; use the head here"
+_NO_WORD = "this layout cannot express it, so an engine would compute wrong logits; decode with draftsmith instead"
 _CONVERT = "use --format hf and llama.cpp's own convert_hf_to_gguf.py"
 _OTHER, _BLOCK = "use --format sglang or speculators", "use --format dflash"
 
@@ -191,25 +191,25 @@ _OTHER, _BLOCK = "use --format sglang or speculators", "use --format dflash"
 RULES: tuple[Rule, ...] = (
     # Language models, by engine.
     Rule({"transformers"}, _LM, lambda p: p.sizes,
-         "{x}", "it then needs both tokenizers (universal assisted decoding, another method)"),
+         "{x}", "transformers then needs both tokenizers (universal assisted decoding, another method)"),
     Rule({"vllm"}, _LM, lambda p: path_trap(p.models[1].name),
-         "the draft's path has '{x}' in it, so vLLM takes it for such a head", "rename the directory"),
-    Rule({"vllm"}, _LM, lambda p: p.sizes, "{x}", 'it needs equal sizes, or "use_heterogeneous_vocab": true'),
+         "the draft's path has '{x}' in it, so vLLM would load it as a head", "rename the directory"),
+    Rule({"vllm"}, _LM, lambda p: p.sizes, "{x}", 'vLLM needs equal sizes, or "use_heterogeneous_vocab": true'),
     Rule({"vllm on a CPU"}, _LM | _HEADS, _cpu_head_size,
-         f"{{x[0]}} has attention heads of size {{x[1]}}; it takes {', '.join(map(str, _VLLM_CPU_HEADS))}"),
+         f"{{x[0]}} has attention heads of size {{x[1]}}; vLLM takes {', '.join(map(str, _VLLM_CPU_HEADS))}"),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: m.config.model_type not in ARCHITECTURES),
          "{x[0].name} is a {x[0].config.model_type} model, which export does not write as GGUF", _CONVERT),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(_sliding), "{x[0].name} has sliding attention", _CONVERT),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(_biased), "{x[0].name} has biases in its attention", _CONVERT),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: _rope(m.config, ROPES)),
-         "{x[0].name}: rope of type '{x[1]}' is not written here", _CONVERT),
+         "{x[0].name}: export cannot write RoPE type '{x[1]}'", _CONVERT),
     Rule(_LLAMA, _WITH_TARGET, lambda p: p.first(lambda m: _vocabulary_error(m, m.size)), "{x[1]}"),
     Rule({"llama.cpp"}, _LM, _other_tokens, "{x}"),
     Rule({"onnxruntime-genai"}, _LM, lambda p: p.first(lambda m: m.head_size is None),
          "{x[0].name} has no attention heads, and the engine's builder needs them"),
     Rule({"onnxruntime-genai"}, _LM, lambda p: p.first(lambda m: (m.head_size or 0) % 16),
-         "{x[0].name} has attention heads of size {x[0].head_size}; its attention needs a multiple of 16"),
-    Rule({"sglang", "onnxruntime-genai"}, _LM, lambda p: p.sizes, "{x}", "it needs equal sizes"),
+         "{x[0].name} has attention heads of size {x[0].head_size}; the engine needs a multiple of 16"),
+    Rule({"sglang", "onnxruntime-genai"}, _LM, lambda p: p.sizes, "{x}", "the engine needs equal sizes"),
     # Heads, by format: what the target does to logits and embeddings.
     Rule(_FORMATS, _HEADS, lambda p: p.head.borrowed.projection.softcap, "the target caps its logits at {x}", _NO_WORD),
     Rule(_FORMATS, _HEADS, lambda p: p.head.borrowed.projection.scale != 1 and p.head.borrowed.projection.scale,
@@ -217,20 +217,20 @@ RULES: tuple[Rule, ...] = (
     Rule(_FORMATS, {"eagle", "medusa", *_BLOCKS}, lambda p: p.head.borrowed.projection.bias_V is not None,
          "the target has a bias in its output projection", _NO_WORD),
     Rule({"sglang"}, _EAGLES, lambda p: p.head.borrowed.scales_embedding,
-         "the target scales its embedding (the Gemma family), and SGLang gives a head the bare table",
+         "the target scales its embedding (the Gemma family), and SGLang gives a head the unscaled one",
          "use --format speculators for an EAGLE-3 head, which has a table of its own"),
     Rule({"speculators"}, _BLOCKS, lambda p: p.head.borrowed.scales_embedding,
-         "the target scales its embedding (the Gemma family), and speculators gives a block the bare table", _BLOCK),
+         "the target scales its embedding (the Gemma family), and speculators gives a block the unscaled one", _BLOCK),
     # Heads, by format: variants of the head.
     Rule({"speculators"}, _BLOCKS, lambda p: p.head.config.window,
-         "the head attends to a window of {x} tokens, which this layout says of causal blocks only", _BLOCK),
+         "the head attends to a window of {x} tokens, which this layout supports for causal blocks only", _BLOCK),
     Rule({"eagle", "sglang"}, _EAGLE3, _variant("norm_before_residual"),
-         "the head has '{x}', a norm in another place", _NO_WORD),
+         "the head sets '{x}', which moves a norm", _NO_WORD),
     Rule(_FORMATS, _EAGLE3, _variant("norm_output", "norm_before_fc", "fc_norm"),
-         "the head has '{x}', a norm in another place", _NO_WORD),
+         "the head sets '{x}', which moves a norm", _NO_WORD),
     Rule(_FORMATS, _EAGLE3, lambda p: len(set(p.states)) < 3 or max(p.states) >= p.target_layers,
          "the head reads states {p.states} of a target of {p.target_layers} layers",
-         "engines give three different ones, each the input of a layer; use a target of at least five layers"),
+         "engines pass three distinct states, each the input of a layer; use a target of at least five layers"),
     Rule({"sglang"}, _EAGLE3, lambda p: min(p.states) < 1,
          "the head reads states {p.states}, and SGLang cannot give the embedding", "use --format speculators"),
     Rule({"eagle"}, _EAGLES, _head_size,
@@ -240,7 +240,7 @@ RULES: tuple[Rule, ...] = (
     Rule({"eagle"}, _EAGLE3, _fixed_states,
          "the head reads states {p.states} and SafeAILab's code always gives {x} of {p.target_layers} layers", _OTHER),
     Rule({"gguf"}, _EAGLE3, lambda p: _rope(p.head.config, ROPES),
-         "rope of type '{x}' is not written here", _OTHER),
+         "export cannot write RoPE type '{x}'", _OTHER),
     Rule({"gguf"}, _EAGLE3, lambda p: p.source and _vocabulary_error(p.source, p.head.vocab_size), "{x}"),
 )
 # fmt: on
@@ -249,7 +249,7 @@ RULES: tuple[Rule, ...] = (
 def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any]:
     """The verdict of every engine on a target and a draft.
 
-    `loads`: whether it loads the pair without an error. `serves`: and the token ids mean the same to both models.
+    `loads`: whether it loads the pair without an error. `serves`: it loads, and token ids mean the same to both models.
     `exports`: commands that write what the engine reads, in order, if it does not read these directories.
     """
     config = configured(DoctorConfig, config, options)
@@ -271,7 +271,7 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any
         if kind in _BLOCKS:
             usual = pair.head.depths
             if not pair.head.config.causal:
-                # Slots that see each other draft something else in a shorter block, so a plan's number is ignored.
+                # A non-causal block drafts other tokens when shortened; use the whole block.
                 tokens = {}
     verdicts = []
     for engine, kinds in SERVING.items():
@@ -281,7 +281,7 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any
         if (serving := kinds.get(kind)) is None:
             verdict["reason"] = f"reads no {kind} heads"
         else:
-            # A head is judged by the layout that the engine reads, and by the engine if its target must be written too.
+            # A head is judged by its layout; if the target must be exported as well, by the engine's own rules too.
             layout = {str(serving.draft_format)} | ({engine} if serving.target_format else set())
             verdict["reason"] = first_broken(pair, {engine} if kind == "draft" else layout)
             if verdict["reason"] is None:

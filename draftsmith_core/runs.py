@@ -9,7 +9,7 @@
         with run.journal(".answers.jsonl") as journal:            # rows appended one by one
             journal.rows, journal.append(row)
 
-A step is written whole (temporary name, fsync, rename), so a killed run finds each step finished or missing. With
+A step is written whole (temporary name, fsync, rename), so the next run finds each step finished or missing. With
 several processes, `who` says which of them make a step: "main" (the others wait), "all" (every process calls `make`,
 the main one writes) or "each" (the calling process, by itself).
 """
@@ -185,7 +185,7 @@ def claim(directory: Path, identity: Mapping[str, Any], records: Sequence[str] =
     """Claim `directory` for this run; return whether a run of the same identity began it.
 
     identity: everything that decides the result; JSON. records: files that may hold an identity; a new run writes the
-    last. If the identities differ, raise InputError with the first such key.
+    last. If the identities differ, raise InputError naming the first key that differs.
     """
     remove_leftovers(directory)
     current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
@@ -215,7 +215,7 @@ def difference(recorded: dict[str, Any], current: dict[str, Any]) -> str | None:
 
 
 def provenance(command: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Where an artifact came from, without secrets and times: equal runs write equal bytes."""
+    """Where an artifact came from, without secrets or times: equal runs write equal bytes."""
     origin: dict[str, Any] = without_secrets({"command": command, "config": config})
     return origin | {"versions": versions(), "git_commit": git_commit()}
 

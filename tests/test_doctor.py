@@ -69,7 +69,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, str]]] = {
         {"llama.cpp": "token 607 is 'che' to the target and 'so' to the draft"},
     ),
     "no BOS": (lambda path: retokenized(path, without_bos), {"llama.cpp": "only one of them adds BOS"}),
-    "small heads": (small_heads, {"onnxruntime-genai": "heads of size 8; its attention needs a multiple of 16"}),
+    "small heads": (small_heads, {"onnxruntime-genai": "heads of size 8; the engine needs a multiple of 16"}),
 }
 
 

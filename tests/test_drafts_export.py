@@ -174,7 +174,7 @@ def test_norms_in_other_places_are_said_or_refused(variant, form, target, tmp_pa
     fresh = Eagle3Head.fresh(target)
     save_head(Eagle3Head(replace(fresh.config, **{variant: True}), target), tmp_path / "head")  # type: ignore[arg-type]
     if variant == "norm_output" or form in ("eagle", "sglang"):
-        with pytest.raises(InputError, match=f"the head has '{variant}'.* use the head here"):
+        with pytest.raises(InputError, match=f"the head sets '{variant}'.* decode with draftsmith instead"):
             exported(tmp_path, form)
         return
     exported(tmp_path, form)

@@ -21,8 +21,8 @@ ALL = slice(None)
 class Verdict:
     """The outcome of one step, by row.
 
-    nodes_BD, tokens_BD1: the accepted path (M indices) and its tokens; at index `accepted_B` follows the token that the
-    target adds, then padding. open_B: whether the walk ended at a node with children on offer (a rejection).
+    nodes_BD: the accepted path (M indices). tokens_BD1: the path's tokens, then the target's token at index
+    `accepted_B`, then padding. open_B: whether the walk ended at a node with children on offer (a rejection).
     """
 
     tokens_BD1: Tensor
@@ -36,7 +36,7 @@ class Walk:
     """The outcome of one row on the host.
 
     path: accepted nodes. emitted: their tokens and the target's own. is_open: as in `Verdict`. drafted: number of
-    drafted nodes. offered: depth of the deepest.
+    drafted nodes. offered: depth of the deepest drafted node.
     """
 
     path: list[int]
@@ -66,8 +66,8 @@ NodeRule = Callable[[Node], tuple[Tensor, Tensor]]
 
 
 def walk(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor, rule: NodeRule, per_node: int | None) -> Verdict:
-    """Go on at the accepted child from the root down; without one, draw the last token from what the rule leaves of p;
-    at a leaf, from p. Each depth takes `per_node` uniforms (None: one per sibling), and the last token takes one.
+    """Walk from the root to each accepted child. On a rejection, draw the last token from what the rule leaves of p; at
+    a leaf, from p. Each depth takes `per_node` uniforms (None: one per sibling), and the last token takes one.
     """
     tree = proposal.tree
     u_BU = u_BU.to(p_BMV.device)
@@ -113,7 +113,7 @@ def walk(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor, rule: NodeRule, per_no
 def hit_by_target(node: Node) -> tuple[Tensor, Tensor]:
     """Draw a token from p and accept the child that carries it. Takes one uniform; q is not used.
 
-    Equals trying deterministic children in turn with q = 1, where a refused token leaves p and p is renormalised.
+    Equals trying deterministic children in turn with q = 1, removing each rejected token from p and renormalising.
     """
     return draw_rank(node.p_BV, node.offer_BK, node.u_Bn[:, 0])
 
@@ -127,8 +127,8 @@ def draw_rank(p_BV: Tensor, offer_BK: Tensor, u_B: Tensor) -> tuple[Tensor, Tens
     mass_BK = p_BV.gather(1, x_BK).masked_fill(offer_BK < 0, 0.0)
     left_BV = p_BV.scatter_add(1, x_BK, -mass_BK)
     upto_BK = mass_BK.cumsum(1, dtype=torch.double)
-    # The total is summed from the same parts, and the point kept below it: if siblings hold all the mass, rounding must
-    # not let the draw miss them, because nothing would be left to draw from.
+    # Sum the total from the same parts and keep the point below it. Otherwise, if siblings hold all mass, rounding
+    # could miss them all, and nothing would be left to draw from.
     total_B = upto_BK[:, -1] + left_BV.sum(1, dtype=torch.double)
     point_B = torch.minimum(u_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
     return first(upto_BK > point_B.unsqueeze(1)), left_BV
@@ -151,14 +151,14 @@ def recording() -> bool:
 
 
 def rows_of(mask_B: Tensor) -> Rows:
-    """The rows of a mask on a CPU; all rows on an accelerator."""
+    """Indices of the mask's true rows on a CPU; all rows on an accelerator."""
     if mask_B.device.type != "cpu" or torch.compiler.is_compiling() or bool(mask_B.all()):
         return ALL
     return mask_B.nonzero()[:, 0]
 
 
 def finish(proposal: Proposal, nodes: list[Tensor], accepted_B: Tensor, open_B: Tensor, last_B: Tensor) -> Verdict:
-    """The verdict of the nodes accepted at each depth (0 once the walk has ended) and the token the target adds."""
+    """Build the verdict from the nodes accepted at each depth (0 once the walk has ended) and the target's token."""
     rows = last_B.shape[0]
     nodes_BD = torch.stack(nodes, dim=1) if nodes else last_B.new_zeros(rows, 0)
     tokens_BD1 = torch.cat([proposal.tokens_BM.gather(1, nodes_BD), last_B.unsqueeze(1)], dim=1)
@@ -168,7 +168,7 @@ def finish(proposal: Proposal, nodes: list[Tensor], accepted_B: Tensor, open_B: 
 
 
 def finish_at(proposal: Proposal, node_B: Tensor, last_B: Tensor) -> Verdict:
-    """The verdict of the last accepted node of each row (0: the root) and the token that the target adds."""
+    """Build the verdict from the last accepted node of each row (0: the root) and the token that the target adds."""
     tree, rows = proposal.tree, len(node_B)
     depths_BM = torch.nn.functional.pad(tree.depths_RN, (1, 0)).expand(rows, -1)
     above_BM = torch.nn.functional.pad(tree.parents_RN + 1, (1, 0)).expand(rows, -1)

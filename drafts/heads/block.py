@@ -1,7 +1,7 @@
 """Block drafters: one forward drafts a whole block of tokens from the target's states. DFlash, DSpark and JetSpec are
 presets of one network.
 
-A block is its anchor, the newest token, whose target state does not exist yet, followed by MASK tokens. The queries of
+A block is an anchor followed by MASK tokens. The anchor is the newest token; it has no target state yet. The queries of
 a layer come from the block; its keys and values from the block and from the context, H = norm(fc(states of several
 target layers)) of all tokens before the anchor. All layers project the same H. A cache keeps the keys and values of the
 context and nothing of a block.
@@ -12,13 +12,13 @@ context and nothing of a block.
 | jetspec | arXiv 2606.18394 | no | yes | - |
 | dspark | arXiv 2607.05147 | yes: slot k drafts token anchor + k + 1 | no | both |
 
-With a Markov head (rank 256; in a narrow target a quarter of its width) a slot's logits get W2 W1[token before it]. A
-block is then sampled left to right, and q stays exact. The confidence of a slot estimates alpha there, given the token
-before it.
+With a Markov head (rank 256; in a narrow target a quarter of its width) W2 W1[previous token] is added to a slot's
+logits. A block is then sampled left to right, and q stays exact. The confidence of a slot estimates alpha there, given
+the token before it.
 
 MASK is an id of the target's vocabulary, with the target's own embedding, because the layouts of other engines have no
 place for an embedding of the draft's own. Without a reserved id, training takes the rarest token of its data: an unused
-row, if the target has one. The slot, not the id, says what is masked, so that this token can still be drafted and read.
+row, if the target has one. Masking goes by slot, not by id, so the MASK token can still occur in text and be drafted.
 
 On disk: the names of DeepSpec's and z-lab's checkpoints, without copies of the target's embedding and projection.
 
@@ -46,8 +46,8 @@ from draftsmith_core.models import text_config, vocabulary_size
 
 # Queries of one attention: blocks are forwarded in groups, so that masks grow with the tokens, not with their square.
 _QUERIES = 1024
-# Keys of config.json that are named as the fields are.
-_AS_THEY_ARE = ("block_size", "num_target_layers", "draft_vocab_size", "sample_from_anchor", "markov_rank")
+# Keys of config.json that equal field names.
+_SAME_KEYS = ("block_size", "num_target_layers", "draft_vocab_size", "sample_from_anchor", "markov_rank")
 
 
 def target_layers_of(layers: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def target_layers_of(layers: int, chosen: Sequence[int] | None = None) -> tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(LayerConfig):
-    """The layers, the block, and what is read of the target."""
+    """The layers, the block, and the target layers it reads."""
 
     one_layer: ClassVar[bool] = False
 
@@ -78,21 +78,21 @@ class BlockConfig(LayerConfig):
     mask_token_id: int
     draft_vocab_size: int
     window: int | None = None
-    """A token attends to the context less than this many positions before it; None: to all of it."""
+    """Sliding window: attend to context fewer than this many positions back; None: no window."""
     sample_from_anchor: bool = False
     markov_rank: int = 0
     confidence: bool = False
     causal: bool = False
     """A slot attends to the earlier slots of its block only."""
     confidence_temperatures: tuple[float, ...] = ()
-    """By slot, what divides the confidence's logit; empty for 1."""
+    """Temperature of the confidence logit, per slot; empty: 1 for all."""
 
     def to_json(self) -> dict[str, Any]:
         inner: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
         values = super().to_json() | {
             "architectures": ["Qwen3DSparkModel" if self.markov_rank or self.confidence else "DFlashDraftModel"],
             "model_type": "qwen3",
-            **{key: getattr(self, key) for key in _AS_THEY_ARE},
+            **{key: getattr(self, key) for key in _SAME_KEYS},
             "dflash_config": inner | {"causal": self.causal},
         }
         if self.window is not None:
@@ -130,12 +130,12 @@ class BlockConfig(LayerConfig):
 
 
 class _Layer(Qwen3DecoderLayer):
-    """A layer of Qwen 3. Both its uses are calls of the module, as sharded training needs to gather its weights."""
+    """A layer of Qwen 3. Both uses are calls of it: sharded training gathers weights only when a module is called."""
 
     def forward(
         self, hidden_states: Tensor, *given: Any, context: tuple[Tensor, Tensor] | None = None, **attending: Any
     ) -> Any:
-        """States of blocks; or with `context`, the rotation of context states, their keys and values."""
+        """The states of blocks; if `context` (the rotation) is given, the context states' keys and values instead."""
         if context is None:
             return super().forward(hidden_states, *given, **attending)
         attention: Any = self.self_attn
@@ -146,9 +146,9 @@ class _Layer(Qwen3DecoderLayer):
 
 
 class BlockHead(DraftVocabulary):
-    """The network of all presets. `hidden_layers`: indices into the target's `hidden_states` of what it fuses.
+    """The network of all presets. `hidden_layers`: indices of the target's `hidden_states` that it fuses.
 
-    The cache of `remember` and `states` is any Cache of transformers; only `remember` appends to it what may stay.
+    `remember` and `states` append to any Cache of transformers; the caller must drop what `states` appended.
     """
 
     kind: ClassVar[str]
@@ -274,7 +274,7 @@ class BlockHead(DraftVocabulary):
     ) -> Tensor:
         """States `[B, A, depths, H]` of blocks at these columns of whole texts: what decoding computes at each of them.
 
-        hidden: the target's states at `hidden_layers`. positions, documents: of packed rows; a block sees its document.
+        hidden: the target's states at `hidden_layers`. positions, documents: for packed rows; a block sees its own.
         """
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
@@ -310,7 +310,7 @@ class BlockHead(DraftVocabulary):
         return torch.cat([sees_BGSP.flatten(1, 2), inside_NN], dim=-1)[:, None]
 
     def raw_logits(self, states: Tensor) -> Tensor:
-        """`[..., D]` by the target's output projection, for `logits`."""
+        """Logits `[..., D]` from the target's output projection, before the Markov head."""
         if not self.reduced:
             return self.borrowed.project(states, finish=False)
         bias_V = self.borrowed.bias_V
@@ -340,7 +340,7 @@ class BlockHead(DraftVocabulary):
 
 
 class _Context:
-    """Keys and values of a context for several forwards of blocks over it: what `states` appends is not kept.
+    """Cache of one context for several block forwards; it discards what `states` appends.
 
     shown: how many columns the next forward sees.
     """
