@@ -92,7 +92,7 @@ def acceptance(results: Results, first: str, temperature: float) -> str:
     for draft in results.drafts:
         cells = [with_interval(results.alpha(draft, domain, temperature)) for domain in results.domains()]
         cells += [with_interval(predicted_tau(results, draft, kind, temperature), 2) for kind in ("id", "ood")]
-        rows.append([REAL[real_figures.way_of(draft) or draft], *cells])
+        rows.append([REAL.get(draft, draft), *cells])
     own = results.domains("id")[0]
     return table([first, *results.domains(), f"tau {own}", "tau elsewhere"], rows)
 
@@ -169,14 +169,16 @@ def changes_over_seeds(results: Results, first: str) -> str:
 def amounts(results: Results, first: str, temperature: float) -> str:
     """alpha and the predicted tau of chains of 4, by the tokens and the steps that a head was trained with."""
     rows = []
-    for draft in results.drafts:
+    for draft in sorted(results.drafts):
         trained: Any = results.document["models"][draft]["training"]
+        kind, _, share = draft.partition("-")
+        what = f"1/{1 / float(share):g} of the {kind}" if share else "all"
         cells = [f"{trained['response_tokens']:,}", str(trained["steps"])]
-        for kind in ("id", "ood"):
-            cells.append(with_interval(results.figure("alpha", draft, kind, temperature)))
-            cells.append(with_interval(predicted_tau(results, draft, kind, temperature), 2))
-        rows.append([draft, *cells])
-    return table([first, "tokens", "steps", "alpha chat", "tau chat", "alpha elsewhere", "tau elsewhere"], rows)
+        for place in ("id", "ood"):
+            cells.append(with_interval(results.figure("alpha", draft, place, temperature)))
+            cells.append(with_interval(predicted_tau(results, draft, place, temperature), 2))
+        rows.append([what, *cells])
+    return table([first, "tokens", "steps", "alpha chat", "tau chat", "alpha maths", "tau maths"], rows)
 
 
 def real(root: Path) -> None:
@@ -189,7 +191,7 @@ def real(root: Path) -> None:
     tables = by_header(*made) | by_header(real_speed.speeds_table(kept(root, "real-speed")))
     put(root / "docs" / "real.md", tables)
     put(root / "docs" / "blocks.md", by_header(*(by_depth(which, f"token, T = {t:g}", t) for t in (0.0, 1.0))))
-    put(root / "README.md", by_header(acceptance(aligned["pruned"], "SmolLM2-135M-Instruct, T = 1", 1.0)))
+    put(root / "README.md", by_header(changes_over_seeds(aligned["eagle"], "change of alpha, SmolLM2-135M-Instruct")))
 
 
 def real_pictures(root: Path) -> None:

@@ -9,7 +9,7 @@ def test_the_tables_of_the_real_pair_are_those_of_the_kept_results(tmp_path, mon
     monkeypatch.setattr(shutil, "which", lambda name: None)  # no pictures
     shutil.copytree(figures.ROOT / "docs" / "results", tmp_path / "docs" / "results")
     # By page, how some of its intervals begin, but none of other pairs.
-    pages = {"README.md": "[0.2", "docs/real.md": "[0.2", "docs/blocks.md": "[0.20"}
+    pages = {"README.md": "[+0.1", "docs/real.md": "[0.2", "docs/blocks.md": "[0.20"}
     before = {page: (figures.ROOT / page).read_text() for page in pages}
     for page, text in before.items():
         assert pages[page] in text

@@ -179,7 +179,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "WORLD_SIZE": "2"}
         (FSDP, "sets 1 for fsdp_version"),
         # Nobody else can be found: each would train a copy of its own.
         ({"WORLD_SIZE": "2"}, "could not connect the processes: .*MASTER_ADDR"),
-        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "only 1 of the launched processes"),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "only 1 of the processes"),
     ],
 )
 @pytest.mark.usefixtures("door")  # which makes accelerate forget its state
