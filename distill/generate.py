@@ -129,7 +129,7 @@ def _distill(
 class _Parts:
     """The parts that this process makes: of n processes, every n-th part from its index on.
 
-    source: of the prompts, as it is opened; the reader's is without secrets, for messages.
+    source: where prompts are opened. `reader.source` is the same without secrets, for messages.
     """
 
     config: DistillConfig

@@ -1,9 +1,8 @@
 """`draftsmith doctor --served`: does a running server accept what was predicted, and if not, why?
 
-The prediction replays the draft along the served texts (`eval.predict`), so that both sides are about the same tokens.
-Two things can differ: how much of these texts the draft gets right, and whether they are texts of this target at all,
-which the probabilities of their tokens tell. If either does, every suspect (`draftsmith.suspects`) changes the case,
-and the cause is the one whose replay comes closest to what was served.
+The prediction replays the draft along the served texts (`eval.predict`), so both sides cover the same tokens. Two
+things can differ: the draft's acceptance, or the texts, if the target did not write them (their likelihood shows it).
+Then each suspect (`draftsmith.suspects`) is replayed; the cause is the one whose replay comes closest.
 
 Legend: P prompts, D depths, N positions, V vocabulary, R resamples.
 """
@@ -37,9 +36,9 @@ from eval.report.formats import with_interval
 from eval.request import Method
 from eval.schema import Estimate
 
-# Smaller differences are no news: of the drafted tokens accepted per call, and of the probability of the texts.
+# Ignore smaller differences: in accepted tokens per call, and in the likelihood of the texts.
 _ACCEPTED_MARGIN, _TEXT_MARGIN = 0.05, 0.03
-# Temperatures that a server may draw at without being told, if it does not say.
+# Temperatures to try if the server does not report its own default.
 _TEMPERATURES = (0.0, 0.3, 0.6, 0.7, 0.8, 1.0)
 _RESAMPLES = 2000
 _BATCH = 8
@@ -49,7 +48,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Replay:
-    """A prediction. likelihood: per prompt, the probability of its tokens over that expected of the target's own."""
+    """A prediction. likelihood: per prompt, the tokens' probability over its expectation for text by the target."""
 
     tokens: PromptSums
     accepted_PD: Floats
@@ -85,7 +84,7 @@ def _replay(case: Case, tokens: int) -> Replay:
 def _by_depth(accepted_PD: Floats, reached_PD: Floats, picks: Resamples) -> list[Estimate]:
     """Share of the steps that accept each position, as a product of conditional shares.
 
-    Those leave out steps that end with the text: a server may have accepted tokens beyond it.
+    Steps cut off by the text's end are left out, because the server may have accepted tokens past it.
     """
     parts = [PromptSums(a, r) for a, r in zip(accepted_PD.T, reached_PD.T, strict=True)]
     values = np.cumprod([part.pooled or 0.0 for part in parts])
@@ -136,7 +135,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
         rows = [_continuation(p, out.output_ids) if len(out.output_ids) > 1 else row for p, out, row in outs]
         predicted = _replay(replace(case, rows=rows), tokens)
     away = difference(counted, predicted.tokens, picks)
-    # Of the same texts, the difference must be more than chance; other texts are a difference already.
+    # If the target wrote the texts, require a significant difference; otherwise the margin alone.
     less = (away["value"] or 0.0) < -_margin(predicted) and (not own_texts or not _close(away, 0.0, 0.0))
     names = [name for name, suspect in SUSPECTS.items() if not own_texts or (less and not suspect.of_text)]
     tried = _try(names, case, tokens, counted, picks)
@@ -182,7 +181,7 @@ def _ask(
 
 
 def _continuation(prompt: Prompt, output_ids: Sequence[int]) -> Continuation:
-    """The text after the first token, which engines take from the prompt's forward."""
+    """The answer after its first token, which engines take from the prompt's forward."""
     return Continuation(prompt.id, [*prompt.ids, output_ids[0]], output_ids[1:])
 
 

@@ -1,10 +1,10 @@
 """Decide whether a draft is worth serving: with which settings, for which prompts, how fast.
 
 A cell is one prompt set at one temperature; a setting is a draft with a tree and a verifier. A setting pays in a cell
-if it is faster there than the target alone beyond chance: the interval of its speedup lies above 1, also under Holm's
-correction over all cells of all settings, because the best of many is judged. Lossy verifiers are left out. The setting
-that pays in most cells is chosen; of drafts that pay in as many cells and cannot be told apart in speed, the one that
-loses least out of distribution. It is chosen and judged on the same prompts, so expect a little less on others.
+if the interval of its speedup lies above 1, also under Holm's correction over all cells and settings, because the best
+of many is judged. Lossy verifiers are left out. The setting that pays in most cells is chosen. Ties in cells and speed
+go to the draft that loses least out of distribution. The setting is chosen and judged on the same prompts, so expect a
+little less on others.
 """
 
 from collections.abc import Sequence
@@ -98,7 +98,7 @@ def decide(results: Results) -> Decision:
 def _prefer_smaller_loss(
     results: Results, timed: dict[Setting, list[Row]], merit: dict[Setting, tuple[int, float]]
 ) -> Setting:
-    """The fastest setting, or another draft's that is not measurably slower and loses less out of distribution."""
+    """The fastest setting, or that of another draft if it is not measurably slower and loses less OOD."""
     fastest = max(timed, key=merit.__getitem__)
     if not results.domains("ood"):
         return fastest
@@ -130,7 +130,7 @@ def _verdict(results: Results, cells: Sequence[Cell], all_signs: Sequence[int | 
 
 
 def _quotient(results: Results, new: Sequence[Row], base: Sequence[Row]) -> Estimate:
-    """Tokens per second of one setting over another's, cells pooled; a prompt is drawn alike at all temperatures."""
+    """Tokens per second of one setting over another's, cells pooled; all temperatures resample the same prompts."""
     config, counts = results.document["config"], results.counts("speed")
     picks: dict[str, Resamples] = {}
     for row in new:

@@ -45,7 +45,7 @@ NODES, DEPTH, LONGEST_CHAIN = 64, 16, 16
 # Siblings per node that are predicted: RANKS if drawing that many is quick, else FEW_RANKS.
 RANKS, FEW_RANKS, MANY_ELEMENTS = 32, 8, 2**25
 STOPPING = ("chain:6,stop=0.1", "chain:8,stop=0.3", "chain:12,stop=0.5")
-# A longer block costs its draft nothing, so block drafters stop somewhere in a whole one.
+# A longer block costs nothing extra, so draft the whole block and stop within it.
 BLOCK_STOPS = (0.05, 0.15, 0.3, 0.5)
 GROWING = ("eagle2:depth=3,beam=3,nodes=8", "eagle2:depth=5,beam=4,nodes=16", "opt:nodes=12,depth=5,gain=0.2")
 STEP_TOKENS, TRY_PROMPTS, TRY_TOKENS = 16, 3, 32
@@ -53,7 +53,7 @@ FINALISTS, TEXT_BATCH = 3, 16
 # Time finalists again, with the same seeds, until each has run this long, in at most this many rounds.
 CONFIRM_S, CONFIRM_ROUNDS = 1.0, 5
 STEPS = 6
-# Time limit. Towards it, skip what can be left out: more prompts, rounds, trees that can only be tried.
+# Time limit. As it nears, skip optional work: more prompts, rounds, trees whose tau cannot be predicted.
 LIMIT_S = 900.0
 # Each engine's acceptance rule above temperature 0: our verifier, and a description (engines' sources and
 # documentation, November 2026). At temperature 0 all engines accept what the target would have chosen.
@@ -210,7 +210,7 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
         "candidates": [expected.row(candidate, planner.seed) for candidate in [*static[:20], *tried]],
         "not_tried": not_tried,
         "confirmed": confirmed,
-        # Engines get no advice from rough costs, nor where no draft pays.
+        # Give no engine advice if timings are noisy or no draft pays.
         "engines": [] if busy or pays is False else _engines(kind_of(planner.draft), expected, lengths),
         "conditions": conditions,
         "remarks": [remark["text"] for remark in noted],
@@ -219,7 +219,7 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
 
 
 def _stepper(planner: Planner, texts: list[list[int]]) -> Callable[[Tree | None], float]:
-    """Return a timer: seconds per step on a tree. Contexts are the first two thirds of prompts with their answers."""
+    """Return a timer: seconds per step on a tree. Contexts are the first two thirds of each prompt plus answer."""
     contexts = [text[: max(1, 2 * len(text) // 3)] for text in texts]
     batch = [contexts[index % len(contexts)] for index in range(planner.batch_size)]
     decoder = cache(planner.decoder)
@@ -328,8 +328,9 @@ def _confirm(
 
 
 def _pays(speedups: Sequence[dict[str, Any]], best: int) -> bool | None:
-    """Whether to draft: True if the best is significantly faster than the target alone (Holm's correction over all that
-    were timed, because the best of three looks better than it is), False if it was not faster, else None.
+    """True if the best is significantly faster than the target alone, False if it was not faster, else None.
+
+    Holm's correction is over all that were timed, because the best of three looks better than it is.
     """
     if signs(speedups, ratios=True)[best] == 1:
         return True

@@ -1,7 +1,8 @@
 """The training loop: batches in, loss per valid token, an optimizer step, held-out figures, checkpoints.
 
-A killed run continues from `checkpoints/step_N`, bit for bit. It has safetensors files (the best weights so far among
-them) and `state.json` with the position, the layout and the files' hashes, so that a damaged one is skipped.
+A killed run continues from `checkpoints/step_N`, bit for bit. A checkpoint holds safetensors files (the best weights so
+far among them) and `state.json` with the position, the layout and the files' hashes. The hashes reveal a damaged
+checkpoint, which is skipped.
 
 Legend: D depths of a draft (1 for a language model), V vocabulary.
 """
@@ -82,7 +83,7 @@ class TrainingJob:
 class Position:
     """How far training is. Data order and schedule follow from `step` alone.
 
-    best: at `best_step`, held-out alpha, or without a teacher minus the loss. best_figures: all held-out figures there.
+    best: held-out alpha at `best_step`; without a teacher, the negated held-out loss. best_figures: all figures there.
     """
 
     step: int = 0
@@ -118,8 +119,8 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 def make_batches(job: TrainingJob, step: int) -> tuple[list[Batch], list[int]]:
     """Return this process's batches of a step, and the lengths of the answers that the draft generated for them.
 
-    The units of a step are consecutive in the shuffled stream and dealt to (forward, process) in turn, so that a step
-    has the same units however they are divided (law 6).
+    The rows of a step are consecutive in the shuffled stream and dealt to (forward, process) in turn, so that a step
+    has the same rows however they are divided (law 6).
     """
     config, world = job.config, job.world
     shape = (config.accumulation, world.size, config.batch_size)
@@ -205,7 +206,7 @@ def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: St
 def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
     """Held-out loss per valid token over all processes; with a teacher, alpha and tau too."""
     job.trainee.eval()
-    # Longest first: rows of similar length share a batch, and if memory runs out, it does so in the first.
+    # Longest first: rows of similar length share a batch, and if memory runs out, it is in the first batch.
     longest = np.argsort(-job.heldout.valid_tokens, kind="stable").tolist()
     size, world = job.config.batch_size, job.world.size
     batches = [longest[i : i + size] for i in range(0, len(longest), size)]
@@ -228,7 +229,7 @@ def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
 def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]]:
     """Train to the end, from the newest checkpoint if there is one. Return the last position and the best weights.
 
-    The weights are by name, in the main process only.
+    The weights are by name; outside the main process there are none.
 
     SIGTERM raises Terminated and Ctrl-C KeyboardInterrupt, with a checkpoint saved. Raise RunError if a number is not
     finite or memory runs out.
@@ -250,7 +251,7 @@ def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]
                 _log(job, position.step, figures, clock)
                 if position.step % config.eval_every == 0 or position.step == job.steps:
                     position, best = _evaluate_and_keep(job, wrapped, position, best)
-                    # An evaluation may be long: agree on a signal that came during it before the next step.
+                    # An evaluation may be long. Before the next step, agree on any signal received during it.
                     asked = torch.tensor(float(stop.asked > 0), device=job.world.device)
                     stop.agreed |= float(job.world.accelerator.reduce(asked, reduction="sum")) > 0
                 if position.step % config.save_every == 0 or position.stopped or stop.agreed:
@@ -326,7 +327,7 @@ def _log(job: TrainingJob, step: int, figures: dict[str, float], clock: dict[str
 
 
 def save(job: TrainingJob, wrapped: WrappedTrainee, position: Position, best: dict[str, Tensor]) -> None:
-    """Write `checkpoints/step_N` whole or not at all, then delete what need not be kept. Every process calls it.
+    """Write `checkpoints/step_N` whole or not at all, then delete old checkpoints. Every process calls it.
 
     best: the best weights so far, in the main process. Raise RunError in every process if it cannot be written; the
     checkpoints before it are then untouched.
@@ -355,7 +356,7 @@ def save(job: TrainingJob, wrapped: WrappedTrainee, position: Position, best: di
 def drop_old(job: TrainingJob) -> None:
     """Keep the newest `keep` checkpoints of those at multiples of `save_every`, and the very newest.
 
-    Also delete what a run that was killed while it published has left.
+    Also delete the staging directory of a killed `publish`.
     """
     shutil.rmtree(job.run_dir / "final", ignore_errors=True)
     checkpoints = _checkpoints(job.run_dir)
@@ -395,7 +396,7 @@ def newest(run_dir: Path) -> Path | None:
 def _restore_random_state(job: TrainingJob, checkpoint: Path) -> Position:
     """Restore the random states of a checkpoint; return its position.
 
-    If the rows of a step are divided otherwise now, the run is the same up to rounding, from a fresh seed.
+    If the rows of a step are divided otherwise now, reseed; results then match up to rounding.
     """
     state, rank = _state(checkpoint), job.world.accelerator.process_index
     position, before = Position(**state["position"]), state["layout"]
