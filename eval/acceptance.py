@@ -83,7 +83,7 @@ def draft_logits(
     """
     states = [hidden_states[layer] for layer in head.hidden_layers]
     row_N, column_N = at
-    # Below the last tokens of a text are none: their entries mean nothing.
+    # Beyond the end of a text there are no tokens; entries there mean nothing.
     later_BT = torch.nn.functional.pad(ids_BT, (0, depths))
     below_NT = later_BT[row_N.unsqueeze(1), column_N.unsqueeze(1) + torch.arange(depths, device=ids_BT.device)]
     if isinstance(head, BlockHead):
