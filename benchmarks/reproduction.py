@@ -1,11 +1,12 @@
 """Claims of the MCSD and EAGLE-2 papers that a small pair can test: what we measured, and whether it agrees.
 
-    python benchmarks/reproduction.py --out out/reproduction [--stories DIR] [--page FILE]
+    python benchmarks/reproduction.py --out out/reproduction [--stories DIR] [--real DIR] [--page FILE]
 
-The pair is the demo's; with `--stories`, a directory with the stories260k checkpoint (or ../shared/models/stories260k,
-where it is), that one too. What is missing is made first: the target's answers, a draft aligned on them, a fine-tuned
-target, and for stories two drafts of different size trained alike. Then `draftsmith eval` measures. Everything is kept
-below OUT and not made again. Prints one JSON object; `--page` puts the table into a page. Nothing is timed.
+The pairs: the demo's; with `--stories`, a directory with the stories260k checkpoint (or ../shared/models/stories260k,
+where it is), that one; with `--real`, the directory that benchmarks/real_pair.py has filled, SmolLM2-135M-Instruct. For
+the first two, what is missing is made first: the target's answers, a draft aligned on them, a fine-tuned target, and
+for stories two drafts of different size trained alike. Then `draftsmith eval` measures. Everything is kept below OUT
+and not made again. Prints one JSON object; `--page` puts the table into a page. Nothing is timed.
 
 A row agrees when the 95 % interval of its figure lies on the claimed side, disagrees when it lies on the other, and is
 open when it holds the border, or when training left the weights as they were and nothing was tested.
@@ -26,7 +27,7 @@ from itertools import islice
 from typing import Any
 
 from benchmarks.pages import put, table
-from benchmarks.reproduction_pairs import Options, Pair, demo_pair, stories_pair, unchanged
+from benchmarks.reproduction_pairs import Options, Pair, demo_pair, real_pairs, stories_pair, unchanged
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import write_json_atomic
@@ -40,6 +41,8 @@ from eval.results import Results
 MARKERS = "<!-- rows: written by benchmarks/reproduction.py -->", "<!-- end of rows -->"
 # A chain, a tree as deep, and one that grows with as many nodes and levels as the tree.
 CHAIN, TREE, GROWN = "chain:4", "kary:3,2,1,1", "eagle2:depth=4,beam=4,nodes=21"
+# Options that say where things lie.
+APART = ("out", "stories", "real", "real_target", "page")
 # What "little" and "small errors" are taken to mean.
 LITTLE = 0.05
 UNCHANGED = "; not tested: training ended with the weights it began with, no later ones did better on held-out text"
@@ -47,16 +50,16 @@ UNCHANGED = "; not tested: training ended with the weights it began with, no lat
 
 @dataclass(frozen=True)
 class Measured:
-    """A pair's evaluations: all drafts on a chain; the aligned draft on trees, with another rule, and on static and
-    growing trees under one rule; and the judge of fine-tuning under the tuned target.
+    """A pair's evaluations: all drafts; for MCSD the aligned draft on trees, and with another rule; for EAGLE-2 on
+    static and growing trees under one rule; and the judge of fine-tuning under the tuned target.
     """
 
     pair: Pair
     drafts: Results
-    trees: Results
-    replaced: Results
-    grown: Results
-    tuned: Results
+    trees: Results | None
+    replaced: Results | None
+    grown: Results | None
+    tuned: Results | None
 
     @property
     def id_name(self) -> str:
@@ -85,11 +88,12 @@ def main() -> None:
     pairs = [demo_pair(out / "demo", options)]
     if Path(options.stories).is_dir():
         pairs.append(stories_pair(out / "stories", options))
-    measured = [measure(pair, out / pair.name, options) for pair in pairs]
-    rows = [row for judge in CLAIMS for each in measured for row in judge(each)]
+    pairs += real_pairs(options)
+    measured = [measure(pair, out / pair.name.replace(", ", "-").replace(" ", "-"), options) for pair in pairs]
+    rows = [row for paper, judge in CLAIMS for each in measured if paper in each.pair.papers for row in judge(each)]
     found: dict[str, Any] = {
         "pairs": {pair.name: pair.sizes for pair in pairs},
-        "options": {key: value for key, value in asdict(options).items() if key not in ("out", "stories", "page")},
+        "options": {key: value for key, value in asdict(options).items() if key not in APART},
         "rows": [asdict(row) for row in rows],
         "versions": versions(),
     }
@@ -100,10 +104,10 @@ def main() -> None:
 
 
 def measure(pair: Pair, out: Path, options: Options) -> Measured:
-    """Five evaluations; what is there is not measured again."""
+    """The evaluations that the claims need; what is there is not measured again."""
 
     def run(name: str, target: str, drafts: Sequence[str], **changed: Any) -> Results:
-        named = {each: getattr(pair, each) for each in drafts}
+        named = {each: place for each in drafts if (place := getattr(pair, each))}
         asked: dict[str, Any] = {
             "id": [f"{key}={value}" for key, value in pair.id.items()],
             "ood": [f"{key}={value}" for key, value in pair.other.items()],
@@ -123,29 +127,24 @@ def measure(pair: Pair, out: Path, options: Options) -> Measured:
                 bootstrap=options.bootstrap,
                 speed_prompts=0,
                 device="cpu",
+                dtype=pair.dtype,
                 **(asked | changed),
             )
         )
 
-    other = [f"{key}={value}" for key, value in islice(pair.other.items(), 1)]
     warm: dict[str, Any] = {"temperature": [0.0, 0.6, 1.0], "ood": []}
-    drafts = run("eval-drafts", pair.target, ["base", "aligned", "larger"])
-    return Measured(
-        pair=pair,
-        drafts=drafts,
-        trees=run("eval-trees", pair.target, ["aligned"], tree=[CHAIN, TREE], **warm),
-        replaced=run(
-            "eval-replacement",
-            pair.target,
-            ["aligned"],
-            tree=[TREE],
-            verifier=["mcsd_replacement"],
-            temperature=[1.0],
-            ood=[],
-        ),
-        grown=run("eval-grown", pair.target, ["aligned"], tree=[TREE, GROWN], verifier=["naive"], **warm),
-        tuned=run("eval-tuned", pair.tuned, [pair.judge], id=other, ood=[], temperature=[1.0]),
-    )
+    drafts = run("eval-drafts", pair.target, ["base", "aligned", "larger"], tree=["none"])
+    trees = replaced = grown = tuned = None
+    if "MCSD" in pair.papers:
+        trees = run("eval-trees", pair.target, ["aligned"], tree=[CHAIN, TREE], **warm)
+        other_rule: dict[str, Any] = {"verifier": ["mcsd_replacement"], "temperature": [1.0], "ood": []}
+        replaced = run("eval-replacement", pair.target, ["aligned"], tree=[TREE], **other_rule)
+    if "EAGLE-2" in pair.papers:
+        grown = run("eval-grown", pair.target, ["aligned"], tree=[TREE, GROWN], verifier=["naive"], **warm)
+    if pair.tuned is not None:
+        first = [f"{key}={value}" for key, value in islice(pair.other.items(), 1)]
+        tuned = run("eval-tuned", pair.tuned, [pair.judge], id=first, ood=[], temperature=[1.0])
+    return Measured(pair, drafts, trees, replaced, grown, tuned)
 
 
 def _alphas(results: Results, draft: str, domain: str) -> PromptSums:
@@ -170,7 +169,10 @@ def _trained(judged: dict[str, Any], checkpoint: str) -> tuple[dict[str, Any], s
     return (judged | {"agrees": None}, UNCHANGED) if unchanged(checkpoint) else (judged, "")
 
 
-def _tau(results: Results, domain: str, temperature: float, tree: str, verifier: str | None = None) -> PromptSums:
+def _tau(
+    results: Results | None, domain: str, temperature: float, tree: str, verifier: str | None = None
+) -> PromptSums:
+    assert results is not None
     draft = results.drafts[-1]
     row = results.tau(draft, domain, temperature, tree, verifier)
     part = results.counts("decoding")[draft, domain, temperature, tree, row["verifier"]]["per_prompt"]
@@ -196,6 +198,8 @@ def candidates(m: Measured) -> Iterator[Row]:
 
 def tuned_target(m: Measured) -> Iterator[Row]:
     """The same draft under a target that was fine-tuned."""
+    if m.tuned is None or m.pair.tuned is None:
+        return
     (domain,), draft = m.tuned.domains("id"), m.pair.judge
     found = _difference(_alphas(m.tuned, draft, domain), _alphas(m.drafts, draft, domain))
     before, after = (each.alpha(draft, domain, 1.0)["value"] for each in (m.drafts, m.tuned))
@@ -206,6 +210,7 @@ def tuned_target(m: Measured) -> Iterator[Row]:
 
 def multi_over_single(m: Measured) -> Iterator[Row]:
     """A tree over a chain as deep, under argmax decoding and under sampling."""
+    assert m.trees is not None
     for temperature, name in ((1.0, "sampling"), (0.0, "argmax decoding")):
         chain, tree = (_tau(m.trees, m.id_name, temperature, each) for each in (CHAIN, TREE))
         found = _difference(tree, chain)
@@ -226,6 +231,8 @@ def replacement(m: Measured) -> Iterator[Row]:
 
 def larger_draft(m: Measured) -> Iterator[Row]:
     """A larger draft beside the aligned one."""
+    if m.pair.larger is None:
+        return
     small, large = (m.drafts.alpha(draft, m.id_name, 1.0) for draft in ("aligned", "larger"))
     found = _difference(*(_alphas(m.drafts, draft, m.id_name) for draft in ("larger", "aligned")))
     models = m.drafts.document["models"]
@@ -281,16 +288,16 @@ def code_most(m: Measured) -> Iterator[Row]:
     yield Row("code is accepted most", "EAGLE-2", m.pair.name, text, agrees=True if above else False if below else None)
 
 
-CLAIMS: list[Callable[[Measured], Iterator[Row]]] = [
-    candidates,
-    multi_over_single,
-    replacement,
-    tuned_target,
-    larger_draft,
-    out_of_distribution,
-    dynamic,
-    confidence,
-    code_most,
+CLAIMS: list[tuple[str, Callable[[Measured], Iterator[Row]]]] = [
+    ("MCSD", candidates),
+    ("MCSD", multi_over_single),
+    ("MCSD", replacement),
+    ("MCSD", tuned_target),
+    ("MCSD", larger_draft),
+    ("MCSD", out_of_distribution),
+    ("EAGLE-2", dynamic),
+    ("EAGLE-2", confidence),
+    ("EAGLE-2", code_most),
 ]
 VERDICTS = {True: "agrees", False: "disagrees", None: "open"}
 

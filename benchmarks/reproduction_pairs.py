@@ -11,6 +11,7 @@ from benchmarks.shipped_pair import LARGER_DRAFT, PAIR, ROOT
 from distill.config import DistillConfig
 from distill.generate import distill
 from draftsmith.demo import corpus
+from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json, write_json_atomic, write_rows
 from train.config import Optim, TrainConfig
 from train.training_run import train
@@ -33,6 +34,10 @@ class Options:
     """Directory for everything."""
     stories: str = str(STORIES)
     """The stories260k checkpoint; left out where there is none."""
+    real: str | None = None
+    """The directory that benchmarks/real_pair.py has filled: its prompts and its drafts of SmolLM2-135M-Instruct."""
+    real_target: str = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    """The target of that study."""
     prompts: int = 40
     """Prompts of every set."""
     max_new_tokens: int = 48
@@ -47,23 +52,26 @@ class Options:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, its drafts and prompts.
+    """A target, its drafts and prompts, and the papers whose claims are tested on it.
 
     `larger` is set beside `aligned`, `alike` if both were trained so. `tuned` is the target after fine-tuning on text
-    of the first of `other`, of which `other` has other pieces. `judge`: the draft that is measured under it.
+    of the first of `other`, of which `other` has other pieces. `judge`: the draft that is measured under it. Claims
+    about `larger` and `tuned` are left out where there is none.
     """
 
     name: str
     target: str
-    tuned: str
     base: str
     aligned: str
-    larger: str
-    judge: str
     sizes: str
-    alike: bool
     id: dict[str, str]
     other: dict[str, str]
+    larger: str | None = None
+    alike: bool = True
+    tuned: str | None = None
+    judge: str = "base"
+    papers: tuple[str, ...] = ("MCSD", "EAGLE-2")
+    dtype: str = "auto"
 
 
 def demo_pair(out: Path, options: Options) -> Pair:
@@ -121,6 +129,34 @@ def stories_pair(out: Path, options: Options) -> Pair:
         id={"stories": _rows(out / "stories.jsonl", openings[1::2])},
         other={"wiki": _rows(out / "wiki.jsonl", held)},
     )
+
+
+def real_pairs(options: Options) -> list[Pair]:
+    """Two drafts of SmolLM2-135M-Instruct, trained on its chats and then on maths alone: a language model for the
+    claims of MCSD, a head for those of EAGLE-2.
+    """
+    if options.real is None:
+        return []
+    study = Path(options.real)
+    prompts = {name: str(study / "prompts" / f"{name}.jsonl") for name in ("maths", "chat", "code", "c4", "wiki")}
+
+    def pair(draft: str, paper: str, what: str) -> Pair:
+        base, aligned = (study / "drafts" / name for name in (draft, f"{draft}-maths-plain-0"))
+        if missing := [str(place) for place in (base, aligned) if not (place / "config.json").is_file()]:
+            raise InputError(f"--real: {missing[0]} is not there; benchmarks/real_pair.py trains it")
+        return Pair(
+            name=f"SmolLM2, {what}",
+            target=options.real_target,
+            base=str(base),
+            aligned=str(aligned),
+            sizes=f"target 134.5 M; {what}",
+            id={"maths": prompts["maths"]},
+            other={name: file for name, file in prompts.items() if name != "maths"},
+            papers=(paper,),
+            dtype="bfloat16",
+        )
+
+    return [pair("pruned", "MCSD", "two pruned layers"), pair("eagle", "EAGLE-2", "EAGLE-1")]
 
 
 def _rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
