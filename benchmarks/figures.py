@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,16 @@ def acceptance(results: Results, first: str, temperature: float) -> str:
         rows.append([REAL.get(draft, draft), *cells])
     own = results.domains("id")[0]
     return table([first, *results.domains(), f"tau {own}", "tau elsewhere"], rows)
+
+
+def weightless(found: Sequence[tuple[str, str, float, float | None]]) -> str:
+    """Decoded tau by method, set and temperature, of rows (method, set, temperature, tau); no intervals."""
+    places = list(dict.fromkeys((domain, temperature) for _, domain, temperature, _ in found))
+    taus = {(name, domain, temperature): tau for name, domain, temperature, tau in found}
+    rows = (
+        [name, *(number(taus.get((name, *at)), 2) for at in places)] for name in dict.fromkeys(n for n, *_ in found)
+    )
+    return table(["method, decoded", *(f"{domain}, T = {at:g}" for domain, at in places)], rows)
 
 
 def by_depth(results: Results, first: str, temperature: float) -> str:
@@ -188,6 +198,8 @@ def real(root: Path) -> None:
     made += [changes_over_seeds(results, f"{REAL[base]}, aligned to maths") for base, results in aligned.items()]
     if document := kept(root, "real-amount"):
         made += [amounts(Results(document, Path()), f"share, T = {t:g}", t) for t in (0.0, 1.0)]
+    if document := kept(root, "real-weightless"):
+        made.append(weightless(document))
     tables = by_header(*made) | by_header(real_speed.speeds_table(kept(root, "real-speed")))
     put(root / "docs" / "real.md", tables)
     put(root / "docs" / "blocks.md", by_header(*(by_depth(which, f"token, T = {t:g}", t) for t in (0.0, 1.0))))

@@ -26,7 +26,6 @@ import pyarrow.parquet as pq
 
 from benchmarks import figures, frontier_tables, real_figures, real_speed
 from benchmarks.objectives_data import ROOT, write_set
-from benchmarks.pages import table
 from benchmarks.real_study import COMMAND, DOMAINS, FULL, TINY, Options, Study, data
 from drafts.heads import write_head
 from drafts.heads.eagle import EagleConfig, EagleHead, draw
@@ -35,10 +34,9 @@ from draftsmith.config import DecodeConfig, InitConfig
 from draftsmith.starting import init
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir
+from draftsmith_core.io import atomic_dir, write_json_atomic
 from draftsmith_core.models import load_model
 from eval.evaluate import evaluate
-from eval.report.formats import number
 from eval.results import Results
 from train.config import DraftKind, TrainConfig
 from train.training_run import train
@@ -125,7 +123,10 @@ def which(study: Study) -> None:
             _keep(study, "which")
     sys.stdout.write(drafts_table(results))
     if not study.options.drafts:
-        sys.stdout.write(weightless_table(list(weightless(study, drafts))))
+        found = list(weightless(study, drafts))
+        write_json_atomic(study.out / "weightless" / "results.json", found)
+        _keep(study, "weightless")
+        sys.stdout.write(f"\n{figures.weightless(found)}\n")
 
 
 def trained(config: TrainConfig) -> str:
@@ -166,16 +167,6 @@ def weightless(study: Study, drafts: Mapping[str, str]) -> Iterator[tuple[str, s
                     **words,
                 )
                 yield name, domain, temperature, decode(config)[0]["tau"]
-
-
-def weightless_table(found: list[tuple[str, str, float, float | None]]) -> str:
-    """Tokens per target call, by method; no intervals."""
-    places = list(dict.fromkeys((domain, temperature) for _, domain, temperature, _ in found))
-    heading = ["method", *(f"{domain}, T = {temperature:g}" for domain, temperature in places)]
-    taus = {(name, domain, temperature): tau for name, domain, temperature, tau in found}
-    names = dict.fromkeys(name for name, *_ in found)
-    rows = ([name, *(number(taus[name, *place], 2) for place in places)] for name in names)
-    return f"\n{table(heading, rows)}\n"
 
 
 def best(study: Study, *kinds: str) -> str:

@@ -48,7 +48,7 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
     names: dict[float, list[str]] = {}
     plans: dict[str, Any] = {}
     for temperature in TEMPERATURES:
-        names[temperature] = ["hf-assisted"]
+        names[temperature] = ["hf-assisted", "prompt_lookup@chain:2", "prompt_lookup@chain:4"]
         for which, draft in drafts.items():
             file = place / f"{Path(draft).name}-{temperature:g}.plan.json"
             if not file.exists():
@@ -153,8 +153,9 @@ def _name(found: dict[str, Any], method: str) -> str:
     """What the table calls a method of `decode.py`."""
     if method.startswith("hf"):
         return "transformers, " + ("assisted" if method == "hf-assisted" else "alone")
-    head, _, tree = method.rpartition("@")
-    draft = found["ours"]["setting"]["options"]["head" if head else "draft"]
+    proposer, _, tree = method.rpartition("@")
+    options = found["ours"]["setting"]["options"]
+    draft = {"": options["draft"], "head": options["head"]}.get(proposer, proposer.replace("_", " "))
     return "draftsmith, alone" if method == "ar" else f"draftsmith, {draft}, {tree}"
 
 
