@@ -57,20 +57,21 @@ def fresh(study: Study) -> TrainConfig:
 
 
 def _started(study: Study, name: str, **options: Any) -> str:
-    start = study.out / "starts" / name
+    start = study.out / "starts" / study.seeded(name)
     if not start.exists():
-        init(InitConfig(target=study.options.target, out=str(start), device="cpu", **options))
+        seed = study.options.seed - 1
+        init(InitConfig(target=study.options.target, out=str(start), device="cpu", seed=seed, **options))
     return str(start)
 
 
 def eagle(study: Study) -> TrainConfig:
     """EAGLE-1 with a wider feed-forward: as published it would have 4 million parameters on SmolLM2-135M."""
-    start = study.out / "starts" / "eagle"
+    start = study.out / "starts" / study.seeded("eagle")
     if not start.exists():
         target = load_model(study.options.target, device="cpu", dtype="float32")
         shape = replace(EagleConfig.like(target), intermediate_size=study.sizes.eagle_feed_forward)
         head = EagleHead(shape, target)
-        draw(head.fc, head.layers, seed=1)
+        draw(head.fc, head.layers, seed=study.options.seed)
         with atomic_dir(start) as made:
             write_head(head, made)
     return study.training("eagle", "eagle", draft=str(start))
@@ -113,16 +114,16 @@ WEIGHTLESS: dict[str, dict[str, Any]] = {
 
 
 def which(study: Study) -> None:
-    """Train and measure every draft on chat. results.json has those that are there, so that it exists early."""
+    """Train every draft on chat, or those of --drafts, and measure all that are there."""
     drafts: dict[str, str] = {}
     for name, config_of in DRAFTS.items():
         asked = not study.options.drafts or name in study.options.drafts
-        if asked or (study.out / "drafts" / name / "config.json").exists():
+        if asked or (study.out / "drafts" / study.seeded(name) / "config.json").exists():
             drafts[name] = trained(config_of(study))
-            results = evaluate(study.evaluation("which", _base_first(drafts), "chat"))
-            _keep(study, "which")
+    results = evaluate(study.evaluation(study.seeded("which"), _base_first(drafts), "chat"))
+    _keep(study, study.seeded("which"))
     sys.stdout.write(drafts_table(results))
-    if not study.options.drafts:
+    if not study.options.drafts and study.options.seed == 1:
         found = list(weightless(study, drafts))
         write_json_atomic(study.out / "weightless" / "results.json", found)
         _keep(study, "weightless")

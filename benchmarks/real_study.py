@@ -45,6 +45,8 @@ class Options:
     """Hours that a piece may take on two cores; every 2.5 add as many answers, with other seeds."""
     seeds: int = 3
     """align: training seeds."""
+    seed: int = 1
+    """which: the training seed. Drafts and results of another than the first have it in their names."""
     keep: bool = False
     """Copy finished sets and results into the repository."""
     tiny: bool = False
@@ -102,6 +104,10 @@ class Study:
         """Whether the target has a chat template to write prompts in."""
         return load_tokenizer(self.options.target).chat_template is not None
 
+    def seeded(self, name: str) -> str:
+        """The name of what this training seed makes."""
+        return name if self.options.seed == 1 else f"{name}-{self.options.seed}"
+
     def sets(self, *names: str) -> list[str]:
         """The directories of distilled sets, all rounds of each."""
         return [str(self.out / "data" / _round(name, turn)) for turn in range(self.rounds) for name in names]
@@ -129,15 +135,15 @@ class Study:
         )
 
     def training(self, name: str, kind: DraftKind, **options: Any) -> TrainConfig:
-        """Train a draft as OUT/drafts/NAME, on all chats unless `data` names other sets."""
+        """Train a draft as OUT/drafts/NAME (`seeded`), on all chats unless `data` names other sets."""
         head = {**options.pop("head", {}), "features": str(self.out / "features")}
         given: dict[str, Any] = {"data": self.sets("chat", "own"), "objective": "fkl", "epochs": self.sizes.epochs}
         given |= {"batch_size": min(8, self.sizes.step_rows), "eval_every": 160, "save_every": 80}
-        given |= {"seed": 1, "precision": "bf16", **_MACHINE}
+        given |= {"seed": self.options.seed, "precision": "bf16", **_MACHINE}
         given["accumulation"] = self.sizes.step_rows // given["batch_size"]
         return TrainConfig(
             target=self.options.target,
-            out=str(self.out / "drafts" / name),
+            out=str(self.out / "drafts" / self.seeded(name)),
             kind=kind,
             max_length=self.sizes.max_length,
             optim=Optim(lr=options.pop("lr", 1e-3), warmup_steps=10),
