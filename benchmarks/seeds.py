@@ -37,6 +37,14 @@ def two_level(seeds: Sequence[PromptSums], picks: Resamples) -> Floats:
     return np.asarray(mean_R + widening * (drawn_R - mean_R))
 
 
+def estimate_over_seeds(seeds: Sequence[PromptSums], picks: Resamples) -> Estimate:
+    """Mean over training seeds of a pooled ratio, with the interval of `two_level`."""
+    ratios = [sums.pooled for sums in seeds if sums.pooled is not None]
+    value = sum(ratios) / len(ratios) if len(ratios) == len(seeds) else None
+    low, high = interval(two_level(seeds, picks), picks)
+    return Estimate(value=value, low=low, high=high, n=picks.weights_RP.shape[1])
+
+
 def difference_over_seeds(new: Sequence[PromptSums], base: PromptSums, picks: Resamples) -> Estimate:
     """Mean over training seeds of a pooled ratio, less the base's, with the interval of `two_level`."""
     ratios, b = [sums.pooled for sums in new], base.pooled
