@@ -33,6 +33,8 @@ MARKERS = dict(zip(COLOURS, "oPDvsXh*", strict=True))
 # The bar: at least this share of the plain method's gain, and on the worst set out of distribution no loss of this much
 # (non-inferiority: the lower bound of the change is above minus the margin).
 GAIN, MARGIN = 0.9, 0.01
+# What `align` trains with policy balanced.
+BALANCED = "longer even replay"
 
 
 @dataclass(frozen=True)
@@ -193,27 +195,52 @@ def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def tables(results: Mapping[str, Any]) -> str:
-    """The table of docs/robust.md, in Markdown."""
+    """The table of docs/robust.md, in Markdown, and what it is measured on."""
     sets, base = results["sets"], results["base"]
-    heading = ["method", "setting", "seeds", "ID", "of the plain gain", "worst OOD set", "OOD", "area", "bar"]
-    rows = []
-    for method, row in results["rows"].items():
-        share, worst = row["share"], row["worst"]
-        words = [method, row["setting"], str(row["seeds"]), gap(row["id"]["change"])]
-        words.append("" if share["value"] is None else f"{with_interval(share, 0, scale=100)} %")
-        words += [f"{gap(worst['change'])} {worst['set']}", gap(row["ood"]["change"])]
-        rows.append([*words, "" if row["area"] is None else f"{row['area']:.2f}", "met" if row["met"] else "not met"])
     said = ", ".join(f"{place} {base[place]:.3f}" for place in ("id", "ood", "near", "far"))
     on = f"ID: {sets['own']}; near: {', '.join(sets['near'])}; far: {', '.join(sets['far'])}"
     if sets["tuned_on"]:
         on += f"; tuned on held-out prompts of {sets['own']}, and out of distribution on {', '.join(sets['tuned_on'])}"
-    return f"{table(heading, rows)}\n\nBase: {said}. {on}.\n"
+    return f"{by_method(results, 'method')}\n\nBase: {said}. {on}.\n"
 
 
-def write_pictures(results: Mapping[str, Any], out: Path) -> None:
-    """OUT/frontier.png and frontier-dark.png."""
+def by_method(results: Mapping[str, Any], first: str) -> str:
+    """Changes of alpha over the base by method, and the bar."""
+    rows = []
+    for method, row in results["rows"].items():
+        words = [method, row["setting"], str(row["seeds"]), gap(row["id"]["change"]), share_of(row)]
+        words += [worst_of(row), gap(row["ood"]["change"])]
+        rows.append([*words, "" if row["area"] is None else f"{row['area']:.2f}", "met" if row["met"] else "not met"])
+    heading = [first, "setting", "seeds", "ID", "of the plain gain", "worst OOD set", "OOD", "area", "bar"]
+    return table(heading, rows)
+
+
+def balanced(documents: Mapping[str, Mapping[str, Any]], first: str) -> str:
+    """Plain and balanced (`BALANCED`) side by side, a row per domain in distribution."""
+    rows = []
+    for domain, document in documents.items():
+        plain, new = (document["rows"][method] for method in ("plain", BALANCED))
+        cells = [gap(row["id"]["change"]) for row in (plain, new)] + [share_of(new)]
+        cells += [gap(row["ood"]["change"]) for row in (plain, new)] + [worst_of(row) for row in (plain, new)]
+        rows.append([domain, str(new["seeds"]), *cells])
+    by_way = [f"{way}: {place}" for place in ("OOD", "worst set") for way in ("plain", "balanced")]
+    return table([first, "seeds", "plain: ID", "balanced: ID", "of the plain gain", *by_way], rows)
+
+
+def share_of(row: Mapping[str, Any]) -> str:
+    """The share of the plain gain, with its interval."""
+    return "" if row["share"]["value"] is None else f"{with_interval(row['share'], 0, scale=100)} %"
+
+
+def worst_of(row: Mapping[str, Any]) -> str:
+    """The change on the worst set out of distribution, and its name."""
+    return f"{gap(row['worst']['change'])} {row['worst']['set']}"
+
+
+def write_pictures(results: Mapping[str, Any], out: Path, name: str = "frontier") -> None:
+    """OUT/NAME.png and NAME-dark.png."""
     for suffix, colours in (("", LIGHT), ("-dark", DARK)):
-        write_png(picture(results, colours), out / f"frontier{suffix}.png")
+        write_png(picture(results, colours), out / f"{name}{suffix}.png")
 
 
 def picture(results: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
