@@ -55,7 +55,7 @@ from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums
 from eval.estimate import measure_alphas
-from train.config import Lora, TrainConfig
+from train.config import TrainConfig
 
 COMMAND = "benchmarks/frontier.py"
 OBJECTIVE = "jsd:beta=0.5"
@@ -83,12 +83,6 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "mixed replay": {
         **{f"share {share:g}": {"replay_fraction": share, "replay": ["self", "token"]} for share in (0.3, 0.5, 0.7)},
         "share 0.7, half the lr": {"replay_fraction": 0.7, "replay": ["self", "token"], "times": 0.5},
-    },
-    "anchor kl": {f"weight {weight:g}": {"anchor_kl": weight} for weight in (0.1, 0.3, 1.0)},
-    "LoRA": {
-        "rank 8": {"lora": Lora(rank=8)},
-        "rank 8, 3 x lr": {"lora": Lora(rank=8), "times": 3.0},
-        "rank 32": {"lora": Lora(rank=32)},
     },
 }
 # Drafts between the base and those of another method, at these shares of the way.

@@ -7,7 +7,7 @@
 Every variant starts from the same base draft and makes the same number of optimizer steps on the same number of
 sequences. The learning rate of an objective is the one of `rates` that gives the highest alpha on held-out prompts of
 the in-distribution domain with seed 0 (figures out of distribution have no say); data modes are all trained with fkl,
-at its rate. A seed changes the order of the data. AdaSPEC's reference is the fkl draft of the same seed.
+at its rate. A seed changes the order of the data.
 
 alpha is what `draftsmith eval` measures: the mean of sum_x min(p, q) over positions of continuations that the target
 drew itself, once for all drafts. A figure is over the draft's seeds (per prompt, their mean); its interval resamples
@@ -56,7 +56,6 @@ from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval.bootstrap import PromptSums
 from eval.estimate import alpha_sums
-from train.config import OnPolicy
 
 TEMPERATURES = (1.0, 0.0)
 
@@ -79,7 +78,6 @@ OBJECTIVES = {
     "lk_alpha": "lk_alpha",
     "lk_hybrid": "lk_hybrid",
     "fkl+ce": "0.9*fkl+0.1*ce",
-    "adaspec": "fkl@adaspec:keep=0.4",
 }
 # What each data mode changes in the options of training; directories are below OUT/data.
 MODES: dict[str, dict[str, Any]] = {
@@ -87,8 +85,6 @@ MODES: dict[str, dict[str, Any]] = {
     "x4": {"data": ["x4"]},
     "stored": {"target": None},
     "replay": {"replay": ["general"], "replay_fraction": 0.3},
-    "on_policy_half": {"on_policy": 0.5},
-    "on_policy_all": {"on_policy": 1.0},
 }
 
 
@@ -99,12 +95,8 @@ def train_cell(options: Options, pair: Pair, name: str, rate: float, seed: int) 
     for key in ("data", "replay"):
         if key in changes:
             changes[key] = [str(out / "data" / each) for each in changes[key]]
-    if "on_policy" in changes:
-        changes["on_policy"] = OnPolicy(fraction=changes["on_policy"], max_new_tokens=options.response_tokens)
-    if "adaspec" in (objective := OBJECTIVES.get(name, ALIKE)):
-        changes["reference"] = str(out / "drafts" / f"{ALIKE}-lr{chosen_rate(options, pair, ALIKE):g}-seed{seed}")
     config = run_of(options, pair, out / "drafts" / f"{name}-lr{rate:g}-seed{seed}", rate, seed, options.steps)
-    return trained(replace(config, objective=objective, **changes))
+    return trained(replace(config, objective=OBJECTIVES.get(name, ALIKE), **changes))
 
 
 def chosen_rate(options: Options, pair: Pair, name: str) -> float:

@@ -63,7 +63,7 @@ def nearest(word: str, known: Collection[str], otherwise: str = "use one of") ->
 
 
 # Import name -> extra, as in `pip install 'draftsmith[EXTRA]'`.
-EXTRAS = {name: name for name in ("deepspeed", "gguf", "peft", "ray", "tensorboard", "vllm", "wandb")}
+EXTRAS = {name: name for name in ("deepspeed", "gguf", "ray", "tensorboard", "vllm", "wandb")}
 EXTRAS |= {"bitsandbytes": "bnb", "httpx": "serve"}
 
 

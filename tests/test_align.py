@@ -271,13 +271,13 @@ def test_choices_follow_what_is_given():
 
 
 def test_options_of_a_stage_reach_it(draft_dir):
-    given: dict[str, Any] = {"anchor_kl": 0.3, "lora": {"rank": 2, "targets": ["q_proj"]}, "batch_size": 4}
+    given: dict[str, Any] = {"optim": {"beta2": 0.9}, "batch_size": 4}
     config = AlignConfig(target="t", draft=draft_dir, prompts="p", out="o", plain=True, train=given)
     whole, _ = complete(config, facts())
     kept, plain = (train_config(whole, name) for name in ("jsd", "jsd-plain"))
-    assert (kept.anchor_kl, kept.lora.rank, kept.lora.targets, kept.batch_size) == (0.3, 2, ["q_proj"], 4)
+    assert (kept.optim.beta2, kept.batch_size) == (0.9, 4)
     assert (kept.accumulation, kept.optim.lr, kept.replay) == (8, whole.train["optim"]["lr"], ["o/general"])
-    assert (plain.anchor_kl, plain.replay, plain.lora) == (0.0, [], kept.lora)
+    assert (plain.replay, plain.replay_fraction, plain.optim) == ([], 0.0, kept.optim)
 
 
 def test_names_of_drafts_say_their_objective():

@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["self"]}},
     "even replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["token"]}},
     "mixed replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["self", "token"]}},
-    "anchor kl": {"weight 1": {"anchor_kl": 1.0, "times": 2.0}},
+    "longer even replay": {"twice": {"replay_fraction": 0.5, "replay": ["token"], "share": 2.0, "times": 2.0}},
 }
 
 
@@ -69,7 +69,7 @@ def trained(monkeypatch):
 
 @pytest.mark.slow
 def test_objectives_are_trained_alike_and_once(small, trained):
-    options = objectives.Options(**small, rates=[1e-2, 3e-3], only=["ce", "adaspec", "text", "stored"])
+    options = objectives.Options(**small, rates=[1e-2, 3e-3], only=["ce", "jsd", "text", "stored"])
     first = objectives.run(options)
     # Three objectives at two rates with one seed, and at the better one with another; two modes with both seeds.
     assert len(trained) == 3 * 3 + 2 * 2
@@ -96,11 +96,12 @@ def test_every_method_of_the_frontier_starts_alike_and_is_trained_once(small, tr
     assert json.dumps(frontier.run(options)) == json.dumps(found) and not trained
     # The same base and data, the plain rate, the same steps but where a method says otherwise.
     rate = SETTINGS["plain"][found["taken"]["plain"]]["lr"]
-    merged = {"interpolation", *(f"{kind}replay + interpolation" for kind in ("", "even ", "mixed "))}
+    kinds = ("", "even ", "longer even ", "mixed ")
+    merged = {"interpolation", *(f"{kind}replay + interpolation" for kind in kinds)}
     assert found["rows"].keys() == SETTINGS.keys() | merged
-    config = frontier.config_of(frontier.prepare(options), "anchor kl", "weight 1", rate, 1)
-    assert (config.optim.lr, config.anchor_kl, config.steps, config.seed) == (2 * rate, 1.0, 3, 1)
-    assert frontier_tables.tables(found).count("\n| ") == 10
+    config = frontier.config_of(frontier.prepare(options), "longer even replay", "twice", rate, 1)
+    assert (config.optim.lr, config.replay_fraction, config.steps, config.seed) == (2 * rate, 0.5, 6, 1)
+    assert frontier_tables.tables(found).count("\n| ") == 11
     frontier_tables.write_pictures(found, Path(options.out))
 
 

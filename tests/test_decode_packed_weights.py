@@ -107,16 +107,8 @@ def state_dict(model: Any) -> Iterator[Any]:
     yield model(IDS).logits
 
 
-def lora(model: Any) -> Iterator[Any]:
-    peft = pytest.importorskip("peft")
-    yield
-    torch.manual_seed(1)
-    config = peft.LoraConfig(target_modules=["up_proj", "lm_head"], init_lora_weights=False)
-    yield peft.get_peft_model(model, config).merge_and_unload()(IDS).logits
-
-
 CHANGES: dict[str, Use] = {
-    **{"hooks": hooks, "views": views, "parameter": another_parameter, "load_state_dict": state_dict, "lora": lora}
+    **{"hooks": hooks, "views": views, "parameter": another_parameter, "load_state_dict": state_dict}
 }
 
 

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 import draftsmith as ds
-from decode import SpeculativeDecoder
 from drafts.draft_vocabulary import (
     FILE,
     attach_draft_vocabulary,
@@ -28,10 +27,9 @@ from eval.acceptance import Continuation
 from eval.estimate import alpha_sums
 from tests.tiny_models import DRAFT_VOCAB, random_llama
 from train.batch import IGNORE, Batch
-from train.config import OnPolicy, Optim
+from train.config import Optim
 from train.data import load_examples
 from train.objective import parse_objective
-from train.onpolicy import Answerer
 from train.teacher import StoredTeacher
 from train.trainees.lm import LMTrainee
 
@@ -147,17 +145,6 @@ def test_its_loss_is_that_of_the_restricted_distributions():
     stored = StoredTeacher(top.indices, top.values, (1 - top.values.exp().sum(-1)).clamp_min(0))
     alone = LMTrainee(draft, parse_objective("tvd")).eval()(Batch(ids, labels, stored=stored))
     assert 0 < float(alone.alpha) <= float(torch.minimum(whole.exp()[:, IDS], q.exp()).sum()) + 1e-5
-
-
-def test_on_policy_it_says_its_own_tokens_only():
-    draft = random_llama(3, 40)
-    policy = OnPolicy(fraction=1.0, max_new_tokens=12)
-    answerer = Answerer(draft, SpeculativeDecoder(draft, fast=False), policy, 64, 0, 40)
-    before = {token for row in answerer.answer([[1], [2]], [0, 1]) for token in row}
-    assert not before <= set(DRAFT_VOCAB)
-    attach_draft_vocabulary(draft, IDS)
-    after = [token for row in answerer.answer([[1], [2]], [0, 1]) for token in row]
-    assert after and set(after) <= set(DRAFT_VOCAB)
 
 
 def test_training_again_keeps_what_it_has(trained, door, target_dir, distilled, tmp_path):

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.errors import InputError
-from tests.test_train_objectives import losses_written_out
 from tests.train_laws import FAMILIES, tiny_family
 from train.batch import IGNORE, Batch
 from train.chunked import projected
@@ -192,51 +191,3 @@ def batch_of(size: int = 61) -> Batch:
     labels[1, 6:] = IGNORE
     labels[:, -1] = IGNORE
     return Batch(ids, labels)
-
-
-def test_adaspec_trains_on_the_chosen_tokens_only():
-    batch, objective = batch_of(), parse_objective("adaspec:keep=0.4")
-    draft, target, reference = tiny_family("llama", 1), tiny_family("gpt2", 2), tiny_family("llama", 4)
-    trainee = LMTrainee(draft, objective, target, reference, chunk=5)
-    sums = trainee(batch)
-    sums.loss.backward()
-    grads = {name: p.grad for name, p in draft.named_parameters()}
-    draft.zero_grad(set_to_none=True)
-    valid = batch.labels_BT != IGNORE
-    tokens = batch.labels_BT[valid]
-    logits = [model(input_ids=batch.ids_BT).logits[valid] for model in (draft, target, reference)]
-    loss = LOSSES["fkl"](logits[0], logits[1].detach(), tokens)
-    gain = loss.detach() - LOSSES["fkl"](logits[2], logits[1], tokens).detach()
-    row = valid.nonzero()[:, 0]
-    kept = []
-    for b in range(3):
-        mine = (row == b).nonzero()[:, 0]
-        count = math.ceil(0.4 * len(mine))
-        best = mine[gain[mine].argsort(descending=True)[:count]]
-        kept.append(loss[best].mean() * len(mine))
-    plain = torch.stack(kept).sum()
-    plain.backward()
-    torch.testing.assert_close(sums.loss, plain)
-    assert int(sums.tokens) == len(tokens) == int(sums.depth_tokens_D)
-    torch.testing.assert_close(sums.alpha, overlap(logits[0], logits[1]).sum())
-    for name, parameter in draft.named_parameters():
-        torch.testing.assert_close(parameter.grad, grads[name], atol=1e-5, rtol=1e-4)
-    assert all(p.grad is None for p in reference.parameters())
-    # Law 6: the rows one by one add up to the same.
-    single = [trainee(Batch(batch.ids_BT[b : b + 1], batch.labels_BT[b : b + 1])).loss for b in range(3)]
-    torch.testing.assert_close(torch.stack(single).sum(), sums.loss)
-
-
-def test_the_loss_of_whole_drafts_and_its_gradient():
-    """`tvd@e2e`, written out from whole logits."""
-    draft, target, batch = tiny_family("llama", 1), tiny_family("gpt2", 2), batch_of()
-    sums = LMTrainee(draft, parse_objective("tvd@e2e:depth=3"), target, chunk=7)(batch)
-    q, p = (model(batch.ids_BT).logits.softmax(-1) for model in (draft, target))
-    rows = zip(torch.minimum(p, q).sum(-1), batch.labels_BT, strict=True)
-    losses = [losses_written_out(list(alpha_T[labels_T != IGNORE]), 3) for alpha_T, labels_T in rows]
-    expected = torch.stack([loss for row in losses for loss in row]).sum()
-    torch.testing.assert_close(sums.loss, expected, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(sums.alpha, LMTrainee(draft, parse_objective("tvd"), target)(batch).alpha)
-    inner = list(draft.parameters())
-    for one, other in zip(*(torch.autograd.grad(loss, inner) for loss in (sums.loss, expected)), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)

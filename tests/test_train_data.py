@@ -225,16 +225,6 @@ def test_packed_losses_and_gradients_are_the_unpacked_ones(tmp_path, kind):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5 * float(theirs.abs().max() + 1))
 
 
-def test_adaspec_selects_per_document_also_when_packed(tmp_path):
-    plain = examples_of(tmp_path, "set", random_rows(2, 12))
-    together = packed(plain, seed=0)
-    models = [tiny_family("llama", seed) for seed in (1, 2, 3)]
-    trainee = LMTrainee(models[0], parse_objective("adaspec:keep=0.3"), models[1], models[2], packing=True)
-    one, other = (trainee(collate(each, range(len(each)))) for each in (plain, together))
-    torch.testing.assert_close(other.loss, one.loss, rtol=1e-5, atol=0)
-    torch.testing.assert_close(other.alpha, one.alpha, rtol=1e-5, atol=0)
-
-
 def test_a_recurrent_model_is_refused():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1))

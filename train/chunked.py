@@ -47,7 +47,6 @@ class _Task:
     objective: Objective
     chunk: int
     wants_gradient: bool = False
-    wants_alpha: bool = True
     per_token_3N: Tensor | None = None
 
     def note(self, rows: slice, *measures: Tensor | None) -> None:
@@ -92,7 +91,7 @@ def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
                 (gradient_CV,) = torch.autograd.grad(total, logits_CV)
         alpha = missing = total.new_zeros(())
         alpha_C = missing_C = None
-        if task.wants_alpha and target_CV is not None:
+        if target_CV is not None:
             alpha_C, missing_C = task.measure(draft_CV.detach(), target_CV, rows)
             alpha, missing = alpha_C.sum(), missing_C.sum()
         task.note(rows, loss_C, alpha_C, missing_C)
@@ -204,7 +203,6 @@ def projected(
     objective: Objective,
     chunk: int | None = None,
     projection: OutputProjection | None = None,
-    alpha: bool = True,
     low_rank: tuple[Tensor, Tensor] | None = None,
     per_token_3N: Tensor | None = None,
 ) -> LossSums:
@@ -212,17 +210,16 @@ def projected(
 
     teacher: None only when the objective needs no target; then alpha is not measured. weights_N: None for all 1.
     chunk: tokens at a time, by default what suits the device. projection: scales or caps the draft's logits; its
-    weight and bias are the arguments. alpha=False leaves out alpha and `missing`. low_rank: `[N, R]` and `[V, R]`
-    whose product is added to the logits. per_token_3N: is filled with loss, not weighted, alpha and missing mass of
-    each token. Runs in autocast's dtype; losses and the gradient of the weight are accumulated in fp32. `backward` may
-    be called once.
+    weight and bias are the arguments. low_rank: `[N, R]` and `[V, R]` whose product is added to the logits.
+    per_token_3N: is filled with loss, not weighted, alpha and missing mass of each token. Runs in autocast's dtype;
+    losses and the gradient of the weight are accumulated in fp32. `backward` may be called once.
     """
     size = chunk_size(weight_VH, teacher, chunk)
     gradient = torch.is_grad_enabled()
-    task = _Task(projection, teacher, tokens_N, weights_N, objective, size, gradient, alpha, per_token_3N)
+    task = _Task(projection, teacher, tokens_N, weights_N, objective, size, gradient, per_token_3N)
     factors = hidden_NH, weight_VH, *(low_rank or ())
     loss, overlaps, missing = _Projected.apply(task, bias_V, *factors)  # type: ignore[no-untyped-call]
     count = torch.tensor(len(tokens_N), device=hidden_NH.device)
-    measured = count if alpha and teacher is not None else torch.zeros_like(count)
-    wants_missing = alpha and teacher is not None and teacher.is_partial
+    measured = count if teacher is not None else torch.zeros_like(count)
+    wants_missing = teacher is not None and teacher.is_partial
     return LossSums(loss, count, overlaps, overlaps[None], measured[None], missing if wants_missing else None)

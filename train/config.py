@@ -16,7 +16,6 @@ from draftsmith_core.options import (
     Positive,
     Rare,
     RunOptions,
-    Share,
     ShareBelow1,
     TargetOptions,
     options,
@@ -91,32 +90,6 @@ class HeadOptions:
 
 
 @options
-class OnPolicy:
-    """Responses that the draft generates, for the target to score (GKD, DistillSpec)."""
-
-    fraction: Share = 0.0
-    """Share of the sequences whose response the draft generates anew in every step."""
-    max_new_tokens: Rare[AtLeast1] = 128
-    """Longest such response."""
-    temperature: Rare[Positive] = 1.0
-    """Sampling temperature of the draft."""
-
-
-@options
-class Lora:
-    """Low-rank updates in place of all weights, through peft."""
-
-    rank: AtLeast0 = 0
-    """Rank of each layer's update; 0 trains all weights. The checkpoint has the updates merged."""
-    alpha: Rare[Positive | None] = None
-    """Updates are multiplied by alpha / rank; null is twice the rank."""
-    dropout: Rare[ShareBelow1] = 0.0
-    """Dropout on the input of the updates."""
-    targets: Rare[list[str]] = field(default_factory=list)
-    """Names of the linear layers, such as q_proj v_proj; empty is all but the output projection."""
-
-
-@options
 class TrainConfig(RunOptions, TargetOptions):
     """Fit a draft model to a distilled set (or to text)."""
 
@@ -135,12 +108,10 @@ class TrainConfig(RunOptions, TargetOptions):
     tokenizer: Rare[str | None] = None
     """Tokenizer for rows of text, saved with the draft. Default: the target's, else the draft's."""
     objective: str = "ce"
-    """ce, fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha, lk_hybrid:eta=3; or a sum such as `0.9*fkl+0.1*ce`. Append
-    `@adaspec:keep=0.4` to select tokens, to tvd `@e2e:depth=4`, or for block drafters `@dpace`."""
+    """ce, fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha, lk_hybrid:eta=3; or a sum such as `0.9*fkl+0.1*ce`. For
+    block drafters, `@dpace` may follow."""
     temperature: Rare[Positive] = 1.0
     """Divides the logits of draft and target in the objective; `ce` and the reported alpha ignore it."""
-    reference: Rare[str | None] = None
-    """A distilled draft that `@adaspec` compares with."""
     heldout: list[str] = field(default_factory=list)
     """Held-out data, same kinds as `data`. Default: `heldout_fraction` of the prompts in `data`."""
     heldout_fraction: Rare[OpenShare] = 0.05
@@ -155,10 +126,6 @@ class TrainConfig(RunOptions, TargetOptions):
     """Share of the sequences that come from `replay`."""
     mixing_temperature: Rare[Positive] = 1.0
     """With several `data` (domains): draw each in proportion to its size^(1 / temperature)."""
-    anchor_kl: NonNegative = 0.0
-    """Weight of KL(draft before training || draft) per token, beside the objective. For language models."""
-    lora: Lora = field(default_factory=Lora)
-    on_policy: OnPolicy = field(default_factory=OnPolicy)
     head: HeadOptions = field(default_factory=HeadOptions)
     batch_size: NotIdentity[AtLeast1] = 8
     """Sequences per process and forward."""
@@ -194,32 +161,23 @@ class TrainConfig(RunOptions, TargetOptions):
 
     def __post_init__(self) -> None:
         objective = parse_objective(self.objective, self.temperature)
-        head, policy = self.kind != "lm", self.on_policy.fraction > 0
-        starts = not head and bool(self.draft)
+        head = self.kind != "lm"
         for key in ("draft_config", "gradient_checkpointing", "compile"):
             if head and getattr(self, key):
                 raise InputError(f"{key}: is for kind lm, not {self.kind}")
-        lora, drawn = self.lora != Lora(), self.on_policy != OnPolicy()
-        untaught = not self.target and (head or policy or self.head.features)
+        untaught = not self.target and (head or self.head.features)
         unmixed = self.mixing_temperature != 1 and (len(self.data) < 2 or self.packing)
-        starting = "is for a language model that starts from a `draft`"
         rules: list[tuple[str, object, str]] = [
             ("draft", not (head or self.draft or self.draft_config), "give `draft` or `draft_config` (a config.json)"),
-            ("target", untaught, "is missing; heads, on_policy and head.features need it"),
-            ("objective", head and (objective.keep or objective.depth), "@adaspec and @e2e are for kind lm"),
+            ("target", untaught, "is missing; heads and head.features need it"),
             ("objective", objective.paced and self.kind not in BLOCK_KINDS, f"@dpace is for {', '.join(BLOCK_KINDS)}"),
             (
                 "draft_vocab_size",
                 self.draft_vocab_size and self.kind not in ("lm", *VOCABULARY_KINDS),
                 f"is for lm, {', '.join(VOCABULARY_KINDS)}",
             ),
-            ("reference", objective.keep and not self.reference, "@adaspec needs a distilled draft"),
             ("replay_fraction", bool(self.replay) != (self.replay_fraction > 0), "goes with `replay`; set both"),
             ("mixing_temperature", unmixed, "needs several `data`, and packing false"),
-            ("anchor_kl", self.anchor_kl and not starts, starting),
-            ("lora", lora and not (starts and self.lora.rank), f"{starting}, and needs lora.rank"),
-            ("on_policy", drawn and (head or not policy), "is for language models, and needs on_policy.fraction"),
-            ("on_policy", drawn and self.packing, "cannot be used with packing"),
         ]
         for key, wrong, reason in rules:
             if wrong:

@@ -241,18 +241,11 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
     )
 
 
-def collate(
-    examples: Examples, indices: Iterable[int], answers: Mapping[int, tuple[list[int], list[int]]] | None = None
-) -> Batch:
-    """Make one right-padded batch of the units at `indices`.
-
-    answers: by place in `indices`, a (prompt, answer) to use instead of that unit; stored teacher rows then go.
-    """
+def collate(examples: Examples, indices: Iterable[int]) -> Batch:
+    """Make one right-padded batch of the units at `indices`."""
     chosen = [int(i) for i in indices]
     groups = [[i] if examples.groups is None else list(examples.groups[i]) for i in chosen]
     documents = [[examples.rows[row] for row in group] for group in groups]
-    for index, (prompt, answer) in (answers or {}).items():
-        documents[index] = [{"prompt_ids": prompt, "response_ids": answer}]
     limit = examples.max_length
     lengths = [[min(len(row["prompt_ids"] + row["response_ids"]), limit) for row in group] for group in documents]
     width = max(map(sum, lengths))
@@ -269,9 +262,7 @@ def collate(
             # The first token of a sequence is not predicted: there is nothing before it.
             labels_BT[b, start + max(first, 1) - 1 : start + length - 1] = tokens[max(first, 1) :]
             start += length
-    stored = None
-    if examples.stored and not answers:
-        stored = _stored([row for group in documents for row in group], limit)
+    stored = _stored([row for group in documents for row in group], limit) if examples.stored else None
     if examples.groups is None:
         return Batch(ids_BT, labels_BT, stored=stored)
     return Batch(ids_BT, labels_BT, positions_BT, documents_BT, stored)

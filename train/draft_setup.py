@@ -1,7 +1,6 @@
 """The draft of a run: made from its options, put into a trainee, written as a checkpoint of its kind."""
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ from drafts.heads import HEADS, load_head, write_head
 from drafts.heads.borrowed import borrow
 from drafts.load import Draft, draft_kind
 from drafts.make.fresh import filled, read_per_token, too_costly
-from draftsmith_core.errors import InputError, first_line, require_package
-from draftsmith_core.io import atomic_dir, make_dir, read_json
+from draftsmith_core.errors import InputError, first_line
+from draftsmith_core.io import make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
 from draftsmith_core.processes import say
 from train import parallel
-from train.config import VOCABULARY_KINDS, Lora, TrainConfig
+from train.config import VOCABULARY_KINDS, TrainConfig
 from train.data import Examples
 from train.features import FeatureCache, StateMemory, cached_layers
 from train.objective import Objective
@@ -146,39 +145,12 @@ def announce_draft_vocabulary(draft: Draft, training: Examples) -> None:
         say(f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses {known}")
 
 
-def attach_lora(draft: Draft, options: Lora) -> Any:
-    """Put LoRA adapters (arXiv 2106.09685) into the linear layers of a language model, in place, and freeze all else;
-    return peft's handle.
-    """
-    require_package("peft", "lora.rank")
-    import peft
-
-    assert isinstance(draft, PreTrainedModel)
-    known = dict.fromkeys(name.rpartition(".")[2] for name, _ in draft.named_modules())
-    for name in options.targets:
-        # peft skips a name that fits nothing as long as another one fits.
-        if name not in known or name == "lm_head":
-            raise InputError(f"lora.targets: {name!r} is no inner layer of the draft; it has {', '.join(known)}")
-    alpha: Any = 2 * options.rank if options.alpha is None else options.alpha
-    names = options.targets or "all-linear"
-    shape: dict[str, Any] = {"r": options.rank, "lora_alpha": alpha, "lora_dropout": options.dropout}
-    return peft.get_peft_model(draft, peft.LoraConfig(**shape, target_modules=names, task_type="CAUSAL_LM"))
-
-
-def merge_lora(adapted: Any, directory: Path) -> PreTrainedModel:
-    """Write the adapters in peft's format as `directory`, fold them into the weights, and return the plain draft."""
-    with atomic_dir(directory) as temporary:
-        adapted.save_pretrained(temporary)
-        (temporary / "README.md").unlink(missing_ok=True)  # peft's card has gaps; the draft's own has everything
-    return adapted.merge_and_unload()
-
-
 def make_trainee(
     config: TrainConfig,
     objective: Objective,
     world: World,
     draft: Draft,
-    frozen: Mapping[str, PreTrainedModel],
+    target: PreTrainedModel | None,
     comes_back: bool,
 ) -> nn.Module:
     """Put the draft into the trainee of its kind, on this process's device.
@@ -186,7 +158,7 @@ def make_trainee(
     comes_back: whether the documents of training batches come back, so that their states are worth holding.
     """
     draft.to(world.device)  # type: ignore[arg-type]
-    target, cache = frozen.get("target"), None
+    cache = None
     if target is not None and config.head.features is not None:
         make_dir(Path(config.head.features), "head.features")
         layers = (-1,) if isinstance(draft, PreTrainedModel) else cached_layers(draft.hidden_layers)
@@ -199,11 +171,7 @@ def make_trainee(
         return TRAINEES[config.kind](draft, objective, target, config.packing, cache, **options)
     # On a CPU only: documents run one at a time, which would leave another device idle.
     memory = StateMemory(_MEMORY_BYTES, comes_back) if world.device.type == "cpu" else None
-    anchor = (frozen["anchor"], config.anchor_kl) if "anchor" in frozen else None
-    reference = frozen.get("reference")
-    trainee = TRAINEES["lm"](
-        draft, objective, target, reference, config.packing, anchor=anchor, cache=cache, memory=memory
-    )
+    trainee = TRAINEES["lm"](draft, objective, target, config.packing, cache=cache, memory=memory)
     if config.gradient_checkpointing:
         draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.compile:

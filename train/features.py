@@ -129,7 +129,7 @@ class FeatureCache:
 
 
 class StateMemory:
-    """Last hidden states of frozen models, in memory, at the positions of a document whose label counts.
+    """Last hidden states of the target, in memory, at the positions of a document whose label counts.
 
     Never more than `max_bytes`; a full memory takes nothing more in. training: whether the documents of training
     batches will come back, and are held; without it only those of held-out data are.
@@ -137,10 +137,10 @@ class StateMemory:
 
     def __init__(self, max_bytes: int, training: bool) -> None:
         self.room, self.training = max_bytes, training
-        self._held: dict[Sequence[int | str], Tensor] = {}
+        self._held: dict[Sequence[int], Tensor] = {}
         self.get = self._held.get
 
-    def put(self, key: Sequence[int | str], states_LTH: Tensor) -> None:
+    def put(self, key: Sequence[int], states_LTH: Tensor) -> None:
         if states_LTH.nbytes <= self.room:
             self._held[key] = states_LTH
             self.room -= states_LTH.nbytes
@@ -155,8 +155,8 @@ class FrozenTarget:
     """A model that is read and never trained; a plain object, so that a trainee does not register its weights.
 
     layers: of its `hidden_states`. packing: whether batches will be packed. cache: made for this model with
-    `cached_layers(layers)`. memory: for models of which only the last layer is read; may be shared. name: in `memory`
-    and for errors. Raise InputError if the model cannot be used so.
+    `cached_layers(layers)`. memory: for drafts that read the last layer only. Raise InputError if the model cannot be
+    used so.
     """
 
     def __init__(
@@ -166,12 +166,10 @@ class FrozenTarget:
         packing: bool = False,
         cache: FeatureCache | None = None,
         memory: StateMemory | None = None,
-        name: str = "target",
     ) -> None:
-        self.model, self.layers, self.name = model.eval(), tuple(layers), name
-        self.cache, self.memory = cache, memory
-        self.projection = find_projection(model, name)
-        self.packing = packing_method(model, name) if packing and cache is None else None
+        self.model, self.layers, self.cache, self.memory = model.eval(), tuple(layers), cache, memory
+        self.projection = find_projection(model, "target")
+        self.packing = packing_method(model, "target") if packing and cache is None else None
 
     @torch.no_grad()
     def read(self, batch: Batch, training: bool = True) -> tuple[list[Tensor], Tensor]:
@@ -205,7 +203,7 @@ class FrozenTarget:
             first = 0
             if isinstance(kept, StateMemory):
                 first = int((labels_T != IGNORE).nonzero()[0])
-                key = self.name, first, *key
+                key = first, *key
             states_LTH = kept.get(key)
             if states_LTH is None:
                 # Alone: others in its batch would change its rounding.

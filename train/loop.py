@@ -41,7 +41,6 @@ from train.batch import Batch, LossSums
 from train.config import Optim, TrainConfig
 from train.data import Examples, collate, units
 from train.objective import Objective
-from train.onpolicy import Answerer
 from train.parallel import World, WrappedTrainee
 
 log = logging.getLogger(__name__)
@@ -49,10 +48,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """All that a run needs. trainee: not wrapped yet. answerer: generates with the draft if training is on-policy.
+    """All that a run needs. trainee: not wrapped yet.
 
-    frozen: the models that are only read, by role (target, reference, anchor). identity: settings that must match for a
-    run to resume this one. tokenizer: saved with the draft.
+    identity: settings that must match for a run to resume this one. tokenizer: saved with the draft.
     """
 
     config: TrainConfig
@@ -64,8 +62,7 @@ class TrainingJob:
     steps: int
     identity: dict[str, Any]
     tokenizer: Tokenizer | None = None
-    answerer: Answerer | None = None
-    frozen: dict[str, PreTrainedModel] = field(default_factory=dict)
+    target: PreTrainedModel | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -116,8 +113,8 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2))
 
 
-def make_batches(job: TrainingJob, step: int) -> tuple[list[Batch], list[int]]:
-    """Return this process's batches of a step, and the lengths of the answers that the draft generated for them.
+def make_batches(job: TrainingJob, step: int) -> list[Batch]:
+    """Return this process's batches of a step.
 
     The rows of a step are consecutive in the shuffled stream and dealt to (forward, process) in turn, so that a step
     has the same rows however they are divided (law 6).
@@ -128,14 +125,12 @@ def make_batches(job: TrainingJob, step: int) -> tuple[list[Batch], list[int]]:
     options = config.seed, config.replay_fraction, config.mixing_temperature
     rows = units(job.training, places[0], places[-1] + 1, *options)
     process = world.accelerator.process_index
-    batches, lengths = [], []
+    batches = []
     mine = (indices.reshape(shape)[:, process].tolist() for indices in (rows, places))
     for rows_B, places_B in zip(*mine, strict=True):
-        answers = {} if job.answerer is None else job.answerer.draw(job.training, rows_B, places_B)
-        lengths += [len(answer) for _, answer in answers.values()]
         seeds_B = torch.tensor([row_seed(config.seed, f"row {place}") for place in places_B])
-        batches.append(replace(collate(job.training, rows_B, answers), seeds_B=seeds_B).to(world.device))
-    return batches, lengths
+        batches.append(replace(collate(job.training, rows_B), seeds_B=seeds_B).to(world.device))
+    return batches
 
 
 def _vector(sums: LossSums) -> Tensor:
@@ -173,13 +168,12 @@ def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: St
     Afterwards `stop.agreed` is set in every process if `stop.asked` was set in any.
     """
     config, accelerator = job.config, job.world.accelerator
-    batches, drawn = make_batches(job, step)
+    batches = make_batches(job, step)
     rate = learning_rate(config.optim, step, job.steps)
     for group in wrapped.optimizer.param_groups:
         group["lr"] = rate
     counts = torch.stack([job.trainee.count(batch) for batch in batches]).sum()  # type: ignore[operator]
-    local = torch.stack([counts, *(torch.tensor(n, device=counts.device) for n in (len(drawn), sum(drawn)))])
-    valid, answers, answer_tokens = accelerator.reduce(local, reduction="sum").tolist()
+    valid = int(accelerator.reduce(counts, reduction="sum"))
     total: Tensor | None = None
     for index, batch in enumerate(batches):
         with parallel.accumulating(wrapped, last=index == len(batches) - 1):
@@ -198,8 +192,7 @@ def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: St
         raise RunError(
             f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; lower optim.lr (now {config.optim.lr})"
         )
-    figures = {"loss": loss, "lr": rate, "grad_norm": norm, "tokens": valid, **_curves(vector, "")}
-    return figures | ({"drawn_tokens": answer_tokens / answers} if answers else {})
+    return {"loss": loss, "lr": rate, "grad_norm": norm, "tokens": valid, **_curves(vector, "")}
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
-"""Objectives by name: `fkl`, `jsd:beta=0.1`, `0.9*lk_hybrid:eta=10+0.1*ce`, `fkl@adaspec:keep=0.4`; or a function.
+"""Objectives by name: `fkl`, `jsd:beta=0.1`, `0.9*lk_hybrid:eta=10+0.1*ce`, `ce@dpace`; or a function.
 
-    objective = term { "+" term } [ "@" ( "dpace" | "adaspec" [ ":keep=" number ] ) ]
-              | "tvd" "@" "e2e" [ ":depth=" number ]
+    objective = term { "+" term } [ "@dpace" ]
     term      = [ number "*" ] name [ ":" key "=" number ]
 
 Parsing needs no torch, so that a typo is answered at once; the functions are in `train.losses`.
@@ -36,8 +35,6 @@ LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
     "lk_alpha": {},
     "lk_hybrid": {"eta": (0.0, math.inf)},
 }
-# What may stand behind `@`: name, option, default, and the bounds of the option.
-_MASKS = {"adaspec": ("keep", 0.4, 1e-9, 1.0), "e2e": ("depth", 4.0, 1.0, 64.0)}
 # Dividing the logits by T shrinks the gradient of these by T squared (Hinton et al. 2015, section 2.1).
 _MULTIPLIED_BY_T_SQUARED = frozenset({"fkl", "rkl", "jsd"})
 
@@ -68,17 +65,13 @@ class Objective:
     """A weighted sum of losses.
 
     temperature: divides the logits of draft and target in every loss but `ce`; fkl, rkl and jsd are multiplied by its
-    square, so that the size of their gradient does not depend on it. keep: use only this share of each sequence's
-    tokens, those where the draft can gain most over a reference draft. depth: use runs of this many tokens
-    (`train.losses.draft_losses`).
-    paced: weigh the slots of a block by how likely the draft gets there (D-PACE).
+    square, so that the size of their gradient does not depend on it. paced: weigh the slots of a block by how likely
+    the draft gets there (D-PACE).
     """
 
     spec: str
     terms: tuple[Term, ...]
     temperature: float = 1.0
-    keep: float | None = None
-    depth: int | None = None
     paced: bool = False
 
     @property
@@ -120,29 +113,10 @@ class Objective:
 def parse_objective(spec: str, temperature: float = 1.0) -> Objective:
     """Parse an objective. Raise InputError, one line, that shows the part at fault and what would be right."""
     text = "".join(spec.split())
-    losses, at, mask = text.partition("@")
-    if not at and losses.partition(":")[0] in _MASKS:
-        # Hu et al. (2025) select tokens for the forward KL.
-        losses, mask = "fkl" if losses.startswith("adaspec") else "tvd", losses
-    terms = tuple(_term(part, spec) for part in losses.split("+"))
-    if not (at or mask):
-        return Objective(text, terms, temperature)
-    if mask == "dpace":
-        return Objective(text, terms, temperature, paced=True)
-    name, _, option = mask.partition(":")
-    key, _, value = option.partition("=")
-    if name not in _MASKS or key not in ("", _MASKS[name][0]):
-        raise InputError(f"objective: {spec!r}: after '@' write adaspec:keep=0.4, e2e:depth=4 or dpace, not '{mask}'")
-    _, default, least, most = _MASKS[name]
-    number = _number(value, key, spec) if key else default
-    if not least <= number <= most or (name == "e2e" and number != int(number)):
-        kind = "a whole number from 1 to 64" if name == "e2e" else "above 0 and at most 1"
-        raise InputError(f"objective: {spec!r}: {key} must be {kind}, not {number:g}")
-    if name == "adaspec":
-        return Objective(text, terms, temperature, keep=number)
-    if losses != "tvd":
-        raise InputError(f"objective: {spec!r}: @e2e multiplies acceptances, so write tvd before it")
-    return Objective(text, terms, temperature, depth=int(number))
+    losses, at, pace = text.partition("@")
+    if at and pace != "dpace":
+        raise InputError(f"objective: {spec!r}: after '@' write dpace, not '{pace}'")
+    return Objective(text, tuple(_term(part, spec) for part in losses.split("+")), temperature, paced=bool(at))
 
 
 def custom_objective(loss: "LossFn", temperature: float = 1.0) -> Objective:

@@ -27,18 +27,17 @@ _SIZES |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 
 def smoke_config(config: TrainConfig) -> TrainConfig:
     """The same recipe for the files of `make_inputs`, with a few short steps."""
-    inputs, head, policy, optim = Path(f"{config.out}-smoke/inputs"), config.head, config.on_policy, config.optim
+    inputs, head, optim = Path(f"{config.out}-smoke/inputs"), config.head, config.optim
     limits = {"test_steps": 3, "features_gib": 0.1, "block_size": 6}
     sizes: dict[str, Any] = {key: min(getattr(head, key), most) for key, most in limits.items() if getattr(head, key)}
     text = [str(inputs / "text.jsonl")]
     changes: dict[str, Any] = {"out": str(inputs.parent), "data": text * len(config.data), "heldout_fraction": 0.2}
     changes |= {"heldout": text if config.heldout else [], "replay": text if config.replay else []}
-    changes |= {"target": str(inputs / "target"), "reference": config.reference and str(inputs / "reference")}
+    changes |= {"target": str(inputs / "target"), "tokenizer": None}
     changes |= {"draft": str(inputs / "draft") if config.kind == "lm" else None, "draft_config": None}
     changes |= {"draft_vocab_size": config.draft_vocab_size and min(config.draft_vocab_size, 64)}
     sizes["target_layers"] = None
     changes |= {"head": replace(head, **sizes, features=head.features and str(inputs.parent / "features"))}
-    changes |= {"on_policy": replace(policy, max_new_tokens=8) if policy.fraction else policy, "tokenizer": None}
     changes |= {"optim": replace(optim, warmup_steps=min(optim.warmup_steps, 1)), "trust_remote_code": False}
     changes |= {"max_length": min(config.max_length, 48), "accumulation": min(config.accumulation, 2)}
     return replace(config, **changes, batch_size=2, steps=4, eval_every=2, save_every=2)
@@ -50,7 +49,7 @@ def make_inputs(config: TrainConfig) -> None:
     if inputs.parent.exists() and not (inputs / "text.jsonl").exists():
         raise InputError(f"{inputs.parent}: is not from an earlier --smoke; move it away or choose another `out`")
     draft = config.draft_config or config.draft or config.target
-    sources = {"target": config.target or draft, "draft": draft, "reference": config.reference}
+    sources = {"target": config.target or draft, "draft": draft}
     shapes = {role: _shape(source) for role, source in sources.items() if source}
     shutil.rmtree(inputs.parent, ignore_errors=True)
     pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

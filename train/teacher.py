@@ -74,9 +74,6 @@ class LiveTeacher:
             logits_CV = F.pad(logits_CV, (0, self.further), value=-math.inf)
         return logits_CV if place_C is None else logits_CV[place_C]
 
-    def select(self, rows_M: Tensor) -> "LiveTeacher":
-        return replace(self, hidden_NH=self.hidden_NH[rows_M])
-
 
 @dataclass(frozen=True, eq=False)
 class StoredTeacher:
@@ -120,9 +117,6 @@ class StoredTeacher:
         p_CK = self.top_logprobs_NK[rows].to(wide_CV.dtype).exp().masked_fill(unknown_CK, 0)
         # Padding repeats id 0 with p = 0, so that it adds nothing.
         return torch.minimum(p_CK, wide_CV.softmax(-1).gather(-1, ids_CK.masked_fill(unknown_CK, 0))).sum(-1)
-
-    def select(self, rows_M: Tensor) -> "StoredTeacher":
-        return StoredTeacher(*(part[rows_M] for part in vars(self).values()))
 
     def to(self, device: torch.device) -> "StoredTeacher":
         return StoredTeacher(*(part.to(device) for part in vars(self).values()))

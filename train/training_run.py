@@ -36,7 +36,6 @@ from train.data import Examples, collate, divide, load_examples, packed, trained
 from train.loop import Position, TrainingJob, fit
 from train.losses import LossFn
 from train.objective import Objective, custom_objective, loss_digest, parse_objective
-from train.onpolicy import make_answerer
 from train.parallel import load_weights, make_world
 from train.smoke import make_inputs, smoke_config
 from train.trainees.block import BlockTrainee, calibrate
@@ -98,7 +97,7 @@ def _freed(job: TrainingJob) -> TrainingJob:
     They must be freed before the process group: their destructors join its threads while they hold Python's global lock
     and can deadlock.
     """
-    job = replace(job, trainee=nn.Identity(), answerer=None)
+    job = replace(job, trainee=nn.Identity())
     job.world.accelerator.free_memory()
     return job
 
@@ -109,10 +108,6 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
         objective = custom_objective(loss, config.temperature)
     wandb_runs.check_tracker(config.tracker)
     world = make_world(config)
-    sharded = world.sharing in ("zero3", "fsdp")
-    if (config.lora.rank and world.zero) or (config.on_policy.fraction and sharded):
-        key = "lora" if config.lora.rank else "on_policy"
-        raise InputError(f"{key}: is not supported with {world.sharing}; launch with configs/accelerate/ddp.yaml")
     if config.smoke:
         recipe = config
         on_main(lambda: make_inputs(recipe))
@@ -122,32 +117,19 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     tokenizer = None
     if name is not None:
         tokenizer = load_tokenizer(name, config.trust_remote_code, config.chat_template, revisions.get(name))
-    names = {
-        "target": config.target,
-        "reference": config.reference if objective.keep else None,
-        "anchor": config.draft if config.anchor_kl else None,
-    }
     options: Any = loading(config) | {"device": str(world.device)}
-    frozen = {
-        role: load_model(name, **options | {"revision": config.revision if role == "target" else None})
-        for role, name in names.items()
-        if name
-    }
-    target = frozen.get("target")
+    target = load_model(config.target, **options) if config.target else None
     with world.accelerator.main_process_first():
         training, heldout = _examples(config, tokenizer)
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, target, training)
-    if config.lora.rank:
-        draft_setup.attach_lora(draft, config.lora)
-    _check(config, objective, draft, frozen, tokenizer, (training, heldout))
+    _check(config, objective, draft, target, tokenizer, (training, heldout))
     rows_per_step = config.batch_size * config.accumulation * world.size
     identity = {
         "config": identity_options(config) | {"objective": objective.spec},
         "data": training.digest,
         "heldout_data": heldout.digest,
         "target_fingerprint": fingerprint(target) if target is not None else None,
-        "reference_fingerprint": fingerprint(frozen["reference"]) if "reference" in frozen else None,
         "initial_fingerprint": draft_fingerprint(draft),
         "target_dtype": None if target is None else dtype_name(target),
         "precision": "bf16" if world.bf16 else "fp32",
@@ -165,18 +147,14 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
             log.warning("heldout: %s is in `data` too; held-out figures will measure memory", config.heldout[0])
     steps = config.steps or math.ceil(config.epochs * len(training) / rows_per_step)
     drawn = steps * rows_per_step * (1 - config.replay_fraction)
-    # Answers that the draft generates do not come back, nor does data in a single epoch or that nothing reads.
-    comes_back = drawn > (training.replay_from or len(training)) and config.on_policy.fraction == 0
-    comes_back = comes_back and (objective.needs_target or list(frozen) != ["target"])
-    trainee = draft_setup.make_trainee(config, objective, world, draft, frozen, comes_back)
-    answerer = make_answerer(config, draft, target)
+    # Data does not come back in a single epoch, nor states that nothing reads.
+    comes_back = drawn > (training.replay_from or len(training)) and objective.needs_target
+    trainee = draft_setup.make_trainee(config, objective, world, draft, target, comes_back)
     # From here on random numbers are for dropout and noise; processes with one seed would all drop the same units.
     torch.manual_seed(row_seed(config.seed, f"process {world.accelerator.process_index}"))
     # As JSON, because the identity is compared with what was written.
     identity = json.loads(json.dumps(identity))
-    return TrainingJob(
-        config, world, objective, trainee, training, heldout, steps, identity, tokenizer, answerer, frozen
-    )
+    return TrainingJob(config, world, objective, trainee, training, heldout, steps, identity, tokenizer, target)
 
 
 def _publish(job: TrainingJob, position: Position, weights: dict[str, Tensor], command: str) -> dict[str, Any]:
@@ -201,13 +179,10 @@ def _publish(job: TrainingJob, position: Position, weights: dict[str, Tensor], c
     }
 
     def write() -> None:
-        best = draft_setup.build(config, job.frozen.get("target"), training)
-        adapted = draft_setup.attach_lora(best, config.lora) if config.lora.rank else None
+        best = draft_setup.build(config, job.target, training)
         load_weights(best, weights)
         if isinstance(best, DraftVocabulary):
             best.read_draft_vocab()
-        if adapted is not None:
-            best = draft_setup.merge_lora(adapted, out / "adapter")
         if isinstance(best, BlockHead) and best.config.confidence:
             record.update(_calibrate(job, best))
         record["fingerprint"] = draft_fingerprint(best)
@@ -224,7 +199,8 @@ def _publish(job: TrainingJob, position: Position, weights: dict[str, Tensor], c
 
 
 def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
-    config, heldout, target = job.config, job.heldout, job.frozen["target"]
+    config, heldout, target = job.config, job.heldout, job.target
+    assert target is not None
     rows = range(min(len(heldout), _CALIBRATION_ROWS))
     size = min(config.batch_size, (len(rows) + 1) // 2)
     trainee = BlockTrainee(head.to(target.device), job.objective, target, config.packing)
@@ -240,20 +216,19 @@ def _check(
     config: TrainConfig,
     objective: Objective,
     draft: Draft,
-    frozen: dict[str, PreTrainedModel],
+    target: PreTrainedModel | None,
     tokenizer: Tokenizer | None,
     data: Sequence[Examples],
 ) -> None:
     """Raise InputError unless draft, target, tokenizer and data belong together and there is a teacher if needed."""
-    target = frozen.get("target")
     # Fresh weights come without a tokenizer that could differ from the target's.
     if config.draft is not None and target is not None and tokenizer is not None:
         check_draft_vocabulary(config.draft, draft, target, tokenizer, config.trust_remote_code)
-    models = frozen | ({"draft": draft} if isinstance(draft, PreTrainedModel) else {})
+    models = {"target": target, "draft": draft}
     if isinstance(draft, PreTrainedModel) and tokenizer is not None:
         check_tokenizer(config.draft or config.draft_config or "draft", draft, tokenizer)
     for role, model in models.items():
-        limit = context_length(model)
+        limit = context_length(model) if isinstance(model, PreTrainedModel) else None
         if limit is not None and config.max_length > limit:
             raise InputError(f"max_length: {config.max_length} is more than the {limit} positions of the {role}")
     sizes = {"draft": vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size}

@@ -214,7 +214,7 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     values = dict(config.train)
     rows = values.pop("rows_per_step")
     if name in config.plain_drafts():
-        values |= {"replay_fraction": 0.0, "anchor_kl": 0.0}
+        values["replay_fraction"] = 0.0
     else:
         values["replay"] = [str(out / "general")] if values["replay_fraction"] else []
         # As many sequences of answers as without replay.

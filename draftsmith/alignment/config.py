@@ -104,7 +104,7 @@ class AlignConfig(TargetOptions, RunOptions):
             Steps,
             without=(
                 *_SHARED,
-                *("data", "kind", "draft", "draft_config", "tokenizer", "objective", "reference", "heldout", "replay"),
+                *("data", "kind", "draft", "draft_config", "tokenizer", "objective", "heldout", "replay"),
                 *("accumulation", "epochs", "head", "smoke"),
             ),
             shown=("steps", "optim.lr", "rows_per_step", "batch_size", "max_length", "replay_fraction"),

@@ -118,7 +118,7 @@ class BlockTrainee(HeadTrainee):
         rows_N, drafted_N = drafted_rows(self.draft.target_ids_D, tokens_N)
         projection, weight, bias = self.projection_at(0)
         per_token_3N = torch.zeros(3, len(tokens_N), device=tokens_N.device)
-        given = None, rows_N, None, _CROSS_ENTROPY, self.chunk, projection, False
+        given = None, rows_N, None, _CROSS_ENTROPY, self.chunk, projection
         projected(drafts.hidden_NH, weight, bias, *given, self.markov(drafts.pairs, batch), per_token_3N)
         steps_MD = torch.zeros(batch.ids_BT.numel(), self.draft.depths, device=tokens_N.device)
         slots = drafts.pairs.block_N(batch), drafts.depth_N
