@@ -73,13 +73,23 @@ class Resamples:
         return math.sqrt(prompts / freedom) * half_width(freedom) / NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
-# What is measured of a draft and of the base it is compared with, on the same prompts, and their resamples.
+# Sums of a draft and of the base on the same prompts, and the resamples of these prompts.
 Gain = tuple[PromptSums, PromptSums, Resamples]
 
 
+@cache
 def half_width(freedom: int) -> float:
-    """Half width of a 95 % interval, in standard errors that were estimated with `freedom` degrees of freedom."""
-    return student_quantile((1 + LEVEL) / 2, freedom)
+    """Half width of a 95 % interval, in standard errors estimated with `freedom` degrees of freedom (Student's t)."""
+    tail = (1 + LEVEL) / 2
+    if freedom > MANY:
+        return NormalDist().inv_cdf(tail)
+    low, high = 0.0, 1.0
+    while student_cdf(high, freedom) < tail:
+        high *= 2
+    while high - low > 1e-10 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, freedom) < tail else (low, middle)
+    return high
 
 
 def resamples(prompts: int, count: int, seed: int) -> Resamples:
@@ -125,7 +135,7 @@ def _estimate(value: float | None, values_R: Floats, picks: Resamples, **bounds:
 
 def estimate(sums: PromptSums, picks: Resamples) -> Estimate:
     """Pooled ratio with its interval."""
-    # A share of prompts, positions or mass is at most 1; what comes per target call is at least 1.
+    # Shares of prompts, positions or mass are at most 1; counts per target call are at least 1.
     most = 1.0 if (sums.numerator_P <= sums.denominator_P).all() else math.inf
     least = 1.0 if (sums.numerator_P >= sums.denominator_P).all() else 0.0
     return _estimate(sums.pooled, pooled_ratios(sums, picks), picks, least=least, most=most)
@@ -172,8 +182,9 @@ def why_undefined(gain_id: Mapping[str, Any], gain_ood: Mapping[str, Any]) -> st
 
 
 def signs(figures: Sequence[Mapping[str, Any] | None], *, ratios: bool = False) -> list[int | None]:
-    """For one family of estimates: 1 above zero, -1 below it, 0 if neither can be told at 95 %, None without an
-    interval. Of `ratios`, such as speedups: above or below one, judged on the logarithm.
+    """Return the sign of each estimate of one family: 1 or -1 at 95 %, 0 if undecided, None without an interval.
+
+    ratios: compare the logarithm of each estimate, such as a speedup, with that of one.
 
     A sign needs an interval on its side of zero, and one-sided significance under Holm's correction over the family, by
     Student's t with the standard error that the interval implies.
@@ -219,17 +230,3 @@ def student_cdf(t: float, freedom: int) -> float:
         term *= square * (2 * k / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
     inside = math.sin(angle) * total
     return 0.5 + (angle + inside) / math.pi if odd else 0.5 + inside / 2
-
-
-@cache
-def student_quantile(probability: float, freedom: int) -> float:
-    """Inverse of `student_cdf`, for a probability of at least a half."""
-    if freedom > MANY:
-        return NormalDist().inv_cdf(probability)
-    low, high = 0.0, 1.0
-    while student_cdf(high, freedom) < probability:
-        high *= 2
-    while high - low > 1e-10 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_cdf(middle, freedom) < probability else (low, middle)
-    return high

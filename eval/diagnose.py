@@ -143,17 +143,17 @@ def root_acceptance(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -
 def root_sums(step: RootStep, counts: Sequence[int], seed: int, at: Positions) -> RootMeasurement:
     """Simulate a root step at some of the positions, `counts[number]` of every text of the evaluation."""
     size = len(at.texts)
-    found = RootMeasurement(bound=[0.0] * size, reached=[0.0] * size, count=[0] * size)
+    sums = RootMeasurement(bound=[0.0] * size, reached=[0.0] * size, count=[0] * size)
     drawn = drawn_at(at.texts, counts[at.start :], (TRIALS, step.uniforms), f"headroom/{step.name}", seed)
     if chosen := [n for n, place in enumerate(at.places) if place in drawn]:
         u_NTU = torch.stack([drawn[at.places[n]] for n in chosen])
         bound_N, reached_N = root_acceptance(step, at.p_NV[chosen], at.q_NV[chosen], u_NTU)
         for n, bound, reached in zip(chosen, bound_N.tolist(), reached_N.tolist(), strict=True):
             row = at.places[n][0]
-            found["bound"][row] += bound
-            found["reached"][row] += reached
-            found["count"][row] += 1
-    return found
+            sums["bound"][row] += bound
+            sums["reached"][row] += reached
+            sums["count"][row] += 1
+    return sums
 
 
 class Diagnosis(TypedDict):
@@ -176,9 +176,9 @@ class Diagnosis(TypedDict):
 
 @torch.inference_mode()
 def diagnosis_of(sampling: Sampling, seed: int, at: Positions) -> Diagnosis:
-    """Diagnose a draft from what is sampled from at every position of some texts, and the draft's logits."""
+    """Diagnose a draft from p, q and its logits at every position of some texts."""
     texts, places, p_NV, q_NV = at.texts, at.places, at.p_NV, at.q_NV
-    # At temperature 0 q is one token; how sure the draft is of it is in its logits.
+    # At temperature 0 q is one token, so take the draft's confidence from its logits.
     belief_NV = at.logits_NV.float().softmax(-1) if sampling.greedy else q_NV
     count = min(CANDIDATES, p_NV.shape[1])
     belief_NK, ids_NK = belief_NV.topk(count, dim=-1)

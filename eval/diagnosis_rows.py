@@ -15,7 +15,7 @@ from eval.remarks import overlaps
 from eval.rows import Group, Measured, Setting, joined
 from eval.schema import Estimate, Row
 
-# What positions are sorted by, and the edges of the bins.
+# Properties that positions are grouped by, and the edges of their bins.
 ENTROPY, PLACE, CLASS = "entropy of the target, bits", "position in the answer", "class of the token"
 NEAR = "similarity to ID prompts"
 EDGES = {ENTROPY: (0.5, 1.5, 3.0), PLACE: (4, 16, 64), NEAR: (0.05, 0.2, 0.5)}
@@ -125,12 +125,12 @@ def token_class(text: str) -> str:
 def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
     """By set, the largest share of each prompt's token trigrams that one other ID prompt has too."""
     known = [prompt for suite in suites if suite.kind == "id" for prompt in suite.prompts]
-    found: dict[str, list[float]] = {suite.name: [] for suite in suites}
+    shares: dict[str, list[float]] = {suite.name: [] for suite in suites}
     for suite in suites:
         for prompt, (runs, shared) in zip(suite.prompts, overlaps(known, suite.prompts, NGRAM), strict=True):
             others = [count for index, count in shared.items() if known[index] is not prompt]
-            found[suite.name].append(max(others, default=0) / max(1, runs))
-    return found
+            shares[suite.name].append(max(others, default=0) / max(1, runs))
+    return shares
 
 
 def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:

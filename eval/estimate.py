@@ -83,7 +83,7 @@ class _Reader:
 
     @torch.inference_mode()
     def read(self, start: int, rows: Sequence[Continuation]) -> tuple[dict[str, Traces], dict[str, dict[str, Any]]]:
-        """Return the traces of some rows and what was observed, by draft, from one forward of each model.
+        """Return the traces of some rows and the observers' results, by draft, from one forward of each model.
 
         start: number of the first row.
         """
@@ -138,7 +138,7 @@ class _Reader:
         return traces, self.observed
 
     def _read_draft(self, name: str, logits_NV: Tensor, depth: int, sure_N: Tensor | None = None) -> None:
-        """Record what a draft thinks of tokens `depth` places after the next one, from its logits at every position.
+        """Record a draft's values of the tokens `depth` places after the next one, from its logits at every position.
 
         sure: `Network.confidence` of these tokens, if the draft predicts it.
         """
@@ -200,11 +200,11 @@ def read_traces(
     names: Mapping[str, str] | None = None,
     observers: Mapping[str, Observer] | None = None,
 ) -> tuple[dict[str, Traces], dict[str, dict[str, Any]]]:
-    """Return, by draft, the traces of all rows as far as `methods` need them, and what each observer found.
+    """Return, by draft, the traces of all rows as far as `methods` need them, and each observer's results.
 
     All drafts share one forward of the target, and launched processes divide the batches. max_logits: the most logits
-    held at once per model, but for a single row. names: the models in error messages, the target's being "". Raise
-    RunError that names model and prompt if logits are not finite.
+    held at once per model, except for a single row. names: the models in error messages; the target's key is "". Raise
+    RunError with model and prompt if logits are not finite.
     """
     observers = observers or {}
     reader = _Reader(target, drafts, sampling, methods, seed, names or {}, observers)
@@ -221,11 +221,11 @@ def read_traces(
     parts = [part for batch in divided(-(-len(rows) // batch_size), read_batch) for part in batch]
     traces = {name: Traces.joined([part[name] for part, _ in parts]) for name in drafts}
 
-    def joined(found: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-        return {key: [value for part in found for value in part[key]] for key in found[0]}
+    def joined(groups: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+        return {key: [value for group in groups for value in group[key]] for key in groups[0]}
 
     return traces, {
-        name: {key: joined([found[name][key] for _, found in parts]) for key in observers} for name in drafts
+        name: {key: joined([observed[name][key] for _, observed in parts]) for key in observers} for name in drafts
     }
 
 

@@ -57,9 +57,9 @@ TABLES = ("alpha", "gain", "transfer", "tau", "accept", "tau_predicted", "speedu
 def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
     """Measure every draft on every suite, write results.json, report.html and plots/, and return the results.
 
-    Launched processes divide the prompts and find the same bytes as one, except for the clock, which runs in one of
-    them. A killed run resumes from OUT/cells. Raise InputError before the first measurement, and RequirementError, once
-    everything is written, if a requirement is not met.
+    Launched processes divide the prompts; results equal those of one process, except for timings, which one of them
+    takes. A killed run resumes from OUT/cells. Raise InputError before the first measurement, and RequirementError
+    after everything is written if a requirement is not met.
     """
     config = configured(EvalConfig, config, options)
     started = time.time()
@@ -74,7 +74,7 @@ def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
             remove_leftovers(directory)
         reset_peak_memory(resolve_device(config.device))
         suites, pair, notes = _load(config, request)
-        # What is left open of top_k, top_p and min_p is the target's.
+        # Sampling options that are left out come from the target's generation_config.json.
         hottest = sampling_options(config) | {"temperature": max(config.temperature)}
         resolved = resolve_sampling(config.target, pair.target, **hottest)
         if resolved.note:
@@ -194,7 +194,7 @@ def figures(results: Results) -> dict[str, float]:
 
 @dataclass
 class Evaluation:
-    """What every measurement of an evaluation shares, and how many of its cells were `reused` and `measured`.
+    """What all measurements of an evaluation share, and the number of cells `reused` and `measured`.
 
     A cell is a finished measurement: a JSON file named by the hash of everything that decides its outcome. Cells of
     other configurations stay, and are reused when that configuration comes back.
@@ -211,7 +211,7 @@ class Evaluation:
     measured: int = 0
 
     def kept(self, decides: dict[str, Any]) -> str | None:
-        """The name of a cell, None if it was not measured yet."""
+        """Return the name of a finished cell, else None."""
         name = _cell_name(decides)
         return name if from_main((self.run.directory / name).exists) else None
 
@@ -223,7 +223,7 @@ class Evaluation:
         units: int = 0,
         who: Literal["main", "all"] = "all",
     ) -> Any:
-        """Return the kept outcome, or that of `make(tick)`, which is then kept.
+        """Return the stored outcome, or store and return that of `make(tick)`.
 
         decides: everything that decides the outcome. units: of progress, under `note`. who: as in `Run.step`.
         """
@@ -300,7 +300,7 @@ def _identity(method: Method) -> dict[str, Any]:
 def _alphas(
     work: Evaluation, sampling: Sampling, rows: Sequence[Continuation], common: dict[str, Any]
 ) -> dict[str, AlphaMeasurement]:
-    """Acceptance and predictions of every draft. Those that are not kept share one forward of the target."""
+    """Acceptance and predictions of every draft. Drafts without a stored cell share one forward of the target."""
     # At temperature 0 every lossless rule reaches the bound: the one token that the target can take.
     steps = {} if sampling.greedy else {s.name: s for m in work.request.methods if (s := RootStep.of(m)) is not None}
     methods = predicted_methods(work.request.methods, sampling.greedy)

@@ -42,9 +42,9 @@ from eval.request import Method
 from eval.schema import ModelRow, SuiteKind, Training
 
 WARM_UP_TOKENS = 8
-# Prompts that tell drafting from verifying, and the most nodes of the tree of one level.
+# Prompts to time trees of one level on, which separate drafting from verifying; and the most nodes of such a tree.
 COST_PROMPTS, MOST_NODES = 2, 64
-# What is kept of `decode.stats`, per prompt.
+# Counts of `decode.stats` that are kept per prompt.
 COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
 COUNTED_BY_DEPTH = ("accepted_by_depth", "reached_by_depth")
 
@@ -94,9 +94,7 @@ def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> li
 def load(
     config: Any, drafts: dict[str, str], id_sets: dict[str, str], ood_sets: dict[str, str], **options: Any
 ) -> tuple[list[Suite], LoadedPair]:
-    """Read the prompts, ID sets first, which is cheap; then target and drafts, ready to decode. options: as for
-    `load_pair`.
-    """
+    """Read the prompts, ID sets first, then load target and drafts. options: as for `load_pair`."""
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     suites = []
     for name, source in (id_sets | ood_sets).items():
@@ -290,7 +288,7 @@ def model_row(name: str, model: Draft) -> ModelRow:
 
 
 def _training(checkpoint: Path) -> Training | None:
-    """What the checkpoint's own record says of its alignment; None if `train` did not align it."""
+    """Read the record of a checkpoint's alignment; None if `train` did not align it."""
     record = read_record(checkpoint)
     try:
         config, data, steps = record["config"], record["data"], record["steps"]
@@ -307,7 +305,7 @@ def _training(checkpoint: Path) -> Training | None:
 
 
 def identity(model: ModelRow) -> list[str]:
-    """What makes two models give the same numbers: weights, arithmetic, and where it is done."""
+    """What decides a model's numbers: weights, dtype and device."""
     return [model["fingerprint"], model["dtype"], model["device"]]
 
 
@@ -325,7 +323,7 @@ def machine(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def clock(started: float, reused: int, measured: int, target: PreTrainedModel) -> dict[str, Any]:
-    """When the run started (seconds since 1970) and ended, what it measured anew, where, and its peak memory."""
+    """Start (given in seconds since 1970) and end of the run, cells reused and measured, machine and peak memory."""
     finished = time.time()
     begun, ended = (time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at)) for at in (started, finished))
     return {

@@ -248,7 +248,7 @@ def _choose(planner: Planner, expected: _Expected, ranks: int, depth: int) -> li
 
 
 def tried(draft: Draft) -> tuple[str, ...]:
-    """Specs of the trees whose steps differ in size, which are timed and not predicted."""
+    """Specs of the trees to time: their steps vary in size, so they cannot be predicted."""
     if isinstance(draft, BlockHead):
         return (*(f"chain:{draft.depths},stop={stop}" for stop in BLOCK_STOPS), *GROWING)
     return (*STOPPING, *GROWING)
@@ -350,7 +350,7 @@ def _engines(kind: str, expected: _Expected, lengths: Sequence[int]) -> list[dic
 
 
 def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
-    """Find the fastest tree for a pair, write it to `config.file` with all that it is based on, and return it."""
+    """Find the fastest tree for a pair; write the plan, with all its measurements, to `config.file` and return it."""
     config = configured(PlanConfig, config, options)
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     (suite,), pair = measure.load(config, {"draft": config.draft}, {"prompts": config.prompts}, {})

@@ -1,5 +1,6 @@
-"""An `EvalConfig` taken apart: names, sources, samplings, methods and requirements. Refuses what needs no model to be
-refused; imports no torch.
+"""Parse an `EvalConfig` into names, sources, samplings, methods and requirements, and check all that needs no model.
+
+Imports no torch.
 """
 
 import operator
@@ -81,7 +82,7 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
 
 
 def check(config: EvalConfig) -> EvalRequest:
-    """Take the options apart. Raise InputError for what cannot work, whatever the models are."""
+    """Parse the options. Raise InputError for those that no models can satisfy."""
     drafts = parse_named("--draft", config.draft)
     if "target" in drafts:
         raise InputError("--draft target=...: this name is the target's; use another")
@@ -168,8 +169,8 @@ class Requirement:
         temperatures: Sequence[float],
         methods: Sequence[tuple[str, str]],
     ) -> list[tuple[Any, ...]]:
-        """The figures that it is about, each as the arguments of `Results.figure`. InputError if it names something
-        that the evaluation does not measure.
+        """Return the figures to judge, each as the arguments of `Results.figure`. Raise InputError if the requirement
+        names something that the evaluation does not measure.
         """
         sets = {kind: () if (kind, self.figure) == ("id", "transfer") else names for kind, names in sets.items()}
         domains = [name for names in sets.values() for name in names]
@@ -201,7 +202,7 @@ class Requirement:
         return [value]
 
     def judge(self, results: Results) -> Iterator[str]:
-        """One line for every figure that does not meet it."""
+        """Yield one line for every figure that misses the requirement."""
         sets = {kind: results.domains(kind) for kind in KINDS}
         for cell in self.cells(results.drafts, results.base, sets, results.temperatures, results.methods):
             draft, domain, temperature, tree, rule = cell

@@ -1,4 +1,4 @@
-"""Read results.json: one tidy table of figures, and a few names for those that people ask for.
+"""Read results.json: one tidy table of figures, and methods for the common ones.
 
 results = Results.load("out/eval")
 results.alpha("jsd", "code", temperature=1.0)["value"]
@@ -133,7 +133,7 @@ class Results:
             ("temperature", temperature, self.temperatures),
         ):
             if value not in known:
-                listed = ", ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in known)
+                listed = ", ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in known)
                 raise InputError(f"{name} {value!r}: not measured; there are {listed}")
         methods = self._methods_of.get(figure)
         if methods is None or draft == TARGET:

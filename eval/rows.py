@@ -90,7 +90,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Setting:
-    """What was compared with what, and how the intervals are drawn."""
+    """Suites, drafts and methods of an evaluation, and how its intervals are drawn."""
 
     suites: Sequence[Suite]
     drafts: Sequence[str]
@@ -140,7 +140,7 @@ def _at_depth(parts: Sequence[Any], depth: int) -> PromptSums:
 
 
 def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
-    """alpha of every draft on every group, its gain over the base, and what of the ID gain transfers to OOD groups."""
+    """alpha of every draft on every group, its gain over the base, and the transfer of the ID gain to OOD groups."""
 
     def sums(group: Group, draft: str) -> PromptSums:
         return ratio(group.parts(measured.alphas, draft), "sum", "count")
@@ -353,8 +353,8 @@ def assemble(
         drafts=list(setting.drafts),
         temperatures=list(setting.temperatures),
         methods=[
-            {"tree": each.tree, "shape": asdict(each.shape), "verifier": each.verifier, "lossless": each.lossless}
-            for each in setting.methods
+            {"tree": m.tree, "shape": asdict(m.shape), "verifier": m.verifier, "lossless": m.lossless}
+            for m in setting.methods
         ],
         models=models,
         suites=suite_rows(setting.suites),

@@ -21,8 +21,8 @@ from eval.schema import Row
 LINE, FRAME = 0.25, 0.75
 NAME = 16  # characters of a name beside the dots
 HEADING = 36
-# Typical drafts as a share of their target's parameters, which is their cost where memory bandwidth decides.
-# And on which side of its line the name stands.
+# Typical drafts: their share of the target's parameters, which is their cost if memory bandwidth is the limit, and
+# the side of the line on which the name stands.
 TYPICAL_COSTS: dict[str, tuple[float, Literal["left", "right"]]] = {
     "68M for 7B": (0.068 / 6.7, "right"),
     "160M for 13B": (0.162 / 13.0, "left"),
@@ -121,7 +121,7 @@ def alpha_figure(results: Results, look: Look) -> Figure | None:
 
 
 def gain_figure(results: Results, look: Look) -> Figure | None:
-    """What alignment changed per aligned draft and set, and on the right what of the ID gain transferred."""
+    """Gain in alpha per aligned draft and set; on the right, the share of the ID gain that transferred."""
     if not results.aligned:
         return None
     panels = []
@@ -261,10 +261,8 @@ def _by_kind(results: Results, look: Look, draw: Callable[[Axes, str], None], ne
 
 
 def cost_figure(results: Results, look: Look) -> Figure | None:
-    """Expected speedup of every draft on every set, by its measured tau, over what a draft call costs; and this
-    machine's.
-    """
-    method = next((each for each in results.methods if results.lossless(each[1])), None)
+    """Expected speedup by measured tau over the cost of a draft call, per draft and set, and this machine's speedup."""
+    method = next((method for method in results.methods if results.lossless(method[1])), None)
     if method is None:
         return None
 
@@ -278,14 +276,14 @@ def cost_figure(results: Results, look: Look) -> Figure | None:
 
     def draw(ax: Axes, domain: str) -> None:
         for draft in results.drafts:
-            tau, depth_sum, steps = (value(each, draft, domain) for each in ("tau", "depth_sum", "target_calls"))
+            tau, depth_sum, steps = (value(name, draft, domain) for name in ("tau", "depth_sum", "target_calls"))
             if not tau or not depth_sum or not steps:
                 continue
             # A tree is drafted level by level, and verifying it costs as much as decoding one token.
             depth = depth_sum / steps
             _line(ax, look, draft, [(cost, tau / (depth * cost + 1)) for cost in costs], markevery=(10, 24))
             highest.append(tau / (depth * costs[0] + 1))
-            call, speedup = (value(each, draft, domain) for each in ("draft_call", "speedup"))
+            call, speedup = (value(name, draft, domain) for name in ("draft_call", "speedup"))
             if call is not None and speedup is not None:
                 # A draft too cheap to be told from none stands at the left edge.
                 at, style = max(call, costs[0]), {"label": None, "ms": 9, "mfc": look.colours["paper"], "mew": 1.8}

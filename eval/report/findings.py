@@ -17,8 +17,8 @@ from eval.schema import BUSY, Row
 class Lead:
     """The head of a report: the decision, its cells (label, sentence), the changes, and whether outputs differ.
 
-    `draft` is the decided draft, or the best aligned one; `setting` the decided setting; `command` times again what was
-    timed on a busy machine.
+    `draft` is the decided draft, or the best aligned one; `setting` the decided setting; `command` repeats timings of a
+    busy machine.
     """
 
     draft: str
@@ -120,7 +120,7 @@ def best_aligned(results: Results) -> str:
 
 def _change(results: Results, temperature: float) -> str:
     draft, base = best_aligned(results), results.base
-    before, after = (percent(results.alpha(each, "id", temperature)["value"]) for each in (base, draft))
+    before, after = (percent(results.alpha(name, "id", temperature)["value"]) for name in (base, draft))
     if draft == base:
         text = f"the target accepts {before} of what {base} drafts in distribution"
         if "ood" in results.kinds:
@@ -150,8 +150,8 @@ def _lossless(results: Results) -> str:
     parts = [WORDS["lossy"].format(names=", ".join(lossy))] if lossy else []
     sets = results.domains()
     checks, gaps = (
-        [row for row in results.rows(each) if row["domain"] in sets and results.lossless(row["verifier"])]
-        for each in ("identical", "largest_gap")
+        [row for row in results.rows(figure) if row["domain"] in sets and results.lossless(row["verifier"])]
+        for figure in ("identical", "largest_gap")
     )
     same, total = round(sum(row["value"] or 0.0 for row in checks)), sum(row["n"] for row in checks)
     if checks and same == total:

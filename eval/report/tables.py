@@ -70,7 +70,7 @@ def best_tau(results: Results, draft: str, domain: str, temperature: float) -> R
 
 
 def by_draft(results: Results) -> Table:
-    """What each draft gained and lost, and what that is worth with its best method."""
+    """Gains of each draft ID and OOD, and tau and speed with its best method."""
     rows = []
     for draft in sorted(results.drafts, key=lambda draft: draft == results.base):
         for temperature in sorted(results.temperatures):
@@ -163,7 +163,7 @@ def _holm(results: Results, rows: Sequence[Row]) -> Callable[[Row], str]:
     clear: dict[int, int | None] = {}
     for members in families.values():
         gains = [results.beside(row, "gain_by_part" if row["part"] else "gain") for row in members]
-        clear |= {id(row): each for row, each in zip(members, signs(gains), strict=True)}
+        clear |= {id(row): sign for row, sign in zip(members, signs(gains), strict=True)}
     return lambda row: CLEAR[clear[id(row)]]
 
 
