@@ -7,21 +7,28 @@ the machine: `--keep demo=out/demo/eval/results.json demo-large=out/demo/eval-la
 import argparse
 import json
 import lzma
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmarks import frontier_tables, objectives_figure, objectives_tables, real_figures, real_speed
 from benchmarks.pages import table
+from benchmarks.seeds import estimate_over_seeds, pool_sums
 from draftsmith.demo.demo_run import write_page
+from draftsmith_core.sampling import row_seed
+from eval.bootstrap import PromptSums, pool_resamples, resamples
 from eval.report.formats import number, with_interval
 from eval.results import Results
 from eval.schema import Row
 
+# Takes the counts of one cell; gives a number per prompt.
+Sums = Callable[[Mapping[str, Any]], Sequence[float]]
 ROOT = Path(__file__).parents[1]
 DRAFTS = {"base": "base", "jsd-plain": "plain (`jsd-plain`)", "jsd-balanced": "**balanced** (`jsd-balanced`)"}
 REAL = {
@@ -95,6 +102,76 @@ def acceptance(results: Results, first: str, temperature: float) -> str:
         rows.append([REAL.get(draft, draft), *cells])
     own = results.domains("id")[0]
     return table([first, *results.domains(), f"tau {own}", "tau elsewhere"], rows)
+
+
+def over_seeds(seeds: Sequence[Results], first: str) -> str:
+    """alpha of drafts that were trained with every seed, with intervals over seeds and prompts; by seed, the predicted
+    tau of chains of 4.
+    """
+    own, *others = seeds[0].domains()
+    drafts = [draft for draft in seeds[0].drafts if all(draft in results.drafts for results in seeds)]
+    rows = [[REAL[draft]] for draft in drafts]
+    for temperature in (0.0, 1.0):
+        alphas = [real_figures.sums_of(results, temperature) for results in seeds]
+        for row, draft in zip(rows, drafts, strict=True):
+            for domains in ([own], others):
+                picks = pool_resamples(
+                    [frontier_tables.picks_of(alphas[0][draft][domain], domain, 2000) for domain in domains]
+                )
+                sums = [pool_sums([alpha[draft][domain] for domain in domains]) for alpha in alphas]
+                row.append(with_interval(estimate_over_seeds(sums, picks)))
+            taus = [predicted_tau(results, draft, "id", temperature) for results in seeds]
+            row.append(", ".join(number(tau["value"] if tau else None, 2) for tau in taus))
+    heading = [f"{what}, T = {at}" for at in (0, 1) for what in (own, "elsewhere", f"tau {own} by seed")]
+    return table([first, *heading], rows)
+
+
+def heads(results: Results, first: str) -> list[str]:
+    """Drafts called KIND-SEED and KIND-seconds (benchmarks/heads.py): alpha and decoded tau, and acceptance by depth.
+
+    Intervals are over seeds and prompts.
+    """
+    (chain, rule), (tree, tree_rule) = results.methods
+    own, *others = results.domains()
+    kinds = list(dict.fromkeys(draft.rpartition("-")[0] for draft in results.drafts))
+
+    def pooled(of: str, kind: str, domains: Sequence[str], at: float, above: Sums, below: Sums, *how: str) -> str:
+        """The figure above / below over all seeds of a kind, pooled over domains."""
+        counts = results.counts(of)
+        drafts = [draft for draft in results.drafts if re.fullmatch(rf"{kind}-\d+", draft)]
+        parts = [
+            [counts[draft, domain, at, *(how or (None, None))]["per_prompt"] for domain in domains] for draft in drafts
+        ]
+        seeds = [pool_sums([PromptSums.of(above(part), below(part)) for part in each]) for each in parts]
+        sizes = [len(above(part)) for part in parts[0]]
+        picks = [resamples(size, 2000, row_seed(0, name) % 2**32) for size, name in zip(sizes, domains, strict=True)]
+        return with_interval(estimate_over_seeds(seeds, pool_resamples(picks)), 3 if of == "alpha" else 2)
+
+    alpha: Any = (itemgetter("sum"), itemgetter("count"))
+    tau: Any = (itemgetter("emitted"), itemgetter("target_calls"))
+    rows, depths = [], []
+    for kind in kinds:
+        model: Any = results.document["models"][f"{kind}-1"]
+        row = [REAL[kind], f"{model['parameters'] / 1e6:.2f} M"]
+        row += [pooled("alpha", kind, domains, at, *alpha) for at in (0.0, 1.0) for domains in ([own], others)]
+        row += [pooled("decoding", kind, [own], at, *tau, chain, rule) for at in (0.0, 1.0)]
+        row += [pooled("decoding", kind, [own], at, *tau, tree, tree_rule) for at in (0.0, 1.0)]
+        timed = f"{kind}-seconds" if f"{kind}-seconds" in results.drafts else f"{kind}-1"
+        training: Any = results.document["models"][timed]["training"]
+        rows.append([*row, f"{with_interval(results.alpha(timed, own, 1.0))}, {training['steps']} steps"])
+        at_depth = (
+            pooled("decoding", kind, [own], 1.0, _by_depth("accepted", d), _by_depth("reached", d), chain, rule)
+            for d in range(int(chain.partition(":")[2]))
+        )
+        depths.append([REAL[kind], *at_depth])
+    heading = ["parameters", *(f"alpha {place}, T = {at}" for at in (0, 1) for place in (own, "elsewhere"))]
+    heading += [f"tau {shape}, T = {at}" for shape in ("chain", "tree") for at in (0, 1)]
+    by_depth = table([f"{first}, token", *(str(d + 1) for d in range(len(depths[0]) - 1))], depths)
+    return [table([first, *heading, f"equal seconds: alpha {own}, T = 1"], rows), by_depth]
+
+
+def _by_depth(what: str, depth: int) -> Sums:
+    return lambda part: [row[depth] if depth < len(row) else 0 for row in part[f"{what}_by_depth"]]
 
 
 def weightless(found: Sequence[tuple[str, str, float, float | None]]) -> str:
@@ -202,7 +279,13 @@ def real(root: Path) -> None:
         made.append(weightless(document))
     tables = by_header(*made) | by_header(real_speed.speeds_table(kept(root, "real-speed")))
     put(root / "docs" / "real.md", tables)
-    put(root / "docs" / "blocks.md", by_header(*(by_depth(which, f"token, T = {t:g}", t) for t in (0.0, 1.0))))
+    by_seed = [which, *(Results(document, Path()) for document in [kept(root, "real-which-2")] if document)]
+    blocks = [by_depth(which, f"token, T = {t:g}", t) for t in (0.0, 1.0)]
+    blocks.append(over_seeds(by_seed, "draft, two seeds"))
+    for pair in ("nano", "stories"):
+        if document := kept(root, f"heads-{pair}"):
+            blocks += heads(Results(document, Path()), f"head, {pair} pair")
+    put(root / "docs" / "blocks.md", by_header(*blocks))
     put(root / "README.md", by_header(changes_over_seeds(aligned["eagle"], "change of alpha, SmolLM2-135M-Instruct")))
 
 

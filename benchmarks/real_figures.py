@@ -43,17 +43,23 @@ def align(bases: Mapping[str, Results], names: Mapping[str, str], out: Path) -> 
 def over_seeds(results: Results, temperature: float) -> dict[str, Any]:
     """Gain and losses of drafts called BASE-maths-WAY-SEED, by way, over the first draft (`frontier_tables`)."""
     others = tuple(name for name in results.domains("ood") if name != "chat")
-    alphas: dict[str, frontier_tables.Alphas] = {}
-    for (draft, domain, at, _, _), counts in results.counts("alpha").items():
-        if at == temperature:
-            alpha = counts["per_prompt"]
-            alphas.setdefault(draft, {})[domain] = PromptSums.of(alpha["sum"], alpha["count"])
+    alphas = sums_of(results, temperature)
     found: dict[tuple[str, str], list[frontier_tables.Alphas]] = {}
     for draft in results.aligned:
         found.setdefault((way_of(draft), "half the rate"), []).append(alphas[draft])
     sets = frontier_tables.Sets("maths", tuning=(), near=("chat",), far=others)
     settings = {way: setting for way, setting in found}
     return frontier_tables.document_of(sets, alphas[results.base], found, settings["plain"], 2000, settings)
+
+
+def sums_of(results: Results, temperature: float) -> dict[str, frontier_tables.Alphas]:
+    """Sums and counts of alpha by draft, set and prompt."""
+    alphas: dict[str, frontier_tables.Alphas] = {}
+    for (draft, domain, at, _, _), counts in results.counts("alpha").items():
+        if at == temperature:
+            alpha = counts["per_prompt"]
+            alphas.setdefault(draft, {})[domain] = PromptSums.of(alpha["sum"], alpha["count"])
+    return alphas
 
 
 def way_of(draft: str) -> str:
