@@ -126,6 +126,18 @@ def over_seeds(seeds: Sequence[Results], first: str) -> str:
     return table([first, *heading], rows)
 
 
+def draft_speeds(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Speed over the target alone and decoded tau, by draft, tree and temperature."""
+    cells = {(row["draft"], row["tree"], row["temperature"]): row for row in rows if row["draft"]}
+    drafts, trees, temperatures = (dict.fromkeys(key[at] for key in cells) for at in range(3))
+    head = ["one chat at a time", *(f"{tree}, T = {at:g}" for at in temperatures for tree in trees)]
+    lines = []
+    for draft in drafts:
+        by_way = [cells[draft, tree, at] for at in temperatures for tree in trees]
+        lines.append([REAL[draft], *(f"{number(way['over_alone'], 2)} ({number(way['tau'], 2)})" for way in by_way)])
+    return table(head, lines)
+
+
 def heads(results: Results, first: str) -> list[str]:
     """Drafts called KIND-SEED and KIND-seconds (benchmarks/heads.py): alpha and decoded tau, and acceptance by depth.
 
@@ -282,6 +294,8 @@ def real(root: Path) -> None:
     by_seed = [which, *(Results(document, Path()) for document in [kept(root, "real-which-2")] if document)]
     blocks = [by_depth(which, f"token, T = {t:g}", t) for t in (0.0, 1.0)]
     blocks.append(over_seeds(by_seed, "draft, two seeds"))
+    if rows := kept(root, "real-drafts-speed"):
+        blocks.append(draft_speeds(rows))
     for pair in ("nano", "stories"):
         if document := kept(root, f"heads-{pair}"):
             blocks += heads(Results(document, Path()), f"head, {pair} pair")

@@ -9,6 +9,7 @@ which   question 1: drafts of about equal trained parameters on equal tokens of 
 align   question 2: the best language model and the best head of chat, aligned to maths, plain and with replay
 amount  question 3: the best head, on a part of the data and for a part of the steps
 speed   question 4: tokens per second of the best two, and of other engines (benchmarks/real_speed.py)
+drafts-speed    tokens per second of every draft, with the same trees
 
 Every step is a command of draftsmith with an --out of its own, so that the same call continues a run that was killed.
 Prints the tables of docs/real.md. With --keep, finished sets go to benchmarks/real/ and results to docs/results/.
@@ -274,6 +275,13 @@ def speed(study: Study) -> None:
     sys.stdout.write(real_speed.speed_tables(found))
 
 
+def drafts_speed(study: Study) -> None:
+    """Time every draft that is there with the same trees."""
+    rows = real_speed.every_draft(study, list(DRAFTS))
+    _keep(study, "drafts-speed")
+    sys.stdout.write(f"\n{figures.draft_speeds(rows)}\n")
+
+
 def _keep(study: Study, name: str) -> None:
     if study.options.keep:
         figures.keep(ROOT, f"real-{name}", study.out / name / "results.json", study.public)
@@ -285,6 +293,7 @@ PIECES: dict[str, Callable[[Study], None]] = {
     "align": align,
     "amount": amount,
     "speed": speed,
+    "drafts-speed": drafts_speed,
 }
 
 

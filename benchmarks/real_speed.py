@@ -2,20 +2,25 @@
 engines, and what keeps ours from the limit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import decode as bench_decode, peers, sections
 from benchmarks.objectives_data import once
 from benchmarks.pages import table
 from benchmarks.real_study import Study
+from benchmarks.timing import rotated
+from decode import DecodeStats, SpeculativeDecoder
 from drafts.load import draft_kind
+from draftsmith.pair import load_pair
 from draftsmith_core.io import read_json, write_json_atomic
 from draftsmith_core.prompts import read_prompts
+from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import PlanConfig
 from eval.plan import plan
@@ -23,6 +28,8 @@ from eval.report.formats import number
 
 BITS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
 TEMPERATURES = (0.0, 1.0)
+# Of `every_draft`.
+TREES, ROUNDS, CHATS, WARM_UP = ("chain:2", "chain:4", "kary:4"), 5, 2, 8
 KEYS = ("tokens_per_s", "speed_over_ar", "tau")
 # Few, so that the four plans take minutes.
 PLANNED: dict[str, Any] = {"max_prompts": 8, "confirm_prompts": 4}
@@ -87,6 +94,48 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
             (place / f"{name}.json").unlink()
     write_json_atomic(place / "results.json", found)
     return found
+
+
+def every_draft(study: Study, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Speed of every draft that is there, with the same chain and tree, in OUT/drafts-speed/results.json.
+
+    Rounds alternate between all of them and the target alone; each has other chats. Speeds are medians of the rounds,
+    over the target alone in the same round; the prompt's forward is not counted.
+    """
+    places = {name: study.out / "drafts" / study.seeded(name) for name in names}
+    known = {name: str(place) for name, place in places.items() if (place / "config.json").exists()}
+    pair = load_pair(study.options.target, known, **BITS)
+    ways: dict[tuple[str, str], SpeculativeDecoder] = {("", ""): pair.decoding(draft=[]).decoder}
+    for name in known:
+        for tree in TREES:
+            ways[name, tree] = pair.decoding(draft=name, tree=tree).decoder
+    texts = [
+        prompt.ids for prompt in islice(read_prompts(study.prompts("chat"), pair.tokenizer).prompts, ROUNDS * CHATS)
+    ]
+    rows = []
+    for temperature in TEMPERATURES:
+        spent: dict[tuple[str, str], list[DecodeStats]] = {way: [] for way in ways}
+        speeds: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+        for turn in range(-1, ROUNDS):
+            for way in rotated(list(ways), turn):
+                chats = texts[:1] if turn < 0 else texts[turn * CHATS : (turn + 1) * CHATS]
+                tokens = WARM_UP if turn < 0 else study.sizes.new_tokens
+                made = [
+                    ways[way].generate([ids], Sampling(temperature=temperature), tokens, seed=turn + 1) for ids in chats
+                ]
+                if turn >= 0:
+                    written = sum(len(batch.generations[0].output_ids) for batch in made)
+                    speeds[way].append(written / sum(batch.decode_s for batch in made))
+                    spent[way] += [batch.generations[0].stats for batch in made]
+        for way, by_round in speeds.items():
+            over = median(speed / alone for speed, alone in zip(by_round, speeds["", ""], strict=True))
+            tau = sum(spent[way][1:], spent[way][0]).tau
+            row = {"draft": way[0], "tree": way[1], "temperature": temperature, "tau": tau, "over_alone": over}
+            rows.append(row | {"tokens_per_s": median(by_round)})
+    place = study.out / "drafts-speed" / "results.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(place, rows)
+    return rows
 
 
 def speeds_table(found: dict[str, Any]) -> str:
