@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import frontier_tables, objectives_figure, objectives_tables, real_figures, real_speed
 from benchmarks.pages import table
-from benchmarks.seeds import estimate_over_seeds, pool_sums
+from benchmarks.seeds import estimate_of_mean, pool_sums
 from draftsmith.demo.demo_run import write_page
 from draftsmith_core.sampling import row_seed
 from eval.bootstrap import PromptSums, pool_resamples, resamples
@@ -53,11 +53,19 @@ def kept(root: Path, name: str) -> Any:
     return json.loads(lzma.decompress(file.read_bytes())) if file.is_file() else None
 
 
-def keep(root: Path, name: str, source: Path, public: Mapping[str, str] | None = None) -> None:
-    """Keep results under a name. public: what paths of this machine become; the run's directory is out/demo."""
+def keep(
+    root: Path, name: str, source: Path, public: Mapping[str, str] | None = None, rows: Sequence[str] = ()
+) -> None:
+    """Keep results under a name. public: what paths of this machine become; the run's directory is out/demo. rows:
+    figures whose rows are kept; all when empty.
+    """
     text, runs = source.read_text(encoding="utf-8"), (source.resolve().parents[1], source.parents[1])
     for path, word in (public or dict.fromkeys(map(str, runs), "out/demo")).items():
         text = text.replace(path, word) if len(path) > 1 else text
+    if rows:
+        document = json.loads(text)
+        document["rows"] = [row for row in document["rows"] if row["figure"] in rows]
+        text = json.dumps(document)
     (folder := root / "docs" / "results").mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json.xz").write_bytes(lzma.compress(text.encode(), preset=9))
 
@@ -105,8 +113,8 @@ def acceptance(results: Results, first: str, temperature: float) -> str:
 
 
 def over_seeds(seeds: Sequence[Results], first: str) -> str:
-    """alpha of drafts that were trained with every seed, with intervals over seeds and prompts; by seed, the predicted
-    tau of chains of 4.
+    """alpha of drafts that were trained with every seed: its mean with the interval over prompts, and by seed; by seed
+    the predicted tau of chains of 4.
     """
     own, *others = seeds[0].domains()
     drafts = [draft for draft in seeds[0].drafts if all(draft in results.drafts for results in seeds)]
@@ -119,7 +127,8 @@ def over_seeds(seeds: Sequence[Results], first: str) -> str:
                     [frontier_tables.picks_of(alphas[0][draft][domain], domain, 2000) for domain in domains]
                 )
                 sums = [pool_sums([alpha[draft][domain] for domain in domains]) for alpha in alphas]
-                row.append(with_interval(estimate_over_seeds(sums, picks)))
+                by_seed = ", ".join(number(one.pooled, 3) for one in sums)
+                row.append(f"{with_interval(estimate_of_mean(sums, picks))} ({by_seed})")
             taus = [predicted_tau(results, draft, "id", temperature) for results in seeds]
             row.append(", ".join(number(tau["value"] if tau else None, 2) for tau in taus))
     heading = [f"{what}, T = {at}" for at in (0, 1) for what in (own, "elsewhere", f"tau {own} by seed")]
@@ -141,7 +150,7 @@ def draft_speeds(rows: Sequence[Mapping[str, Any]]) -> str:
 def heads(results: Results, first: str) -> list[str]:
     """Drafts called KIND-SEED and KIND-seconds (benchmarks/heads.py): alpha and decoded tau, and acceptance by depth.
 
-    Intervals are over seeds and prompts.
+    Means over seeds; intervals are over prompts. alpha in distribution also by seed.
     """
     (chain, rule), (tree, tree_rule) = results.methods
     own, *others = results.domains()
@@ -157,7 +166,9 @@ def heads(results: Results, first: str) -> list[str]:
         seeds = [pool_sums([PromptSums.of(above(part), below(part)) for part in each]) for each in parts]
         sizes = [len(above(part)) for part in parts[0]]
         picks = [resamples(size, 2000, row_seed(0, name) % 2**32) for size, name in zip(sizes, domains, strict=True)]
-        return with_interval(estimate_over_seeds(seeds, pool_resamples(picks)), 3 if of == "alpha" else 2)
+        text = with_interval(estimate_of_mean(seeds, pool_resamples(picks)), 3 if of == "alpha" else 2)
+        by_seed = ", ".join(number(one.pooled, 3) for one in seeds)
+        return f"{text} ({by_seed})" if of == "alpha" and domains == [own] else text
 
     alpha: Any = (itemgetter("sum"), itemgetter("count"))
     tau: Any = (itemgetter("emitted"), itemgetter("target_calls"))
@@ -341,7 +352,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", nargs="*", default=[], metavar="NAME=FILE")
     for name, _, file in (word.partition("=") for word in parser.parse_args().keep):
-        keep(ROOT, name, Path(file))
+        keep(ROOT, name, Path(file), rows=("alpha",) if name.startswith("heads-") else ())
     for make in (demo, real, real_pictures, objectives, frontier):
         make(ROOT)
 

@@ -37,11 +37,11 @@ def two_level(seeds: Sequence[PromptSums], picks: Resamples) -> Floats:
     return np.asarray(mean_R + widening * (drawn_R - mean_R))
 
 
-def estimate_over_seeds(seeds: Sequence[PromptSums], picks: Resamples) -> Estimate:
-    """Mean over training seeds of a pooled ratio, with the interval of `two_level`."""
+def estimate_of_mean(seeds: Sequence[PromptSums], picks: Resamples) -> Estimate:
+    """Mean over training seeds of a pooled ratio; its interval is over prompts alone, for few seeds."""
     ratios = [sums.pooled for sums in seeds if sums.pooled is not None]
     value = sum(ratios) / len(ratios) if len(ratios) == len(seeds) else None
-    low, high = interval(two_level(seeds, picks), picks)
+    low, high = interval(np.mean([pooled_ratios(sums, picks) for sums in seeds], axis=0), picks)
     return Estimate(value=value, low=low, high=high, n=picks.weights_RP.shape[1])
 
 
