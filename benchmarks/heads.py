@@ -50,6 +50,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 }
 TREES = [f"chain:{DEPTH}", f"eagle2:depth={DEPTH},beam=4,nodes=12"]
 SECONDS = "seconds"
+PROMPTS = {"nano": 32, "stories": 64}  # of each set that is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ def run(options: Options) -> None:
             out=str(out / "eval"),
             tree=TREES,
             prompt_tokens=pair.prompt_tokens,
-            max_prompts=options.prompts,
+            max_prompts=min(options.prompts, PROMPTS[options.pair]),
             max_new_tokens=options.new_tokens,
             speed_prompts=0,
             batch_size=32,
