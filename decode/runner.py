@@ -90,12 +90,12 @@ class Runner:
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
         self.steps = steps
-        self._packs = packs if steps is None else None
-        self._lean = None if self._packs is None else lean_forward(model, self._packs)
-        if self._packs is not None:
+        self.packs = packs if steps is None else None
+        self._lean = None if self.packs is None else lean_forward(model, self.packs)
+        if self.packs is not None:
             if self._lean is None:
-                self._packs.prepare(model)
-            self._packs.settle()
+                self.packs.prepare(model)
+            self.packs.settle()
         self.dtype: torch.dtype = model.dtype if self._lean is None else self._lean.dtype  # of masks
 
     def prefill(

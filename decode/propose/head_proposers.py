@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from decode.cache import TreeCache
-from decode.packed_weights import packs_of
+from decode.packed_weights import FusedLinear, Packs, packs_of
 from decode.propose import default_tree
 from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
 from decode.propose.network_proposer import NetworkProposer, slots_per_step
@@ -226,6 +226,7 @@ class _BlockNetwork(_EagleNetwork):
         runner.prefill([prompt[:-1] for prompt in setup.prompts], room)
         self.masks, self.causal = [config.mask_token_id] * (config.block_size - 1), config.causal
         self.deepest = setup.tree.depth
+        self.draft_rows = self._packed_rows(runner.packs) if self.head.reduced and runner.packs is not None else None
         self.rows = [([prompt[-1]], features_BTH[row, :0]) for row, prompt in enumerate(setup.prompts)]
 
     def open(self) -> Tensor:
@@ -235,9 +236,25 @@ class _BlockNetwork(_EagleNetwork):
         block = _block_behind(self.known, len(self.masks) + 1, self.causal, self.runner.device)
         states_BSH, _ = self.runner.forward(tokens_BT, block, features_BqH=self._features())
         self.depth, self.states_BDH = 0, states_BSH[:, : self.deepest]
-        self.raw_BDV = self.head.raw_logits(self.states_BDH)
+        self.raw_BDV = self._raw_logits()
         self.roots_B1 = tokens_BT[:, self.known : self.known + 1]
         return self._logits_below(self.roots_B1)
+
+    def _packed_rows(self, packs: Packs) -> FusedLinear | None:
+        """The target's output projection of the draft vocabulary; torch multiplies up to four rows in bf16 slowly."""
+        linear = nn.Linear(self.head.config.hidden_size, self.head.config.draft_vocab_size, bias=False, device="meta")
+        linear.weight = nn.Parameter(self.head.rows_DH, requires_grad=False)
+        if (bias_V := self.head.borrowed.bias_V) is not None:
+            linear.bias = nn.Parameter(bias_V[self.head.target_ids_D], requires_grad=False)
+        matrix = packs.matrix("rows_DH", [linear])
+        return None if matrix is None else FusedLinear([linear], matrix, torch.float32)
+
+    def _raw_logits(self) -> Tensor:
+        states_BDH = self.states_BDH
+        if self.draft_rows is None:
+            return self.head.raw_logits(states_BDH)
+        raw_XV = self.draft_rows(states_BDH.flatten(0, 1).float())
+        return raw_XV.unflatten(0, states_BDH.shape[:2]).to(states_BDH.dtype)
 
     def extend(self, frontier: Frontier) -> Tensor:
         self.depth += 1
