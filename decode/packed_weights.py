@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
@@ -189,8 +188,8 @@ class Packs:
         self._freed = True
         return matrix
 
-    def prepare(self, model: PreTrainedModel) -> None:
-        """Pack the linear layers of a model for its own forward."""
+    def prepare(self, model: nn.Module) -> None:
+        """Pack the linear layers of a model or head for its own forward."""
         if self.native and not self.owned and model.dtype != torch.float32:
             dtype = str(model.dtype).removeprefix("torch.")
             advice = "load it in float32, or call decode.take_over(model)"

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from decode import SpeculativeDecoder, packed_weights
+from decode.native import kernel
+from decode.propose.head_proposers import HeadProposer
 from drafts.heads import HEADS
 from drafts.heads.block import BlockHead, target_layers_of
 from draftsmith_core.errors import InputError
+from draftsmith_core.sampling import Sampling
 from tests.train_laws import FAMILIES, SIZES, tiny_family
 
 KINDS = ("dflash", "jetspec", "dspark")
@@ -116,3 +120,19 @@ def test_layers_that_a_fresh_head_reads(layers, ids):
 def test_layers_that_the_target_lacks_are_refused():
     with pytest.raises(InputError, match="target_layers: .*from 0 to 1"):
         HEADS["dflash"].fresh(tiny_family("llama"), target_layers=[0, 2])  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_multiplies_the_rows_of_a_draft_vocabulary(kind, monkeypatch):
+    if kernel() is None:
+        pytest.skip("no kernel on this machine")
+    monkeypatch.setattr(packed_weights, "_SMALLEST", 1)
+    target = tiny_family("llama", 1)
+    head = make_head(kind, target, draft_vocab=range(3, V - 4), mask_token_id=5)
+    fast, plain = HeadProposer(head), HeadProposer(head, fast=False)
+    found = [
+        SpeculativeDecoder(target, proposer, tree="chain:3").generate([[3, 4, 7]], Sampling(), 24, eos_ids=(), seed=1)
+        for proposer in (fast, plain)
+    ]
+    assert fast._packs is not None and "rows_DH" in fast._packs._beside
+    assert found[0].generations == found[1].generations

@@ -50,7 +50,7 @@ class HeadProposer(NetworkProposer):
         self._model: _HeadAsModel | None = None
         if isinstance(head, EagleHead | Eagle3Head | BlockHead):
             self._model = (_BlockAsModel if isinstance(head, BlockHead) else _HeadAsModel)(head)
-        self._packs = packs_of(self._model) if self._model is not None and fast else None
+        self._packs = packs_of(self._model or head) if fast else None
 
     def default_tree(self) -> Tree:
         return default_tree(heads=depth_limit(self.head))
@@ -75,6 +75,8 @@ class HeadProposer(NetworkProposer):
 
     def network(self, setup: SessionSetup) -> Network:
         if self._model is None:
+            if self._packs is not None and self._packs.owned:
+                self._packs.prepare(self.head)
             return (_MedusaNetwork if isinstance(self.head, MedusaHeads) else _HydraNetwork)(self.head, setup)
         self.steps = steps_for([self._model], setup.compile, False, self.steps)
         steps = self.steps[0] if self.steps else None
