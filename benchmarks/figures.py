@@ -324,11 +324,14 @@ def real_pictures(root: Path) -> None:
 
 
 def objectives(root: Path) -> None:
-    """The pictures and, on standard output, the tables of docs/objectives.md."""
+    """The pictures of docs/objectives.md, and the tables of its two pairs: each pair's section."""
+    page = root / "docs" / "objectives.md"
     for pair in ("nano", "stories"):
         if document := kept(root, f"objectives-{pair}"):
             objectives_figure.write_pictures(document, root / "docs" / "figures")
-            sys.stdout.write(objectives_tables.tables(document))
+            before, heading, rest = page.read_text(encoding="utf-8").partition(f"\n## Pair: {pair}\n")
+            after = rest[rest.index("\n## ") :]
+            page.write_text(f"{before}{heading}\n{objectives_tables.tables(document)}{after}", encoding="utf-8")
 
 
 # Domains in distribution of docs/robust.md; nothing was chosen on the last two.

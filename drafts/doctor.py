@@ -185,7 +185,7 @@ _FORMATS = set(get_args(Format)) - {"hf"}
 _LLAMA, _WITH_TARGET = {"llama.cpp", "gguf-lm"}, {"draft", "eagle3"}
 _NO_WORD = "this layout cannot express it, so an engine would compute wrong logits; decode with draftsmith instead"
 _CONVERT = "use --format hf and llama.cpp's own convert_hf_to_gguf.py"
-_OTHER, _BLOCK = "use --format sglang or speculators", "use --format dflash"
+_OTHER, _BLOCK = "use --format sglang, or speculators for an EAGLE-3 head", "use --format dflash"
 
 # fmt: off
 RULES: tuple[Rule, ...] = (

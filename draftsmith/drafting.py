@@ -61,7 +61,7 @@ def choose_method(
             return None
         if shape is None:
             shape = default_tree(name, heads)
-            tree = "its own" if name == "lookahead" else f"chain:{shape.depth}"
+            tree = f"chain:{shape.depth}" if shape.is_chain else "its own"
         copies, usual = not PROPOSERS[name].draws, PROPOSERS[name].usual
         rule = verifier or default_verifier(shape, draws=not copies, drafts=len(kinds))
         if isinstance(rule, str):
