@@ -323,15 +323,21 @@ def real_pictures(root: Path) -> None:
     real_figures.speed(real_speed.relative(kept(root, "real-speed")), out)
 
 
+# Runs of docs/objectives.md that were longer, as its tables name them.
+LONGER = ("nano, 320 steps", "stories, 480 steps")
+
+
 def objectives(root: Path) -> None:
     """The pictures of docs/objectives.md, and the tables of its two pairs: each pair's section."""
     page = root / "docs" / "objectives.md"
     for pair in ("nano", "stories"):
         if document := kept(root, f"objectives-{pair}"):
-            objectives_figure.write_pictures(document, root / "docs" / "figures")
-            before, heading, rest = page.read_text(encoding="utf-8").partition(f"\n## Pair: {pair}\n")
+            objectives_figure.write_pictures(document, root / "docs" / "figures", f"objectives-{pair}")
+            before, heading, rest = page.read_text(encoding="utf-8").partition(f"\n## {pair.capitalize()} pair\n")
             after = rest[rest.index("\n## ") :]
             page.write_text(f"{before}{heading}\n{objectives_tables.tables(document)}{after}", encoding="utf-8")
+    longer = {name: kept(root, f"objectives-{name.replace(', ', '-').removesuffix(' steps')}") for name in LONGER}
+    put(page, by_header(*(objectives_tables.in_short(document, name) for name, document in longer.items() if document)))
 
 
 # Domains in distribution of docs/robust.md; nothing was chosen on the last two.

@@ -13,12 +13,12 @@ PATHS = {"": LIGHT, "-dark": DARK}
 WIDTH, HEIGHT = 10.0, 4.6  # inches
 
 
-def write_pictures(results: dict[str, Any], out: Path) -> None:
-    """OUT/objectives.png and objectives-dark.png."""
+def write_pictures(results: dict[str, Any], out: Path, name: str = "objectives") -> None:
+    """OUT/NAME.png and NAME-dark.png."""
     roles = {name: f"d{i + 1}" for i, name in enumerate(COLOURED)} | {"base": "base"}
     for suffix, colours in PATHS.items():
         look = Look(colours, roles)
-        write_png(picture(results, look), out / f"objectives{suffix}.png")
+        write_png(picture(results, look), out / f"{name}{suffix}.png")
 
 
 def picture(results: dict[str, Any], look: Look) -> Figure:

@@ -110,5 +110,16 @@ def tables(results: dict[str, Any]) -> str:
     return "\n\n".join([*parts, f"**T = 1: seeds**\n\n{table(heading, rows)}"]) + "\n"
 
 
+def in_short(results: dict[str, Any], first: str) -> str:
+    """alpha ID and OOD at T = 1, and ID at T = 0, by objective, each over fkl."""
+    own, rows = results["domains"][0], []
+    for name in results["by_rate"]:
+        cells = [results["figures"][at][name][place] for at, place in (("1", own), ("1", "ood"), ("0", own))]
+        words = [(with_interval(cell["alpha"]), _above(cell.get(f"above_{ALIKE}"))) for cell in cells]
+        rows.append([name, *(word for pair in words for word in pair)])
+    over = f"over {ALIKE}"
+    return table([first, "ID", over, "OOD", over, "ID, T = 0", over], rows)
+
+
 def _above(change: dict[str, Any] | None) -> str:
     return gap(change, clear=change is not None and change["told_apart"])
