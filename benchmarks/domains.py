@@ -19,14 +19,13 @@ from benchmarks import frontier
 from benchmarks.frontier import Bench
 from benchmarks.frontier_tables import Alphas, picks_of
 from benchmarks.objectives_data import Size, distilled, trained
-from benchmarks.objectives_tables import mean_of
 from benchmarks.pages import gap, table
+from benchmarks.seeds import difference_over_seeds
 from draftsmith.demo import corpus
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, write_json_atomic, write_rows
 from draftsmith_core.models import fingerprint
-from eval.bootstrap import difference
 from train.config import TrainConfig
 
 COMMAND = "benchmarks/domains.py"
@@ -79,7 +78,10 @@ def config_of(bench: Bench, way: str, seed: int) -> TrainConfig:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Everything, to OUT/domains.json: by way and set the change in alpha over the base, paired by prompt."""
+    """Everything, to OUT/domains.json: by way and set the change in alpha over the base, paired by prompt.
+
+    Intervals are over seeds and prompts.
+    """
     bench = prepare(options)
     base = frontier.alphas_of(bench, Path(bench.pair.draft), fingerprint(bench.base), (0.0,))[0.0]
     found: dict[str, list[Alphas]] = {way: [] for way in WAYS}
@@ -97,7 +99,8 @@ def run(options: Options) -> dict[str, Any]:
         "base": {name: base[name].pooled for name in own + other},
         "rows": {
             way: {
-                name: difference(mean_of([alphas[name] for alphas in seeds]), base[name], picks[name]) for name in picks
+                name: difference_over_seeds([alphas[name] for alphas in seeds], base[name], picks[name])
+                for name in picks
             }
             for way, seeds in found.items()
         },

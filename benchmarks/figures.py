@@ -17,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks import frontier_tables, objectives_figure, objectives_tables, real_figures, real_speed
+from benchmarks import domains, frontier_tables, objectives_figure, objectives_tables, real_figures, real_speed
 from benchmarks.pages import table
 from benchmarks.seeds import estimate_of_mean, pool_sums
 from draftsmith.demo.demo_run import write_page
@@ -122,11 +122,9 @@ def over_seeds(seeds: Sequence[Results], first: str) -> str:
     for temperature in (0.0, 1.0):
         alphas = [real_figures.sums_of(results, temperature) for results in seeds]
         for row, draft in zip(rows, drafts, strict=True):
-            for domains in ([own], others):
-                picks = pool_resamples(
-                    [frontier_tables.picks_of(alphas[0][draft][domain], domain, 2000) for domain in domains]
-                )
-                sums = [pool_sums([alpha[draft][domain] for domain in domains]) for alpha in alphas]
+            for names in ([own], others):
+                picks = pool_resamples([frontier_tables.picks_of(alphas[0][draft][name], name, 2000) for name in names])
+                sums = [pool_sums([alpha[draft][name] for name in names]) for alpha in alphas]
                 by_seed = ", ".join(number(one.pooled, 3) for one in sums)
                 row.append(f"{with_interval(estimate_of_mean(sums, picks))} ({by_seed})")
             taus = [predicted_tau(results, draft, "id", temperature) for results in seeds]
@@ -353,6 +351,8 @@ def frontier(root: Path) -> None:
     if document := kept(root, "frontier-nano"):
         frontier_tables.write_pictures(document, root / "docs" / "figures", "frontier-nano")
     documents = {name: kept(root, f"frontier-{domain}") for domain, name in ALIGNED_TO.items()}
+    if document := kept(root, "domains"):
+        made.append(domains.gains(document).rstrip())
     put(page, by_header(*made, frontier_tables.balanced(documents, "aligned to")))
 
 

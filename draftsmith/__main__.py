@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare(words: list[str]) -> int | None:
-    """Prepare the process for a command; answer words that are none, and return their exit code."""
+    """Prepare the process for a command. Return an exit code if the words name none (`--help`, a typo): all is said."""
     name = words[0] if words else ""
     if name in ("", "-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)

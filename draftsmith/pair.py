@@ -50,7 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     on_tokens: OnTokens | None
 
 
-# What transformers' `generate` calls what `Pair.generate` calls otherwise.
+# Options of transformers' `generate` that have another name here.
 _THEIRS = {
     "do_sample": "temperature (0 is greedy)",
     "num_return_sequences": "a list that holds the prompt that often",
