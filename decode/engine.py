@@ -146,14 +146,14 @@ class SpeculativeDecoder:
         max_new_tokens: int = 128,
         eos_ids: Collection[int] | None = None,
     ) -> Iterator[tuple[Key, Generation]]:
-        """Continue prompts without drafts, in a batch of at most `rows` in which the next replaces one that has ended.
+        """Continue prompts without drafts in a batch of at most `rows`; a new prompt replaces one that has ended.
 
         Yield each output with its key. `source(free)` returns at most `free` next prompts. It is called after all
         earlier outputs were yielded, so that an answer may lead to another prompt; decoding ends when it returns none
         and the batch is empty. The composition of batches depends only on the prompts and their generators.
         """
         if self.proposer is not None or self.steps is not None:
-            raise ValueError("a batch that is refilled is decoded without drafts and compile; leave both out")
+            raise ValueError("continuous() takes neither a proposer nor compile; make the decoder without them")
         eos = frozenset(eos_of(self.target) if eos_ids is None else eos_ids)
         run: BatchRun | None = None
         keys: dict[int, Key] = {}

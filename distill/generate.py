@@ -96,7 +96,7 @@ def _distill(
     opening = find_opening(config, engine, tokenizer)
     if opening is None:
         parts.check_usable()
-    # Of the chat template the content counts, whatever file it was read from.
+    # A chat template counts by its content, not by the name of its file.
     choices = options.identity(config) | dataclasses.asdict(engine.sampling.sampling)
     del choices["chat_template"]
     template = hash_json(tokenizer.chat_template)[:16] if tokenizer.chat_template else None
@@ -127,7 +127,7 @@ def _distill(
 
 @dataclasses.dataclass
 class _Parts:
-    """The parts that this process makes: of n processes, every n-th part from its index on.
+    """The parts that this process makes: `process`, `process + processes`, `process + 2 * processes`, ...
 
     source: where prompts are opened. `reader.source` is the same without secrets, for messages.
     """

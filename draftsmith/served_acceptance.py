@@ -48,7 +48,9 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Replay:
-    """A prediction. likelihood: per prompt, the tokens' probability over its expectation for text by the target."""
+    """A prediction. likelihood: per prompt, the sum of the tokens' probabilities, over the sum expected if the target
+    wrote them; about 1 if it did.
+    """
 
     tokens: PromptSums
     accepted_PD: Floats
@@ -256,7 +258,8 @@ def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]
     what = found["verdict"]
     if not found["own_texts"]:
         what += (
-            f", but not this target's texts (their tokens have {found['likelihood']['value']:.0%} of the probability)"
+            f", but not this target's texts (their tokens have {found['likelihood']['value']:.0%} of the probability "
+            f"expected of its own)"
         )
     if shown:
         closest = f"no suspect fits, the closest is '{shown[0]['suspect']}'"

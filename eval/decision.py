@@ -1,10 +1,10 @@
 """Decide whether a draft is worth serving: with which settings, for which prompts, how fast.
 
 A cell is one prompt set at one temperature; a setting is a draft with a tree and a verifier. A setting pays in a cell
-if the interval of its speedup lies above 1, also under Holm's correction over all cells and settings, because the best
-of many is judged. Lossy verifiers are left out. The setting that pays in most cells is chosen. Ties in cells and speed
-go to the draft that loses least out of distribution. The setting is chosen and judged on the same prompts, so expect a
-little less on others.
+if the interval of its speedup lies above 1. The interval has Holm's correction over all cells and settings, because the
+best of many is judged. Lossy verifiers are left out. The setting that pays in most cells is chosen. Ties in cells and
+speed go to the draft that loses least out of distribution. The setting is chosen and judged on the same prompts, so
+expect a little less on others.
 """
 
 from collections.abc import Sequence

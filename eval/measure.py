@@ -42,7 +42,8 @@ from eval.request import Method
 from eval.schema import ModelRow, SuiteKind, Training
 
 WARM_UP_TOKENS = 8
-# Prompts to time trees of one level on, which separate drafting from verifying; and the most nodes of such a tree.
+# Trees of one level separate the cost of drafting from that of verifying. The number of prompts that they are timed
+# on, and the most nodes of such a tree.
 COST_PROMPTS, MOST_NODES = 2, 64
 # Counts of `decode.stats` that are kept per prompt.
 COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
@@ -119,8 +120,8 @@ class SpeedMeasurement(TypedDict):
     """Interleaved runs at batch 1 over the same prompts in one process, and the load average before and after.
 
     A run has `draft` (None for the target alone), `tree`, `verifier`, and per prompt the counts `emitted`,
-    `target_calls` and `depth_sum` and the seconds `prefill_s` and `decode_s`. `one_level`: over the first prompts, and
-    named as the run that it belongs to, steps on as many nodes in one level.
+    `target_calls` and `depth_sum` and the seconds `prefill_s` and `decode_s`. `one_level`: runs of the first prompts
+    with a tree of one level and as many nodes; each has the draft, tree and verifier of the run that it belongs to.
     """
 
     prompt_ids: list[str]
@@ -188,7 +189,7 @@ class Task:
                 contenders.append((decoder_of(self.target, draft, method), method, _speed_run(name, method), False))
             if costs_of is not None:
                 level = Tree((-1,) * min(costs_of.shape.size, MOST_NODES))
-                # Verifiers of chains take one candidate; the cheapest for several stands for them.
+                # A verifier of chains takes one candidate a level, so the cheapest rule for several takes its place.
                 rule = "exact" if costs_of.shape.size == costs_of.shape.depth else costs_of.verifier
                 decoder = SpeculativeDecoder(self.target, PROPOSERS[kind_of(draft)].make(draft), level, rule)
                 contenders.append((decoder, costs_of, _speed_run(name, costs_of), True))
@@ -235,8 +236,8 @@ class Task:
 
     @torch.inference_mode()
     def _identical(self, outputs: list[list[int]], expected: BaselineMeasurement) -> dict[str, Any]:
-        """Count the outputs that equal the target's own (`same`, of `of`), and find the `largest_gap` between the
-        target's two logits where others part from it.
+        """Return `same`, the number of outputs that equal the target's own, `of`, the number of all, and `largest_gap`:
+        of the others, between the target's logits of the two tokens where they first differ.
         """
         gaps = []
         for prompt, ours, theirs in zip(self.prompts, outputs, expected["output_ids"], strict=True):

@@ -181,7 +181,7 @@ def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
 
 
 def trained_prompts(examples: Examples) -> Iterator[int]:
-    """Hashes of the prompts; of text, of its first 32 tokens, of which the evaluation makes prompts by default."""
+    """Yield the hash of each row's prompt; for text, of its first 32 tokens, the evaluation's default prompt."""
     for row in examples.rows.select_columns(_COLUMNS):
         yield _hash(row, row["response_ids"][:32])
 
@@ -303,15 +303,15 @@ def shares(counts: Sequence[int], temperature: float) -> list[float]:
 
 
 def drawn(shares: Sequence[float], start: int, stop: int) -> list[tuple[Indices, int, int]]:
-    """For each domain: its places among `start`..`stop`, counted from `start`, and the number of its places before them
-    and up to their end.
+    """Return for each domain its places in `start`..`stop`, counted from `start`, and how many places it has before
+    `start` and before `stop`.
 
     The first domain takes place g if floor((g + 1) p) > floor(g p), so its places are evenly spread; the others divide
     the remaining places in the same way.
     """
     places, left, result = np.arange(stop - start), sum(shares), []
     for share in shares:
-        # Places of this domain before each remaining place. The summand makes floor(10 * 0.1) 1 in spite of rounding.
+        # How many places this domain has before each remaining one. 1e-9 keeps rounding from lowering a floor by one.
         before = np.floor(np.arange(start, stop + 1) * min(1.0, share / (left or 1.0)) + 1e-9).astype(np.int64)
         taken = np.diff(before) > 0
         result.append((places[taken], int(before[0]), int(before[-1])))
@@ -328,7 +328,7 @@ def units(
     Data and replay are each reshuffled in every epoch of their own. temperature: mixes domains of the data (`shares`).
     """
     main = len(examples) if examples.replay_from is None else examples.replay_from
-    # Rows, share and seed of each domain. With the same permutation for two, the same rows would meet in every epoch.
+    # Rows, share and seed of each domain. With one seed for two, the same rows of both would meet in every epoch.
     domains = [(np.arange(main), 1 - fraction, seed)]
     if temperature != 1 and examples.domains is not None:
         rows = [np.flatnonzero(examples.domains[:main] == domain) for domain in np.unique(examples.domains[:main])]

@@ -116,8 +116,8 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 def make_batches(job: TrainingJob, step: int) -> list[Batch]:
     """Return this process's batches of a step.
 
-    The rows of a step are consecutive in the shuffled stream and dealt to (forward, process) in turn, so that a step
-    has the same rows however they are divided (law 6).
+    A step takes consecutive rows of the shuffled stream and deals them to (forward, process) in turn, so that its rows
+    do not depend on how they are divided (law 6).
     """
     config, world = job.config, job.world
     shape = (config.accumulation, world.size, config.batch_size)
@@ -400,7 +400,7 @@ def _restore_random_state(job: TrainingJob, checkpoint: Path) -> Position:
             torch.cuda.set_rng_state(random_state["cuda"])
         return position
     if job.world.accelerator.is_main_process:
-        log.warning("continuing a run of %s as %s: the same up to rounding", before, job.layout)
+        log.warning("continuing a run of %s as %s: results are equal up to rounding", before, job.layout)
     torch.manual_seed(row_seed(job.config.seed, f"process {rank} from step {position.step}"))
     return position
 

@@ -64,7 +64,7 @@ def _head(title: str, trees: str, paper: str, usual: str | None = None, **option
 
 PROPOSERS: dict[str, ProposerKind] = {
     "draft": ProposerKind(
-        "a small language model; several of them take turns among siblings",
+        "a small language model; of several, each drafts some of a node's children in turn",
         "any; several drafts: chain, kary, static",
         "Leviathan et al. 2023, arXiv 2211.17192; SpecInfer, arXiv 2305.09781",
         "models",

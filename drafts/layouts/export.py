@@ -72,12 +72,12 @@ def _remarks(config: ExportConfig, source: Source) -> list[str]:
     remarks = []
     if source.kind == "draft" and (ids_D := draft_vocabulary(source.draft)) is not None:
         remarks.append(
-            f"this draft has a draft vocabulary of {len(ids_D)} tokens, and no engine's layout can say so: the whole "
-            f"output projection was written, and engines draft the other tokens too, whose rows were not trained"
+            f"no engine's layout can name this draft's vocabulary of {len(ids_D)} tokens: the whole output projection "
+            f"was written, and engines may also draft the other tokens, whose rows were not trained"
         )
     if config.format in ("hf", "medusa") and (trap := path_trap(config.out)):
         remarks.append(
-            f"vLLM takes a draft whose path has '{trap}' in it for such a head; rename the directory for vLLM"
+            f"vLLM loads a draft as a head if its path contains '{trap}'; rename the directory to serve it with vLLM"
         )
     return remarks
 
@@ -177,7 +177,7 @@ def _proven_by_vllm(source: Source, out: Path, python: Path) -> Proof:
     target = source.target
     head: Any = source.draft
     prompt = probe_ids(target, 8)
-    # Of EAGLE's heads one token, which does not depend on what was drafted.
+    # An EAGLE head drafts one token here, because later ones depend on what was drafted before them.
     ahead = depth_limit(head) or 1
     draft = {"method": SERVING["vllm"][source.kind].method, "model": str(out), "num_speculative_tokens": ahead}
     options = {"model": source.target_name, "dtype": "float32", "max_model_len": 64, "max_num_seqs": 4}

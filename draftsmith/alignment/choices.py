@@ -29,10 +29,10 @@ _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch
 REPLAYED = 0.5
 # A fresh head drafts a part of the vocabulary if the output projection is more than this share of the target.
 _LARGE_PROJECTION, _DRAFT_VOCABULARY = 0.1, 8192
-# More general text than this is not worth its generation: replay starts over.
+# Writing more general texts than this does not pay; replay repeats them.
 _MOST_TEXTS = 4096
-# Rows and tokens that are timed. A step of training also passes over logits and weights: as often as one run showed
-# (SmolLM2-135M, EAGLE-3, two busy cores).
+# Rows and tokens that are timed; and by how much the rest of a training step (logits, weights) lengthens it, as one run
+# showed (SmolLM2-135M, EAGLE-3, two busy cores).
 _ROWS, _TOKENS, _OVERHEAD = 16, 8, 3.0
 _BACKWARD = 3  # a forward and its backward, in forwards
 FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
@@ -66,9 +66,9 @@ def clock(target: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Clock:
 class Facts:
     """What the choices depend on. Lengths in tokens; `context` is the shortest of target and draft, None if unknown.
 
-    rows: "chat", "prompt" or "text". prompts: number of usable prompts. id_only: why only policy id can be followed,
-    empty if any can. projection_share, layer_share: the output projection and one layer over the target's parameters.
-    fresh_head: whether there is no draft to start from. clock: of the target.
+    rows: "chat", "prompt" or "text". prompts: number of usable prompts. id_only: why only policy `id` is possible,
+    empty if all are. projection_share, layer_share: share of the target's parameters in the output projection and in
+    one layer. fresh_head: whether there is no draft to start from. clock: of the target.
     """
 
     rows: str
@@ -149,7 +149,7 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         draft += round(chosen / facts.vocabulary * facts.projection_share * facts.target_parameters)
     size = f"draft of {_count(draft)} parameters"
     per_step = choose("train.rows_per_step", 32, "as the recipes have it")
-    # On a CPU a head compares with the whole vocabulary at every depth, which takes longer than the answers.
+    # On a CPU the loss of a fresh head, over the vocabulary at every depth, takes longer than writing the answers.
     most_passes = 3 if facts.fresh_head and not gpu else 5
     passes = most_passes if rows < 10_000 else 3 if rows < 50_000 else 1
     enough = max(50, math.ceil(passes * rows * (1 - fraction) / per_step))
@@ -199,7 +199,7 @@ def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
 
 
 def general_config(config: AlignConfig) -> DistillConfig:
-    """Options of the general text to replay: the target's own, from any token on, at its own distribution."""
+    """Options of the stage that writes text to replay: the target continues single tokens at temperature 1."""
     chosen = config.distill
     values = {key: chosen[key] for key in ("max_new_tokens", "batch_size", "part_rows")}
     values |= {"prompts": f"token:{chosen['general_texts']}", "out": str(Path(config.out) / "general")}
@@ -264,9 +264,9 @@ def eval_config(config: AlignConfig) -> EvalConfig:
 
 
 def expected(config: AlignConfig, runs: Mapping[str, TrainConfig], facts: Facts) -> str:
-    """Say how long the whole will take on the machine as busy as it was timed, and the share of each stage.
+    """Return a line: how long all will take if the machine stays as busy, as a range, and the share of each stage.
 
-    For answers of full length, as a range, because a machine's load changes. runs: of training.
+    Answers are taken to have full length. runs: the training runs by draft.
     """
     evaluation, sets = eval_config(config), max(1, len(config.id)) + len(config.ood)
     distilled, timed = config.distill, facts.clock
