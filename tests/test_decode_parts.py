@@ -176,7 +176,7 @@ def test_what_cannot_join_is_refused():
     compiled = SpeculativeDecoder(random_llama(1, 17), compile="eager")
     drafting = SpeculativeDecoder(random_llama(1, 17), DraftModelProposer(random_llama(2, 17)))
     for refused in (compiled, drafting):
-        with pytest.raises(ValueError, match="leave both out"):
+        with pytest.raises(ValueError, match="neither a proposer nor compile"):
             list(refused.continuous(source, 1))
 
 
