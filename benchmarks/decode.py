@@ -1,10 +1,13 @@
-"""Decoding side by side: this engine, transformers' generate and assisted generation, and the raw forward beneath.
+"""Decoding side by side: this engine, transformers' generate and assisted generation, and the raw
+forward beneath.
 
-    python benchmarks/decode.py [--out FILE.json] [--sections forwards methods ...] [--device cuda --dtype bfloat16]
+    python benchmarks/decode.py [--out FILE.json] [--sections forwards methods ...] [--device cuda
+    --dtype bfloat16]
 
-Prints one JSON object. Without arguments it needs nothing but the clone: the target is draftsmith/demo/pair/target and
-the draft configs/bench/draft, both widened (`drafts.make.widen`) to the cost of a 99 M and a 7 M model; the prompts are
-held-out passages of the demo's corpus. README.md in this directory says what the sections hold and how to read them.
+Prints one JSON object. Without arguments it needs nothing but the clone: the target is
+draftsmith/demo/pair/target and the draft configs/bench/draft, both widened (`drafts.make.widen`) to
+the cost of a 99 M and a 7 M model; the prompts are held-out passages of the demo's corpus.
+README.md in this directory says what the sections hold and how to read them.
 """
 
 # ruff: noqa: E402
@@ -45,8 +48,12 @@ from draftsmith_core.runs import git_commit, versions
 from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer
 from eval.measure import machine
 
-TARGET, DRAFT = ROOT / "draftsmith" / "demo" / "pair" / "target", ROOT / "configs" / "bench" / "draft"
-# Positions beyond the trained 512 cost what they cost anywhere; what the models say there does not matter.
+TARGET, DRAFT = (
+    ROOT / "draftsmith" / "demo" / "pair" / "target",
+    ROOT / "configs" / "bench" / "draft",
+)
+# Positions beyond the trained 512 cost what they cost anywhere; what the models say there does not
+# matter.
 POSITIONS = 8192
 TARGET_SHAPE = {"hidden_size": 768, "intermediate_size": 2432, "num_hidden_layers": 12}
 DRAFT_SHAPE = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 4}
@@ -58,11 +65,15 @@ class Options:
     """Time methods of decoding with a target and a draft."""
 
     target: str | None = None
-    """A local directory or hub name, used as it is; with `draft`. Default: the demo's target, widened."""
+    """A local directory or hub name, used as it is; with `draft`. Default: the demo's target,
+    widened.
+    """
     draft: str | None = None
     head: str | None = None
     """An EAGLE-3 head of `target`, for the methods head@TREE and for peers."""
-    sections: list[str] = field(default_factory=lambda: [name for name in SECTIONS if name != "peers"])
+    sections: list[str] = field(
+        default_factory=lambda: [name for name in SECTIONS if name != "peers"]
+    )
     """Any of forwards, methods, sixteen_bits, four_bits, peers."""
     methods: list[str] = field(
         default_factory=lambda: (
@@ -79,13 +90,20 @@ class Options:
     prompt_tokens: int = 64
     max_new_tokens: int = 64
     sixteen_bit_methods: list[str] = field(
-        default_factory=lambda: ["ar", "chain:4", "chain:8,stop=0.1", "eagle2:depth=4,beam=4,nodes=16"]
+        default_factory=lambda: [
+            "ar",
+            "chain:4",
+            "chain:8,stop=0.1",
+            "eagle2:depth=4,beam=4,nodes=16",
+        ]
     )
     """Methods of the section `sixteen_bits`."""
     threads: int = 2
     """CPU threads of torch."""
     peers: bool = False
-    """Also the section `peers`: other engines on the same models and prompts (benchmarks/peers.py)."""
+    """Also the section `peers`: other engines on the same models and prompts
+    (benchmarks/peers.py).
+    """
     device: str = "auto"
     dtype: str = "auto"
     out: str | None = None
@@ -95,20 +113,28 @@ class Options:
         if unknown := sorted(set(self.sections) - set(SECTIONS)):
             raise InputError(f"--sections {unknown[0]}: use any of {', '.join(SECTIONS)}")
         if (self.target is None) != (self.draft is None):
-            raise InputError("--target and --draft go together; without both, the shipped pair is used")
+            raise InputError(
+                "--target and --draft go together; without both, the shipped pair is used"
+            )
         if self.head is not None and self.target is None:
             raise InputError("--head: belongs to one target; name it with --target, and a --draft")
         for key in ("rounds", "prompts", "prompt_tokens", "max_new_tokens", "threads"):
             if getattr(self, key) < 1:
                 raise InputError(f"--{key}: {getattr(self, key)} must be at least 1")
         if "ar" not in self.sixteen_bit_methods:
-            raise InputError("--sixteen_bit_methods: leave ar among them, whose share of the bandwidth is asked")
+            raise InputError(
+                "--sixteen_bit_methods: leave ar among them, whose share of the bandwidth is asked"
+            )
 
 
 SECTIONS: dict[str, Callable[[Bench, Any], Any]] = {
     "forwards": lambda bench, options: sections.forwards(bench, sections.FORWARD_CONTEXTS),
-    "methods": lambda bench, options: sections.methods(bench, options.methods, options.temperature, options.rounds),
-    "sixteen_bits": lambda bench, options: sixteen_bits(bench, options.sixteen_bit_methods, options.rounds),
+    "methods": lambda bench, options: sections.methods(
+        bench, options.methods, options.temperature, options.rounds
+    ),
+    "sixteen_bits": lambda bench, options: sixteen_bits(
+        bench, options.sixteen_bit_methods, options.rounds
+    ),
     "four_bits": lambda bench, options: four_bits(bench, options.rounds),
     "peers": lambda bench, options: peers.compare(bench, asked(bench, options)),
 }
@@ -118,7 +144,8 @@ def load_bench(options: Options) -> Bench:
     """Models and prompts."""
     loading: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
     target, draft = (
-        load_model(name, **loading) for name in (options.target or str(TARGET), options.draft or str(DRAFT))
+        load_model(name, **loading)
+        for name in (options.target or str(TARGET), options.draft or str(DRAFT))
     )
     apart = Pair(endless(target), endless(draft))
     if options.target is None:
@@ -163,12 +190,17 @@ def prompts(tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
     """`count` prompts of exactly `tokens` tokens from held-out passages, the domains in turn."""
     by_domain: list[list[list[int]]] = []
     for domain in corpus.DOMAINS:
-        rows = corpus.passages(domain, corpus.split(domain).heldout, max(PASSAGE_CHARACTERS, 8 * tokens))
+        rows = corpus.passages(
+            domain, corpus.split(domain).heldout, max(PASSAGE_CHARACTERS, 8 * tokens)
+        )
         encoded = (encode_text(tokenizer, row["text"])[:tokens] for row in rows)
         by_domain.append([ids for ids in encoded if len(ids) == tokens])
     found = [ids for turn in zip(*by_domain, strict=False) for ids in turn]
     if len(found) < count:
-        raise InputError(f"--prompts: {count} in all; only {len(found)} passages have {tokens} tokens; ask for fewer")
+        raise InputError(
+            f"--prompts: {count} in all; only {len(found)} passages have {tokens} tokens; ask "
+            "for fewer"
+        )
     return found[:count]
 
 

@@ -1,12 +1,14 @@
 """Everything that only a GPU can tell, in one command of at most nine minutes; prints JSON.
 
     PYTHONPATH=. python benchmarks/device_check.py --out device.json [--sections greedy decoding]
-    PYTHONPATH=. python benchmarks/device_check.py --tiny --device cpu        # the same code on tiny models, anywhere
+    PYTHONPATH=. python benchmarks/device_check.py --tiny --device cpu        # the same code on
+    tiny models, anywhere
 
-Sections: `tests` (those marked gpu), `greedy` (fp32 outputs beside `generate`), `decoding`, `training` and
-`distillation` at the shape of Llama-3.1-8B; docs/gpu.md says what each measures. Each runs in a process of its own with
-its own time limit: one that fails or is cut leaves its error beside the figures that it had, and the next one runs. The
-exit code is 1 if any failed. Needs torch and transformers alone; nothing is downloaded.
+Sections: `tests` (those marked gpu), `greedy` (fp32 outputs beside `generate`), `decoding`,
+`training` and `distillation` at the shape of Llama-3.1-8B; docs/gpu.md says what each measures.
+Each runs in a process of its own with its own time limit: one that fails or is cut leaves its error
+beside the figures that it had, and the next one runs. The exit code is 1 if any failed. Needs torch
+and transformers alone; nothing is downloaded.
 """
 
 # ruff: noqa: E402
@@ -44,9 +46,13 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     made.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     made.add_argument("--device", default="auto", help="auto, cuda, cuda:N or cpu")
-    made.add_argument("--tiny", action="store_true", help="tiny models: tries the code, measures nothing")
+    made.add_argument(
+        "--tiny", action="store_true", help="tiny models: tries the code, measures nothing"
+    )
     made.add_argument("--out", help="also write the JSON to this file")
-    made.add_argument("--run", choices=list(SECTIONS), help=argparse.SUPPRESS)  # used by itself: a section's process
+    made.add_argument(
+        "--run", choices=list(SECTIONS), help=argparse.SUPPRESS
+    )  # used by itself: a section's process
     return made
 
 
@@ -64,7 +70,9 @@ def run_here(name: str, device: torch.device, tiny: bool, out: Path) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
     try:
-        function(Check(device, tiny, time.monotonic() + limit_s * (_PATIENCE if tiny else 1), report))
+        function(
+            Check(device, tiny, time.monotonic() + limit_s * (_PATIENCE if tiny else 1), report)
+        )
     except Exception:
         report("error", traceback.format_exc(limit=-4))
         raise SystemExit(1) from None
@@ -73,13 +81,25 @@ def run_here(name: str, device: torch.device, tiny: bool, out: Path) -> None:
 def run_apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one section in a process of its own, at most as long as it may take."""
     limit_s = SECTIONS[name][1] * (_PATIENCE if options.tiny else 1) + _GRACE_S
-    words = [sys.executable, __file__, "--run", name, "--device", options.device, *(["--tiny"] if options.tiny else [])]
+    words = [
+        sys.executable,
+        __file__,
+        "--run",
+        name,
+        "--device",
+        options.device,
+        *(["--tiny"] if options.tiny else []),
+    ]
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "found.json"
         began = time.monotonic()
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        }
         try:
-            done = subprocess.run([*words, "--out", str(out)], timeout=limit_s, env=environment, capture_output=True)
+            done = subprocess.run(
+                [*words, "--out", str(out)], timeout=limit_s, env=environment, capture_output=True
+            )
             ended: dict[str, Any] = {"exit_code": done.returncode}
             if done.returncode:
                 ended["stderr"] = done.stderr.decode(errors="replace")[-2000:]
@@ -99,7 +119,9 @@ def main(argv: list[str] | None = None) -> int:
     result: dict[str, Any] = {
         "setting": {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "memory_GB": torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else None,
+            "memory_GB": torch.cuda.get_device_properties(device).total_memory / 1e9
+            if device.type == "cuda"
+            else None,
             "cuda": torch.version.cuda,
             "cores": os.cpu_count(),
             "tiny": options.tiny,
@@ -109,7 +131,9 @@ def main(argv: list[str] | None = None) -> int:
     }
     for name in options.sections:
         result[name] = run_apart(name, options)
-        sys.stderr.write(f"{name}: {result[name]['seconds']} s, exit code {result[name]['exit_code']}\n")
+        sys.stderr.write(
+            f"{name}: {result[name]['seconds']} s, exit code {result[name]['exit_code']}\n"
+        )
         if options.out is not None:
             write_text_atomic(Path(options.out), json.dumps(result, indent=2) + "\n")
     sys.stdout.write(json.dumps(result, indent=2) + "\n")

@@ -1,4 +1,6 @@
-"""The section `greedy` of `device_check.py`: every proposer on every architecture beside `generate`."""
+"""The section `greedy` of `device_check.py`: every proposer on every architecture beside
+`generate`.
+"""
 
 from typing import Any
 
@@ -21,7 +23,11 @@ _SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-_PLAIN = {key: value for key, value in _SMALL.items() if key not in ("intermediate_size", "num_key_value_heads")}
+_PLAIN = {
+    key: value
+    for key, value in _SMALL.items()
+    if key not in ("intermediate_size", "num_key_value_heads")
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _SMALL),
     "mistral, window": ("mistral", {**_SMALL, "head_dim": 8, "sliding_window": 6}),
@@ -32,7 +38,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {**_SMALL, "head_dim": 8}),
     "gemma2": (
         "gemma2",
-        {**_SMALL, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
+        {
+            **_SMALL,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 8,
+            "tie_word_embeddings": False,
+        },
     ),
     "opt": ("opt", _PLAIN | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "gpt_neox": ("gpt_neox", _PLAIN | {"intermediate_size": 48}),
@@ -41,12 +53,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 _PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7, 7, 2], [2, 7, 1, 8]]
 
 
-def tiny_model(kind: str, options: dict[str, Any], seed: int, device: torch.device) -> PreTrainedModel:
+def tiny_model(
+    kind: str, options: dict[str, Any], seed: int, device: torch.device
+) -> PreTrainedModel:
     """A model of random weights, wide enough that its greedy outputs vary."""
     special: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     config: Any = CONFIG_MAPPING[kind]
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config(vocab_size=33, **special, **options))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config(vocab_size=33, **special, **options)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -56,11 +72,16 @@ def tiny_model(kind: str, options: dict[str, Any], seed: int, device: torch.devi
     return model
 
 
-def proposers(target: PreTrainedModel, draft: PreTrainedModel, other: PreTrainedModel) -> dict[str, Proposer]:
-    """Every proposer, for one target; heads have random weights. ValueError of a head that a target cannot have is
-    left to the caller.
+def proposers(
+    target: PreTrainedModel, draft: PreTrainedModel, other: PreTrainedModel
+) -> dict[str, Proposer]:
+    """Every proposer, for one target; heads have random weights. ValueError of a head that a target
+    cannot have is left to the caller.
     """
-    found: dict[str, Proposer] = {"draft": DraftModelProposer(draft), "several": DraftModelProposer([draft, other])}
+    found: dict[str, Proposer] = {
+        "draft": DraftModelProposer(draft),
+        "several": DraftModelProposer([draft, other]),
+    }
     for name, kind in PROPOSERS.items():
         if kind.needs == "nothing":
             found[name] = kind.make(None)
@@ -75,7 +96,9 @@ def proposers(target: PreTrainedModel, draft: PreTrainedModel, other: PreTrained
 
 
 def greedy(check: Check) -> None:
-    """(b) Greedy outputs of every proposer, eager and compiled, beside `generate`, in fp32, by architecture."""
+    """(b) Greedy outputs of every proposer, eager and compiled, beside `generate`, in fp32, by
+    architecture.
+    """
     tokens = 8 if check.tiny else 16
     for name, (kind, options) in list(ARCHITECTURES.items())[: 1 if check.tiny else None]:
         target, draft, other = (tiny_model(kind, options, seed, check.device) for seed in (1, 2, 3))
@@ -86,12 +109,16 @@ def greedy(check: Check) -> None:
         config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
         for prompt in _PROMPTS:
             ids = torch.tensor([prompt], device=check.device)
-            out: Any = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)  # type: ignore[operator]
+            out: Any = target.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=config
+            )  # type: ignore[operator]
             expected.append(out[0, len(prompt) :].tolist())
         results: dict[str, Any] = {}
         for way, proposer in {"none": None, **proposers(target, draft, other)}.items():
             # Tracing takes seconds a step on a CPU.
-            for backend in (False, check.backend) if not check.tiny or way in ("none", "draft") else (False,):
+            for backend in (
+                (False, check.backend) if not check.tiny or way in ("none", "draft") else (False,)
+            ):
                 if check.late():
                     check.report(name, {**results, "cut": "out of time"})
                     return
@@ -101,5 +128,9 @@ def greedy(check: Check) -> None:
                 equal = [each.output_ids for each in found.generations] == expected
                 results[f"{way}{', compiled' if backend else ''}"] = equal
         check.report(
-            name, {"all_equal": all(results.values()), "different": [key for key, ok in results.items() if not ok]}
+            name,
+            {
+                "all_equal": all(results.values()),
+                "different": [key for key, ok in results.items() if not ok],
+            },
         )

@@ -1,4 +1,6 @@
-"""Where a section of `device_check.py` runs, how long it may take, and how it measures time and memory."""
+"""Where a section of `device_check.py` runs, how long it may take, and how it measures time and
+memory.
+"""
 
 import statistics
 import time
@@ -15,7 +17,9 @@ from draftsmith_core.models import peak_memory, reset_peak_memory
 
 @dataclass(frozen=True)
 class Check:
-    """Where and how long: `until` is when the section's time is up, by `time.monotonic`; `report` keeps a figure."""
+    """Where and how long: `until` is when the section's time is up, by `time.monotonic`; `report`
+    keeps a figure.
+    """
 
     device: torch.device
     tiny: bool

@@ -1,17 +1,22 @@
-"""Models for the device check: trained small ones in the exact shape of large ones, made on the device.
+"""Models for the device check: trained small ones in the exact shape of large ones, made on the
+device.
 
-Speed needs the cost of a Llama-3.1-8B, and acceptance needs a pair that was trained. A small trained LLaMA therefore
-takes a corner of a large one and computes there what it did alone; everything else adds nothing.
+Speed needs the cost of a Llama-3.1-8B, and acceptance needs a pair that was trained. A small
+trained LLaMA therefore takes a corner of a large one and computes there what it did alone;
+everything else adds nothing.
 
-Legend: h, d, n width, head size and layers of the small model; H, E, L those of the large one; G query heads that share
-a key/value head in the large one.
+Legend: h, d, n width, head size and layers of the small model; H, E, L those of the large one; G
+query heads that share a key/value head in the large one.
 
-* The residual state is [x, 0]. RMSNorm divides by sqrt(mean(x^2) + eps), and the mean of [x, 0] is h/H of that of x:
+* The residual state is [x, 0]. RMSNorm divides by sqrt(mean(x^2) + eps), and the mean of [x, 0] is
+  h/H of that of x:
   eps is multiplied by h/H and the norm's weight by sqrt(h/H).
-* Head i becomes query head i G with key/value head i. RoPE turns pair j of d by base^(-2j/d), so that the pair moves to
-  place j E/d, where the large model turns by the same; scores are divided by sqrt(E) there, so that queries are
-  multiplied by sqrt(E/d).
-* Added layers have zero `o_proj` and `down_proj` and random weights elsewhere, like added neurons: multiplying by them
+* Head i becomes query head i G with key/value head i. RoPE turns pair j of d by base^(-2j/d), so
+  that the pair moves to
+  place j E/d, where the large model turns by the same; scores are divided by sqrt(E) there, so that
+  queries are multiplied by sqrt(E/d).
+* Added layers have zero `o_proj` and `down_proj` and random weights elsewhere, like added neurons:
+  multiplying by them
   costs what any multiplication costs, also in electric power.
 * Added tokens are copies of the token that is least likely on average.
 """
@@ -24,7 +29,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET, DRAFT = ROOT / "draftsmith" / "demo" / "pair" / "target", ROOT / "configs" / "bench" / "draft"
+TARGET, DRAFT = (
+    ROOT / "draftsmith" / "demo" / "pair" / "target",
+    ROOT / "configs" / "bench" / "draft",
+)
 
 
 @dataclass(frozen=True)
@@ -80,14 +88,19 @@ def random_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Llam
 
 
 @torch.no_grad()
-def enlarged(source: Path, shape: Shape, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+def enlarged(
+    source: Path, shape: Shape, device: torch.device, dtype: torch.dtype
+) -> LlamaForCausalLM:
     """The LLaMA of a directory in a larger shape, computing the same up to rounding."""
     small = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
     old = small.config
     large = random_model(shape, device, dtype)
     width, ratio = old.hidden_size, old.hidden_size / shape.hidden
     group, spacing = shape.heads // shape.kv_heads, shape.head // old.head_dim
-    if old.num_attention_heads != old.num_key_value_heads or old.num_attention_heads > shape.kv_heads:
+    if (
+        old.num_attention_heads != old.num_key_value_heads
+        or old.num_attention_heads > shape.kv_heads
+    ):
         raise ValueError(f"{source}: its heads do not fit {shape}")
     for norm in [module for module in large.modules() if type(module).__name__ == "LlamaRMSNorm"]:
         norm.variance_epsilon = old.rms_norm_eps * ratio
@@ -117,7 +130,8 @@ def enlarged(source: Path, shape: Shape, device: torch.device, dtype: torch.dtyp
         trained = small.model.layers[place]
         theirs = trained.self_attn
         put(attention.q_proj.weight, theirs.q_proj.weight * spacing**0.5, queries, corner)
-        attention.k_proj.weight.zero_()  # else dimensions that no trained head has would add to the scores
+        # else dimensions that no trained head has would add to the scores
+        attention.k_proj.weight.zero_()
         put(attention.k_proj.weight, theirs.k_proj.weight, values, corner)
         put(attention.v_proj.weight, theirs.v_proj.weight, values, corner)
         out = attention.o_proj.weight
@@ -131,9 +145,13 @@ def enlarged(source: Path, shape: Shape, device: torch.device, dtype: torch.dtyp
             (layer.post_attention_layernorm, trained.post_attention_layernorm),
         ):
             ours.weight[corner] = (norm.weight * ratio**0.5).to(out)
-    large.model.norm.weight[corner] = (small.model.norm.weight * ratio**0.5).to(large.model.norm.weight)
+    large.model.norm.weight[corner] = (small.model.norm.weight * ratio**0.5).to(
+        large.model.norm.weight
+    )
     rare = int(small(torch.arange(0, old.vocab_size, 7)[None, :256]).logits[0].mean(0).argmin())
-    tokens = torch.arange(shape.vocabulary).where(torch.arange(shape.vocabulary) < old.vocab_size, torch.tensor(rare))
+    tokens = torch.arange(shape.vocabulary).where(
+        torch.arange(shape.vocabulary) < old.vocab_size, torch.tensor(rare)
+    )
     for theirs, ours in (
         (small.model.embed_tokens.weight, large.model.embed_tokens.weight),
         (small.lm_head.weight, large.lm_head.weight),

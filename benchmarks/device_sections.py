@@ -1,7 +1,8 @@
-"""The sections of `device_check.py`. Each takes a `Check` and reports every figure as soon as it has it, so that what
-was measured before an error or the end of its time is kept.
+"""The sections of `device_check.py`. Each takes a `Check` and reports every figure as soon as it
+has it, so that what was measured before an error or the end of its time is kept.
 
-Legend: B rows of a batch, T tokens of a row; s seconds; memory is the most that was held at once, in GB.
+Legend: B rows of a batch, T tokens of a row; s seconds; memory is the most that was held at once,
+in GB.
 """
 
 import statistics
@@ -52,7 +53,18 @@ def gpu_tests(check: Check) -> None:
     if not is_installed("pytest"):
         check.report("skipped", "pytest is not installed; pip install pytest")
         return
-    words = ["-m", "pytest", "--noconftest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rs", "tests/test_gpu.py"]
+    words = [
+        "-m",
+        "pytest",
+        "--noconftest",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        "-rs",
+        "tests/test_gpu.py",
+    ]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     check.report("exit_code", done.returncode)
     check.report("output", done.stdout[-4000:] + done.stderr[-1000:])
@@ -64,7 +76,8 @@ def passages(check: Check, count: int, tokens: int) -> list[list[int]]:
     if check.tiny:  # reading the corpus takes longer than all the rest
         return [list(range(2 + row, 2 + row + tokens)) for row in range(count)]
     rows = (
-        encode_text(tokenizer, row["text"])[:tokens] for row in corpus.passages("prose", corpus.split("prose").heldout)
+        encode_text(tokenizer, row["text"])[:tokens]
+        for row in corpus.passages("prose", corpus.split("prose").heldout)
     )
     found = [ids for ids in rows if len(ids) == tokens][:count]
     return [found[index % len(found)] for index in range(count)]
@@ -76,7 +89,9 @@ def shapes(check: Check) -> tuple[Shape, Shape]:
 
 
 def decoding(check: Check) -> None:
-    """(c) A target of Llama-3.1-8B's shape with a draft of Llama-3.2-1B's, greedy, by batch, eager and compiled."""
+    """(c) A target of Llama-3.1-8B's shape with a draft of Llama-3.2-1B's, greedy, by batch, eager
+    and compiled.
+    """
     target_shape, draft_shape = shapes(check)
     target = enlarged(TARGET, target_shape, check.device, check.dtype)
     pair = Pair(target, enlarged(DRAFT, draft_shape, check.device, check.dtype))
@@ -87,8 +102,13 @@ def decoding(check: Check) -> None:
         prompts = passages(check, batch, length)
         forward = _behind(pair.target, prompts)
         raw = {queries: 1e3 * check.seconds(partial(forward, queries)) for queries in (1, 5, 17)}
-        check.report(f"batch {batch}, raw forward behind {length} tokens, ms by tokens per row", raw)
-        ways: list[tuple[str, bool | str]] = [("hf", False), *([("hf-assisted", False)] if batch == 1 else [])]
+        check.report(
+            f"batch {batch}, raw forward behind {length} tokens, ms by tokens per row", raw
+        )
+        ways: list[tuple[str, bool | str]] = [
+            ("hf", False),
+            *([("hf-assisted", False)] if batch == 1 else []),
+        ]
         ways += [(tree, backend) for tree in ("ar", *trees) for backend in (False, check.backend)]
         if check.device.type == "cuda" and batch == 1:
             ways += [("ar", "inductor"), ("chain:4", "inductor")]
@@ -101,19 +121,28 @@ def decoding(check: Check) -> None:
             if name == "ar" and not alone:
                 alone = outputs
             if alone and not name.startswith("hf"):
-                # In half precision a near tie may fall the other way; everything behind it then differs.
-                figures["outputs_equal_to_ar"] = sum(a == b for a, b in zip(outputs, alone, strict=True)) / batch
+                # In half precision a near tie may fall the other way; everything behind it then
+                # differs.
+                figures["outputs_equal_to_ar"] = (
+                    sum(a == b for a, b in zip(outputs, alone, strict=True)) / batch
+                )
                 figures["ties_per_token"] = _ties(outputs, alone)
-            check.report(f"batch {batch}, {name}{f', compiled ({backend})' if backend else ''}", figures)
+            check.report(
+                f"batch {batch}, {name}{f', compiled ({backend})' if backend else ''}", figures
+            )
     for parameter in target.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     forward = _behind(target, passages(check, 1, length))
-    check.report("raw forward of random weights, batch 1, ms", 1e3 * check.seconds(partial(forward, 1)))
+    check.report(
+        "raw forward of random weights, batch 1, ms", 1e3 * check.seconds(partial(forward, 1))
+    )
 
 
 @torch.inference_mode()
 def _behind(model: PreTrainedModel, prompts: list[list[int]]) -> Callable[[int], None]:
-    """What forwards a number of tokens per row through the model, behind prompts that are cached once."""
+    """What forwards a number of tokens per row through the model, behind prompts that are cached
+    once.
+    """
     rows = torch.tensor(prompts, device=model.device)
     cache = model(rows, use_cache=True, logits_to_keep=1).past_key_values
 
@@ -158,21 +187,27 @@ def _compiled(name: str, pair: Pair, backend: bool | str) -> SpeculativeDecoder:
     if name == "ar":
         return SpeculativeDecoder(pair.target, compile=backend)
     plain = decoder(name, pair)
-    return SpeculativeDecoder(pair.target, plain.proposer, plain.tree, plain.verifier, compile=backend)
+    return SpeculativeDecoder(
+        pair.target, plain.proposer, plain.tree, plain.verifier, compile=backend
+    )
 
 
 def _ties(outputs: list[list[int]], alone: list[list[int]]) -> float:
     """Divergences per token that was compared: a row is compared up to its first difference."""
     compared = diverged = 0
     for row, other in zip(outputs, alone, strict=True):
-        same = next((place for place, (a, b) in enumerate(zip(row, other, strict=True)) if a != b), len(row))
+        same = next(
+            (place for place, (a, b) in enumerate(zip(row, other, strict=True)) if a != b), len(row)
+        )
         diverged += same < len(row)
         compared += min(same + 1, len(row))
     return diverged / compared
 
 
 def training(check: Check) -> None:
-    """(d) One step of training an LM draft (chunked, and plain) and an EAGLE-3 head, behind a target of that shape."""
+    """(d) One step of training an LM draft (chunked, and plain) and an EAGLE-3 head, behind a
+    target of that shape.
+    """
     target_shape, draft_shape = shapes(check)
     target = random_model(target_shape, check.device, check.dtype)
     rows, length = (1, 32) if check.tiny else (2, 1024)
@@ -190,11 +225,17 @@ def training(check: Check) -> None:
     trainee = Eagle3Trainee(head, parse_objective("fkl"), target, test_steps=steps).train()
     size = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
     head_flops = ids.numel() * (2 * target.num_parameters() + steps * 6 * size)
-    _step(check, f"EAGLE-3, {steps} depths", head, lambda each: trainee(each).loss, batch, head_flops)
+    _step(
+        check, f"EAGLE-3, {steps} depths", head, lambda each: trainee(each).loss, batch, head_flops
+    )
 
 
-def _lm_drafts(check: Check, draft: LlamaForCausalLM, target: LlamaForCausalLM, batch: Batch) -> None:
-    """The draft's step: as this project makes it, as one writes it first, and that over a mesh of one device."""
+def _lm_drafts(
+    check: Check, draft: LlamaForCausalLM, target: LlamaForCausalLM, batch: Batch
+) -> None:
+    """The draft's step: as this project makes it, as one writes it first, and that over a mesh of
+    one device.
+    """
     draft.train()
     objective = parse_objective("fkl")
     trainee = LMTrainee(draft, objective, target).train()
@@ -229,10 +270,19 @@ def _lm_drafts(check: Check, draft: LlamaForCausalLM, target: LlamaForCausalLM, 
 
 
 def _step(
-    check: Check, name: str, draft: torch.nn.Module, loss: Callable[[Batch], torch.Tensor], batch: Batch, flops: float
+    check: Check,
+    name: str,
+    draft: torch.nn.Module,
+    loss: Callable[[Batch], torch.Tensor],
+    batch: Batch,
+    flops: float,
 ) -> None:
-    """Seconds, memory and MFU (multiply-adds of the linear layers alone) of one step with AdamW under autocast."""
-    optimizer = torch.optim.AdamW([each for each in draft.parameters() if each.requires_grad], lr=1e-5, foreach=True)
+    """Seconds, memory and MFU (multiply-adds of the linear layers alone) of one step with AdamW
+    under autocast.
+    """
+    optimizer = torch.optim.AdamW(
+        [each for each in draft.parameters() if each.requires_grad], lr=1e-5, foreach=True
+    )
 
     def step() -> float:
         with torch.autocast(check.device.type, torch.bfloat16, enabled=check.device.type == "cuda"):
@@ -253,12 +303,21 @@ def _step(
     peak = next((figure for part, figure in PEAK_FLOPS.items() if part in device), None)
     mfu = None if peak is None else flops / seconds / peak
     check.report(
-        name, {"s": seconds, "tokens_per_s": batch.ids_BT.numel() / seconds, "mfu": mfu, "loss": value, **memory}
+        name,
+        {
+            "s": seconds,
+            "tokens_per_s": batch.ids_BT.numel() / seconds,
+            "mfu": mfu,
+            "loss": value,
+            **memory,
+        },
     )
 
 
 def distillation(check: Check) -> None:
-    """(e) Answers of a target of that shape at temperature 1 and batch 64: ours, compiled, transformers, vLLM."""
+    """(e) Answers of a target of that shape at temperature 1 and batch 64: ours, compiled,
+    transformers, vLLM.
+    """
     target = enlarged(TARGET, shapes(check)[0], check.device, check.dtype)
     rows, length, new = (4, 16, 8) if check.tiny else (64, 64, 128)
     prompts = passages(check, rows, length)
@@ -277,7 +336,10 @@ def distillation(check: Check) -> None:
     check.report("transformers generate", {"tokens_per_s": rows * new / seconds, **memory})
     if not is_installed("vllm") or check.device.type != "cuda":
         check.report(
-            "vllm", "skipped: not installed" if check.device.type == "cuda" else "skipped: needs a CUDA device"
+            "vllm",
+            "skipped: not installed"
+            if check.device.type == "cuda"
+            else "skipped: needs a CUDA device",
         )
         return
     with tempfile.TemporaryDirectory() as directory:
@@ -286,14 +348,22 @@ def distillation(check: Check) -> None:
         torch.cuda.empty_cache()
         from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
-        engine = LLM(model=directory, skip_tokenizer_init=True, max_model_len=length + new, gpu_memory_utilization=0.8)
-        asked = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False, seed=1)
+        engine = LLM(
+            model=directory,
+            skip_tokenizer_init=True,
+            max_model_len=length + new,
+            gpu_memory_utilization=0.8,
+        )
+        asked = SamplingParams(
+            temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False, seed=1
+        )
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         seconds = check.seconds(lambda: engine.generate(inputs, asked, use_tqdm=False), 1)
     check.report("vllm", {"tokens_per_s": rows * new / seconds})
 
 
-# Name -> the function and its time limit in seconds; with starting five processes together at most 9 minutes.
+# Name -> the function and its time limit in seconds; with starting five processes together at most
+# 9 minutes.
 SECTIONS: dict[str, tuple[Callable[[Check], None], int]] = {
     "tests": (gpu_tests, 60),
     "greedy": (greedy, 80),

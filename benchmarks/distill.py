@@ -1,27 +1,39 @@
-"""What making a distilled set costs: reading prompts, asking servers, and generating in this process.
+"""What making a distilled set costs: reading prompts, asking servers, and generating in this
+process.
 
     python benchmarks/distill.py --out FILE.json [--sections stream client hf hf_wide --rows 200000]
-    python benchmarks/distill.py --out FILE.json --sections stream --rows 10000000 --rows_answered 1000000
+    python benchmarks/distill.py --out FILE.json --sections stream --rows 10000000 --rows_answered
+    1000000
 
 Each section runs in a process of its own, on the demo's target but for engines and hf_wide.
 
-stream: a JSONL of `rows` short prompts through an engine that answers at once. Seconds until the first answer (the
-    model's loading apart), rows per processor-second, the resident memory at each tenth of the way and at its highest,
-    and how long a second run takes that finds all but the last part made. `rows_answered` ends the run after so many of
-    them, like Ctrl-C, and then only what holds until there is said.
-client: `answers` answers of one short server in another process; processor-seconds of the client per 1,000 answers,
-    probes and files included. How many servers' worth of answers a core of the client can take follows from it.
-servers: `prompts` answers of two llama-servers with a thread each, and of a bare loop (benchmarks/distill_servers.py).
-    `overhead`: 1 - ours / bare in tokens per second, median of `rounds` pairs; by the clock, for a quiet machine only.
-engines: tokens and rows per second of `hf` (batches of 32), of `vllm` in process and of `openai` before vLLM's server
-    (32 requests at a time), loading apart. `prompts` prompts of `chats` a round, in turn, temperature 1, to `target`;
-    without these, random words to the demo's target widened to the cost of a 99 M model.
-hf: tokens per processor-second for `prompts` prompts of 10 to 300 tokens, temperature 1, EOS on, batches of 32: batches
-    that are refilled (as `distill` makes them), batches of like lengths that run to their end, the same in the order of
-    the prompts, and transformers' `generate` on those with left padding. Medians of `rounds` rounds in turn. Answers of
-    the first three are checked to be the same. `busy`: which share of the rows of a refilled batch is at work while a
-    prompt waits.
-hf_wide: the same on the demo's target widened to the cost of a 99 M model (`drafts.make.widen`), with `wide_prompts`
+stream: a JSONL of `rows` short prompts through an engine that answers at once. Seconds until the
+first answer (the
+    model's loading apart), rows per processor-second, the resident memory at each tenth of the way
+    and at its highest, and how long a second run takes that finds all but the last part made.
+    `rows_answered` ends the run after so many of them, like Ctrl-C, and then only what holds until
+    there is said.
+client: `answers` answers of one short server in another process; processor-seconds of the client
+per 1,000 answers,
+    probes and files included. How many servers' worth of answers a core of the client can take
+    follows from it.
+servers: `prompts` answers of two llama-servers with a thread each, and of a bare loop
+(benchmarks/distill_servers.py).
+    `overhead`: 1 - ours / bare in tokens per second, median of `rounds` pairs; by the clock, for a
+    quiet machine only.
+engines: tokens and rows per second of `hf` (batches of 32), of `vllm` in process and of `openai`
+before vLLM's server
+    (32 requests at a time), loading apart. `prompts` prompts of `chats` a round, in turn,
+    temperature 1, to `target`; without these, random words to the demo's target widened to the cost
+    of a 99 M model.
+hf: tokens per processor-second for `prompts` prompts of 10 to 300 tokens, temperature 1, EOS on,
+batches of 32: batches
+    that are refilled (as `distill` makes them), batches of like lengths that run to their end, the
+    same in the order of the prompts, and transformers' `generate` on those with left padding.
+    Medians of `rounds` rounds in turn. Answers of the first three are checked to be the same.
+    `busy`: which share of the rows of a refilled batch is at work while a prompt waits.
+hf_wide: the same on the demo's target widened to the cost of a 99 M model (`drafts.make.widen`),
+with `wide_prompts`
     prompts of 4 to 24 tokens.
 
 On a shared machine only the seconds of the processor say something; quote ratios of one run.
@@ -43,9 +55,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-# This file has the name of the package that it measures; its own directory must not be searched for it.
+# This file has the name of the package that it measures; its own directory must not be searched for
+# it.
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent)]
+sys.path[:] = [
+    str(ROOT),
+    *(entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent),
+]
 
 import torch  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
@@ -66,7 +82,10 @@ from draftsmith_core.sampling import Sampling, generator, row_seed  # noqa: E402
 from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer  # noqa: E402
 
 TARGET = str(ROOT / "draftsmith" / "demo" / "pair" / "target")
-TEXT = "If the lock is not owned by the thread that calls release, an error is raised and nothing else is done. "
+TEXT = (
+    "If the lock is not owned by the thread that calls release, an error is raised and "
+    "nothing else is done. "
+)
 BATCH = 32
 
 
@@ -132,7 +151,9 @@ def stream(options: Options, directory: Path) -> dict[str, Any]:
         for row in range(options.rows):
             file.write(json.dumps({"id": f"row-{row}", "prompt": f"{row} {TEXT}"}) + "\n")
     ENGINES["hf"] = AtOnce
-    config = DistillConfig(target=TARGET, prompts=str(source), out=str(out), part_rows=4096, device="cpu")
+    config = DistillConfig(
+        target=TARGET, prompts=str(source), out=str(out), part_rows=4096, device="cpu"
+    )
     AtOnce.stop_at = options.rows_answered or options.rows + 1
     before = _megabytes()
     began = time.process_time()
@@ -169,7 +190,9 @@ def _held_megabytes() -> float:
 
 
 def _serve(port: "multiprocessing.Queue[int]") -> None:
-    """A server of nothing but answers: eight tokens for whatever is asked, another eight for another seed."""
+    """A server of nothing but answers: eight tokens for whatever is asked, another eight for
+    another seed.
+    """
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -179,7 +202,11 @@ def _serve(port: "multiprocessing.Queue[int]") -> None:
                 else:
                     length = int(head.lower().partition(b"content-length:")[2].split()[0])
                     seed = json.loads(await reader.readexactly(length))["seed"]
-                    choice = {"token_ids": [40 + seed % 50] * 8, "finish_reason": "length", "text": "x"}
+                    choice = {
+                        "token_ids": [40 + seed % 50] * 8,
+                        "finish_reason": "length",
+                        "text": "x",
+                    }
                     reply = {"choices": [choice], "usage": {"total_tokens": 32}}
                 body = json.dumps(reply).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
@@ -201,7 +228,9 @@ def client(options: Options, directory: Path) -> dict[str, Any]:
     server.start()
     url = f"http://127.0.0.1:{queue.get()}/v1"
     source = directory / "prompts.jsonl"
-    source.write_text("".join(json.dumps({"prompt": f"{row} {TEXT}"}) + "\n" for row in range(options.answers)))
+    source.write_text(
+        "".join(json.dumps({"prompt": f"{row} {TEXT}"}) + "\n" for row in range(options.answers))
+    )
     config = DistillConfig(
         target=TARGET,
         prompts=str(source),
@@ -229,7 +258,9 @@ def hf(options: Options, directory: Path) -> dict[str, Any]:
 
 def hf_wide(options: Options, directory: Path) -> dict[str, Any]:
     """The same on a model whose products are what costs."""
-    return _ways(_wide(TARGET, directory / "target", TARGET_SHAPE), options.wide_prompts, (4, 24), options)
+    return _ways(
+        _wide(TARGET, directory / "target", TARGET_SHAPE), options.wide_prompts, (4, 24), options
+    )
 
 
 def _ways(target: str, prompts: int, bounds: tuple[int, int], options: Options) -> dict[str, Any]:
@@ -237,7 +268,13 @@ def _ways(target: str, prompts: int, bounds: tuple[int, int], options: Options) 
     new_tokens = options.new_tokens
     tokenizer = load_tokenizer(target)
     config = DistillConfig(
-        target=target, prompts="-", out="-", batch_size=BATCH, max_new_tokens=new_tokens, temperature=1.0, device="cpu"
+        target=target,
+        prompts="-",
+        out="-",
+        batch_size=BATCH,
+        max_new_tokens=new_tokens,
+        temperature=1.0,
+        device="cpu",
     )
     engine = HFEngine(config, tokenizer)
     words = torch.tensor(tokenizer(TEXT * 40)["input_ids"])
@@ -245,7 +282,9 @@ def _ways(target: str, prompts: int, bounds: tuple[int, int], options: Options) 
     lengths = torch.randint(bounds[0], bounds[1] + 1, (prompts,), generator=draws).tolist()
     starts = torch.randint(0, len(words) - bounds[1] - 1, (prompts,), generator=draws).tolist()
     requests = [
-        AnswerRequest((row, 0, 0), tuple(words[start : start + length].tolist()), row_seed(0, str(row)))
+        AnswerRequest(
+            (row, 0, 0), tuple(words[start : start + length].tolist()), row_seed(0, str(row))
+        )
         for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
     ]
     model = load_model(target, device="cpu")
@@ -267,8 +306,12 @@ def _ways(target: str, prompts: int, bounds: tuple[int, int], options: Options) 
         found: dict[Any, tuple[int, ...]] = {}
         for batch in batches:
             ids = [each.prompt_ids for each in batch]
-            made = decoder.generate(ids, Sampling(), new_tokens, [generator(each.seed) for each in batch], ends)
-            found |= {r.key: tuple(g.output_ids) for r, g in zip(batch, made.generations, strict=True)}
+            made = decoder.generate(
+                ids, Sampling(), new_tokens, [generator(each.seed) for each in batch], ends
+            )
+            found |= {
+                r.key: tuple(g.output_ids) for r, g in zip(batch, made.generations, strict=True)
+            }
         return found
 
     def padded() -> dict[Any, tuple[int, ...]]:
@@ -279,17 +322,30 @@ def _ways(target: str, prompts: int, bounds: tuple[int, int], options: Options) 
         )
         for batch in cut(requests):
             longest = max(len(each.prompt_ids) for each in batch)
-            ids = torch.tensor([[0] * (longest - len(each.prompt_ids)) + list(each.prompt_ids) for each in batch])
-            mask = torch.tensor([[0] * (longest - len(each.prompt_ids)) + [1] * len(each.prompt_ids) for each in batch])
-            made = model.generate(ids, attention_mask=mask, generation_config=settings)[:, longest:].tolist()
+            ids = torch.tensor(
+                [[0] * (longest - len(each.prompt_ids)) + list(each.prompt_ids) for each in batch]
+            )
+            mask = torch.tensor(
+                [
+                    [0] * (longest - len(each.prompt_ids)) + [1] * len(each.prompt_ids)
+                    for each in batch
+                ]
+            )
+            made = model.generate(ids, attention_mask=mask, generation_config=settings)[
+                :, longest:
+            ].tolist()
             for each, row in zip(batch, made, strict=True):
-                end = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
+                end = next(
+                    (place + 1 for place, token in enumerate(row) if token in ends), len(row)
+                )
                 found[each.key] = tuple(row[:end])
         return found
 
     ways = {
         "refilled": refilled,
-        "like_lengths": lambda: to_the_end(cut(sorted(requests, key=lambda each: len(each.prompt_ids)))),
+        "like_lengths": lambda: to_the_end(
+            cut(sorted(requests, key=lambda each: len(each.prompt_ids)))
+        ),
         "file_order": lambda: to_the_end(cut(requests)),
         "generate": padded,
     }
@@ -299,23 +355,30 @@ def _ways(target: str, prompts: int, bounds: tuple[int, int], options: Options) 
         for name, way in ways.items():
             began = time.process_time()
             answers[name] = way()
-            speeds[name].append(sum(map(len, answers[name].values())) / (time.process_time() - began))
+            speeds[name].append(
+                sum(map(len, answers[name].values())) / (time.process_time() - began)
+            )
     medians = {name: statistics.median(each) for name, each in speeds.items()}
     return {
         "prompts": prompts,
         "tokens_per_cpu_s": medians,
-        **{f"over_{name}": medians["refilled"] / medians[name] for name in ways if name != "refilled"},
+        **{
+            f"over_{name}": medians["refilled"] / medians[name]
+            for name in ways
+            if name != "refilled"
+        },
         "busy": _busy(refilled, prompts),
         "same_answers": [
-            f"{sum(answers['refilled'][key] == ids for key, ids in answers[name].items())} of {prompts}"
+            f"{sum(answers['refilled'][key] == ids for key, ids in answers[name].items())} of "
+            f"{prompts}"
             for name in ("like_lengths", "file_order")
         ],
     }
 
 
 def _busy(way: Callable[[], Any], prompts: int) -> float | None:
-    """Share of the rows of a batch that are at work, over all steps before the last prompt has joined; None where all
-    are in the first batch.
+    """Share of the rows of a batch that are at work, over all steps before the last prompt has
+    joined; None where all are in the first batch.
     """
     live: list[tuple[int, int]] = []
     begun, step, join = [0], BatchRun.step, BatchRun.__init__
@@ -324,7 +387,9 @@ def _busy(way: Callable[[], Any], prompts: int) -> float | None:
         live.append((begun[0], len(run.batch)))
         return step(run)
 
-    def counting(run: BatchRun, decoder: Any, asked: Sequence[Any], *rest: Any, **named: Any) -> None:
+    def counting(
+        run: BatchRun, decoder: Any, asked: Sequence[Any], *rest: Any, **named: Any
+    ) -> None:
         begun[0] += len(asked)
         join(run, decoder, asked, *rest, **named)
 
@@ -354,13 +419,19 @@ def engines(options: Options, directory: Path) -> dict[str, Any]:
     """hf, vLLM in process, and vLLM served."""
     from benchmarks.distill_servers import engines as measured
 
-    target, count = options.target or _wide(TARGET, directory / "target", TARGET_SHAPE), options.prompts
+    target, count = (
+        options.target or _wide(TARGET, directory / "target", TARGET_SHAPE),
+        options.prompts,
+    )
     tokenizer, draw = load_tokenizer(target), random.Random(0)
     if options.chats:
         read = islice(read_prompts(options.chats, tokenizer).prompts, options.rounds * count)
         ids = [list(prompt.ids) for prompt in read]
     else:
-        texts = (" ".join(draw.choices(TEXT.split(), k=draw.randint(4, 40))) for _ in range(options.rounds * count))
+        texts = (
+            " ".join(draw.choices(TEXT.split(), k=draw.randint(4, 40)))
+            for _ in range(options.rounds * count)
+        )
         ids = [encode_text(tokenizer, text) for text in texts]
     rounds = [ids[start : start + count] for start in range(0, len(ids), count)]
     return measured(target, rounds, options.new_tokens, options.dtypes, directory)

@@ -2,9 +2,9 @@
 
     python distill_engine.py REQUEST.json
 
-Runs in the engine's own environment: `path` of the request is searched for this project first (`root`), and for what
-that environment lacks last; `config` is that of `distill`. For each line of standard input, `prompts` (token ids)
-and `seed`, writes one with `rows`, `tokens` and `seconds`.
+Runs in the engine's own environment: `path` of the request is searched for this project first
+(`root`), and for what that environment lacks last; `config` is that of `distill`. For each line of
+standard input, `prompts` (token ids) and `seed`, writes one with `rows`, `tokens` and `seconds`.
 """
 
 import json
@@ -36,12 +36,16 @@ def main() -> None:
         ]
         answers: list[Answer | Failed] = []
         began = time.perf_counter()
-        engine.run(iter([requests]), lambda request, answer, answers=answers: answers.append(answer))  # type: ignore[misc]
+        engine.run(
+            iter([requests]), lambda request, answer, answers=answers: answers.append(answer)
+        )  # type: ignore[misc]
         seconds = time.perf_counter() - began
         made = [answer for answer in answers if isinstance(answer, Answer)]
         assert len(made) == len(requests), answers
         tokens = sum(len(answer.response_ids) for answer in made)
-        answer_to.write(json.dumps({"rows": len(made), "tokens": tokens, "seconds": seconds}) + "\n")
+        answer_to.write(
+            json.dumps({"rows": len(made), "tokens": tokens, "seconds": seconds}) + "\n"
+        )
     engine.close()
 
 

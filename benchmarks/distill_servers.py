@@ -1,8 +1,9 @@
 """Sections `servers` and `engines` of benchmarks/distill.py.
 
-`servers`: what `distill --engine openai` costs in front of two llama-servers. The same requests, ours and through a
-bare loop in turn, which keeps as many of them under way on each server, has their bytes ready and looks at no answer:
-what it reaches is the servers' own throughput. All share the machine's processors.
+`servers`: what `distill --engine openai` costs in front of two llama-servers. The same requests,
+ours and through a bare loop in turn, which keeps as many of them under way on each server, has
+their bytes ready and looks at no answer: what it reaches is the servers' own throughput. All share
+the machine's processors.
 
 `engines`: the target in this process, in vLLM's and in vLLM's server.
 """
@@ -39,7 +40,9 @@ BATCH = 32
 
 
 class Timed(OpenAIEngine):
-    """The engine, with the seconds that its runs took, files and all, and the bodies that it posted."""
+    """The engine, with the seconds that its runs took, files and all, and the bodies that it
+    posted.
+    """
 
     seconds: ClassVar[float] = 0.0
     bodies: ClassVar[list[bytes]] = []
@@ -69,19 +72,26 @@ async def _bare(ports: Sequence[int], bodies: Sequence[bytes]) -> list[bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for body in waiting:
             head = (
-                f"POST /completion HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+                "POST /completion HTTP/1.1\r\nHost: a\r\nContent-Type: "
+                f"application/json\r\nContent-Length: {len(body)}"
             )
             writer.write(head.encode() + b"\r\n\r\n" + body)
             reply = (await reader.readuntil(b"\r\n\r\n")).lower()
-            answers.append(await reader.readexactly(int(reply.partition(b"content-length:")[2].split()[0])))
+            answers.append(
+                await reader.readexactly(int(reply.partition(b"content-length:")[2].split()[0]))
+            )
         writer.close()
 
     await asyncio.gather(*(ask(port) for port in ports for _ in range(SLOTS)))
     return answers
 
 
-def servers(target: str, text: str, prompts: int, new_tokens: int, rounds: int, directory: Path) -> dict[str, Any]:
-    """Tokens per second both ways, medians of `rounds` rounds, and the client's share of the time."""
+def servers(
+    target: str, text: str, prompts: int, new_tokens: int, rounds: int, directory: Path
+) -> dict[str, Any]:
+    """Tokens per second both ways, medians of `rounds` rounds, and the client's share of the
+    time.
+    """
     server = program("llama-server")
     if server is None:
         return {"skipped": f"not here: {how_to_get('llama-server')}"}
@@ -89,7 +99,10 @@ def servers(target: str, text: str, prompts: int, new_tokens: int, rounds: int, 
     model = load_model(target, device="cpu", dtype="float32")
     file = gguf(directory / "gguf", tokenizer, model, "F32")
     source, words = directory / "prompts.jsonl", text.split()
-    rows = [{"prompt": f"{n} {' '.join(draw.choices(words, k=draw.randint(4, 40)))}"} for n in range(prompts)]
+    rows = [
+        {"prompt": f"{n} {' '.join(draw.choices(words, k=draw.randint(4, 40)))}"}
+        for n in range(prompts)
+    ]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ENGINES["openai"] = Timed
     options = ["-m", str(file), "-t", "1", "-c", str(SLOTS * CONTEXT), "-np", str(SLOTS)]
@@ -141,15 +154,25 @@ def servers(target: str, text: str, prompts: int, new_tokens: int, rounds: int, 
 
 
 def engines(
-    target: str, rounds: Sequence[Sequence[Sequence[int]]], new_tokens: int, dtypes: Sequence[str], directory: Path
+    target: str,
+    rounds: Sequence[Sequence[Sequence[int]]],
+    new_tokens: int,
+    dtypes: Sequence[str],
+    directory: Path,
 ) -> dict[str, Any]:
-    """Tokens and rows per second, by dtype, of `hf`, of `vllm` in process and of `openai` before vLLM's server: medians
-    over rounds of prompts, which the engines answer in turn.
+    """Tokens and rows per second, by dtype, of `hf`, of `vllm` in process and of `openai` before
+    vLLM's server: medians over rounds of prompts, which the engines answer in turn.
     """
     python = program("vllm")
     if python is None:
         return {"skipped": f"not here: {how_to_get('vllm')}"}
-    common = {"target": target, "prompts": "-", "out": "-", "max_new_tokens": new_tokens, "temperature": 1.0}
+    common = {
+        "target": target,
+        "prompts": "-",
+        "out": "-",
+        "max_new_tokens": new_tokens,
+        "temperature": 1.0,
+    }
     found: dict[str, Any] = {}
     for dtype in dtypes:
         try:
@@ -169,12 +192,21 @@ def _answered(
 
         def start(engine: str, python: Path, **more: Any) -> None:
             config = common | {"engine": engine} | more
-            workers[engine] = stack.enter_context(_worker(python, config, directory / f"{engine}.json"))
+            workers[engine] = stack.enter_context(
+                _worker(python, config, directory / f"{engine}.json")
+            )
 
         start("hf", Path(sys.executable), device="cpu", batch_size=BATCH)
         start("vllm", python)
-        port = stack.enter_context(vllm_server(python, ["--model", common["target"], "--dtype", common["dtype"]]))
-        start("openai", Path(sys.executable), endpoint=[f"http://127.0.0.1:{port}/v1"], concurrency=BATCH)
+        port = stack.enter_context(
+            vllm_server(python, ["--model", common["target"], "--dtype", common["dtype"]])
+        )
+        start(
+            "openai",
+            Path(sys.executable),
+            endpoint=[f"http://127.0.0.1:{port}/v1"],
+            concurrency=BATCH,
+        )
         by_round: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
         for seed, prompts in enumerate([rounds[0][:2], *rounds]):
             for name in rotated(list(workers), seed):
@@ -199,11 +231,13 @@ Worker = Callable[[Sequence[Sequence[int]], int], dict[str, float]]
 
 @contextmanager
 def _worker(python: Path, config: dict[str, Any], file: Path) -> Iterator[Worker]:
-    """An engine of `distill` in a process of its own (`distill_engine.py`), which the first round waits for to be
-    loaded. Raises RunError if it dies.
+    """An engine of `distill` in a process of its own (`distill_engine.py`), which the first round
+    waits for to be loaded. Raises RunError if it dies.
     """
     path = [entry for entry in sys.path if entry.endswith("site-packages")]
-    file.write_text(json.dumps({"root": str(Path(__file__).parents[1]), "path": path, "config": config}))
+    file.write_text(
+        json.dumps({"root": str(Path(__file__).parents[1]), "path": path, "config": config})
+    )
     command = [str(python), "-I", str(Path(__file__).with_name("distill_engine.py")), str(file)]
     with file.with_suffix(".log").open("w+") as log:
         process = subprocess.Popen(

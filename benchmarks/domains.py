@@ -2,11 +2,12 @@
 
     python -m benchmarks.domains --out DIR [--seeds 2]
 
-The nano pair learns from answers to prompts of three domains of very unequal size (16 : 4 : 1). All ways start from one
-base draft and make the same number of steps on the same number of sequences at the same learning rate. Nothing is
-chosen by a figure. alpha is as in benchmarks/frontier.py, on documents that neither pair nor draft has seen; OUT may be
-that benchmark's of the nano pair, whose prompts, continuations and data serve here too. Everything is a file below OUT
-and is not made again: killed and called again, it continues.
+The nano pair learns from answers to prompts of three domains of very unequal size (16 : 4 : 1). All
+ways start from one base draft and make the same number of steps on the same number of sequences at
+the same learning rate. Nothing is chosen by a figure. alpha is as in benchmarks/frontier.py, on
+documents that neither pair nor draft has seen; OUT may be that benchmark's of the nano pair, whose
+prompts, continuations and data serve here too. Everything is a file below OUT and is not made
+again: killed and called again, it continues.
 """
 
 import sys
@@ -37,7 +38,10 @@ WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "the largest alone": (False, {}),
     "by size": (True, {}),
     "temperature 3": (True, {"mixing_temperature": 3.0}),
-    "temperature 3, half of it even replay": (True, {"mixing_temperature": 3.0, "replay_fraction": 0.5}),
+    "temperature 3, half of it even replay": (
+        True,
+        {"mixing_temperature": 3.0, "replay_fraction": 0.5},
+    ),
 }
 
 
@@ -49,13 +53,18 @@ class Options(Size):
 
 
 def prepare(options: Options) -> Bench:
-    """What frontier.py prepares for the nano pair, and answers to training prompts of the other domains."""
+    """What frontier.py prepares for the nano pair, and answers to training prompts of the other
+    domains.
+    """
     bench = frontier.prepare(frontier.Options(**asdict(options)))
     for domain, share in OTHERS.items():
         made_in = bench.out / "domains" / domain
         if not made_in.is_dir():
             with atomic_dir(made_in) as made:
-                write_rows(made / f"{domain}.jsonl", corpus.passages(domain, corpus.split(domain).train, 400))
+                write_rows(
+                    made / f"{domain}.jsonl",
+                    corpus.passages(domain, corpus.split(domain).train, 400),
+                )
         count = max(1, round(share * options.sequences))
         distilled(options, bench.pair, made_in / f"{domain}.jsonl", domain, count)
     return bench
@@ -78,7 +87,8 @@ def config_of(bench: Bench, way: str, seed: int) -> TrainConfig:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Everything, to OUT/domains.json: by way and set the change in alpha over the base, paired by prompt.
+    """Everything, to OUT/domains.json: by way and set the change in alpha over the base, paired by
+    prompt.
 
     Intervals are over seeds and prompts.
     """
@@ -99,7 +109,9 @@ def run(options: Options) -> dict[str, Any]:
         "base": {name: base[name].pooled for name in own + other},
         "rows": {
             way: {
-                name: difference_over_seeds([alphas[name] for alphas in seeds], base[name], picks[name])
+                name: difference_over_seeds(
+                    [alphas[name] for alphas in seeds], base[name], picks[name]
+                )
                 for name in picks
             }
             for way, seeds in found.items()

@@ -1,10 +1,10 @@
 """What an estimate costs beside decoding the same cells: `python benchmarks/eval.py [--out FILE]`.
 
-A cell is one draft with one tree and verifier on one set of prompts at one temperature. The estimate is
-`measure_alphas`: one forward of the target over its own texts, one of every draft, and all cells from them. Decoding is
-`measure.Task.decoding` of every cell, at batch 16 and, on some of the prompts, at batch 1. The target's texts are a
-cost of their own (`baseline_s`): decoding needs none, and an evaluation has them anyway. Without arguments the pair is
-the demo's.
+A cell is one draft with one tree and verifier on one set of prompts at one temperature. The
+estimate is `measure_alphas`: one forward of the target over its own texts, one of every draft, and
+all cells from them. Decoding is `measure.Task.decoding` of every cell, at batch 16 and, on some of
+the prompts, at batch 1. The target's texts are a cost of their own (`baseline_s`): decoding needs
+none, and an evaluation has them anyway. Without arguments the pair is the demo's.
 """
 
 # ruff: noqa: E402
@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Python puts this directory first, where files have the names of packages (eval, train, decode).
+    # Python puts this directory first, where files have the names of packages (eval, train,
+    # decode).
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import os
@@ -64,12 +65,19 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 def run(config: BenchmarkConfig) -> dict[str, Any]:
     """Time everything once, after a warm-up."""
-    pair = load_pair(config.target, {Path(path).name: path for path in config.draft}, device="cpu", dtype="float32")
+    pair = load_pair(
+        config.target,
+        {Path(path).name: path for path in config.draft},
+        device="cpu",
+        dtype="float32",
+    )
     sampling = Sampling(temperature=config.temperature)
     prompts = heldout_prompts(pair.tokenizer, config.prompts)
     trees = [Method(tree, "exact" if tree.startswith("opt") else "mcsd") for tree in config.tree]
     methods = predicted_methods(trees, sampling.greedy)
-    task = measure.Task(pair.target, prompts, sampling, (), config.max_new_tokens, seed=0, batch_size=16)
+    task = measure.Task(
+        pair.target, prompts, sampling, (), config.max_new_tokens, seed=0, batch_size=16
+    )
     ours, baseline_s = timed(task.baseline)
     texts = measure.continuations(prompts, ours)
 
@@ -84,7 +92,8 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
         for draft in pair.drafts.values():
             for method in methods:
                 some = measure.BaselineMeasurement(
-                    output_ids=ours["output_ids"][:count], finish_reason=ours["finish_reason"][:count]
+                    output_ids=ours["output_ids"][:count],
+                    finish_reason=ours["finish_reason"][:count],
                 )
                 part = replace(task, prompts=prompts[:count], batch_size=batch_size)
                 _, spent = timed(partial(part.decoding, draft, method, some))

@@ -1,22 +1,26 @@
-"""What each way of keeping the base draft's knowledge buys: alpha in distribution against alpha out of it.
+"""What each way of keeping the base draft's knowledge buys: alpha in distribution against alpha out
+of it.
 
-    python -m benchmarks.frontier --out DIR [--pair nano | pruned] [--own prose] [--seeds 5] [--runs 4]
-    python -m benchmarks.frontier --out DIR --pair stories --target MODEL --texts DIRECTORY
+    python -m benchmarks.frontier --out DIR [--pair nano | pruned] [--own prose] [--seeds 5] [--runs
+    4] python -m benchmarks.frontier --out DIR --pair stories --target MODEL --texts DIRECTORY
     python -m benchmarks.frontier --out HELD_BACK --own unicode --settings_of DIR [DIR ...]
     python -m benchmarks.frontier --out DIR --table
 
-Every run starts from one base draft and makes the same number of optimizer steps on the same number of sequences
-(early stopping alone: fewer). `plain` is alignment with nothing else; its learning rate is the one with the highest
-alpha on held-out prompts in distribution, and all other methods are trained at that rate unless their setting says
-otherwise. With seed 0 every setting of every method is run. Of each method the setting is taken that has the greatest
-sum of two changes in alpha over the base: on held-out prompts in distribution, and on the sets for tuning. The sets
-`near` and `far` that are reported have no say. The other seeds, which change the order of the data, run what was taken.
-With --settings_of nothing is chosen here: the settings are those with the greatest sum over the results in these other
-directories, so that this domain was held back from every choice. --settings names them instead.
+Every run starts from one base draft and makes the same number of optimizer steps on the same number
+of sequences (early stopping alone: fewer). `plain` is alignment with nothing else; its learning
+rate is the one with the highest alpha on held-out prompts in distribution, and all other methods
+are trained at that rate unless their setting says otherwise. With seed 0 every setting of every
+method is run. Of each method the setting is taken that has the greatest sum of two changes in alpha
+over the base: on held-out prompts in distribution, and on the sets for tuning. The sets `near` and
+`far` that are reported have no say. The other seeds, which change the order of the data, run what
+was taken. With --settings_of nothing is chosen here: the settings are those with the greatest sum
+over the results in these other directories, so that this domain was held back from every choice.
+--settings names them instead.
 
-alpha is what `draftsmith eval` measures, at temperature 1: the mean of sum_x min(p, q) over positions of continuations
-that the target drew itself. Drafts between the base and a trained one cost no training and share the target's forward
-with it. Everything is a file below OUT and is not made again; --runs N stops after N more training runs.
+alpha is what `draftsmith eval` measures, at temperature 1: the mean of sum_x min(p, q) over
+positions of continuations that the target drew itself. Drafts between the base and a trained one
+cost no training and share the target's forward with it. Everything is a file below OUT and is not
+made again; --runs N stops after N more training runs.
 """
 
 import encodings
@@ -29,7 +33,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from benchmarks.frontier_tables import Alphas, Sets, chosen_settings, document_of, tables, write_pictures
+from benchmarks.frontier_tables import (
+    Alphas,
+    Sets,
+    chosen_settings,
+    document_of,
+    tables,
+    write_pictures,
+)
 from benchmarks.objectives import claim
 from benchmarks.objectives_data import (
     PAIRS,
@@ -59,8 +70,8 @@ from train.config import TrainConfig
 
 COMMAND = "benchmarks/frontier.py"
 OBJECTIVE = "jsd:beta=0.5"
-# By method and setting, what is changed in a plain run: options of training, `lr`, `times` (of the plain rate) and
-# `share` (of the steps).
+# By method and setting, what is changed in a plain run: options of training, `lr`, `times` (of the
+# plain rate) and `share` (of the steps).
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {
         "lr 0.001": {"lr": 0.001},
@@ -68,21 +79,40 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "lr 0.006": {"lr": 0.006},
         "lr 0.006, a quarter of the steps": {"lr": 0.006, "share": 0.25},
     },
-    # Of texts that the target begins by itself, of texts that begin with any token of the vocabulary, and half of each.
-    "replay": {f"share {share:g}": {"replay_fraction": share, "replay": ["self"]} for share in (0.3, 0.5, 0.7)},
+    # Of texts that the target begins by itself, of texts that begin with any token of the
+    # vocabulary, and half of each.
+    "replay": {
+        f"share {share:g}": {"replay_fraction": share, "replay": ["self"]}
+        for share in (0.3, 0.5, 0.7)
+    },
     "even replay": {
-        **{f"share {share:g}": {"replay_fraction": share, "replay": ["token"]} for share in (0.3, 0.5, 0.7)},
+        **{
+            f"share {share:g}": {"replay_fraction": share, "replay": ["token"]}
+            for share in (0.3, 0.5, 0.7)
+        },
         "share 0.7, half the lr": {"replay_fraction": 0.7, "replay": ["token"], "times": 0.5},
     },
     # As many sequences of answers as the plain method has, beside the replayed ones.
     "longer even replay": {
-        f"share {share:g}, {rate}": {"replay_fraction": share, "replay": ["token"], "share": 1 / (1 - share), **times}
+        f"share {share:g}, {rate}": {
+            "replay_fraction": share,
+            "replay": ["token"],
+            "share": 1 / (1 - share),
+            **times,
+        }
         for share in (0.5, 0.7)
         for rate, times in (("the lr", {}), ("half the lr", {"times": 0.5}))
     },
     "mixed replay": {
-        **{f"share {share:g}": {"replay_fraction": share, "replay": ["self", "token"]} for share in (0.3, 0.5, 0.7)},
-        "share 0.7, half the lr": {"replay_fraction": 0.7, "replay": ["self", "token"], "times": 0.5},
+        **{
+            f"share {share:g}": {"replay_fraction": share, "replay": ["self", "token"]}
+            for share in (0.3, 0.5, 0.7)
+        },
+        "share 0.7, half the lr": {
+            "replay_fraction": 0.7,
+            "replay": ["self", "token"],
+            "times": 0.5,
+        },
     },
 }
 # Drafts between the base and those of another method, at these shares of the way.
@@ -101,9 +131,13 @@ class Options(PairOptions):
     """Which pair and methods, and at what size; `plain` is always among the methods."""
 
     settings_of: list[str] = field(default_factory=list)
-    """Directories of other runs of this benchmark, by which every setting is chosen; none is chosen here."""
+    """Directories of other runs of this benchmark, by which every setting is chosen; none is chosen
+    here.
+    """
     settings: list[str] = field(default_factory=list)
-    """METHOD=SETTING of what to run, the plain one among them; nothing else is run and none is chosen."""
+    """METHOD=SETTING of what to run, the plain one among them; nothing else is run and none is
+    chosen.
+    """
     seeds: int = 5
     runs: int | None = None
     """Stop after so many more training runs; the same command continues."""
@@ -131,7 +165,9 @@ class EnoughError(Exception):
 
 @dataclass
 class Bench:
-    """What everything is measured with. rows: of each set what identifies it, and the target's continuations."""
+    """What everything is measured with. rows: of each set what identifies it, and the target's
+    continuations.
+    """
 
     options: Options
     pair: Pair
@@ -159,7 +195,9 @@ def prepare(options: Options) -> Bench:
         found = {"text": "\n".join(path.read_text(encoding="utf-8") for path in sources)}
         with atomic_dir(out / "tables") as made:
             write_rows(made / "whole.jsonl", [found])
-            write_rows(made / "tables.jsonl", shuffled(pieces(made / "whole.jsonl"))[: 2 * options.prompts])
+            write_rows(
+                made / "tables.jsonl", shuffled(pieces(made / "whole.jsonl"))[: 2 * options.prompts]
+            )
     for name, prompts, count in (
         ("id", out / "prompts" / "id.train.jsonl", options.sequences),
         ("heldout", out / "prompts" / "id.heldout.jsonl", options.prompts),
@@ -174,11 +212,14 @@ def prepare(options: Options) -> Bench:
         files = {"heldout": "prompts/id.heldout.jsonl", "tables": "tables/tables.jsonl"}
         source = str(out / files.get(name, f"prompts/{name}.jsonl"))
         if name in ("general", "even"):
-            # Not one that is replayed: those of `self` are drawn anew, those of `token` begin with other tokens.
+            # Not one that is replayed: those of `self` are drawn anew, those of `token` begin with
+            # other tokens.
             count = options.prompts + (options.sequences if name == "even" else 0)
             source = f"token:{count}" if name == "even" else f"self:{count}"
         prompts_read = read_prompts(source, tokenizer, prompt_tokens=pair.prompt_tokens).prompts
-        prompts_read = prompts_read[-options.prompts :] if name == "even" else prompts_read[: options.prompts]
+        prompts_read = (
+            prompts_read[-options.prompts :] if name == "even" else prompts_read[: options.prompts]
+        )
         asked, texts = continued(options, store, target, prompts_read, 1.0, seed=99)
         rows[name] = (asked, [row for row in texts if row.output_ids])
     left = float("inf") if options.runs is None else options.runs
@@ -197,8 +238,12 @@ def config_of(bench: Bench, method: str, setting: str, rate: float, seed: int) -
     return replace(plain, objective=OBJECTIVE, **changes)
 
 
-def measured(bench: Bench, method: str, setting: str, rate: float, seed: int) -> dict[float, Alphas]:
-    """alpha on every set of a setting's draft (under 1), and of those between it and the base where they are wanted."""
+def measured(
+    bench: Bench, method: str, setting: str, rate: float, seed: int
+) -> dict[float, Alphas]:
+    """alpha on every set of a setting's draft (under 1), and of those between it and the base where
+    they are wanted.
+    """
     config = config_of(bench, method, setting, rate, seed)
     if not record_of(config).exists():
         if bench.left < 1:
@@ -209,26 +254,38 @@ def measured(bench: Bench, method: str, setting: str, rate: float, seed: int) ->
     return alphas_of(bench, Path(config.out), mark, weights)
 
 
-def alphas_of(bench: Bench, draft: Path, mark: str, weights: tuple[float, ...]) -> dict[float, Alphas]:
-    """Per set, sums and counts by prompt of the drafts at these shares of the way; all on one target forward."""
+def alphas_of(
+    bench: Bench, draft: Path, mark: str, weights: tuple[float, ...]
+) -> dict[float, Alphas]:
+    """Per set, sums and counts by prompt of the drafts at these shares of the way; all on one
+    target forward.
+    """
     found: dict[float, Alphas] = {weight: {} for weight in weights}
     for name, (asked, rows) in bench.rows.items():
         between_these = {"base": fingerprint(bench.base), "draft": mark}
         requests = {f"{weight:g}": asked | between_these | {"weight": weight} for weight in weights}
-        for weight, each in bench.store.get_all(requests, partial(_measure, bench, draft, rows)).items():
+        for weight, each in bench.store.get_all(
+            requests, partial(_measure, bench, draft, rows)
+        ).items():
             found[float(weight)][name] = PromptSums.of(each["sum"], each["count"])
     return found
 
 
-def _measure(bench: Bench, draft: Path, rows: list[Continuation], weights: list[str]) -> dict[str, dict[str, Any]]:
+def _measure(
+    bench: Bench, draft: Path, rows: list[Continuation], weights: list[str]
+) -> dict[str, dict[str, Any]]:
     aligned = load_model(str(draft))
     drafts = {weight: between(bench.base, aligned, float(weight)) for weight in weights}
     read = measure_alphas(bench.target, drafts, rows, Sampling(temperature=1.0), batch_size=32)
     return {weight: {key: each[key] for key in ("sum", "count")} for weight, each in read.items()}
 
 
-def points(bench: Bench, seed: int, rate: float, wanted: dict[str, set[str]]) -> Iterator[tuple[str, str, Alphas]]:
-    """(method, setting, alphas) of the settings wanted of each method that is trained, and of what is merged of it."""
+def points(
+    bench: Bench, seed: int, rate: float, wanted: dict[str, set[str]]
+) -> Iterator[tuple[str, str, Alphas]]:
+    """(method, setting, alphas) of the settings wanted of each method that is trained, and of what
+    is merged of it.
+    """
     only = bench.options.only
     for method, settings in wanted.items():
         for setting in METHODS[method]:
@@ -244,14 +301,25 @@ def points(bench: Bench, seed: int, rate: float, wanted: dict[str, set[str]]) ->
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Everything that `options.runs` leaves time for, to OUT/results.json. EnoughError when there is more to do."""
+    """Everything that `options.runs` leaves time for, to OUT/results.json. EnoughError when there
+    is more to do.
+    """
     bench = prepare(options)
     base = alphas_of(bench, Path(bench.pair.draft), fingerprint(bench.base), (0.0,))[0.0]
     rates = {setting: changes["lr"] for setting, changes in METHODS["plain"].items()}
-    others = [read_json(Path(path) / "results.json", "the results of this benchmark") for path in options.settings_of]
-    given = chosen_settings(others) if others else dict(text.split("=", 1) for text in options.settings) or None
+    others = [
+        read_json(Path(path) / "results.json", "the results of this benchmark")
+        for path in options.settings_of
+    ]
+    given = (
+        chosen_settings(others)
+        if others
+        else dict(text.split("=", 1) for text in options.settings) or None
+    )
     if given is None:
-        plain = {setting: measured(bench, "plain", setting, rates[setting], 0)[1.0] for setting in rates}
+        plain = {
+            setting: measured(bench, "plain", setting, rates[setting], 0)[1.0] for setting in rates
+        }
         best = max(plain, key=lambda setting: plain[setting]["heldout"].pooled or 0.0)
     else:
         best = given["plain"]
@@ -261,12 +329,16 @@ def run(options: Options) -> dict[str, Any]:
     def write() -> dict[str, Any]:
         apart = ("out", "target", "texts", "only", "runs", "table", "settings_of", "settings")
         sizes = {key: value for key, value in asdict(options).items() if key not in apart}
-        document = document_of(bench.sets, base, found, best, options.bootstrap, given) | {"options": sizes}
+        document = document_of(bench.sets, base, found, best, options.bootstrap, given) | {
+            "options": sizes
+        }
         write_json_atomic(bench.out / "results.json", document)
         return document
 
     try:
-        for method, setting, alphas in points(bench, 0, rate, _trained(given) or {m: set(METHODS[m]) for m in METHODS}):
+        for method, setting, alphas in points(
+            bench, 0, rate, _trained(given) or {m: set(METHODS[m]) for m in METHODS}
+        ):
             found[method, setting] = [alphas]
         document = write()
         wanted = _trained(document["taken"])
@@ -281,7 +353,9 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _trained(taken: dict[str, str] | None) -> dict[str, set[str]]:
-    """By method the settings to train for what is taken: its own, and the one of the drafts merged from it."""
+    """By method the settings to train for what is taken: its own, and the one of the drafts merged
+    from it.
+    """
     wanted = {method: {taken[method]} for method in METHODS if method in taken} if taken else {}
     for merged, of in MERGED.items():
         if taken and of in wanted and merged in taken:

@@ -1,4 +1,6 @@
-"""What the runs of benchmarks/frontier.py come to: what is taken of each method, areas, bars, tables, the picture."""
+"""What the runs of benchmarks/frontier.py come to: what is taken of each method, areas, bars,
+tables, the picture.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +32,8 @@ COLOURS = {
     "mixed replay + interpolation": "d1",
 }
 MARKERS = dict(zip(COLOURS, "oPDvsXh*", strict=True))
-# The bar: at least this share of the plain method's gain, and on the worst set out of distribution no loss of this much
-# (non-inferiority: the lower bound of the change is above minus the margin).
+# The bar: at least this share of the plain method's gain, and on the worst set out of distribution
+# no loss of this much (non-inferiority: the lower bound of the change is above minus the margin).
 GAIN, MARGIN = 0.9, 0.01
 # What `align` trains with policy balanced.
 BALANCED = "longer even replay"
@@ -39,8 +41,9 @@ BALANCED = "longer even replay"
 
 @dataclass(frozen=True)
 class Sets:
-    """Prompt sets by what they are for. own: in distribution, reported. tuning: out of it, never reported, beside
-    `heldout` (in distribution), `general` and `even` (what the target writes by itself, begun as for replay).
+    """Prompt sets by what they are for. own: in distribution, reported. tuning: out of it, never
+    reported, beside `heldout` (in distribution), `general` and `even` (what the target writes by
+    itself, begun as for replay).
     """
 
     own: str
@@ -65,12 +68,19 @@ def picks_of(sums: PromptSums, name: str, count: int) -> Resamples:
 
 
 def document_of(
-    sets: Sets, base: Alphas, found: Found, plain: str, count: int, settings: Mapping[str, str] | None = None
+    sets: Sets,
+    base: Alphas,
+    found: Found,
+    plain: str,
+    count: int,
+    settings: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Figures of all points with seed 0, and of what is taken of each method with all the seeds that it has.
+    """Figures of all points with seed 0, and of what is taken of each method with all the seeds
+    that it has.
 
-    plain: the setting of the plain method. settings: of each method, chosen elsewhere; None: chosen here, as
-    `chosen_settings` does. Changes are over the base, paired by prompt; intervals are over seeds and prompts.
+    plain: the setting of the plain method. settings: of each method, chosen elsewhere; None: chosen
+    here, as `chosen_settings` does. Changes are over the base, paired by prompt; intervals are over
+    seeds and prompts.
     """
     picks = {name: picks_of(each, name, count) for name, each in base.items()}
     places = {"id": (sets.own,), "ood": sets.near + sets.far, "near": sets.near, "far": sets.far}
@@ -96,7 +106,8 @@ def document_of(
         return row | {"worst": row[f"set {worst}"] | {"set": worst}}
 
     points = [
-        {"method": method, "setting": setting, **changes(seeds[:1])} for (method, setting), seeds in found.items()
+        {"method": method, "setting": setting, **changes(seeds[:1])}
+        for (method, setting), seeds in found.items()
     ]
     taken = chosen_settings([{"points": points}]) if settings is None else dict(settings)
     measured = dict.fromkeys(point["method"] for point in points if point["method"] in taken)
@@ -116,7 +127,9 @@ def document_of(
         rows[method] = row
     gain, loss = (rows["plain"][place]["change"]["value"] for place in ("id", "ood"))
     for method, row in rows.items():
-        row["area"] = area([_place(point) for point in points if point["method"] == method], gain, loss)
+        row["area"] = area(
+            [_place(point) for point in points if point["method"] == method], gain, loss
+        )
         row["met"] = met(row)
     return {
         "sets": {"own": sets.own, "near": sets.near, "far": sets.far, "tuned_on": tuned_on},
@@ -133,8 +146,9 @@ def _place(point: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def chosen_settings(documents: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """By method the setting with the greatest sum, over documents, of the changes on held-out prompts in distribution
-    and on the sets for tuning: nothing that is reported. Of the plain method, the first of these alone.
+    """By method the setting with the greatest sum, over documents, of the changes on held-out
+    prompts in distribution and on the sets for tuning: nothing that is reported. Of the plain
+    method, the first of these alone.
     """
     merits: dict[str, dict[str, float]] = {}
     for point in (point for document in documents for point in document["points"]):
@@ -142,7 +156,10 @@ def chosen_settings(documents: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         settings = merits.setdefault(point["method"], {})
         merit = sum(float(point[place]["change"]["value"]) for place in places)
         settings[point["setting"]] = settings.get(point["setting"], 0.0) + merit
-    return {method: max(settings, key=lambda setting: settings[setting]) for method, settings in merits.items()}
+    return {
+        method: max(settings, key=lambda setting: settings[setting])
+        for method, settings in merits.items()
+    }
 
 
 def _share(
@@ -151,24 +168,30 @@ def _share(
     """The gain over the plain method's gain, with the interval of their paired quotient."""
     base_R = pooled_ratios(base, picks)
     with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = interval((two_level(new, picks) - base_R) / (two_level(plain, picks) - base_R), picks)
+        low, high = interval(
+            (two_level(new, picks) - base_R) / (two_level(plain, picks) - base_R), picks
+        )
     above, below = ((mean_of(each).pooled or 0.0) - (base.pooled or 0.0) for each in (new, plain))
     return {"value": above / below if below else None, "low": low, "high": high}
 
 
 def met(row: Mapping[str, Any]) -> bool:
-    """Whether the share of the plain gain is at least `GAIN`, and the worst set out of distribution is not inferior."""
+    """Whether the share of the plain gain is at least `GAIN`, and the worst set out of distribution
+    is not inferior.
+    """
     share, low = row["share"]["value"], row["worst"]["change"]["low"]
     return bool(share is not None and share >= GAIN and low is not None and low > -MARGIN)
 
 
 def area(places: Sequence[tuple[float, float]], gain: float, loss: float) -> float | None:
-    """The area under a method's frontier, as a share of the rectangle from (0, plain loss) to (plain gain, 0).
+    """The area under a method's frontier, as a share of the rectangle from (0, plain loss) to
+    (plain gain, 0).
 
-    places: (change in distribution, change out of it) of its points; the base, (0, 0), is one of every method. The
-    frontier is their upper hull, because a server that gives each request one of two drafts at random has a mixture of
-    both alphas. 1: the whole gain of the plain method at no loss; more where the base is surpassed out of distribution.
-    None where the plain method has no gain, or no loss: there is nothing to trade.
+    places: (change in distribution, change out of it) of its points; the base, (0, 0), is one of
+    every method. The frontier is their upper hull, because a server that gives each request one of
+    two drafts at random has a mixture of both alphas. 1: the whole gain of the plain method at no
+    loss; more where the base is surpassed out of distribution. None where the plain method has no
+    gain, or no loss: there is nothing to trade.
     """
     if gain <= 0 or loss >= 0:
         return None
@@ -180,13 +203,15 @@ def area(places: Sequence[tuple[float, float]], gain: float, loss: float) -> flo
 
 
 def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The corners of the upper hull of the places and (0, 0), from no gain to the greatest; it never rises."""
+    """The corners of the upper hull of the places and (0, 0), from no gain to the greatest; it
+    never rises.
+    """
     hull: list[tuple[float, float]] = []
     for x, y in sorted({(0.0, 0.0), *(place for place in places if place[0] > 0)}):
         # A corner below the line from the one before it to this point is none.
-        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) <= (y - hull[-2][1]) * (
-            hull[-1][0] - hull[-2][0]
-        ):
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) <= (
+            y - hull[-2][1]
+        ) * (hull[-1][0] - hull[-2][0]):
             hull.pop()
         hull.append((x, y))
     top = max(range(len(hull)), key=lambda index: hull[index][1])
@@ -200,7 +225,10 @@ def tables(results: Mapping[str, Any]) -> str:
     said = ", ".join(f"{place} {base[place]:.3f}" for place in ("id", "ood", "near", "far"))
     on = f"ID: {sets['own']}; near: {', '.join(sets['near'])}; far: {', '.join(sets['far'])}"
     if sets["tuned_on"]:
-        on += f"; tuned on held-out prompts of {sets['own']}, and out of distribution on {', '.join(sets['tuned_on'])}"
+        on += (
+            f"; tuned on held-out prompts of {sets['own']}, and out of distribution on "
+            f"{', '.join(sets['tuned_on'])}"
+        )
     return f"{by_method(results, 'method')}\n\nBase: {said}. {on}.\n"
 
 
@@ -210,8 +238,24 @@ def by_method(results: Mapping[str, Any], first: str) -> str:
     for method, row in results["rows"].items():
         words = [method, row["setting"], str(row["seeds"]), gap(row["id"]["change"]), share_of(row)]
         words += [worst_of(row), gap(row["ood"]["change"])]
-        rows.append([*words, "" if row["area"] is None else f"{row['area']:.2f}", "met" if row["met"] else "not met"])
-    heading = [first, "setting", "seeds", "ID", "of the plain gain", "worst OOD set", "OOD", "area", "bar"]
+        rows.append(
+            [
+                *words,
+                "" if row["area"] is None else f"{row['area']:.2f}",
+                "met" if row["met"] else "not met",
+            ]
+        )
+    heading = [
+        first,
+        "setting",
+        "seeds",
+        "ID",
+        "of the plain gain",
+        "worst OOD set",
+        "OOD",
+        "area",
+        "bar",
+    ]
     return table(heading, rows)
 
 
@@ -221,7 +265,9 @@ def balanced(documents: Mapping[str, Mapping[str, Any]], first: str) -> str:
     for domain, document in documents.items():
         plain, new = (document["rows"][method] for method in ("plain", BALANCED))
         cells = [gap(row["id"]["change"]) for row in (plain, new)] + [share_of(new)]
-        cells += [gap(row["ood"]["change"]) for row in (plain, new)] + [worst_of(row) for row in (plain, new)]
+        cells += [gap(row["ood"]["change"]) for row in (plain, new)] + [
+            worst_of(row) for row in (plain, new)
+        ]
         rows.append([domain, str(new["seeds"]), *cells])
     by_way = [f"{way}: {place}" for place in ("OOD", "worst set") for way in ("plain", "balanced")]
     return table([first, "seeds", "plain: ID", "balanced: ID", "of the plain gain", *by_way], rows)
@@ -244,13 +290,18 @@ def write_pictures(results: Mapping[str, Any], out: Path, name: str = "frontier"
 
 
 def picture(results: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
-    """Change in alpha ID (x) and OOD (y) over the base, seed 0: all points, and the frontier of each method."""
+    """Change in alpha ID (x) and OOD (y) over the base, seed 0: all points, and the frontier of
+    each method.
+    """
     with drawing(dict(colours)):
         figure = Figure(figsize=(10.5, 5.0))
         ax = figure.subplots()
         for method, role in COLOURS.items():
             # What is merged has the drafts that it goes to at its end.
-            own = (method, method.removesuffix(" + interpolation") if method != "interpolation" else "plain")
+            own = (
+                method,
+                method.removesuffix(" + interpolation") if method != "interpolation" else "plain",
+            )
             places = [_place(point) for point in results["points"] if point["method"] in own]
             if method not in results["taken"]:
                 continue
@@ -261,12 +312,22 @@ def picture(results: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
             ax.scatter(x, y, s=34, marker=MARKERS[method], color=colour, label=method, zorder=4)
             for point in results["points"]:
                 if point["method"] in own and results["taken"][point["method"]] == point["setting"]:
-                    ax.scatter(*_place(point), s=150, marker="o", facecolors="none", edgecolors=colour, zorder=4)
+                    ax.scatter(
+                        *_place(point),
+                        s=150,
+                        marker="o",
+                        facecolors="none",
+                        edgecolors=colour,
+                        zorder=4,
+                    )
         ax.scatter([0], [0], s=60, color=colours["base"], zorder=5)
-        ax.annotate("base", (0, 0), xytext=(0, -20), textcoords="offset points", color=colours["soft"])
+        ax.annotate(
+            "base", (0, 0), xytext=(0, -20), textcoords="offset points", color=colours["soft"]
+        )
         ax.axhline(0, color=colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
         ax.set_xlabel(
-            f"change in α in distribution ({results['sets']['own']}), T = 1, seed 0; rings: the settings taken"
+            f"change in α in distribution ({results['sets']['own']}), T = 1, seed 0; rings: the "
+            "settings taken"
         )
         ax.set_ylabel("change in α out of distribution")
         # Beside the drawing: wherever it stood in it, it would hide a point.

@@ -1,12 +1,14 @@
-"""Heads of equal parameters beside each other on a small pair: equal tokens, two seeds, and once equal seconds.
+"""Heads of equal parameters beside each other on a small pair: equal tokens, two seeds, and once
+equal seconds.
 
     python -m benchmarks.heads --out DIR [--pair nano] [--seeds 2]
     python -m benchmarks.heads --out DIR --pair stories --target MODEL --texts DIR [--seeds 2]
 
-Every head is trained with one objective on the same answers, for as many steps of as many sequences, at one learning
-rate; nothing is chosen by a figure. With equal seconds, a head makes as many steps as fit into the processor time of
-EAGLE-3's. OUT/eval has the evaluation; a killed run continues. `python -m benchmarks.figures --keep
-heads-PAIR=OUT/eval/results.json` keeps it, and remakes the tables of docs/blocks.md.
+Every head is trained with one objective on the same answers, for as many steps of as many
+sequences, at one learning rate; nothing is chosen by a figure. With equal seconds, a head makes as
+many steps as fit into the processor time of EAGLE-3's. OUT/eval has the evaluation; a killed run
+continues. `python -m benchmarks.figures --keep heads-PAIR=OUT/eval/results.json` keeps it, and
+remakes the tables of docs/blocks.md.
 """
 
 import sys
@@ -28,8 +30,9 @@ from train.config import HeadOptions, TrainConfig
 COMMAND = "benchmarks/heads.py"
 RATE = 2e-3
 DEPTH = 4  # of the drafted chain; a block has this many tokens to draft
-# Shapes by pair that give every head about the parameters of EAGLE-3: 1.4 and 0.1 million. Medusa is left out: each of
-# its heads has an output projection, so that four have more than twice as many on the nano pair.
+# Shapes by pair that give every head about the parameters of EAGLE-3: 1.4 and 0.1 million. Medusa
+# is left out: each of its heads has an output projection, so that four have more than twice as many
+# on the nano pair.
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "nano": {
         "eagle3": {"test_steps": DEPTH},
@@ -60,14 +63,18 @@ class Options(PairOptions):
     seeds: int = 2
 
 
-def config_of(options: Options, pair: Pair, kind: str, seed: int, steps: int, name: str) -> TrainConfig:
+def config_of(
+    options: Options, pair: Pair, kind: str, seed: int, steps: int, name: str
+) -> TrainConfig:
     """The training run of a head, as OUT/drafts/NAME."""
     shape, start = dict(SHAPES[options.pair][kind]), None
     if feed_forward := shape.pop("feed_forward", None):
         start = Path(options.out) / "starts" / f"{kind}-{seed}"
         if not start.exists():
             target = load_model(pair.target, device="cpu", dtype="float32")
-            head = EagleHead(replace(EagleConfig.like(target), intermediate_size=feed_forward), target)
+            head = EagleHead(
+                replace(EagleConfig.like(target), intermediate_size=feed_forward), target
+            )
             draw(head.fc, head.layers, seed)
             with atomic_dir(start) as made:
                 write_head(head, made)

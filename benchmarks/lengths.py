@@ -1,14 +1,18 @@
-"""Acceptance against the position in a long answer, and speed-up against the batch and the prompt's length.
+"""Acceptance against the position in a long answer, and speed-up against the batch and the prompt's
+length.
 
-    python benchmarks/lengths.py --out lengths.json [--target DIR --draft DIR] [--sections alpha batch prompt]
+    python benchmarks/lengths.py --out lengths.json [--target DIR --draft DIR] [--sections alpha
+    batch prompt]
 
-`alpha`: the target writes `--new_tokens` tokens behind held-out prose at temperature 1, past every EOS, and one forward
-of each model over these texts gives the draft's alpha, in bins of position that double, with 95 % intervals over
-prompts. `batch` and `prompt`: speed-up over the target alone at every batch size and prompt length. Rounds alternate
-between the two, every round has other prompts, and the figure is the median of the rounds' ratios with its quartiles.
+`alpha`: the target writes `--new_tokens` tokens behind held-out prose at temperature 1, past every
+EOS, and one forward of each model over these texts gives the draft's alpha, in bins of position
+that double, with 95 % intervals over prompts. `batch` and `prompt`: speed-up over the target alone
+at every batch size and prompt length. Rounds alternate between the two, every round has other
+prompts, and the figure is the median of the rounds' ratios with its quartiles.
 
-Prints Markdown tables. Every cell is saved to `--out`; the same command resumes there. Without arguments the pair is
-the demo's, whose context ends at 512: a longer answer is cut, and a longer prompt is left out.
+Prints Markdown tables. Every cell is saved to `--out`; the same command resumes there. Without
+arguments the pair is the demo's, whose context ends at 512: a longer answer is cut, and a longer
+prompt is left out.
 """
 
 # ruff: noqa: E402
@@ -16,7 +20,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Python puts this directory first, where files have the names of packages (eval, train, decode).
+    # Python puts this directory first, where files have the names of packages (eval, train,
+    # decode).
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import os
@@ -106,7 +111,12 @@ def reach(*models: PreTrainedModel) -> int:
 
 
 def alpha_cell(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer, options: Options, first: int, tokens: int
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: Tokenizer,
+    options: Options,
+    first: int,
+    tokens: int,
 ) -> dict[str, Any]:
     """Sums of alpha by prompt and bin over the answers to `--group` prompts from `first` on."""
     prompts = heldout_prompts(tokenizer, options.prompts)[first : first + options.group]
@@ -115,13 +125,20 @@ def alpha_cell(
     traces, _ = read_traces(target, {"draft": draft}, rows, SAMPLING, (), batch_size=len(rows))
     alpha_PL = traces["draft"].values["alpha"][0]
     eos = eos_ids(target)
-    ends = [next((at for at, token in enumerate(row.output_ids) if token in eos), None) for row in rows]
+    ends = [
+        next((at for at, token in enumerate(row.output_ids) if token in eos), None) for row in rows
+    ]
     sums = [[float(alpha_L[i:j].sum()) for i, j in bins(tokens)] for alpha_L in alpha_PL]
     return {"tokens": tokens, "sums": sums, "first_eos": ends}
 
 
 def speed_cell(
-    target: PreTrainedModel, draft: PreTrainedModel, text: Sequence[int], options: Options, batch: int, length: int
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    text: Sequence[int],
+    options: Options,
+    batch: int,
+    length: int,
 ) -> dict[str, Any]:
     """Tokens, target calls and seconds of every round, of the target alone and with the draft."""
     if length + options.timed_tokens > (limit := reach(target, draft)):
@@ -136,10 +153,15 @@ def speed_cell(
         starts = [(turn + 1) * batch * length + row * length for row in range(batch)]
         prompts = [[text[(start + i) % len(text)] for i in range(length)] for start in starts]
         for name in rotated(list(decoders), turn):
-            tokens = options.timed_tokens if turn >= 0 else min(WARM_UP_TOKENS, options.timed_tokens)
+            tokens = (
+                options.timed_tokens if turn >= 0 else min(WARM_UP_TOKENS, options.timed_tokens)
+            )
             made = decoders[name].generate(prompts, SAMPLING, tokens, eos_ids=(), seed=turn + 1)
             stats = [generation.stats for generation in made.generations]
-            row = {"emitted": sum(each.emitted for each in stats), "calls": sum(each.target_calls for each in stats)}
+            row = {
+                "emitted": sum(each.emitted for each in stats),
+                "calls": sum(each.target_calls for each in stats),
+            }
             if turn >= 0:
                 counts[name].append(row | {"prefill_s": made.prefill_s, "decode_s": made.decode_s})
     return {"rounds": counts, "load": [load, os.getloadavg()[0]]}
@@ -153,7 +175,10 @@ def cells_of(
     text = [token for each in texts for token in encode_text(tokenizer, each)]
     tokens = min(options.new_tokens, reach(*pair) - ANSWERED_TOKENS)
     if (count := len(heldout_prompts(tokenizer, options.prompts))) < options.prompts:
-        raise InputError(f"--prompts {options.prompts}: the held-out prose has only {count} passages; ask for fewer")
+        raise InputError(
+            f"--prompts {options.prompts}: the held-out prose has only {count} passages; ask for "
+            "fewer"
+        )
     sizes = [("batch", size, options.prompt_tokens[0]) for size in options.batch]
     sizes += [("prompt", 1, length) for length in options.prompt_tokens]
 
@@ -161,35 +186,59 @@ def cells_of(
         f"alpha {first}": partial(alpha_cell, *pair, tokenizer, options, first, tokens)
         for first in range(0, options.prompts, options.group)
     }
-    cells |= {f"{kind} {b} {n}": partial(speed_cell, *pair, text, options, b, n) for kind, b, n in sizes}
+    cells |= {
+        f"{kind} {b} {n}": partial(speed_cell, *pair, text, options, b, n) for kind, b, n in sizes
+    }
     return {name: measure for name, measure in cells.items() if name.split()[0] in options.sections}
 
 
 def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """Alpha by bin with its change from the first bin, and speed-ups with the prompt's forward in and out."""
+    """Alpha by bin with its change from the first bin, and speed-ups with the prompt's forward in
+    and out.
+    """
     found: dict[str, Any] = {"alpha": [], "speed": []}
     done = [cell for name, cell in cells.items() if name.startswith("alpha")]
     if sums := [of_prompt for cell in done for of_prompt in cell["sums"]]:
         tokens, ends = done[0]["tokens"], [end for cell in done for end in cell["first_eos"]]
         picks, parts = resamples(len(sums), 2000, 0), []
         for index, (low, high) in enumerate(bins(tokens)):
-            parts.append(PromptSums.of([of_prompt[index] for of_prompt in sums], [high - low] * len(sums)))
-            alpha, change = bootstrap.estimate(parts[-1], picks), bootstrap.difference(parts[-1], parts[0], picks)
+            parts.append(
+                PromptSums.of([of_prompt[index] for of_prompt in sums], [high - low] * len(sums))
+            )
+            alpha, change = (
+                bootstrap.estimate(parts[-1], picks),
+                bootstrap.difference(parts[-1], parts[0], picks),
+            )
             ended = sum(end is not None and end < low for end in ends)
-            found["alpha"].append({"from": low, "to": high - 1, "alpha": alpha, "change": change, "ended": ended})
+            found["alpha"].append(
+                {"from": low, "to": high - 1, "alpha": alpha, "change": change, "ended": ended}
+            )
     conditioned = []
     for name, cell in cells.items():
         kind, *sizes = name.split()
         if kind == "alpha":
             continue
-        row: dict[str, Any] = {"section": kind, "batch": int(sizes[0]), "prompt_tokens": int(sizes[1])}
+        row: dict[str, Any] = {
+            "section": kind,
+            "batch": int(sizes[0]),
+            "prompt_tokens": int(sizes[1]),
+        }
         if "rounds" in cell:
             alone, draft = cell["rounds"]["alone"], cell["rounds"]["draft"]
-            rates = {key: (_rates(alone, key), _rates(draft, key)) for key in ("with_prompt", "without_prompt")}
-            row |= {key: np.quantile(b / a, [0.5, 0.25, 0.75]).tolist() for key, (a, b) in rates.items()}
-            row["tau"] = sum(each["emitted"] for each in draft) / sum(each["calls"] for each in draft)
+            rates = {
+                key: (_rates(alone, key), _rates(draft, key))
+                for key in ("with_prompt", "without_prompt")
+            }
+            row |= {
+                key: np.quantile(b / a, [0.5, 0.25, 0.75]).tolist() for key, (a, b) in rates.items()
+            }
+            row["tau"] = sum(each["emitted"] for each in draft) / sum(
+                each["calls"] for each in draft
+            )
             row["alone_tokens_per_s"] = float(np.median(rates["with_prompt"][0]))
-            busy = conditions(name, 1.0, cell["load"], rates["without_prompt"][0].tolist(), os.cpu_count() or 1)
+            busy = conditions(
+                name, 1.0, cell["load"], rates["without_prompt"][0].tolist(), os.cpu_count() or 1
+            )
             conditioned.append(busy)
         found["speed"].append(row | {key: cell[key] for key in ("left_out",) if key in cell})
     found["remarks"] = of_timing(conditioned, os.cpu_count() or 1)
@@ -198,7 +247,9 @@ def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rates(rounds: Sequence[Mapping[str, float]], key: str) -> Any:
     prompt = float(key == "with_prompt")
-    return np.array([each["emitted"] / (each["decode_s"] + prompt * each["prefill_s"]) for each in rounds])
+    return np.array(
+        [each["emitted"] / (each["decode_s"] + prompt * each["prefill_s"]) for each in rounds]
+    )
 
 
 def tables(found: Mapping[str, Any]) -> str:
@@ -206,12 +257,17 @@ def tables(found: Mapping[str, Any]) -> str:
     alphas = []
     for row in found["alpha"]:
         change = gap(row["change"]) if row["from"] else ""
-        alphas.append([f"{row['from']}-{row['to']}", with_interval(row["alpha"]), change, str(row["ended"])])
+        alphas.append(
+            [f"{row['from']}-{row['to']}", with_interval(row["alpha"]), change, str(row["ended"])]
+        )
     speeds = []
     for row in found["speed"]:
         rest = [row.get("left_out", ""), "", ""]
         if "tau" in row:
-            gains = ("{:.2f} ({:.2f} to {:.2f})".format(*row[key]) for key in ("with_prompt", "without_prompt"))
+            gains = (
+                "{:.2f} ({:.2f} to {:.2f})".format(*row[key])
+                for key in ("with_prompt", "without_prompt")
+            )
             rest = [*gains, f"{row['tau']:.2f}"]
         speeds.append([str(row["batch"]), str(row["prompt_tokens"]), *rest])
     parts = [table(["position", "alpha", "change from the first bin", "answers past EOS"], alphas)]
@@ -223,21 +279,29 @@ def run(options: Options) -> dict[str, Any]:
     """Measure every cell that `--out` does not have yet."""
     if unknown := sorted(set(options.sections) - set(SECTIONS)):
         raise InputError(f"--sections {unknown[0]}: use any of {', '.join(SECTIONS)}")
-    pair = load_pair(options.target, {"draft": options.draft}, device=options.device, dtype=options.dtype)
+    pair = load_pair(
+        options.target, {"draft": options.draft}, device=options.device, dtype=options.dtype
+    )
     target, draft = pair.target, pair.drafts["draft"]
     if not isinstance(draft, PreTrainedModel):
         raise InputError(f"--draft {options.draft}: is a head; use a language model")
     free = ("out", "sections")  # what may differ when a run is resumed
     identity = {key: value for key, value in asdict(options).items() if key not in free}
     identity |= {"target_weights": fingerprint(target), "draft_weights": fingerprint(draft)}
-    setting = {"identity": identity, **provenance(COMMAND, asdict(options)), "device": device_name(target)}
+    setting = {
+        "identity": identity,
+        **provenance(COMMAND, asdict(options)),
+        "device": device_name(target),
+    }
     setting["parameters"] = {"target": target.num_parameters(), "draft": draft.num_parameters()}
     out, cells = Path(options.out), {}
     with hold(out, file=True):
         if out.exists():
             kept = read_json(out, "a result of this benchmark")
             if differs := difference(kept["identity"], identity):
-                raise InputError(f"--out {out}: was made with other options: {differs}; choose another --out")
+                raise InputError(
+                    f"--out {out}: was made with other options: {differs}; choose another --out"
+                )
             cells = kept["cells"]
         for name, measure in cells_of(options, pair.tokenizer, (target, draft)).items():
             if name not in cells:

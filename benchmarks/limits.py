@@ -1,9 +1,11 @@
-"""What limits decoding, and how far this engine is from it: the table of README.md, from what `decode.py` measured.
+"""What limits decoding, and how far this engine is from it: the table of README.md, from what
+`decode.py` measured.
 
-    python benchmarks/decode.py --sections methods sixteen_bits four_bits forwards --peers true --out result.json
-    python -m benchmarks.limits result.json [--into benchmarks/README.md]
+    python benchmarks/decode.py --sections methods sixteen_bits four_bits forwards --peers true
+    --out result.json python -m benchmarks.limits result.json [--into benchmarks/README.md]
 
-Prints the table, or puts it between the markers of a page. What a result does not hold is "not measured".
+Prints the table, or puts it between the markers of a page. What a result does not hold is "not
+measured".
 """
 
 import argparse
@@ -17,7 +19,11 @@ from typing import Any
 from benchmarks.pages import put, table
 
 MARKERS = "<!-- limits: written by benchmarks/limits.py -->", "<!-- end of limits -->"
-_MEMORY, _ARITHMETIC, _TAU = "bandwidth of the memory", "multiply-adds in fp32", "tau, and the draft's forwards"
+_MEMORY, _ARITHMETIC, _TAU = (
+    "bandwidth of the memory",
+    "multiply-adds in fp32",
+    "tau, and the draft's forwards",
+)
 _CACHE = "calls, and the cache that holds it"
 # What it is, what limits it, how it follows from a result, and the bar, if there is one.
 Row = tuple[str, str, Callable[[], float], str | None]
@@ -39,7 +45,10 @@ def rows_of(result: Any) -> Iterator[Row]:
         return float(result["forwards"][f"{model}_behind_{context}"]["share_of_memory_limit"])
 
     def drafted(weights: str) -> Any:
-        return max((way for name, way in bits("methods").items() if name != "ar"), key=lambda way: way[weights])
+        return max(
+            (way for name, way in bits("methods").items() if name != "ar"),
+            key=lambda way: way[weights],
+        )
 
     def llama() -> float:
         return float(result["peers"]["llama-server"]["F16"]["T=0"]["over_ar"])
@@ -53,7 +62,11 @@ def rows_of(result: Any) -> Iterator[Row]:
 
     def trees() -> list[Any]:
         ways = result["methods"]["T=0"].items()
-        return [way for name, way in ways if isinstance(way, dict) and not name.startswith(("hf", "ar", "raw"))]
+        return [
+            way
+            for name, way in ways
+            if isinstance(way, dict) and not name.startswith(("hf", "ar", "raw"))
+        ]
 
     def overhead() -> float:
         return float(max(trees(), key=lambda way: way["tokens_per_s"])["overhead_fraction"])
@@ -77,7 +90,12 @@ def rows_of(result: Any) -> Iterator[Row]:
     yield what, _TAU, lambda: drafted("fp32")["fp32"] / (openvino() * ar()), ">= 1.25"
     for rows, bar in ((5, "<= 1.15"), (29, "<= 2")):
         what = f"{rows} tokens in one forward, over one"
-        yield what, _ARITHMETIC, lambda rows=rows: bits("forwards", str(rows), "sixteen_over_one_row"), bar  # type: ignore[misc]
+        yield (
+            what,
+            _ARITHMETIC,
+            lambda rows=rows: bits("forwards", str(rows), "sixteen_over_one_row"),
+            bar,
+        )  # type: ignore[misc]
     what = "one token behind 4096, share of weights and cache over bandwidth"
     yield what, _MEMORY, lambda: forward("target", 4096), None
     what = "the draft's forward, share of its weights over bandwidth"
@@ -97,7 +115,14 @@ def limits(result: Any) -> str:
             value: float | None = figure()
         except (KeyError, ValueError):
             value = None
-        rows.append([what, limited_by, "not measured" if value is None else f"{value:.2f}", _judged(value, bar)])
+        rows.append(
+            [
+                what,
+                limited_by,
+                "not measured" if value is None else f"{value:.2f}",
+                _judged(value, bar),
+            ]
+        )
     setting = result["setting"]
     versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
     load = setting["load_average_before"][0]
@@ -119,7 +144,9 @@ def _judged(value: float | None, bar: str | None) -> str:
 
 def main() -> None:
     """Print or put the table."""
-    parser = argparse.ArgumentParser(description="The table of limits from a result of benchmarks/decode.py.")
+    parser = argparse.ArgumentParser(
+        description="The table of limits from a result of benchmarks/decode.py."
+    )
     parser.add_argument("result", type=Path)
     parser.add_argument("--into", type=Path, help="a page with markers; default: print")
     options = parser.parse_args()

@@ -1,10 +1,12 @@
 """The methods of decoding that the benchmarks set side by side, by the words that name them.
 
 hf                        transformers' generate
-hf-assisted               its assisted generation as it comes: up to 20 tokens, stopped by the draft's confidence
-hf-constant:N             assisted with N tokens at every step and no confidence stop
+hf-assisted               its assisted generation as it comes: up to 20 tokens, stopped by the
+draft's confidence hf-constant:N             assisted with N tokens at every step and no confidence
+stop
 ar                        this engine without a draft
-TREE[/VERIFIER]           this engine with the draft model on a tree such as chain:4, eagle2:depth=4,beam=4,nodes=16
+TREE[/VERIFIER]           this engine with the draft model on a tree such as chain:4,
+eagle2:depth=4,beam=4,nodes=16
                           or auto:FILE of a plan
 head@TREE[/VERIFIER]      this engine with the head
 PROPOSER@TREE[/VERIFIER]  another proposer that needs no weights, such as prompt_lookup@chain:6
@@ -18,13 +20,21 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from decode import PROPOSERS, VERIFIERS, DraftModelProposer, Proposer, SpeculativeDecoder, parse_tree
+from decode import (
+    PROPOSERS,
+    VERIFIERS,
+    DraftModelProposer,
+    Proposer,
+    SpeculativeDecoder,
+    parse_tree,
+)
 from drafts.heads import Head
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.sampling import Sampling, generator, row_seed
 
-# `hf-assisted`: the defaults of transformers' own generation config, written out so that they are fixed here.
+# `hf-assisted`: the defaults of transformers' own generation config, written out so that they are
+# fixed here.
 ASSISTED_TOKENS, ASSISTED_CONFIDENCE = 20, 0.4
 
 
@@ -32,7 +42,8 @@ ASSISTED_TOKENS, ASSISTED_CONFIDENCE = 20, 0.4
 class Method:
     """`decode(prompts, seed)` returns the new tokens of every prompt.
 
-    `prefills` of its target forwards come before the first step; in transformers the first step is the prefill.
+    `prefills` of its target forwards come before the first step; in transformers the first step is
+    the prefill.
     """
 
     name: str
@@ -42,7 +53,9 @@ class Method:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, a draft and perhaps a head that never end a text: every method then emits as many tokens."""
+    """A target, a draft and perhaps a head that never end a text: every method then emits as many
+    tokens.
+    """
 
     target: PreTrainedModel
     draft: PreTrainedModel
@@ -58,12 +71,18 @@ def endless(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def build(name: str, pair: Pair, temperature: float, max_new_tokens: int) -> Method:
-    """The method that a name stands for. Raises InputError, one line, for a name that means nothing."""
+    """The method that a name stands for. Raises InputError, one line, for a name that means
+    nothing.
+    """
     sampling = Sampling(temperature=temperature)
     if name == "hf":
         return Method(name, 0, _hugging_face(pair, sampling, max_new_tokens, None))
     if name == "hf-assisted":
-        return Method(name, 0, _hugging_face(pair, sampling, max_new_tokens, (ASSISTED_TOKENS, ASSISTED_CONFIDENCE)))
+        return Method(
+            name,
+            0,
+            _hugging_face(pair, sampling, max_new_tokens, (ASSISTED_TOKENS, ASSISTED_CONFIDENCE)),
+        )
     if name.startswith("hf-constant:") and name.removeprefix("hf-constant:").isdecimal():
         ahead = int(name.removeprefix("hf-constant:"))
         return Method(name, 0, _hugging_face(pair, sampling, max_new_tokens, (ahead, 0.0)))
@@ -75,21 +94,30 @@ def build(name: str, pair: Pair, temperature: float, max_new_tokens: int) -> Met
 
 
 def decoder(name: str, pair: Pair) -> SpeculativeDecoder:
-    """Our decoder for `[PROPOSER@]TREE[/VERIFIER]`; the verifier is `default_verifier` when not named."""
+    """Our decoder for `[PROPOSER@]TREE[/VERIFIER]`; the verifier is `default_verifier` when not
+    named.
+    """
     proposer_name, _, rest = name.rpartition("@")
     tree, _, verifier = rest.rpartition("/")
     if verifier not in VERIFIERS:
         tree, verifier = rest, ""
     makers: dict[str, Callable[[], Proposer]] = {
-        each: partial(kind.make, None) for each, kind in PROPOSERS.items() if kind.needs == "nothing"
+        each: partial(kind.make, None)
+        for each, kind in PROPOSERS.items()
+        if kind.needs == "nothing"
     }
     if (head := pair.head) is not None:
         makers["head"] = lambda: PROPOSERS[head.kind].make(head)
     if proposer_name and proposer_name not in makers:
-        raise InputError(f"--methods {name}: '{proposer_name}' is not among {', '.join(makers)}; --head gives a head")
+        raise InputError(
+            f"--methods {name}: '{proposer_name}' is not among {', '.join(makers)}; --head gives "
+            "a head"
+        )
     try:
         proposer = makers[proposer_name]() if proposer_name else DraftModelProposer(pair.draft)
-        return SpeculativeDecoder(pair.target, proposer, parse_tree(tree, read_tree_file), verifier or None)
+        return SpeculativeDecoder(
+            pair.target, proposer, parse_tree(tree, read_tree_file), verifier or None
+        )
     except ValueError as error:
         raise InputError(f"--methods {name}: {error}") from None
 
@@ -111,7 +139,12 @@ def _hugging_face(
     settings: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:
         # Without top_k=0 generate keeps the 50 most probable tokens.
-        settings = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        settings = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+        }
     config = GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=0, **settings)
     extra = {} if assisted is None else {"assistant_model": pair.draft}
     generate: Callable[..., torch.Tensor] = pair.target.generate  # type: ignore[assignment]
@@ -124,7 +157,9 @@ def _hugging_face(
             drafting.num_assistant_tokens_schedule = "constant"
         torch.manual_seed(seed)
         ids_BT = torch.tensor(prompts, device=pair.target.device)
-        out_BT = generate(ids_BT, attention_mask=torch.ones_like(ids_BT), generation_config=config, **extra)
+        out_BT = generate(
+            ids_BT, attention_mask=torch.ones_like(ids_BT), generation_config=config, **extra
+        )
         return [list(map(int, row)) for row in out_BT[:, ids_BT.shape[1] :].tolist()]
 
     return decode

@@ -1,4 +1,6 @@
-"""The pairs of benchmarks/objectives.py: their prompts, their base drafts and their training sets, as files."""
+"""The pairs of benchmarks/objectives.py: their prompts, their base drafts and their training sets,
+as files.
+"""
 
 import hashlib
 import time
@@ -19,7 +21,14 @@ from draftsmith.config import InitConfig
 from draftsmith.demo import corpus
 from draftsmith.starting import init
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, hash_json, read_json, sha256_file, write_json_atomic, write_rows
+from draftsmith_core.io import (
+    atomic_dir,
+    hash_json,
+    read_json,
+    sha256_file,
+    write_json_atomic,
+    write_rows,
+)
 from draftsmith_core.models import eos_ids, fingerprint
 from draftsmith_core.prompt_rows import iterate_rows
 from draftsmith_core.prompts import Prompt
@@ -47,7 +56,9 @@ class Size:
     steps: int = 160
     batch_size: int = 16
     sequences: int = 1280
-    """Sequences of every training set (of the largest domain, of several), and of general text to replay."""
+    """Sequences of every training set (of the largest domain, of several), and of general text to
+    replay.
+    """
     response_tokens: int = 64
     """Longest answer in training."""
     prompts: int = 64
@@ -57,7 +68,15 @@ class Size:
     bootstrap: int = 2000
 
     def __post_init__(self) -> None:
-        for key in ("seeds", "steps", "batch_size", "sequences", "response_tokens", "prompts", "new_tokens"):
+        for key in (
+            "seeds",
+            "steps",
+            "batch_size",
+            "sequences",
+            "response_tokens",
+            "prompts",
+            "new_tokens",
+        ):
             if getattr(self, key) < 1:
                 raise InputError(f"--{key}: {getattr(self, key)} must be at least 1")
 
@@ -71,12 +90,15 @@ class PairOptions(Size):
     target: str | None = None
     """stories: a small Llama of children's stories (TinyStories, 260 thousand parameters)."""
     texts: str | None = None
-    """A directory with the files of --own; stories: with alpaca.jsonl, c4.jsonl, wiki.jsonl, gsm8k_train.jsonl and
-    humaneval.jsonl."""
+    """A directory with the files of --own; stories: with alpaca.jsonl, c4.jsonl, wiki.jsonl,
+    gsm8k_train.jsonl and humaneval.jsonl.
+    """
     only: list[str] = field(default_factory=list)
     """What to train; all when empty. What was made before stands in the tables too."""
     own: str = "prose"
-    """nano and pruned: the domain in distribution: prose, code, unicode, or NAME with NAME_train.jsonl in --texts."""
+    """nano and pruned: the domain in distribution: prose, code, unicode, or NAME with
+    NAME_train.jsonl in --texts.
+    """
     table: bool = False
     """Only print the tables of OUT/results.json, and draw its pictures."""
 
@@ -92,9 +114,10 @@ class PairOptions(Size):
 class Pair:
     """A target, the base draft, and where its prompts are: rows of `text`, cut to `prompt_tokens`.
 
-    `domains[0]` is the one in distribution; OUT/prompts has DOMAIN.jsonl of each to measure on, and of other rows
-    id.train.jsonl, id.heldout.jsonl and general.train.jsonl. `replayed` are the domains that replay answers prompts
-    of. `has_text`: whether id.train.jsonl is text that somebody wrote, long enough to train on.
+    `domains[0]` is the one in distribution; OUT/prompts has DOMAIN.jsonl of each to measure on, and
+    of other rows id.train.jsonl, id.heldout.jsonl and general.train.jsonl. `replayed` are the
+    domains that replay answers prompts of. `has_text`: whether id.train.jsonl is text that somebody
+    wrote, long enough to train on.
     """
 
     target: str
@@ -106,7 +129,9 @@ class Pair:
 
 
 def nano(options: PairOptions) -> Pair:
-    """The shipped pair on Python's own text, as the demo has it; general prompts are code, so unicode stays new."""
+    """The shipped pair on Python's own text, as the demo has it; general prompts are code, so
+    unicode stays new.
+    """
     out = Path(options.out) / "prompts"
     own, *others = [options.own, *(domain for domain in corpus.DOMAINS if domain != options.own)]
     if not out.is_dir():
@@ -117,7 +142,9 @@ def nano(options: PairOptions) -> Pair:
             general = _passages(options, others[0], heldout=False)
             write_rows(made / "general.train.jsonl", general[: options.sequences // 2])
     shipped = ROOT / "draftsmith" / "demo" / "pair"
-    return Pair(str(shipped / "target"), str(shipped / "base"), 32, (own, *others), (others[0],), True)
+    return Pair(
+        str(shipped / "target"), str(shipped / "base"), 32, (own, *others), (others[0],), True
+    )
 
 
 def _passages(options: PairOptions, domain: str, heldout: bool) -> list[dict[str, str]]:
@@ -126,34 +153,52 @@ def _passages(options: PairOptions, domain: str, heldout: bool) -> list[dict[str
         split = corpus.split(domain)
         return list(corpus.passages(domain, split.heldout if heldout else split.train, 400))
     if options.texts is None:
-        raise InputError(f"--own {domain}: use {', '.join(corpus.DOMAINS)}, or add --texts with {domain}_train.jsonl")
-    return shuffled(pieces(Path(options.texts) / f"{domain}_{'test' if heldout else 'train'}.jsonl"))
+        raise InputError(
+            f"--own {domain}: use {', '.join(corpus.DOMAINS)}, or add --texts with "
+            f"{domain}_train.jsonl"
+        )
+    return shuffled(
+        pieces(Path(options.texts) / f"{domain}_{'test' if heldout else 'train'}.jsonl")
+    )
 
 
 def pruned(options: PairOptions) -> Pair:
-    """The nano target with its own first layer as the draft, as `draftsmith init --method prune` cuts it out."""
+    """The nano target with its own first layer as the draft, as `draftsmith init --method prune`
+    cuts it out.
+    """
     pair, start = nano(options), str(Path(options.out) / "start")
     if not Path(start).is_dir():
         init(InitConfig(target=pair.target, out=start, method="prune", num_layers=1, keep="first"))
     return replace(pair, draft=start)
 
 
-STARTS = ("Once upon a time", "One day, a boy", "There was a little", "Lily and Tom", "The big dog", "Mom said")
+STARTS = (
+    "Once upon a time",
+    "One day, a boy",
+    "There was a little",
+    "Lily and Tom",
+    "The big dog",
+    "Mom said",
+)
 ENDS = ("", " who", " and", " was", " saw")
 
 
 def stories(options: PairOptions) -> Pair:
-    """A model of children's stories, in distribution on its own beginnings; instructions, web text and the
-    like are out of distribution.
+    """A model of children's stories, in distribution on its own beginnings; instructions, web text
+    and the like are out of distribution.
 
-    The base draft is fresh (one layer of 48) and has seen 600 steps of general text, nothing of stories.
+    The base draft is fresh (one layer of 48) and has seen 600 steps of general text, nothing of
+    stories.
     """
     assert options.target is not None and options.texts is not None
     out, texts = Path(options.out), Path(options.texts)
     others = ("alpaca", "c4", "wiki", "gsm8k", "humaneval")
     if not (out / "openings").is_dir():
         with atomic_dir(out / "openings") as made:
-            write_rows(made / "openings.jsonl", ({"prompt": start + end} for start in STARTS for end in ENDS))
+            write_rows(
+                made / "openings.jsonl",
+                ({"prompt": start + end} for start in STARTS for end in ENDS),
+            )
     beginnings = DistillConfig(
         target=options.target,
         prompts=str(out / "openings" / "openings.jsonl"),
@@ -167,15 +212,26 @@ def stories(options: PairOptions) -> Pair:
         distill(beginnings, COMMAND)
     if not (out / "prompts").is_dir():
         tokenizer = load_tokenizer(options.target)
-        parts = [pq.read_table(path).to_pylist() for path in sorted((out / "beginnings").glob("part-*.parquet"))]
-        begun = [decode_text(tokenizer, row["prompt_ids"] + row["response_ids"]) for part in parts for row in part]
+        parts = [
+            pq.read_table(path).to_pylist()
+            for path in sorted((out / "beginnings").glob("part-*.parquet"))
+        ]
+        begun = [
+            decode_text(tokenizer, row["prompt_ids"] + row["response_ids"])
+            for part in parts
+            for row in part
+        ]
         rows = shuffled({"text": text} for text in dict.fromkeys(begun))
         with atomic_dir(out / "prompts") as made:
             write_rows(made / "stories.jsonl", rows[: 2 * options.prompts])
             write_train_rows(made, options, rows[2 * options.prompts :])
             general: list[dict[str, str]] = []
             for domain in others:
-                (source,) = (path for path in sorted(texts.glob(f"{domain}*.jsonl")) if "_test" not in path.name)
+                (source,) = (
+                    path
+                    for path in sorted(texts.glob(f"{domain}*.jsonl"))
+                    if "_test" not in path.name
+                )
                 rows = shuffled(pieces(source))
                 write_rows(made / f"{domain}.jsonl", rows[: 2 * options.prompts])
                 general += rows[2 * options.prompts :] if domain == "c4" else []
@@ -195,13 +251,24 @@ def stories(options: PairOptions) -> Pair:
         seed=12,
     )
     shape = read_json(Path(options.target) / "config.json", "the config of a model")
-    small = {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-    write_json_atomic(out / "base.config.json", shape | small | {"num_key_value_heads": 4, "head_dim": 12})
+    small = {
+        "hidden_size": 48,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    write_json_atomic(
+        out / "base.config.json", shape | small | {"num_key_value_heads": 4, "head_dim": 12}
+    )
     trained(base)
     return Pair(options.target, str(out / "base"), 24, ("stories", *others), ("c4",), False)
 
 
-PAIRS: dict[str, Callable[[PairOptions], Pair]] = {"nano": nano, "pruned": pruned, "stories": stories}
+PAIRS: dict[str, Callable[[PairOptions], Pair]] = {
+    "nano": nano,
+    "pruned": pruned,
+    "stories": stories,
+}
 
 
 def write_train_rows(made: Path, options: PairOptions, rows: Sequence[dict[str, str]]) -> None:
@@ -219,13 +286,22 @@ def pieces(source: Path, characters: int = 400) -> list[dict[str, str]]:
     """Rows of text: of long ones every `characters`, of chats all turns together."""
     found = []
     for _, row in iterate_rows(str(source)):
-        text = row["text"] if "text" in row else "\n\n".join(turn["content"] for turn in row["messages"])
-        found += [text[i : i + characters] for i in range(0, max(1, len(text) - characters // 2), characters)]
+        text = (
+            row["text"]
+            if "text" in row
+            else "\n\n".join(turn["content"] for turn in row["messages"])
+        )
+        found += [
+            text[i : i + characters]
+            for i in range(0, max(1, len(text) - characters // 2), characters)
+        ]
     return [{"text": text} for text in dict.fromkeys(found) if len(text) >= 100]
 
 
 class Cells:
-    """Finished measurements below a directory: JSON files named by the hash of what decides their outcome."""
+    """Finished measurements below a directory: JSON files named by the hash of what decides their
+    outcome.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.run = Run(directory)
@@ -238,7 +314,11 @@ class Cells:
         self, requests: Mapping[str, dict[str, Any]], make: Callable[[list[str]], Mapping[str, Any]]
     ) -> dict[str, Any]:
         """The outcomes of requests by name; `make(names)` measures all missing ones at once."""
-        missing = [key for key, asked in requests.items() if not (self.run.directory / self._name(asked)).exists()]
+        missing = [
+            key
+            for key, asked in requests.items()
+            if not (self.run.directory / self._name(asked)).exists()
+        ]
         made = make(missing) if missing else {}
         return {key: self.get(asked, partial(made.get, key)) for key, asked in requests.items()}
 
@@ -251,17 +331,31 @@ def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if not path.exists():
         started, busy = time.perf_counter(), time.process_time()
         made = make()
-        spent = {"seconds": time.perf_counter() - started, "processor_seconds": time.process_time() - busy}
+        spent = {
+            "seconds": time.perf_counter() - started,
+            "processor_seconds": time.process_time() - busy,
+        }
         write_json_atomic(path, made | {key: round(value, 2) for key, value in spent.items()})
     return read_json(path, "a record of this benchmark")
 
 
-def distilled(options: Size, pair: Pair, prompts: Path | str, name: str, count: int, **more: Any) -> None:
+def distilled(
+    options: Size, pair: Pair, prompts: Path | str, name: str, count: int, **more: Any
+) -> None:
     """Answers of the pair's target to `count` prompts, in OUT/data/NAME, unless they are there."""
     out = Path(options.out) / "data" / name
     if not (out / "manifest.json").exists():
-        sizes: dict[str, Any] = {"max_prompts": count, "max_new_tokens": options.response_tokens, "batch_size": 64}
-        given = {"target": pair.target, "prompts": str(prompts), "prompt_tokens": pair.prompt_tokens, "seed": 1}
+        sizes: dict[str, Any] = {
+            "max_prompts": count,
+            "max_new_tokens": options.response_tokens,
+            "batch_size": 64,
+        }
+        given = {
+            "target": pair.target,
+            "prompts": str(prompts),
+            "prompt_tokens": pair.prompt_tokens,
+            "seed": 1,
+        }
         distill(DistillConfig(out=str(out), **sizes, **given, **more), COMMAND)
 
 
@@ -298,13 +392,26 @@ def trained(config: TrainConfig) -> dict[str, Any]:
 
 
 def continued(
-    options: Size, store: "Cells", target: PreTrainedModel, prompts: Sequence[Prompt], temperature: float, seed: int = 0
+    options: Size,
+    store: "Cells",
+    target: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    seed: int = 0,
 ) -> tuple[dict[str, Any], list[Continuation]]:
-    """What identifies measurements on the target's continuations of prompts, and these, kept in `store`."""
-    asked = {"target": fingerprint(target), "new_tokens": options.new_tokens, "temperature": temperature}
+    """What identifies measurements on the target's continuations of prompts, and these, kept in
+    `store`.
+    """
+    asked = {
+        "target": fingerprint(target),
+        "new_tokens": options.new_tokens,
+        "temperature": temperature,
+    }
     asked |= {"prompts": [list(prompt.ids) for prompt in prompts], "seed": seed}
     sampling = Sampling(temperature=temperature)
-    task = measure.Task(target, prompts, sampling, eos_ids(target), options.new_tokens, seed=seed, batch_size=32)
+    task = measure.Task(
+        target, prompts, sampling, eos_ids(target), options.new_tokens, seed=seed, batch_size=32
+    )
     return asked, measure.continuations(prompts, store.get(asked, task.baseline))
 
 
@@ -325,7 +432,9 @@ def make_data(options: PairOptions, pair: Pair) -> None:
 
 
 def write_text_set(options: PairOptions, pair: Pair, directory: Path) -> None:
-    """The prompts of `id` with the text that follows them in place of the target's answers, of the same length."""
+    """The prompts of `id` with the text that follows them in place of the target's answers, of the
+    same length.
+    """
     tokenizer = load_tokenizer(pair.target)
     rows = []
     source = Path(options.out) / "prompts" / "id.train.jsonl"
@@ -333,7 +442,9 @@ def write_text_set(options: PairOptions, pair: Pair, directory: Path) -> None:
         ids = encode_text(tokenizer, row["text"])
         end = pair.prompt_tokens
         if len(ids) > end:
-            rows.append({"prompt_ids": ids[:end], "response_ids": ids[end : end + options.response_tokens]})
+            rows.append(
+                {"prompt_ids": ids[:end], "response_ids": ids[end : end + options.response_tokens]}
+            )
     write_set(directory, rows)
 
 

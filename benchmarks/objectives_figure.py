@@ -1,4 +1,6 @@
-"""The picture of docs/objectives.md: what a gain in distribution cost out of it, by objective and learning rate."""
+"""The picture of docs/objectives.md: what a gain in distribution cost out of it, by objective and
+learning rate.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ def write_pictures(results: dict[str, Any], out: Path, name: str = "objectives")
 
 
 def picture(results: dict[str, Any], look: Look) -> Figure:
-    """alpha ID (x) and OOD (y) at T = 1, seed 0: one line per objective, one mark per rate, larger with the rate."""
+    """alpha ID (x) and OOD (y) at T = 1, seed 0: one line per objective, one mark per rate, larger
+    with the rate.
+    """
     own = results["domains"][0]
     rates = sorted(results["options"]["rates"])
     with drawing(look.colours):
@@ -38,11 +42,19 @@ def picture(results: dict[str, Any], look: Look) -> Figure:
             ax.plot(x, y, color=colour, lw=1.8 if known else 1.2, zorder=3 if known else 2)
             sizes = [14 + 26 * i for i in range(len(rates))]
             ax.scatter(
-                x, y, s=sizes, marker=look.marker(name) if known else "o", color=colour, zorder=3 if known else 2
+                x,
+                y,
+                s=sizes,
+                marker=look.marker(name) if known else "o",
+                color=colour,
+                zorder=3 if known else 2,
             )
             if known:
                 ends.append((x[-1], y[-1], name))
-        base = {where: results["figures"]["1"]["base"][where]["alpha"]["value"] for where in (own, "ood")}
+        base = {
+            where: results["figures"]["1"]["base"][where]["alpha"]["value"]
+            for where in (own, "ood")
+        }
         ax.axhline(base["ood"], color=look.colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
         ax.scatter([base[own]], [base["ood"]], s=60, color=look.colours["base"], zorder=4)
         ax.annotate(
@@ -54,7 +66,8 @@ def picture(results: dict[str, Any], look: Look) -> Figure:
         )
         told = ", ".join(f"{rate:g}" for rate in rates)
         ax.set_xlabel(
-            f"expected acceptance α in distribution ({own}), T = 1; marks grow with the learning rate: {told}"
+            f"expected acceptance α in distribution ({own}), T = 1; marks grow with the learning "
+            f"rate: {told}"
         )
         ax.set_ylabel("α out of distribution")
         low, high = ax.get_ylim()
@@ -69,6 +82,12 @@ def picture(results: dict[str, Any], look: Look) -> Figure:
                 va="center",
                 color=look.colour(name),
                 annotation_clip=False,
-                arrowprops={"arrowstyle": "-", "color": look.colour(name), "lw": 0.6, "shrinkA": 0, "shrinkB": 4},
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": look.colour(name),
+                    "lw": 0.6,
+                    "shrinkA": 0,
+                    "shrinkB": 4,
+                },
             )
         return figure

@@ -1,11 +1,11 @@
-"""OpenVINO GenAI on the models of `decode.py`, with and without the draft. Run by `peers.py` in an environment of its
-own, which has openvino-genai and optimum-intel; imports nothing of this project.
+"""OpenVINO GenAI on the models of `decode.py`, with and without the draft. Run by `peers.py` in an
+environment of its own, which has openvino-genai and optimum-intel; imports nothing of this project.
 
     python peer_openvino.py TARGET_DIR DRAFT_DIR REQUEST.json      # prints one JSON object
 
-A model that has been converted lies in its directory's `openvino`. The request holds `prompts` (lists of token ids, one
-list per round), `temperatures`, `max_new_tokens`, `threads`, `ahead` (tokens to draft) and `sixteen_bits`: weights and,
-as it comes, arithmetic in these instead of fp32.
+A model that has been converted lies in its directory's `openvino`. The request holds `prompts`
+(lists of token ids, one list per round), `temperatures`, `max_new_tokens`, `threads`, `ahead`
+(tokens to draft) and `sixteen_bits`: weights and, as it comes, arithmetic in these instead of fp32.
 """
 
 import json
@@ -21,7 +21,11 @@ from optimum.exporters.openvino import main_export
 from optimum.intel import OVConfig
 from transformers import PreTrainedTokenizerFast
 
-F32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+F32 = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "KV_CACHE_PRECISION": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+}
 
 
 def converted(source: str, sixteen_bits: bool) -> str:
@@ -33,16 +37,20 @@ def converted(source: str, sixteen_bits: bool) -> str:
         main_export(source, output=out, task=task, library_name="transformers", ov_config=weights)
         # The pipeline wants one although it is given token ids.
         parts = convert_tokenizer(
-            PreTrainedTokenizerFast(tokenizer_file=f"{source}/tokenizer.json"), with_detokenizer=True
+            PreTrainedTokenizerFast(tokenizer_file=f"{source}/tokenizer.json"),
+            with_detokenizer=True,
         )
         for name, part in zip(("tokenizer", "detokenizer"), parts):  # noqa: B905 (always two)
             openvino.save_model(part, out / f"openvino_{name}.xml")
     return str(out)
 
 
-def measured(pipeline: "openvino_genai.LLMPipeline", request: dict, ahead: int | None, counts: list) -> dict:
-    """Tokens per second of every round (prefill included) after a warm-up, and the tokens, by temperature. With a draft
-    `counts` gets the target's forwards and the accepted tokens of each prompt, as the engine counts.
+def measured(
+    pipeline: "openvino_genai.LLMPipeline", request: dict, ahead: int | None, counts: list
+) -> dict:
+    """Tokens per second of every round (prefill included) after a warm-up, and the tokens, by
+    temperature. With a draft `counts` gets the target's forwards and the accepted tokens of each
+    prompt, as the engine counts.
     """
     found: dict = {"speeds": [], "outputs": []}
     for temperature in request["temperatures"]:
@@ -59,7 +67,9 @@ def measured(pipeline: "openvino_genai.LLMPipeline", request: dict, ahead: int |
             seconds, count = 0.0, 0
             for prompt in prompts:
                 ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
-                inputs = openvino_genai.TokenizedInputs(ids, openvino.Tensor(np.ones((1, len(prompt)), dtype=np.int64)))
+                inputs = openvino_genai.TokenizedInputs(
+                    ids, openvino.Tensor(np.ones((1, len(prompt)), dtype=np.int64))
+                )
                 started = time.perf_counter()
                 result = pipeline.generate(inputs, config)
                 seconds += time.perf_counter() - started
@@ -81,18 +91,26 @@ def main() -> None:
     """Convert, measure, print."""
     target, draft, request_file = sys.argv[1:]
     request = json.loads(Path(request_file).read_text())
-    options = ({} if request["sixteen_bits"] else F32) | {"INFERENCE_NUM_THREADS": request["threads"]}
+    options = ({} if request["sixteen_bits"] else F32) | {
+        "INFERENCE_NUM_THREADS": request["threads"]
+    }
     target, draft = (converted(name, request["sixteen_bits"]) for name in (target, draft))
-    ways = {"alone": measured(openvino_genai.LLMPipeline(target, "CPU", **options), request, None, [])}
+    ways = {
+        "alone": measured(openvino_genai.LLMPipeline(target, "CPU", **options), request, None, [])
+    }
     counts: dict = {}
     for ahead in request["ahead"]:
         assisted = openvino_genai.draft_model(draft, "CPU", **options)
         pipeline = openvino_genai.LLMPipeline(target, "CPU", draft_model=assisted, **options)
         try:
-            ways[f"draft, {ahead} tokens"] = measured(pipeline, request, ahead, counts.setdefault(ahead, []))
+            ways[f"draft, {ahead} tokens"] = measured(
+                pipeline, request, ahead, counts.setdefault(ahead, [])
+            )
         except RuntimeError as error:
             ways[f"draft, {ahead} tokens"] = {"failed": str(error).split(" failed at /")[0]}
-    sys.stdout.write(json.dumps({"version": openvino.__version__, "ways": ways, "counts": counts}) + "\n")
+    sys.stdout.write(
+        json.dumps({"version": openvino.__version__, "ways": ways, "counts": counts}) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""A plan beside an exhaustive sweep: `python benchmarks/plan.py [--draft D] [--temperature 1] [--out FILE]`.
+"""A plan beside an exhaustive sweep: `python benchmarks/plan.py [--draft D] [--temperature 1]
+[--out FILE]`.
 
-The sweep times every chain of 1 to 16 tokens, every k-ary tree of MCSD's space up to `--nodes` nodes and `--depth`
-levels, confidence stops and trees that grow, on the same prompts in rotating order. The fastest of so many noisy
-figures is fast by luck, so its best `FINAL`, what the plan chose and the target alone are timed again on other
-prompts, in rotating order: `lost` is how much slower the plan's tree is there than the fastest of them, with the 95 %
-interval over prompts. `share_of_time` is the plan's time over the sweep's, the second timing not counted. Without
+The sweep times every chain of 1 to 16 tokens, every k-ary tree of MCSD's space up to `--nodes`
+nodes and `--depth` levels, confidence stops and trees that grow, on the same prompts in rotating
+order. The fastest of so many noisy figures is fast by luck, so its best `FINAL`, what the plan
+chose and the target alone are timed again on other prompts, in rotating order: `lost` is how much
+slower the plan's tree is there than the fastest of them, with the 95 % interval over prompts.
+`share_of_time` is the plan's time over the sweep's, the second timing not counted. Without
 arguments the pair is the demo's; leave the machine alone meanwhile.
 """
 
@@ -13,7 +15,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Python puts this directory first, where files have the names of packages (eval, train, decode).
+    # Python puts this directory first, where files have the names of packages (eval, train,
+    # decode).
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import os
@@ -108,9 +111,13 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     }
 
 
-def _timed(planner: Any, shapes: dict[str, TreeShape | None], prompts: list[Prompt]) -> dict[str, PromptSums]:
+def _timed(
+    planner: Any, shapes: dict[str, TreeShape | None], prompts: list[Prompt]
+) -> dict[str, PromptSums]:
     """Tokens over seconds by tree; every prompt begins the round with another tree."""
-    decoders: dict[str, SpeculativeDecoder] = {name: planner.decoder(shape) for name, shape in shapes.items()}
+    decoders: dict[str, SpeculativeDecoder] = {
+        name: planner.decoder(shape) for name, shape in shapes.items()
+    }
     counts: dict[str, list[tuple[float, float]]] = {name: [] for name in shapes}
     names = list(shapes)
     with progress("sweep", len(prompts) * len(names)) as advance:
@@ -119,7 +126,9 @@ def _timed(planner: Any, shapes: dict[str, TreeShape | None], prompts: list[Prom
             for name in names[turn:] + names[:turn]:
                 if not index:
                     planner.run(decoders[name], [prompt.ids], 4, ends=False)
-                tokens, seconds, _ = planner.run(decoders[name], [prompt.ids], planner.max_new_tokens, ends=True)
+                tokens, seconds, _ = planner.run(
+                    decoders[name], [prompt.ids], planner.max_new_tokens, ends=True
+                )
                 counts[name].append((tokens, seconds))
                 advance(1, name)
     return {name: PromptSums.of(*zip(*each, strict=True)) for name, each in counts.items()}

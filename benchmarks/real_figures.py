@@ -1,4 +1,6 @@
-"""The pictures of docs/real.md and docs/blocks.md: acceptance by draft, change by alignment, acceptance by depth."""
+"""The pictures of docs/real.md and docs/blocks.md: acceptance by draft, change by alignment,
+acceptance by depth.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,7 +21,9 @@ WIDTH, HEIGHT = 10.0, 4.2  # inches
 CHAIN = ("chain:4", "speculative")
 
 
-def write(out: Path, name: str, drafts: Sequence[str], base: str, draw: Callable[[Figure, Look], None]) -> None:
+def write(
+    out: Path, name: str, drafts: Sequence[str], base: str, draw: Callable[[Figure, Look], None]
+) -> None:
     """OUT/NAME.png and NAME-dark.png, with the colours of these drafts."""
     for suffix, colours in (("", LIGHT), ("-dark", DARK)):
         with drawing(colours):
@@ -41,7 +45,9 @@ def align(bases: Mapping[str, Results], names: Mapping[str, str], out: Path) -> 
 
 
 def over_seeds(results: Results, temperature: float) -> dict[str, Any]:
-    """Gain and losses of drafts called BASE-maths-WAY-SEED, by way, over the first draft (`frontier_tables`)."""
+    """Gain and losses of drafts called BASE-maths-WAY-SEED, by way, over the first draft
+    (`frontier_tables`).
+    """
     others = tuple(name for name in results.domains("ood") if name != "chat")
     alphas = sums_of(results, temperature)
     found: dict[tuple[str, str], list[frontier_tables.Alphas]] = {}
@@ -49,7 +55,9 @@ def over_seeds(results: Results, temperature: float) -> dict[str, Any]:
         found.setdefault((way_of(draft), "half the rate"), []).append(alphas[draft])
     sets = frontier_tables.Sets("maths", tuning=(), near=("chat",), far=others)
     settings = {way: setting for way, setting in found}
-    return frontier_tables.document_of(sets, alphas[results.base], found, settings["plain"], 2000, settings)
+    return frontier_tables.document_of(
+        sets, alphas[results.base], found, settings["plain"], 2000, settings
+    )
 
 
 def sums_of(results: Results, temperature: float) -> dict[str, frontier_tables.Alphas]:
@@ -73,7 +81,9 @@ def change_on(row: Mapping[str, Any], domain: str) -> Any:
 
 
 def depths(results: Results, names: Mapping[str, str], out: Path) -> None:
-    """OUT/real-depths: the chance that a token is accepted, given that those before it are, by its depth."""
+    """OUT/real-depths: the chance that a token is accepted, given that those before it are, by its
+    depth.
+    """
     write(out, "real-depths", results.drafts, results.base, partial(_by_depth, results, names))
 
 
@@ -84,13 +94,17 @@ def speed(speeds: Mapping[str, Mapping[float, float]], out: Path) -> None:
 
 def _bars(speeds: Mapping[str, Mapping[float, float]], figure: Figure, look: Look) -> None:
     """A panel per temperature, the fastest first; those of draftsmith are coloured."""
-    temperatures = sorted({temperature for by_temperature in speeds.values() for temperature in by_temperature})
+    temperatures = sorted(
+        {temperature for by_temperature in speeds.values() for temperature in by_temperature}
+    )
     figure.set_figheight(0.28 * len(speeds) + 1)
     panels: Any = figure.subplots(1, len(temperatures))
     for ax, temperature in zip(panels, temperatures, strict=True):
         known = {name: by_temperature[temperature] for name, by_temperature in speeds.items()}
         names = sorted(known, key=lambda name: known[name])
-        colours = [look.colour("ours" if name.startswith("draftsmith") else "others") for name in names]
+        colours = [
+            look.colour("ours" if name.startswith("draftsmith") else "others") for name in names
+        ]
         ax.barh(names, [known[name] for name in names], color=colours, height=0.7)
         ax.axvline(1, color=look.colours["ink"], lw=1, ls=(0, (2, 2)))
         ax.tick_params(axis="y", labelsize=8)
@@ -108,7 +122,9 @@ def _by_set(results: Results, names: Mapping[str, str], figure: Figure, look: Lo
         for number, draft in enumerate(drafts):
             rows = [results.figure("alpha", draft, domain, temperature) for domain in domains]
             _points(ax, _beside(number, drafts, domains), rows, draft, names, look)
-        ax.set_xticks(range(len(domains)), [f"{domain}\n{results.kind(domain).upper()}" for domain in domains])
+        ax.set_xticks(
+            range(len(domains)), [f"{domain}\n{results.kind(domain).upper()}" for domain in domains]
+        )
         ax.set_title(f"T = {temperature:g}")
     panels[0].set_ylabel("expected acceptance α")
     _legend(figure, panels[0])
@@ -130,14 +146,20 @@ def _changes(
                 rows = [change_on(document["rows"][way], domain) for domain in domains]
                 _points(ax, _beside(number, ways, domains), rows, way, names, look)
         ax.axhline(0, color=look.colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
-        ax.set_xticks(range(len(domains)), [f"{name}\n{'OOD' if at else 'ID'}" for at, name in enumerate(domains)])
+        ax.set_xticks(
+            range(len(domains)),
+            [f"{name}\n{'OOD' if at else 'ID'}" for at, name in enumerate(domains)],
+        )
         ax.set_title(f"{names[base]}, T = 1")
     panels[0].set_ylabel("change of α over the draft of chat")
     _legend(figure, panels[0])
 
 
 def _beside(number: int, drafts: Sequence[str], domains: Sequence[str]) -> list[float]:
-    return [place + (number - (len(drafts) - 1) / 2) * 0.7 / len(drafts) for place in range(len(domains))]
+    return [
+        place + (number - (len(drafts) - 1) / 2) * 0.7 / len(drafts)
+        for place in range(len(domains))
+    ]
 
 
 def _by_depth(results: Results, names: Mapping[str, str], figure: Figure, look: Look) -> None:
@@ -167,7 +189,9 @@ def _points(
     look: Look,
     joined: bool = False,
 ) -> None:
-    known: list[Any] = [(place, row) for place, row in zip(places, rows, strict=True) if row is not None]
+    known: list[Any] = [
+        (place, row) for place, row in zip(places, rows, strict=True) if row is not None
+    ]
     values = [row["value"] for _, row in known]
     below = [row["value"] - row["low"] for _, row in known]
     above = [row["high"] - row["value"] for _, row in known]

@@ -1,18 +1,22 @@
 """What alignment buys on a real chat model: which draft, alignment, how much data, speed.
 
-    python -m benchmarks.real_pair --target DIR_OR_HUB_NAME --data DIR --out DIR [--only PIECE ...] [--budget HOURS]
+    python -m benchmarks.real_pair --target DIR_OR_HUB_NAME --data DIR --out DIR [--only PIECE ...]
+    [--budget HOURS]
 
---data holds alpaca.jsonl, gsm8k_train.jsonl, gsm8k_test.jsonl, humaneval.jsonl, c4.jsonl and wiki.jsonl. The pieces:
+--data holds alpaca.jsonl, gsm8k_train.jsonl, gsm8k_test.jsonl, humaneval.jsonl, c4.jsonl and
+wiki.jsonl. The pieces:
 
-data    prompts, and the target's answers: `chat` and `own` (chats whose prompts the target writes itself), `maths`
-which   question 1: drafts of about equal trained parameters on equal tokens of chat, beside methods without weights
-align   question 2: the best language model and the best head of chat, aligned to maths, plain and with replay
-amount  question 3: the best head, on a part of the data and for a part of the steps
-speed   question 4: tokens per second of the best two, and of other engines (benchmarks/real_speed.py)
-drafts-speed    tokens per second of every draft, with the same trees
+data    prompts, and the target's answers: `chat` and `own` (chats whose prompts the target writes
+itself), `maths` which   question 1: drafts of about equal trained parameters on equal tokens of
+chat, beside methods without weights align   question 2: the best language model and the best head
+of chat, aligned to maths, plain and with replay amount  question 3: the best head, on a part of the
+data and for a part of the steps
+speed   question 4: tokens per second of the best two, and of other engines
+(benchmarks/real_speed.py) drafts-speed    tokens per second of every draft, with the same trees
 
-Every step is a command of draftsmith with an --out of its own, so that the same call continues a run that was killed.
-Prints the tables of docs/real.md. With --keep, finished sets go to benchmarks/real/ and results to docs/results/.
+Every step is a command of draftsmith with an --out of its own, so that the same call continues a
+run that was killed. Prints the tables of docs/real.md. With --keep, finished sets go to
+benchmarks/real/ and results to docs/results/.
 """
 
 import sys
@@ -42,13 +46,16 @@ from eval.results import Results
 from train.config import DraftKind, TrainConfig
 from train.training_run import train
 
-# Piece: which. Every draft has 8 to 14 million trained parameters on SmolLM2-135M, the target's embedding not counted.
+# Piece: which. Every draft has 8 to 14 million trained parameters on SmolLM2-135M, the target's
+# embedding not counted.
 
 
 def pruned(study: Study) -> TrainConfig:
     """Two of the target's layers."""
     start = _started(study, "pruned", method="prune", num_layers=2)
-    return study.training("pruned", "lm", draft=start, lr=6e-4, draft_vocab_size=study.sizes.draft_vocab)
+    return study.training(
+        "pruned", "lm", draft=start, lr=6e-4, draft_vocab_size=study.sizes.draft_vocab
+    )
 
 
 def fresh(study: Study) -> TrainConfig:
@@ -61,12 +68,18 @@ def _started(study: Study, name: str, **options: Any) -> str:
     start = study.out / "starts" / study.seeded(name)
     if not start.exists():
         seed = study.options.seed - 1
-        init(InitConfig(target=study.options.target, out=str(start), device="cpu", seed=seed, **options))
+        init(
+            InitConfig(
+                target=study.options.target, out=str(start), device="cpu", seed=seed, **options
+            )
+        )
     return str(start)
 
 
 def eagle(study: Study) -> TrainConfig:
-    """EAGLE-1 with a wider feed-forward: as published it would have 4 million parameters on SmolLM2-135M."""
+    """EAGLE-1 with a wider feed-forward: as published it would have 4 million parameters on
+    SmolLM2-135M.
+    """
     start = study.out / "starts" / study.seeded("eagle")
     if not start.exists():
         target = load_model(study.options.target, device="cpu", dtype="float32")
@@ -79,8 +92,12 @@ def eagle(study: Study) -> TrainConfig:
 
 
 def eagle3(study: Study) -> TrainConfig:
-    """EAGLE-3, trained on its own features for four steps: as deep as the chains that are decoded."""
-    return study.training("eagle3", "eagle3", head={"test_steps": 4}, draft_vocab_size=study.sizes.draft_vocab)
+    """EAGLE-3, trained on its own features for four steps: as deep as the chains that are
+    decoded.
+    """
+    return study.training(
+        "eagle3", "eagle3", head={"test_steps": 4}, draft_vocab_size=study.sizes.draft_vocab
+    )
 
 
 def hydra(study: Study) -> TrainConfig:
@@ -89,9 +106,17 @@ def hydra(study: Study) -> TrainConfig:
 
 
 def block(kind: DraftKind, study: Study) -> TrainConfig:
-    """A block drafter of four tokens; DSpark has one layer, because its Markov head has as much as two."""
-    shape = {"block_size": 4, "num_layers": 1} if kind == "dspark" else {"block_size": 5, "num_layers": 2}
-    return study.training(kind, kind, head={**shape, "anchors": 64}, draft_vocab_size=study.sizes.draft_vocab)
+    """A block drafter of four tokens; DSpark has one layer, because its Markov head has as much as
+    two.
+    """
+    shape = (
+        {"block_size": 4, "num_layers": 1}
+        if kind == "dspark"
+        else {"block_size": 5, "num_layers": 2}
+    )
+    return study.training(
+        kind, kind, head={**shape, "anchors": 64}, draft_vocab_size=study.sizes.draft_vocab
+    )
 
 
 # In the order in which they are trained.
@@ -143,24 +168,39 @@ def _base_first(drafts: Mapping[str, str]) -> dict[str, str]:
 
 
 def drafts_table(results: Results) -> str:
-    """The tables of docs/real.md: alpha by domain, and the predicted tau of chains of 4; by temperature."""
+    """The tables of docs/real.md: alpha by domain, and the predicted tau of chains of 4; by
+    temperature.
+    """
     tables = (figures.acceptance(results, f"draft, T = {at:g}", at) for at in results.temperatures)
     return "".join(f"\n{each}\n" for each in tables)
 
 
-def weightless(study: Study, drafts: Mapping[str, str]) -> Iterator[tuple[str, str, float, float | None]]:
-    """(method, domain, temperature, tau) of what drafts without weights, and of two language models joined."""
+def weightless(
+    study: Study, drafts: Mapping[str, str]
+) -> Iterator[tuple[str, str, float, float | None]]:
+    """(method, domain, temperature, tau) of what drafts without weights, and of two language models
+    joined.
+    """
     methods = {name: {"proposer": name, **words} for name, words in WEIGHTLESS.items()}
-    methods["retrieval"]["datastore"] = str(next(Path(study.sets("chat")[0]).glob("part-*.parquet")))
+    methods["retrieval"]["datastore"] = str(
+        next(Path(study.sets("chat")[0]).glob("part-*.parquet"))
+    )
     if {"pruned", "fresh"} <= drafts.keys():
-        methods["pruned + fresh"] = {"draft": [drafts["pruned"], drafts["fresh"]], "tree": "chain:4"}
+        methods["pruned + fresh"] = {
+            "draft": [drafts["pruned"], drafts["fresh"]],
+            "tree": "chain:4",
+        }
     for name, words in methods.items():
         for domain in DOMAINS:
             for temperature in (0.0, 1.0):
                 config = DecodeConfig(
                     target=study.options.target,
                     prompts=study.prompts(domain),
-                    out=str(study.out / "weightless" / f"{name.replace(' ', '')}-{domain}-{temperature:g}.jsonl"),
+                    out=str(
+                        study.out
+                        / "weightless"
+                        / f"{name.replace(' ', '')}-{domain}-{temperature:g}.jsonl"
+                    ),
                     max_prompts=study.sizes.prompts,
                     max_new_tokens=study.sizes.new_tokens,
                     temperature=temperature,
@@ -172,8 +212,8 @@ def weightless(study: Study, drafts: Mapping[str, str]) -> Iterator[tuple[str, s
 
 
 def best(study: Study, *kinds: str) -> str:
-    """The draft among these that --drafts names; else that of question 1 with the highest predicted tau on chat at
-    temperature 1.
+    """The draft among these that --drafts names; else that of question 1 with the highest predicted
+    tau on chat at temperature 1.
     """
     if len(asked := [name for name in kinds if name in study.options.drafts]) == 1:
         return asked[0]
@@ -192,13 +232,16 @@ HEADS = tuple(name for name in DRAFTS if name not in LANGUAGE_MODELS)
 
 # Piece: align.
 
-# Replay beside the answers to maths. The target's own chats are the anchor; with replay there are twice the steps.
+# Replay beside the answers to maths. The target's own chats are the anchor; with replay there are
+# twice the steps.
 REPLAY: dict[str, list[str]] = {"plain": [], "balanced": ["own"], "all chats": ["chat", "own"]}
 SEEDED = ("plain", "balanced")
 
 
 def align(study: Study) -> None:
-    """Align the best language model and the best head of chat to maths; what each gains and loses."""
+    """Align the best language model and the best head of chat to maths; what each gains and
+    loses.
+    """
     # Epochs are over data and replay; steps count the answers alone, so that these are equal.
     steps = _steps(study, study.sets("maths"))
     for base in (best(study, *LANGUAGE_MODELS), best(study, *HEADS)):
@@ -207,7 +250,9 @@ def align(study: Study) -> None:
         for way, replayed in REPLAY.items():
             for seed in range(study.options.seeds if way in SEEDED else 1):
                 name = f"{base}-maths-{way.replace(' ', '-')}-{seed}"
-                share = {"replay": study.sets(*replayed), "replay_fraction": 0.5} if replayed else {}
+                share = (
+                    {"replay": study.sets(*replayed), "replay_fraction": 0.5} if replayed else {}
+                )
                 config = study.training(
                     name,
                     first.kind,
@@ -228,7 +273,9 @@ def align(study: Study) -> None:
 
 
 def _steps(study: Study, sets: list[str]) -> int:
-    rows = sum(pq.read_metadata(part).num_rows for place in sets for part in Path(place).glob("part-*"))
+    rows = sum(
+        pq.read_metadata(part).num_rows for place in sets for part in Path(place).glob("part-*")
+    )
     return max(1, round(study.sizes.epochs * rows * 0.95 / study.sizes.step_rows))
 
 
@@ -238,11 +285,18 @@ SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
 def amount(study: Study) -> None:
-    """The best head of chat on a share of the data, for as many steps; and on all of it, for a share of the steps."""
+    """The best head of chat on a share of the data, for as many steps; and on all of it, for a
+    share of the steps.
+    """
     name = best(study, *HEADS)
     whole = DRAFTS[name](study)
     steps = _steps(study, whole.data)
-    rows = [row for place in whole.data for part in sorted(Path(place).glob("part-*")) for row in _rows(part)]
+    rows = [
+        row
+        for place in whole.data
+        for part in sorted(Path(place).glob("part-*"))
+        for row in _rows(part)
+    ]
     order = np.random.default_rng(0).permutation(len(rows))
     drafts = {"all": trained(whole)}
     for share in SHARES:
@@ -253,15 +307,21 @@ def amount(study: Study) -> None:
         runs = {"data": ([str(part)], steps), "steps": (whole.data, max(1, round(share * steps)))}
         for kind, (data_sets, count) in runs.items():
             out = str(study.out / "drafts" / f"{name}-{kind}-{label}")
-            drafts[f"{kind}-{label}"] = trained(replace(whole, data=data_sets, steps=count, out=out))
+            drafts[f"{kind}-{label}"] = trained(
+                replace(whole, data=data_sets, steps=count, out=out)
+            )
     results = evaluate(study.evaluation("amount", drafts, "chat", ("chat", "maths")))
     _keep(study, "amount")
     for temperature in results.temperatures:
-        sys.stdout.write(f"\n{figures.amounts(results, f'share, T = {temperature:g}', temperature)}\n")
+        sys.stdout.write(
+            f"\n{figures.amounts(results, f'share, T = {temperature:g}', temperature)}\n"
+        )
 
 
 def _rows(part: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(part, columns=["prompt_ids", "response_ids"]).to_pylist()
+    found: list[dict[str, Any]] = pq.read_table(
+        part, columns=["prompt_ids", "response_ids"]
+    ).to_pylist()
     return found
 
 

@@ -1,4 +1,6 @@
-"""The study of benchmarks/real_pair.py: its options, its sizes, where things lie, and the answers it begins with."""
+"""The study of benchmarks/real_pair.py: its options, its sizes, where things lie, and the answers
+it begins with.
+"""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -39,14 +41,17 @@ class Options:
     only: list[str] = field(default_factory=list)
     """Pieces to run; all when empty."""
     drafts: list[str] = field(default_factory=list)
-    """which: drafts to train; all when empty. Those trained before are measured too. The others: one language model and
-    one head in place of the best."""
+    """which: drafts to train; all when empty. Those trained before are measured too. The others:
+    one language model and one head in place of the best.
+    """
     budget: float = PIECE_HOURS
     """Hours that a piece may take on two cores; every 2.5 add as many answers, with other seeds."""
     seeds: int = 3
     """align: training seeds."""
     seed: int = 1
-    """which: the training seed. Drafts and results of another than the first have it in their names."""
+    """which: the training seed. Drafts and results of another than the first have it in their
+    names.
+    """
     keep: bool = False
     """Copy finished sets and results into the repository."""
     tiny: bool = False
@@ -55,9 +60,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompts of each set, tokens of an answer; rows of a step and passes over the data; prompts and tokens of the
-    evaluation; the draft vocabulary, the parameters of a fresh model as a share of the target's, the feed-forward of
-    EAGLE-1 that gives it as many parameters as the others.
+    """Prompts of each set, tokens of an answer; rows of a step and passes over the data; prompts
+    and tokens of the evaluation; the draft vocabulary, the parameters of a fresh model as a share
+    of the target's, the feed-forward of EAGLE-1 that gives it as many parameters as the others.
     """
 
     answered: Mapping[str, int]
@@ -92,7 +97,12 @@ class Study:
     def public(self) -> dict[str, str]:
         """What the paths of this machine are called in kept files."""
         target = self.options.target
-        return {self.options.out: "out/real", self.options.data: "data", target: Path(target).name, f"{ROOT}/": ""}
+        return {
+            self.options.out: "out/real",
+            self.options.data: "data",
+            target: Path(target).name,
+            f"{ROOT}/": "",
+        }
 
     @property
     def rounds(self) -> int:
@@ -110,7 +120,11 @@ class Study:
 
     def sets(self, *names: str) -> list[str]:
         """The directories of distilled sets, all rounds of each."""
-        return [str(self.out / "data" / _round(name, turn)) for turn in range(self.rounds) for name in names]
+        return [
+            str(self.out / "data" / _round(name, turn))
+            for turn in range(self.rounds)
+            for name in names
+        ]
 
     def prompts(self, name: str) -> str:
         """The file of the prompts of this name."""
@@ -135,9 +149,15 @@ class Study:
         )
 
     def training(self, name: str, kind: DraftKind, **options: Any) -> TrainConfig:
-        """Train a draft as OUT/drafts/NAME (`seeded`), on all chats unless `data` names other sets."""
+        """Train a draft as OUT/drafts/NAME (`seeded`), on all chats unless `data` names other
+        sets.
+        """
         head = {**options.pop("head", {}), "features": str(self.out / "features")}
-        given: dict[str, Any] = {"data": self.sets("chat", "own"), "objective": "fkl", "epochs": self.sizes.epochs}
+        given: dict[str, Any] = {
+            "data": self.sets("chat", "own"),
+            "objective": "fkl",
+            "epochs": self.sizes.epochs,
+        }
         given |= {"batch_size": min(8, self.sizes.step_rows), "eval_every": 160, "save_every": 80}
         given |= {"seed": self.options.seed, "precision": "bf16", **_MACHINE}
         given["accumulation"] = self.sizes.step_rows // given["batch_size"]
@@ -180,7 +200,9 @@ def data(study: Study) -> None:
 
 
 def write_prompts(study: Study) -> None:
-    """OUT/prompts: DOMAIN.jsonl to measure on, SET.train.jsonl to answer. The last chats are for measuring."""
+    """OUT/prompts: DOMAIN.jsonl to measure on, SET.train.jsonl to answer. The last chats are for
+    measuring.
+    """
     texts, place = Path(study.options.data), study.out / "prompts"
     if place.is_dir():
         return
@@ -193,7 +215,11 @@ def write_prompts(study: Study) -> None:
     with atomic_dir(place) as made:
         write_rows(made / "chat.train.jsonl", chats[:-heldout])
         write_rows(made / "chat.jsonl", chats[-heldout:])
-        for name, source in (("maths.train", "gsm8k_train"), ("maths", "gsm8k_test"), ("code", "humaneval")):
+        for name, source in (
+            ("maths.train", "gsm8k_train"),
+            ("maths", "gsm8k_test"),
+            ("code", "humaneval"),
+        ):
             write_rows(made / f"{name}.jsonl", rows(source))
         for name in ("c4", "wiki"):
             write_rows(made / f"{name}.jsonl", shuffled(pieces(texts / f"{name}.jsonl"))[:200])
@@ -219,7 +245,9 @@ def answers(study: Study, name: str, count: int, turn: int) -> DistillConfig:
 
 
 def keep_set(study: Study, name: str) -> None:
-    """benchmarks/real/NAME: the Parquet files and the manifest, without the paths of the machine."""
+    """benchmarks/real/NAME: the Parquet files and the manifest, without the paths of the
+    machine.
+    """
     place = study.out / "data" / name
     manifest = (place / "manifest.json").read_text(encoding="utf-8")
     for path, word in study.public.items():

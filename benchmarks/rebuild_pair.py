@@ -1,4 +1,5 @@
-"""Rebuild the nano pair that ships with the project: corpus, tokenizer, target, base draft, their perplexities.
+"""Rebuild the nano pair that ships with the project: corpus, tokenizer, target, base draft, their
+perplexities.
 
 python -m benchmarks.rebuild_pair DIR
 """
@@ -33,7 +34,8 @@ BOS, EOS = "<s>", "</s>"
 
 
 def rebuild(recipes: Path, out: Path, device: str) -> Path:
-    """Make everything in `out` from nothing (about an hour on two cores); return the directory of the pair.
+    """Make everything in `out` from nothing (about an hour on two cores); return the directory of
+    the pair.
 
     Finished steps are skipped, and training resumes where it was killed.
     """
@@ -43,12 +45,21 @@ def rebuild(recipes: Path, out: Path, device: str) -> Path:
             write_corpus(directory)
     if not tokenizer.is_dir():
         files = [texts / f"{domain}.train.jsonl" for domain in corpus.DOMAINS]
-        rows = [json.loads(line)["text"] for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [
+            json.loads(line)["text"]
+            for file in files
+            for line in file.read_text(encoding="utf-8").splitlines()
+        ]
         with atomic_dir(tokenizer) as directory:
             train_tokenizer(rows, len(rows), model_max_length=512).save_pretrained(directory)
     for member in MEMBERS:
         words = ["--config", str(recipes / f"{member}.yaml"), "--tokenizer", str(tokenizer)]
-        words += ["--draft_config", str(recipes / f"{member}.config.json"), "--out", str(out / f"{member}-run")]
+        words += [
+            "--draft_config",
+            str(recipes / f"{member}.config.json"),
+            "--out",
+            str(out / f"{member}-run"),
+        ]
         words += ["--device", device]
         for option, side in (("--data", "train"), ("--heldout", "heldout")):
             words += [option, *(str(texts / f"{domain}.{side}.jsonl") for domain in corpus.DOMAINS)]
@@ -66,26 +77,41 @@ def write_corpus(directory: Path) -> None:
         write_rows(directory / f"{domain}.heldout.jsonl", corpus.passages(domain, heldout))
 
 
-def train_tokenizer(texts: Iterable[str], length: int, model_max_length: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], length: int, model_max_length: int
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer (it can spell any text) of 4,096 tokens that puts BOS in front."""
     tokenizer = Tokenizer(models.BPE())
     # Digits one by one; indentation of code stays together as runs of spaces.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options: dict[str, Any] = {"special_tokens": [BOS, EOS], "initial_alphabet": alphabet, "show_progress": False}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCABULARY, **options), length=length)
+    options: dict[str, Any] = {
+        "special_tokens": [BOS, EOS],
+        "initial_alphabet": alphabet,
+        "show_progress": False,
+    }
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=VOCABULARY, **options), length=length
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
     options = {"bos_token": BOS, "eos_token": EOS, "model_max_length": model_max_length}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options
+    )
 
 
 def ship(run_directory: Path, texts: Path, recipe: Path, destination: Path) -> None:
-    """Write a trained member as it is committed: fp16 weights, and a record with its held-out perplexity per domain."""
+    """Write a trained member as it is committed: fp16 weights, and a record with its held-out
+    perplexity per domain.
+    """
     with atomic_dir(destination) as directory:
         for name in ("generation_config.json", "tokenizer_config.json"):
             (directory / name).write_bytes((run_directory / name).read_bytes())
@@ -95,17 +121,25 @@ def ship(run_directory: Path, texts: Path, recipe: Path, destination: Path) -> N
         (directory / "tokenizer.json").write_text(compact, encoding="utf-8")
         config = read_json(run_directory / "config.json", "a model config")
         write_json_atomic(directory / "config.json", config | {"dtype": "float16"})
-        weights = {name: value.half() for name, value in load_file(run_directory / "model.safetensors").items()}
+        weights = {
+            name: value.half()
+            for name, value in load_file(run_directory / "model.safetensors").items()
+        }
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
         record = read_json(run_directory / "draftsmith.json", "the record of a training run")
-        shipped: dict[str, Any] = {key: record[key] for key in ("kind", "objective", "data", "steps", "best_step")}
+        shipped: dict[str, Any] = {
+            key: record[key] for key in ("kind", "objective", "data", "steps", "best_step")
+        }
         shipped |= {
             "recipe": recipe.name,
             "recipe_hash": hash_json(recipe.read_text(encoding="utf-8")),
             "versions": record["versions"],
             "fingerprint": fingerprint(load_model(str(directory), device="cpu")),
-            "heldout_perplexity": {domain: perplexity(directory, texts, domain) for domain in corpus.DOMAINS},
-            "perplexity_definition": f"exp of the mean of -log p per token, fp16 weights run in fp32, "
+            "heldout_perplexity": {
+                domain: perplexity(directory, texts, domain) for domain in corpus.DOMAINS
+            },
+            "perplexity_definition": "exp of the mean of -log p per token, fp16 weights run in "
+            "fp32, "
             f"held-out passages packed into blocks of {BLOCK} tokens",
         }
         write_json_atomic(directory / "draftsmith.json", shipped)
@@ -128,5 +162,8 @@ def perplexity(checkpoint: Path, texts: Path, domain: str) -> float:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("benchmarks/rebuild_pair.py: name the directory to write: python -m benchmarks.rebuild_pair DIR")
+        sys.exit(
+            "benchmarks/rebuild_pair.py: name the directory to write: python -m "
+            "benchmarks.rebuild_pair DIR"
+        )
     rebuild(RECIPES, Path(sys.argv[1]), "auto")

@@ -1,4 +1,6 @@
-"""The pairs of benchmarks/reproduction.py: prompts, the target's answers, drafts aligned on them, tuned targets."""
+"""The pairs of benchmarks/reproduction.py: prompts, the target's answers, drafts aligned on them,
+tuned targets.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +20,15 @@ from train.training_run import train
 
 COMMAND = "benchmarks/reproduction.py"
 STORIES = ROOT.parent / "shared" / "models" / "stories260k"
-SUBJECTS = (*STARTS, "In the park", "A small bird", "Ben had a", "The old man", "Her friend", "It was a sunny day")
+SUBJECTS = (
+    *STARTS,
+    "In the park",
+    "A small bird",
+    "Ben had a",
+    "The old man",
+    "Her friend",
+    "It was a sunny day",
+)
 ENDINGS = (*ENDS, " went", " had", " with")
 # Drafts from nothing take this many times the steps of others.
 LONGER = 20
@@ -35,7 +45,9 @@ class Options:
     stories: str = str(STORIES)
     """The stories260k checkpoint; left out where there is none."""
     real: str | None = None
-    """The directory that benchmarks/real_pair.py has filled: its prompts and its drafts of SmolLM2-135M-Instruct."""
+    """The directory that benchmarks/real_pair.py has filled: its prompts and its drafts of
+    SmolLM2-135M-Instruct.
+    """
     real_target: str = "HuggingFaceTB/SmolLM2-135M-Instruct"
     """The target of that study."""
     prompts: int = 40
@@ -54,9 +66,10 @@ class Options:
 class Pair:
     """A target, its drafts and prompts, and the papers whose claims are tested on it.
 
-    `larger` is set beside `aligned`, `alike` if both were trained so. `tuned` is the target after fine-tuning on text
-    of the first of `other`, of which `other` has other pieces. `judge`: the draft that is measured under it. Claims
-    about `larger` and `tuned` are left out where there is none.
+    `larger` is set beside `aligned`, `alike` if both were trained so. `tuned` is the target after
+    fine-tuning on text of the first of `other`, of which `other` has other pieces. `judge`: the
+    draft that is measured under it. Claims about `larger` and `tuned` are left out where there is
+    none.
     """
 
     name: str
@@ -75,10 +88,16 @@ class Pair:
 
 
 def demo_pair(out: Path, options: Options) -> Pair:
-    """The demo's pair, aligned on prose; the larger draft is the benchmarks' one, trained on all three domains."""
+    """The demo's pair, aligned on prose; the larger draft is the benchmarks' one, trained on all
+    three domains.
+    """
     target, base = str(PAIR / "target"), str(PAIR / "base")
-    held = {name: corpus.passages(name, corpus.split(name).heldout, LENGTH) for name in corpus.DOMAINS}
-    prompts = {name: _rows(out / f"{name}.jsonl", rows[: options.prompts]) for name, rows in held.items()}
+    held = {
+        name: corpus.passages(name, corpus.split(name).heldout, LENGTH) for name in corpus.DOMAINS
+    }
+    prompts = {
+        name: _rows(out / f"{name}.jsonl", rows[: options.prompts]) for name, rows in held.items()
+    }
     asked = corpus.passages("prose", corpus.split("prose").train, LENGTH)[:384]
     answers = _answers(out, target, _rows(out / "train.jsonl", asked))
     # Text that the target has not seen, so that training on it changes the target.
@@ -88,10 +107,13 @@ def demo_pair(out: Path, options: Options) -> Pair:
         target=target,
         tuned=_trained(out / "tuned", options, code, "ce", 1e-3, draft=target),
         base=base,
-        aligned=_trained(out / "aligned", options, answers, "jsd:beta=0.5", 3e-3, draft=base, target=target),
+        aligned=_trained(
+            out / "aligned", options, answers, "jsd:beta=0.5", 3e-3, draft=base, target=target
+        ),
         larger=str(LARGER_DRAFT),
         judge="base",
-        sizes="target 3.4 M; drafts .4 M, and a larger one of 1.2 M that was trained longer and on all domains",
+        sizes="target 3.4 M; drafts .4 M, and a larger one of 1.2 M that was trained longer and "
+        "on all domains",
         alike=False,
         id={"prose": prompts["prose"]},
         other={"code": prompts["code"], "unicode": prompts["unicode"]},
@@ -99,7 +121,9 @@ def demo_pair(out: Path, options: Options) -> Pair:
 
 
 def stories_pair(out: Path, options: Options) -> Pair:
-    """stories260k; both drafts are trained from nothing on its answers, alike; the base has an eighth of the steps."""
+    """stories260k; both drafts are trained from nothing on its answers, alike; the base has an
+    eighth of the steps.
+    """
     target = options.stories
     openings = [{"prompt": subject + ending} for subject, ending in product(SUBJECTS, ENDINGS)]
     answers = _answers(out, target, _rows(out / "train.jsonl", openings[::2]), num_samples=8)
@@ -109,9 +133,19 @@ def stories_pair(out: Path, options: Options) -> Pair:
     wiki = _rows(out / "tuning.jsonl", unseen)
 
     def fresh(name: str, width: int, layers: int, steps: int) -> str:
-        shape = {"model_type": "llama", "vocab_size": 512, "hidden_size": width, "intermediate_size": 2 * width}
+        shape = {
+            "model_type": "llama",
+            "vocab_size": 512,
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
+        }
         shape |= {"num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2}
-        shape |= {"max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}
+        shape |= {
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
         write_json_atomic(out / f"{name}.json", shape)
         models = {"draft_config": str(out / f"{name}.json"), "target": target}
         return _trained(out / name, options, answers, "jsd:beta=0.5", 4e-3, steps, **models)
@@ -132,18 +166,25 @@ def stories_pair(out: Path, options: Options) -> Pair:
 
 
 def real_pairs(options: Options) -> list[Pair]:
-    """Two drafts of SmolLM2-135M-Instruct, trained on its chats and then on maths alone: a language model for the
-    claims of MCSD, a head for those of EAGLE-2.
+    """Two drafts of SmolLM2-135M-Instruct, trained on its chats and then on maths alone: a language
+    model for the claims of MCSD, a head for those of EAGLE-2.
     """
     if options.real is None:
         return []
     study = Path(options.real)
-    prompts = {name: str(study / "prompts" / f"{name}.jsonl") for name in ("maths", "chat", "code", "c4", "wiki")}
+    prompts = {
+        name: str(study / "prompts" / f"{name}.jsonl")
+        for name in ("maths", "chat", "code", "c4", "wiki")
+    }
 
     def pair(draft: str, paper: str, what: str) -> Pair:
         base, aligned = (study / "drafts" / name for name in (draft, f"{draft}-maths-plain-0"))
-        if missing := [str(place) for place in (base, aligned) if not (place / "config.json").is_file()]:
-            raise InputError(f"--real: {missing[0]} is not there; benchmarks/real_pair.py trains it")
+        if missing := [
+            str(place) for place in (base, aligned) if not (place / "config.json").is_file()
+        ]:
+            raise InputError(
+                f"--real: {missing[0]} is not there; benchmarks/real_pair.py trains it"
+            )
         return Pair(
             name=f"SmolLM2, {what}",
             target=options.real_target,
@@ -184,9 +225,17 @@ def _answers(out: Path, target: str, prompts: str, num_samples: int = 2) -> str:
 
 
 def _trained(
-    out: Path, options: Options, data: str, objective: str, rate: float, steps: int | None = None, **models: str
+    out: Path,
+    options: Options,
+    data: str,
+    objective: str,
+    rate: float,
+    steps: int | None = None,
+    **models: str,
 ) -> str:
-    """Six held-out evaluations choose the weights that are kept, because training on few texts can go too far."""
+    """Six held-out evaluations choose the weights that are kept, because training on few texts can
+    go too far.
+    """
     steps = steps or options.steps
     if not (out / "model.safetensors").is_file():
         config = TrainConfig(
@@ -209,5 +258,12 @@ def _trained(
 
 
 def unchanged(checkpoint: str) -> bool:
-    """Whether training ended with the weights that it began with, because no later ones did better on held-out data."""
-    return bool(read_json(Path(checkpoint) / "draftsmith.json", "the record of a draft checkpoint")["best_step"] == 0)
+    """Whether training ended with the weights that it began with, because no later ones did better
+    on held-out data.
+    """
+    return bool(
+        read_json(Path(checkpoint) / "draftsmith.json", "the record of a draft checkpoint")[
+            "best_step"
+        ]
+        == 0
+    )

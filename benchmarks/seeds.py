@@ -16,16 +16,18 @@ from eval.schema import Estimate
 def pool_sums(parts: Sequence[PromptSums]) -> PromptSums:
     """Pool the prompts of several suites, in the order of `pool_resamples`."""
     return PromptSums(
-        np.concatenate([part.numerator_P for part in parts]), np.concatenate([part.denominator_P for part in parts])
+        np.concatenate([part.numerator_P for part in parts]),
+        np.concatenate([part.denominator_P for part in parts]),
     )
 
 
 def two_level(seeds: Sequence[PromptSums], picks: Resamples) -> Floats:
-    """Mean over training seeds of a pooled ratio, `[R]`: every resample draws seeds and prompts again.
+    """Mean over training seeds of a pooled ratio, `[R]`: every resample draws seeds and prompts
+    again.
 
-    seeds: one figure per training seed, on the same prompts. What the draw of seeds adds is widened as `interval`
-    widens the draw of prompts; a single seed adds nothing, since it says nothing about others. Two figures of equally
-    many seeds are paired, because they draw the same ones.
+    seeds: one figure per training seed, on the same prompts. What the draw of seeds adds is widened
+    as `interval` widens the draw of prompts; a single seed adds nothing, since it says nothing
+    about others. Two figures of equally many seeds are paired, because they draw the same ones.
     """
     ratio_SR: Floats = np.stack([pooled_ratios(sums, picks) for sums in seeds])
     count, mean_R = len(seeds), np.asarray(ratio_SR.mean(0))
@@ -33,20 +35,30 @@ def two_level(seeds: Sequence[PromptSums], picks: Resamples) -> Floats:
         return mean_R
     draws_SR = np.random.default_rng(count).integers(count, size=ratio_SR.shape)
     drawn_R: Floats = np.take_along_axis(ratio_SR, draws_SR, axis=0).mean(0)
-    widening = math.sqrt(count / (count - 1)) * half_width(count - 1) / NormalDist().inv_cdf((1 + LEVEL) / 2)
+    widening = (
+        math.sqrt(count / (count - 1))
+        * half_width(count - 1)
+        / NormalDist().inv_cdf((1 + LEVEL) / 2)
+    )
     return np.asarray(mean_R + widening * (drawn_R - mean_R))
 
 
 def estimate_of_mean(seeds: Sequence[PromptSums], picks: Resamples) -> Estimate:
-    """Mean over training seeds of a pooled ratio; its interval is over prompts alone, for few seeds."""
+    """Mean over training seeds of a pooled ratio; its interval is over prompts alone, for few
+    seeds.
+    """
     ratios = [sums.pooled for sums in seeds if sums.pooled is not None]
     value = sum(ratios) / len(ratios) if len(ratios) == len(seeds) else None
     low, high = interval(np.mean([pooled_ratios(sums, picks) for sums in seeds], axis=0), picks)
     return Estimate(value=value, low=low, high=high, n=picks.weights_RP.shape[1])
 
 
-def difference_over_seeds(new: Sequence[PromptSums], base: PromptSums, picks: Resamples) -> Estimate:
-    """Mean over training seeds of a pooled ratio, less the base's, with the interval of `two_level`."""
+def difference_over_seeds(
+    new: Sequence[PromptSums], base: PromptSums, picks: Resamples
+) -> Estimate:
+    """Mean over training seeds of a pooled ratio, less the base's, with the interval of
+    `two_level`.
+    """
     ratios, b = [sums.pooled for sums in new], base.pooled
     known = [ratio for ratio in ratios if ratio is not None]
     value = sum(known) / len(known) - b if b is not None and len(known) == len(ratios) else None

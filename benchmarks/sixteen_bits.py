@@ -1,6 +1,8 @@
-"""What weights in 16 and 4 bits bring: same models, prompts and process, matrices packed in 16 bits and in fp32 or nf4.
+"""What weights in 16 and 4 bits bring: same models, prompts and process, matrices packed in 16 bits
+and in fp32 or nf4.
 
-Legend: `fp32` is what this engine does with a checkpoint that 16 bits do not hold: the same kernel on fp32 weights.
+Legend: `fp32` is what this engine does with a checkpoint that 16 bits do not hold: the same kernel
+on fp32 weights.
 """
 
 import copy
@@ -44,14 +46,18 @@ def kept_in_fp32() -> Iterator[None]:
 
 
 def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Forwards by number of rows, tokens per second, and resident memory, each in 16 bits over fp32."""
+    """Forwards by number of rows, tokens per second, and resident memory, each in 16 bits over
+    fp32.
+    """
     pairs = {"sixteen": bench.pair, "fp32": copy.deepcopy(bench.apart)}
     for kept, pair in pairs.items():
         for model in (pair.target, pair.draft):
             with kept_in_fp32() if kept == "fp32" else nullcontext():
                 take_over(model)
                 Runner(model, attention_windows(model), None, packs_of(model))  # packs
-    found: dict[str, Any] = {"forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)}
+    found: dict[str, Any] = {
+        "forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)
+    }
     speeds, outputs, read = _speeds(pairs, bench, names, rounds)
     found["methods"] = {name: _compared(name, speeds, outputs) for name in names}
     found["bandwidth_GB_per_s"] = [each / 1e9 for each in read]
@@ -62,7 +68,8 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, A
             speed * weights / each for speed, each in zip(speeds["ar", kept], read, strict=True)
         )
     with tempfile.TemporaryDirectory() as directory:
-        # As checkpoints are: an fp32 file would stay mapped into memory after the weights were packed from it.
+        # As checkpoints are: an fp32 file would stay mapped into memory after the weights were
+        # packed from it.
         narrow = {matrix.dtype for matrix in _matrices(pairs["sixteen"].target)}
         dtype = torch.float16 if torch.float16 in narrow else torch.bfloat16
         copy.deepcopy(bench.apart.target).to(dtype).save_pretrained(directory)
@@ -77,14 +84,18 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, A
 
 
 def four_bits(bench: Bench, rounds: int) -> dict[str, Any]:
-    """The same target rounded to nf4 by bitsandbytes beside 16 bits; another model, so that its outputs differ."""
+    """The same target rounded to nf4 by bitsandbytes beside 16 bits; another model, so that its
+    outputs differ.
+    """
     if find_spec("bitsandbytes") is None:
         return {"skipped": "bitsandbytes is not installed"}
     with tempfile.TemporaryDirectory() as directory:
         copy.deepcopy(bench.apart.target).save_pretrained(directory)
         rounded = endless(load_model(directory, device="cpu", dtype="float32", quantize="nf4"))
     pairs = {"nf4": Pair(rounded, bench.pair.draft), "sixteen": bench.pair}
-    found: dict[str, Any] = {"forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)}
+    found: dict[str, Any] = {
+        "forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)
+    }
     speeds, _, read = _speeds(pairs, bench, ["ar"], rounds)
     found["ar"] = {kept: statistics.median(speeds["ar", kept]) for kept in pairs}
     ratios = [a / b for a, b in zip(speeds["ar", "nf4"], speeds["ar", "sixteen"], strict=True)]
@@ -98,12 +109,17 @@ def four_bits(bench: Bench, rounds: int) -> dict[str, Any]:
 
 
 def _forwards(models: dict[str, PreTrainedModel], bench: Bench) -> dict[str, Any]:
-    made = {kept: runner_forwards(model, bench.text[:128], ROWS, True) for kept, model in models.items()}
+    made = {
+        kept: runner_forwards(model, bench.text[:128], ROWS, True) for kept, model in models.items()
+    }
     calls = {f"{kept} {rows}": made[kept][rows] for rows in ROWS for kept in made}
     times_s = medians_s(calls, bench.pair.target.device, REPEATS)
     return {
         str(rows): {f"{kept}_ms": 1e3 * times_s[f"{kept} {rows}"] for kept in made}
-        | {f"{kept}_over_one_row": times_s[f"{kept} {rows}"] / times_s[f"{kept} 1"] for kept in made}
+        | {
+            f"{kept}_over_one_row": times_s[f"{kept} {rows}"] / times_s[f"{kept} 1"]
+            for kept in made
+        }
         for rows in ROWS
     }
 
@@ -113,7 +129,9 @@ Outputs = dict[tuple[str, str], list[list[int]]]
 
 
 def _compared(name: str, speeds: Speeds, outputs: Outputs) -> dict[str, Any]:
-    """Greedy tokens per second of a method; the gain is the median over rounds of the ratio within a round."""
+    """Greedy tokens per second of a method; the gain is the median over rounds of the ratio within
+    a round.
+    """
     sixteen, fp32 = speeds[name, "sixteen"], speeds[name, "fp32"]
     return {
         "sixteen": statistics.median(sixteen),
@@ -126,11 +144,13 @@ def _compared(name: str, speeds: Speeds, outputs: Outputs) -> dict[str, Any]:
 def _speeds(
     pairs: dict[str, Pair], bench: Bench, names: Sequence[str], rounds: int
 ) -> tuple[Speeds, Outputs, list[float]]:
-    """By method and pair: tokens per second of every round, in turn within it, and the outputs; and the bandwidth of
-    every round.
+    """By method and pair: tokens per second of every round, in turn within it, and the outputs; and
+    the bandwidth of every round.
     """
     made = {
-        (name, kept): build(name, pair, 0.0, bench.max_new_tokens) for name in names for kept, pair in pairs.items()
+        (name, kept): build(name, pair, 0.0, bench.max_new_tokens)
+        for name in names
+        for kept, pair in pairs.items()
     }
     speeds: Speeds = {key: [] for key in made}
     outputs: Outputs = {key: [] for key in made}
@@ -158,15 +178,30 @@ def _timed(call: Any) -> tuple[float, list[list[int]]]:
 
 
 def _matrices(model: PreTrainedModel) -> list[torch.Tensor]:
-    return [place.matrix.values for module in model.modules() if (place := getattr(module, "place", None)) is not None]
+    return [
+        place.matrix.values
+        for module in model.modules()
+        if (place := getattr(module, "place", None)) is not None
+    ]
 
 
 def _resident(target: str, kept: str) -> dict[str, float]:
-    """Resident memory of a process of its own, in MB: before it loads the model, and while it decodes."""
-    command = [sys.executable, "-c", f"from benchmarks.sixteen_bits import report; report({target!r}, {kept!r})"]
+    """Resident memory of a process of its own, in MB: before it loads the model, and while it
+    decodes.
+    """
+    command = [
+        sys.executable,
+        "-c",
+        f"from benchmarks.sixteen_bits import report; report({target!r}, {kept!r})",
+    ]
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(
-        command, capture_output=True, check=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+        command,
+        capture_output=True,
+        check=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
     )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

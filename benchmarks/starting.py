@@ -1,11 +1,13 @@
-"""What starts of a draft are worth after equal distillation: pruned, transplanted, fresh, and the shipped base.
+"""What starts of a draft are worth after equal distillation: pruned, transplanted, fresh, and the
+shipped base.
 
     python -m benchmarks.starting --out out/starting
 
-Needs nothing but this repository: the shipped target and its base, the demo's prompts (prose is in distribution, code
-out of it), and as donor a small model of another tokenizer that is trained here on the same texts. Every start gets the
-same answers of the target, the same objective and the same optimizer steps, for every seed. Writes starting.json and
-prints the tables of docs/starting.md. What is there is not made again, so that a run that was stopped goes on.
+Needs nothing but this repository: the shipped target and its base, the demo's prompts (prose is in
+distribution, code out of it), and as donor a small model of another tokenizer that is trained here
+on the same texts. Every start gets the same answers of the target, the same objective and the same
+optimizer steps, for every seed. Writes starting.json and prints the tables of docs/starting.md.
+What is there is not made again, so that a run that was stopped goes on.
 """
 
 import json
@@ -66,8 +68,17 @@ def main() -> None:
     target = options.target or str(PAIR / "target")
     if not (out / "data").is_dir():
         prose = str(out / "texts" / "prose.train.jsonl")
-        answers = {"max_prompts": options.rows, "max_new_tokens": 64, "temperature": 1.0, "batch_size": 64}
-        distill(DistillConfig(target=target, prompts=prose, out=str(out / "data"), seed=1, device="cpu", **answers))  # type: ignore[arg-type]
+        answers = {
+            "max_prompts": options.rows,
+            "max_new_tokens": 64,
+            "temperature": 1.0,
+            "batch_size": 64,
+        }
+        distill(
+            DistillConfig(
+                target=target, prompts=prose, out=str(out / "data"), seed=1, device="cpu", **answers
+            )
+        )  # type: ignore[arg-type]
     model, tokenizer = load_model(target, device="cpu"), load_tokenizer(target)
     texts = {
         domain: answer_texts(
@@ -94,7 +105,11 @@ def main() -> None:
             for steps in options.budgets:
                 trained = out / "runs" / f"{name}-{seed}-{steps}"
                 _align(start, target, out, trained, steps, seed, draft)
-                rows.append(row | {"steps": steps} | _measure(model, load_model(str(trained), device="cpu"), texts))
+                rows.append(
+                    row
+                    | {"steps": steps}
+                    | _measure(model, load_model(str(trained), device="cpu"), texts)
+                )
                 sys.stderr.write(json.dumps(rows[-1]) + "\n")
     write_json_atomic(out / "starting.json", rows)
     sys.stdout.write(means(rows) + "\n")
@@ -120,8 +135,12 @@ def _starts(out: Path, target: str, seed: int) -> dict[str, str]:
 
 
 def _train_donor(out: Path, place: str) -> None:
-    """A model of the base's shape with a tokenizer of its own, trained on the same texts as the base was."""
-    files = [str(out / "texts" / f"{domain}.train.jsonl") for domain in ("prose", "code", "unicode")]
+    """A model of the base's shape with a tokenizer of its own, trained on the same texts as the
+    base was.
+    """
+    files = [
+        str(out / "texts" / f"{domain}.train.jsonl") for domain in ("prose", "code", "unicode")
+    ]
     own = Tokenizer(models.BPE())
     own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = decoders.ByteLevel()
@@ -132,10 +151,12 @@ def _train_donor(out: Path, place: str) -> None:
         show_progress=False,
     )
     own.train_from_iterator(_lines(files), trainer)
-    PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<|begin|>", eos_token="<|end|>").save_pretrained(
-        out / "donor-tokenizer"
-    )
-    shape = json.loads((PAIR / "base" / "config.json").read_text()) | {"vocab_size": _DONOR_VOCABULARY}
+    PreTrainedTokenizerFast(
+        tokenizer_object=own, bos_token="<|begin|>", eos_token="<|end|>"
+    ).save_pretrained(out / "donor-tokenizer")
+    shape = json.loads((PAIR / "base" / "config.json").read_text()) | {
+        "vocab_size": _DONOR_VOCABULARY
+    }
     (out / "donor.config.json").write_text(json.dumps(shape))
     train(
         TrainConfig(
@@ -160,8 +181,12 @@ def _lines(files: Iterable[str]) -> Iterable[str]:
             yield json.loads(line)["text"]
 
 
-def _align(start: str, target: str, out: Path, place: Path, steps: int, seed: int, draft: PreTrainedModel) -> None:
-    """Token-level distillation on the target's answers, at the rate that `align` takes for a draft of this size."""
+def _align(
+    start: str, target: str, out: Path, place: Path, steps: int, seed: int, draft: PreTrainedModel
+) -> None:
+    """Token-level distillation on the target's answers, at the rate that `align` takes for a draft
+    of this size.
+    """
     parameters = sum(parameter.numel() for parameter in draft.parameters())
     rate = min(3e-3, 2e-4 * (68e6 / parameters) ** 0.5)
     train(
@@ -194,7 +219,9 @@ def _measure(
 def means(rows: list[dict[str, Any]]) -> str:
     """Markdown: mean over seeds, and in brackets the least and the greatest where they differ."""
     budgets = sorted({row["steps"] for row in rows})
-    head = [f"{domain} after {steps}" for domain in ("prose (ID)", "code (OOD)") for steps in budgets]
+    head = [
+        f"{domain} after {steps}" for domain in ("prose (ID)", "code (OOD)") for steps in budgets
+    ]
     lines = []
     for name in dict.fromkeys(row["start"] for row in rows):
         own = [row for row in rows if row["start"] == name]
@@ -208,7 +235,9 @@ def means(rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(values: list[float]) -> str:
-    spread = "" if max(values) - min(values) < 5e-4 else f" ({min(values):.3f} to {max(values):.3f})"
+    spread = (
+        "" if max(values) - min(values) < 5e-4 else f" ({min(values):.3f} to {max(values):.3f})"
+    )
     return f"{statistics.mean(values):.3f}{spread}"
 
 

@@ -1,11 +1,12 @@
-"""Clocks for the benchmarks: what a `generate` call spends in the forwards of each model, and what the rest costs.
+"""Clocks for the benchmarks: what a `generate` call spends in the forwards of each model, and what
+the rest costs.
 
 Legend: q tokens of one forward, T cells of a block.
 
-The library has no timers of its own; `Clock` wraps the two places that every forward goes through, ours
-(`decode.runner.Runner.prefill` and `.forward`) and transformers' (`model.forward`), while it is open. Both include
-the making of masks and positions. On CUDA it records events, which do not make the host wait, and reads them
-afterwards.
+The library has no timers of its own; `Clock` wraps the two places that every forward goes through,
+ours (`decode.runner.Runner.prefill` and `.forward`) and transformers' (`model.forward`), while it
+is open. Both include the making of masks and positions. On CUDA it records events, which do not
+make the host wait, and reads them afterwards.
 """
 
 import functools
@@ -59,7 +60,9 @@ class Forward:
 
 
 class Clock:
-    """While open (`with Clock(target=[...], draft=[...]) as clock`), notes the forwards of these models by name."""
+    """While open (`with Clock(target=[...], draft=[...]) as clock`), notes the forwards of these
+    models by name.
+    """
 
     def __init__(self, **models: Sequence[nn.Module]) -> None:
         self.forwards: list[Forward] = []
@@ -95,7 +98,9 @@ class Clock:
         # `wraps` also passes on the signature, which generate and Runner look at.
         @functools.wraps(forward)
         def timed(model: nn.Module, *values: Any, **options: Any) -> Any:
-            return self._note(model, next(model.parameters()).device, lambda: forward(model, *values, **options))
+            return self._note(
+                model, next(model.parameters()).device, lambda: forward(model, *values, **options)
+            )
 
         return timed
 
@@ -137,7 +142,9 @@ def timed_run(clock: Clock, device: torch.device, call: Callable[[], list[list[i
     forward_s: dict[str, float] = {}
     for forward in clock.forwards:
         calls[forward.name] = calls.get(forward.name, 0) + 1
-        forward_s[forward.name] = forward_s.get(forward.name, 0.0) + between_s(forward.start, forward.end)
+        forward_s[forward.name] = forward_s.get(forward.name, 0.0) + between_s(
+            forward.start, forward.end
+        )
     return Run(outputs, wall_s, between_s(first.end, end), calls, forward_s)
 
 
@@ -145,7 +152,9 @@ def timed_run(clock: Clock, device: torch.device, call: Callable[[], list[list[i
 def hugging_face_forwards(
     model: PreTrainedModel, context: Sequence[int], row_counts: Sequence[int]
 ) -> dict[int, Callable[[], None]]:
-    """Plain forwards of so many tokens behind `context`, through transformers and its own cache (one for all)."""
+    """Plain forwards of so many tokens behind `context`, through transformers and its own cache
+    (one for all).
+    """
     cache = DynamicCache(config=model.config)
     ids_1T = torch.tensor([list(context)], device=model.device)
     model(input_ids=ids_1T, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -162,7 +171,9 @@ def hugging_face_forwards(
 def runner_forwards(
     model: PreTrainedModel, context: Sequence[int], row_counts: Sequence[int], fast: bool = True
 ) -> dict[int, Callable[[], None]]:
-    """Forwards of chains of so many tokens behind `context`, through our own runner and its cache."""
+    """Forwards of chains of so many tokens behind `context`, through our own runner and its
+    cache.
+    """
     packs = packs_of(model) if fast else None
     products = kernel_products if fast else nullcontext
     runner = Runner(model, attention_windows(model), context_length(model), packs)
@@ -185,7 +196,9 @@ def runner_forwards(
     return calls
 
 
-def medians_s(calls: dict[str, Callable[[], None]], device: torch.device, repeats: int) -> dict[str, float]:
+def medians_s(
+    calls: dict[str, Callable[[], None]], device: torch.device, repeats: int
+) -> dict[str, float]:
     """Median seconds of every call, interleaved in rotating order after two warm-ups."""
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -204,12 +217,17 @@ _READ_BYTES = 1 << 28
 
 
 def bandwidth(device: torch.device, repeats: int = 10) -> float:
-    """Bytes per second of reading memory that no cache holds, with all threads and, on a CPU, in the pages that weights
-    are kept in; the median of `repeats`. What other guests of the same computer leave over changes within minutes, so
-    it is read again in every round, and set beside that round's speeds.
+    """Bytes per second of reading memory that no cache holds, with all threads and, on a CPU, in
+    the pages that weights are kept in; the median of `repeats`. What other guests of the same
+    computer leave over changes within minutes, so it is read again in every round, and set beside
+    that round's speeds.
     """
     count = _READ_BYTES // 4
-    values = empty_bytes(_READ_BYTES).view(torch.float32) if device.type == "cpu" else torch.empty(count, device=device)
+    values = (
+        empty_bytes(_READ_BYTES).view(torch.float32)
+        if device.type == "cpu"
+        else torch.empty(count, device=device)
+    )
     values.fill_(1)
     times_s = []
     for _ in range(repeats):
@@ -222,8 +240,8 @@ def bandwidth(device: torch.device, repeats: int = 10) -> float:
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of weights that a forward of one token reads from a model that was taken over and packed; less an
-    embedding that is only looked up in.
+    """Bytes of weights that a forward of one token reads from a model that was taken over and
+    packed; less an embedding that is only looked up in.
     """
     lookup, projection = model.get_input_embeddings(), model.get_output_embeddings()
     read: dict[int, int] = {}
@@ -233,7 +251,11 @@ def bytes_per_token(model: PreTrainedModel) -> int:
             read[id(place.matrix)] = place.matrix.values.nbytes
         for name, parameter in module._parameters.items():
             packed = place is not None and name == "weight"
-            if parameter is not None and not packed and (module is not lookup or parameter is projection.weight):  # type: ignore[union-attr]
+            if (
+                parameter is not None
+                and not packed
+                and (module is not lookup or parameter is projection.weight)
+            ):  # type: ignore[union-attr]
                 read[id(parameter)] = parameter.nbytes
     return sum(read.values())
 
@@ -247,6 +269,8 @@ def cache_bytes(model: PreTrainedModel, slots: int) -> int:
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The names from another one on at every turn, so that none always runs behind the same other."""
+    """The names from another one on at every turn, so that none always runs behind the same
+    other.
+    """
     shift = turn % len(names)
     return [*names[shift:], *names[:shift]]

@@ -1,28 +1,36 @@
-"""One training step with a live teacher, side by side: this project's chunked method, the plain one, other trainers.
+"""One training step with a live teacher, side by side: this project's chunked method, the plain
+one, other trainers.
 
-    python benchmarks/train.py --out FILE.json [--vocabulary 32000 --sequence 1024 --batch 4 --objective fkl]
-    python benchmarks/train.py --out FILE.json --peers true --objective jsd --sequence 128 --batch 32 \
+    python benchmarks/train.py --out FILE.json [--vocabulary 32000 --sequence 1024 --batch 4
+    --objective fkl] python benchmarks/train.py --out FILE.json --peers true --objective jsd
+    --sequence 128 --batch 32 \
         --target draftsmith/demo/pair/target --draft draftsmith/demo/pair/base
-    python benchmarks/train.py --out FILE.json --heads eagle3,dflash:3,dspark:2,jetspec:3 --objective fkl
+    python benchmarks/train.py --out FILE.json --heads eagle3,dflash:3,dspark:2,jetspec:3
+    --objective fkl
 
-With `--heads` fresh heads of the target are compared with the first of them on the same tokens, each with as many
-layers as its number says. A row draws the product's number of blocks. Without it, methods of training a draft are:
+With `--heads` fresh heads of the target are compared with the first of them on the same tokens,
+each with as many layers as its number says. A row draws the product's number of blocks. Without it,
+methods of training a draft are:
 
-Plain is what one writes first: both models' logits for the whole batch, `torch.nn.functional.kl_div` (for an objective
-other than fkl: this project's own loss function on them), backward. With `--peers true` TRL's GKD trainer and
-transformers' Trainer join, where they are installed and have the objective (`train_peers.py`). All make the same step:
-target forward (not for ce, which plain and chunked do without too), draft forward and backward, optimizer; random
-tokens, every position but the last predicted. Without `--target` and `--draft` weights are random, the draft has the
-shape of LLaMA-68M (2 layers of 768), and the target is a small Llama. `weights_apart` is the largest difference of a
-weight from the chunked method's after all steps: they really do the same.
+Plain is what one writes first: both models' logits for the whole batch,
+`torch.nn.functional.kl_div` (for an objective other than fkl: this project's own loss function on
+them), backward. With `--peers true` TRL's GKD trainer and transformers' Trainer join, where they
+are installed and have the objective (`train_peers.py`). All make the same step: target forward (not
+for ce, which plain and chunked do without too), draft forward and backward, optimizer; random
+tokens, every position but the last predicted. Without `--target` and `--draft` weights are random,
+the draft has the shape of LLaMA-68M (2 layers of 768), and the target is a small Llama.
+`weights_apart` is the largest difference of a weight from the chunked method's after all steps:
+they really do the same.
 
-`chunks` (on a CPU): seconds and page faults of the loss alone, by how many tokens' logits are held at once.
+`chunks` (on a CPU): seconds and page faults of the loss alone, by how many tokens' logits are held
+at once.
 
-Seconds: one process, one warm-up each, the methods in turn, medians. On a shared machine the seconds of the
-processor (CPU only) say more than those of the clock; both are written. The chunked one also measures alpha, as it does
-in training. Memory: a fresh process for each method, the highest it rose in its second step above what it held before
-it: on CUDA `max_memory_allocated`, on a CPU the kernel's high-water mark of resident memory, reset before the step (an
-allocator that returns memory late can only raise it). Quote the ratios.
+Seconds: one process, one warm-up each, the methods in turn, medians. On a shared machine the
+seconds of the processor (CPU only) say more than those of the clock; both are written. The chunked
+one also measures alpha, as it does in training. Memory: a fresh process for each method, the
+highest it rose in its second step above what it held before it: on CUDA `max_memory_allocated`, on
+a CPU the kernel's high-water mark of resident memory, reset before the step (an allocator that
+returns memory late can only raise it). Quote the ratios.
 """
 
 import copy
@@ -39,8 +47,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# This file has the name of the package that it measures; its own directory must not be searched for it.
-sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
+# This file has the name of the package that it measures; its own directory must not be searched for
+# it.
+sys.path[:] = [
+    entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent
+]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -117,8 +128,13 @@ def make_models(options: Options) -> tuple[PreTrainedModel, PreTrainedModel]:
     device = resolve_device(options.device)
     torch.manual_seed(0)
     if options.target:
-        return tuple(load_model(each, device=str(device), dtype="float32") for each in (options.target, options.draft))  # type: ignore[return-value]
-    target = llama(options.target_hidden, options.target_layers, options.vocabulary, options.sequence)
+        return tuple(
+            load_model(each, device=str(device), dtype="float32")
+            for each in (options.target, options.draft)
+        )  # type: ignore[return-value]
+    target = llama(
+        options.target_hidden, options.target_layers, options.vocabulary, options.sequence
+    )
     draft = llama(768, 2, options.vocabulary, options.sequence)
     return target.to(device).eval(), draft.to(device)  # type: ignore[arg-type]
 
@@ -198,10 +214,15 @@ def make_steps(options: Options, methods: Sequence[str]) -> dict[str, Step]:
 
 
 def loss_by_chunk(options: Options) -> dict[str, dict[str, float]]:
-    """Seconds and page faults of output projection and loss with all gradients, by tokens held at once."""
+    """Seconds and page faults of output projection and loss with all gradients, by tokens held at
+    once.
+    """
     target, draft = make_models(options)
     objective, count = parse_objective(options.objective), options.batch * options.sequence
-    projections = [LMTrainee(draft, objective, target).projection, LMTrainee(target, objective).projection]
+    projections = [
+        LMTrainee(draft, objective, target).projection,
+        LMTrainee(target, objective).projection,
+    ]
     hidden = [torch.randn(count, each.weight_VH.shape[1]) for each in projections]
     teacher = LiveTeacher(hidden[1], projections[1]) if objective.needs_target else None
     tokens_N = torch.randint(vocabulary_size(draft), (count,))
@@ -215,17 +236,34 @@ def loss_by_chunk(options: Options) -> dict[str, dict[str, float]]:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
             def loss(inputs_NH: torch.Tensor = inputs_NH, size: int = size) -> float:
-                sums = projected(inputs_NH, weight_VH, None, teacher, tokens_N, None, objective, size, projections[0])
+                sums = projected(
+                    inputs_NH,
+                    weight_VH,
+                    None,
+                    teacher,
+                    tokens_N,
+                    None,
+                    objective,
+                    size,
+                    projections[0],
+                )
                 sums.loss.backward()  # type: ignore[no-untyped-call]
                 return 0.0
 
             clock, busy = timed(loss)
             draft.zero_grad(set_to_none=True)
             if repeat:
-                taken[name].append((clock, busy, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults))
+                taken[name].append(
+                    (clock, busy, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+                )
     keys = ("seconds", "processor_seconds", "page_faults")
-    medians = {name: map(statistics.median, zip(*found, strict=True)) for name, found in taken.items()}
-    return {name: {"tokens": sizes[name], **dict(zip(keys, each, strict=True))} for name, each in medians.items()}
+    medians = {
+        name: map(statistics.median, zip(*found, strict=True)) for name, found in taken.items()
+    }
+    return {
+        name: {"tokens": sizes[name], **dict(zip(keys, each, strict=True))}
+        for name, each in medians.items()
+    }
 
 
 def memory_of(method: str, options: Options) -> dict[str, int]:
@@ -282,7 +320,8 @@ def main() -> None:
             seconds[method].append(timed(steps[method].make))
     tokens = options.batch * (options.sequence - 1)
     clock, busy = (
-        {method: statistics.median(each[which] for each in seconds[method]) for method in methods} for which in (0, 1)
+        {method: statistics.median(each[which] for each in seconds[method]) for method in methods}
+        for which in (0, 1)
     )
     result = {
         "options": asdict(replace(options, out="")),
@@ -296,11 +335,15 @@ def main() -> None:
         "loss": losses,
         "parameters": {method: parameter_count(steps[method].draft) for method in methods},
         "weights_apart": {
-            method: apart(steps[method].draft, steps[base].draft) for method in methods if not options.heads
+            method: apart(steps[method].draft, steps[base].draft)
+            for method in methods
+            if not options.heads
         },
         "memory_bytes": memory,
         "seconds": {method: [clock for clock, _ in seconds[method]] for method in methods},
-        "processor_seconds": {method: [spent for _, spent in seconds[method]] for method in methods},
+        "processor_seconds": {
+            method: [spent for _, spent in seconds[method]] for method in methods
+        },
         "tokens_per_s": {method: tokens / clock[method] for method in methods},
         f"over_{base}": {
             method: {

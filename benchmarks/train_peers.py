@@ -1,8 +1,8 @@
 """Other trainers on the same models and batch, one step at a time, for `train.py --peers true`.
 
-`trl` is TRL's GKDTrainer (`pip install trl`), for fkl, rkl and jsd; `trainer` is transformers' Trainer, for ce. Both
-without generating, in the precision and with the loss per token that the others have. What cannot be compared is left
-out with the reason.
+`trl` is TRL's GKDTrainer (`pip install trl`), for fkl, rkl and jsd; `trainer` is transformers'
+Trainer, for ce. Both without generating, in the precision and with the loss per token that the
+others have. What cannot be compared is left out with the reason.
 """
 
 import os
@@ -28,13 +28,20 @@ def why_not(objective: str) -> dict[str, str]:
     """By peer the reason why it is left out; empty where it is not."""
     trl = "" if is_installed("trl") else "not installed; pip install trl"
     return {
-        "trl": trl if objective in GKD_BETA else f"has no {objective}; it has {', '.join(GKD_BETA)}",
+        "trl": trl
+        if objective in GKD_BETA
+        else f"has no {objective}; it has {', '.join(GKD_BETA)}",
         "trainer": "" if objective == "ce" else f"has no {objective}; it has ce",
     }
 
 
 def backward_of(
-    peer: str, objective: str, target: PreTrainedModel, draft: PreTrainedModel, ids_BT: Tensor, bf16: bool
+    peer: str,
+    objective: str,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    ids_BT: Tensor,
+    bf16: bool,
 ) -> Callable[[], Tensor]:
     """A function that makes the gradients of a step of `draft` and returns the loss per token."""
     common: dict[str, Any] = {
@@ -57,7 +64,14 @@ def backward_of(
         tokenizer = load_tokenizer(str(PAIR / "target"))
         tokenizer.pad_token = tokenizer.eos_token
         config = GKDConfig(**common, lmbda=0.0, beta=GKD_BETA[objective], temperature=1.0)
-        trainer = GKDTrainer(draft, target, config, data_collator=list, train_dataset=rows, processing_class=tokenizer)
+        trainer = GKDTrainer(
+            draft,
+            target,
+            config,
+            data_collator=list,
+            train_dataset=rows,
+            processing_class=tokenizer,
+        )
     else:
         trainer = Trainer(draft, TrainingArguments(**common), train_dataset=rows)
     count = torch.tensor(ids_BT.numel() - len(ids_BT))

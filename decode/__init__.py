@@ -1,19 +1,38 @@
-"""Speculative decoding: proposers draft token trees, one forward of the target scores them, a verifier keeps a path.
+"""Speculative decoding: proposers draft token trees, one forward of the target scores them, a
+verifier keeps a path.
 
-`SpeculativeDecoder` is the entrance. Names that need torch are imported when they are first used (PEP 562).
+`SpeculativeDecoder` is the entrance. Names that need torch are imported when they are first used
+(PEP 562).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from decode.propose import PROPOSERS as PROPOSERS, ProposerKind as ProposerKind, default_tree as default_tree
-from decode.tree import Drawing as Drawing, DynamicTree as DynamicTree, Tree as Tree, TreeShape as TreeShape
+from decode.propose import (
+    PROPOSERS as PROPOSERS,
+    ProposerKind as ProposerKind,
+    default_tree as default_tree,
+)
+from decode.tree import (
+    Drawing as Drawing,
+    DynamicTree as DynamicTree,
+    Tree as Tree,
+    TreeShape as TreeShape,
+)
 from decode.tree_spec import TREES as TREES, TreeKind as TreeKind, parse_tree as parse_tree
-from decode.verify import VERIFIERS as VERIFIERS, Verifier as Verifier, default_verifier as default_verifier
+from decode.verify import (
+    VERIFIERS as VERIFIERS,
+    Verifier as Verifier,
+    default_verifier as default_verifier,
+)
 from draftsmith_core import lazy_names
 
 if TYPE_CHECKING:
-    from decode.batch_run import Generation as Generation, StopCondition as StopCondition, StopStrings as StopStrings
+    from decode.batch_run import (
+        Generation as Generation,
+        StopCondition as StopCondition,
+        StopStrings as StopStrings,
+    )
     from decode.engine import BatchOutput as BatchOutput, SpeculativeDecoder as SpeculativeDecoder
     from decode.packed_weights import take_over as take_over
     from decode.propose.draft_model import DraftModelProposer as DraftModelProposer

@@ -1,11 +1,14 @@
-"""A preallocated key/value cache: append a block of tree tokens, keep the accepted path, drop the rest.
+"""A preallocated key/value cache: append a block of tree tokens, keep the accepted path, drop the
+rest.
 
-Legend: L layers, B rows, H key/value heads, C capacity in slots, E head size. A slot holds one token.
+Legend: L layers, B rows, H key/value heads, C capacity in slots, E head size. A slot holds one
+token.
 
-Each row begins at slot 0, so that the slot of a kept token is its position. All rows write a new block at one column,
-behind the longest row: an append is one slice assignment per layer, and the attention mask hides the gap of shorter
-rows. Keeping a path copies its few slots to the end of the row's prefix, for all layers in one call. The next step
-overwrites the rest of the block. A chain in a batch of one moves nothing.
+Each row begins at slot 0, so that the slot of a kept token is its position. All rows write a new
+block at one column, behind the longest row: an append is one slice assignment per layer, and the
+attention mask hides the gap of shorter rows. Keeping a path copies its few slots to the end of the
+row's prefix, for all layers in one call. The next step overwrites the rest of the block. A chain in
+a batch of one moves nothing.
 """
 
 from collections.abc import Sequence
@@ -20,9 +23,11 @@ from draftsmith_core.errors import InputError
 
 
 class _Store:
-    """One allocation `[L, B, H, C, E]` for the keys and one for the values of layers that are alike.
+    """One allocation `[L, B, H, C, E]` for the keys and one for the values of layers that are
+    alike.
 
-    `all_keys` and `all_values` are the allocation, `keys` and `values` its rows that are still in the batch.
+    `all_keys` and `all_values` are the allocation, `keys` and `values` its rows that are still in
+    the batch.
     """
 
     def __init__(self, layers: int, rows: int, capacity: int, keys: Tensor, values: Tensor) -> None:
@@ -51,10 +56,13 @@ class _Store:
         self.show(rows)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether a layer with these states fits (some models vary heads by layer or span devices)."""
+        """Whether a layer with these states fits (some models vary heads by layer or span
+        devices).
+        """
         pairs = ((self.keys, keys), (self.values, values))
         return self.keys.device == keys.device and all(
-            (mine.shape[2], mine.shape[4]) == (theirs.shape[1], theirs.shape[3]) for mine, theirs in pairs
+            (mine.shape[2], mine.shape[4]) == (theirs.shape[1], theirs.shape[3])
+            for mine, theirs in pairs
         )
 
 
@@ -67,7 +75,9 @@ class _TreeLayer(DynamicLayer):
         self.owner.allocate(self, key_states, value_states)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin = self.owner.column
@@ -84,9 +94,9 @@ class _TreeLayer(DynamicLayer):
 class TreeCache(Cache):
     """Key/value cache of one model for one batch.
 
-    The caller sets `column`, where the next forward writes. `capacity` is in slots per row. `bytes_moved` counts what
-    `keep` and `select_rows` copied. With `buffer_rows`, memory for that many rows stays at one address and
-    serves one batch after another (`reuse`).
+    The caller sets `column`, where the next forward writes. `capacity` is in slots per row.
+    `bytes_moved` counts what `keep` and `select_rows` copied. With `buffer_rows`, memory for that
+    many rows stays at one address and serves one batch after another (`reuse`).
     """
 
     def __init__(self, layers: int, capacity: int, buffer_rows: int | None = None) -> None:
@@ -108,20 +118,28 @@ class TreeCache(Cache):
         store.show(keys.shape[0])
 
     def reuse(self, rows: int) -> None:
-        """Begin another batch of `rows` rows in the same memory. Masks hide the old states, which are finite."""
+        """Begin another batch of `rows` rows in the same memory. Masks hide the old states, which
+        are finite.
+        """
         self.column = 0
         for store in self._stores:
             store.show(rows)
 
     def buffers(self, rows: int, slots: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[L, rows, H, slots, E]` at a fixed address. InputError if layers differ."""
+        """Return keys and values `[L, rows, H, slots, E]` at a fixed address. InputError if layers
+        differ.
+        """
         if len(self._stores) != 1:
-            raise InputError("compile: layers of this model have caches of different shapes; leave compile out")
+            raise InputError(
+                "compile: layers of this model have caches of different shapes; leave compile out"
+            )
         (store,) = self._stores
         return store.all_keys[:, :rows, :, :slots], store.all_values[:, :rows, :, :slots]
 
     def whole(self, rows: int, heads: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all layers, `[L, B, H, C, E]`, of a model whose layers are alike."""
+        """Return keys and values of all layers, `[L, B, H, C, E]`, of a model whose layers are
+        alike.
+        """
         if not self._stores:
             states = like.new_empty(rows, heads, 0, size)
             for layer in self.layers:
@@ -131,7 +149,8 @@ class TreeCache(Cache):
         return store.keys, store.values
 
     def keep(self, column: int, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy slots inside rows: each move is (row, from, to), `from` counted from `column`, `to` from slot 0.
+        """Copy slots inside rows: each move is (row, from, to), `from` counted from `column`, `to`
+        from slot 0.
 
         Moves may overlap. Moves onto themselves cost nothing.
         """
@@ -148,7 +167,9 @@ class TreeCache(Cache):
                 self.bytes_moved += moved.numel() * moved.element_size()
 
     def select_rows(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Keep only these rows, of which row b has `lengths[b]` slots. No row may move towards the end."""
+        """Keep only these rows, of which row b has `lengths[b]` slots. No row may move towards the
+        end.
+        """
         for store in self._stores:
             for block in (store.keys, store.values):
                 for target, (source, slots) in enumerate(zip(rows, lengths, strict=True)):

@@ -1,6 +1,8 @@
-"""The speculative decoder: draft a tree, score it with one target forward, keep what the verifier accepts.
+"""The speculative decoder: draft a tree, score it with one target forward, keep what the verifier
+accepts.
 
-`SpeculativeDecoder` holds what stays between `generate` calls; `decode.batch_run.BatchRun` holds the steps of one call.
+`SpeculativeDecoder` holds what stays between `generate` calls; `decode.batch_run.BatchRun` holds
+the steps of one call.
 """
 
 import threading
@@ -28,7 +30,8 @@ from draftsmith_core.sampling import Sampling, generator, row_seed
 
 _CACHED_BLOCKS = 64
 Key = TypeVar("Key")
-# Takes the number of free places; returns at most that many prompts, each as (key, token ids, generator).
+# Takes the number of free places; returns at most that many prompts, each as (key, token ids,
+# generator).
 Source = Callable[[int], Sequence[tuple[Key, Sequence[int], torch.Generator]]]
 # Refill when this share of the batch is free, so that several rows share one prefill.
 _FREE = 1 / 20
@@ -45,18 +48,20 @@ class BatchOutput:
 
 
 class SpeculativeDecoder:
-    """Decode with a target and a proposer. `proposer=None` is autoregressive decoding through the same code.
+    """Decode with a target and a proposer. `proposer=None` is autoregressive decoding through the
+    same code.
 
         decoder = SpeculativeDecoder(target, DraftModelProposer(draft), "kary:4,2,2")
-        batch = decoder.generate([tokenizer.encode("Return the")], Sampling(temperature=0.7), 64, seed=0)
-        batch.generations[0].output_ids
+        batch = decoder.generate([tokenizer.encode("Return the")], Sampling(temperature=0.7), 64,
+        seed=0) batch.generations[0].output_ids
 
-    proposer: one of `decode`, or your own (`decode.propose.protocol.Proposer` has an example). tree: a spec
-    (`parse_tree`) or a shape; by default one that suits the proposer. verifier: a key of `VERIFIERS` or your own
-    `Verifier`; by default one that suits proposer and tree. fast: use packed weights and the lean LLaMA forward. The
-    target is not changed; `take_over(target)` saves memory (`decode.packed_weights`). compile: True records each step
-    as a CUDA graph when it first occurs; the name of a torch.compile backend also compiles it, on a CPU too. `fast` and
-    `compile` change outputs by rounding only. Raises ValueError if the parts do not fit.
+    proposer: one of `decode`, or your own (`decode.propose.protocol.Proposer` has an example).
+    tree: a spec (`parse_tree`) or a shape; by default one that suits the proposer. verifier: a key
+    of `VERIFIERS` or your own `Verifier`; by default one that suits proposer and tree. fast: use
+    packed weights and the lean LLaMA forward. The target is not changed; `take_over(target)` saves
+    memory (`decode.packed_weights`). compile: True records each step as a CUDA graph when it first
+    occurs; the name of a torch.compile backend also compiles it, on a CPU too. `fast` and `compile`
+    change outputs by rounding only. Raises ValueError if the parts do not fit.
     """
 
     def __init__(
@@ -74,20 +79,28 @@ class SpeculativeDecoder:
         self.verifier = VERIFIERS["exact"]
         self.drawing: Drawing = "deterministic"
         if proposer is not None:
-            self.tree = parse_tree(tree) if isinstance(tree, str) else tree or proposer.default_tree()
+            self.tree = (
+                parse_tree(tree) if isinstance(tree, str) else tree or proposer.default_tree()
+            )
             offered = proposer.drawings(self.tree)
             if verifier is None:
                 draws = offered != {"deterministic"}
                 verifier = default_verifier(self.tree, draws=draws, drafts=proposer.drafts)
             if isinstance(verifier, str) and verifier not in VERIFIERS:
-                raise ValueError(f"verifier '{verifier}': unknown; use one of {', '.join(sorted(VERIFIERS))}")
+                raise ValueError(
+                    f"verifier '{verifier}': unknown; use one of {', '.join(sorted(VERIFIERS))}"
+                )
             self.verifier = VERIFIERS[verifier] if isinstance(verifier, str) else verifier
             proposer.check(target, self.tree)
             # The first method of drawing that the verifier prefers and the proposer has.
-            self.drawing = next((name for name in self.verifier.drawings if name in offered), min(offered))
+            self.drawing = next(
+                (name for name in self.verifier.drawings if name in offered), min(offered)
+            )
             self.verifier.check(self.tree, self.drawing, proposer.drafts)
         elif tree is not None or verifier is not None:
-            raise ValueError("tree, verifier: proposer=None drafts nothing; leave them out, or pass a proposer")
+            raise ValueError(
+                "tree, verifier: proposer=None drafts nothing; leave them out, or pass a proposer"
+            )
         self._windows = attention_windows(target)
         self._limit = context_length(target)
         self._blocks: dict[TreeBatch, Block] = {}
@@ -112,10 +125,11 @@ class SpeculativeDecoder:
     ) -> BatchOutput:
         """Continue all prompts (token ids) as one batch, greedily by default.
 
-        generators: one per prompt; by default seeded with a hash of `seed` and the prompt's index, so that a row does
-        not depend on its batch. eos_ids: tokens that end a row; None for the target's own, () to go on to
-        `max_new_tokens`. on_tokens(row, ids, from_draft): called after each step with the new tokens. stop: see
-        `StopCondition`. Raises ValueError for a prompt that is empty or does not fit the context.
+        generators: one per prompt; by default seeded with a hash of `seed` and the prompt's index,
+        so that a row does not depend on its batch. eos_ids: tokens that end a row; None for the
+        target's own, () to go on to `max_new_tokens`. on_tokens(row, ids, from_draft): called after
+        each step with the new tokens. stop: see `StopCondition`. Raises ValueError for a prompt
+        that is empty or does not fit the context.
         """
         if generators is None:
             generators = [generator(row_seed(seed, str(row))) for row in range(len(prompts))]
@@ -127,7 +141,16 @@ class SpeculativeDecoder:
         began = self._clock()
         # The caller's autocast would run some parts of a step in another dtype.
         with self._turn, torch.autocast(self.target.device.type, enabled=False), self._products():
-            run = BatchRun(self, prompts, sampling, max_new_tokens, generators, frozenset(eos_ids), on_tokens, stop)
+            run = BatchRun(
+                self,
+                prompts,
+                sampling,
+                max_new_tokens,
+                generators,
+                frozenset(eos_ids),
+                on_tokens,
+                stop,
+            )
             prefilled = self._clock()
             while run.batch:
                 run.step()
@@ -146,14 +169,18 @@ class SpeculativeDecoder:
         max_new_tokens: int = 128,
         eos_ids: Collection[int] | None = None,
     ) -> Iterator[tuple[Key, Generation]]:
-        """Continue prompts without drafts in a batch of at most `rows`; a new prompt replaces one that has ended.
+        """Continue prompts without drafts in a batch of at most `rows`; a new prompt replaces one
+        that has ended.
 
-        Yield each output with its key. `source(free)` returns at most `free` next prompts. It is called after all
-        earlier outputs were yielded, so that an answer may lead to another prompt; decoding ends when it returns none
-        and the batch is empty. The composition of batches depends only on the prompts and their generators.
+        Yield each output with its key. `source(free)` returns at most `free` next prompts. It is
+        called after all earlier outputs were yielded, so that an answer may lead to another prompt;
+        decoding ends when it returns none and the batch is empty. The composition of batches
+        depends only on the prompts and their generators.
         """
         if self.proposer is not None or self.steps is not None:
-            raise ValueError("continuous() takes neither a proposer nor compile; make the decoder without them")
+            raise ValueError(
+                "continuous() takes neither a proposer nor compile; make the decoder without them"
+            )
         eos = frozenset(eos_of(self.target) if eos_ids is None else eos_ids)
         run: BatchRun | None = None
         keys: dict[int, Key] = {}
@@ -166,14 +193,24 @@ class SpeculativeDecoder:
                 return
             with torch.autocast(self.target.device.type, enabled=False), self._products():
                 if joining:
-                    prompts, generators = [ids for _, ids, _ in joining], [source for _, _, source in joining]
+                    prompts, generators = (
+                        [ids for _, ids, _ in joining],
+                        [source for _, _, source in joining],
+                    )
                     self._check(prompts, max_new_tokens)
                     keys |= {index: key for index, (key, _, _) in enumerate(joining, count)}
                     runner = run.runner.fresh() if run is not None else None
                     if not live:
                         run = None  # frees its cache before another is made
                     joins = BatchRun(
-                        self, prompts, sampling, max_new_tokens, generators, eos, first=count, runner=runner
+                        self,
+                        prompts,
+                        sampling,
+                        max_new_tokens,
+                        generators,
+                        eos,
+                        first=count,
+                        runner=runner,
                     )
                     count += len(joining)
                     if run is None:
@@ -188,11 +225,19 @@ class SpeculativeDecoder:
 
     @property
     def every_steps(self) -> list[StaticSteps]:
-        """Recorded or compiled steps of the target and of the proposer's models; empty without `compile`."""
-        return [] if self.steps is None else [self.steps, *(self.proposer.steps if self.proposer is not None else ())]
+        """Recorded or compiled steps of the target and of the proposer's models; empty without
+        `compile`.
+        """
+        return (
+            []
+            if self.steps is None
+            else [self.steps, *(self.proposer.steps if self.proposer is not None else ())]
+        )
 
     def _products(self) -> AbstractContextManager[None]:
-        """Multiply packed weights with the kernel, also between forwards, where heads have products of their own."""
+        """Multiply packed weights with the kernel, also between forwards, where heads have products
+        of their own.
+        """
         return nullcontext() if self._packs is None else kernel_products()
 
     def new_runner(self) -> Runner:
@@ -204,9 +249,12 @@ class SpeculativeDecoder:
         block = self._blocks.get(tree)
         if block is None:
             static = tree.rows == 1 and not self.tree.grows
-            block = Block(torch.nn.functional.pad(tree.depths_RN, (1, 0)), tree.sees_RMM, static=static)
+            block = Block(
+                torch.nn.functional.pad(tree.depths_RN, (1, 0)), tree.sees_RMM, static=static
+            )
             if static:
-                # A static proposer passes the same few objects again: its tree, and that tree cut to a depth.
+                # A static proposer passes the same few objects again: its tree, and that tree cut
+                # to a depth.
                 if len(self._blocks) >= _CACHED_BLOCKS:
                     self._blocks.clear()
                 self._blocks[tree] = block
@@ -214,13 +262,22 @@ class SpeculativeDecoder:
 
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if self.target.training:
-            raise ValueError("the target is in training mode, where dropout changes its outputs; call target.eval()")
+            raise ValueError(
+                "the target is in training mode, where dropout changes its outputs; call "
+                "target.eval()"
+            )
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: must be at least 1, got {max_new_tokens}")
         vocabulary = vocabulary_size(self.target)
         for row, prompt in enumerate(prompts):
-            if isinstance(prompt, str | int) or not len(prompt) or not 0 <= min(prompt) <= max(prompt) < vocabulary:
-                raise ValueError(f"prompt {row}: expected at least one token id, each from 0 to {vocabulary - 1}")
+            if (
+                isinstance(prompt, str | int)
+                or not len(prompt)
+                or not 0 <= min(prompt) <= max(prompt) < vocabulary
+            ):
+                raise ValueError(
+                    f"prompt {row}: expected at least one token id, each from 0 to {vocabulary - 1}"
+                )
         check_context("target", self._limit, prompts, max_new_tokens)
         if self.proposer is not None:
             self.proposer.check_lengths(prompts, max_new_tokens)

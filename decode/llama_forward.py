@@ -1,13 +1,15 @@
 """The forward of the LLaMA family without modules, hooks and masks made inside.
 
-A small draft model spends most of a forward in Python, and the target pays the same at every step. This is the
-computation of `LlamaForCausalLM` and its relatives with the fewest tensor operations: one product for queries, keys and
-values, rotary tables read instead of computed, keys and values written straight into the `TreeCache`. It equals the
-model's own forward within rounding, and a model that it might not equal is refused. If every matrix is packed for the
-kernel, everything but the prefill is one call of `native/forward.c`, with weights and cache handed over as pointers.
+A small draft model spends most of a forward in Python, and the target pays the same at every step.
+This is the computation of `LlamaForCausalLM` and its relatives with the fewest tensor operations:
+one product for queries, keys and values, rotary tables read instead of computed, keys and values
+written straight into the `TreeCache`. It equals the model's own forward within rounding, and a
+model that it might not equal is refused. If every matrix is packed for the kernel, everything but
+the prefill is one call of `native/forward.c`, with weights and cache handed over as pointers.
 
-Legend: B rows, q queries per row, X = B * q, R = B or 1, D hidden size, E head size, H query heads, G key/value heads,
-P cells the attention reads, V vocabulary, N positions, I inputs and O outputs of a linear layer.
+Legend: B rows, q queries per row, X = B * q, R = B or 1, D hidden size, E head size, H query heads,
+G key/value heads, P cells the attention reads, V vocabulary, N positions, I inputs and O outputs of
+a linear layer.
 """
 
 import ctypes
@@ -39,29 +41,42 @@ _FAMILY: dict[type, Any] = {
 }
 # Other kinds choose their frequencies by the length of the input, so that no table holds.
 _ROPES = ("default", "linear", "llama3", "yarn")
-# From this many parameters on, matrices of any size are packed: a forward is then one call of the kernel.
+# From this many parameters on, matrices of any size are packed: a forward is then one call of the
+# kernel.
 _SMALLEST_MODEL = 1 << 18
 # Tokens of one forward that the kernel takes in one call.
 _MOST_TOKENS = 256
 _PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, PackedLinear, PackedEmbedding)
-# Known hooks: transformers' own for hidden states, otherwise silent, and the one that widens a trimmed draft's logits,
-# which is done here too.
+# Known hooks: transformers' own for hidden states, otherwise silent, and the one that widens a
+# trimmed draft's logits, which is done here too.
 _KNOWN_HOOKS = ("transformers.utils.output_capturing", draft_vocabulary.__module__)
 
 
 def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | None":
-    """The lean forward of `model` (by torch where `packs` is None), or None when only its own forward is sure to be
-    right: another architecture, a subclass, hooks, adapters, quantised or scattered weights, layers with constants of
-    their own, other attention, a frequency that depends on length.
+    """The lean forward of `model` (by torch where `packs` is None), or None when only its own
+    forward is sure to be right: another architecture, a subclass, hooks, adapters, quantised or
+    scattered weights, layers with constants of their own, other attention, a frequency that depends
+    on length.
     """
     family = _FAMILY.get(type(model))
-    if family is None or model.training or getattr(model.config, "_attn_implementation", "") != "sdpa":
+    if (
+        family is None
+        or model.training
+        or getattr(model.config, "_attn_implementation", "") != "sdpa"
+    ):
         return None
     inner: Any = model.model
-    if type(inner.rotary_emb).__name__ not in vars(family) or inner.rotary_emb.rope_type not in _ROPES:
+    if (
+        type(inner.rotary_emb).__name__ not in vars(family)
+        or inner.rotary_emb.rope_type not in _ROPES
+    ):
         return None
     hooked = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    if hooked or not inner.layers or 2 * inner.rotary_emb.inv_freq.shape[0] != inner.layers[0].self_attn.head_dim:
+    if (
+        hooked
+        or not inner.layers
+        or 2 * inner.rotary_emb.inv_freq.shape[0] != inner.layers[0].self_attn.head_dim
+    ):
         return None
     epsilons = set()
     for module in model.modules():
@@ -71,11 +86,19 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
         known = known or (packs is not None and packs.native and is_four_bits(module))
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         known = known and all(getattr(hook, "__module__", "") in _KNOWN_HOOKS for hook in hooks)
-        if not known or "forward" in module.__dict__ or module.training or module._compiled_call_impl is not None:
+        if (
+            not known
+            or "forward" in module.__dict__
+            or module.training
+            or module._compiled_call_impl is not None
+        ):
             return None
         epsilons.add(vars(module).get("variance_epsilon"))
     # The lean forward reads one of each for all layers.
-    constants = {(layer.self_attn.head_dim, layer.self_attn.scaling, type(layer.mlp.act_fn)) for layer in inner.layers}
+    constants = {
+        (layer.self_attn.head_dim, layer.self_attn.scaling, type(layer.mlp.act_fn))
+        for layer in inner.layers
+    }
     if len(constants) > 1 or len(epsilons - {None}) > 1:
         return None
     parameters = [weight for weight in model.parameters() if four_bit_state(weight) is None]
@@ -83,7 +106,10 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
         return None
     if len({(parameter.device, parameter.dtype) for parameter in parameters}) != 1:
         return None
-    if not parameters[0].dtype.is_floating_point or parameters[0].device.type not in ("cpu", "cuda"):
+    if not parameters[0].dtype.is_floating_point or parameters[0].device.type not in (
+        "cpu",
+        "cuda",
+    ):
         return None
     return LeanForward(model, packs)
 
@@ -105,7 +131,8 @@ class _Layer:
 class LeanForward:
     """Run one model. Made for one `generate` call, because it holds the model's tensors.
 
-    `dtype` is that of products, masks and cache: fp32 with the kernel, else the model's own, as hidden states have.
+    `dtype` is that of products, masks and cache: fp32 with the kernel, else the model's own, as
+    hidden states have.
     """
 
     def __init__(self, model: PreTrainedModel, packs: Packs | None) -> None:
@@ -137,7 +164,11 @@ class LeanForward:
         self._half = self.dtype in (torch.float16, torch.bfloat16)
         self._table_N2E = torch.empty(0, 2 * self.size, dtype=self.dtype, device=self.device)
         kinds = getattr(config, "layer_types", None)
-        plain = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+        plain = (
+            "full_attention"
+            if getattr(config, "sliding_window", None) is None
+            else "sliding_attention"
+        )
         self.layers = [
             self._layer(index, layer, plain if kinds is None else kinds[index])
             for index, layer in enumerate(body.layers[: config.num_hidden_layers])
@@ -164,15 +195,28 @@ class LeanForward:
         )
 
     def _fused(self, name: str, *linears: nn.Linear) -> FusedLinear:
-        matrix = None if self.packs is None else self.packs.matrix(name, linears, any_size=self._any_size)
+        matrix = (
+            None
+            if self.packs is None
+            else self.packs.matrix(name, linears, any_size=self._any_size)
+        )
         return FusedLinear(linears, matrix, self.dtype)
 
     def _whole(self) -> "_WholeModel | None":
-        """Return this model as one call of the kernel; None if the kernel does not know a part of it."""
+        """Return this model as one call of the kernel; None if the kernel does not know a part of
+        it.
+        """
         if self._functions is None or self.packs is None or not self.silu or len(self.kinds) > 2:
             return None
-        products = [product for layer in self.layers for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        vectors = [self.norm_D, *(vector for layer in self.layers for vector in (layer.norm_D, layer.ffn_norm_D))]
+        products = [
+            product
+            for layer in self.layers
+            for product in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        ]
+        vectors = [
+            self.norm_D,
+            *(vector for layer in self.layers for vector in (layer.norm_D, layer.ffn_norm_D)),
+        ]
         packed = all(product.matrix is not None for product in (self.head, *products))
         if not packed or not all(vector.is_contiguous() for vector in vectors):
             return None
@@ -181,7 +225,11 @@ class LeanForward:
             table = self.embedding.place.matrix if self.embedding.place.whole else None
         elif self.dtype != self._state_dtype:
             # The kernel reads tables in fp32 or packed.
-            table = self.head.matrix if self._tied else self.packs.matrix("embedding", [self.embedding], any_size=True)
+            table = (
+                self.head.matrix
+                if self._tied
+                else self.packs.matrix("embedding", [self.embedding], any_size=True)
+            )
         else:
             weight: Any = self.embedding.weight
             table = weight if weight.is_contiguous() else None
@@ -199,15 +247,19 @@ class LeanForward:
         *,
         prefill: bool = False,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return logits `[B, kept, V]` and hidden states `[B, q, D]` of one forward behind `cache.column`.
+        """Return logits `[B, kept, V]` and hidden states `[B, q, D]` of one forward behind
+        `cache.column`.
 
-        positions_Bq: one row for all, or one each; none above `top_position`. masks: additive, `[1 or B, 1, q, P]`, by
-        kind of layer; None sees everything, but is causal in a prefill. prefill: compute no logits.
+        positions_Bq: one row for all, or one each; none above `top_position`. masks: additive, `[1
+        or B, 1, q, P]`, by kind of layer; None sees everything, but is causal in a prefill.
+        prefill: compute no logits.
         """
         rows, queries = tokens_Bq.shape
         heads, groups, size, last = self.heads, self.groups, self.size, len(self.layers)
         if self._kernel is not None and not prefill and rows * queries <= _MOST_TOKENS:
-            return self._call(tokens_Bq, positions_Bq, top_position, masks, cache, keep_logits, hidden_layers)
+            return self._call(
+                tokens_Bq, positions_Bq, top_position, masks, cache, keep_logits, hidden_layers
+            )
         rope_Bq1E = F.embedding(positions_Bq, self.rotary_table(top_position)).unsqueeze(2)
         cos_Bq1E, sin_Bq1E = rope_Bq1E[..., :size], rope_Bq1E[..., size:]
         masks = {kind: self._folded(mask, queries) for kind, mask in masks.items()}
@@ -226,17 +278,23 @@ class LeanForward:
             # The sine carries the sign of the half that is rotated in.
             qk_BqHE = (qk_BqHE * cos_Bq1E).addcmul_(qk_BqHE.roll(size // 2, -1), sin_Bq1E)
             new_keys, new_values = qk_BqHE[:, :, heads:], qkv_BqHE[:, :, heads + groups :]
-            keys, values = cache.layers[index].update(new_keys.transpose(1, 2), new_values.transpose(1, 2))
+            keys, values = cache.layers[index].update(
+                new_keys.transpose(1, 2), new_values.transpose(1, 2)
+            )
             if prefill and index == last - 1 and last not in numbers:
                 break  # Only the last layer's keys and values are needed.
-            mixed_XD = self._attend(qk_BqHE[:, :, :heads].transpose(1, 2), keys, values, masks[layer.kind])
+            mixed_XD = self._attend(
+                qk_BqHE[:, :, :heads].transpose(1, 2), keys, values, masks[layer.kind]
+            )
             x_XD = layer.out.plus(mixed_XD, x_XD)
             gate, up = layer.gate_up.parts(self._norm(x_XD, layer.ffn_norm_D))
             gate = F.silu(gate) if self.silu else self.act(gate)
             x_XD = layer.down.plus(gate.mul_(up), x_XD)
         if last in numbers:
             x_XD = states[last] = self._norm(x_XD, self.norm_D)
-        hidden = tuple(states[number].view(rows, queries, -1).to(self._state_dtype) for number in numbers)
+        hidden = tuple(
+            states[number].view(rows, queries, -1).to(self._state_dtype) for number in numbers
+        )
         if prefill:
             return x_XD.new_empty(rows, 0, 0), hidden
         if 0 < keep_logits < queries:
@@ -255,12 +313,18 @@ class LeanForward:
         keep_logits: int,
         hidden_layers: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Do what `run` does in one call of the kernel. IndexError for a token outside the vocabulary."""
+        """Do what `run` does in one call of the kernel. IndexError for a token outside the
+        vocabulary.
+        """
         assert self._kernel is not None
         whole, (batch, queries) = self._kernel, tokens_Bq.shape
         numbers = [layer % (len(self.layers) + 1) for layer in hidden_layers]
         wanted = sorted(set(numbers))
-        flags = bytes(index in wanted for index in range(len(self.layers) + 1)) if wanted else whole.nothing
+        flags = (
+            bytes(index in wanted for index in range(len(self.layers) + 1))
+            if wanted
+            else whole.nothing
+        )
         kept = min(keep_logits or queries, queries)
         tokens_Bq, positions_Rq = tokens_Bq.contiguous(), positions_Rq.contiguous()
         keys_LBGPE, values_LBGPE = cache.whole(batch, self.groups, self.size, self.norm_D)
@@ -271,12 +335,18 @@ class LeanForward:
         step.tokens, step.positions = tokens_Bq.data_ptr(), positions_Rq.data_ptr()
         step.position_stride = queries if positions_Rq.shape[0] > 1 else 0
         step.rotary = self.rotary_table(top_position).data_ptr()
-        step.keys, step.values, step.column = keys_LBGPE.data_ptr(), values_LBGPE.data_ptr(), cache.column
+        step.keys, step.values, step.column = (
+            keys_LBGPE.data_ptr(),
+            values_LBGPE.data_ptr(),
+            cache.column,
+        )
         step.layer_stride, step.batch_stride, step.group_stride = keys_LBGPE.stride()[:3]
         for place, kind in enumerate(self.kinds):
             step.masks[place] = _Mask(None, 0, 0)
             if (mask := masks[kind]) is not None:
-                step.masks[place] = _Mask(mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2))
+                step.masks[place] = _Mask(
+                    mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2)
+                )
         step.states, step.logits = states.data_ptr(), logits.data_ptr()
         step.wanted = ctypes.cast(ctypes.c_char_p(flags), _POINTER)
         needed = whole.functions.scratch(ctypes.byref(whole.model), ctypes.byref(step))
@@ -284,7 +354,9 @@ class LeanForward:
             whole.scratch = self.norm_D.new_empty(2 * needed)
         step.scratch = whole.scratch.data_ptr()
         if whole.functions.forward(ctypes.byref(whole.model), ctypes.byref(step)):
-            raise IndexError(f"a token outside 0..{whole.model.vocabulary - 1}, the vocabulary of the embedding")
+            raise IndexError(
+                f"a token outside 0..{whole.model.vocabulary - 1}, the vocabulary of the embedding"
+            )
         hidden = tuple(states[wanted.index(number)].to(self._state_dtype) for number in numbers)
         return self._over_all_tokens(logits), hidden
 
@@ -298,9 +370,13 @@ class LeanForward:
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
     def rotary_table(self, top: int) -> Tensor:
-        """Return cosines and signed sines of the positions up to `top`, `[N, 2E]`; cached until `top` grows."""
+        """Return cosines and signed sines of the positions up to `top`, `[N, 2E]`; cached until
+        `top` grows.
+        """
         if self._table_N2E.shape[0] <= top:
-            positions_1N = torch.arange(max(top + 1, 2 * self._table_N2E.shape[0], 256), device=self.device)[None]
+            positions_1N = torch.arange(
+                max(top + 1, 2 * self._table_N2E.shape[0], 256), device=self.device
+            )[None]
             cos_1NE, sin_1NE = self.rotary(self.norm_D, positions_1N)
             half = self.size // 2
             sin_NE = torch.cat((-sin_1NE[0, :, :half], sin_1NE[0, :, half:]), dim=-1)
@@ -308,8 +384,9 @@ class LeanForward:
         return self._table_N2E
 
     def _folds(self, mask: Tensor | None, queries: int) -> bool:
-        # Query heads of one key/value head become more queries of that head, so that nothing is repeated. A CPU does as
-        # well with several queries; masked CUDA kernels do not know grouped heads.
+        # Query heads of one key/value head become more queries of that head, so that nothing is
+        # repeated. A CPU does as well with several queries; masked CUDA kernels do not know grouped
+        # heads.
         masked_on_gpu = mask is not None and self.device.type != "cpu"
         return self.heads > self.groups and (queries == 1 or masked_on_gpu)
 
@@ -379,9 +456,13 @@ class _Step(ctypes.Structure):
 
 
 class _WholeModel:
-    """The structures of one model. They hold addresses only: the `LeanForward` keeps the tensors."""
+    """The structures of one model. They hold addresses only: the `LeanForward` keeps the
+    tensors.
+    """
 
-    def __init__(self, functions: Kernel, lean: LeanForward, embedding: PackedMatrix | Tensor) -> None:
+    def __init__(
+        self, functions: Kernel, lean: LeanForward, embedding: PackedMatrix | Tensor
+    ) -> None:
         packed = isinstance(embedding, PackedMatrix)
         table = embedding.values if isinstance(embedding, PackedMatrix) else embedding
         layers = (_LayerStruct * len(lean.layers))()
@@ -389,7 +470,9 @@ class _WholeModel:
             products = (layer.qkv, layer.out, layer.gate_up, layer.down)
             norms = (layer.norm_D, *(layer.head_norms_E or (None, None)), layer.ffn_norm_D)
             addresses = [None if norm is None else norm.data_ptr() for norm in norms]
-            layers[place] = _LayerStruct(*map(_matrix, products), *addresses, lean.kinds.index(layer.kind))
+            layers[place] = _LayerStruct(
+                *map(_matrix, products), *addresses, lean.kinds.index(layer.kind)
+            )
         self.functions, self._alive, self.scratch = functions, (layers, table), torch.empty(0)
         self.model = _Model(
             layers=ctypes.cast(layers, ctypes.POINTER(_LayerStruct)),
@@ -407,10 +490,19 @@ class _WholeModel:
             eps=lean.eps,
             scale=lean.scale,
         )
-        self.step, self.outputs, self.nothing = _Step(), self.model.head.outputs, bytes(len(lean.layers) + 1)
+        self.step, self.outputs, self.nothing = (
+            _Step(),
+            self.model.head.outputs,
+            bytes(len(lean.layers) + 1),
+        )
 
 
 def _matrix(product: FusedLinear) -> _Matrix:
     assert product.matrix is not None
     matrix, bias_O = product.matrix, product.bias_O
-    return _Matrix(matrix.values.data_ptr(), None if bias_O is None else bias_O.data_ptr(), matrix.outputs, matrix.kind)
+    return _Matrix(
+        matrix.values.data_ptr(),
+        None if bias_O is None else bias_O.data_ptr(),
+        matrix.outputs,
+        matrix.kind,
+    )

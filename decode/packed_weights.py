@@ -1,11 +1,14 @@
-"""Weights on a CPU, packed once for the kernel (`decode.native`): in 16 bits if they fit, else in 32.
+"""Weights on a CPU, packed once for the kernel (`decode.native`): in 16 bits if they fit, else in
+32.
 
-Decoding multiplies every weight matrix with 1 to 60 rows, and takes the time of reading the weights. On other devices,
-or without a compiler, torch multiplies. Products are in fp32, also of models in bf16 and fp16.
+Decoding multiplies every weight matrix with 1 to 60 rows, and takes the time of reading the
+weights. On other devices, or without a compiler, torch multiplies. Products are in fp32, also of
+models in bf16 and fp16.
 
-A model that is handed in is not changed: packed weights stand beside its own, for the lean forward of the LLaMA family;
-other architectures run their own forward. `take_over(model)` gives a model to its decoders: packed weights replace its
-own, which halves its memory, and every architecture multiplies with them.
+A model that is handed in is not changed: packed weights stand beside its own, for the lean forward
+of the LLaMA family; other architectures run their own forward. `take_over(model)` gives a model to
+its decoders: packed weights replace its own, which halves its memory, and every architecture
+multiplies with them.
 
 Legend: X rows, I inputs, O outputs of a linear layer.
 """
@@ -33,7 +36,9 @@ _KERNEL_PRODUCTS = ContextVar("kernel_products", default=False)
 
 @contextmanager
 def kernel_products() -> Iterator[None]:
-    """Let packed modules multiply with the kernel. Outside, they compute what their own weights would, to the bit."""
+    """Let packed modules multiply with the kernel. Outside, they compute what their own weights
+    would, to the bit.
+    """
     before = _KERNEL_PRODUCTS.set(True)
     try:
         yield
@@ -43,7 +48,9 @@ def kernel_products() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Place:
-    """Where a weight of `dtype` is: rows `first` to `first + count` of `matrix`, or their transpose `[I, O]`."""
+    """Where a weight of `dtype` is: rows `first` to `first + count` of `matrix`, or their transpose
+    `[I, O]`.
+    """
 
     matrix: PackedMatrix
     first: int
@@ -58,10 +65,14 @@ class Place:
         return self.count == self.matrix.outputs
 
     def values(self) -> Tensor:
-        """Return the weight: one tensor as long as anybody holds it, so that a tied weight is saved once."""
+        """Return the weight: one tensor as long as anybody holds it, so that a tied weight is saved
+        once.
+        """
         values = self._last() if self._last is not None else None
         if values is None:
-            rows_OI = self.matrix.rows(torch.arange(self.first, self.first + self.count)).to(self.dtype)
+            rows_OI = self.matrix.rows(torch.arange(self.first, self.first + self.count)).to(
+                self.dtype
+            )
             values = rows_OI.t().contiguous() if self.transposed else rows_OI
             self._last = weakref.ref(values)
         return values
@@ -85,7 +96,8 @@ class _Packed(nn.Module):
     place: Place
 
     weight: Any = property(lambda self: self.place.values())
-    # For those who need no more than that of the weight, which would be unpacked for them (drafts.heads.borrowed).
+    # For those who need no more than that of the weight, which would be unpacked for them
+    # (drafts.heads.borrowed).
     dtype: Any = property(lambda self: self.place.dtype)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -109,7 +121,11 @@ class PackedEmbedding(_Packed, nn.Embedding):
         return rows.view(*ids.shape, -1).to(self.place.dtype)
 
 
-_PACKED: dict[type, type] = {nn.Linear: PackedLinear, Conv1D: PackedConv1D, nn.Embedding: PackedEmbedding}
+_PACKED: dict[type, type] = {
+    nn.Linear: PackedLinear,
+    Conv1D: PackedConv1D,
+    nn.Embedding: PackedEmbedding,
+}
 
 
 def is_four_bits(module: nn.Module) -> bool:
@@ -136,8 +152,11 @@ class Packs:
         self._sharing = {id(module): group for group in self._sharing.values() for module in group}
         self._freed = False
 
-    def matrix(self, name: str, linears: Sequence[nn.Module], *, any_size: bool = False) -> PackedMatrix | None:
-        """Return the weights of linear layers with the same input as one matrix; None if packing does not help.
+    def matrix(
+        self, name: str, linears: Sequence[nn.Module], *, any_size: bool = False
+    ) -> PackedMatrix | None:
+        """Return the weights of linear layers with the same input as one matrix; None if packing
+        does not help.
 
         name: key of the matrix in its model. any_size: pack small ones too.
         """
@@ -151,14 +170,20 @@ class Packs:
                 return matrix
         weights: list[Tensor] = [linear.weight for linear in linears]  # type: ignore[misc]
         four_bits = all(four_bit_state(weight) is not None for weight in weights)
-        plain = [type(w) in (nn.Parameter, Tensor) and w.ndim == 2 and not w.is_inference() for w in weights]
+        plain = [
+            type(w) in (nn.Parameter, Tensor) and w.ndim == 2 and not w.is_inference()
+            for w in weights
+        ]
         if not four_bits and not (all(plain) and all(map(_on_cpu, weights))):
             return None
         if not any_size and sum(weight.numel() for weight in weights) < _SMALLEST:
             return None
-        holders = [holder for linear in linears for holder in self._sharing.get(id(linear), (None,))]
+        holders = [
+            holder for linear in linears for holder in self._sharing.get(id(linear), (None,))
+        ]
         replaceable = self.owned and all(
-            type(holder) in (*_PACKED, *_PACKED.values()) and getattr(holder, "max_norm", None) is None
+            type(holder) in (*_PACKED, *_PACKED.values())
+            and getattr(holder, "max_norm", None) is None
             for holder in holders
         )
         stamp = None if replaceable else _stamp(weights)
@@ -169,16 +194,21 @@ class Packs:
             matrix = pack_four_bits(functions, weights)
         else:
             values = [weight.detach().t() if transposed else weight.detach() for weight in weights]
-            matrix = PackedMatrix(functions, (values[0] if len(values) == 1 else torch.cat(values)).contiguous())
+            matrix = PackedMatrix(
+                functions, (values[0] if len(values) == 1 else torch.cat(values)).contiguous()
+            )
             del values
         if stamp is not None:
             self._beside[name] = stamp, matrix
             return matrix
         first = 0
         for linear, weight in zip(linears, weights, strict=True):
-            place = Place(matrix, first, weight.shape[1 if transposed else 0], weight.dtype, transposed)
+            place = Place(
+                matrix, first, weight.shape[1 if transposed else 0], weight.dtype, transposed
+            )
             first += place.count
-            # The parameter itself has the shape and NaN; `module.weight` and `state_dict()` give the values.
+            # The parameter itself has the shape and NaN; `module.weight` and `state_dict()` give
+            # the values.
             nothing = torch.full((1,), torch.nan, dtype=weight.dtype).expand(weight.shape)
             stand_in = nn.Parameter(nothing, requires_grad=False)
             for holder in self._sharing[id(linear)]:
@@ -193,7 +223,9 @@ class Packs:
         if self.native and not self.owned and model.dtype != torch.float32:
             dtype = str(model.dtype).removeprefix("torch.")
             advice = "load it in float32, or call decode.take_over(model)"
-            warnings.warn(f"{type(model).__name__} in {dtype} decodes slowly on a CPU; {advice}", stacklevel=2)
+            warnings.warn(
+                f"{type(model).__name__} in {dtype} decodes slowly on a CPU; {advice}", stacklevel=2
+            )
         for name, module in model.named_modules() if self.owned else ():
             # A layer with a forward of its own (a hook of accelerate, an adapter) is left alone.
             if "forward" in module.__dict__:
@@ -237,7 +269,8 @@ def packs_of(model: nn.Module) -> Packs:
 
 
 def take_over(*models: nn.Module) -> None:
-    """Let decoders replace the weights of these models by packed ones. Do not write to the models afterwards.
+    """Let decoders replace the weights of these models by packed ones. Do not write to the models
+    afterwards.
 
     Forwards, `state_dict()` and `module.weight` give the same values as before; parameters do not.
     """
@@ -247,27 +280,36 @@ def take_over(*models: nn.Module) -> None:
 
 
 class FusedLinear:
-    """Linear layers with the same input, multiplied by the kernel (`matrix`, all weights, one below the other) or by
-    torch. Valid until a weight changes: made for one `generate` call.
+    """Linear layers with the same input, multiplied by the kernel (`matrix`, all weights, one below
+    the other) or by torch. Valid until a weight changes: made for one `generate` call.
     """
 
-    def __init__(self, linears: Sequence[nn.Module], matrix: PackedMatrix | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, linears: Sequence[nn.Module], matrix: PackedMatrix | None, dtype: torch.dtype
+    ) -> None:
         layers: list[Any] = list(linears)
         self.matrix, self.outputs = matrix, [layer.out_features for layer in layers]
-        self._biases_O = [None if layer.bias is None else layer.bias.detach().to(dtype) for layer in layers]
+        self._biases_O = [
+            None if layer.bias is None else layer.bias.detach().to(dtype) for layer in layers
+        ]
         self._weights_IO, self.bias_O = [], None
         if matrix is None:
             self._weights_IO = [layer.weight.detach().to(dtype).t() for layer in layers]
         elif any(bias is not None for bias in self._biases_O):
             pairs = zip(self.outputs, self._biases_O, strict=True)
-            self.bias_O = torch.cat([torch.zeros(count) if bias is None else bias for count, bias in pairs])
+            self.bias_O = torch.cat(
+                [torch.zeros(count) if bias is None else bias for count, bias in pairs]
+            )
 
     def parts(self, x_XI: Tensor) -> Sequence[Tensor]:
         """Each layer's outputs."""
         if self.matrix is not None:
             return torch.split(self(x_XI), self.outputs, dim=1)
         pairs = zip(self._weights_IO, self._biases_O, strict=True)
-        return [torch.mm(x_XI, w_IO) if bias is None else torch.addmm(bias, x_XI, w_IO) for w_IO, bias in pairs]
+        return [
+            torch.mm(x_XI, w_IO) if bias is None else torch.addmm(bias, x_XI, w_IO)
+            for w_IO, bias in pairs
+        ]
 
     def __call__(self, x_XI: Tensor) -> Tensor:
         """All outputs side by side, `[X, O]`."""
@@ -285,13 +327,22 @@ class FusedLinear:
 
 
 def _on_cpu(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return weight.device.type == "cpu" and weight.dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+    )
 
 
 def _stamp(weights: Sequence[Tensor]) -> object:
-    """Changes when a weight is replaced or written to; a write through `.data` must change the sampled values."""
+    """Changes when a weight is replaced or written to; a write through `.data` must change the
+    sampled values.
+    """
     states = [state for weight in weights if (state := four_bit_state(weight)) is not None]
     tensors = [*weights, *(state.absmax for state in states)]
     samples = [tensor.detach().reshape(-1)[:: tensor.numel() // _SAMPLE + 1] for tensor in tensors]
     sums = [float(sample.sum(dtype=torch.float32)) for sample in samples]
-    return [(tensor.data_ptr(), tensor._version, total) for tensor, total in zip(tensors, sums, strict=True)]
+    return [
+        (tensor.data_ptr(), tensor._version, total)
+        for tensor, total in zip(tensors, sums, strict=True)
+    ]

@@ -1,13 +1,14 @@
-"""Steps of fixed shapes: functions of tensors that a GPU replays as CUDA graphs, or that torch.compile compiles.
+"""Steps of fixed shapes: functions of tensors that a GPU replays as CUDA graphs, or that
+torch.compile compiles.
 
-A forward of a few tokens launches hundreds of kernels, and on a GPU launching them takes longer than running them. A
-function whose shapes, addresses and control flow never change is recorded once as a CUDA graph and replayed with one
-launch. So sizes are rounded up to a few buckets, the cache stays at one address between `generate` calls, and what
-changes from step to step (tokens, lengths, the column to write, the tree) is passed in tensors with one row per row of
-the batch.
+A forward of a few tokens launches hundreds of kernels, and on a GPU launching them takes longer
+than running them. A function whose shapes, addresses and control flow never change is recorded once
+as a CUDA graph and replayed with one launch. So sizes are rounded up to a few buckets, the cache
+stays at one address between `generate` calls, and what changes from step to step (tokens, lengths,
+the column to write, the tree) is passed in tensors with one row per row of the batch.
 
-Legend: B rows, L layers, H key/value heads, C capacity in slots, P slots that attention reads, q queries, T slots of a
-block, E head size. A slot is the place of one token in the cache.
+Legend: B rows, L layers, H key/value heads, C capacity in slots, P slots that attention reads, q
+queries, T slots of a block, E head size. A slot is the place of one token in the cache.
 """
 
 import logging
@@ -27,18 +28,24 @@ from decode.llama_forward import LeanForward, lean_forward
 from draftsmith_core.errors import InputError, RunError, first_line
 
 log = logging.getLogger(__name__)
-# One unit of attention's length: fewer graphs, and masks whose rows begin at addresses that CUDA's kernels accept.
+# One unit of attention's length: fewer graphs, and masks whose rows begin at addresses that CUDA's
+# kernels accept.
 _SLOTS = 256
 # torch.compile keeps one version per key of `StaticSteps.call`; its default limit is 8.
 _VERSIONS = 512
-# Runs before a graph is recorded: libraries choose kernels and allocate workspaces at their first call.
+# Runs before a graph is recorded: libraries choose kernels and allocate workspaces at their first
+# call.
 _WARM_UP = 2
 Function = Callable[..., tuple[Tensor, ...]]
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where allowed, else the most negative finite value. Eager attention adds its mask, so a bool would be wrong."""
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
+    """0 where allowed, else the most negative finite value. Eager attention adds its mask, so a
+    bool would be wrong.
+    """
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
+        ~allowed, torch.finfo(dtype).min
+    )
 
 
 def bucket(size: int) -> int:
@@ -57,7 +64,9 @@ def own_forward(
     hidden_layers: Sequence[int],
     **options: int,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Logits and hidden states of a model's own forward. masks: by kind of layer. options: more of its arguments."""
+    """Logits and hidden states of a model's own forward. masks: by kind of layer. options: more of
+    its arguments.
+    """
     output = model(
         input_ids=tokens_Bq,
         attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
@@ -66,20 +75,26 @@ def own_forward(
         use_cache=True,
         **options | ({"output_hidden_states": True} if hidden_layers else {}),
     )
-    return output.logits[:, -keep_logits:], tuple(output.hidden_states[layer] for layer in hidden_layers)
+    return output.logits[:, -keep_logits:], tuple(
+        output.hidden_states[layer] for layer in hidden_layers
+    )
 
 
 class StaticSteps:
     """The steps of one model: its buffers, and the recorded or compiled functions.
 
-    `backend` True records CUDA graphs; the name of a torch.compile backend ("inductor") compiles a step as one graph
-    first. Values may change, and tensors may be replaced between `generate` calls. One call at a time. `seconds` is the
-    time of recording and compiling, `count` the number of steps.
+    `backend` True records CUDA graphs; the name of a torch.compile backend ("inductor") compiles a
+    step as one graph first. Values may change, and tensors may be replaced between `generate`
+    calls. One call at a time. `seconds` is the time of recording and compiling, `count` the number
+    of steps.
     """
 
     def __init__(self, model: PreTrainedModel, backend: bool | str, lean: bool = True) -> None:
         if backend is True and model.device.type != "cuda":
-            raise InputError("compile: CUDA graphs need a CUDA device; name a torch.compile backend such as 'inductor'")
+            raise InputError(
+                "compile: CUDA graphs need a CUDA device; name a torch.compile backend such as "
+                "'inductor'"
+            )
         self.model, self.backend, self._lean = model, backend, lean
         self.seconds, self.count = 0.0, 0
         self.lean: LeanForward | None = None
@@ -90,7 +105,9 @@ class StaticSteps:
         self._rows = 0  # of the cache, once there is one
 
     def begin(self, rows: int, layers: int, capacity: int, limit: int | None) -> TreeCache:
-        """Return a cache of at least this size for one `generate` call, at the same address while it fits."""
+        """Return a cache of at least this size for one `generate` call, at the same address while
+        it fits.
+        """
         stamp = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         if stamp != self._stamp:
             self._forget()
@@ -98,7 +115,10 @@ class StaticSteps:
             self.lean = lean_forward(self.model, None) if self._lean else None
         if self._rows < rows or self.cache.capacity < capacity:
             if self._steps:
-                log.info("compile: the buffers grow, so that %d steps are recorded again", len(self._steps))
+                log.info(
+                    "compile: the buffers grow, so that %d steps are recorded again",
+                    len(self._steps),
+                )
             self._forget()
             known = self.cache.capacity if self._rows else 0
             self._rows = max(bucket(rows), self._rows)
@@ -106,12 +126,19 @@ class StaticSteps:
             # Only a forward knows the shape of the cache.
             if isinstance(self.model, PreTrainedModel):
                 one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
-                self.model(input_ids=one_11, position_ids=one_11, past_key_values=self.cache, use_cache=True)
+                self.model(
+                    input_ids=one_11,
+                    position_ids=one_11,
+                    past_key_values=self.cache,
+                    use_cache=True,
+                )
             else:
                 self.model.allocate(self.cache)
             if self.lean is not None:
                 # Make the table of rotary embeddings outside of steps.
-                self.lean.rotary_table(self.cache.capacity if limit is None else min(self.cache.capacity, limit - 1))
+                self.lean.rotary_table(
+                    self.cache.capacity if limit is None else min(self.cache.capacity, limit - 1)
+                )
         self.cache.reuse(rows)
         return self.cache
 
@@ -125,16 +152,19 @@ class StaticSteps:
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
-    def call(self, name: object, function: Function, rows: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def call(
+        self, name: object, function: Function, rows: int, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return `function(*inputs)` as a recorded step. Inputs and outputs have `rows` rows.
 
-        `name` must differ if `function` differs in anything but the shapes of its inputs. Rows are padded with zeros to
-        the bucket, and outputs are cut. No replay overwrites the outputs.
+        `name` must differ if `function` differs in anything but the shapes of its inputs. Rows are
+        padded with zeros to the bucket, and outputs are cut. No replay overwrites the outputs.
         """
         padded_rows = min(bucket(rows), self._rows)
         missing = padded_rows - rows
         padded = tuple(
-            F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing)) if missing else tensor for tensor in inputs
+            F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing)) if missing else tensor
+            for tensor in inputs
         )
         key = (name, tuple((tensor.shape, tensor.dtype) for tensor in padded))
         began = time.perf_counter() if key not in self._steps else None
@@ -150,12 +180,15 @@ class StaticSteps:
 
     def _make(self, function: Function, inputs: tuple[Tensor, ...]) -> Function:
         if isinstance(self.backend, str):
-            # First calls import and allocate, which cannot be traced. Repeating a step writes the same states again.
+            # First calls import and allocate, which cannot be traced. Repeating a step writes the
+            # same states again.
             function(*inputs)
             compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=self.backend)
 
             def step(*tensors: Tensor) -> tuple[Tensor, ...]:
-                with torch._dynamo.config.patch(recompile_limit=_VERSIONS, accumulated_recompile_limit=4 * _VERSIONS):
+                with torch._dynamo.config.patch(
+                    recompile_limit=_VERSIONS, accumulated_recompile_limit=4 * _VERSIONS
+                ):
                     return compiled(*tensors)
 
             function = step
@@ -171,7 +204,9 @@ class StaticSteps:
 def steps_for(
     models: Sequence[Any], backend: bool | str, lean: bool, known: Sequence[StaticSteps]
 ) -> list[StaticSteps]:
-    """Return static steps of a proposer's models: the known ones if they fit; none without a backend."""
+    """Return static steps of a proposer's models: the known ones if they fit; none without a
+    backend.
+    """
     if not backend:
         return []
     if [(steps.model, steps.backend) for steps in known] == [(model, backend) for model in models]:
@@ -181,7 +216,8 @@ def steps_for(
 
 @dataclass(frozen=True)
 class StaticForward:
-    """A model's forward as a function of tensors alone, for use in a function of `StaticSteps.call`.
+    """A model's forward as a function of tensors alone, for use in a function of
+    `StaticSteps.call`.
 
     `slots` (P): slots that attention reads, including the block.
     """
@@ -206,7 +242,9 @@ class StaticForward:
         state_B3: Tensor,
         features_BqH: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Like `Runner.forward`. `state_B3` holds each row's length, its padding slots and the common column."""
+        """Like `Runner.forward`. `state_B3` holds each row's length, its padding slots and the
+        common column.
+        """
         rows, queries = tokens_Bq.shape
         total = offsets_BT.shape[1]
         length_B1, lead_B1, column = state_B3[:, :1], state_B3[:, 1:2], state_B3[0, 2]
@@ -221,17 +259,32 @@ class StaticForward:
         pairs = zip(keys.unbind(0), values.unbind(0), strict=True)
         cache = Cache(layers=[_StepLayer(*pair, at_q) for pair in pairs])
         if self.steps.lean is not None:
-            return self.steps.lean.run(tokens_Bq, positions_Bq, 0, masks, cache, self.keep_logits, self.hidden_layers)
+            return self.steps.lean.run(
+                tokens_Bq, positions_Bq, 0, masks, cache, self.keep_logits, self.hidden_layers
+            )
         if features_BqH is not None:
             self.steps.model.features_BTH = features_BqH
         return own_forward(
-            self.steps.model, tokens_Bq, positions_Bq, masks, cache, self.keep_logits, self.hidden_layers
+            self.steps.model,
+            tokens_Bq,
+            positions_Bq,
+            masks,
+            cache,
+            self.keep_logits,
+            self.hidden_layers,
         )
 
     def _masks(
-        self, offsets_BT: Tensor, sees_BqT: Tensor, length_B1: Tensor, lead_B1: Tensor, column: Tensor
+        self,
+        offsets_BT: Tensor,
+        sees_BqT: Tensor,
+        length_B1: Tensor,
+        lead_B1: Tensor,
+        column: Tensor,
     ) -> dict[str, Tensor]:
-        """Additive masks `[B, 1, q, P]` by kind of layer: a row's prefix, then the block as its tree says."""
+        """Additive masks `[B, 1, q, P]` by kind of layer: a row's prefix, then the block as its
+        tree says.
+        """
         queries, total = sees_BqT.shape[1:]
         slot_P = torch.arange(self.slots, device=column.device)
         place_P = slot_P - column
@@ -249,7 +302,9 @@ class StaticForward:
             if window is not None:
                 position_BT = offsets_BT + length_B1 - lead_B1
                 position_BP = torch.where(inside_P, position_BT.index_select(1, place_P), slot_P)
-                distance_BqP = position_BT[:, total - queries :].unsqueeze(2) - position_BP.unsqueeze(1)
+                distance_BqP = position_BT[:, total - queries :].unsqueeze(
+                    2
+                ) - position_BP.unsqueeze(1)
                 seen_BqP = seen_BqP & (distance_BqP < window)
             masks[kind] = additive(seen_BqP.unsqueeze(1), self.steps.model.dtype)
         return masks
@@ -260,7 +315,9 @@ def _slots(count: int) -> int:
 
 
 class _StepLayer(DynamicLayer):
-    """One layer's buffers in one forward, which writes the slots `at_q` and attends to the first P."""
+    """One layer's buffers in one forward, which writes the slots `at_q` and attends to the first
+    P.
+    """
 
     keys: Tensor
     values: Tensor
@@ -270,7 +327,9 @@ class _StepLayer(DynamicLayer):
         self.keys, self.values, self.at_q = keys, values, at_q
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         # A block drafter writes the features before its block.
         at_n, self.at_q = self.at_q[: key_states.shape[2]], self.at_q[key_states.shape[2] :]
         self.keys.index_copy_(2, at_n, key_states)
@@ -282,7 +341,9 @@ class _StepLayer(DynamicLayer):
 
 
 def _record(function: Function, inputs: tuple[Tensor, ...], pool: Any) -> Function:
-    """Return `function` as a CUDA graph that reads copies of its inputs; RunError if it cannot be recorded."""
+    """Return `function` as a CUDA graph that reads copies of its inputs; RunError if it cannot be
+    recorded.
+    """
     held = tuple(tensor.clone() for tensor in inputs)
     stream = torch.cuda.Stream(held[0].device)
     stream.wait_stream(torch.cuda.current_stream(held[0].device))
@@ -296,7 +357,9 @@ def _record(function: Function, inputs: tuple[Tensor, ...], pool: Any) -> Functi
             outputs = function(*held)
     except RuntimeError as error:
         reason = first_line(error)
-        raise RunError(f"compile: a step cannot be recorded as a CUDA graph ({reason}); run without compile") from None
+        raise RunError(
+            f"compile: a step cannot be recorded as a CUDA graph ({reason}); run without compile"
+        ) from None
 
     def replay(*tensors: Tensor) -> tuple[Tensor, ...]:
         for buffer, tensor in zip(held, tensors, strict=True):

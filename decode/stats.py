@@ -9,12 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DecodeStats:
-    """Counts of one row, or of many rows added. Tokens cut by EOS or `max_new_tokens` are not counted.
+    """Counts of one row, or of many rows added. Tokens cut by EOS or `max_new_tokens` are not
+    counted.
 
-    target_calls: forwards of the target after prefill. emitted: tokens in the output. proposed: tree nodes drafted.
+    target_calls: forwards of the target after prefill. emitted: tokens in the output. proposed:
+    tree nodes drafted.
     accepted: drafted tokens in the output. depth_sum: sum over steps of the tree depth offered.
-    accepted_by_depth[d-1]: steps in which depth d was accepted. reached_by_depth[d-1]: steps in which depth d-1 was
-    accepted (the root always is) and depth d offered a token that could still be emitted.
+    accepted_by_depth[d-1]: steps in which depth d was accepted. reached_by_depth[d-1]: steps in
+    which depth d-1 was accepted (the root always is) and depth d offered a token that could still
+    be emitted.
     """
 
     target_calls: int = 0
@@ -36,17 +39,22 @@ class DecodeStats:
     @property
     def accept_at(self) -> tuple[float | None, ...]:
         """P(depth d accepted | depth d-1 accepted), by depth; None if nothing was offered."""
-        return tuple(_ratio(a, r) for a, r in zip(self.accepted_by_depth, self.reached_by_depth, strict=True))
+        return tuple(
+            _ratio(a, r) for a, r in zip(self.accepted_by_depth, self.reached_by_depth, strict=True)
+        )
 
     @property
     def alpha_mcsd(self) -> float | None:
-        """accepted / (steps x depth), as MCSD's `evaluation.py` defines alpha; None if nothing was offered."""
+        """accepted / (steps x depth), as MCSD's `evaluation.py` defines alpha; None if nothing was
+        offered.
+        """
         return _ratio(self.accepted, self.depth_sum)
 
 
 def independent_tau(alphas: Sequence[float]) -> float:
-    """Return 1 + a_1 + a_1 a_2 + ...: tokens per target call of a chain whose depth d is accepted with chance a_d,
-    independently (Leviathan et al. 2023, equation 1). In truth hard positions come in runs; `eval` compares.
+    """Return 1 + a_1 + a_1 a_2 + ...: tokens per target call of a chain whose depth d is accepted
+    with chance a_d, independently (Leviathan et al. 2023, equation 1). In truth hard positions come
+    in runs; `eval` compares.
     """
     return 1.0 + float(sum(accumulate(alphas, mul)))
 

@@ -1,11 +1,11 @@
 """A suffix index over token sequences: what followed these tokens in a corpus, and how often.
 
-Legend: n positions of the joined text, c occurrences, L tokens of a continuation, rank: an index into the sorted
-positions.
+Legend: n positions of the joined text, c occurrences, L tokens of a continuation, rank: an index
+into the sorted positions.
 
-Positions in the joined documents are sorted by the tokens *before* them, read backwards, so that positions after the
-same tokens are neighbours. The sort is prefix doubling (Manber and Myers 1993) in which only groups that still tie are
-sorted again (Larsson and Sadakane 2007).
+Positions in the joined documents are sorted by the tokens *before* them, read backwards, so that
+positions after the same tokens are neighbours. The sort is prefix doubling (Manber and Myers 1993)
+in which only groups that still tie are sorted again (Larsson and Sadakane 2007).
 """
 
 import hashlib
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SEPARATOR = -1
-# Above this many occurrences, continuations are counted on an even sample: frequencies are off by some 3 %, but the
-# cost of a lookup does not grow with them.
+# Above this many occurrences, continuations are counted on an even sample: frequencies are off by
+# some 3 %, but the cost of a lookup does not grow with them.
 SAMPLE = 256
 
 
@@ -29,8 +29,8 @@ SAMPLE = 256
 class SuffixIndex:
     """Token sequences and the order of their positions.
 
-    text_n: each document followed by a separator. positions: those with a token before and after them in the same
-    document.
+    text_n: each document followed by a separator. positions: those with a token before and after
+    them in the same document.
     """
 
     text_n: NDArray[np.int32]
@@ -38,11 +38,15 @@ class SuffixIndex:
 
     @staticmethod
     def build(documents: Sequence[Sequence[int]]) -> "SuffixIndex":
-        """Index documents of token ids; about 8 bytes per token when built, some 80 while building."""
+        """Index documents of token ids; about 8 bytes per token when built, some 80 while
+        building.
+        """
         if sum(map(len, documents)) + len(documents) >= 2**31:
             raise ValueError("suffix index: 2**31 tokens or more; index a part of the corpus")
         end = np.array([SEPARATOR])
-        pieces = [np.asarray(piece, dtype=np.int64) for document in documents for piece in (document, end)]
+        pieces = [
+            np.asarray(piece, dtype=np.int64) for document in documents for piece in (document, end)
+        ]
         text_n = np.concatenate(pieces or [end]).astype(np.int32)
         positions = len(text_n) - suffix_array(text_n[::-1])
         positions = positions[positions < len(text_n)]
@@ -59,14 +63,24 @@ class SuffixIndex:
         return hashlib.sha256(self.text_n.tobytes()).hexdigest()
 
     def match(self, suffix: Sequence[int]) -> int:
-        """How many of the last tokens of `suffix` occur together, with a token after them, in some document."""
+        """How many of the last tokens of `suffix` occur together, with a token after them, in some
+        document.
+        """
         query = list(suffix)[::-1]
-        at = bisect_left(range(len(self.positions)), query, key=lambda rank: self._before(rank, len(query)))
+        at = bisect_left(
+            range(len(self.positions)), query, key=lambda rank: self._before(rank, len(query))
+        )
         neighbours = [rank for rank in (at - 1, at) if 0 <= rank < len(self.positions)]
-        return max((len(commonprefix([query, self._before(rank, len(query))])) for rank in neighbours), default=0)
+        return max(
+            (len(commonprefix([query, self._before(rank, len(query))])) for rank in neighbours),
+            default=0,
+        )
 
-    def continuations(self, suffix: Sequence[int], length: int, count: int) -> list[tuple[tuple[int, ...], int]]:
-        """The `count` most frequent continuations of `suffix` with their occurrences, the most frequent first.
+    def continuations(
+        self, suffix: Sequence[int], length: int, count: int
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """The `count` most frequent continuations of `suffix` with their occurrences, the most
+        frequent first.
 
         They are `length` tokens long, or end with their document.
         """
@@ -79,14 +93,22 @@ class SuffixIndex:
         else:
             starts_c = self.positions[low:high]
         reach_cL = np.minimum(starts_c[:, None] + np.arange(length), len(self.text_n) - 1)
-        # Tokens plus one, so that 0 marks the end of a document; as big-endian bytes, which sort in the same order.
+        # Tokens plus one, so that 0 marks the end of a document; as big-endian bytes, which sort in
+        # the same order.
         codes_cL = self.text_n[reach_cL] + 1
         codes_cL *= np.logical_and.accumulate(codes_cL > 0, axis=1)
         keys = codes_cL.astype(">i4").view(f"V{4 * length}").ravel().tolist()
         # Ties go by the tokens, so that the answer does not depend on the order of the documents.
         best = sorted((-times, key) for key, times in Counter(keys).items())[:count]
-        rows = np.frombuffer(b"".join(key for _, key in best), dtype=">i4").reshape(-1, length).tolist()
-        return [(tuple(code - 1 for code in row if code), -times) for row, (times, _) in zip(rows, best, strict=True)]
+        rows = (
+            np.frombuffer(b"".join(key for _, key in best), dtype=">i4")
+            .reshape(-1, length)
+            .tolist()
+        )
+        return [
+            (tuple(code - 1 for code in row if code), -times)
+            for row, (times, _) in zip(rows, best, strict=True)
+        ]
 
     def _before(self, rank: int, length: int) -> list[int]:
         # Up to `length` tokens before a position, the nearest first.
@@ -95,7 +117,9 @@ class SuffixIndex:
 
 
 def suffix_array(text_n: NDArray[Any]) -> NDArray[np.int64]:
-    """The starts of all suffixes of an integer array, in the order of the suffixes; an end comes before any value."""
+    """The starts of all suffixes of an integer array, in the order of the suffixes; an end comes
+    before any value.
+    """
     size = len(text_n)
     values, codes_n = np.unique(text_n, return_inverse=True)
     # Several tokens fit one 64-bit key, so the first sort already compares that many.
@@ -107,7 +131,8 @@ def suffix_array(text_n: NDArray[Any]) -> NDArray[np.int64]:
         keys_n[: size - shift] += codes_n[shift:] + 1
     order_n = np.argsort(keys_n)
     keys_n = keys_n[order_n]
-    # The rank of a suffix is where its group of ties begins. A last entry of -1 sorts ends of the text first.
+    # The rank of a suffix is where its group of ties begins. A last entry of -1 sorts ends of the
+    # text first.
     ranks_n = np.full(size + 1, -1, dtype=np.int64)
     ranks = np.arange(size)
     members = order_n

@@ -14,9 +14,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """Return the sliding window by type of layer, None for full attention: `{"sliding_attention": 4096}`.
+    """Return the sliding window by type of layer, None for full attention: `{"sliding_attention":
+    4096}`.
 
-    Raise InputError for models that a tree cannot be run through with a mask, positions and a key/value cache alone.
+    Raise InputError for models that a tree cannot be run through with a mask, positions and a
+    key/value cache alone.
     """
     check_causal(model)
     config = text_config(model)
@@ -29,21 +31,24 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     types = getattr(config, "layer_types", None)
     windowed = window is not None or _SLIDING in (types or ())
     other = set(types or ()) - {_FULL, _SLIDING}
+    kinds = ", ".join(map(repr, sorted(other)))
     reasons = {
         "is recurrent: its state cannot go back to an earlier token; use another model": recurrent,
         "keeps no key/value cache; use another model": not cached,
-        "does not take position_ids, which the tokens of a tree need; use another model": not positions,
-        "masks by a table of its own; use another model": getattr(config, "attention_layers", None) is not None,
-        # Doge keeps the keys that score best among all in the cache, and Moshi's cache drops keys that its mask allows.
-        "gives other outputs with a cache than without; use another model": config.model_type in ("doge", "moshi"),
-        f"uses attention '{attention}', which takes no tree mask; load it with attn_implementation='sdpa'": (
-            attention not in ("eager", "sdpa")
-        ),
+        "does not take position_ids, which the tokens of a tree need; "
+        "use another model": not positions,
+        "masks by a table of its own; use another model": getattr(config, "attention_layers", None)
+        is not None,
+        # Doge keeps the keys that score best among all in the cache, and Moshi's cache drops keys
+        # that its mask allows.
+        "gives other outputs with a cache than without; use another model": config.model_type
+        in ("doge", "moshi"),
+        f"uses attention '{attention}', which takes no tree mask; load it with "
+        "attn_implementation='sdpa'": (attention not in ("eager", "sdpa")),
         # Transformers' cache would drop keys that the forward without a cache sees.
-        "attends to all tokens, and its config.json sets a sliding window; remove sliding_window and layer_types": (
-            windowed and not _reads_windows(model)
-        ),
-        f"has layers of type {', '.join(map(repr, sorted(other)))}, which cannot verify a tree": bool(other),
+        "attends to all tokens, and its config.json sets a sliding window; remove sliding_window "
+        "and layer_types": (windowed and not _reads_windows(model)),
+        f"has layers of type {kinds}, which cannot verify a tree": bool(other),
     }
     for reason, applies in reasons.items():
         if applies:
@@ -63,11 +68,17 @@ def _reads_windows(model: PreTrainedModel) -> bool:
         return True
 
 
-def check_context(name: str, limit: int | None, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Raise ValueError if the longest prompt and `max_new_tokens` do not fit `limit` positions of the model `name`."""
+def check_context(
+    name: str, limit: int | None, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
+    """Raise ValueError if the longest prompt and `max_new_tokens` do not fit `limit` positions of
+    the model `name`.
+    """
     longest = max(len(prompt) for prompt in prompts)
     if limit is not None and longest + max_new_tokens > limit:
         raise ValueError(
-            f"prompt of {longest} tokens + max_new_tokens {max_new_tokens} exceed the {name}'s context "
-            f"of {limit} tokens; shorten the prompt or lower max_new_tokens to {max(limit - longest, 0)}"
+            f"prompt of {longest} tokens + max_new_tokens {max_new_tokens} exceed the {name}'s "
+            "context "
+            f"of {limit} tokens; shorten the prompt or lower max_new_tokens to "
+            f"{max(limit - longest, 0)}"
         )

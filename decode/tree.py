@@ -1,7 +1,8 @@
-"""Token trees as data, without torch: which drafted token hangs under which, in breadth-first order.
+"""Token trees as data, without torch: which drafted token hangs under which, in breadth-first
+order.
 
-Legend: N drafted nodes, M = N + 1 nodes with the root, D depth. The root is the last emitted token. With M indexing
-the root is 0 and drafted node n is n + 1, so that 0 can also mean "no such child".
+Legend: N drafted nodes, M = N + 1 nodes with the root, D depth. The root is the last emitted token.
+With M indexing the root is 0 and drafted node n is n + 1, so that 0 can also mean "no such child".
 """
 
 from collections.abc import Collection
@@ -11,22 +12,24 @@ from typing import ClassVar, Literal
 
 MAX_NODES = 1024
 
-# How the children of one node were chosen. A verifier is correct only for the drawings that it names:
-#   without_replacement  drawn from q one after another, each removed from q before the next
+# How the children of one node were chosen. A verifier is correct only for the drawings that it
+# names: without_replacement  drawn from q one after another, each removed from q before the next
 #   with_replacement     drawn from q independently; siblings may repeat a token
-#   top_and_one          the k - 1 most probable tokens and one drawn from what q leaves on the others
-#   deterministic        a function of the context alone, such as the k most probable tokens
-# Never prune after drawing at random: pruning depends on what was drawn, and biases every rule but `exact`.
+# top_and_one          the k - 1 most probable tokens and one drawn from what q leaves on the others
+# deterministic        a function of the context alone, such as the k most probable tokens
+# Never prune after drawing at random: pruning depends on what was drawn, and biases every rule but
+# `exact`.
 Drawing = Literal["without_replacement", "with_replacement", "top_and_one", "deterministic"]
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A static tree of drafted tokens: `parents[n]` is the node above node n, -1 for the root; breadth-first order.
+    """A static tree of drafted tokens: `parents[n]` is the node above node n, -1 for the root;
+    breadth-first order.
 
-    stop: nothing is drafted below a node whose path has a lower joint probability under the draft, or whose children
-    the draft predicts to be accepted less often (`Network.confidence`). What is drafted next depends on drawn tokens
-    only, which keeps every verifier valid.
+    stop: nothing is drafted below a node whose path has a lower joint probability under the draft,
+    or whose children the draft predicts to be accepted less often (`Network.confidence`). What is
+    drafted next depends on drawn tokens only, which keeps every verifier valid.
     """
 
     grows: ClassVar[bool] = False  # whether the draft's confidence gives it its shape
@@ -39,9 +42,14 @@ class Tree:
             raise ValueError(f"tree: stop={self.stop} is not a probability in [0, 1)")
         if self.size > MAX_NODES:
             raise ValueError(f"tree: more than {MAX_NODES} nodes; draft fewer")
-        ordered = all(above <= below for above, below in zip(self.parents, self.parents[1:], strict=False))
+        ordered = all(
+            above <= below for above, below in zip(self.parents, self.parents[1:], strict=False)
+        )
         if not ordered or any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
-            raise ValueError("tree: nodes must be in breadth-first order, with -1 for the root, such as (-1, -1, 0, 1)")
+            raise ValueError(
+                "tree: nodes must be in breadth-first order, with -1 for the root, such as (-1, "
+                "-1, 0, 1)"
+            )
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -53,7 +61,9 @@ class Tree:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Rank of every node among its siblings, from 0: the order in which siblings are drawn and tried."""
+        """Rank of every node among its siblings, from 0: the order in which siblings are drawn and
+        tried.
+        """
         seen: dict[int, int] = {}
         ranks = []
         for parent in self.parents:
@@ -63,7 +73,9 @@ class Tree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Children of every one of the M nodes, in rank order, all in M indexing: `children[0]` are the root's."""
+        """Children of every one of the M nodes, in rank order, all in M indexing: `children[0]` are
+        the root's.
+        """
         children: list[list[int]] = [[] for _ in range(self.size + 1)]
         for node, parent in enumerate(self.parents):
             children[parent + 1].append(node + 1)
@@ -71,7 +83,9 @@ class Tree:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """`widths[d]`: the most children that any node at depth d has, for d from 0 (the root) to D - 1."""
+        """`widths[d]`: the most children that any node at depth d has, for d from 0 (the root) to D
+        - 1.
+        """
         most = [0] * self.depth
         for node, below in enumerate(self.children):
             if below:
@@ -96,20 +110,25 @@ class Tree:
 
 
 def tree_of_paths(paths: Collection[tuple[int, ...]]) -> Tree:
-    """The tree whose nodes have these paths of ranks from the root; every path's beginnings are among them."""
+    """The tree whose nodes have these paths of ranks from the root; every path's beginnings are
+    among them.
+    """
     # Sorted within a depth: siblings are neighbours, by rank, in the order of their parents.
-    order = {path: node for node, path in enumerate(sorted(paths, key=lambda path: (len(path), path)))}
+    order = {
+        path: node for node, path in enumerate(sorted(paths, key=lambda path: (len(path), path)))
+    }
     return Tree(tuple(order.get(path[:-1], -1) for path in order))
 
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """A tree that the draft's confidence shapes anew at every step and in every row; its children are the most
-    probable tokens (EAGLE-2, arXiv 2406.16858; OPT-Tree, arXiv 2406.17276).
+    """A tree that the draft's confidence shapes anew at every step and in every row; its children
+    are the most probable tokens (EAGLE-2, arXiv 2406.16858; OPT-Tree, arXiv 2406.17276).
 
-    The value of a node is the product of the confidences on its path. At each of `depth` levels the `beam` nodes of
-    highest value get `beam` children each; the best `nodes` of all candidates are kept, the shallower of equals first.
-    Levels end early when the best `nodes` would gain less than `gain` expected accepted tokens (0 never does).
+    The value of a node is the product of the confidences on its path. At each of `depth` levels the
+    `beam` nodes of highest value get `beam` children each; the best `nodes` of all candidates are
+    kept, the shallower of equals first. Levels end early when the best `nodes` would gain less than
+    `gain` expected accepted tokens (0 never does).
     """
 
     grows: ClassVar[bool] = True
@@ -122,9 +141,13 @@ class DynamicTree:
     def __post_init__(self) -> None:
         # Nodes that are compared: `beam` under the root, then `beam * beam` per level.
         candidates = self.beam + (self.depth - 1) * self.beam**2
-        if not (1 <= self.depth <= self.nodes and 1 <= self.beam <= self.nodes <= min(candidates, MAX_NODES)):
+        if not (
+            1 <= self.depth <= self.nodes
+            and 1 <= self.beam <= self.nodes <= min(candidates, MAX_NODES)
+        ):
             raise ValueError(
-                f"tree: depth={self.depth} and beam={self.beam} must be 1 to nodes={self.nodes}, and nodes at most "
+                f"tree: depth={self.depth} and beam={self.beam} must be 1 to nodes={self.nodes}, "
+                "and nodes at most "
                 f"{MAX_NODES} and the {candidates} candidates that they reach"
             )
         if not 0 <= self.gain < 1:

@@ -1,7 +1,8 @@
 """The token trees of one step as device arrays, which the engine and the verifiers read.
 
-Legend: N drafted nodes, M = N + 1 nodes with the root, D depth, K most children of one node, B rows, R = 1 when all
-rows share the tree, else B. Arrays with an M axis give the root index 0 and drafted node n index n + 1.
+Legend: N drafted nodes, M = N + 1 nodes with the root, D depth, K most children of one node, B
+rows, R = 1 when all rows share the tree, else B. Arrays with an M axis give the root index 0 and
+drafted node n index n + 1.
 """
 
 from collections.abc import Sequence
@@ -19,9 +20,10 @@ from decode.tree import Tree
 class TreeBatch:
     """The trees of one step as arrays; each row may have its own (R = B).
 
-    parents_RN, depths_RN: as in `Tree`. children_RMK: M indices in rank order, 0 for no child. groups_RM: the children
-    of node m were drawn from `Proposal.q_BEV[:, groups_RM[m]]` (0 for a leaf). sees_RMM: the ancestor mask with the
-    root. widths: bounds of the children of a node, by depth.
+    parents_RN, depths_RN: as in `Tree`. children_RMK: M indices in rank order, 0 for no child.
+    groups_RM: the children of node m were drawn from `Proposal.q_BEV[:, groups_RM[m]]` (0 for a
+    leaf). sees_RMM: the ancestor mask with the root. widths: bounds of the children of a node, by
+    depth.
     """
 
     parents_RN: Tensor
@@ -51,7 +53,9 @@ class TreeBatch:
         return batch_of([tree.parents], tree.widths, device)
 
 
-def batch_of(rows: Sequence[Sequence[int]], widths: tuple[int, ...], device: torch.device) -> TreeBatch:
+def batch_of(
+    rows: Sequence[Sequence[int]], widths: tuple[int, ...], device: torch.device
+) -> TreeBatch:
     """Arrays of one tree per row, from lists of parents; its widths are the first of `widths`.
 
     Built on the host: for small trees that takes less time than the thirty kernels of `grow_batch`.
@@ -89,9 +93,11 @@ def batch_of(rows: Sequence[Sequence[int]], widths: tuple[int, ...], device: tor
 
 
 def grow_batch(parents_BN: Tensor, exists_BN: Tensor, depth: int, most: int) -> TreeBatch:
-    """Arrays of one tree per row, built on the device of `parents_BN` without the host waiting for it.
+    """Arrays of one tree per row, built on the device of `parents_BN` without the host waiting for
+    it.
 
-    A node where `exists_BN` is false has no parent. depth, most: bounds of the depth and of the children of one node.
+    A node where `exists_BN` is false has no parent. depth, most: bounds of the depth and of the
+    children of one node.
     """
     rows, size = parents_BN.shape
     device = parents_BN.device

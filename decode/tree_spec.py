@@ -1,4 +1,6 @@
-"""Tree specs: what a user writes for a tree, such as `kary:4,2,2`, and the shape that it stands for. Needs no torch."""
+"""Tree specs: what a user writes for a tree, such as `kary:4,2,2`, and the shape that it stands
+for. Needs no torch.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +12,8 @@ from draftsmith_core.errors import nearest
 
 @dataclass(frozen=True)
 class TreeKind:
-    """One kind of tree, as help texts and tables print it. `example` is a spec that works as it is, given the file
-    that it names.
+    """One kind of tree, as help texts and tables print it. `example` is a spec that works as it is,
+    given the file that it names.
     """
 
     syntax: str
@@ -20,18 +22,29 @@ class TreeKind:
     example: str
 
 
-# `nodes` are drafted nodes everywhere, without the root; EAGLE's code counts the root in its `total_token`, so its
-# default of 60 is nodes=59 here, while its paper speaks of 60 draft tokens.
+# `nodes` are drafted nodes everywhere, without the root; EAGLE's code counts the root in its
+# `total_token`, so its default of 60 is nodes=59 here, while its paper speaks of 60 draft tokens.
 TREES: dict[str, TreeKind] = {
-    "chain": TreeKind("chain:N[,stop=P]", "N tokens, one after another", "arXiv 2211.17192", "chain:4"),
+    "chain": TreeKind(
+        "chain:N[,stop=P]", "N tokens, one after another", "arXiv 2211.17192", "chain:4"
+    ),
     "kary": TreeKind(
-        "kary:K1,K2,...[,stop=P]", "K1 candidates, K2 after each of them, ...", "arXiv 2401.06706", "kary:4,2,2"
+        "kary:K1,K2,...[,stop=P]",
+        "K1 candidates, K2 after each of them, ...",
+        "arXiv 2401.06706",
+        "kary:4,2,2",
     ),
     "static": TreeKind(
-        "static:FILE", "a tree from JSON: parents, or paths as Medusa's", "arXiv 2401.10774", "static:tree.json"
+        "static:FILE",
+        "a tree from JSON: parents, or paths as Medusa's",
+        "arXiv 2401.10774",
+        "static:tree.json",
     ),
     "sequoia": TreeKind(
-        "sequoia:FILE", "the best tree for a measured acceptance", "arXiv 2402.12374", "sequoia:acceptance.json"
+        "sequoia:FILE",
+        "the best tree for a measured acceptance",
+        "arXiv 2402.12374",
+        "sequoia:acceptance.json",
     ),
     "eagle2": TreeKind(
         "eagle2[:depth=6,beam=10,nodes=60]",
@@ -45,7 +58,9 @@ TREES: dict[str, TreeKind] = {
         "arXiv 2406.17276",
         "opt:nodes=50,depth=10,gain=0.1",
     ),
-    "auto": TreeKind("auto, auto:FILE", "as `draftsmith plan` chose", "arXiv 2402.12374", "auto:plan.json"),
+    "auto": TreeKind(
+        "auto, auto:FILE", "as `draftsmith plan` chose", "arXiv 2402.12374", "auto:plan.json"
+    ),
 }
 
 _FILES = {
@@ -56,7 +71,9 @@ _FILES = {
 
 
 def kary(branching: Sequence[int]) -> Tree:
-    """The tree in which every node at depth d has `branching[d]` children; `kary((1, 1))` is a chain of two."""
+    """The tree in which every node at depth d has `branching[d]` children; `kary((1, 1))` is a
+    chain of two.
+    """
     parents: list[int] = []
     level = [-1]
     for count in branching:
@@ -72,25 +89,33 @@ def kary(branching: Sequence[int]) -> Tree:
 def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeShape:
     """The shape that a spec of `TREES` stands for.
 
-    `read(path)` returns the parsed JSON of a file that a spec names; what it raises passes through. Raises ValueError,
-    one line that names the spec, what is wrong and what would work.
+    `read(path)` returns the parsed JSON of a file that a spec names; what it raises passes through.
+    Raises ValueError, one line that names the spec, what is wrong and what would work.
 
-    A static file holds `parents` (breadth-first, -1 is the root) or `paths` of child ranks, and perhaps `stop`; or just
-    the list of paths, as Medusa and EAGLE write their trees. A sequoia file holds `acceptance`, `nodes` and `depth` as
-    in `decode.sequoia.optimal_tree`.
+    A static file holds `parents` (breadth-first, -1 is the root) or `paths` of child ranks, and
+    perhaps `stop`; or just the list of paths, as Medusa and EAGLE write their trees. A sequoia file
+    holds `acceptance`, `nodes` and `depth` as in `decode.sequoia.optimal_tree`.
     """
     kind, colon, body = spec.partition(":")
     if kind not in TREES:
         raise ValueError(f"tree {spec!r}: unknown kind {kind!r}; {nearest(kind, TREES)}")
     if kind in _FILES and (not body or read is None):
-        fix = "pass parse_tree a reader of files" if body else f"name one, such as {TREES[kind].example}"
+        fix = (
+            "pass parse_tree a reader of files"
+            if body
+            else f"name one, such as {TREES[kind].example}"
+        )
         raise ValueError(f"tree {spec!r}: needs a file; {fix}")
     content = read(body) if kind in _FILES and read is not None else None
     try:
         if kind in _FILES:
             return {"static": _static, "sequoia": _sequoia, "auto": _planned}[kind](content)
         grows = kind in ("eagle2", "opt")
-        return _growing(kind, body.split(",") if colon else []) if grows else _counted(kind, body.split(","))
+        return (
+            _growing(kind, body.split(",") if colon else [])
+            if grows
+            else _counted(kind, body.split(","))
+        )
     except (TypeError, AttributeError, KeyError) as error:
         missing = f"key {error} is missing; " if isinstance(error, KeyError) else ""
         raise ValueError(f"tree {spec!r}: {missing}expected {_FILES[kind]}") from None
@@ -109,19 +134,27 @@ def _counted(kind: str, words: Sequence[str]) -> Tree:
 
 
 def _growing(kind: str, words: Sequence[str]) -> DynamicTree:
-    defaults = {"nodes": 60, "depth": 6, "beam": 10} if kind == "eagle2" else {"nodes": 50, "depth": 10, "gain": 0.1}
+    defaults = (
+        {"nodes": 60, "depth": 6, "beam": 10}
+        if kind == "eagle2"
+        else {"nodes": 50, "depth": 10, "gain": 0.1}
+    )
     options = _options(words, defaults)
     written = {word.partition("=")[0] for word in words}
     # Defaults are lowered to fit what the user wrote; what the user wrote is never changed.
     options |= {
-        key: min(options[key], options["nodes"]) for key in ("depth", "beam") if key in defaults.keys() - written
+        key: min(options[key], options["nodes"])
+        for key in ("depth", "beam")
+        if key in defaults.keys() - written
     }
     nodes, depth = options["nodes"], options["depth"]
     if kind == "opt":
         # OPT-Tree leaves the beam to the budget, and its threshold is about t_draft / t_target.
         return DynamicTree(depth, nodes, nodes, options["gain"])
     beam = options["beam"]
-    return DynamicTree(depth, beam, nodes if "nodes" in written else min(nodes, beam + (depth - 1) * beam**2))
+    return DynamicTree(
+        depth, beam, nodes if "nodes" in written else min(nodes, beam + (depth - 1) * beam**2)
+    )
 
 
 def _options(words: Sequence[str], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +185,9 @@ def _tree_of(paths: Sequence[Sequence[int]]) -> Tree:
     known = {tuple(path) for path in paths}
     for *above, rank in known:
         if (above and tuple(above) not in known) or (rank and (*above, rank - 1) not in known):
-            raise ValueError(f"path {[*above, rank]}: list its parent and its siblings of lower rank too")
+            raise ValueError(
+                f"path {[*above, rank]}: list its parent and its siblings of lower rank too"
+            )
     return tree_of_paths(known)
 
 

@@ -43,38 +43,52 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     target: str
     """The target: a local directory or hub name."""
     prompts: str
-    """A .jsonl or .parquet file, here or in a store (s3://...), a hub dataset as owner/name[:split], or prompts that
-    the target writes itself: self:N (N texts from the first token on), token:N (from a random token on), magpie:N (N
-    user turns of its chat template)."""
+    """A .jsonl or .parquet file, here or in a store (s3://...), a hub dataset as
+    owner/name[:split], or prompts that the target writes itself: self:N (N texts from the first
+    token on), token:N (from a random token on), magpie:N (N user turns of its chat template).
+    """
     num_samples: AtLeast1 = 1
     """Answers per prompt."""
     max_new_tokens: AtLeast1 = 256
     """Longest answer, in tokens."""
     temperature: Temperature | None = None
-    """The temperature that you will serve with; 0 is greedy. Default: the target's generation_config.json, else 1."""
+    """The temperature that you will serve with; 0 is greedy. Default: the target's
+    generation_config.json, else 1.
+    """
     temperatures: Rare[list[str]] = field(default_factory=list)
-    """A mixture instead, TEMPERATURE:SHARE each, such as 0.0:0.2 0.7:0.4 1.0:0.4. Every sample draws its own."""
+    """A mixture instead, TEMPERATURE:SHARE each, such as 0.0:0.2 0.7:0.4 1.0:0.4. Every sample
+    draws its own.
+    """
     turns: Literal["all", "last"] = "all"
-    """Which turns of a chat to answer. `all`: regenerate every assistant turn in order; each sees the regenerated
-    earlier ones; one row per turn. `last`: answer once, after the turns as they are."""
+    """Which turns of a chat to answer. `all`: regenerate every assistant turn in order; each sees
+    the regenerated earlier ones; one row per turn. `last`: answer once, after the turns as they
+    are.
+    """
     thinking: Literal["keep", "drop"] = "keep"
-    """For targets that think. `keep`: leave the thinking in the answers. `drop`: switch it off in the chat template,
-    and leave out answers that still think."""
+    """For targets that think. `keep`: leave the thinking in the answers. `drop`: switch it off in
+    the chat template, and leave out answers that still think.
+    """
     batch_size: AtLeast1 = 32
     """Rows generated together. A finished row is replaced by the next prompt."""
     part_rows: Rare[AtLeast1] = 1024
     """About this many rows per Parquet file."""
     teacher_top_k: TeacherTopK = 0
-    """Store the target's top-k token ids with log-probabilities, and the remaining probability mass, per token, for
-    `train` without the target. About 4 k bytes per token; 0 stores none. Of servers, vLLM gives them."""
+    """Store the target's top-k token ids with log-probabilities, and the remaining probability
+    mass, per token, for `train` without the target. About 4 k bytes per token; 0 stores none. Of
+    servers, vLLM gives them.
+    """
     engine: Literal["hf", "openai", "vllm", "ray"] = "hf"
-    """Where the target runs: `hf` in this process with transformers, `openai` on servers (--endpoint), `vllm` in this
-    process with vLLM, `ray` on workers of a Ray cluster."""
+    """Where the target runs: `hf` in this process with transformers, `openai` on servers
+    (--endpoint), `vllm` in this process with vLLM, `ray` on workers of a Ray cluster.
+    """
     endpoint: NotIdentity[list[str]] = field(default_factory=list)
-    """Servers with OpenAI's API that all serve the target (vLLM, SGLang, llama-server, hosted), such as
-    http://localhost:8000/v1. `target` then gives the tokenizer and needs no weights."""
+    """Servers with OpenAI's API that all serve the target (vLLM, SGLang, llama-server, hosted),
+    such as http://localhost:8000/v1. `target` then gives the tokenizer and needs no weights.
+    """
     served_model: NotIdentity[str | None] = None
-    """Name of the target on the servers. Default: the one model that /models lists. A name is not looked up."""
+    """Name of the target on the servers. Default: the one model that /models lists. A name is not
+    looked up.
+    """
     api_key_env: Rare[NotIdentity[str]] = "OPENAI_API_KEY"
     """Environment variable that holds the servers' key."""
     concurrency: Rare[NotIdentity[AtLeast1]] = 64
@@ -84,18 +98,27 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     max_requests: Rare[NotIdentity[AtLeast1 | None]] = None
     """Stop after this many requests to servers; the same command resumes."""
     max_tokens: Rare[NotIdentity[AtLeast1 | None]] = None
-    """Stop after this many tokens of prompts and answers, as servers count them; the same command resumes."""
+    """Stop after this many tokens of prompts and answers, as servers count them; the same command
+    resumes.
+    """
     address: Rare[NotIdentity[str | None]] = None
-    """Ray cluster, such as HOST:6379 or ray://HOST:10001. Default: RAY_ADDRESS, else a local cluster."""
+    """Ray cluster, such as HOST:6379 or ray://HOST:10001. Default: RAY_ADDRESS, else a local
+    cluster.
+    """
     workers: Rare[NotIdentity[AtLeast1 | None]] = None
-    """Copies of the target on the Ray cluster. Default: one per GPU, or one per node without GPUs."""
+    """Copies of the target on the Ray cluster. Default: one per GPU, or one per node without
+    GPUs.
+    """
     tensor_parallel_size: Rare[NotIdentity[AtLeast1]] = 1
     """GPUs that vLLM splits the target over."""
     decontaminate: Rare[list[str]] = field(default_factory=list)
-    """Prompt sets of the evaluation, NAME=PROMPTS: skip prompts that share 13 words in a row with one of theirs."""
+    """Prompt sets of the evaluation, NAME=PROMPTS: skip prompts that share 13 words in a row with
+    one of theirs.
+    """
     drop: list[Literal["empty", "truncated", "repetitive"]] = field(default_factory=list)
-    """Answers to leave out: `empty` text; `truncated` at max_new_tokens; `repetitive`, half of its runs of four tokens
-    occurred before."""
+    """Answers to leave out: `empty` text; `truncated` at max_new_tokens; `repetitive`, half of its
+    runs of four tokens occurred before.
+    """
     min_response_tokens: Rare[AtLeast1 | None] = None
     """Leave out shorter answers."""
     max_response_tokens: Rare[AtLeast1 | None] = None
@@ -107,33 +130,48 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     ignore_eos: Rare[bool] = False
     """Continue to max_new_tokens even if the target ends."""
     push_to_hub: Rare[NotIdentity[str | None]] = None
-    """Upload the finished set to this hub dataset, owner/name (token: HF_TOKEN). A new one is private."""
+    """Upload the finished set to this hub dataset, owner/name (token: HF_TOKEN). A new one is
+    private.
+    """
     copy_to: Rare[NotIdentity[str | None]] = None
-    """Copy the finished set to this directory of a store that fsspec knows, such as s3://BUCKET/DIR."""
+    """Copy the finished set to this directory of a store that fsspec knows, such as
+    s3://BUCKET/DIR.
+    """
 
     def __post_init__(self) -> None:
         magpie(self.prompts)
         if self.temperatures and self.temperature is not None:
-            raise InputError("temperatures: a mixture replaces --temperature; leave one of them out")
+            raise InputError(
+                "temperatures: a mixture replaces --temperature; leave one of them out"
+            )
         self.mixture()
-        needs = dict.fromkeys(("endpoint", "served_model", "max_requests", "max_tokens"), ["openai"])
+        needs = dict.fromkeys(
+            ("endpoint", "served_model", "max_requests", "max_tokens"), ["openai"]
+        )
         needs |= {"address": ["ray"], "workers": ["ray"], "tensor_parallel_size": ["vllm"]}
         for key, engines in needs.items():
             default = 1 if key == "tensor_parallel_size" else None
             if getattr(self, key) not in (default, []) and self.engine not in engines:
                 raise InputError(f"{key}: needs --engine {' or '.join(engines)}")
         if self.engine == "openai" and not self.endpoint:
-            raise InputError("endpoint: --engine openai needs at least one, such as http://localhost:8000/v1")
+            raise InputError(
+                "endpoint: --engine openai needs at least one, such as http://localhost:8000/v1"
+            )
         for url in self.endpoint:
             parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or parts.username or parts.query:  # secrets are not shown
+            if (
+                parts.scheme not in ("http", "https") or parts.username or parts.query
+            ):  # secrets are not shown
                 address = f"{parts.scheme}://{parts.hostname}"
                 raise InputError(
-                    f"endpoint: {address}: write http://localhost:8000/v1, and put the key into {self.api_key_env}"
+                    f"endpoint: {address}: write http://localhost:8000/v1, and put the key into "
+                    f"{self.api_key_env}"
                 )
 
     def mixture(self) -> list[tuple[float, float]]:
-        """Return (temperature, cumulative share) of each part of `temperatures`; the last share is 1."""
+        """Return (temperature, cumulative share) of each part of `temperatures`; the last share is
+        1.
+        """
         pairs = []
         for part in self.temperatures:
             value, _, share = part.partition(":")
@@ -142,7 +180,9 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
                 if not pairs[-1][1] > 0:
                     raise ValueError
             except ValueError:
-                raise InputError(f"temperatures: {part!r}: expected TEMPERATURE:SHARE, such as 0.7:0.4") from None
+                raise InputError(
+                    f"temperatures: {part!r}: expected TEMPERATURE:SHARE, such as 0.7:0.4"
+                ) from None
         sums = list(accumulate(share for _, share in pairs))
         return [(value, upto / sums[-1]) for (value, _), upto in zip(pairs, sums, strict=True)]
 
@@ -152,16 +192,20 @@ class ScoreConfig(TargetOptions):
     """Add the target's distributions to answers that exist: `draftsmith distill --score SET`."""
 
     score: str
-    """The answers: a distilled set, or a .jsonl or .parquet file or hub dataset whose rows have `messages` that end
-    with the assistant's answer, or `prompt_ids` and `response_ids`."""
+    """The answers: a distilled set, or a .jsonl or .parquet file or hub dataset whose rows have
+    `messages` that end with the assistant's answer, or `prompt_ids` and `response_ids`.
+    """
     target: str
     """The target: a local directory or hub name."""
     out: NotIdentity[Text]
     """The scored set: a directory of part-*.parquet and manifest.json, for `train --data`."""
     teacher_top_k: Annotated[int, Field(ge=1, le=65535)] = 128
-    """Token ids with log-probabilities to store per token of an answer: 4 k + 2 bytes, up to 6 more for a large
-    vocabulary."""
+    """Token ids with log-probabilities to store per token of an answer: 4 k + 2 bytes, up to 6 more
+    for a large vocabulary.
+    """
     part_rows: Rare[AtLeast1] = 1024
-    """Rows of a file per Parquet file; a set keeps its own parts. A killed run loses those in the making."""
+    """Rows of a file per Parquet file; a set keeps its own parts. A killed run loses those in the
+    making.
+    """
     domain: Rare[Text] = "default"
     """Domain of rows of a file that do not name one."""

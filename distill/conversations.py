@@ -1,6 +1,7 @@
 """Conversations whose assistant turns the target writes anew, each after its own earlier answers.
 
-Every turn is a row: its prompt is what the chat template makes of the history, its response the target's tokens.
+Every turn is a row: its prompt is what the chat template makes of the history, its response the
+target's tokens.
 """
 
 import logging
@@ -15,18 +16,22 @@ log = logging.getLogger(__name__)
 
 # Marks around thinking in Qwen3, DeepSeek-R1 and models distilled from them.
 THINKING = ("<think>", "</think>")
-# The switch in templates: the first name in Qwen3, SmolLM3 and GLM, the second in Granite and DeepSeek-V3.1. Jinja
-# removes the line break with the block.
+# The switch in templates: the first name in Qwen3, SmolLM3 and GLM, the second in Granite and
+# DeepSeek-V3.1. Jinja removes the line break with the block.
 _OFF = "{% set enable_thinking = false %}{% set thinking = false %}\n"
 
 
 def answered_turns(chat: Chat) -> list[int]:
-    """Return the positions at which the target answers: assistant turns, and the end of a chat that a user ends.
+    """Return the positions at which the target answers: assistant turns, and the end of a chat that
+    a user ends.
 
-    Turns before the first user's stay, and so do turns that call tools, because the results belong to those calls.
+    Turns before the first user's stay, and so do turns that call tools, because the results belong
+    to those calls.
     """
     messages = chat.messages
-    first_user = next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
+    first_user = next(
+        (place for place, message in enumerate(messages) if message["role"] == "user"), 0
+    )
     places = [
         place
         for place, message in enumerate(messages)
@@ -35,8 +40,12 @@ def answered_turns(chat: Chat) -> list[int]:
     return places if messages[-1]["role"] == "assistant" else [*places, len(messages)]
 
 
-def turn_prompt(chat: Chat, answers: Sequence[str], tokenizer: Tokenizer, where: str) -> list[int] | None:
-    """Return the prompt of the turn after these answers; None after the last. Raise InputError if the template does."""
+def turn_prompt(
+    chat: Chat, answers: Sequence[str], tokenizer: Tokenizer, where: str
+) -> list[int] | None:
+    """Return the prompt of the turn after these answers; None after the last. Raise InputError if
+    the template does.
+    """
     places = answered_turns(chat)
     if len(answers) == len(places):
         return None
@@ -49,28 +58,40 @@ def turn_prompt(chat: Chat, answers: Sequence[str], tokenizer: Tokenizer, where:
 
 
 def switch_thinking_off(tokenizer: Tokenizer) -> None:
-    """Set the template's switch for answers without thinking. Raise InputError if it opens a thought by itself."""
+    """Set the template's switch for answers without thinking. Raise InputError if it opens a
+    thought by itself.
+    """
     option, question = "--thinking drop", [{"role": "user", "content": "?"}]
     if not isinstance(tokenizer.chat_template, str):
-        raise InputError(f"{option}: the tokenizer has no single chat template; name one with --chat_template FILE")
+        raise InputError(
+            f"{option}: the tokenizer has no single chat template; name one with --chat_template "
+            "FILE"
+        )
     before = chat_text(tokenizer, question, option)
     tokenizer.chat_template = _OFF + tokenizer.chat_template
     after = chat_text(tokenizer, question, option)
     begin, end = THINKING
     if after.rfind(begin) > after.rfind(end):
         raise InputError(
-            f"{option}: the chat template begins every answer with {begin}; name another, or use --thinking keep"
+            f"{option}: the chat template begins every answer with {begin}; name another, or use "
+            "--thinking keep"
         )
     if after == before:
-        log.warning("%s: the chat template has no switch for it; answers that think all the same are left out", option)
+        log.warning(
+            "%s: the chat template has no switch for it; answers that think all the same are "
+            "left out",
+            option,
+        )
 
 
 def answer_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return an answer as text for the history of the next turn. Templates cut thinking at its marks; if these are
-    special tokens, which the text lacks, it is cut here.
+    """Return an answer as text for the history of the next turn. Templates cut thinking at its
+    marks; if these are special tokens, which the text lacks, it is cut here.
     """
     end = THINKING[1]
-    mark: Any = tokenizer.convert_tokens_to_ids(end) if end in tokenizer.all_special_tokens else None
+    mark: Any = (
+        tokenizer.convert_tokens_to_ids(end) if end in tokenizer.all_special_tokens else None
+    )
     if mark in ids:
         ids = ids[len(ids) - list(reversed(ids)).index(mark) :]
     return decode_text(tokenizer, list(ids))

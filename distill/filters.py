@@ -13,9 +13,11 @@ from draftsmith_core.io import hash_json
 from draftsmith_core.prompt_rows import KEYS, iterate_rows, parse_named
 from draftsmith_core.tokenization import Tokenizer, decode_text
 
-# A repetitive answer: this share of its runs of this many tokens occurred earlier in it, in at least this many tokens.
+# A repetitive answer: this share of its runs of this many tokens occurred earlier in it, in at
+# least this many tokens.
 _REPEATED, _RUN, _LEAST = 0.5, 4, 32
-# Words in a run that a prompt must not share with the evaluation, as for GPT-3 (Brown et al. 2020, appendix C).
+# Words in a run that a prompt must not share with the evaluation, as for GPT-3 (Brown et al. 2020,
+# appendix C).
 WORDS = 13
 # A run in more rows of a suite is its form ("Answer the following question ..."), not its content.
 _FORM = 10
@@ -48,10 +50,14 @@ class Suites:
     """Hashed runs of words of the evaluation's prompt sets, with the name of the set."""
 
     def __init__(self, named: Sequence[str]) -> None:
-        """named: prompt sources, `NAME=P` or P. Raise InputError for a source that cannot be read."""
+        """named: prompt sources, `NAME=P` or P. Raise InputError for a source that cannot be
+        read.
+        """
         self._names: dict[int, str] = {}
         for name, source in parse_named("--decontaminate", named).items():
-            counts = Counter(run for _, row in iterate_rows(source) for run in set(runs_of_words(row)))
+            counts = Counter(
+                run for _, row in iterate_rows(source) for run in set(runs_of_words(row))
+            )
             self._names |= {run: name for run, count in counts.items() if count <= _FORM}
 
     @property
@@ -64,17 +70,24 @@ class Suites:
 
 
 def runs_of_words(row: dict[str, Any]) -> Iterator[int]:
-    """Yield a 64-bit hash of each run of WORDS words of a row's users or text; a shorter text is one run.
+    """Yield a 64-bit hash of each run of WORDS words of a row's users or text; a shorter text is
+    one run.
 
     Hashes are of the text before any chat template, whose words all prompts would share.
     """
     key = next((key for key in KEYS if row.get(key) is not None), None)
     if key == "messages":
-        texts = [str(turn.get("content")) for turn in row[key] if isinstance(turn, dict) and turn.get("role") == "user"]
+        texts = [
+            str(turn.get("content"))
+            for turn in row[key]
+            if isinstance(turn, dict) and turn.get("role") == "user"
+        ]
     else:
         texts = [str(row[key])] if key else []
     for text in texts:
         words = _WORD.findall(text.lower())
         for start in range(max(1, len(words) - WORDS + 1) if words else 0):
             run = " ".join(words[start : start + WORDS])
-            yield int.from_bytes(hashlib.blake2b(run.encode("utf-8", "replace"), digest_size=8).digest(), "big")
+            yield int.from_bytes(
+                hashlib.blake2b(run.encode("utf-8", "replace"), digest_size=8).digest(), "big"
+            )

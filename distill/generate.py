@@ -1,7 +1,7 @@
 """A distilled set from prompts: read, tokenise, ask, write.
 
-Groups of consecutive rows become parts. The options alone decide which rows a part has, whatever the number of
-processes or kills.
+Groups of consecutive rows become parts. The options alone decide which rows a part has, whatever
+the number of processes or kills.
 """
 
 import dataclasses
@@ -39,7 +39,14 @@ from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_
 from draftsmith_core.options import configured
 from draftsmith_core.processes import Terminated, join_processes, on_main
 from draftsmith_core.progress import Advance, progress
-from draftsmith_core.prompt_rows import KEYS, Record, count_rows, digest_of, iterate_records, parse_record
+from draftsmith_core.prompt_rows import (
+    KEYS,
+    Record,
+    count_rows,
+    digest_of,
+    iterate_records,
+    parse_record,
+)
 from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
 from draftsmith_core.runs import Run, command_line
 from draftsmith_core.sampling import row_seed
@@ -55,11 +62,13 @@ _SUMMARY = ["response_tokens", "tokens_from", "own_prompts"]
 _SUMMARY += ["skipped_because", "failed_because", "shortened_because", "dropped_because"]
 
 
-def distill(config: DistillConfig | None = None, command: str | None = None, **options: Any) -> dict[str, Any]:
+def distill(
+    config: DistillConfig | None = None, command: str | None = None, **options: Any
+) -> dict[str, Any]:
     """Make the distilled set, or resume one that a killed run left; return its summary.
 
-    command: the command line to record, by default the one of `config`. Raise InputError for invalid input and RunError
-    for failures of the run.
+    command: the command line to record, by default the one of `config`. Raise InputError for
+    invalid input and RunError for failures of the run.
     """
     config = configured(DistillConfig, config, options)
     if config.push_to_hub is not None:
@@ -71,15 +80,29 @@ def distill(config: DistillConfig | None = None, command: str | None = None, **o
             if config.thinking == "drop":
                 switch_thinking_off(tokenizer)
             with closing(ENGINES[config.engine](config, tokenizer)) as engine:
-                return _distill(config, engine, tokenizer, command or command_line("distill", config), run, processes)
+                return _distill(
+                    config,
+                    engine,
+                    tokenizer,
+                    command or command_line("distill", config),
+                    run,
+                    processes,
+                )
     except (KeyboardInterrupt, Terminated) as stop:
         if answers := count_kept(Path(config.out)):
-            stop.add_note(f"kept {counted(answers, 'answer')}; run the same command again to resume")
+            stop.add_note(
+                f"kept {counted(answers, 'answer')}; run the same command again to resume"
+            )
         raise
 
 
 def _distill(
-    config: DistillConfig, engine: Engine, tokenizer: Tokenizer, command: str, run: Run, processes: "PartialState"
+    config: DistillConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    command: str,
+    run: Run,
+    processes: "PartialState",
 ) -> dict[str, Any]:
     out = run.out
     reader = PromptReader(
@@ -106,7 +129,9 @@ def _distill(
     on_main(lambda: check_empty(out))
     run.begin(identity, RECORDS)
     if config.thinking == "drop":
-        on_main(lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template)))
+        on_main(
+            lambda: write_text_atomic(out / "chat_template.jinja", str(tokenizer.chat_template))
+        )
     if opening is not None:
         prompts = draw_prompts(opening, config, engine, tokenizer, run, processes)
         parts.source, parts.reader = str(prompts), dataclasses.replace(reader, source=str(prompts))
@@ -127,7 +152,8 @@ def _distill(
 
 @dataclasses.dataclass
 class _Parts:
-    """The parts that this process makes: `process`, `process + processes`, `process + 2 * processes`, ...
+    """The parts that this process makes: `process`, `process + processes`, `process + 2 *
+    processes`, ...
 
     source: where prompts are opened. `reader.source` is the same without secrets, for messages.
     """
@@ -165,7 +191,9 @@ class _Parts:
         return islice(iterate_records(self.source), self.config.max_prompts)
 
     def _read(self, record: Record) -> Prompt | Skipped:
-        """Read the prompt of a row. Skip it if it shares words with a suite or (not `strict`) is broken."""
+        """Read the prompt of a row. Skip it if it shares words with a suite or (not `strict`) is
+        broken.
+        """
         source = self.reader.source
         try:
             prompt = self.reader.read(record)
@@ -175,7 +203,9 @@ class _Parts:
             return Skipped(record.number, str(error).removeprefix(f"{source}:{record.number}: "))
         if self.suites is not None and isinstance(prompt, Prompt):
             if (name := self.suites.shared_with(parse_record(record, source))) is not None:
-                return Skipped(record.number, f"shares {WORDS} words in a row with the evaluation's {name}")
+                return Skipped(
+                    record.number, f"shares {WORDS} words in a row with the evaluation's {name}"
+                )
         return prompt
 
     def make(self) -> None:
@@ -183,19 +213,25 @@ class _Parts:
         rows = count_rows(self.source)
         if rows is not None:
             numbers = range(min(rows, self.config.max_prompts or rows))
-            rows = sum(number // self.group_rows % self.processes == self.process for number in numbers)
+            rows = sum(
+                number // self.group_rows % self.processes == self.process for number in numbers
+            )
         with progress("distill", rows) as self.advance:
             ask(self.engine, self.run, self._groups(), self._record)
 
     def _groups(self) -> Iterator[Numbered]:
-        """Yield number and requests of each part to make; check a finished part against the prompts."""
+        """Yield number and requests of each part to make; check a finished part against the
+        prompts.
+        """
         records = self._records()
         while group := list(islice(records, self.group_rows)):
             index, self.count = self.count, self.count + 1
             if index % self.processes != self.process:
                 continue
             digest = digest_of(group)
-            if (finished := check_digest(self.run.out, index, digest, self.reader.source)) is not None:
+            if (
+                finished := check_digest(self.run.out, index, digest, self.reader.source)
+            ) is not None:
                 self.advance(finished, "")
             elif requests := self._open(index, digest, group):
                 yield index, requests
@@ -209,7 +245,9 @@ class _Parts:
         self.part_of |= dict.fromkeys(prompts, part)
         requests: list[AnswerRequest] = []
         for prompt in prompts.values():
-            samples = [self._request(prompt, sample, 0) for sample in range(self.config.num_samples)]
+            samples = [
+                self._request(prompt, sample, 0) for sample in range(self.config.num_samples)
+            ]
             if first := [request for request in samples if request is not None]:
                 requests += first
                 part.left[prompt.row] = len(samples)
@@ -221,33 +259,48 @@ class _Parts:
         return requests
 
     def _request(self, prompt: Prompt, sample: int, turn: int) -> AnswerRequest | None:
-        """Return the request for a turn (0 is the first); None if there is no such turn or it does not fit."""
+        """Return the request for a turn (0 is the first); None if there is no such turn or it does
+        not fit.
+        """
         ids: Sequence[int] | None = prompt.ids if turn == 0 else None
         if prompt.chat is not None and self.config.turns == "all":
-            part, tokenizer, most = self.part_of[prompt.row], self.reader.tokenizer, self.engine.max_prompt_tokens
-            answers = [part.rows[prompt.row, sample, earlier]["response_ids"] for earlier in range(turn)]
+            part, tokenizer, most = (
+                self.part_of[prompt.row],
+                self.reader.tokenizer,
+                self.engine.max_prompt_tokens,
+            )
+            answers = [
+                part.rows[prompt.row, sample, earlier]["response_ids"] for earlier in range(turn)
+            ]
             try:
                 texts = [answer_text(tokenizer, answer) for answer in answers]
                 ids = turn_prompt(prompt.chat, texts, tokenizer, f"turn {turn + 1}")
                 if ids is not None and most is not None and len(ids) > most:
-                    raise InputError(f"turn {turn + 1}: {len(ids)} tokens, more than the {most} that fit")
+                    raise InputError(
+                        f"turn {turn + 1}: {len(ids)} tokens, more than the {most} that fit"
+                    )
             except InputError as error:
                 part.shortened.setdefault(prompt.row, str(error))
                 return None
         if ids is None:
             return None
-        # Prompts without an explicit id may repeat; each row needs its own seed, hence the row number.
+        # Prompts without an explicit id may repeat; each row needs its own seed, hence the row
+        # number.
         name = f"{prompt.id}/{sample}" if prompt.own_id else f"{prompt.id}/{prompt.row}/{sample}"
         seed = row_seed(self.config.seed, f"{name}/{turn}" if turn else name)
         return AnswerRequest((prompt.row, sample, turn), tuple(ids), seed, self._temperature(name))
 
     def _temperature(self, name: str) -> float | None:
-        """Choose the temperature of a sample from the mixture, for all its turns; None without a mixture."""
+        """Choose the temperature of a sample from the mixture, for all its turns; None without a
+        mixture.
+        """
         point = row_seed(self.config.seed, f"temperature of {name}") / 2**63
         return next((value for value, upto in self.mixture if point <= upto), None)
 
     def _record(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
-        """Put an answer into its part; write a complete part. Return the request for the next turn, if any."""
+        """Put an answer into its part; write a complete part. Return the request for the next turn,
+        if any.
+        """
         number, sample, turn = request.key
         part, following = self.part_of[number], None
         if isinstance(answer, Failed):
@@ -263,7 +316,9 @@ class _Parts:
                 "prompt_ids": request.prompt_ids,
                 "response_ids": answer.response_ids,
                 "finish_reason": answer.finish_reason,
-                "temperature": at_temperature(self.engine.sampling.sampling, request.temperature).temperature,
+                "temperature": at_temperature(
+                    self.engine.sampling.sampling, request.temperature
+                ).temperature,
                 "seed": request.seed,
                 "sample_index": sample,
                 "turn": turn,

@@ -1,7 +1,9 @@
-"""Prompts that the target writes itself, as the user of its chat template (`magpie:N`; Xu et al. 2024, 2406.08464).
+"""Prompts that the target writes itself, as the user of its chat template (`magpie:N`; Xu et al.
+2024, 2406.08464).
 
-The target continues the template from where a user's text begins. All processes draw groups of texts, each a file in
-OUT/.prompts; the first process joins them into OUT/prompts.jsonl. The files depend on the options alone.
+The target continues the template from where a user's text begins. All processes draw groups of
+texts, each a file in OUT/.prompts; the first process joins them into OUT/prompts.jsonl. The files
+depend on the options alone.
 """
 
 import hashlib
@@ -35,7 +37,9 @@ _CONTENT = "USER-TEXT-STANDS-HERE"
 
 @dataclass(frozen=True)
 class Opening:
-    """count: texts to draw. ids: what they continue. end: the text that ends a user's turn ("": only a token does)."""
+    """count: texts to draw. ids: what they continue. end: the text that ends a user's turn ("":
+    only a token does).
+    """
 
     count: int
     ids: tuple[int, ...]
@@ -43,33 +47,52 @@ class Opening:
 
 
 def find_opening(config: DistillConfig, engine: Engine, tokenizer: Tokenizer) -> Opening | None:
-    """Return how the target writes its prompts; None if prompts are data. Raise InputError if it cannot."""
+    """Return how the target writes its prompts; None if prompts are data. Raise InputError if it
+    cannot.
+    """
     count = magpie(config.prompts)
     if count is None:
         return None
     where = f"prompts: {config.prompts}"
     if not engine.takes_ids:
-        raise InputError(f"{where}: needs servers that take token ids (vLLM, llama-server); these take text")
-    before, _, after = chat_text(tokenizer, [{"role": "user", "content": _CONTENT}], where).partition(_CONTENT)
+        raise InputError(
+            f"{where}: needs servers that take token ids (vLLM, llama-server); these take text"
+        )
+    before, _, after = chat_text(
+        tokenizer, [{"role": "user", "content": _CONTENT}], where
+    ).partition(_CONTENT)
     ids = tokenizer(before, add_special_tokens=False)["input_ids"]
     if not ids:
-        raise InputError(f"{where}: the chat template puts nothing before a user's text to go on from; use self:N")
+        raise InputError(
+            f"{where}: the chat template puts nothing before a user's text to go on from; use "
+            "self:N"
+        )
     return Opening(count, tuple(ids), (after.strip().splitlines() or [""])[0])
 
 
 def draw_prompts(
-    opening: Opening, config: DistillConfig, engine: Engine, tokenizer: Tokenizer, run: Run, processes: "PartialState"
+    opening: Opening,
+    config: DistillConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    run: Run,
+    processes: "PartialState",
 ) -> Path:
     """Write the prompts, or resume a killed run's; return their file. Every process calls this.
 
     Raise RunError if no text can be a prompt.
     """
     draws = range(opening.count)
-    groups = [draws[start : start + config.part_rows] for start in range(0, opening.count, config.part_rows)]
+    groups = [
+        draws[start : start + config.part_rows]
+        for start in range(0, opening.count, config.part_rows)
+    ]
     own = range(len(groups))[processes.process_index :: processes.num_processes]
     # At temperature 0 all texts would be equal.
     temperature = 1.0 if engine.sampling.sampling.greedy else None
-    texts: dict[int, dict[int, tuple[str, str]]] = {index: {} for index in own}  # with the reason to leave it out
+    texts: dict[int, dict[int, tuple[str, str]]] = {
+        index: {} for index in own
+    }  # with the reason to leave it out
 
     def requests() -> Iterator[Numbered]:
         for index in own:
@@ -77,17 +100,27 @@ def draw_prompts(
                 advance(len(groups[index]), "")
             else:
                 seeds = {draw: row_seed(config.seed, f"magpie/{draw}") for draw in groups[index]}
-                yield index, [AnswerRequest((draw, 0, 0), opening.ids, seeds[draw], temperature) for draw in seeds]
+                yield (
+                    index,
+                    [
+                        AnswerRequest((draw, 0, 0), opening.ids, seeds[draw], temperature)
+                        for draw in seeds
+                    ],
+                )
 
     def record(request: AnswerRequest, answer: Answer | Failed) -> None:
         draw = request.key[0]
         index = draw // config.part_rows
         group = texts[index]
-        group[draw] = ("", answer.reason) if isinstance(answer, Failed) else _text(opening, tokenizer, answer)
+        group[draw] = (
+            ("", answer.reason) if isinstance(answer, Failed) else _text(opening, tokenizer, answer)
+        )
         advance(1, "")
         if len(group) == len(groups[index]):
             lines = "".join(canonical_json([n, *group[n]]) + "\n" for n in sorted(group))
-            run.step(_group(index), lambda file: file.write_text(lines, encoding="utf-8"), who="each")
+            run.step(
+                _group(index), lambda file: file.write_text(lines, encoding="utf-8"), who="each"
+            )
             del texts[index]
 
     if not (run.out / PROMPTS).exists():
@@ -103,7 +136,9 @@ def _text(opening: Opening, tokenizer: Tokenizer, answer: Answer) -> tuple[str, 
     """Return the prompt in an answer and the reason to leave it out ("": keep)."""
     ids = list(answer.response_ids)
     text = decode_text(tokenizer, ids)
-    whole = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    whole = str(
+        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
     if opening.end and opening.end in whole:
         text = whole.partition(opening.end)[0]
         if any(token in text for token in tokenizer.all_special_tokens):
@@ -118,13 +153,19 @@ def _group(index: int) -> str:
 
 
 def _join(opening: Opening, config: DistillConfig, out: Path, prompts: Path) -> None:
-    """Write the prompts of all groups into one file, each text once, and count the reasons of the others."""
+    """Write the prompts of all groups into one file, each text once, and count the reasons of the
+    others.
+    """
     reasons, hashes, kept = Reasons(), set(), 0
     groups = range(-(-opening.count // config.part_rows))
     with prompts.open("w", encoding="utf-8") as file:
-        for line in (line for index in groups for line in (out / _group(index)).open(encoding="utf-8")):
+        for line in (
+            line for index in groups for line in (out / _group(index)).open(encoding="utf-8")
+        ):
             draw, text, reason = json.loads(line)
-            content = hashlib.blake2b(" ".join(text.lower().split()).encode(), digest_size=16).digest()
+            content = hashlib.blake2b(
+                " ".join(text.lower().split()).encode(), digest_size=16
+            ).digest()
             if reason or content in hashes:
                 reasons.add(draw + 1, reason or "was drawn before")
                 continue
@@ -135,5 +176,10 @@ def _join(opening: Opening, config: DistillConfig, out: Path, prompts: Path) -> 
             file.write(canonical_json(row) + "\n")
     because = reasons.lines("left out")
     if not kept:
-        raise RunError(f"{out}: none of the {opening.count} texts that the target drew can be a prompt: {because[0]}")
-    write_json_atomic(out / RECORD, {"drawn": opening.count, "kept": kept, "left_out_because": because})
+        raise RunError(
+            f"{out}: none of the {opening.count} texts that the target drew can be a prompt: "
+            f"{because[0]}"
+        )
+    write_json_atomic(
+        out / RECORD, {"drawn": opening.count, "kept": kept, "left_out_because": because}
+    )

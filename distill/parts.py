@@ -1,8 +1,8 @@
-"""The files of a distilled set: parts with the rows of a fixed number of prompts each, answers of unfinished parts, and
-the manifest that the parts add up to.
+"""The files of a distilled set: parts with the rows of a fixed number of prompts each, answers of
+unfinished parts, and the manifest that the parts add up to.
 
-The Parquet metadata records those prompts and why some gave nothing, so the parts alone add up to the set. Answers are
-kept as they come, and the run that resumes reads them back.
+The Parquet metadata records those prompts and why some gave nothing, so the parts alone add up to
+the set. Answers are kept as they come, and the run that resumes reads them back.
 """
 
 import base64
@@ -57,7 +57,8 @@ SCHEMA = pa.schema(
 # With `teacher_top_k`.
 TEACHER = [pa.field(COLUMN, pa.large_binary())]
 _METADATA = b"draftsmith"
-# Of prompts that the target wrote: the number of texts drawn, of those kept, and why the others were left out.
+# Of prompts that the target wrote: the number of texts drawn, of those kept, and why the others
+# were left out.
 RECORD = "own_prompts.json"
 KINDS = ("part-*.parquet", "empty-*.json")
 # The number of a part, and its requests.
@@ -66,7 +67,9 @@ JOURNALS = (".part-*.answers.jsonl", ".prompts/.part-*.answers.jsonl")
 
 
 def names_of(index: int) -> tuple[str, str]:
-    """Return the file names of a part with rows, and of one without, because `datasets` refuses a file without rows."""
+    """Return the file names of a part with rows, and of one without, because `datasets` refuses a
+    file without rows.
+    """
     return f"part-{index:05d}.parquet", f"empty-{index:05d}.json"
 
 
@@ -74,8 +77,8 @@ def names_of(index: int) -> tuple[str, str]:
 class Part:
     """An unfinished part.
 
-    left: unfinished samples by row of the source. failed, shortened: reasons by row that has no answer, or not to all
-    turns. dropped: reasons by answer that is not written.
+    left: unfinished samples by row of the source. failed, shortened: reasons by row that has no
+    answer, or not to all turns. dropped: reasons by answer that is not written.
     """
 
     index: int
@@ -96,8 +99,15 @@ class Part:
         """
         keys = sorted(self.rows.keys() - self.dropped.keys())
         rows = {key[0] for key in keys} | self.failed.keys()
-        empty = {key[0]: self.dropped[key] for key in sorted(self.dropped, reverse=True) if key[0] not in rows}
-        skipped = [*self.skipped, *(Skipped(row, f"every answer dropped: {why}") for row, why in sorted(empty.items()))]
+        empty = {
+            key[0]: self.dropped[key]
+            for key in sorted(self.dropped, reverse=True)
+            if key[0] not in rows
+        }
+        skipped = [
+            *self.skipped,
+            *(Skipped(row, f"every answer dropped: {why}") for row, why in sorted(empty.items())),
+        ]
         record = {
             "read": self.read,
             "digest": self.digest,
@@ -109,15 +119,21 @@ class Part:
         return write_part(out, self.index, record, [self.rows[key] for key in keys], schema)
 
 
-def write_part(out: Path, index: int, record: dict[str, Any], rows: list[dict[str, Any]], schema: pa.Schema) -> Path:
-    """Write a part and return its path. record: digest of its prompts, and what was left out and why."""
+def write_part(
+    out: Path, index: int, record: dict[str, Any], rows: list[dict[str, Any]], schema: pa.Schema
+) -> Path:
+    """Write a part and return its path. record: digest of its prompts, and what was left out and
+    why.
+    """
     path, empty = (out / name for name in names_of(index))
     if not rows:
         with writing(empty):
             write_json_atomic(empty, record)
         return empty
     columns = {name: [row[name] for row in rows] for name in schema.names}
-    table = pa.table(columns, schema=schema.with_metadata({_METADATA: canonical_json(record).encode()}))
+    table = pa.table(
+        columns, schema=schema.with_metadata({_METADATA: canonical_json(record).encode()})
+    )
     with writing(path), atomic_file(path) as temporary:
         pq.write_table(table, temporary)
     return path
@@ -131,7 +147,8 @@ def check_digest(out: Path, index: int, digest: str, source: str) -> int | None:
     record = read_record(out, index)
     if record is not None and record["digest"] != digest:
         raise InputError(
-            f"{source}: its rows changed since {out / names_of(index)[0]} was made; choose another --out or "
+            f"{source}: its rows changed since {out / names_of(index)[0]} was made; choose "
+            "another --out or "
             f"delete the directory"
         )
     return None if record is None else int(record["read"])
@@ -160,7 +177,9 @@ def reading(path: Path) -> Iterator[None]:
 
 @dataclass
 class _Asked:
-    """answers: kept ones by request key, with the hash of their prompt. open: requests without an outcome."""
+    """answers: kept ones by request key, with the hash of their prompt. open: requests without an
+    outcome.
+    """
 
     journal: Journal
     answers: dict[tuple[int, ...], tuple[str, Answer]]
@@ -169,7 +188,9 @@ class _Asked:
 
 @dataclass
 class _Wave:
-    """Requests that are asked together. rows: answers to keep once all are there. open: requests without an outcome."""
+    """Requests that are asked together. rows: answers to keep once all are there. open: requests
+    without an outcome.
+    """
 
     open: int
     rows: list[Any] = field(default_factory=list)
@@ -178,14 +199,16 @@ class _Wave:
 def ask(engine: Engine, run: Run, parts: Iterator[Numbered], done: Done, where: str = "") -> None:
     """Run `engine` over the requests of `parts` that have no kept answer.
 
-    Keep answers in a journal per part, in directory `where` of the run, until the part is done: each at once, or those
-    of a wave together. A row of a journal is a list of answers.
+    Keep answers in a journal per part, in directory `where` of the run, until the part is done:
+    each at once, or those of a wave together. A row of a journal is a list of answers.
     """
     part_of: dict[tuple[int, int], _Asked] = {}  # by row and sample, which later turns share
     wave_of: dict[tuple[int, int], _Wave] = {}
 
     def pass_on(request: AnswerRequest, answer: Answer | Failed | None) -> AnswerRequest | None:
-        """Pass on the answer, if any, and the kept ones of the turns after it; return the request to ask next."""
+        """Pass on the answer, if any, and the kept ones of the turns after it; return the request
+        to ask next.
+        """
         part = part_of[request.key[:2]]
         while True:
             if answer is None:
@@ -210,7 +233,9 @@ def ask(engine: Engine, run: Run, parts: Iterator[Numbered], done: Done, where: 
         for number, requests in parts:
             journal = run.journal(f"{where}.part-{number:05d}.answers.jsonl")
             part = _Asked(journal, {}, len(requests))
-            for key, prompt, ids, reason, tokens_from, teacher in (answer for row in journal.rows for answer in row):
+            for key, prompt, ids, reason, tokens_from, teacher in (
+                answer for row in journal.rows for answer in row
+            ):
                 packed = None if teacher is None else base64.b64decode(teacher)
                 part.answers[tuple(key)] = prompt, Answer(tuple(ids), reason, tokens_from, packed)
             part_of.update({request.key[:2]: part for request in requests})
@@ -227,7 +252,11 @@ def ask(engine: Engine, run: Run, parts: Iterator[Numbered], done: Done, where: 
         place = request.key[:2]
         if isinstance(answer, Answer):
             teacher = None if answer.teacher is None else base64.b64encode(answer.teacher).decode()
-            ids, reason, prompt = answer.response_ids, answer.finish_reason, content_id(request.prompt_ids)
+            ids, reason, prompt = (
+                answer.response_ids,
+                answer.finish_reason,
+                content_id(request.prompt_ids),
+            )
             row = [request.key, prompt, ids, reason, answer.tokens_from, teacher]
             if place in wave_of:
                 wave_of[place].rows.append(row)
@@ -255,18 +284,31 @@ RECORDS = ("manifest.json", "run.json")
 
 
 def check_empty(out: Path) -> None:
-    """Raise InputError if `out` holds another set or a model, which this run would overwrite or mix up."""
+    """Raise InputError if `out` holds another set or a model, which this run would overwrite or mix
+    up.
+    """
     if not any((out / name).exists() for name in RECORDS):
         for pattern in (KINDS[0], "README.md", "config.json"):
             if foreign := next(out.glob(pattern), None):
-                raise InputError(f"--out {out}: holds {foreign.name} of something else; choose another --out")
+                raise InputError(
+                    f"--out {out}: holds {foreign.name} of something else; choose another --out"
+                )
 
 
-def finish(out: Path, parts: int, identity: dict[str, Any], command: str, tokenizer: Tokenizer) -> None:
-    """Add up the parts and write card and manifest, which finishes the set. Raise RunError if no row is left."""
+def finish(
+    out: Path, parts: int, identity: dict[str, Any], command: str, tokenizer: Tokenizer
+) -> None:
+    """Add up the parts and write card and manifest, which finishes the set. Raise RunError if no
+    row is left.
+    """
     expected = {name for index in range(parts) for name in names_of(index)}
-    if beyond := sorted(path.name for kind in KINDS for path in out.glob(kind) if path.name not in expected):
-        raise InputError(f"{out / beyond[0]}: the prompts have fewer rows now; choose another --out or delete {out}")
+    if beyond := sorted(
+        path.name for kind in KINDS for path in out.glob(kind) if path.name not in expected
+    ):
+        raise InputError(
+            f"{out / beyond[0]}: the prompts have fewer rows now; choose another --out or delete "
+            f"{out}"
+        )
     with writing(out / "manifest.json"):
         sums = _add_up(out, parts)
         if not sums["parts"]:
@@ -274,9 +316,15 @@ def finish(out: Path, parts: int, identity: dict[str, Any], command: str, tokeni
                 empty.unlink()
             reasons = [*sums["failed_because"], *sums["skipped_because"], "there were none"]
             raise RunError(f"{out}: no row is left: {reasons[0]}")
-        drawn = read_json(out / RECORD, "the record of prompts") if (out / RECORD).exists() else None
+        drawn = (
+            read_json(out / RECORD, "the record of prompts") if (out / RECORD).exists() else None
+        )
         manifest = {"format": SET_FORMAT, "version": 2, "complete": True} | sums
-        manifest |= {"identity": identity, **provenance(command, identity["config"]), "own_prompts": drawn}
+        manifest |= {
+            "identity": identity,
+            **provenance(command, identity["config"]),
+            "own_prompts": drawn,
+        }
         manifest |= {"vocabulary": vocabulary_sample(tokenizer)}
         write_text_atomic(out / "README.md", distilled_set_card(manifest))
         write_json_atomic(out / "manifest.json", manifest)
@@ -284,8 +332,8 @@ def finish(out: Path, parts: int, identity: dict[str, Any], command: str, tokeni
 
 
 def _add_up(out: Path, parts: int) -> dict[str, Any]:
-    """Return the sums over all parts, as the manifest has them. Write a line of `errors.jsonl` per prompt that gave
-    less than it should.
+    """Return the sums over all parts, as the manifest has them. Write a line of `errors.jsonl` per
+    prompt that gave less than it should.
     """
     files, digests = [], []
     reasons = {name: Reasons() for name in ("skipped", "failed", "shortened", "dropped")}
@@ -298,7 +346,9 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
             assert record is not None, f"{part} was deleted while the run wrote others"
             if part.exists():
                 with reading(part):
-                    table = pq.read_table(part, columns=["response_ids", "finish_reason", "tokens_from"])
+                    table = pq.read_table(
+                        part, columns=["response_ids", "finish_reason", "tokens_from"]
+                    )
                 files.append({"file": part.name, "rows": len(table), "sha256": sha256_file(part)})
                 rows += len(table)
                 tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py() or 0
@@ -310,11 +360,17 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
                 (row, name, why) for name in reasons for row, why in record.get(name, [])
             ):
                 reasons[outcome].add(row, reason)
-                errors.write(canonical_json({"row": row, "outcome": outcome, "reason": reason}) + "\n")
+                errors.write(
+                    canonical_json({"row": row, "outcome": outcome, "reason": reason}) + "\n"
+                )
     if not path.stat().st_size:
         path.unlink()
     skipped, failed = reasons["skipped"].total(), reasons["failed"].total()
-    counts = {"prompts_read": read, "prompts_done": read - skipped - failed, "prompts_skipped": skipped}
+    counts = {
+        "prompts_read": read,
+        "prompts_done": read - skipped - failed,
+        "prompts_skipped": skipped,
+    }
     counts |= {"prompts_failed": failed, "rows": rows, "rows_dropped": reasons["dropped"].total()}
     return {
         "parts": files,
@@ -329,7 +385,9 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
 
 
 def copy_set(out: Path, url: str | None) -> dict[str, str]:
-    """Copy a finished set to a store, its manifest last; return `{"copied_to": url}` for the summary."""
+    """Copy a finished set to a store, its manifest last; return `{"copied_to": url}` for the
+    summary.
+    """
     if url is None:
         return {}
 
@@ -341,7 +399,9 @@ def copy_set(out: Path, url: str | None) -> dict[str, str]:
             for path in sorted(files, key=lambda path: (path.name == "manifest.json", path.name)):
                 store.put_file(str(path), f"{directory.rstrip('/')}/{path.name}")
         except Exception as error:  # every store's package has errors of its own
-            raise RunError(f"copy_to {url}: {one_line(error)}; {out} is complete, run again to copy it") from None
+            raise RunError(
+                f"copy_to {url}: {one_line(error)}; {out} is complete, run again to copy it"
+            ) from None
 
     on_main(copy)
     return {"copied_to": without_secrets(url)}

@@ -1,4 +1,6 @@
-"""Pages of the site that are made from the code, so that they cannot say something else than it does."""
+"""Pages of the site that are made from the code, so that they cannot say something else than it
+does.
+"""
 
 import base64
 import dataclasses
@@ -32,8 +34,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def of_the_root(name: str) -> str:
-    """A page that lies in the repository's root; its links to pages in docs/ lead to the same pages here."""
-    return (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](").replace("](README.md)", "](index.md)")
+    """A page that lies in the repository's root; its links to pages in docs/ lead to the same pages
+    here.
+    """
+    return (
+        (ROOT / name)
+        .read_text(encoding="utf-8")
+        .replace("](docs/", "](")
+        .replace("](README.md)", "](index.md)")
+    )
 
 
 def commands() -> str:
@@ -41,20 +50,30 @@ def commands() -> str:
     from draftsmith.cli.commands import COMMANDS
 
     parts = [
-        "# Commands\n\n`draftsmith COMMAND --key value ...`, or `accelerate launch [...] -m draftsmith COMMAND ...` on "
-        "several processes. Every command also takes `--config FILE.yaml` (the same keys; what is typed wins), "
-        "`--print_config`, `--json` (the last line of standard output is one JSON object) and `--help`.\n\n"
+        "# Commands\n\n`draftsmith COMMAND --key value ...`, or `accelerate launch [...] -m "
+        "draftsmith COMMAND ...` on "
+        "several processes. Every command also takes `--config FILE.yaml` (the same keys; what "
+        "is typed wins), "
+        "`--print_config`, `--json` (the last line of standard output is one JSON object) and "
+        "`--help`.\n\n"
         "| exit code | |\n| --- | --- |\n| 0 | done |\n| 1 | failed while running, in one line |\n"
         "| 2 | bad input or usage, in one line |\n"
         "| 3 | done, and a requirement of `eval --require` is not met; one line each |\n"
         "| 130, 143 | interrupted, told to stop; what was done is kept |"
     ]
     for name, command in COMMANDS.items():
-        uses = {name: command} | {f"{name} --{key}": other for key, other in command.instead.items()}
+        uses = {name: command} | {
+            f"{name} --{key}": other for key, other in command.instead.items()
+        }
         for title, use in uses.items():
             rows = "\n".join(f"| {' | '.join(row)} |" for row in options(use.options))
-            head = f"{'##' if title == name else '###'} {title}\n\n{use.what[0].upper()}{use.what[1:]}."
-            parts.append(f"{head}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n{rows}")
+            head = (
+                f"{'##' if title == name else '###'} "
+                f"{title}\n\n{use.what[0].upper()}{use.what[1:]}."
+            )
+            parts.append(
+                f"{head}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n{rows}"
+            )
     return "\n\n".join(parts) + "\n"
 
 
@@ -62,7 +81,9 @@ def options(cls: type) -> list[tuple[str, str, str, str]]:
     """(option, type, default, meaning) of every option of a command."""
     rows = []
     for option in options_of(cls):
-        kind = ", ".join(f"`{choice}`" for choice in option.choices) or option.kind.replace("|", " or ")
+        kind = ", ".join(f"`{choice}`" for choice in option.choices) or option.kind.replace(
+            "|", " or "
+        )
         default = "**required**" if option.default is dataclasses.MISSING else option.default_text
         shown = f"`{default}`" if default and option.default is not dataclasses.MISSING else default
         meaning = option.help.replace("|", "\\|")
@@ -75,8 +96,10 @@ def methods() -> str:
     from draftsmith.cli.method_table import markdown
 
     return (
-        "# Decoding methods\n\nA proposer guesses ahead, a tree says how many guesses and in which shape, a verifier "
-        "says which of them stay. [Decode with it](decoding.md) says how to choose. Combinations that are not valid "
+        "# Decoding methods\n\nA proposer guesses ahead, a tree says how many guesses and in "
+        "which shape, a verifier "
+        "says which of them stay. [Decode with it](decoding.md) says how to choose. Combinations "
+        "that are not valid "
         f"are refused before a model is loaded, where that can be known.\n\n{markdown()}\n"
     )
 
@@ -87,8 +110,10 @@ def figures() -> str:
 
     rows = "\n".join(f"| **{name}** | {text} |" for name, text in definitions().items())
     return (
-        "# Figures in results\n\nThese definitions are also in every `results.json`, under `definitions`. "
-        f"[Acceptance and speed](acceptance.md) explains them.\n\n| figure | definition |\n| --- | --- |\n{rows}\n"
+        "# Figures in results\n\nThese definitions are also in every `results.json`, under "
+        "`definitions`. "
+        "[Acceptance and speed](acceptance.md) explains them.\n\n| figure | definition |\n| --- "
+        f"| --- |\n{rows}\n"
     )
 
 

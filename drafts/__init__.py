@@ -1,1 +1,3 @@
-"""A draft as a thing: the networks that training and decoding share, and how one is loaded and checked."""
+"""A draft as a thing: the networks that training and decoding share, and how one is loaded and
+checked.
+"""

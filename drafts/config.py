@@ -19,9 +19,11 @@ class ExportConfig(RevisionOptions):
     draft: str
     """The draft: a local directory or hub name of a language model, or a directory of a head."""
     format: Format
-    """hf: a directory for transformers, vLLM, SGLang, onnxruntime-genai's builder. eagle: EAGLE and EAGLE-3 heads as
-    their authors' code and vLLM read them. sglang: the same heads for SGLang. speculators: EAGLE-3 heads, DFlash and
-    DSpark for vLLM. medusa: Medusa heads for vLLM. dflash: block drafters for vLLM. gguf: one file for llama.cpp."""
+    """hf: a directory for transformers, vLLM, SGLang, onnxruntime-genai's builder. eagle: EAGLE and
+    EAGLE-3 heads as their authors' code and vLLM read them. sglang: the same heads for SGLang.
+    speculators: EAGLE-3 heads, DFlash and DSpark for vLLM. medusa: Medusa heads for vLLM. dflash:
+    block drafters for vLLM. gguf: one file for llama.cpp.
+    """
     out: Out
     """The directory to write; an earlier export there is replaced."""
     target: str | None = None
@@ -35,27 +37,34 @@ class ExportConfig(RevisionOptions):
         record = path / "draftsmith.json"
         exported = record.is_file() and "export" in read_json(record, "the record of an export")
         if path.is_file() or (path.is_dir() and any(path.iterdir()) and not exported):
-            raise InputError(f"out: {self.out} holds files that no export wrote; choose another directory")
+            raise InputError(
+                f"out: {self.out} holds files that no export wrote; choose another directory"
+            )
 
 
 @options
 class DoctorConfig(RevisionOptions):
-    """Print which engines will load a target with a draft, which will not and why, and the commands that serve it."""
+    """Print which engines will load a target with a draft, which will not and why, and the commands
+    that serve it.
+    """
 
     target: str
     """The target: a local directory or hub name."""
     draft: str
     """The draft: a local directory or hub name of a language model, or a directory of a head."""
     plan: str | None = None
-    """A plan of `draftsmith plan`, for the number of drafted tokens in the commands. Default: 4 tokens."""
+    """A plan of `draftsmith plan`, for the number of drafted tokens in the commands. Default: 4
+    tokens.
+    """
 
 
 @options
 class MergeConfig(CodeOptions):
     """Add up the weights of drafts of one shape: base + sum of weight x (draft - base).
 
-    One draft with a base is an interpolation between the two (WiSE-FT, arXiv 2109.01903), several without a base and
-    without weights are a uniform soup (arXiv 2203.05482), several with a base are task vectors (arXiv 2212.04089).
+    One draft with a base is an interpolation between the two (WiSE-FT, arXiv 2109.01903), several
+    without a base and without weights are a uniform soup (arXiv 2203.05482), several with a base
+    are task vectors (arXiv 2212.04089).
     """
 
     out: Out
@@ -69,15 +78,25 @@ class MergeConfig(CodeOptions):
         self.weights()
 
     def weights(self) -> list[tuple[str, float]]:
-        """(model, weight) of every draft. Raises InputError if weights are missing or do not add up."""
+        """(model, weight) of every draft. Raises InputError if weights are missing or do not add
+        up.
+        """
         drafts = [_source_and_weight(word) for word in self.draft]
         weights = [weight for _, weight in drafts if weight is not None]
         if weights and len(weights) < len(drafts):
             without = next(source for source, weight in drafts if weight is None)
-            raise InputError(f"--draft {without}: has no weight; write {without}=WEIGHT, or give no weights at all")
+            raise InputError(
+                f"--draft {without}: has no weight; write {without}=WEIGHT, or give no weights "
+                "at all"
+            )
         if self.base is None and weights and abs(sum(weights) - 1) > 1e-6:
-            raise InputError(f"--draft: the weights add up to {sum(weights):g}; without --base they must add up to 1")
-        return [(source, 1 / len(drafts) if weight is None else weight) for source, weight in drafts]
+            raise InputError(
+                f"--draft: the weights add up to {sum(weights):g}; without --base they must add "
+                "up to 1"
+            )
+        return [
+            (source, 1 / len(drafts) if weight is None else weight) for source, weight in drafts
+        ]
 
     def sources(self) -> list[str]:
         """The drafts, and after them the base if there is one."""

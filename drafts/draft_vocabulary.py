@@ -1,9 +1,11 @@
-"""Draft vocabularies: drafts with output rows for the commonest tokens only, which never draft the others.
+"""Draft vocabularies: drafts with output rows for the commonest tokens only, which never draft the
+others.
 
-At a vocabulary of 128,000 tokens the output projection is most of what a small draft reads per token, and most of its
-rows are never drafted (FR-Spec, arXiv 2502.14856; EAGLE-3, arXiv 2503.01840, has the same in its heads). A language
-model stays whole on disk, and other engines load it as it is; a small file beside it names the tokens that draftsmith
-drafts, as offsets like those of an EAGLE-3 head (`d2t`). Loading keeps only their rows of the output projection.
+At a vocabulary of 128,000 tokens the output projection is most of what a small draft reads per
+token, and most of its rows are never drafted (FR-Spec, arXiv 2502.14856; EAGLE-3, arXiv 2503.01840,
+has the same in its heads). A language model stays whole on disk, and other engines load it as it
+is; a small file beside it names the tokens that draftsmith drafts, as offsets like those of an
+EAGLE-3 head (`d2t`). Loading keeps only their rows of the output projection.
 
 Legend: V the whole vocabulary, D tokens of the draft vocabulary, N tokens of a text.
 """
@@ -27,7 +29,9 @@ _BUFFER = "target_ids_D"
 
 
 def check_draft_vocabulary(option: str, size: int, whole: int, has_one: str | None = None) -> None:
-    """Raise InputError if `size` exceeds the vocabulary, or if the draft `has_one` has a draft vocabulary already."""
+    """Raise InputError if `size` exceeds the vocabulary, or if the draft `has_one` has a draft
+    vocabulary already.
+    """
     if has_one is not None:
         raise InputError(f"{option}: {has_one} already has one ({FILE}); leave the option out")
     if size > whole:
@@ -49,9 +53,11 @@ def commonest_tokens(counts: Counter[int], size: int) -> list[int]:
 
 
 def rarest_token(counts: Counter[int], embedding_VH: Tensor) -> int:
-    """The token that is rarest in the text; of several the last, which in a padded vocabulary is unused.
+    """The token that is rarest in the text; of several the last, which in a padded vocabulary is
+    unused.
 
-    Not one without an embedding, as padding often is: masked slots would begin as zeros, without a place.
+    Not one without an embedding, as padding often is: masked slots would begin as zeros, without a
+    place.
     """
     embedded: list[int] = embedding_VH.abs().amax(-1).nonzero().flatten().tolist()
     return min(embedded, key=lambda token: (counts[token], -token))
@@ -64,19 +70,25 @@ def coverage(ids_D: Tensor, counts: Counter[int]) -> str:
 
 
 def to_target(logits: Tensor, ids_D: Tensor, size: int) -> Tensor:
-    """Logits `[..., D]` of these tokens as logits over all `size` tokens, `[..., V]`: -inf for the others."""
+    """Logits `[..., D]` of these tokens as logits over all `size` tokens, `[..., V]`: -inf for the
+    others.
+    """
     out = logits.new_full((*logits.shape[:-1], size), -torch.inf)
     return out.index_copy(-1, ids_D.to(logits.device), logits)
 
 
 def draft_rows(ids_D: Tensor, tokens_N: Tensor) -> Tensor:
-    """The draft's row of each token (any shape), D for a token that it does not draft. `ids_D` is sorted."""
+    """The draft's row of each token (any shape), D for a token that it does not draft. `ids_D` is
+    sorted.
+    """
     rows_N = torch.searchsorted(ids_D, tokens_N).clamp_max(len(ids_D) - 1)
     return torch.where(ids_D[rows_N] == tokens_N, rows_N, len(ids_D))
 
 
 def drafted_rows(ids_D: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-    """A row of the draft for each token, and whether the draft has the token; the last row stands for the others."""
+    """A row of the draft for each token, and whether the draft has the token; the last row stands
+    for the others.
+    """
     rows_N = draft_rows(ids_D, tokens_N)
     return rows_N.clamp_max(len(ids_D) - 1), rows_N < len(ids_D)
 
@@ -91,11 +103,16 @@ def from_offsets(d2t: Tensor, size: int) -> Tensor | None:
     if d2t.ndim != 1 or not len(d2t) or d2t.is_floating_point():
         return None
     ids_D = d2t + torch.arange(len(d2t), device=d2t.device)
-    return ids_D if bool((ids_D >= 0).all() and (ids_D < size).all() and (ids_D.diff() > 0).all()) else None
+    return (
+        ids_D
+        if bool((ids_D >= 0).all() and (ids_D < size).all() and (ids_D.diff() > 0).all())
+        else None
+    )
 
 
 class DraftVocabulary(nn.Module):
-    """A head over the tokens `target_ids_D` of the target's vocabulary; `reduced` says whether these are a part of it.
+    """A head over the tokens `target_ids_D` of the target's vocabulary; `reduced` says whether
+    these are a part of it.
 
     On disk a part is the offsets `d2t` (target id = draft id + offset) and the mask `t2d`.
     """
@@ -126,7 +143,9 @@ class DraftVocabulary(nn.Module):
             self.target_ids_D = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def to_target(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary `[..., V]`: -inf for tokens that the head cannot draft."""
+        """Logits over the target's vocabulary `[..., V]`: -inf for tokens that the head cannot
+        draft.
+        """
         return to_target(logits, self.target_ids_D, self.vocab_size) if self.reduced else logits
 
 
@@ -136,17 +155,24 @@ def write_draft_vocabulary(directory: Path, ids_D: Tensor) -> None:
 
 
 def read_draft_vocabulary(name: str, size: int) -> Tensor | None:
-    """The draft vocabulary beside a language model in a directory or on the hub; None if it drafts all tokens."""
+    """The draft vocabulary beside a language model in a directory or on the hub; None if it drafts
+    all tokens.
+    """
     if (file := cached(name, FILE)) is None:
         return None
     ids_D = from_offsets(load_file(file)["d2t"], size)
     if ids_D is None:
-        raise InputError(f"{file}: does not name tokens of a vocabulary of {size}; copy the whole directory again")
+        raise InputError(
+            f"{file}: does not name tokens of a vocabulary of {size}; copy the whole directory "
+            "again"
+        )
     return ids_D
 
 
 def attach_draft_vocabulary(model: PreTrainedModel, ids_D: Tensor) -> None:
-    """Note on a whole model which tokens it drafts. Its forward stays as it is; `trim` changes it."""
+    """Note on a whole model which tokens it drafts. Its forward stays as it is; `trim` changes
+    it.
+    """
     model.register_buffer(_BUFFER, ids_D.to(model.device), persistent=False)
 
 
@@ -159,24 +185,29 @@ def draft_vocabulary(model: nn.Module) -> Tensor | None:
 def trim(model: PreTrainedModel, ids_D: Tensor) -> None:
     """Keep only these rows of the output projection, a plain linear layer.
 
-    The model's forward still gives logits over its whole vocabulary, -inf for all other tokens. Such a model cannot be
-    saved: its weights are not those of its config.
+    The model's forward still gives logits over its whole vocabulary, -inf for all other tokens.
+    Such a model cannot be saved: its weights are not those of its config.
     """
     output = model.get_output_embeddings()
     assert type(output) is nn.Linear, f"the output projection is a {type(output).__name__}"
     ids_D = ids_D.to(output.weight.device)
     # On the meta device, so that no weights are drawn: that would move the global random state.
     rows = nn.Linear(output.in_features, len(ids_D), bias=output.bias is not None, device="meta")
-    rows.weight = nn.Parameter(output.weight.detach()[ids_D], requires_grad=output.weight.requires_grad)
+    rows.weight = nn.Parameter(
+        output.weight.detach()[ids_D], requires_grad=output.weight.requires_grad
+    )
     if output.bias is not None:
-        rows.bias = nn.Parameter(output.bias.detach()[ids_D], requires_grad=output.bias.requires_grad)
+        rows.bias = nn.Parameter(
+            output.bias.detach()[ids_D], requires_grad=output.bias.requires_grad
+        )
     rows.train(output.training)
     # The embedding stays whole, so that the two are no longer one tensor.
     model.config.get_text_config(decoder=True).tie_word_embeddings = False
     model.config.tie_word_embeddings = False
     model.set_output_embeddings(rows)
     attach_draft_vocabulary(model, ids_D)
-    # Behind everything that the model does to its logits: a soft cap (Gemma 2) would make -inf finite.
+    # Behind everything that the model does to its logits: a soft cap (Gemma 2) would make -inf
+    # finite.
     model.register_forward_hook(_over_all_tokens)
 
 

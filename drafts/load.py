@@ -1,4 +1,6 @@
-"""A draft of any kind from its directory or hub name: a language model, or a head on the target's features."""
+"""A draft of any kind from its directory or hub name: a language model, or a head on the target's
+features.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from drafts.draft_vocabulary import FILE, attach_draft_vocabulary, draft_vocabulary, read_draft_vocabulary, trim
+from drafts.draft_vocabulary import (
+    FILE,
+    attach_draft_vocabulary,
+    draft_vocabulary,
+    read_draft_vocabulary,
+    trim,
+)
 from drafts.heads import Head, head_kind, load_head
 from drafts.heads.block import BlockHead
 from drafts.heads.medusa import HydraHeads, MedusaHeads
@@ -39,7 +47,9 @@ _warn_once = cache(log.warning)
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """A target, its tokenizer and drafts that were checked against both. `drafts` by name, in the order given."""
+    """A target, its tokenizer and drafts that were checked against both. `drafts` by name, in the
+    order given.
+    """
 
     target_name: str
     target: PreTrainedModel
@@ -49,12 +59,18 @@ class LoadedPair:
     @property
     def models(self) -> list[PreTrainedModel]:
         """The language models, target first."""
-        return [self.target, *(draft for draft in self.drafts.values() if isinstance(draft, PreTrainedModel))]
+        return [
+            self.target,
+            *(draft for draft in self.drafts.values() if isinstance(draft, PreTrainedModel)),
+        ]
 
     @property
     def context(self) -> int | None:
         """Number of tokens that fit into every model; None without a limit."""
-        return min((limit for model in self.models if (limit := context_length(model)) is not None), default=None)
+        return min(
+            (limit for model in self.models if (limit := context_length(model)) is not None),
+            default=None,
+        )
 
 
 def load_pair(
@@ -73,12 +89,14 @@ def load_pair(
 ) -> LoadedPair:
     """Load a target and any number of drafts, and check that they belong together.
 
-    target, drafts: local directories or hub names; drafts as `{name: source}`, or as sources, which are then their
-    names (a second one of the same source is `SOURCE#2`). quantize_draft: default `quantize`; heads are never
-    quantised. dtype: "auto" is as `load_model` says; drafts follow the target. revision: the target's branch, tag or
-    commit on the hub. chat_template: a Jinja file in place of its own. tokenizer: the target's, if loaded.
-    heterogeneous_vocab: accept draft language models of another tokenizer; they draft the tokens that both have.
-    Raises InputError for what does not fit: a draft of another vocabulary, a head made for another target.
+    target, drafts: local directories or hub names; drafts as `{name: source}`, or as sources, which
+    are then their names (a second one of the same source is `SOURCE#2`). quantize_draft: default
+    `quantize`; heads are never quantised. dtype: "auto" is as `load_model` says; drafts follow the
+    target. revision: the target's branch, tag or commit on the hub. chat_template: a Jinja file in
+    place of its own. tokenizer: the target's, if loaded.
+    heterogeneous_vocab: accept draft language models of another tokenizer; they draft the tokens
+    that both have. Raises InputError for what does not fit: a draft of another vocabulary, a head
+    made for another target.
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(target, trust_remote_code, chat_template, revision)
@@ -88,24 +106,36 @@ def load_pair(
     if not isinstance(drafts, Mapping):
         sources = [drafts] if isinstance(drafts, str) else drafts
         counts = [sources[:i].count(source) for i, source in enumerate(sources)]
-        drafts = {f"{name}#{n + 1}" if n else name: name for name, n in zip(sources, counts, strict=True)}
+        drafts = {
+            f"{name}#{n + 1}" if n else name: name for name, n in zip(sources, counts, strict=True)
+        }
     loaded: dict[str, Draft] = {}
     for name, source in drafts.items():
         draft = load_draft(
             source,
             model,
             **options,
-            # The target's dtype for all: drafts in the dtypes that they were saved in would differ by those, too.
+            # The target's dtype for all: drafts in the dtypes that they were saved in would differ
+            # by those, too.
             dtype=dtype_name(model) if dtype == "auto" else dtype,
             quantize=quantize_draft or quantize,
         )
-        mapping = check_draft_vocabulary(source, draft, model, tokenizer, trust_remote_code, heterogeneous_vocab)
+        mapping = check_draft_vocabulary(
+            source, draft, model, tokenizer, trust_remote_code, heterogeneous_vocab
+        )
         if mapping is not None and isinstance(draft, PreTrainedModel):
             attach(draft, mapping)
             shares = f"{mapping.shared} of the target's {len(tokenizer)} tokens"
-            log.warning("%s: has another tokenizer; it shares %s, and drafts those only", source, shares)
-        if isinstance(draft, PreTrainedModel) and (size := parameter_count(draft)) > (whole := parameter_count(model)):
-            _warn_once(f"{source}: is larger than the target ({size:,} and {whole:,} parameters); drafting cannot pay")
+            log.warning(
+                "%s: has another tokenizer; it shares %s, and drafts those only", source, shares
+            )
+        if isinstance(draft, PreTrainedModel) and (size := parameter_count(draft)) > (
+            whole := parameter_count(model)
+        ):
+            _warn_once(
+                f"{source}: is larger than the target ({size:,} and {whole:,} parameters); "
+                "drafting cannot pay"
+            )
         loaded[name] = draft
     return LoadedPair(target, model, tokenizer, loaded)
 
@@ -121,23 +151,29 @@ def load_draft(
 ) -> Draft:
     """The draft `name` for this target.
 
-    A head takes the target's device and dtype and is never quantised. A language model with a draft vocabulary keeps
-    only those rows of its output projection, with a warning.
+    A head takes the target's device and dtype and is never quantised. A language model with a draft
+    vocabulary keeps only those rows of its output projection, with a warning.
     """
     if head_kind(name) is not None:
         head = load_head(name, target)
         check_finite(name, head)
         return head
-    model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize)
+    model = load_model(
+        name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize
+    )
     size = vocabulary_size(model)
     if (ids_D := read_draft_vocabulary(name, size)) is not None:
         trim(model, ids_D)
-        log.warning("%s: drafts %d of its %d tokens, those that its %s names", name, len(ids_D), size, FILE)
+        log.warning(
+            "%s: drafts %d of its %d tokens, those that its %s names", name, len(ids_D), size, FILE
+        )
     return model
 
 
 def draft_kind(name: str) -> str:
-    """ "draft" for a language model, else the kind of head. Either is also the name of the proposer that uses it."""
+    """ "draft" for a language model, else the kind of head. Either is also the name of the proposer
+    that uses it.
+    """
     return head_kind(name) or "draft"
 
 
@@ -147,18 +183,28 @@ def kind_of(draft: Draft) -> str:
 
 
 def depth_limit(draft: Draft) -> int | None:
-    """Number of tokens that a set of heads or a block drafts ahead; None for drafts without a limit."""
+    """Number of tokens that a set of heads or a block drafts ahead; None for drafts without a
+    limit.
+    """
     if isinstance(draft, BlockHead):
         return draft.depths
     return draft.config.num_heads if isinstance(draft, MedusaHeads | HydraHeads) else None
 
 
 def draft_fingerprint(draft: Draft) -> str:
-    """16 hex digits of architecture and weights; of a head, without what it borrows from the target."""
+    """16 hex digits of architecture and weights; of a head, without what it borrows from the
+    target.
+    """
     if isinstance(draft, PreTrainedModel):
         ids_D = draft_vocabulary(draft)
-        return fingerprint(draft) if ids_D is None else hash_tensors({"model": fingerprint(draft)}, [("ids", ids_D)])
-    return hash_tensors({"kind": draft.kind, **draft.config.to_json()}, sorted(draft.state_dict().items()))
+        return (
+            fingerprint(draft)
+            if ids_D is None
+            else hash_tensors({"model": fingerprint(draft)}, [("ids", ids_D)])
+        )
+    return hash_tensors(
+        {"kind": draft.kind, **draft.config.to_json()}, sorted(draft.state_dict().items())
+    )
 
 
 def check_draft_vocabulary(
@@ -171,17 +217,22 @@ def check_draft_vocabulary(
 ) -> VocabularyMap | None:
     """Raise InputError unless token ids mean the same to a draft language model as to the target.
 
-    If `heterogeneous`, return the map between the two instead. Vocabularies may be padded to different sizes if both
-    tokenizers agree on every id that both models have; a draft without a tokenizer must have the target's size. A head
-    has been checked by `load_draft`.
+    If `heterogeneous`, return the map between the two instead. Vocabularies may be padded to
+    different sizes if both tokenizers agree on every id that both models have; a draft without a
+    tokenizer must have the target's size. A head has been checked by `load_draft`.
     """
     if not isinstance(draft, PreTrainedModel):
         return None
     sizes = vocabulary_size(target), vocabulary_size(draft)
     own = find_tokenizer(source, trust_remote_code)
     if own is None and sizes[0] != sizes[1]:
-        differs = f"its vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}, and it has no tokenizer"
-        raise InputError(f"{source}: {differs}; use a draft with the target's (docs/choosing-a-draft.md)")
+        differs = (
+            f"its vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}, and it "
+            "has no tokenizer"
+        )
+        raise InputError(
+            f"{source}: {differs}; use a draft with the target's (docs/choosing-a-draft.md)"
+        )
     if own is None or (token := first_difference(tokenizer, own, min(sizes))) is None:
         return None
     if heterogeneous:
@@ -189,17 +240,22 @@ def check_draft_vocabulary(
     texts = own.convert_ids_to_tokens(token), tokenizer.convert_ids_to_tokens(token)
     theirs, ours = ("nothing" if text is None else ascii(text) for text in texts)
     raise InputError(
-        f"{source}: token {token} is {theirs} to it and {ours} to the target; use a draft with the target's tokenizer, "
-        f"draftsmith init --method transplant, or decode with --heterogeneous_vocab true (docs/choosing-a-draft.md)"
+        f"{source}: token {token} is {theirs} to it and {ours} to the target; use a draft with "
+        "the target's tokenizer, "
+        "draftsmith init --method transplant, or decode with --heterogeneous_vocab true "
+        "(docs/choosing-a-draft.md)"
     )
 
 
 def first_difference(a: Tokenizer, b: Tokenizer, size: int) -> int | None:
-    """The first id below `size` that two tokenizers read as different tokens; None if there is none.
+    """The first id below `size` that two tokenizers read as different tokens; None if there is
+    none.
 
     Added tokens (padding, chat markers) may differ: fine-tuned models of one family rename those.
     """
-    tokens_a, tokens_b = ({i: token for token, i in tokenizer.get_vocab().items() if i < size} for tokenizer in (a, b))
+    tokens_a, tokens_b = (
+        {i: token for token, i in tokenizer.get_vocab().items() if i < size} for tokenizer in (a, b)
+    )
     added = set(a.get_added_vocab().values()) | set(b.get_added_vocab().values())
     ids = sorted((tokens_a.keys() | tokens_b.keys()) - added)
     return next((i for i in ids if tokens_a.get(i) != tokens_b.get(i)), None)
@@ -230,7 +286,9 @@ def load_source(
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> Source:
-    """Load the draft, and the target of a head. dtype "auto" is the draft's own; of a head, its target's."""
+    """Load the draft, and the target of a head. dtype "auto" is the draft's own; of a head, its
+    target's.
+    """
     kind = head_kind(name)
     options: Any = {"device": "cpu", "dtype": "float32", "trust_remote_code": trust_remote_code}
     target, tokenizer = None, None
@@ -241,7 +299,9 @@ def load_source(
     draft: Draft
     if kind is not None:
         if target is None:
-            raise InputError(f"--target: is missing; {name} is a head ({kind}), which belongs to one target")
+            raise InputError(
+                f"--target: is missing; {name} is a head ({kind}), which belongs to one target"
+            )
         draft = load_head(name, target)
     else:
         draft = load_model(name, **options, quantize="none")
@@ -253,11 +313,16 @@ def load_source(
         target = None
     if dtype == "auto":
         model, commit = (name, "main") if kind is None else (str(target_name), revision or "main")
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=commit)
-        weights_dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
+        config = AutoConfig.from_pretrained(
+            model, trust_remote_code=trust_remote_code, revision=commit
+        )
+        weights_dtype = (
+            getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
+        )
     else:
         weights_dtype = DTYPES[dtype]
-    # In fp32 with the values that `dtype` will hold on disk, so that proofs compare what is written.
+    # In fp32 with the values that `dtype` will hold on disk, so that proofs compare what is
+    # written.
     for parameter in draft.parameters():
         parameter.copy_(parameter.to(weights_dtype))
     return Source(name, draft, weights_dtype, tokenizer, target, target_name)

@@ -26,11 +26,13 @@ from draftsmith_core.tokenization import find_tokenizer
 State = Mapping[str, Tensor]
 
 
-def merge_states(states: Sequence[tuple[State, float]], base: State | None = None) -> dict[str, Tensor]:
+def merge_states(
+    states: Sequence[tuple[State, float]], base: State | None = None
+) -> dict[str, Tensor]:
     """base + sum of weight x (state - base), in fp32; without a base, sum of weight x state.
 
-    states: (weights of a draft by name, its weight). Tensors that are not floating point (the vocabulary maps of an
-    EAGLE-3 head) must be equal in all of them.
+    states: (weights of a draft by name, its weight). Tensors that are not floating point (the
+    vocabulary maps of an EAGLE-3 head) must be equal in all of them.
     """
     first = states[0][0]
     everything = [state for state, _ in states] + ([] if base is None else [base])
@@ -38,7 +40,10 @@ def merge_states(states: Sequence[tuple[State, float]], base: State | None = Non
     merged: dict[str, Tensor] = {}
     for name in sorted(set().union(*everything)):
         if len({state[name].shape if name in state else None for state in everything}) > 1:
-            raise InputError(f"--draft: the drafts differ in the shape of the tensor '{name}'; merge ones of one shape")
+            raise InputError(
+                f"--draft: the drafts differ in the shape of the tensor '{name}'; merge ones of "
+                "one shape"
+            )
         if first[name].is_floating_point():
             total = torch.zeros(first[name].shape) if base is None else base[name].float() * rest
             for state, weight in states:
@@ -51,18 +56,25 @@ def merge_states(states: Sequence[tuple[State, float]], base: State | None = Non
     return merged
 
 
-def merge(config: MergeConfig | None = None, command: str | None = None, **options: Any) -> dict[str, Any]:
-    """Write the merged draft to `config.out`, unless the same merge is there; returns the summary, a dictionary.
+def merge(
+    config: MergeConfig | None = None, command: str | None = None, **options: Any
+) -> dict[str, Any]:
+    """Write the merged draft to `config.out`, unless the same merge is there; returns the summary,
+    a dictionary.
 
-    The checkpoint has the tokenizer and the shape of the first draft, fp32 weights, a record of its parts and their
-    weights, and the hashes of all prompts that any part was trained on.
+    The checkpoint has the tokenizer and the shape of the first draft, fp32 weights, a record of its
+    parts and their weights, and the hashes of all prompts that any part was trained on.
     """
     config = configured(MergeConfig, config, options)
     out, weights, sources = Path(config.out), dict(config.weights()), config.sources()
     check_out(out)
     kind = head_kind(sources[0]) or "draft-lm"
     records = [read_record(Path(source)) for source in sources]
-    targets = {record["target_fingerprint"]: record["target"] for record in records if record.get("target_fingerprint")}
+    targets = {
+        record["target_fingerprint"]: record["target"]
+        for record in records
+        if record.get("target_fingerprint")
+    }
     target_fingerprint, target = targets.popitem() if len(targets) == 1 else (None, None)
     record: dict[str, Any] = {
         "kind": kind,
@@ -78,13 +90,20 @@ def merge(config: MergeConfig | None = None, command: str | None = None, **optio
         record |= provenance(command or command_line("merge", config), asdict(config))
         with writing(out), atomic_dir(out) as directory:
             record["fingerprint"] = _write(config, kind, directory)
-            hashes = [each for source in sources if (each := read_prompt_hashes(Path(source))) is not None]
+            hashes = [
+                each for source in sources if (each := read_prompt_hashes(Path(source))) is not None
+            ]
             if hashes:
                 write_prompt_hashes(directory, np.concatenate(hashes).tolist())
             (directory / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
             (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
         merged = record
-    return {"checkpoint": str(out), "kind": kind, "weights": weights, "fingerprint": merged["fingerprint"]}
+    return {
+        "checkpoint": str(out),
+        "kind": kind,
+        "weights": weights,
+        "fingerprint": merged["fingerprint"],
+    }
 
 
 def _write(config: MergeConfig, kind: str, directory: Path) -> str:
@@ -100,17 +119,26 @@ def _write(config: MergeConfig, kind: str, directory: Path) -> str:
         tensors = merged({source: read_tensors(Path(source))[1] for source in sources})
         write_tensors(directory, tensors, shape)
         return hash_tensors(shape, sorted(tensors.items()))
-    options: Any = {"device": "cpu", "dtype": "float32", "trust_remote_code": config.trust_remote_code}
+    options: Any = {
+        "device": "cpu",
+        "dtype": "float32",
+        "trust_remote_code": config.trust_remote_code,
+    }
     models = {source: load_model(source, **options) for source in sources}
     model = models[sources[0]]
-    vocabularies = {source: read_draft_vocabulary(source, vocabulary_size(model)) for source in sources}
+    vocabularies = {
+        source: read_draft_vocabulary(source, vocabulary_size(model)) for source in sources
+    }
     ids_D = vocabularies[sources[0]]
     for source, other in vocabularies.items():
-        # A base may draft all tokens: the merged draft keeps the rows that its drafts were trained in.
+        # A base may draft all tokens: the merged draft keeps the rows that its drafts were trained
+        # in.
         if source == base and other is None:
             continue
         if not (ids_D is other if ids_D is None or other is None else torch.equal(ids_D, other)):
-            raise InputError(f"{source}: drafts other tokens than {sources[0]} ({FILE}); merge ones of the same")
+            raise InputError(
+                f"{source}: drafts other tokens than {sources[0]} ({FILE}); merge ones of the same"
+            )
     model.load_state_dict(merged({source: each.state_dict() for source, each in models.items()}))
     model.save_pretrained(directory)
     if ids_D is not None:

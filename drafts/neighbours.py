@@ -1,6 +1,8 @@
-"""Other engines on this machine: where their programs are, running them, and what that proves of an export.
+"""Other engines on this machine: where their programs are, running them, and what that proves of an
+export.
 
-`make engines` installs them. They need other versions of our libraries, so each lives in an environment of its own.
+`make engines` installs them. They need other versions of our libraries, so each lives in an
+environment of its own.
 """
 
 import json
@@ -32,19 +34,26 @@ PROGRAMS = {
     "llama-server": ("LLAMA_SERVER", "llama/llama-server"),
 }
 # vLLM on a CPU would claim 92 % of the memory, and bind its threads to processors that may be busy.
-VLLM_ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
+VLLM_ON_A_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
 
 
 def program(engine: str) -> Path | None:
-    """The program of an engine: by its environment variable, in `.engines` (or DRAFTSMITH_ENGINES), on the PATH.
+    """The program of an engine: by its environment variable, in `.engines` (or DRAFTSMITH_ENGINES),
+    on the PATH.
 
-    engine: `openvino` (a Python with openvino-genai, optimum-intel and onnxruntime-genai), `speculators` or `vllm` (a
-    Python with it), or `llama-server`.
+    engine: `openvino` (a Python with openvino-genai, optimum-intel and onnxruntime-genai),
+    `speculators` or `vllm` (a Python with it), or `llama-server`.
     """
     variable, place = PROGRAMS[engine]
     if variable in os.environ:
         return Path(os.environ[variable])
-    installed = Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[1] / ".engines")) / place
+    installed = (
+        Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[1] / ".engines")) / place
+    )
     if installed.is_file():
         return installed
     path = shutil.which(engine) if engine == "llama-server" else None
@@ -57,8 +66,11 @@ def how_to_get(engine: str) -> str:
 
 
 def work(python: Path, script: str | Path, *words: str | Path) -> dict[str, Any]:
-    """Run a script in another environment; the JSON object of its last line. Raises RunError if it fails."""
-    # Isolated: the other environment has its own libraries, and this project's path would hide them.
+    """Run a script in another environment; the JSON object of its last line. Raises RunError if it
+    fails.
+    """
+    # Isolated: the other environment has its own libraries, and this project's path would hide
+    # them.
     command = [str(python), "-I", str(script), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -68,7 +80,9 @@ def work(python: Path, script: str | Path, *words: str | Path) -> dict[str, Any]
 
 
 def vllm_answers(python: Path, runs: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM answers to `runs`: `engine`, its version, and `answers` by run (`layouts/vllm_generate.py`)."""
+    """What vLLM answers to `runs`: `engine`, its version, and `answers` by run
+    (`layouts/vllm_generate.py`).
+    """
     with tempfile.TemporaryDirectory() as place:
         request = Path(place) / "request.json"
         request.write_text(json.dumps({"runs": runs}))
@@ -81,7 +95,9 @@ def llama_server(server: Path, words: Sequence[str]) -> AbstractContextManager[i
 
 
 def vllm_server(python: Path, words: Sequence[str]) -> AbstractContextManager[int]:
-    """The same for vLLM's server in this Python's environment; `vllm serve` does not start in vllm-cpu 0.32."""
+    """The same for vLLM's server in this Python's environment; `vllm serve` does not start in
+    vllm-cpu 0.32.
+    """
     return _serving([str(python), "-m", "vllm.entrypoints.openai.api_server", *words], 900)
 
 
@@ -102,8 +118,12 @@ def _serving(command: Sequence[str], start_s: int) -> Iterator[int]:
                 time.sleep(0.1)
             if not up:
                 log.seek(0)
-                errors = [line for line in log if " E " in line or "error" in line.lower()] or ["no message"]
-                raise RunError(f"{command[0]}: did not serve within {start_s} s: {errors[-1].strip()}")
+                errors = [line for line in log if " E " in line or "error" in line.lower()] or [
+                    "no message"
+                ]
+                raise RunError(
+                    f"{command[0]}: did not serve within {start_s} s: {errors[-1].strip()}"
+                )
             yield port
         finally:
             process.terminate()
@@ -129,16 +149,25 @@ def is_up(port: int) -> bool:
 def ask(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """POST to a server on this machine."""
     headers = {"Content-Type": "application/json"}
-    call = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", json.dumps(body).encode(), headers)
+    call = urllib.request.Request(
+        f"http://127.0.0.1:{port}/{path}", json.dumps(body).encode(), headers
+    )
     with urllib.request.urlopen(call) as answer:
         return json.load(answer)
 
 
-def complete(port: int, prompt: Sequence[int], max_new_tokens: int, **sampling: Any) -> dict[str, Any]:
-    """llama-server's answer to token ids, past any end: `tokens`, and `timings` with its counts of drafts. It is greedy
-    unless `sampling` says otherwise.
+def complete(
+    port: int, prompt: Sequence[int], max_new_tokens: int, **sampling: Any
+) -> dict[str, Any]:
+    """llama-server's answer to token ids, past any end: `tokens`, and `timings` with its counts of
+    drafts. It is greedy unless `sampling` says otherwise.
     """
-    wanted = {"prompt": list(prompt), "n_predict": max_new_tokens, "ignore_eos": True, "return_tokens": True}
+    wanted = {
+        "prompt": list(prompt),
+        "n_predict": max_new_tokens,
+        "ignore_eos": True,
+        "return_tokens": True,
+    }
     return ask(port, "completion", wanted | {"temperature": 0, "cache_prompt": False} | sampling)
 
 
@@ -148,7 +177,9 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Proof:
-    """What shows that an engine reads an export as it was meant. `engine` is None if only the layout was compared."""
+    """What shows that an engine reads an export as it was meant. `engine` is None if only the
+    layout was compared.
+    """
 
     engine: str | None
     how: str
@@ -160,7 +191,10 @@ def compared(out: Path, engine: str, theirs: Tensor, ours: Tensor, how: str) -> 
     """The proof that an engine computes our logits from `out`. Raises RunError if it does not."""
     difference = float((theirs - ours).abs().max())
     if not difference <= TOLERANCE:
-        raise RunError(f"{out}: {engine} computes other logits from it (off by {difference:.2g}); nothing was written")
+        raise RunError(
+            f"{out}: {engine} computes other logits from it (off by {difference:.2g}); nothing "
+            "was written"
+        )
     return Proof(engine, f"loaded it; logits of {ours.shape[1]} {how}", difference)
 
 

@@ -5,10 +5,11 @@
     out = pair.generate("Return the", tree="kary:3,2", temperature=0.7, max_new_tokens=64, seed=0)
     out.text, out.output_ids, out.finish_reason, out.stats.tau
 
-Importing this package imports neither torch nor transformers: a name is resolved when it is first used (PEP 562).
-Everything raised on purpose is a `DraftsmithError`: `InputError` for what the caller can mend (the commands exit with
-2), `RunError` for a run that could not finish although its input was good (exit 1), `RequirementError` for results that
-miss what was required of them (exit 3).
+Importing this package imports neither torch nor transformers: a name is resolved when it is first
+used (PEP 562). Everything raised on purpose is a `DraftsmithError`: `InputError` for what the
+caller can mend (the commands exit with 2), `RunError` for a run that could not finish although its
+input was good (exit 1), `RequirementError` for results that miss what was required of them (exit
+3).
 """
 
 import importlib
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
     from distill.config import DistillConfig as DistillConfig, ScoreConfig as ScoreConfig
     from distill.generate import distill as distill
     from distill.score import score_set as score_set
-    from drafts.config import DoctorConfig as DoctorConfig, ExportConfig as ExportConfig, MergeConfig as MergeConfig
+    from drafts.config import (
+        DoctorConfig as DoctorConfig,
+        ExportConfig as ExportConfig,
+        MergeConfig as MergeConfig,
+    )
     from drafts.doctor import examine as doctor
     from drafts.layouts.export import export as export
     from drafts.merge import merge as merge

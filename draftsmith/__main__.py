@@ -1,10 +1,13 @@
-"""The command line: `draftsmith COMMAND`, `python -m draftsmith COMMAND`, `accelerate launch -m draftsmith COMMAND`."""
+"""The command line: `draftsmith COMMAND`, `python -m draftsmith COMMAND`, `accelerate launch -m
+draftsmith COMMAND`.
+"""
 
 import sys
 from pathlib import Path
 
 _ROOT = str(Path(__file__).resolve().parents[1])
-# `python -m` puts the current directory first on the path, where a file such as train.py would hide our package.
+# `python -m` puts the current directory first on the path, where a file such as train.py would hide
+# our package.
 if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROOT:
     del sys.path[0]
 
@@ -26,17 +29,19 @@ def usage() -> str:
         lines.append(f"  {name:<9}{command.what}")
         lines += [f"  {'':<9}--{key}: {what}" for key, what in command.modes.items()]
     return (
-        f"draftsmith {__version__}: align draft models for speculative decoding, and measure what it buys\n\n"
+        f"draftsmith {__version__}: align draft models for speculative decoding, and measure "
+        "what it buys\n\n"
         "usage: draftsmith COMMAND [--key value ...] [--config FILE]\n"
-        "       draftsmith --version | --print_shtab bash|zsh|tcsh    # the version; shell completion\n\n"
+        "       draftsmith --version | --print_shtab bash|zsh|tcsh    # the version; shell "
+        "completion\n\n"
         + "\n".join(lines)
         + "\n\n`draftsmith COMMAND --help` lists a command's options."
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; 0 done, 1 failed while running, 2 bad input or usage, 3 a requirement is not met,
-    130 interrupted, 143 told to stop.
+    """Run one command; 0 done, 1 failed while running, 2 bad input or usage, 3 a requirement is not
+    met, 130 interrupted, 143 told to stop.
     """
     words = sys.argv[1:] if argv is None else argv
     if words[:1] in (["-h"], ["--help"], ["help"]) and words[1:2] and words[1] in COMMANDS:
@@ -48,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
                 run(words[0], words[1:])
             return code or 0
         finally:
-            # What was buffered for a reader who is gone, or for a full disk, fails here, not when Python shuts down.
+            # What was buffered for a reader who is gone, or for a full disk, fails here, not when
+            # Python shuts down.
             sys.stdout.flush()
     except Terminated as stop:
         _say(f"\n{called}: stopped by SIGTERM{_note(stop)}", stop)
@@ -58,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare(words: list[str]) -> int | None:
-    """Prepare the process for a command. Return an exit code if the words name none (`--help`, a typo): all is said."""
+    """Prepare the process for a command. Return an exit code if the words name none (`--help`, a
+    typo): all is said.
+    """
     name = words[0] if words else ""
     if name in ("", "-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
@@ -70,7 +78,10 @@ def _prepare(words: list[str]) -> int | None:
         print_completion(words[1:])
         return 0
     if name not in COMMANDS:
-        print(f"draftsmith: {name!r} is not a command; {nearest(name, COMMANDS, 'the commands are')}", file=sys.stderr)
+        print(
+            f"draftsmith: {name!r} is not a command; {nearest(name, COMMANDS, 'the commands are')}",
+            file=sys.stderr,
+        )
         return 2
     # A terminal or pipe that cannot show a character shows its escape instead of ending the run.
     for stream in (sys.stdout, sys.stderr):
@@ -86,10 +97,14 @@ def _prepare(words: list[str]) -> int | None:
 
 
 def _failed(called: str, error: BaseException) -> int:
-    """Print in one line why a command ended, and return its exit code; raise again what is a bug."""
+    """Print in one line why a command ended, and return its exit code; raise again what is a
+    bug.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, KeyboardInterrupt):
-        cause = cause.__cause__ or cause.__context__  # cleaning up after Ctrl-C can raise an error of its own
+        cause = (
+            cause.__cause__ or cause.__context__
+        )  # cleaning up after Ctrl-C can raise an error of its own
     if cause is not None:
         _say(f"\n{called}: interrupted{_note(cause)}", cause)
         return 130
@@ -119,7 +134,9 @@ def _note(stop: BaseException) -> str:
 
 def _say(line: str, error: BaseException) -> None:
     """Print to standard error; what all processes know is printed by the main one."""
-    if is_main() or not isinstance(error, InputError | RequirementError | KeyboardInterrupt | Terminated):
+    if is_main() or not isinstance(
+        error, InputError | RequirementError | KeyboardInterrupt | Terminated
+    ):
         print(line, file=sys.stderr)
 
 

@@ -30,22 +30,30 @@ Named = NotIdentity[str | None]
 
 @options
 class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
-    """Generate with a target and a method of drafting; with a lossless verifier the output follows the target alone."""
+    """Generate with a target and a method of drafting; with a lossless verifier the output follows
+    the target alone.
+    """
 
     target: NotIdentity[str]
     """The target: a local directory or hub name."""
     draft: NotIdentity[list[str]] = field(default_factory=list)
     """A draft model (local directory or hub name), several of them, or a head (local directory)."""
     proposer: Named = None
-    """What drafts; the table below lists them. Default: what --draft is, else none (the target alone)."""
+    """What drafts; the table below lists them. Default: what --draft is, else none (the target
+    alone).
+    """
     tree: Named = None
-    """Tree to draft per step; see below. auto:FILE reads a plan of `draftsmith plan`, auto that of DRAFT/plan.json.
+    """Tree to draft per step; see below. auto:FILE reads a plan of `draftsmith plan`, auto that of
+    DRAFT/plan.json.
     Default: chain:4 (fewer for fewer heads); lookahead has its own."""
     verifier: Named = None
-    """Rule that says which drafted tokens stay; see below. Default: speculative on a chain, mcsd on a tree, specinfer
-    for several drafts together, exact where nothing is drawn."""
+    """Rule that says which drafted tokens stay; see below. Default: speculative on a chain, mcsd on
+    a tree, specinfer for several drafts together, exact where nothing is drawn.
+    """
     datastore: Named = None
-    """For --proposer retrieval: a .jsonl, .parquet or .txt file, or hub dataset, of text to draft from."""
+    """For --proposer retrieval: a .jsonl, .parquet or .txt file, or hub dataset, of text to draft
+    from.
+    """
     prompt: str | None = None
     """A text to continue; to a target with a chat template it is what the user says."""
     raw: bool = False
@@ -67,16 +75,23 @@ class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
     ignore_eos: bool = False
     """Go on to max_new_tokens even when the target ends."""
     fast: NotIdentity[Rare[bool]] = True
-    """false: use the models' own forward, no packed weights and no lean Llama code. Outputs differ by rounding."""
+    """false: use the models' own forward, no packed weights and no lean Llama code. Outputs differ
+    by rounding.
+    """
     compile: NotIdentity[Rare[bool]] = False
-    """Record every step as a CUDA graph when it first occurs, and replay it from then on (CUDA only). Outputs differ by
-    rounding. The summary reports the time of recording apart."""
+    """Record every step as a CUDA graph when it first occurs, and replay it from then on (CUDA
+    only). Outputs differ by rounding. The summary reports the time of recording apart.
+    """
     quantize: Quantize = "none"
-    """nf4: the target's weights in four bits (bitsandbytes); the output then follows the rounded model."""
+    """nf4: the target's weights in four bits (bitsandbytes); the output then follows the rounded
+    model.
+    """
     quantize_draft: Rare[Quantize | None] = None
     """The same for draft models. Default: as --quantize."""
     heterogeneous_vocab: Rare[bool] = False
-    """true: drafts that are language models of another tokenizer draft the tokens that both have (lossless)."""
+    """true: drafts that are language models of another tokenizer draft the tokens that both have
+    (lossless).
+    """
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompts is None):
@@ -105,24 +120,35 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     target: str
     """The target: a local directory or hub name."""
     method: Literal["prune", "transplant", "fresh"]
-    """prune: layers of the target. transplant: --donor with the target's vocabulary. fresh: untrained, by --cost."""
+    """prune: layers of the target. transplant: --donor with the target's vocabulary. fresh:
+    untrained, by --cost.
+    """
     donor: str | None = None
     """transplant: the model to move, of any tokenizer; a local directory or hub name."""
     num_layers: AtLeast1 | None = None
-    """prune, transplant: number of layers to keep. Default: a quarter for prune, all for transplant."""
+    """prune, transplant: number of layers to keep. Default: a quarter for prune, all for
+    transplant.
+    """
     keep: Literal["first", "last", "even"] | None = None
     """prune, transplant: which layers to keep. Default: even."""
     intermediate_size: AtLeast1 | None = None
     """prune: number of neurons per feed-forward block to keep, those that do most on --prompts."""
     cost: OpenShare | None = None
-    """fresh: the largest number of parameters to read per token, as a share of the target's. Default: 0.1."""
+    """fresh: the largest number of parameters to read per token, as a share of the target's.
+    Default: 0.1.
+    """
     draft_vocab_size: AtLeast1 | None = None
-    """Draft only this number of tokens, the most frequent ones in --data, and skip the other output rows."""
+    """Draft only this number of tokens, the most frequent ones in --data, and skip the other output
+    rows.
+    """
     data: list[str] = field(default_factory=list)
-    """For --draft_vocab_size: distilled sets, or .jsonl/.parquet files. Default: the answers to --prompts."""
+    """For --draft_vocab_size: distilled sets, or .jsonl/.parquet files. Default: the answers to
+    --prompts.
+    """
     prompts: str | None = None
-    """Prompts that you will serve, for alpha and for what prune measures: a .jsonl or .parquet file, or a hub dataset
-    as owner/name[:split]."""
+    """Prompts that you will serve, for alpha and for what prune measures: a .jsonl or .parquet
+    file, or a hub dataset as owner/name[:split].
+    """
     max_prompts: AtLeast1 = 16
     """Number of prompts to read."""
     max_new_tokens: AtLeast1 = 48
@@ -135,16 +161,22 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
             if getattr(self, key) is not None and self.method not in methods:
                 raise InputError(f"{key}: --method {self.method} does not read it; leave it out")
         if self.method == "transplant" and self.donor is None:
-            raise InputError("donor: --method transplant needs a model to move; name it with --donor")
+            raise InputError(
+                "donor: --method transplant needs a model to move; name it with --donor"
+            )
         if self.prompts is None and self.draft_vocab_size is not None and not self.data:
-            raise InputError("draft_vocab_size: needs texts to count tokens in; add --data, or --prompts")
+            raise InputError(
+                "draft_vocab_size: needs texts to count tokens in; add --data, or --prompts"
+            )
         if self.prompts is None and self.intermediate_size is not None:
             raise InputError("intermediate_size: is measured on texts; add --prompts")
 
 
 @options
 class ServedConfig(TargetOptions, PromptOptions):
-    """Compare the acceptance that a running server counts with the predicted one; exit code 3 if it is less."""
+    """Compare the acceptance that a running server counts with the predicted one; exit code 3 if it
+    is less.
+    """
 
     target: str
     """The target: a local directory or hub name."""
@@ -155,17 +187,22 @@ class ServedConfig(TargetOptions, PromptOptions):
     prompts: str
     """Prompts to send: a .jsonl or .parquet file, or a hub dataset."""
     temperature: Temperature | None = None
-    """Default: requests leave it to the server, and the prediction follows the target's generation_config.json."""
+    """Default: requests leave it to the server, and the prediction follows the target's
+    generation_config.json.
+    """
     max_new_tokens: AtLeast1 = 128
     """The longest answer, in tokens."""
 
 
 @options
 class DemoConfig(ModelOptions):
-    """Align the shipped base draft with the shipped target, balanced and plain, and measure what each buys; then time
-    the drafts beside the same target padded to the cost of a large one."""
+    """Align the shipped base draft with the shipped target, balanced and plain, and measure what
+    each buys; then time the drafts beside the same target padded to the cost of a large one.
+    """
 
     out: Out = "out/demo"
     """Directory for everything, a copy of the pair and the prompts included."""
     short: bool = False
-    """Use a few prompts and steps, to see in seconds that everything runs; the figures mean nothing."""
+    """Use a few prompts and steps, to see in seconds that everything runs; the figures mean
+    nothing.
+    """

@@ -1,11 +1,21 @@
-"""Choose proposer, tree and verifier from their names and the kinds of the drafts, before a model is loaded."""
+"""Choose proposer, tree and verifier from their names and the kinds of the drafts, before a model
+is loaded.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode import PROPOSERS, VERIFIERS, TreeShape, Verifier, default_tree, default_verifier, parse_tree
+from decode import (
+    PROPOSERS,
+    VERIFIERS,
+    TreeShape,
+    Verifier,
+    default_tree,
+    default_verifier,
+    parse_tree,
+)
 from decode.propose.text_proposer import check_static
 from drafts.heads import HEADS
 from draftsmith_core.errors import InputError, nearest
@@ -17,7 +27,9 @@ from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 @dataclass(frozen=True)
 class DraftingMethod:
-    """A proposer by name, its tree (`tree` as written, `shape` as used) and the rule that verifies it."""
+    """A proposer by name, its tree (`tree` as written, `shape` as used) and the rule that verifies
+    it.
+    """
 
     proposer: str
     tree: str
@@ -44,9 +56,10 @@ def choose_method(
 ) -> DraftingMethod | None:
     """Return how to draft, or None for the target alone.
 
-    kinds: draft name -> "draft" for a language model, else the kind of head. datastore: whether there is a text to
-    retrieve from. heads: number of heads, if known; a default tree is no deeper. The drafts choose a proposer that is
-    None, the tree a verifier that is None. Raise InputError, one line with the fix, for parts that do not go together.
+    kinds: draft name -> "draft" for a language model, else the kind of head. datastore: whether
+    there is a text to retrieve from. heads: number of heads, if known; a default tree is no deeper.
+    The drafts choose a proposer that is None, the tree a verifier that is None. Raise InputError,
+    one line with the fix, for parts that do not go together.
     """
     name = proposer or next(iter(kinds.values()), "none")
     if planned_without_a_draft(tree):
@@ -73,7 +86,8 @@ def choose_method(
             check_static(name, shape)
         if shape.grows and len(kinds) > 1:
             raise InputError(
-                f"tree: {len(kinds)} drafts cannot grow one tree; use one draft, or a tree such as kary:4,2,2"
+                f"tree: {len(kinds)} drafts cannot grow one tree; use one draft, or a tree such "
+                "as kary:4,2,2"
             )
         if usual is not None and not shape.is_chain:
             raise InputError(f"tree: {name} drafts chains only; use chain:4, or --proposer {usual}")
@@ -83,35 +97,48 @@ def choose_method(
             rule.check(shape, "deterministic" if copies or shape.grows else None)
     except ValueError as error:
         raise InputError(str(error)) from None
-    return DraftingMethod(name, tree if isinstance(tree, str) else f"{shape.size} nodes", shape, rule)
+    return DraftingMethod(
+        name, tree if isinstance(tree, str) else f"{shape.size} nodes", shape, rule
+    )
 
 
 def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) -> None:
     if proposer not in (*PROPOSERS, "none", *kinds.values()):
-        raise InputError(f"proposer: {proposer!r} is unknown; {nearest(proposer, [*PROPOSERS, 'none'])}")
+        raise InputError(
+            f"proposer: {proposer!r} is unknown; {nearest(proposer, [*PROPOSERS, 'none'])}"
+        )
     for name, kind in kinds.items():
         if kind not in PROPOSERS:
             raise InputError(
-                f"--draft {name}: is a head of kind {kind!r}; heads that draft here are {', '.join(HEADS)}"
+                f"--draft {name}: is a head of kind {kind!r}; heads that draft here are "
+                f"{', '.join(HEADS)}"
             )
     needs = "nothing" if proposer == "none" else PROPOSERS[proposer].needs
     if (needs == "index") != datastore:
-        fix = "only retrieval reads --datastore; leave it out" if datastore else "add --datastore FILE"
+        fix = (
+            "only retrieval reads --datastore; leave it out"
+            if datastore
+            else "add --datastore FILE"
+        )
         raise InputError(f"proposer: {proposer}: {fix}")
     if needs not in ("models", "head"):
         return
     wanted = "draft" if needs == "models" else PROPOSERS[proposer].usual or proposer
     in_words = "language models" if wanted == "draft" else f"one head of kind {wanted}"
     if not kinds or set(kinds.values()) != {wanted} or (needs == "head" and len(kinds) > 1):
-        given = ", ".join(f"{name} ({'language model' if kind == 'draft' else kind})" for name, kind in kinds.items())
+        given = ", ".join(
+            f"{name} ({'language model' if kind == 'draft' else kind})"
+            for name, kind in kinds.items()
+        )
         raise InputError(f"proposer: {proposer} needs {in_words}; --draft is {given or 'missing'}")
 
 
 def read_documents(source: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Tokenise the text to retrieve from: rows of a .jsonl or .parquet file or a hub dataset, or a whole .txt file.
+    """Tokenise the text to retrieve from: rows of a .jsonl or .parquet file or a hub dataset, or a
+    whole .txt file.
 
-    A row has `text`, `messages` (a chat, read whole) or `prompt`; or, in a distilled set, `prompt_ids` and
-    `response_ids`, which are taken as they are.
+    A row has `text`, `messages` (a chat, read whole) or `prompt`; or, in a distilled set,
+    `prompt_ids` and `response_ids`, which are taken as they are.
     """
     rows: Iterable[tuple[int, dict[str, Any]]] = iterate_rows(source)
     if (path := Path(source)).suffix == ".txt" and path.is_file():

@@ -1,4 +1,6 @@
-"""A target and its drafts, loaded, checked and ready to decode: `ds.load_pair(...).generate(...)`."""
+"""A target and its drafts, loaded, checked and ready to decode:
+`ds.load_pair(...).generate(...)`.
+"""
 
 import dataclasses
 import os
@@ -12,10 +14,26 @@ from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, DecodeStats, Proposer, SpeculativeDecoder, StopStrings, TreeShape, Verifier, take_over
+from decode import (
+    PROPOSERS,
+    DecodeStats,
+    Proposer,
+    SpeculativeDecoder,
+    StopStrings,
+    TreeShape,
+    Verifier,
+    take_over,
+)
 from decode.batch_run import OnTokens
 from decode.suffix_index import SuffixIndex
-from drafts.load import Draft, LoadedPair, depth_limit, draft_fingerprint, kind_of, load_pair as load_models
+from drafts.load import (
+    Draft,
+    LoadedPair,
+    depth_limit,
+    draft_fingerprint,
+    kind_of,
+    load_pair as load_models,
+)
 from draftsmith.drafting import DraftingMethod, choose_method, read_documents
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
@@ -24,7 +42,8 @@ from draftsmith_core.sampling import generator, row_seed
 from draftsmith_core.settings import Sampling, resolve_sampling
 from draftsmith_core.tokenization import Tokenizer, decode_text, encode_messages, encode_text
 
-# A text, token ids, or a chat (a list of {"role", "content"}), which goes through the tokenizer's chat template.
+# A text, token ids, or a chat (a list of {"role", "content"}), which goes through the tokenizer's
+# chat template.
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Source = str | os.PathLike[str]
 Request = tuple[Prompt, int]  # a prompt and the index of its sample
@@ -63,19 +82,24 @@ _THEIRS = {
 
 
 class Piece(str):
-    """Text of one token, or of the tokens that make one character. `from_draft`: whether the last one was drafted."""
+    """Text of one token, or of the tokens that make one character. `from_draft`: whether the last
+    one was drafted.
+    """
 
     from_draft = False
 
 
 class Detokenizer:
-    """Tokens to text as they come. No piece ends inside a character, as long as more tokens follow."""
+    """Tokens to text as they come. No piece ends inside a character, as long as more tokens
+    follow.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        # Tokens before `_read` are text already. Those from `_anchor` on are decoded again with each new token, because
-        # the text of a token can depend on the one before it. So a step costs the same however long the text is.
+        # Tokens before `_read` are text already. Those from `_anchor` on are decoded again with
+        # each new token, because the text of a token can depend on the one before it. So a step
+        # costs the same however long the text is.
         self._anchor = self._read = 0
 
     def add(self, ids: list[int], from_draft: list[bool]) -> Iterator[Piece]:
@@ -99,10 +123,10 @@ class Detokenizer:
 class Output:
     """One continuation of one prompt.
 
-    output_ids: new tokens only, EOS included if the model ended. finish_reason: "stop" (EOS or a stop text) or
-    "length". from_draft[i]: whether token i was drafted and accepted, or added by the target. stats: counts of this
-    output alone; `stats.tau` is tokens per target call. prefill_s, decode_s: this output's share of its batch's wall
-    clock.
+    output_ids: new tokens only, EOS included if the model ended. finish_reason: "stop" (EOS or a
+    stop text) or "length". from_draft[i]: whether token i was drafted and accepted, or added by the
+    target. stats: counts of this output alone; `stats.tau` is tokens per target call. prefill_s,
+    decode_s: this output's share of its batch's wall clock.
     """
 
     id: str
@@ -124,7 +148,9 @@ class Output:
     def row(self) -> dict[str, Any]:
         """The row of `draftsmith decode --out`."""
         keys = ("id", "sample_index", "prompt_ids", "output_ids", "text", "finish_reason")
-        stats: dict[str, Any] = {key: getattr(self.stats, key) for key in ("target_calls", "proposed", "accepted")}
+        stats: dict[str, Any] = {
+            key: getattr(self.stats, key) for key in ("target_calls", "proposed", "accepted")
+        }
         stats["accepted_by_depth"] = list(self.stats.accepted_by_depth)
         stats["seconds"] = self.prefill_s + self.decode_s
         return {key: getattr(self, key) for key in keys} | {"stats": stats}
@@ -132,7 +158,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Decoding:
-    """A decoder, and how it drafts. `method` is None for the target alone; retrieval drafts from `index`."""
+    """A decoder, and how it drafts. `method` is None for the target alone; retrieval drafts from
+    `index`.
+    """
 
     decoder: SpeculativeDecoder
     method: DraftingMethod | None = None
@@ -148,7 +176,9 @@ class Decoding:
         """Everything that may change outputs, hashed; reads all weights."""
         method, target = self.method, self.decoder.target
         return [
-            None if method is None else [method.proposer, dataclasses.asdict(method.shape), method.verifier.name],
+            None
+            if method is None
+            else [method.proposer, dataclasses.asdict(method.shape), method.verifier.name],
             fingerprint(target),
             dtype_name(target),
             [draft_fingerprint(draft) for draft in self.drafts.values()],
@@ -166,16 +196,18 @@ def load_pair(
 ) -> "Pair":
     """Load a target and any number of drafts, and check that they belong together.
 
-    target, draft: local directories or hub names; a draft is a language model or a head. Several language models
-    draft together; `{name: source}` gives them names. fast: use packed weights and the lean Llama forward on a CPU;
-    outputs change by rounding only. compile: record every step as a CUDA graph (True), or compile it first with a
-    torch.compile backend (its name); the first outputs then take longer.
+    target, draft: local directories or hub names; a draft is a language model or a head. Several
+    language models draft together; `{name: source}` gives them names. fast: use packed weights and
+    the lean Llama forward on a CPU; outputs change by rounding only. compile: record every step as
+    a CUDA graph (True), or compile it first with a torch.compile backend (its name); the first
+    outputs then take longer.
 
-    options: `device` (auto, cpu, cuda or cuda:N), `dtype` (auto: float32 on a CPU, else the checkpoint's own; float32,
-    bfloat16 or float16), `quantize` and `quantize_draft` ("nf4" for four-bit weights), `trust_remote_code`,
-    `revision` (of the target on the hub), `chat_template` (a Jinja file in place of the target's own),
-    `tokenizer` (the target's, if loaded already), `heterogeneous_vocab` (accept drafts of another tokenizer; they
-    draft the tokens that both have, lossless). Raise InputError for what cannot be loaded or does not fit the target.
+    options: `device` (auto, cpu, cuda or cuda:N), `dtype` (auto: float32 on a CPU, else the
+    checkpoint's own; float32, bfloat16 or float16), `quantize` and `quantize_draft` ("nf4" for
+    four-bit weights), `trust_remote_code`, `revision` (of the target on the hub), `chat_template`
+    (a Jinja file in place of the target's own), `tokenizer` (the target's, if loaded already),
+    `heterogeneous_vocab` (accept drafts of another tokenizer; they draft the tokens that both have,
+    lossless). Raise InputError for what cannot be loaded or does not fit the target.
     """
     drafts: Mapping[str, str] | list[str]
     if isinstance(draft, Mapping):
@@ -190,7 +222,13 @@ def load_pair(
 class Pair:
     """A target, its tokenizer and its drafts (by name), ready to decode. `load_pair` makes one."""
 
-    def __init__(self, loaded: LoadedPair, *, fast: bool = True, compile: bool | str = False) -> None:  # noqa: A002
+    def __init__(
+        self,
+        loaded: LoadedPair,
+        *,
+        fast: bool = True,
+        compile: bool | str = False,  # noqa: A002
+    ) -> None:
         self.target_name: str = loaded.target_name
         self.target: PreTrainedModel = loaded.target
         self.tokenizer: Tokenizer = loaded.tokenizer
@@ -202,28 +240,43 @@ class Pair:
         self._last: tuple[object, Decoding] | None = None
 
     def __repr__(self) -> str:
-        return f"Pair({self.target_name!r}, drafts={ {name: kind_of(draft) for name, draft in self.drafts.items()} })"
+        return (
+            f"Pair({self.target_name!r}, "
+            f"drafts={ {name: kind_of(draft) for name, draft in self.drafts.items()} })"
+        )
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts
         self, prompts: OnePrompt, **options: Unpack[GenerateOptions]
     ) -> Output: ...
     @overload
-    def generate(self, prompts: Sequence[OnePrompt], **options: Unpack[GenerateOptions]) -> list[Output]: ...
-    def generate(self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any) -> Output | list[Output]:
-        """Continue one prompt, or each of a list. Return an `Output`, or a list of them in the same order.
+    def generate(
+        self, prompts: Sequence[OnePrompt], **options: Unpack[GenerateOptions]
+    ) -> list[Output]: ...
+    def generate(
+        self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any
+    ) -> Output | list[Output]:
+        """Continue one prompt, or each of a list. Return an `Output`, or a list of them in the same
+        order.
 
-        prompts: texts, token ids or chats. With the same seed, `draftsmith decode` gives the same outputs for
-        one --prompt, or for a file of these prompts. An output does not depend on its batch mates.
-        draft: which of the pair's drafts, by name; all by default. proposer, tree, verifier: names as in `draftsmith
-        decode --help`, or objects of your own; chosen to suit where left out. datastore: a file to retrieve from.
-        temperature (0 is greedy), top_p, top_k (0 keeps every token), min_p: None takes the target's
-        generation_config.json, and greedy without one. stop: texts; an output ends after the token that completes one.
-        max_new_tokens: 128 by default. batch_size: prompts decoded together, 8 by default. on_tokens(row of its batch,
-        ids, from_draft): called after each step with its new tokens. Raise InputError for an invalid combination.
+        prompts: texts, token ids or chats. With the same seed, `draftsmith decode` gives the same
+        outputs for one --prompt, or for a file of these prompts. An output does not depend on its
+        batch mates.
+        draft: which of the pair's drafts, by name; all by default. proposer, tree, verifier: names
+        as in `draftsmith decode --help`, or objects of your own; chosen to suit where left out.
+        datastore: a file to retrieve from. temperature (0 is greedy), top_p, top_k (0 keeps every
+        token), min_p: None takes the target's generation_config.json, and greedy without one. stop:
+        texts; an output ends after the token that completes one.
+        max_new_tokens: 128 by default. batch_size: prompts decoded together, 8 by default.
+        on_tokens(row of its batch, ids, from_draft): called after each step with its new tokens.
+        Raise InputError for an invalid combination.
         """
         for name in [name for name in options if name not in GenerateOptions.__annotations__]:
-            fix = f"use {_THEIRS[name]}" if name in _THEIRS else nearest(name, GenerateOptions.__annotations__)
+            fix = (
+                f"use {_THEIRS[name]}"
+                if name in _THEIRS
+                else nearest(name, GenerateOptions.__annotations__)
+            )
             raise TypeError(f"generate: no option {name!r}; {fix}")
         methods = ("draft", "proposer", "tree", "verifier", "datastore")
         decoding = self.decoding(**{key: options.pop(key, None) for key in methods})
@@ -234,8 +287,13 @@ class Pair:
             named = [Prompt("prompt", "default", tuple(self.encode(prompts)))]  # type: ignore[arg-type]
         else:
             encoded = [self.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]  # type: ignore[arg-type]
-            named = [Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)) for ids in encoded]
-        batches = self.decode(decoding.decoder, [(prompt, 0) for prompt in named], sampling, **options)
+            named = [
+                Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids))
+                for ids in encoded
+            ]
+        batches = self.decode(
+            decoding.decoder, [(prompt, 0) for prompt in named], sampling, **options
+        )
         outputs = [output for batch in batches for output in batch]
         return outputs[0] if one else outputs
 
@@ -274,10 +332,14 @@ class Pair:
             thread.join()
 
     def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
-        """Token ids of a text (with the special tokens that the tokenizer adds), of a chat, or as they are."""
+        """Token ids of a text (with the special tokens that the tokenizer adds), of a chat, or as
+        they are.
+        """
         if isinstance(prompt, str):
             return encode_text(self.tokenizer, prompt)
-        items: Any = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)  # an array or tensor of ids
+        items: Any = (
+            prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        )  # an array or tensor of ids
         if items and isinstance(items[0], Mapping):
             return encode_messages(self.tokenizer, check_messages(items, where), where)
         return [int(item) for item in items]
@@ -291,8 +353,16 @@ class Pair:
         verifier: str | Verifier | None = None,
         datastore: str | SuffixIndex | None = None,
     ) -> Decoding:
-        """A decoder for this method of drafting, as `generate` describes it; the last one if the method is the same."""
-        names = tuple(self.drafts) if draft is None else (draft,) if isinstance(draft, str) else tuple(draft)
+        """A decoder for this method of drafting, as `generate` describes it; the last one if the
+        method is the same.
+        """
+        names = (
+            tuple(self.drafts)
+            if draft is None
+            else (draft,)
+            if isinstance(draft, str)
+            else tuple(draft)
+        )
         if unknown := [name for name in names if name not in self.drafts]:
             known = ", ".join(self.drafts) or "none"
             raise InputError(f"draft: {unknown[0]!r} is not a draft of this pair; it has {known}")
@@ -307,7 +377,12 @@ class Pair:
         return self._last[1]
 
     def _decoding(
-        self, drafts: dict[str, Draft], proposer: Any, tree: Any, verifier: Any, datastore: str | SuffixIndex | None
+        self,
+        drafts: dict[str, Draft],
+        proposer: Any,
+        tree: Any,
+        verifier: Any,
+        datastore: str | SuffixIndex | None,
     ) -> Decoding:
         if proposer is not None and not isinstance(proposer, str):
             decoder = SpeculativeDecoder(self.target, proposer, tree, verifier, **self._how)
@@ -315,18 +390,26 @@ class Pair:
             method = DraftingMethod(type(proposer).__name__, spec, decoder.tree, decoder.verifier)
             return Decoding(decoder, method, drafts)
         kinds = {name: kind_of(draft) for name, draft in drafts.items()}
-        heads = min((count for draft in drafts.values() if (count := depth_limit(draft))), default=None)
-        chosen = choose_method(kinds, proposer, tree, verifier, datastore=datastore is not None, heads=heads)
+        heads = min(
+            (count for draft in drafts.values() if (count := depth_limit(draft))), default=None
+        )
+        chosen = choose_method(
+            kinds, proposer, tree, verifier, datastore=datastore is not None, heads=heads
+        )
         if chosen is None:
             return Decoding(SpeculativeDecoder(self.target, **self._how))
         if isinstance(datastore, str):
             datastore = SuffixIndex.build(read_documents(datastore, self.tokenizer))
         kind, models = PROPOSERS[chosen.proposer], list(drafts.values())
         if kind.needs in ("models", "head"):
-            drafter = kind.make(models if kind.needs == "models" else models[0], fast=self._how["fast"])
+            drafter = kind.make(
+                models if kind.needs == "models" else models[0], fast=self._how["fast"]
+            )
         else:
             drafter = kind.make(datastore)
-        decoder = SpeculativeDecoder(self.target, drafter, chosen.shape, chosen.verifier, **self._how)
+        decoder = SpeculativeDecoder(
+            self.target, drafter, chosen.shape, chosen.verifier, **self._how
+        )
         return Decoding(decoder, chosen, drafts, datastore)
 
     def decode(
@@ -353,7 +436,9 @@ class Pair:
                     [generator(row_seed(seed, f"{prompt.id}/{sample}")) for prompt, sample in rows],
                     () if ignore_eos else eos_ids(self.target),
                     on_tokens,
-                    StopStrings(self.tokenizer, [stop] if isinstance(stop, str) else stop) if stop else None,
+                    StopStrings(self.tokenizer, [stop] if isinstance(stop, str) else stop)
+                    if stop
+                    else None,
                 )
             except ValueError as error:
                 raise InputError(str(error)) from None

@@ -1,13 +1,16 @@
-"""A running server of a target with a draft: its engine, its answers, and what it counts of the drafts.
+"""A running server of a target with a draft: its engine, its answers, and what it counts of the
+drafts.
 
 | engine | `owned_by` | prompts | counts |
 |---|---|---|---|
-| vLLM | vllm | /v1/completions, chats to /v1/chat/completions | /metrics before and after each prompt |
-| llama.cpp | llamacpp | /completion, chats through /apply-template | `timings` of the answer; positions in /metrics |
+| vLLM | vllm | /v1/completions, chats to /v1/chat/completions | /metrics before and after each
+prompt |
+| llama.cpp | llamacpp | /completion, chats through /apply-template | `timings` of the answer;
+positions in /metrics |
 | SGLang | sglang | /generate, chats by the tokenizer here | `meta_info` of the answer |
 
-All three take the first token from the prompt's forward. From then on, a target call emits one token and the drafted
-tokens that it accepts.
+All three take the first token from the prompt's forward. From then on, a target call emits one
+token and the drafted tokens that it accepts.
 """
 
 import json
@@ -35,15 +38,24 @@ _HOW = {
 _COUNTER = re.compile(r"^\w+:spec_decode_num_(\w+?)_total(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 _ANSWER_TIMEOUT_S, _COUNT_TIMEOUT_S = 600.0, 5.0
 # Keys of a request that override the server's own sampling.
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "samplers")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "repeat_penalty",
+    "samplers",
+)
 
 
 @dataclass(frozen=True)
 class ServedAnswer:
     """One answer, with the prompt as the server read it.
 
-    calls: target calls after the first token. drafted: number of drafted tokens. accepted_by_depth: drafted tokens that
-    were accepted, by position; None if the server does not say. sampling: what the server drew from, if it says so.
+    calls: target calls after the first token. drafted: number of drafted tokens. accepted_by_depth:
+    drafted tokens that were accepted, by position; None if the server does not say. sampling: what
+    the server drew from, if it says so.
     """
 
     prompt_ids: list[int]
@@ -55,7 +67,9 @@ class ServedAnswer:
 
 
 class RunningServer:
-    """A vLLM, SGLang or llama.cpp server. Raise InputError if nothing answers at `url`, or another engine."""
+    """A vLLM, SGLang or llama.cpp server. Raise InputError if nothing answers at `url`, or another
+    engine.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -64,7 +78,10 @@ class RunningServer:
         models = self._json("v1/models").get("data") or [{}]
         self.model, self.engine = str(models[0].get("id")), str(models[0].get("owned_by"))
         if self.engine not in NAMES:
-            raise InputError(f"--served {url}: is no server of {', '.join(NAMES.values())} (owned by {self.engine!r})")
+            raise InputError(
+                f"--served {url}: is no server of {', '.join(NAMES.values())} (owned by "
+                f"{self.engine!r})"
+            )
 
     def draft_tokens(self, answers: list[ServedAnswer]) -> int:
         """Number of tokens drafted at a time. Raise InputError if no answer had a draft."""
@@ -72,11 +89,15 @@ class RunningServer:
         # llama.cpp drafts fewer where fewer can be emitted.
         drafted = max(math.ceil(answer.drafted / max(answer.calls, 1)) for answer in answers)
         if not drafted:
-            raise InputError(f"--served {self.url}: drafts nothing, or does not count it; {_HOW[self.engine]}")
+            raise InputError(
+                f"--served {self.url}: drafts nothing, or does not count it; {_HOW[self.engine]}"
+            )
         return max(positions, drafted)
 
     def answer(self, prompt: Prompt, completion: Completion, states_sampling: bool) -> ServedAnswer:
-        """Answer one prompt. states_sampling: whether to send the sampling, or to leave it to the server."""
+        """Answer one prompt. states_sampling: whether to send the sampling, or to leave it to the
+        server.
+        """
         chat: dict[str, Any] = {}
         if prompt.chat:
             chat["messages"] = check_messages(prompt.chat.messages, f"row {prompt.row}")
@@ -86,10 +107,16 @@ class RunningServer:
             return self._sglang(list(prompt.ids), completion, states_sampling)
         read = list(prompt.ids)
         if chat and self.engine == "llamacpp":
-            text = {"content": self._json("apply-template", chat)["prompt"], "add_special": True, "parse_special": True}
+            text = {
+                "content": self._json("apply-template", chat)["prompt"],
+                "add_special": True,
+                "parse_special": True,
+            }
             read = list(self._json("tokenize", text)["tokens"])
         dialect = Dialect("llama.cpp" if self.engine == "llamacpp" else "openai")
-        body = dialect.body(completion, AnswerRequest((prompt.row, 0, 0), tuple(read), seed=prompt.row))
+        body = dialect.body(
+            completion, AnswerRequest((prompt.row, 0, 0), tuple(read), seed=prompt.row)
+        )
         if not states_sampling:
             body = {key: value for key, value in body.items() if key not in _SAMPLING}
         before = self._counters()
@@ -103,7 +130,9 @@ class RunningServer:
         try:
             ids = list(dialect.answer(completion, read, json.dumps(reply).encode())[0].response_ids)
         except (ValueError, LookupError, TypeError) as error:
-            raise RunError(f"{self.url}: gave no token ids ({first_line(error)}); use a newer server") from None
+            raise RunError(
+                f"{self.url}: gave no token ids ({first_line(error)}); use a newer server"
+            ) from None
         if self.engine == "vllm":
             return self._counted(read, ids, before)
         timings, said = reply["timings"], reply["generation_settings"]
@@ -116,21 +145,33 @@ class RunningServer:
             timings["predicted_n"] - 1 - accepted,
             timings.get("draft_n", 0),
             _by_depth(counts) or None,
-            Sampling(**{key: round(said[key], 6) for key in ("temperature", "top_k", "top_p", "min_p")}),
+            Sampling(
+                **{key: round(said[key], 6) for key in ("temperature", "top_k", "top_p", "min_p")}
+            ),
         )
 
-    def _sglang(self, ids: list[int], completion: Completion, states_sampling: bool) -> ServedAnswer:
+    def _sglang(
+        self, ids: list[int], completion: Completion, states_sampling: bool
+    ) -> ServedAnswer:
         sampling = completion.sampling
         how: dict[str, Any] = {"max_new_tokens": completion.max_new_tokens}
         if states_sampling:
-            how |= {"temperature": sampling.temperature, "top_k": sampling.top_k or -1, "top_p": sampling.top_p}
+            how |= {
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k or -1,
+                "top_p": sampling.top_p,
+            }
             how |= {"min_p": sampling.min_p, "repetition_penalty": 1.0}
         reply = self._json("generate", {"input_ids": ids, "sampling_params": how})
         info = self._json("get_server_info")
         if (info.get("speculative_eagle_topk") or 1) > 1:
-            raise InputError(f"--served {self.url}: drafts a tree; start it with --speculative-eagle-topk 1")
+            raise InputError(
+                f"--served {self.url}: drafts a tree; start it with --speculative-eagle-topk 1"
+            )
         calls = int(reply["meta_info"].get("spec_verify_ct") or 0)
-        return ServedAnswer(ids, reply["output_ids"], calls, calls * int(info.get("speculative_num_steps") or 0))
+        return ServedAnswer(
+            ids, reply["output_ids"], calls, calls * int(info.get("speculative_num_steps") or 0)
+        )
 
     def _counted(self, prompt_ids: list[int], ids: list[int], before: Counter[str]) -> ServedAnswer:
         """Wait until the counters hold this answer. vLLM counts after it has answered."""
@@ -143,7 +184,10 @@ class RunningServer:
                 break
             time.sleep(0.02)
         if emitted > len(ids) + len(by_depth):
-            raise RunError(f"{self.url}: counted tokens of other requests; let nobody else use the server meanwhile")
+            raise RunError(
+                f"{self.url}: counted tokens of other requests; let nobody else use the server "
+                "meanwhile"
+            )
         return ServedAnswer(prompt_ids, ids, counts["drafts"], counts["draft_tokens"], by_depth)
 
     def _counters(self) -> Counter[str]:
@@ -152,7 +196,9 @@ class RunningServer:
         try:
             text = self._client.get(f"{self.url}/metrics").text
         except httpx.HTTPError as error:
-            raise InputError(f"--served {self.url}: /metrics does not answer ({first_line(error)})") from None
+            raise InputError(
+                f"--served {self.url}: /metrics does not answer ({first_line(error)})"
+            ) from None
         for name, labels, value in _COUNTER.findall(text):
             place = re.search(r'position="(\d+)"', labels)
             counts[f"{name} {place[1]}" if place else name] += int(float(value))
@@ -160,14 +206,23 @@ class RunningServer:
 
     def _json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            reply = self._client.request("GET" if body is None else "POST", f"{self.url}/{path}", json=body)
+            reply = self._client.request(
+                "GET" if body is None else "POST", f"{self.url}/{path}", json=body
+            )
             reply.raise_for_status()
             value: dict[str, Any] = reply.json()
         except (httpx.HTTPStatusError, ValueError) as error:
-            raise InputError(f"--served {self.url}/{path}: {first_line(error)}: {reply.text[:200]}") from None
+            raise InputError(
+                f"--served {self.url}/{path}: {first_line(error)}: {reply.text[:200]}"
+            ) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            fix = "start the server, with the command that `draftsmith doctor` prints without --served"
-            raise InputError(f"--served {self.url}: does not answer ({first_line(error)}); {fix}") from None
+            fix = (
+                "start the server, with the command that `draftsmith doctor` prints without "
+                "--served"
+            )
+            raise InputError(
+                f"--served {self.url}: does not answer ({first_line(error)}); {fix}"
+            ) from None
         return value
 
 

@@ -25,7 +25,13 @@ from drafts.make.transplant import transplant
 from draftsmith.config import InitConfig
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import atomic_dir, check_out, write_json_atomic, writing
-from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
+from draftsmith_core.models import (
+    context_length,
+    fingerprint,
+    load_model,
+    parameter_count,
+    vocabulary_size,
+)
 from draftsmith_core.options import configured
 from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts, room_for_prompts
@@ -44,12 +50,14 @@ _BLOCK = 1024  # tokens of a text that are read at a time
 
 
 def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
-    """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and measure it.
+    """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and
+    measure it.
 
-    Return what `init --json` prints. Costs are parameters read per token. The rest are means over `positions` of the
-    answers to --prompts, None without prompts: `alpha` under speculative sampling, sum_x min(p, q);
-    `alpha_greedy_draft`, if the draft takes its likeliest token, p(argmax q); `alpha_match`, if draft and target must
-    sample the same token, sum_x p q; `missing_mass`, the target's probability of tokens that the draft cannot draft.
+    Return what `init --json` prints. Costs are parameters read per token. The rest are means over
+    `positions` of the answers to --prompts, None without prompts: `alpha` under speculative
+    sampling, sum_x min(p, q); `alpha_greedy_draft`, if the draft takes its likeliest token,
+    p(argmax q); `alpha_match`, if draft and target must sample the same token, sum_x p q;
+    `missing_mass`, the target's probability of tokens that the draft cannot draft.
     """
     config = configured(InitConfig, config, options)
     out = Path(config.out)
@@ -71,7 +79,9 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
         counts = token_counts(rows)
         ids_D = torch.tensor(commonest_tokens(counts, config.draft_vocab_size))
         source = "--data" if config.data else "the answers to --prompts"
-        notes.append(f"tokens: drafts {len(ids_D):,} of {whole:,}; of {source} {coverage(ids_D, counts)}")
+        notes.append(
+            f"tokens: drafts {len(ids_D):,} of {whole:,}; of {source} {coverage(ids_D, counts)}"
+        )
         used = copy.deepcopy(draft)
         trim(used, ids_D)
     costs = read_per_token(used), read_per_token(target)
@@ -98,25 +108,38 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
 def in_words(summary: dict[str, Any], temperature: float) -> list[str]:
     """What `init` prints: notes, cost, and alpha at `temperature`."""
     cost, share = summary["draft_cost"], summary["draft_cost"] / summary["target_cost"]
-    lines = [*summary["notes"], f"cost:   {share:.3f} of the target ({cost:,} parameters read per token)"]
+    lines = [
+        *summary["notes"],
+        f"cost:   {share:.3f} of the target ({cost:,} parameters read per token)",
+    ]
     if summary["alpha"] is None:
         return [*lines, "alpha:  not measured; add --prompts"]
-    speculative, greedy, match = (summary[key] for key in ("alpha", "alpha_greedy_draft", "alpha_match"))
+    speculative, greedy, match = (
+        summary[key] for key in ("alpha", "alpha_greedy_draft", "alpha_match")
+    )
     lines.append(
-        f"alpha:  {speculative:.3f} speculative, {greedy:.3f} greedy draft, {match:.3f} sample match "
+        f"alpha:  {speculative:.3f} speculative, {greedy:.3f} greedy draft, {match:.3f} sample "
+        "match "
         f"(temperature {temperature:g}, {summary['positions']} positions)"
     )
     if summary["missing_mass"]:
-        lines.append(f"missing: {summary['missing_mass']:.3f} of the target's mass cannot be drafted")
+        lines.append(
+            f"missing: {summary['missing_mass']:.3f} of the target's mass cannot be drafted"
+        )
     return lines
 
 
-def _make(config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]) -> tuple[PreTrainedModel, list[str]]:
+def _make(
+    config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]
+) -> tuple[PreTrainedModel, list[str]]:
     target, keep = pair.target, config.keep or "even"
     if config.method == "fresh":
         draft, share = fresh(target, config.cost or _DEFAULT_COST, config.seed)
         text = draft.config
-        shape = f"{text.num_hidden_layers} layers of {text.hidden_size}, feed-forward {text.intermediate_size}"
+        shape = (
+            f"{text.num_hidden_layers} layers of {text.hidden_size}, feed-forward "
+            f"{text.intermediate_size}"
+        )
         return draft, [f"shape: {shape}; {share:.3f} of the target's parameters per token"]
     if config.method == "prune":
         depth = int(target.config.get_text_config().num_hidden_layers)
@@ -127,7 +150,9 @@ def _make(config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]) -
             intermediate_size=config.intermediate_size,
             texts=[(*text.prompt_ids, *text.output_ids) for text in texts],
         )
-        return draft, [f"layers {' '.join(map(str, layers))} of the target's {depth}, chosen as {keep}"]
+        return draft, [
+            f"layers {' '.join(map(str, layers))} of the target's {depth}, chosen as {keep}"
+        ]
     assert config.donor is not None
     donor, notes = load_model(config.donor, **loading(config) | {"revision": None}), []
     if config.num_layers is not None:
@@ -135,15 +160,21 @@ def _make(config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]) -
         notes = [f"layers {' '.join(map(str, layers))} of the donor, chosen as {keep}"]
     donor_tokenizer = load_tokenizer(config.donor, config.trust_remote_code)
     draft, rows = transplant(donor, donor_tokenizer, target, pair.tokenizer)
-    unmapped = ", ".join(map(ascii, rows.unmapped[:5])) + (" and others" if len(rows.unmapped) > 5 else "")
+    unmapped = ", ".join(map(ascii, rows.unmapped[:5])) + (
+        " and others" if len(rows.unmapped) > 5 else ""
+    )
     notes.append(
-        f"rows: {rows.shared} of a token that both have, {rows.from_pieces} from the donor's pieces of the text, "
-        f"{len(rows.unmapped)} without a partner{f' ({unmapped})' if unmapped else ''}, {rows.padding} padding"
+        f"rows: {rows.shared} of a token that both have, {rows.from_pieces} from the donor's "
+        "pieces of the text, "
+        f"{len(rows.unmapped)} without a partner{f' ({unmapped})' if unmapped else ''}, "
+        f"{rows.padding} padding"
     )
     return draft, notes
 
 
-def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> list[Continuation]:
+def answer_texts(
+    config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer
+) -> list[Continuation]:
     """The target's answers to --prompts; empty without."""
     if config.prompts is None:
         return []
@@ -152,14 +183,26 @@ def answer_texts(config: InitConfig, target: PreTrainedModel, tokenizer: Tokeniz
     read = read_prompts(config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, **limits)
     read.say_skipped()
     options = {"max_new_tokens": config.max_new_tokens, "batch_size": _BATCH, "seed": config.seed}
-    return measure.answers(target, read.prompts, Sampling(temperature=config.temperature), **options)
+    return measure.answers(
+        target, read.prompts, Sampling(temperature=config.temperature), **options
+    )
 
 
 def alphas(
-    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Continuation], sampling: Sampling
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    texts: Sequence[Continuation],
+    sampling: Sampling,
 ) -> dict[str, Any]:
-    """Number of positions, alpha under the three rules, and the mass that cannot be drafted; None without texts."""
-    keys = {"alpha": "sum", "alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}
+    """Number of positions, alpha under the three rules, and the mass that cannot be drafted; None
+    without texts.
+    """
+    keys = {
+        "alpha": "sum",
+        "alpha_greedy_draft": "greedy",
+        "alpha_match": "match",
+        "missing_mass": "missing",
+    }
     if not texts:
         return {"positions": 0} | dict.fromkeys(keys)
     sums: Any = alpha_sums(target, draft, texts, sampling, batch_size=_BATCH)

@@ -1,7 +1,8 @@
-"""Why a served draft accepts less than predicted: each suspect changes what a prediction is made from.
+"""Why a served draft accepts less than predicted: each suspect changes what a prediction is made
+from.
 
-A change is a generator of (detail, changed case); it yields nothing where it does not apply. Models are copied before
-they are changed. Add a suspect as a function and an entry of `SUSPECTS`.
+A change is a generator of (detail, changed case); it yields nothing where it does not apply. Models
+are copied before they are changed. Add a suspect as a function and an entry of `SUSPECTS`.
 
 Legend: B rows, T tokens, H hidden size, P keys, D draft vocabulary.
 """
@@ -27,9 +28,11 @@ from eval.acceptance import Continuation
 
 @dataclass(frozen=True)
 class Case:
-    """What a prediction is made from: models, texts, the sampling, and the rule by which drafted tokens stay.
+    """What a prediction is made from: models, texts, the sampling, and the rule by which drafted
+    tokens stay.
 
-    rows: the served texts. read_ids: the prompts as the server read them. samplings: other ones it may draw from.
+    rows: the served texts. read_ids: the prompts as the server read them. samplings: other ones it
+    may draw from.
     """
 
     target: PreTrainedModel
@@ -46,7 +49,9 @@ Change = Callable[[Case], Iterator[tuple[str, Case]]]
 
 @dataclass(frozen=True)
 class Suspect:
-    """A cause, and what to do about it. of_text: it changes the texts that the target gives, too."""
+    """A cause, and what to do about it. of_text: it changes the texts that the target gives,
+    too.
+    """
 
     change: Change
     remedy: str
@@ -59,7 +64,10 @@ def _layers(case: Case) -> Iterator[tuple[str, Case]]:
     for detail, step in (("one later", 1), ("one earlier", -1)):
         draft: Any = copy.deepcopy(case.draft)
         draft.hidden_layers = tuple(layer + step for layer in draft.hidden_layers)
-        if min(draft.hidden_layers) >= 0 and max(draft.hidden_layers) <= text_config(case.target).num_hidden_layers:
+        if (
+            min(draft.hidden_layers) >= 0
+            and max(draft.hidden_layers) <= text_config(case.target).num_hidden_layers
+        ):
             yield detail, replace(case, draft=draft)
 
 
@@ -90,32 +98,52 @@ def _vocabulary(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _rotary_modules(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    return [(m, name, c) for m in model.modules() for name, c in m.named_children() if hasattr(c, "inv_freq")]
+    return [
+        (m, name, c)
+        for m in model.modules()
+        for name, c in m.named_children()
+        if hasattr(c, "inv_freq")
+    ]
 
 
 def _rope(role: Literal["target", "draft"], case: Case) -> Iterator[tuple[str, Case]]:
     model: nn.Module = getattr(case, role)
-    rope: dict[str, Any] = next((rotary.config.rope_parameters for _, _, rotary in _rotary_modules(model)), {})
+    rope: dict[str, Any] = next(
+        (rotary.config.rope_parameters for _, _, rotary in _rotary_modules(model)), {}
+    )
     plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta")}
-    losses = {"scaling dropped": plain, "theta and scaling dropped": plain | {"rope_theta": 10000.0}}
+    losses = {
+        "scaling dropped": plain,
+        "theta and scaling dropped": plain | {"rope_theta": 10000.0},
+    }
     for detail, left in losses.items():
         if "rope_type" not in rope or left == {key: rope.get(key) for key in left}:
             continue
         changed = copy.deepcopy(model)
         for parent, name, rotary in _rotary_modules(changed):
             config = copy.deepcopy(rotary.config)
-            config.rope_parameters = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope} | left
+            config.rope_parameters = {
+                key: rope[key] for key in ("partial_rotary_factor",) if key in rope
+            } | left
             setattr(parent, name, type(rotary)(config).to(rotary.inv_freq.device))
         yield detail, replace(case, **{role: changed})  # type: ignore[arg-type]
 
 
 def _later_states(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Give a head the states of the tokens themselves, where it reads those of the tokens before."""
+    """Give a head the states of the tokens themselves, where it reads those of the tokens
+    before.
+    """
     if isinstance(args[-1], Cache) and args[-1].get_seq_length():
         return None  # the head's own features
-    place = next(i for i, value in enumerate(args) if torch.is_tensor(value) and value.is_floating_point())
+    place = next(
+        i for i, value in enumerate(args) if torch.is_tensor(value) and value.is_floating_point()
+    )
     states_BTH: Tensor = args[place]
-    return *args[:place], torch.cat([states_BTH[:, 1:], states_BTH[:, -1:]], dim=1), *args[place + 1 :]
+    return (
+        *args[:place],
+        torch.cat([states_BTH[:, 1:], states_BTH[:, -1:]], dim=1),
+        *args[place + 1 :],
+    )
 
 
 def _first_token(case: Case) -> Iterator[tuple[str, Case]]:
@@ -132,19 +160,29 @@ def _no_prompt(case: Case) -> Iterator[tuple[str, Case]]:
     def in_prompt(ids_BT: Tensor) -> Tensor:
         """Whether a column `[B, T]` is in the prompt, before the token that was answered first."""
         read = [row[: ids_BT.shape[1]] for row in ids_BT.tolist()]
-        hidden = [next((n for n, t in zip(lengths, texts, strict=True) if r[: len(t) - 1] == t[:-1]), 0) for r in read]
-        return torch.arange(ids_BT.shape[1], device=ids_BT.device) < torch.tensor(hidden, device=ids_BT.device)[:, None]
+        hidden = [
+            next((n for n, t in zip(lengths, texts, strict=True) if r[: len(t) - 1] == t[:-1]), 0)
+            for r in read
+        ]
+        return (
+            torch.arange(ids_BT.shape[1], device=ids_BT.device)
+            < torch.tensor(hidden, device=ids_BT.device)[:, None]
+        )
 
     def of_head(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         ids_BT, features_BTH, sees_B1TP, *rest = args
         if not rest[-1].get_seq_length():
             hidden.append(in_prompt(ids_BT))
         columns = hidden[-1].shape[1]
-        outside_B11P = nn.functional.pad(~hidden[-1], (0, sees_B1TP.shape[-1] - columns), value=True)[:, None, None]
+        outside_B11P = nn.functional.pad(
+            ~hidden[-1], (0, sees_B1TP.shape[-1] - columns), value=True
+        )[:, None, None]
         itself_TP = torch.eye(columns, sees_B1TP.shape[-1], dtype=torch.bool, device=ids_BT.device)
         return ids_BT, features_BTH, sees_B1TP & (outside_B11P | itself_TP), *rest
 
-    def of_model(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def of_model(
+        module: nn.Module, args: Any, options: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         mask_BT = options["attention_mask"] * ~in_prompt(options["input_ids"])
         return args, options | {"attention_mask": mask_BT}
 
@@ -166,9 +204,12 @@ def _greedy_draft(case: Case) -> Iterator[tuple[str, Case]]:
 
 def _template(case: Case) -> Iterator[tuple[str, Case]]:
     rows = [
-        replace(row, prompt_ids=[*read, row.prompt_ids[-1]]) for row, read in zip(case.rows, case.read_ids, strict=True)
+        replace(row, prompt_ids=[*read, row.prompt_ids[-1]])
+        for row, read in zip(case.rows, case.read_ids, strict=True)
     ]
-    if changed := sum(a.prompt_ids != list(b.prompt_ids) for a, b in zip(rows, case.rows, strict=True)):
+    if changed := sum(
+        a.prompt_ids != list(b.prompt_ids) for a, b in zip(rows, case.rows, strict=True)
+    ):
         yield f"{changed} of {len(rows)} prompts have other tokens there", replace(case, rows=rows)
 
 
@@ -176,8 +217,15 @@ def _sampling(case: Case) -> Iterator[tuple[str, Case]]:
     for sampling in case.samplings:
         if sampling != case.sampling:
             values = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-            more = [f"{key} {value:g}" for key, value in values.items() if value != getattr(Sampling(), key)]
-            yield ", ".join([f"temperature {sampling.temperature:g}", *more]), replace(case, sampling=sampling)
+            more = [
+                f"{key} {value:g}"
+                for key, value in values.items()
+                if value != getattr(Sampling(), key)
+            ]
+            yield (
+                ", ".join([f"temperature {sampling.temperature:g}", *more]),
+                replace(case, sampling=sampling),
+            )
 
 
 def _rounded(case: Case) -> Iterator[tuple[str, Case]]:
@@ -185,7 +233,11 @@ def _rounded(case: Case) -> Iterator[tuple[str, Case]]:
         yield "bfloat16", replace(case, target=copy.deepcopy(case.target).to(torch.bfloat16))  # type: ignore[arg-type]
     target = copy.deepcopy(case.target)
     for name, module in target.named_modules():
-        if isinstance(module, nn.Linear) and module.in_features % 32 == 0 and not name.endswith("lm_head"):
+        if (
+            isinstance(module, nn.Linear)
+            and module.in_features % 32 == 0
+            and not name.endswith("lm_head")
+        ):
             blocks = module.weight.data.view(-1, 32)
             scale = blocks.gather(1, blocks.abs().argmax(1, keepdim=True)) / -8
             blocks.copy_((blocks / scale).nan_to_num().add(0.5).floor().clamp(-8, 7) * scale)
@@ -195,17 +247,31 @@ def _rounded(case: Case) -> Iterator[tuple[str, Case]]:
 _EXPORT = "write the draft again with `draftsmith export` for this engine"
 # Of two that fit alike, the earlier one is named.
 SUSPECTS: dict[str, Suspect] = {
-    "greedy draft": Suspect(_greedy_draft, 'let the draft sample: "draft_sample_method": "probabilistic" in vLLM'),
+    "greedy draft": Suspect(
+        _greedy_draft, 'let the draft sample: "draft_sample_method": "probabilistic" in vLLM'
+    ),
     "auxiliary layers": Suspect(_layers, f"check eagle_aux_hidden_state_layer_ids, or {_EXPORT}"),
-    "norm_before_residual": Suspect(_residual, f"write this key into the draft's config.json, or {_EXPORT}"),
+    "norm_before_residual": Suspect(
+        _residual, f"write this key into the draft's config.json, or {_EXPORT}"
+    ),
     "vocabulary map": Suspect(_vocabulary, f"check d2t, or {_EXPORT}"),
-    "rope of the draft": Suspect(partial(_rope, "draft"), "give the draft's rope_theta and rope_scaling as here"),
-    "first token": Suspect(_first_token, "update the engine: it pairs tokens with states of another position"),
+    "rope of the draft": Suspect(
+        partial(_rope, "draft"), "give the draft's rope_theta and rope_scaling as here"
+    ),
+    "first token": Suspect(
+        _first_token, "update the engine: it pairs tokens with states of another position"
+    ),
     "prefix cache": Suspect(_no_prompt, "start the server without prefix caching, or update it"),
     "rope of the target": Suspect(
         partial(_rope, "target"), "give the target's rope_theta and rope_scaling as here", True
     ),
-    "chat template": Suspect(_template, "serve with the target's own chat template, or train with the server's", True),
-    "sampling": Suspect(_sampling, "give the temperature with each request, or mend the server's defaults", True),
-    "rounding of the target": Suspect(_rounded, "serve the target in the type that the draft was trained for", True),
+    "chat template": Suspect(
+        _template, "serve with the target's own chat template, or train with the server's", True
+    ),
+    "sampling": Suspect(
+        _sampling, "give the temperature with each request, or mend the server's defaults", True
+    ),
+    "rounding of the target": Suspect(
+        _rounded, "serve the target in the type that the draft was trained for", True
+    ),
 }

@@ -1,4 +1,6 @@
-"""The ground all other packages stand on: errors, options, files, processes, sampling, tokenizers, models, prompts."""
+"""The ground all other packages stand on: errors, options, files, processes, sampling, tokenizers,
+models, prompts.
+"""
 
 import ast
 from pathlib import Path
@@ -7,8 +9,14 @@ __version__ = "0.1.0"
 
 
 def lazy_names(file: str) -> dict[str, tuple[str, str]]:
-    """Module and attribute of every name that a package imports for type checkers only, in its first `if`."""
+    """Module and attribute of every name that a package imports for type checkers only, in its
+    first `if`.
+    """
     body = ast.parse(Path(file).read_text(encoding="utf-8")).body
     block = next(node for node in body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.asname or alias.name: (node.module or "", alias.name) for node in imports for alias in node.names}
+    return {
+        alias.asname or alias.name: (node.module or "", alias.name)
+        for node in imports
+        for alias in node.names
+    }

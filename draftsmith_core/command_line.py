@@ -1,7 +1,9 @@
-"""The command line of a configuration class: words and YAML files to values, help, completion, `--print_config`.
+"""The command line of a configuration class: words and YAML files to values, help, completion,
+`--print_config`.
 
-Lists are written `--draft a=x b=y` or `--draft a=x --draft b=y`; switches need no value; what is typed overrides files.
-Every misuse is one line that names the file and line or the option, and the nearest right one.
+Lists are written `--draft a=x b=y` or `--draft a=x --draft b=y`; switches need no value; what is
+typed overrides files. Every misuse is one line that names the file and line or the option, and the
+nearest right one.
 """
 
 import argparse
@@ -28,8 +30,11 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(message.removeprefix("argument "))
 
 
-def parse(cls: type[C], command: str, argv: list[str], modes: Mapping[str, str] | None = None) -> tuple[C, bool]:
-    """The configuration of a command and whether `--json` was given. Raise InputError for any misuse.
+def parse(
+    cls: type[C], command: str, argv: list[str], modes: Mapping[str, str] | None = None
+) -> tuple[C, bool]:
+    """The configuration of a command and whether `--json` was given. Raise InputError for any
+    misuse.
 
     modes: by key, what the command does when that option is typed, for the help.
     """
@@ -40,7 +45,9 @@ def parse(cls: type[C], command: str, argv: list[str], modes: Mapping[str, str] 
         option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
         single = option is not None and not (option.many or option.switch)
         if single and underscored(word).partition("=")[0] not in known:
-            words[-1] += f"={word}"  # else argparse takes a value that begins with a dash for an option
+            words[-1] += (
+                f"={word}"  # else argparse takes a value that begins with a dash for an option
+            )
         else:
             words.append(underscored(word))
     if asked := {"-h", "--help", "--help=all"} & set(words):
@@ -53,7 +60,9 @@ def parse(cls: type[C], command: str, argv: list[str], modes: Mapping[str, str] 
         key = unknown[0].partition("=")[0]
         is_option = key.startswith("--")
         raise InputError(
-            f"{key}: unknown option{_nearest(key[2:], table, '--')}" if is_option else f"{key!r}: unexpected word"
+            f"{key}: unknown option{_nearest(key[2:], table, '--')}"
+            if is_option
+            else f"{key!r}: unexpected word"
         )
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
@@ -84,7 +93,9 @@ def underscored(word: str) -> str:
 
 
 def check_file(cls: type, file: Path) -> None:
-    """Raise InputError, with its line, for a key of a YAML file that the configuration class does not have."""
+    """Raise InputError, with its line, for a key of a YAML file that the configuration class does
+    not have.
+    """
     _read_file(str(file), {option.key: option for option in options_of(cls)}, {})
 
 
@@ -92,13 +103,17 @@ def _nearest(key: str, table: Iterable[str], dashes: str = "") -> str:
     known = ["config", "json", "help", "print_config", *table]
     # `--lrr` means `optim.lr`: the part behind the dot is what people remember.
     by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
-    close = [by_last[last] for last in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)]
+    close = [
+        by_last[last] for last in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)
+    ]
     close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f"; did you mean {dashes}{close[0]}?" if close else "; --help=all lists them"
 
 
 def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> dict[str, str]:
-    """Merge a YAML file into `values`; return where each key stands: `{dotted key: "file:line"}`."""
+    """Merge a YAML file into `values`; return where each key stands: `{dotted key:
+    "file:line"}`.
+    """
     try:
         text = Path(name).read_text(encoding="utf-8")
         root, document = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
@@ -107,7 +122,9 @@ def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> d
     except (ValueError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark else name
-        raise InputError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or one_line(error)})") from None
+        raise InputError(
+            f"{where}: not valid YAML ({getattr(error, 'problem', None) or one_line(error)})"
+        ) from None
     if not isinstance(document, dict):
         raise InputError(f"--config {name}: expected `key: value` lines")
     places: dict[str, str] = {}
@@ -116,7 +133,9 @@ def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> d
         for key_node, node in mapping.value:
             key, where = f"{prefix}{key_node.value}", f"{name}:{key_node.start_mark.line + 1}"
             if key in places:
-                raise InputError(f"{where}: {key}: appears twice in the file ({places[key]}); keep one")
+                raise InputError(
+                    f"{where}: {key}: appears twice in the file ({places[key]}); keep one"
+                )
             is_group = any(known.startswith(f"{key}.") for known in table)
             if key not in table and not is_group:
                 raise InputError(f"{where}: {key}: unknown key{_nearest(key, table)}")
@@ -176,9 +195,15 @@ def parser(
     common = arguments.add_argument_group("Options of every command")
     text = "YAML file with any of these options; typed ones override it."
     common.add_argument("--config", metavar="FILE", action="append", help=text)
-    common.add_argument("--print_config", action="store_true", help="Print the options as such a file.")
-    common.add_argument("--json", action="store_true", help="End standard output with one JSON object, the summary.")
+    common.add_argument(
+        "--print_config", action="store_true", help="Print the options as such a file."
+    )
+    common.add_argument(
+        "--json", action="store_true", help="End standard output with one JSON object, the summary."
+    )
     hidden = sum(option.rare for option in table)
-    text = "Show this" + (f"; --help=all lists {hidden} rarely used options as well." if hidden else ".")
+    text = "Show this" + (
+        f"; --help=all lists {hidden} rarely used options as well." if hidden else "."
+    )
     common.add_argument("-h", "--help", nargs="?", const="", metavar="all", help=text)
     return arguments

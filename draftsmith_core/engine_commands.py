@@ -19,8 +19,11 @@ class Serving:
     draft_format: str | None = None
     target_format: str | None = None
 
-    def commands(self, kind: str, target: str, draft: str, tokens: int) -> tuple[tuple[str, ...], str]:
-        """The commands that write what the engine reads, in order, and the one that serves the pair.
+    def commands(
+        self, kind: str, target: str, draft: str, tokens: int
+    ) -> tuple[tuple[str, ...], str]:
+        """The commands that write what the engine reads, in order, and the one that serves the
+        pair.
 
         tokens: number drafted at a time. Every word is quoted for the shell.
         """
@@ -35,7 +38,15 @@ class Serving:
             named[role] = out = f"{role}-{out}" if out in named.values() else out
             words = ["draftsmith", "export", "--draft", name, "--format", form, "--out", out]
             if form == "openvino":  # which its own tool writes
-                words = ["optimum-cli", "export", form, "--model", name, "--task", "text-generation-with-past"]
+                words = [
+                    "optimum-cli",
+                    "export",
+                    form,
+                    "--model",
+                    name,
+                    "--task",
+                    "text-generation-with-past",
+                ]
                 words += ["--weight-format", "fp32", out]
             elif role == "draft" and kind != "draft":
                 words[4:4] = ["--target", target]
@@ -45,11 +56,20 @@ class Serving:
         values = named | numbers | {"method": self.method, "config": json.dumps(config)}
         command = shlex.join(word.format(**values) for word in self.shell.split())
         if self.python:
-            code = self.python.format(**{key: json.dumps(name) for key, name in named.items()}, **numbers)
+            code = self.python.format(
+                **{key: json.dumps(name) for key, name in named.items()}, **numbers
+            )
             command = shlex.join(["python", "-c", code])
-        note = self.note.format(**{key: shlex.quote(name) for key, name in named.items()}, **numbers)
+        note = self.note.format(
+            **{key: shlex.quote(name) for key, name in named.items()}, **numbers
+        )
         return tuple(exports), f"{command}  # {note}" if note else command
 
 
-_TABLE = yaml.safe_load((Path(__file__).parent / "templates" / "serving.yaml").read_text(encoding="utf-8"))
-SERVING = {engine: {kind: Serving(**values) for kind, values in kinds.items()} for engine, kinds in _TABLE.items()}
+_TABLE = yaml.safe_load(
+    (Path(__file__).parent / "templates" / "serving.yaml").read_text(encoding="utf-8")
+)
+SERVING = {
+    engine: {kind: Serving(**values) for kind, values in kinds.items()}
+    for engine, kinds in _TABLE.items()
+}

@@ -1,4 +1,6 @@
-"""The errors that draftsmith raises on purpose, and the one message for an optional package that is missing."""
+"""The errors that draftsmith raises on purpose, and the one message for an optional package that is
+missing.
+"""
 
 import difflib
 import importlib.util
@@ -6,11 +8,15 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-_URL = re.compile(r"(\w[\w.+-]*://)(?:[^\s/?]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*?(?=(?::(?:\d+:)?)?(?:[\s'\"]|$)))?")
+_URL = re.compile(
+    r"(\w[\w.+-]*://)(?:[^\s/?]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*?(?=(?::(?:\d+:)?)?(?:[\s'\"]|$)))?"
+)
 
 
 def without_secrets(value: Any) -> Any:
-    """A text, or the texts in lists and dictionaries, without the passwords and queries (signatures) of URLs."""
+    """A text, or the texts in lists and dictionaries, without the passwords and queries
+    (signatures) of URLs.
+    """
     if isinstance(value, dict):
         return {key: without_secrets(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -19,18 +25,24 @@ def without_secrets(value: Any) -> Any:
 
 
 class DraftsmithError(Exception):
-    """Base of the family. One line (RequirementError: one a requirement), for the person who started the run."""
+    """Base of the family. One line (RequirementError: one a requirement), for the person who
+    started the run.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(without_secrets(message))
 
 
 class InputError(DraftsmithError, ValueError):
-    """Bad input or usage: the message names the file, line or key and says what to do. Exit code 2."""
+    """Bad input or usage: the message names the file, line or key and says what to do. Exit code
+    2.
+    """
 
 
 class RequirementError(DraftsmithError):
-    """The run finished and misses a requirement. `unmet` has one line per missed requirement. Exit code 3."""
+    """The run finished and misses a requirement. `unmet` has one line per missed requirement. Exit
+    code 3.
+    """
 
     def __init__(self, unmet: Sequence[str]) -> None:
         super().__init__("\n".join(unmet))
@@ -38,7 +50,9 @@ class RequirementError(DraftsmithError):
 
 
 class RunError(DraftsmithError, RuntimeError):
-    """The run could not finish although its input was good (a full disk, a lost process). Exit code 1."""
+    """The run could not finish although its input was good (a full disk, a lost process). Exit code
+    1.
+    """
 
 
 def one_line(error: BaseException) -> str:
@@ -73,12 +87,16 @@ def is_installed(package: str) -> bool:
 
 
 def require_package(package: str, asked_by: str, instead: str = "") -> None:
-    """InputError unless `package` is installed: one line that begins with `asked_by` and names the extra.
+    """InputError unless `package` is installed: one line that begins with `asked_by` and names the
+    extra.
 
-    asked_by: the option or file that needs it, such as "--quantize nf4". instead: what to do without it, if anything.
+    asked_by: the option or file that needs it, such as "--quantize nf4". instead: what to do
+    without it, if anything.
     """
     if not is_installed(package):
         extra = EXTRAS.get(package)
         install = f"'draftsmith[{extra}]'" if extra else package
         more = f", or {instead}" if instead else ""
-        raise InputError(f"{asked_by}: needs {package}, which is not installed; pip install {install}{more}")
+        raise InputError(
+            f"{asked_by}: needs {package}, which is not installed; pip install {install}{more}"
+        )

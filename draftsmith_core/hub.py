@@ -1,6 +1,8 @@
-"""Models by name: a directory or a name on the hub, code that comes with it, and uploading a finished directory.
+"""Models by name: a directory or a name on the hub, code that comes with it, and uploading a
+finished directory.
 
-The token is read from the environment variable HF_TOKEN and from nowhere else; it is neither logged nor saved.
+The token is read from the environment variable HF_TOKEN and from nowhere else; it is neither logged
+nor saved.
 """
 
 import contextlib
@@ -26,33 +28,43 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def quiet() -> None:
-    """Keep transformers and the hub's client from drawing bars and printing advice; their errors still show."""
+    """Keep transformers and the hub's client from drawing bars and printing advice; their errors
+    still show.
+    """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
 
 
 def check_source(name: str) -> None:
-    """Raise InputError unless `name` is a directory that can hold a model, or can be a name on the hub."""
+    """Raise InputError unless `name` is a directory that can hold a model, or can be a name on the
+    hub.
+    """
     path = Path(name)
     on_hub = bool(name.strip()) and not name.startswith((".", "/", "~")) and name.count("/") <= 1
     unfinished = (path / "run" / "run.json").exists() and not (path / "config.json").exists()
     for wrong, reason in (
         (path.is_file(), "is a file; name the directory that it lies in"),
         (not path.is_dir() and not on_hub, "no such directory (a hub name is written owner/name)"),
-        ((path / "adapter_config.json").exists(), "holds a LoRA adapter; merge it into its base model with peft first"),
+        (
+            (path / "adapter_config.json").exists(),
+            "holds a LoRA adapter; merge it into its base model with peft first",
+        ),
         (unfinished, "holds an unfinished training run; run its train command again to resume it"),
     ):
         if wrong:
             raise InputError(f"{name}: {reason}")
-    # transformers ignores a generation config that it cannot read, and with it the tokens that end an answer.
+    # transformers ignores a generation config that it cannot read, and with it the tokens that end
+    # an answer.
     for file in ("config.json", "generation_config.json"):
         if (path / file).exists():
             read_json(path / file, "a model's config")
 
 
 def hub_has_address() -> bool:
-    """Whether the hub can be asked at all. Its client would retry for a minute before saying that it cannot."""
+    """Whether the hub can be asked at all. Its client would retry for a minute before saying that
+    it cannot.
+    """
     with contextlib.suppress(OSError):
         return not constants.HF_HUB_OFFLINE and bool(
             getproxies() or socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
@@ -62,7 +74,9 @@ def hub_has_address() -> bool:
 
 @contextlib.contextmanager
 def offline_if_unreachable() -> Iterator[bool]:
-    """Let the hub's client use its cache at once if the hub cannot be asked; yield whether it can."""
+    """Let the hub's client use its cache at once if the hub cannot be asked; yield whether it
+    can.
+    """
     before, reachable = constants.HF_HUB_OFFLINE, hub_has_address()
     constants.HF_HUB_OFFLINE = not reachable
     try:
@@ -75,14 +89,21 @@ def why_not(name: str, error: Exception) -> str:
     """One line for what transformers or the hub's client raised."""
     text = str(error)
     if "trust_remote_code" in text or "custom code" in text:
-        return "it needs the Python code that comes with it; read that, and add --trust_remote_code to run it"
+        return (
+            "it needs the Python code that comes with it; read that, and add "
+            "--trust_remote_code to run it"
+        )
     if "Weights only load failed" in text:
-        return "its weights are a pickle with more in it than tensors, and reading that would run code"
+        return (
+            "its weights are a pickle with more in it than tensors, and reading that would run code"
+        )
     return lfs_pointer(*sorted(Path(name).glob("*"))) or first_line(error)
 
 
 def lfs_pointer(*files: Path) -> str | None:
-    """Name the first git-lfs pointer among these files, as a clone without git-lfs has them; None if none is one."""
+    """Name the first git-lfs pointer among these files, as a clone without git-lfs has them; None
+    if none is one.
+    """
     for file in files:
         if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_LFS):
             return f"{file.name} is a git-lfs pointer, not the file itself; run git lfs pull there"
@@ -92,17 +113,25 @@ def lfs_pointer(*files: Path) -> str | None:
 def snapshot(name: str) -> Path:
     """A small repository of the hub as a directory in its cache; InputError if it cannot be had."""
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]))
+        return Path(
+            snapshot_download(
+                name, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
+            )
+        )
     except Exception as error:  # the hub's client raises a dozen classes
         raise InputError(f"{name}: cannot be downloaded: {first_line(error)}") from None
 
 
 def cached(name: str, file: str) -> Path | None:
-    """Return a file of a directory, or of the hub through its cache; None if it is missing or the hub unreachable."""
+    """Return a file of a directory, or of the hub through its cache; None if it is missing or the
+    hub unreachable.
+    """
     try:
         with offline_if_unreachable():
             path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-    except Exception:  # the hub's client raises a dozen classes; loading the model itself gives the reason
+    except (
+        Exception
+    ):  # the hub's client raises a dozen classes; loading the model itself gives the reason
         return None
     return None if path is None else Path(path)
 
@@ -113,13 +142,23 @@ PLACEHOLDER = "DIRECTORY-OR-HUB-NAME"
 
 def is_hub_name(name: str) -> bool:
     """Whether `name` reads as `owner/name` on the hub and is not a path that exists here."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None and not Path(name).exists()
+    return (
+        re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None and not Path(name).exists()
+    )
 
 
 def check_push(name: str) -> None:
     """Raise InputError, before any work is done, for an upload that could not succeed."""
-    reason = "" if os.environ.get("HF_TOKEN") else "the environment variable HF_TOKEN must hold a token that may write"
-    reason = reason if is_hub_name(name) else f"{name!r} is not a repository on the hub; write owner/name"
+    reason = (
+        ""
+        if os.environ.get("HF_TOKEN")
+        else "the environment variable HF_TOKEN must hold a token that may write"
+    )
+    reason = (
+        reason
+        if is_hub_name(name)
+        else f"{name!r} is not a repository on the hub; write owner/name"
+    )
     if reason:
         raise InputError(f"push_to_hub: {reason}")
 
@@ -127,8 +166,8 @@ def check_push(name: str) -> None:
 def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> str:
     """Upload the files directly in `directory` as one commit and return the repository's URL.
 
-    A new repository is private. Subdirectories (a run's checkpoints) and hidden files are not uploaded. README.md gets
-    the repository's name in its examples.
+    A new repository is private. Subdirectories (a run's checkpoints) and hidden files are not
+    uploaded. README.md gets the repository's name in its examples.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's: what HfHubHTTPError is not
@@ -136,21 +175,40 @@ def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> 
     try:
         api = HfApi(token=os.environ["HF_TOKEN"])
         repository = api.create_repo(name, repo_type=repo_type, private=True, exist_ok=True)
-        files = [file for file in sorted(directory.iterdir()) if file.is_file() and not file.name.startswith(".")]
+        files = [
+            file
+            for file in sorted(directory.iterdir())
+            if file.is_file() and not file.name.startswith(".")
+        ]
         contents: dict[str, Any] = {file.name: file for file in files}
-        card = (directory / "README.md").read_text(encoding="utf-8").replace(PLACEHOLDER, repository.repo_id)
+        card = (
+            (directory / "README.md")
+            .read_text(encoding="utf-8")
+            .replace(PLACEHOLDER, repository.repo_id)
+        )
         contents["README.md"] = card.encode()
-        operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in contents.items()]
+        operations = [
+            CommitOperationAdd(path_in_repo=name, path_or_fileobj=file)
+            for name, file in contents.items()
+        ]
         message = f"Upload by draftsmith: {directory.name}"
-        api.create_commit(repository.repo_id, operations, repo_type=repo_type, commit_message=message)
+        api.create_commit(
+            repository.repo_id, operations, repo_type=repo_type, commit_message=message
+        )
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
-        reason = f"{one_line(error)}; {directory} is complete, run the same command again to upload it"
+        reason = (
+            f"{one_line(error)}; {directory} is complete, run the same command again to upload it"
+        )
         raise RunError(f"push_to_hub {name}: {reason}") from None
     return str(repository)
 
 
-def pushed(directory: Path, name: str | None, repo_type: Literal["model", "dataset"]) -> dict[str, str]:
-    """`{"pushed": url}` for a run's summary; empty without a name. Every process calls it, the main one uploads."""
+def pushed(
+    directory: Path, name: str | None, repo_type: Literal["model", "dataset"]
+) -> dict[str, str]:
+    """`{"pushed": url}` for a run's summary; empty without a name. Every process calls it, the main
+    one uploads.
+    """
     if name is None:
         return {}
     return {"pushed": from_main(lambda: push(directory, name, repo_type))}

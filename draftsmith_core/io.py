@@ -1,4 +1,6 @@
-"""Write files whole or not at all (temporary name, fsync, rename), read JSON, and hash what tells artifacts apart."""
+"""Write files whole or not at all (temporary name, fsync, rename), read JSON, and hash what tells
+artifacts apart.
+"""
 
 import hashlib
 import json
@@ -50,7 +52,9 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def check_out(out: Path | str, inputs: Iterable[str | None] = (), *, file: bool = False) -> None:
-    """Raise InputError, before the work, if `out` (a directory, or a file) cannot be written or is an input."""
+    """Raise InputError, before the work, if `out` (a directory, or a file) cannot be written or is
+    an input.
+    """
     path = Path(out)
     above = next(parent for parent in path.absolute().parents if parent.exists())
     for wrong, reason in (
@@ -60,7 +64,10 @@ def check_out(out: Path | str, inputs: Iterable[str | None] = (), *, file: bool 
             any(name is not None and Path(name).resolve() == path.resolve() for name in inputs),
             "is read as well, and would be overwritten; name another file",
         ),
-        (Path.cwd().is_relative_to(path.resolve()), "is where this command runs; name a directory in it"),
+        (
+            Path.cwd().is_relative_to(path.resolve()),
+            "is where this command runs; name a directory in it",
+        ),
         (
             not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)),
             f"{above} is not a writable directory; choose another",
@@ -72,7 +79,9 @@ def check_out(out: Path | str, inputs: Iterable[str | None] = (), *, file: bool 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path to write to. It is renamed to `path` when the block succeeds, and deleted when it fails."""
+    """A temporary path to write to. It is renamed to `path` when the block succeeds, and deleted
+    when it fails.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:
@@ -86,14 +95,17 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """A temporary directory to fill. It is renamed to `path`, replacing what was there, when the block succeeds."""
+    """A temporary directory to fill. It is renamed to `path`, replacing what was there, when the
+    block succeeds.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
-        # safetensors creates files with mode 0600 and ignores the umask; give them the mode of other new files.
+        # safetensors creates files with mode 0600 and ignores the umask; give them the mode of
+        # other new files.
         mode = temporary.stat().st_mode & 0o666
         for file in sorted(temporary.rglob("*")):
             if file.is_file():
@@ -101,7 +113,8 @@ def atomic_dir(path: Path) -> Iterator[Path]:
             _fsync(file)
         _fsync(temporary)
         if path.is_dir():
-            # A rename cannot replace a directory that is not empty, so the old one is renamed away first.
+            # A rename cannot replace a directory that is not empty, so the old one is renamed away
+            # first.
             retired = path.with_name(f".{path.name}.old.tmp{os.getpid()}")
             path.rename(retired)
             temporary.rename(path)
@@ -115,14 +128,18 @@ def atomic_dir(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn errors of writing in the block (a full disk, no permission) into one line that names `path`."""
+    """Turn errors of writing in the block (a full disk, no permission) into one line that names
+    `path`.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
         number = getattr(error, "errno", None)
         # pyarrow sets the number and a sentence of its own; safetensors has the sentence alone.
         reason = os.strerror(number) if number else one_line(error)
-        raise RunError(f"{path}: cannot be written ({reason}); fix that and run the same command again") from None
+        raise RunError(
+            f"{path}: cannot be written ({reason}); fix that and run the same command again"
+        ) from None
 
 
 def make_dir(path: Path, option: str = "--out") -> None:
@@ -150,15 +167,21 @@ def jsonl(rows: Iterable[Mapping[str, Any]], default: Callable[[Any], Any] | Non
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows to a .jsonl file, whole or not at all; dates and decimals (from Parquet) as text."""
+    """Write rows to a .jsonl file, whole or not at all; dates and decimals (from Parquet) as
+    text.
+    """
     write_text_atomic(path, jsonl(rows, default=str))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON object from a file; InputError names the file, the line and `what` was expected."""
+    """Read a JSON object from a file; InputError names the file, the line and `what` was
+    expected.
+    """
     value = read_json_value(path, what)
     if not isinstance(value, dict):
-        raise InputError(f"{path}: holds a JSON {type(value).__name__}, not an object; expected {what}")
+        raise InputError(
+            f"{path}: holds a JSON {type(value).__name__}, not an object; expected {what}"
+        )
     return value
 
 
@@ -170,9 +193,13 @@ def read_json_value(path: Path, what: str) -> Any:
         raise InputError(f"{path}: no such file; expected {what}") from None
     except (OSError, ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise InputError(f"{path}{line}: not valid JSON ({one_line(error)}); expected {what}") from None
+        raise InputError(
+            f"{path}{line}: not valid JSON ({one_line(error)}); expected {what}"
+        ) from None
 
 
 def read_tree_file(path: str) -> object:
-    """The JSON of a file that a tree spec names: an object, or a list of paths as Medusa and EAGLE write them."""
+    """The JSON of a file that a tree spec names: an object, or a list of paths as Medusa and EAGLE
+    write them.
+    """
     return read_json_value(Path(path), 'a tree, such as {"parents": [-1, -1, 0]}')

@@ -1,4 +1,6 @@
-"""Causal language models: load them, tell them apart by their weights, check them, and measure memory."""
+"""Causal language models: load them, tell them apart by their weights, check them, and measure
+memory.
+"""
 
 import contextlib
 import hashlib
@@ -26,20 +28,29 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FINGERPRINT_VALUES = 2**22
-_NOT_ARCHITECTURE = "transformers_version dtype torch_dtype use_cache architectures quantization_config".split()
+_NOT_ARCHITECTURE = (
+    "transformers_version dtype torch_dtype use_cache architectures quantization_config".split()
+)
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device of an option; `auto` is this process's CUDA device, or the CPU without one or if the launcher asks."""
+    """The device of an option; `auto` is this process's CUDA device, or the CPU without one or if
+    the launcher asks.
+    """
     if device == "auto":
-        if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+        if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
+            "1",
+            "true",
+        ):
             return torch.device("cpu")
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     try:
         resolved = torch.device(device)
         torch.zeros(1, device=resolved).item()
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise InputError(f"--device {device}: {first_line(error)}; use auto, cpu, cuda or cuda:N") from None
+        raise InputError(
+            f"--device {device}: {first_line(error)}; use auto, cpu, cuda or cuda:N"
+        ) from None
     return resolved
 
 
@@ -52,14 +63,16 @@ def load_model(
     quantize: Quantize | None = None,
     revision: str | None = None,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Pickled weights are read with
-    `weights_only=True`, which runs no code.
+    """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Pickled
+    weights are read with `weights_only=True`, which runs no code.
 
-    dtype `auto` is fp32 on a CPU and the checkpoint's own on an accelerator. `quantize="nf4"` keeps the linear layers
-    but the output projection in 4 bits with doubly quantised scales (QLoRA, arXiv 2305.14314, section 3), all else and
-    all arithmetic in `dtype`, where `auto` is then bf16 on an accelerator. Such a model stays on its device.
+    dtype `auto` is fp32 on a CPU and the checkpoint's own on an accelerator. `quantize="nf4"` keeps
+    the linear layers but the output projection in 4 bits with doubly quantised scales (QLoRA, arXiv
+    2305.14314, section 3), all else and all arithmetic in `dtype`, where `auto` is then bf16 on an
+    accelerator. Such a model stays on its device.
     revision: branch, tag or commit on the hub.
-    Raise InputError for a name that is not a loadable model, missing weights, and values that are not finite.
+    Raise InputError for a name that is not a loadable model, missing weights, and values that are
+    not finite.
     """
     place = resolve_device(device)
     if dtype != "auto" and dtype not in DTYPES:
@@ -77,24 +90,32 @@ def load_model(
         )
         options = {"device_map": {"": place}, "quantization_config": nf4}
     quiet()
-    # For a checkpoint on the hub without safetensors transformers would ask a service to convert it, in a thread.
+    # For a checkpoint on the hub without safetensors transformers would ask a service to convert
+    # it, in a thread.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     check_source(name)
     try:
         # Weights of another shape are then listed in `info`, and refused below by name.
-        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "weights_only": True}
+        options |= {
+            "ignore_mismatched_sizes": True,
+            "output_loading_info": True,
+            "weights_only": True,
+        }
         options["revision"] = revision or "main"
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options
         )
     except Exception as error:
-        raise InputError(f"{name}: no causal language model could be loaded: {why_not(name, error)}") from None
+        raise InputError(
+            f"{name}: no causal language model could be loaded: {why_not(name, error)}"
+        ) from None
     model, info = loaded
     _check_weights(name, type(model).__name__, info)
     if not getattr(model, "is_quantized", False):
         model.to(place)
     for module in model.modules():
-        # This fast path of bitsandbytes rounds to bf16 and fails on widths that are no multiple of 32.
+        # This fast path of bitsandbytes rounds to bf16 and fails on widths that are no multiple of
+        # 32.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     model.eval()
@@ -105,36 +126,62 @@ def load_model(
 
 
 def _check_weights(name: str, kind: str, info: dict[str, Any]) -> None:
-    """Raise InputError for missing or mismatched weights, which transformers draws at random; warn of unused ones."""
+    """Raise InputError for missing or mismatched weights, which transformers draws at random; warn
+    of unused ones.
+    """
     reason = ""
     if mismatched := sorted(info["mismatched_keys"], key=str):
         key, in_file, by_config = mismatched[0]
-        shapes = f"{len(mismatched)}, such as {key}: {list(in_file)} in the file, {list(by_config)} by the config"
+        shapes = (
+            f"{len(mismatched)}, such as {key}: {list(in_file)} in the file, "
+            f"{list(by_config)} by the config"
+        )
         reason = f"its weights do not fit its config.json ({shapes})"
     if missing := sorted(info["missing_keys"]):
-        reason = f"lacks weights of a {kind} ({len(missing)}, such as {missing[0]}); it is a head or an incomplete copy"
+        reason = (
+            f"lacks weights of a {kind} ({len(missing)}, such as {missing[0]}); it is a "
+            "head or an incomplete copy"
+        )
     if reason:
         raise InputError(f"{name}: {reason}")
     if unused := sorted(info["unexpected_keys"]):
-        log.warning("%s: holds weights that a %s does not use (%d, such as %s)", name, kind, len(unused), unused[0])
+        log.warning(
+            "%s: holds weights that a %s does not use (%d, such as %s)",
+            name,
+            kind,
+            len(unused),
+            unused[0],
+        )
 
 
 @torch.inference_mode()
 def check_finite(name: str, model: nn.Module) -> None:
-    """Raise InputError that names the first weight with NaN or inf; attention can turn a NaN into a finite number."""
+    """Raise InputError that names the first weight with NaN or inf; attention can turn a NaN into a
+    finite number.
+    """
     for key, weight in model.named_parameters():
-        # A sum is NaN or inf when one of its terms is, and needs one pass and no memory; it can also overflow.
-        if weight.is_floating_point() and not (weight.sum(dtype=torch.float32).isfinite() or weight.isfinite().all()):
-            raise InputError(f"{name}: its weight {key} holds NaN or inf; the checkpoint is damaged, copy it again")
+        # A sum is NaN or inf when one of its terms is, and needs one pass and no memory; it can
+        # also overflow.
+        if weight.is_floating_point() and not (
+            weight.sum(dtype=torch.float32).isfinite() or weight.isfinite().all()
+        ):
+            raise InputError(
+                f"{name}: its weight {key} holds NaN or inf; the checkpoint is damaged, copy it "
+                "again"
+            )
 
 
 @torch.inference_mode()
 def _check_logits(name: str, model: PreTrainedModel) -> None:
     size = vocabulary_size(model)
-    # From inside the vocabulary: at its ends are padding, and markers of images and sound that need an input.
+    # From inside the vocabulary: at its ends are padding, and markers of images and sound that need
+    # an input.
     ids = torch.tensor([[size // 7, size // 5, size // 3, size // 2]], device=model.device)
     if not model(input_ids=ids, use_cache=False).logits.isfinite().all():
-        raise InputError(f"{name}: its logits are not finite in {dtype_name(model)}; try --dtype bfloat16 or float32")
+        raise InputError(
+            f"{name}: its logits are not finite in {dtype_name(model)}; try --dtype bfloat16 or "
+            "float32"
+        )
 
 
 # They have the key `is_decoder` and do not read it.
@@ -143,29 +190,45 @@ _DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
 def check_causal(model: PreTrainedModel) -> None:
     """Raise InputError for an encoder (BERT), which transformers loads as a causal model too."""
-    if getattr(model.config, "is_decoder", None) is False and model.config.model_type not in _DECODERS:
+    if (
+        getattr(model.config, "is_decoder", None) is False
+        and model.config.model_type not in _DECODERS
+    ):
         name = f"{model.name_or_path}: " if model.name_or_path else ""
-        raise InputError(f"{name}{type(model).__name__} reads tokens ahead, as encoders do; name a causal model")
+        raise InputError(
+            f"{name}{type(model).__name__} reads tokens ahead, as encoders do; name a causal model"
+        )
 
 
 def quantization(model: nn.Module) -> Quantize:
     """How the linear layers of a model are kept, as `--quantize` takes it."""
-    return "nf4" if any(hasattr(parameter, "quant_state") for parameter in model.parameters()) else "none"
+    return (
+        "nf4"
+        if any(hasattr(parameter, "quant_state") for parameter in model.parameters())
+        else "none"
+    )
 
 
 def _scales(parameter: Tensor) -> dict[str, Tensor]:
-    values: dict[str, Any] = parameter.quant_state.as_dict() if hasattr(parameter, "quant_state") else {}
+    values: dict[str, Any] = (
+        parameter.quant_state.as_dict() if hasattr(parameter, "quant_state") else {}
+    )
     names = ("absmax", "nested_absmax", "nested_offset")
     return {name: torch.as_tensor(values[name]) for name in names if name in values}
 
 
 def parameter_count(model: nn.Module) -> int:
     """Parameters of a model, 4-bit ones counted one by one although two share a byte."""
-    return sum(math.prod(getattr(parameter, "quant_state", parameter).shape) for parameter in model.parameters())
+    return sum(
+        math.prod(getattr(parameter, "quant_state", parameter).shape)
+        for parameter in model.parameters()
+    )
 
 
 def memory_bytes(model: nn.Module) -> int:
-    """Bytes that the tensors of a loaded model take: parameters, buffers and the scales of 4-bit parameters."""
+    """Bytes that the tensors of a loaded model take: parameters, buffers and the scales of 4-bit
+    parameters.
+    """
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [scale for parameter in model.parameters() for scale in _scales(parameter).values()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -174,13 +237,19 @@ def memory_bytes(model: nn.Module) -> int:
 def fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits that change with the architecture or the weights.
 
-    Hash the architecture and every parameter, read as fp32; of a 4-bit parameter its codes and scales, so that a
-    quantised model has a fingerprint of its own. Of a parameter with more than 4 M values take every n-th, about 4 M of
-    them: a change to a few values of a large matrix can go unseen, and a 70B model takes minutes instead of an hour.
+    Hash the architecture and every parameter, read as fp32; of a 4-bit parameter its codes and
+    scales, so that a quantised model has a fingerprint of its own. Of a parameter with more than 4
+    M values take every n-th, about 4 M of them: a change to a few values of a large matrix can go
+    unseen, and a 70B model takes minutes instead of an hour.
     """
-    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_ARCHITECTURE}
+    config = {
+        k: v
+        for k, v in model.config.to_dict().items()
+        if not k.startswith("_") and k not in _NOT_ARCHITECTURE
+    }
     names = sorted(name for name, _ in model.named_parameters())
-    # Read one by one through their modules, because decoders keep weights packed (`decode.packed_weights`).
+    # Read one by one through their modules, because decoders keep weights packed
+    # (`decode.packed_weights`).
     return hash_tensors(config, ((name, attrgetter(name)(model)) for name in names))
 
 
@@ -205,7 +274,9 @@ def dtype_name(model: PreTrainedModel) -> str:
 
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a generation: the generation config's, else the model config's. May be empty."""
+    """The tokens that end a generation: the generation config's, else the model config's. May be
+    empty.
+    """
     configs = (model.generation_config, model.config)
     eos = [getattr(config, "eos_token_id", None) for config in configs]
     return end_tokens(str(model.name_or_path), eos[1] if eos[0] is None else eos[0])
@@ -227,12 +298,18 @@ def text_config(model: PreTrainedModel) -> Any:
 def context_length(model: PreTrainedModel) -> int | None:
     """How many tokens the model's positions reach, or None if its config does not say.
 
-    For longrope, whose frequencies change beyond the pretrained context, it is that context: cached keys would have to
-    be computed again.
+    For longrope, whose frequencies change beyond the pretrained context, it is that context: cached
+    keys would have to be computed again.
     """
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    values = [rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None]
-    values += [getattr(model.config, key, None) for key in ("max_position_embeddings", "n_positions")]
+    values = [
+        rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope"
+        else None
+    ]
+    values += [
+        getattr(model.config, key, None) for key in ("max_position_embeddings", "n_positions")
+    ]
     return next((value for value in values if isinstance(value, int)), None)
 
 
@@ -245,29 +322,40 @@ def check_tokenizer(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> 
     """Raise InputError if the tokenizer knows tokens that the model `name` does not."""
     if len(tokenizer) > vocabulary_size(model):
         sizes = f"{vocabulary_size(model)} tokens, fewer than the tokenizer's {len(tokenizer)}"
-        raise InputError(f"{name}: its vocabulary has {sizes}; use the tokenizer that the model was trained with")
+        raise InputError(
+            f"{name}: its vocabulary has {sizes}; use the tokenizer that the model was trained with"
+        )
 
 
 MemoryKind = Literal["cuda", "process_rss"]
 
 
 def peak_memory(device: torch.device | str) -> tuple[int, MemoryKind]:
-    """The most bytes held at once since the process began or `reset_peak_memory`, and what they were measured of.
+    """The most bytes held at once since the process began or `reset_peak_memory`, and what they
+    were measured of.
 
-    "cuda": PyTorch's tensors on that device. "process_rss": resident memory of the process, for any other device.
+    "cuda": PyTorch's tensors on that device. "process_rss": resident memory of the process, for any
+    other device.
     """
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "cuda"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024, "process_rss"  # macOS counts bytes, Linux KiB
+    return (
+        peak if sys.platform == "darwin" else peak * 1024,
+        "process_rss",
+    )  # macOS counts bytes, Linux KiB
 
 
 def reset_peak_memory(device: torch.device | str) -> None:
-    """Count the peak from what is held now. Outside Linux the peak of a process cannot be reset and stays."""
+    """Count the peak from what is held now. Outside Linux the peak of a process cannot be reset and
+    stays.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(OSError):  # no /proc (macOS), or one that is mounted read-only (some containers)
+        with contextlib.suppress(
+            OSError
+        ):  # no /proc (macOS), or one that is mounted read-only (some containers)
             Path("/proc/self/clear_refs").write_text("5")

@@ -14,14 +14,16 @@
 
         def __post_init__(self) -> None:
             if ...:
-                raise InputError("beta: needs --objective jsd")  # rules across fields; begin with the key
+                raise InputError("beta: needs --objective jsd")  # rules across fields; begin with
+                the key
 
     config, as_json = command_line.parse(TrainConfig, "train", argv)
 
-`@options` makes a frozen, keyword-only pydantic dataclass. Wrong values are an InputError of one line, from Python too.
-The docstring under a field is its help. `Rare[...]` hides an option from `--help` (`--help=all` shows it);
-`NotIdentity[...]` marks an option that does not change the result. The first sentence of an inherited or nested class
-is the heading of its section. `Annotated[dict[str, Any], Given(DistillConfig)]` nests another config's options.
+`@options` makes a frozen, keyword-only pydantic dataclass. Wrong values are an InputError of one
+line, from Python too. The docstring under a field is its help. `Rare[...]` hides an option from
+`--help` (`--help=all` shows it); `NotIdentity[...]` marks an option that does not change the
+result. The first sentence of an inherited or nested class is the heading of its section.
+`Annotated[dict[str, Any], Given(DistillConfig)]` nests another config's options.
 """
 
 import dataclasses
@@ -52,12 +54,16 @@ class Given:
     without: fields that the outer config sets. shown: options for the short --help.
     """
 
-    def __init__(self, *configs: type, without: Sequence[str] = (), shown: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *configs: type, without: Sequence[str] = (), shown: Sequence[str] = ()
+    ) -> None:
         self.configs, self.without, self.shown = configs, without, shown
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         """Check the values by the types of the configs; a null leaves the option open."""
-        partial: Any = Annotated[partial_of(self.configs, self.without), BeforeValidator(_without_nulls)]
+        partial: Any = Annotated[
+            partial_of(self.configs, self.without), BeforeValidator(_without_nulls)
+        ]
         return handler.generate_schema(partial)
 
 
@@ -72,7 +78,9 @@ def partial_of(configs: Sequence[Any], without: Sequence[str] = ()) -> Any:
     types: dict[str, Any] = {}
     for config in configs:
         hints = typing.get_type_hints(config, include_extras=True)
-        for name in [field.name for field in dataclasses.fields(config) if field.name not in without]:
+        for name in [
+            field.name for field in dataclasses.fields(config) if field.name not in without
+        ]:
             group, _ = _split(hints[name])
             types[name] = partial_of([group]) if dataclasses.is_dataclass(group) else hints[name]
     partial: Any = TypedDict("partial", types, total=False)  # type: ignore[misc]
@@ -104,7 +112,9 @@ Text = Annotated[str, Field(min_length=1)]
 Out = Annotated[Text, AfterValidator(os.path.expanduser)]
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,)
+)
 def options(cls: type[C]) -> type[C]:
     """Make a configuration class of a command or a group; see the module."""
     decorated: Any = pydantic.dataclasses.dataclass(
@@ -124,10 +134,14 @@ def options(cls: type[C]) -> type[C]:
 
 
 def configured(cls: type[C], config: C | None, given: dict[str, Any]) -> C:
-    """The configuration of a call: made of the given options, or `config` with these laid over it."""
+    """The configuration of a call: made of the given options, or `config` with these laid over
+    it.
+    """
     if config is None:
         return cls(**given)
-    return typing.cast(C, dataclasses.replace(typing.cast(Any, config), **given)) if given else config
+    return (
+        typing.cast(C, dataclasses.replace(typing.cast(Any, config), **given)) if given else config
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -179,9 +193,13 @@ class SamplingOptions:
     top_k: AtLeast0 | None = None
     """Keep the k most probable tokens; 0 keeps all. Default: generation_config.json, else 0."""
     top_p: TopP | None = None
-    """Keep the smallest set of tokens with this mass; 1 keeps all. Default: generation_config.json, else 1."""
+    """Keep the smallest set of tokens with this mass; 1 keeps all. Default: generation_config.json,
+    else 1.
+    """
     min_p: Rare[Share | None] = None
-    """Keep tokens of at least this share of the greatest probability. Default: generation_config.json, else 0."""
+    """Keep tokens of at least this share of the greatest probability. Default:
+    generation_config.json, else 0.
+    """
 
 
 @options
@@ -206,7 +224,9 @@ class RunOptions:
 
 @dataclasses.dataclass
 class Option:
-    """One option of a command, with dotted key, for parsing, help, completion and the documentation."""
+    """One option of a command, with dotted key, for parsing, help, completion and the
+    documentation.
+    """
 
     key: str
     hint: Any
@@ -222,18 +242,26 @@ class Option:
         item = parts(typing.get_args(item)[0])[0] if self.many else item
         self.switch = item is bool  # whether it may stand without a value
         self.choices = list(typing.get_args(item)) if typing.get_origin(item) is Literal else []
-        self.kind = "|".join(self.choices) or {int: "N", float: "F", bool: "true|false"}.get(item, "TEXT")
+        self.kind = "|".join(self.choices) or {int: "N", float: "F", bool: "true|false"}.get(
+            item, "TEXT"
+        )
 
     @property
     def default_text(self) -> str:
         """The default as it is typed; empty if there is nothing to say."""
         if isinstance(self.default, list):
             return " ".join(map(str, self.default))
-        return "" if self.default is None else str(self.default).replace("True", "true").replace("False", "false")
+        return (
+            ""
+            if self.default is None
+            else str(self.default).replace("True", "true").replace("False", "false")
+        )
 
 
 def options_of(cls: type) -> list[Option]:
-    """Every option of a configuration class: its own first, then those it inherits, then nested groups."""
+    """Every option of a configuration class: its own first, then those it inherits, then nested
+    groups.
+    """
     return sorted(_walk(cls), key=lambda option: "." in option.key)
 
 
@@ -244,7 +272,11 @@ def _walk(
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for owner in cls.__mro__:
         helps = _field_docstrings(owner)
-        for name in [name for name in inspect.get_annotations(owner) if name in fields and name not in without]:
+        for name in [
+            name
+            for name in inspect.get_annotations(owner)
+            if name in fields and name not in without
+        ]:
             hint, marks = _split(hints[name])
             is_rare = rare or "rare" in marks
             is_identity = same and "not identity" not in marks
@@ -253,25 +285,39 @@ def _walk(
                 yield from _walk(typing.cast(type, hint), f"{prefix}{name}.", is_rare, is_identity)
                 continue
             if given := next((mark for mark in marks if isinstance(mark, Given)), None):
-                for option in [o for c in given.configs for o in _walk(c, f"{name}.", rare, same, given.without)]:
+                for option in [
+                    o
+                    for c in given.configs
+                    for o in _walk(c, f"{name}.", rare, same, given.without)
+                ]:
                     shown = option.key.partition(".")[2] in given.shown
                     yield dataclasses.replace(option, default=None, rare=not shown)
                 continue
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            section = "Options" if owner is cls and not prefix else _summary(owner if not prefix else cls)
-            yield Option(f"{prefix}{name}", hint, default, helps.get(name, ""), section, is_rare, is_identity)
+            section = (
+                "Options" if owner is cls and not prefix else _summary(owner if not prefix else cls)
+            )
+            yield Option(
+                f"{prefix}{name}", hint, default, helps.get(name, ""), section, is_rare, is_identity
+            )
 
 
 def _split(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """A type without its outer marks, and the marks."""
-    return (hint.__origin__, hint.__metadata__) if typing.get_origin(hint) is Annotated else (hint, ())
+    return (
+        (hint.__origin__, hint.__metadata__) if typing.get_origin(hint) is Annotated else (hint, ())
+    )
 
 
 def parts(hint: Any) -> list[Any]:
     """The members of a union, without bounds."""
     plain, _ = _split(hint)
     is_union = typing.get_origin(plain) in (Union, UnionType)
-    return [part for member in typing.get_args(plain) for part in parts(member)] if is_union else [plain]
+    return (
+        [part for member in typing.get_args(plain) for part in parts(member)]
+        if is_union
+        else [plain]
+    )
 
 
 @functools.cache
@@ -280,7 +326,10 @@ def _field_docstrings(cls: type) -> dict[str, str]:
 
     if not dataclasses.is_dataclass(cls):
         return {}
-    return {item.arg_name: " ".join((item.description or "").split()) for item in parse_from_object(cls).params}
+    return {
+        item.arg_name: " ".join((item.description or "").split())
+        for item in parse_from_object(cls).params
+    }
 
 
 def _summary(cls: type) -> str:
@@ -290,7 +339,9 @@ def _summary(cls: type) -> str:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """The options that decide what a run makes, as plain values without secrets: all but those marked `NotIdentity`."""
+    """The options that decide what a run makes, as plain values without secrets: all but those
+    marked `NotIdentity`.
+    """
     values: dict[str, Any] = {}
     plain = without_secrets(dataclasses.asdict(config))
     for option in options_of(type(config)):
@@ -325,7 +376,9 @@ def reason_of(error: ValidationError) -> tuple[str, str]:
         return line.partition(":")[0].removeprefix("--").split()[0], line
     got = "null" if first["input"] is None else repr(first["input"])[:200]
     # Pydantic's "Input should be a valid number, unable to parse string as a number" says it twice.
-    text = re.sub(r", (unable to|got a number with) .*", "", first["msg"].removeprefix("Value error, "))
+    text = re.sub(
+        r", (unable to|got a number with) .*", "", first["msg"].removeprefix("Value error, ")
+    )
     return key, f"{key}: {text.replace('Input should', 'must', 1)}" + (
         "" if "missing" in first["type"] else f", got {got}"
     )

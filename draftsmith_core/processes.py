@@ -1,6 +1,8 @@
-"""The processes that a launcher started: which one this is, work for one of them, SIGTERM and Ctrl-C, and threads.
+"""The processes that a launcher started: which one this is, work for one of them, SIGTERM and
+Ctrl-C, and threads.
 
-Nothing heavy is imported until processes meet, so that commands can ask who they are before they load torch.
+Nothing heavy is imported until processes meet, so that commands can ask who they are before they
+load torch.
 """
 
 import contextlib
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 T = TypeVar("T")
-# `ddp`: every process has a whole copy of the weights. `zero`: DeepSpeed, whose config names the stage.
+# `ddp`: every process has a whole copy of the weights. `zero`: DeepSpeed, whose config names the
+# stage.
 Sharing = Literal["single", "ddp", "zero", "fsdp"]
 _FSDP, _HIDDEN_FSDP = "ACCELERATE_USE_FSDP", "DRAFTSMITH_USE_FSDP"
 # Whether the main process is in `from_main`.
@@ -34,7 +37,9 @@ _others_wait = False
 
 
 class Terminated(SystemExit):
-    """SIGTERM arrived; the command has kept what it could. Exit code 128 + 15, as a shell reports it."""
+    """SIGTERM arrived; the command has kept what it could. Exit code 128 + 15, as a shell reports
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__(143)
@@ -42,10 +47,12 @@ class Terminated(SystemExit):
 
 @dataclass
 class StopSignal:
-    """Whether SIGTERM or Ctrl-C arrived. While `held` is true it only sets `asked`; otherwise the program ends at once.
+    """Whether SIGTERM or Ctrl-C arrived. While `held` is true it only sets `asked`; otherwise the
+    program ends at once.
 
-    asked: number of the signal that this process received, 0 for none. agreed: whether all processes know that one of
-    them received a signal. A second Ctrl-C ends the program at once even while `held`.
+    asked: number of the signal that this process received, 0 for none. agreed: whether all
+    processes know that one of them received a signal. A second Ctrl-C ends the program at once even
+    while `held`.
     """
 
     held: bool = False
@@ -81,11 +88,16 @@ def say(line: str) -> None:
 def require_single_process(command: str) -> None:
     """Raise InputError if a command that runs in one process was launched in several."""
     if launched() > 1:
-        raise InputError(f"runs in one process, but {launched()} were launched; call `draftsmith {command}` directly")
+        raise InputError(
+            f"runs in one process, but {launched()} were launched; call `draftsmith {command}` "
+            "directly"
+        )
 
 
 def launcher_request() -> Sharing:
-    """How processes share weights, by accelerate's variables. Unset unsupported ones, with a warning."""
+    """How processes share weights, by accelerate's variables. Unset unsupported ones, with a
+    warning.
+    """
     for variable, advice in _UNSUPPORTED.items():
         if os.environ.pop(variable, "no").lower() not in ("no", "false", ""):
             say(f"warning: ignoring the launcher's {advice}")
@@ -110,10 +122,11 @@ def _true(variable: str) -> bool:
 
 @contextmanager
 def without_fsdp_variable() -> Iterator[None]:
-    """Hide the launcher's request for FSDP from transformers and accelerate, but not from `launcher_request`.
+    """Hide the launcher's request for FSDP from transformers and accelerate, but not from
+    `launcher_request`.
 
-    With the variable set, transformers loads weights on the first process of a machine only, and accelerate applies
-    parts of FSDP by itself. `train.parallel` applies all of it instead.
+    With the variable set, transformers loads weights on the first process of a machine only, and
+    accelerate applies parts of FSDP by itself. `train.parallel` applies all of it instead.
     """
     value = os.environ.pop(_FSDP, None)
     if value is not None:
@@ -128,8 +141,9 @@ def without_fsdp_variable() -> Iterator[None]:
 def process_group_options(on_cpu: bool) -> dict[str, Any]:
     """Arguments for accelerate's process group; empty for one process.
 
-    The timeout is long, because one process may generate or tokenise for hours while the others wait at a barrier.
-    Without a backend, CPU processes that were launched together can each start as a group of one.
+    The timeout is long, because one process may generate or tokenise for hours while the others
+    wait at a barrier. Without a backend, CPU processes that were launched together can each start
+    as a group of one.
     """
     if launched() == 1 and not _true("ACCELERATE_USE_DEEPSPEED"):
         return {}
@@ -137,14 +151,21 @@ def process_group_options(on_cpu: bool) -> dict[str, Any]:
 
 
 def interruptible() -> contextlib.AbstractContextManager[None]:
-    """Let Ctrl-C and SIGTERM end a process that waits for others. torch would block until its timeout of 12 hours."""
+    """Let Ctrl-C and SIGTERM end a process that waits for others. torch would block until its
+    timeout of 12 hours.
+    """
     return _handled_by(signal.SIG_DFL) if launched() > 1 else contextlib.nullcontext()
 
 
 @contextmanager
 def _handled_by(handler: Any) -> Iterator[None]:
-    numbers = [signal.SIGTERM, signal.SIGINT] if threading.current_thread() is threading.main_thread() else []
-    # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored for them.
+    numbers = (
+        [signal.SIGTERM, signal.SIGINT]
+        if threading.current_thread() is threading.main_thread()
+        else []
+    )
+    # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored for
+    # them.
     numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
@@ -155,7 +176,9 @@ def _handled_by(handler: Any) -> Iterator[None]:
 
 
 def join_processes(device: str) -> "PartialState":
-    """Join the process group and return its state; RunError if not all processes that were launched are in it."""
+    """Join the process group and return its state; RunError if not all processes that were launched
+    are in it.
+    """
     from accelerate import PartialState
 
     from draftsmith_core.models import resolve_device
@@ -168,7 +191,9 @@ def join_processes(device: str) -> "PartialState":
 
 
 def leave_processes() -> None:
-    """Leave the process group, if there is one: one that outlives the interpreter aborts the process."""
+    """Leave the process group, if there is one: one that outlives the interpreter aborts the
+    process.
+    """
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
@@ -177,10 +202,16 @@ def leave_processes() -> None:
 
 def check_process_count(count: int) -> None:
     """Raise RunError unless as many processes found each other as were launched."""
-    # Asked for several CPU processes without --multi_gpu, `accelerate launch` sets their address but starts only one.
-    only_one = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
+    # Asked for several CPU processes without --multi_gpu, `accelerate launch` sets their address
+    # but starts only one.
+    only_one = {
+        "ACCELERATE_MIXED_PRECISION",
+        "MASTER_ADDR",
+    } <= os.environ.keys() and "WORLD_SIZE" not in os.environ
     if only_one or count != launched():
-        raise RunError(f"only {count} of the processes found each other; launch with --multi_gpu, on CPUs too")
+        raise RunError(
+            f"only {count} of the processes found each other; launch with --multi_gpu, on CPUs too"
+        )
 
 
 def on_main(work: Callable[[], object]) -> None:
@@ -193,10 +224,11 @@ def on_main(work: Callable[[], object]) -> None:
 
 
 def from_main(work: Callable[[], T]) -> T:
-    """Run `work` on the main process while the others wait; return its result, or raise its error, in all of them.
+    """Run `work` on the main process while the others wait; return its result, or raise its error,
+    in all of them.
 
-    Raises what the project raises on purpose, OSError, and RunError for safetensors that cannot be read. Within `work`
-    it just runs what it is given: the other processes wait already.
+    Raises what the project raises on purpose, OSError, and RunError for safetensors that cannot be
+    read. Within `work` it just runs what it is given: the other processes wait already.
     """
     global _others_wait
     if _others_wait:
@@ -223,10 +255,12 @@ def from_main(work: Callable[[], T]) -> T:
 
 
 def divided(count: int, work: Callable[[int], T]) -> list[T]:
-    """`[work(0), ..., work(count - 1)]` in every process: each index is worked on by one of them, in turn.
+    """`[work(0), ..., work(count - 1)]` in every process: each index is worked on by one of them,
+    in turn.
 
-    All processes must call it with the same `count`; it waits for the slowest. An InputError or RunError of one process
-    is raised in all. Within `from_main`, where the others wait, the main process does it all.
+    All processes must call it with the same `count`; it waits for the slowest. An InputError or
+    RunError of one process is raised in all. Within `from_main`, where the others wait, the main
+    process does it all.
     """
     if launched() == 1 or _others_wait:
         return [work(index) for index in range(count)]
@@ -249,7 +283,9 @@ def divided(count: int, work: Callable[[int], T]) -> list[T]:
 
 @contextmanager
 def terminable() -> Iterator[StopSignal]:
-    """SIGTERM raises Terminated in the block and Ctrl-C KeyboardInterrupt; `stop.held` leaves them to the block."""
+    """SIGTERM raises Terminated in the block and Ctrl-C KeyboardInterrupt; `stop.held` leaves them
+    to the block.
+    """
     stop = StopSignal()
 
     def arrived(number: int, frame: FrameType | None) -> None:
@@ -277,7 +313,8 @@ _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of malloc.h
 def keep_freed_memory() -> None:
     """Let glibc keep freed blocks of any size for the next tensors, until the process ends.
 
-    By default it maps each large block anew, and the kernel clears its pages again: a fifth of an evaluation's time.
+    By default it maps each large block anew, and the kernel clears its pages again: a fifth of an
+    evaluation's time.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         libc = ctypes.CDLL(None)
@@ -286,11 +323,13 @@ def keep_freed_memory() -> None:
 
 
 def settle_threads(command: str, control_groups: Path = Path("/sys/fs/cgroup")) -> None:
-    """Set the variables of OpenMP that suit a command, unless the user has set them. Torch reads them once.
+    """Set the variables of OpenMP that suit a command, unless the user has set them. Torch reads
+    them once.
 
-    Waiting threads of GNU OpenMP spin for milliseconds, on cores that other threads need. Training and distillation
-    wait seldom and sleep at once; timed decoding spins for microseconds. The number of threads is that of the cores or
-    of the container's share; it does not follow the load, because another number rounds otherwise.
+    Waiting threads of GNU OpenMP spin for milliseconds, on cores that other threads need. Training
+    and distillation wait seldom and sleep at once; timed decoding spins for microseconds. The
+    number of threads is that of the cores or of the container's share; it does not follow the load,
+    because another number rounds otherwise.
     """
     if command in _WAITS and not any(name in os.environ for name in _WAITING):
         name, value = _WAITS[command]

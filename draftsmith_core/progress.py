@@ -18,8 +18,9 @@ Tick = Callable[[int], None]
 def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
     """Yield `advance(count, note)`, which reports `count` more finished units.
 
-    total: number of units, None if unknown. done: units finished before. Progress goes to standard error: a bar that
-    disappears on a terminal, a line every 15 seconds elsewhere. Of several processes only the main one reports.
+    total: number of units, None if unknown. done: units finished before. Progress goes to standard
+    error: a bar that disappears on a terminal, a line every 15 seconds elsewhere. Of several
+    processes only the main one reports.
     """
     is_terminal = sys.stderr.isatty()
     bar = tqdm(

@@ -1,17 +1,20 @@
-"""A run of a command: it locks its directory, resumes what a killed run left, and records where results come from.
+"""A run of a command: it locks its directory, resumes what a killed run left, and records where
+results come from.
 
-    with Run(out) as run:                                         # SIGTERM and Ctrl-C end the block with a note
-        ...                                                       # load and check; nothing is written yet
-        run.begin(identity(config))                               # lock; InputError if another run began here
-        answer = run.step("cells/abc.json", make)                 # the value in the file, or of make(), then written
-        part = run.step("part-00000.parquet", make)               # the file, or make(temporary path)
-        draft = run.step("start/", make)                          # the directory, or make(temporary directory)
-        with run.journal(".answers.jsonl") as journal:            # rows appended one by one
+    with Run(out) as run:                                         # SIGTERM and Ctrl-C end the block
+    with a note
+        ...                                                       # load and check; nothing is
+        written yet run.begin(identity(config))                               # lock; InputError if
+        another run began here answer = run.step("cells/abc.json", make)                 # the value
+        in the file, or of make(), then written part = run.step("part-00000.parquet", make)
+        # the file, or make(temporary path) draft = run.step("start/", make)
+        # the directory, or make(temporary directory) with run.journal(".answers.jsonl") as journal:
+        # rows appended one by one
             journal.rows, journal.append(row)
 
-A step is written whole (temporary name, fsync, rename), so the next run finds each step finished or missing. With
-several processes, `who` says which of them make a step: "main" (the others wait), "all" (every process calls `make`,
-the main one writes) or "each" (the calling process, by itself).
+A step is written whole (temporary name, fsync, rename), so the next run finds each step finished or
+missing. With several processes, `who` says which of them make a step: "main" (the others wait),
+"all" (every process calls `make`, the main one writes) or "each" (the calling process, by itself).
 """
 
 import contextlib
@@ -44,7 +47,14 @@ from draftsmith_core.io import (
     write_json_atomic,
     writing,
 )
-from draftsmith_core.processes import StopSignal, Terminated, from_main, on_main, terminable, without_fsdp_variable
+from draftsmith_core.processes import (
+    StopSignal,
+    Terminated,
+    from_main,
+    on_main,
+    terminable,
+    without_fsdp_variable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -69,23 +79,34 @@ class Run:
         self._stack.enter_context(without_fsdp_variable())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if isinstance(error, KeyboardInterrupt | Terminated):
             error.add_note("run the same command again to resume")
         self._stack.close()
 
-    def begin(self, identity: Mapping[str, Any] | None = None, records: Sequence[str] = ("run.json",)) -> bool:
-        """Lock `out` and, given an identity, claim it; return whether this resumes a run. See `hold` and `claim`."""
+    def begin(
+        self, identity: Mapping[str, Any] | None = None, records: Sequence[str] = ("run.json",)
+    ) -> bool:
+        """Lock `out` and, given an identity, claim it; return whether this resumes a run. See
+        `hold` and `claim`.
+        """
         self._stack.enter_context(hold(self.out, file=self._file))
         if identity is not None:
             self.resumed = from_main(lambda: claim(self.out, identity, records))
         return self.resumed
 
-    def step(self, name: str, make: Callable[..., Any], *, who: Literal["main", "all", "each"] = "main") -> Any:
+    def step(
+        self, name: str, make: Callable[..., Any], *, who: Literal["main", "all", "each"] = "main"
+    ) -> Any:
         """Return the finished step `name`, or make it.
 
-        If `name` ends in `.json`, save and return the value of `make()`. Otherwise `make(temporary)` fills the file or
-        directory (`NAME/`), and its path is returned.
+        If `name` ends in `.json`, save and return the value of `make()`. Otherwise
+        `make(temporary)` fills the file or directory (`NAME/`), and its path is returned.
         """
         path, is_json = self.directory / name, name.endswith(".json")
 
@@ -97,7 +118,10 @@ class Run:
                 with writing(path):
                     write_json_atomic(path, value)
             else:
-                with writing(path), (atomic_dir if name.endswith("/") else atomic_file)(path) as temporary:
+                with (
+                    writing(path),
+                    (atomic_dir if name.endswith("/") else atomic_file)(path) as temporary,
+                ):
                     make(temporary)
 
         if who == "each":
@@ -110,12 +134,16 @@ class Run:
         return read_json_value(path, "a finished step") if is_json else path
 
     def journal(self, name: str, head: Any = None) -> "Journal":
-        """Open a file of rows that are appended one by one. A journal with another `head` is started anew."""
+        """Open a file of rows that are appended one by one. A journal with another `head` is
+        started anew.
+        """
         return Journal(self.directory / name, head)
 
 
 class Journal(contextlib.AbstractContextManager["Journal"]):
-    """JSON rows in a file. `rows` has those of an earlier run; a line that a kill cut short is dropped."""
+    """JSON rows in a file. `rows` has those of an earlier run; a line that a kill cut short is
+    dropped.
+    """
 
     def __init__(self, path: Path, head: Any) -> None:
         self.path = path
@@ -150,10 +178,12 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
 @contextmanager
 def hold(out: Path, *, file: bool = False) -> Iterator[None]:
-    """Lock the directory (or `file`) `out` while the block runs; make the directory if it is missing.
+    """Lock the directory (or `file`) `out` while the block runs; make the directory if it is
+    missing.
 
-    Every process of a launch calls it, and the main one locks. The lock is the kernel's, so it ends with its process.
-    If another run holds the lock, raise InputError in every process, with its host and process id.
+    Every process of a launch calls it, and the main one locks. The lock is the kernel's, so it ends
+    with its process. If another run holds the lock, raise InputError in every process, with its
+    host and process id.
     """
     path = out.with_name(f".{out.name}.lock") if file else out / ".lock"
     descriptors: list[int] = []
@@ -166,9 +196,15 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
         except BlockingIOError:
             holder = os.pread(descriptors[0], 4096, 0).decode(errors="replace") or "another run"
             os.close(descriptors.pop())
-            raise InputError(f"--out {out}: {holder} is writing it; wait for it, or choose another --out") from None
+            raise InputError(
+                f"--out {out}: {holder} is writing it; wait for it, or choose another --out"
+            ) from None
         except OSError as error:
-            log.warning("%s: its file system has no locks (%s); start no second run there", out, error.strerror)
+            log.warning(
+                "%s: its file system has no locks (%s); start no second run there",
+                out,
+                error.strerror,
+            )
         os.ftruncate(descriptors[0], 0)
         os.pwrite(descriptors[0], f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
@@ -181,11 +217,14 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
             os.close(descriptor)
 
 
-def claim(directory: Path, identity: Mapping[str, Any], records: Sequence[str] = ("run.json",)) -> bool:
+def claim(
+    directory: Path, identity: Mapping[str, Any], records: Sequence[str] = ("run.json",)
+) -> bool:
     """Claim `directory` for this run; return whether a run of the same identity began it.
 
-    identity: everything that decides the result; JSON. records: files that may hold an identity; a new run writes the
-    last. If the identities differ, raise InputError naming the first key that differs.
+    identity: everything that decides the result; JSON. records: files that may hold an identity; a
+    new run writes the last. If the identities differ, raise InputError naming the first key that
+    differs.
     """
     remove_leftovers(directory)
     current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
@@ -194,14 +233,17 @@ def claim(directory: Path, identity: Mapping[str, Any], records: Sequence[str] =
         if differs is None:
             return True
         raise InputError(
-            f"--out {directory}: was made with other options: {differs}; choose another --out or delete the directory"
+            f"--out {directory}: was made with other options: {differs}; choose another --out or "
+            "delete the directory"
         )
     write_json_atomic(directory / records[-1], {"identity": current})
     return False
 
 
 def difference(recorded: dict[str, Any], current: dict[str, Any]) -> str | None:
-    """The first key (dotted) in which two identities differ, with both values; None if they agree."""
+    """The first key (dotted) in which two identities differ, with both values; None if they
+    agree.
+    """
     for key in sorted(recorded.keys() | current.keys()):
         a, b = recorded.get(key), current.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
@@ -209,7 +251,10 @@ def difference(recorded: dict[str, Any], current: dict[str, Any]) -> str | None:
             if inner is not None:
                 return f"{key}.{inner}".removeprefix("config.")
         elif a != b:
-            then, now = (text if len(text) <= 60 else text[:57] + "..." for text in (json.dumps(a), json.dumps(b)))
+            then, now = (
+                text if len(text) <= 60 else text[:57] + "..."
+                for text in (json.dumps(a), json.dumps(b))
+            )
             return f"{key} is {then}, now it is {now}"
     return None
 
@@ -224,18 +269,31 @@ def versions() -> dict[str, str]:
     """Versions of Python, of this project and of the libraries that decide its numbers."""
     installed = {"python": platform.python_version(), "draftsmith": draftsmith_core.__version__}
     for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # `datasets` may be absent
+        with contextlib.suppress(
+            importlib.metadata.PackageNotFoundError
+        ):  # `datasets` may be absent
             installed[package] = importlib.metadata.version(package)
     return installed
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that this code runs from, with `+` if it has changes; None outside a checkout."""
+    """Commit of the checkout that this code runs from, with `+` if it has changes; None outside a
+    checkout.
+    """
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
         return None
     try:
-        words = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+        words = [
+            "git",
+            "-C",
+            str(root),
+            "describe",
+            "--always",
+            "--exclude=*",
+            "--abbrev=12",
+            "--dirty=+",
+        ]
         return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -250,11 +308,18 @@ def _words(config: Any, prefix: str) -> list[str]:
     words = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = (
+            field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+        )
         if dataclasses.is_dataclass(value):
             words += _words(value, f"{prefix}{field.name}.")
         elif value != default:
-            words += [f"--{prefix}{field.name}", *map(str, value if isinstance(value, list) else [value])]
+            words += [
+                f"--{prefix}{field.name}",
+                *map(str, value if isinstance(value, list) else [value]),
+            ]
     return words
 
 

@@ -1,9 +1,11 @@
-"""Logits to probabilities, and probabilities to tokens: the only place where either happens (law 2).
+"""Logits to probabilities, and probabilities to tokens: the only place where either happens (law
+2).
 
 Legend: B rows, N nodes, K draws, V vocabulary; `...` any leading shape.
 
-Every random decision of the project is one float64 uniform from the CPU `torch.Generator` of its row (law 4). Drawing
-by inverse CDF from such uniforms makes a row independent of the other rows of its batch and of the device.
+Every random decision of the project is one float64 uniform from the CPU `torch.Generator` of its
+row (law 4). Drawing by inverse CDF from such uniforms makes a row independent of the other rows of
+its batch and of the device.
 """
 
 import hashlib
@@ -16,11 +18,12 @@ from draftsmith_core.settings import Sampling as Sampling
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution that is sampled from, fp32 `[..., V]`, for logits `[..., V]` of any float type.
+    """The distribution that is sampled from, fp32 `[..., V]`, for logits `[..., V]` of any float
+    type.
 
-    Greedy is one-hot at the argmax. top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`;
-    ties are broken by token id. min-p keeps tokens of at least `min_p` times the greatest probability (Nguyen et al.,
-    ICLR 2025).
+    Greedy is one-hot at the argmax. top-p keeps the smallest set of most probable tokens whose mass
+    reaches `top_p`; ties are broken by token id. min-p keeps tokens of at least `min_p` times the
+    greatest probability (Nguyen et al., ICLR 2025).
     """
     logits = logits.float()
     if sampling.greedy:
@@ -51,12 +54,16 @@ def _drop_below(p: Tensor, least: Tensor) -> Tensor:
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """sum_x min(p, q) = 1 - TV(p, q) over the last axis: the chance that a token drawn from q is accepted against p."""
+    """sum_x min(p, q) = 1 - TV(p, q) over the last axis: the chance that a token drawn from q is
+    accepted against p.
+    """
     return torch.minimum(p, q).sum(-1)
 
 
 def row_seed(seed: int, key: str) -> int:
-    """A 63-bit seed for one row: a hash of the run's seed and the row's key, not of its place in a batch."""
+    """A 63-bit seed for one row: a hash of the run's seed and the row's key, not of its place in a
+    batch.
+    """
     digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -67,17 +74,23 @@ def generator(seed: int) -> torch.Generator:
 
 
 def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
-    """float64 uniforms in [0, 1), `[B, count]` on the CPU: row b comes from `generators[b]` alone."""
+    """float64 uniforms in [0, 1), `[B, count]` on the CPU: row b comes from `generators[b]`
+    alone.
+    """
     return torch.stack([torch.rand(count, generator=g, dtype=torch.float64) for g in generators])
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
-    """One token per distribution `p` `[..., V]` (any mass above 0) from a uniform `u` `[...]`; int64 `[...]`."""
+    """One token per distribution `p` `[..., V]` (any mass above 0) from a uniform `u` `[...]`;
+    int64 `[...]`.
+    """
     return _inverse(p.cumsum(-1, dtype=torch.double), u.unsqueeze(-1)).squeeze(-1)
 
 
 def draw_with_replacement(p: Tensor, u: Tensor) -> Tensor:
-    """K independent tokens: `p` `[..., V]`, `u` `[..., K]` -> int64 `[..., K]`; -1 where `p` has no mass."""
+    """K independent tokens: `p` `[..., V]`, `u` `[..., K]` -> int64 `[..., K]`; -1 where `p` has no
+    mass.
+    """
     cdf = p.cumsum(-1, dtype=torch.double)
     return _inverse(cdf, u).masked_fill(cdf[..., -1:] <= 0, -1)
 
@@ -87,8 +100,8 @@ def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
 
     Each draw is from `p` without the tokens drawn before it. Draws beyond the support are -1.
     """
-    # Summed anew for each draw. Subtracting from one running sum would round a mass of 1e-30 to nothing, and tokens
-    # that small must keep their shares once the large ones are drawn.
+    # Summed anew for each draw. Subtracting from one running sum would round a mass of 1e-30 to
+    # nothing, and tokens that small must keep their shares once the large ones are drawn.
     left, cdf = p, p.cumsum(-1, dtype=torch.double)
     picks = []
     for k in range(u.shape[-1]):
@@ -101,22 +114,27 @@ def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
 
 
 def draw_top_and_one(p: Tensor, u: Tensor, k: int) -> Tensor:
-    """The k - 1 most probable tokens, best first, and one drawn from what `p` leaves on the others (Hu et al., ICLR
-    2025): `p` `[..., V]`, `u` `[...]` -> int64 `[..., k]`.
+    """The k - 1 most probable tokens, best first, and one drawn from what `p` leaves on the others
+    (Hu et al., ICLR 2025): `p` `[..., V]`, `u` `[...]` -> int64 `[..., k]`.
 
-    Top tokens without mass are -1, and so is the last when the top ones hold all the mass: nothing was drawn then.
+    Top tokens without mass are -1, and so is the last when the top ones hold all the mass: nothing
+    was drawn then.
     """
     best = p.topk(min(k - 1, p.shape[-1]), dim=-1)
     cdf = p.scatter(-1, best.indices, 0.0).cumsum(-1, dtype=torch.double)
     drawn = _inverse(cdf, u.unsqueeze(-1)).masked_fill(cdf[..., -1:] <= 0, -1)
     top = best.indices.masked_fill(best.values <= 0, -1)
-    return torch.cat([torch.nn.functional.pad(top, (0, k - 1 - top.shape[-1]), value=-1), drawn], dim=-1)
+    return torch.cat(
+        [torch.nn.functional.pad(top, (0, k - 1 - top.shape[-1]), value=-1), drawn], dim=-1
+    )
 
 
 def _inverse(cdf: Tensor, u: Tensor) -> Tensor:
     """The token at height `u` of running sums `cdf`: `[..., V]`, `[..., K]` -> int64 `[..., K]`."""
     total = cdf[..., -1:]
-    # u * total can round up to total, above which there is no token; the largest float below it has one.
+    # u * total can round up to total, above which there is no token; the largest float below it has
+    # one.
     point = torch.minimum(u.to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total)))
-    # Without any mass the search gives V; callers mask these, but the index must be valid until then.
+    # Without any mass the search gives V; callers mask these, but the index must be valid until
+    # then.
     return torch.searchsorted(cdf, point, right=True).clamp_(max=cdf.shape[-1] - 1)

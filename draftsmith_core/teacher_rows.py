@@ -1,12 +1,13 @@
-"""Teacher rows as they are stored: the target's likeliest tokens at each position of an answer, in few bytes.
+"""Teacher rows as they are stored: the target's likeliest tokens at each position of an answer, in
+few bytes.
 
 One value of a column `teacher` per answer, little-endian:
 
-    K, B                       two uint16: tokens per position, blocks of 65,536 ids in the vocabulary
-    R positions, each
+    K, B                       two uint16: tokens per position, blocks of 65,536 ids in the
+    vocabulary R positions, each
         K uint16               ids in ascending order, without the number of their block
-        K float16              their natural log-probabilities, at temperature 1 over the whole vocabulary
-        1 float16              the probability of all other tokens
+        K float16              their natural log-probabilities, at temperature 1 over the whole
+        vocabulary 1 float16              the probability of all other tokens
         B - 1 uint16           how many of the ids are in block 1 or above, in block 2 or above, ...
 
 At K = 128 that is 514 bytes a token for up to 65,536 ids and 520 for up to 262,144.
@@ -31,7 +32,9 @@ _LEAST = -65504.0
 
 
 def bytes_per_token(k: int, vocabulary: int) -> int:
-    """Bytes that one position takes: `k` tokens of a vocabulary of this size, and the mass of the rest."""
+    """Bytes that one position takes: `k` tokens of a vocabulary of this size, and the mass of the
+    rest.
+    """
     return 4 * k + 2 + 2 * (_blocks(vocabulary) - 1)
 
 
@@ -42,7 +45,10 @@ def _blocks(vocabulary: int) -> int:
 def pack(ids_RK: Array, logprobs_RK: Array, tail_R: Array, vocabulary: int) -> bytes:
     """Positions as bytes; the ids of a position may come in any order, each once."""
     order = np.argsort(ids_RK, axis=-1)
-    ids_RK, logprobs_RK = np.take_along_axis(ids_RK, order, -1), np.take_along_axis(logprobs_RK, order, -1)
+    ids_RK, logprobs_RK = (
+        np.take_along_axis(ids_RK, order, -1),
+        np.take_along_axis(logprobs_RK, order, -1),
+    )
     k, blocks = ids_RK.shape[1], _blocks(vocabulary)
     above = [(ids_RK >= block * _BLOCK).sum(-1) for block in range(1, blocks)]
     whole = np.concatenate(
@@ -58,7 +64,9 @@ def pack(ids_RK: Array, logprobs_RK: Array, tail_R: Array, vocabulary: int) -> b
 
 
 def pack_likeliest(rows: Sequence[Sequence[tuple[int, float]]], vocabulary: int) -> bytes:
-    """Pack the likeliest tokens of each position, as (id, log-probability); other tokens have the rest of the mass."""
+    """Pack the likeliest tokens of each position, as (id, log-probability); other tokens have the
+    rest of the mass.
+    """
     ids_RK = np.array([[token for token, _ in row] for row in rows])
     logprobs_RK = np.array([[logprob for _, logprob in row] for row in rows])
     return pack(ids_RK, logprobs_RK, np.maximum(0, 1 - np.exp(logprobs_RK).sum(-1)), vocabulary)

@@ -1,4 +1,6 @@
-"""Text to tokens and back: chat templates for chats, and the special tokens that the tokenizer adds by itself."""
+"""Text to tokens and back: chat templates for chats, and the special tokens that the tokenizer adds
+by itself.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,11 +20,15 @@ _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 def load_tokenizer(
-    name: str, trust_remote_code: bool = False, chat_template: str | None = None, revision: str | None = None
+    name: str,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    revision: str | None = None,
 ) -> Tokenizer:
     """The tokenizer in a local directory or on the hub; InputError if there is none.
 
-    chat_template: a Jinja file that takes the place of the chat template that comes with the tokenizer.
+    chat_template: a Jinja file that takes the place of the chat template that comes with the
+    tokenizer.
     """
     quiet()
     check_source(name)
@@ -31,7 +37,11 @@ def load_tokenizer(
             name, trust_remote_code=trust_remote_code, revision=revision or "main"
         )
     except Exception as error:
-        reason = why_not(name, error) if _has_files(name) or not Path(name).is_dir() else "it holds no tokenizer.json"
+        reason = (
+            why_not(name, error)
+            if _has_files(name) or not Path(name).is_dir()
+            else "it holds no tokenizer.json"
+        )
         raise InputError(f"{name}: no tokenizer could be loaded: {reason}") from None
     if chat_template is not None:
         try:
@@ -41,8 +51,12 @@ def load_tokenizer(
     return tokenizer
 
 
-def find_tokenizer(name: str, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:
-    """`load_tokenizer`, or None: a draft may have no tokenizer of its own, and is then used with its target's."""
+def find_tokenizer(
+    name: str, trust_remote_code: bool = False, revision: str | None = None
+) -> Tokenizer | None:
+    """`load_tokenizer`, or None: a draft may have no tokenizer of its own, and is then used with
+    its target's.
+    """
     try:
         return load_tokenizer(name, trust_remote_code, revision=revision)
     except InputError as error:
@@ -56,36 +70,56 @@ def _has_files(name: str) -> bool:
 
 
 def vocabulary_sample(tokenizer: Tokenizer) -> dict[str, str]:
-    """About 128 tokens by id, spread over the vocabulary, by which another tokenizer can be compared."""
+    """About 128 tokens by id, spread over the vocabulary, by which another tokenizer can be
+    compared.
+    """
     size = len(tokenizer)
     ids = range(0, size, max(1, size // 128))
-    return {str(i): str(token) for i, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True)}
+    return {
+        str(i): str(token)
+        for i, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True)
+    }
 
 
 def check_vocabulary(tokenizer: Tokenizer, sample: dict[str, str], where: str) -> None:
-    """Raise InputError, beginning with `where`, if a token of a `vocabulary_sample` is another one here."""
+    """Raise InputError, beginning with `where`, if a token of a `vocabulary_sample` is another one
+    here.
+    """
     ids = [int(i) for i in sample if int(i) < len(tokenizer)]
     for i, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
         if token != sample[str(i)]:
-            differs = f"its token {i} is {sample[str(i)]!r}, which is {token!r} to the tokenizer of this run"
+            differs = (
+                f"its token {i} is {sample[str(i)]!r}, which is {token!r} to the tokenizer "
+                "of this run"
+            )
             raise InputError(f"{where}: {differs}; use the tokenizer of the target that wrote it")
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a plain text, with the special tokens (such as BOS) that the tokenizer adds by itself."""
+    """Tokens of a plain text, with the special tokens (such as BOS) that the tokenizer adds by
+    itself.
+    """
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    # Some tokenizers end every text with EOS. A prompt must not: the model would take it for finished.
+    # Some tokenizers end every text with EOS. A prompt must not: the model would take it for
+    # finished.
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def encode_messages(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str, tools: list[Any] | None = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    where: str,
+    tools: list[Any] | None = None,
 ) -> list[int]:
     """Tokens of a chat up to where the assistant's answer begins, by the tokenizer's chat template.
 
     Raise InputError, beginning with `where`, without a template and for a chat that it refuses.
     """
-    return list(_apply_template(tokenizer, messages, where, tools=tools, tokenize=True, return_dict=True)["input_ids"])
+    return list(
+        _apply_template(tokenizer, messages, where, tools=tools, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
+    )
 
 
 def chat_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str) -> str:
@@ -93,15 +127,20 @@ def chat_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where
     return str(_apply_template(tokenizer, messages, where, tokenize=False))
 
 
-def _apply_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str, **options: Any) -> Any:
+def _apply_template(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str, **options: Any
+) -> Any:
     where = f"{where}: key 'messages'"
     if tokenizer.chat_template is None:
-        raise InputError(f"{where}: the tokenizer has no chat template; name one with --chat_template FILE")
+        raise InputError(
+            f"{where}: the tokenizer has no chat template; name one with --chat_template FILE"
+        )
     try:
         turns = [dict(message) for message in messages]
         return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        # Besides its own errors a template raises whatever Python raises for a turn of a kind that it did not expect.
+        # Besides its own errors a template raises whatever Python raises for a turn of a kind that
+        # it did not expect.
         raise InputError(f"{where}: the chat template refuses it ({error})") from None
 
 

@@ -1,4 +1,5 @@
-"""Weights & Biases (and tensorboard, for training): runs without prompts, curves, the checkpoint as an artifact.
+"""Weights & Biases (and tensorboard, for training): runs without prompts, curves, the checkpoint as
+an artifact.
 
 Keys and tokens stay in the environment, where wandb reads them; nothing here passes or prints them.
 """
@@ -25,11 +26,14 @@ _OFFLINE = "set WANDB_MODE=offline, which needs neither account nor network"
 
 
 def check_tracker(tracker: str) -> None:
-    """Raise InputError if the tracker is not installed, or if wandb has neither an account nor offline mode."""
+    """Raise InputError if the tracker is not installed, or if wandb has neither an account nor
+    offline mode.
+    """
     if tracker == "none":
         return
     require_package(tracker, "tracker")
-    # Before several processes are connected they cannot share an error; opening the run finds a missing key then.
+    # Before several processes are connected they cannot share an error; opening the run finds a
+    # missing key then.
     if tracker == "wandb" and launched() == 1:
         import wandb
 
@@ -40,7 +44,9 @@ def check_tracker(tracker: str) -> None:
 
 @contextmanager
 def without_prompts() -> Iterator[None]:
-    """Run wandb without standard input, so that it cannot wait for an answer; raise its errors as InputError."""
+    """Run wandb without standard input, so that it cannot wait for an answer; raise its errors as
+    InputError.
+    """
     import wandb
 
     stdin = sys.stdin
@@ -52,34 +58,56 @@ def without_prompts() -> Iterator[None]:
         if isinstance(error, InputError):
             raise
         # The full text of a validation error contains the value, which may be the key.
-        reasons = [reason["msg"] for reason in error.errors()] if hasattr(error, "errors") else [one_line(error)]
-        raise InputError(f"tracker: wandb: {', '.join(reasons).rstrip('.')}; or {_OFFLINE}") from None
+        reasons = (
+            [reason["msg"] for reason in error.errors()]
+            if hasattr(error, "errors")
+            else [one_line(error)]
+        )
+        raise InputError(
+            f"tracker: wandb: {', '.join(reasons).rstrip('.')}; or {_OFFLINE}"
+        ) from None
     finally:
         sys.stdin = stdin
 
 
 def run_options(directory: Path, name: str, run_id: str, job_type: str) -> dict[str, Any]:
-    """Return the arguments of `wandb.init` beside the project; a `run_id` that was used before continues that run."""
+    """Return the arguments of `wandb.init` beside the project; a `run_id` that was used before
+    continues that run.
+    """
     import wandb
 
     directory.mkdir(parents=True, exist_ok=True)
-    # disable_git: wandb would upload uncommitted changes and the remote's address of the checkout it is started in.
+    # disable_git: wandb would upload uncommitted changes and the remote's address of the checkout
+    # it is started in.
     settings = wandb.Settings(disable_git=True)
-    options = {"dir": str(directory), "name": name, "id": run_id, "resume": "allow", "job_type": job_type}
+    options = {
+        "dir": str(directory),
+        "name": name,
+        "id": run_id,
+        "resume": "allow",
+        "job_type": job_type,
+    }
     return options | {"settings": settings}
 
 
 def start(accelerator: "Accelerator", config: Any, identity: dict[str, Any], run_dir: Path) -> None:
-    """Open the tracker of a training run, if there is one; a resumed run continues the same W&B run."""
+    """Open the tracker of a training run, if there is one; a resumed run continues the same W&B
+    run.
+    """
     if config.tracker == "wandb":
         on_main(lambda: _start_wandb(accelerator, config, identity, run_dir))
     elif config.tracker == "tensorboard":
-        # Its table of settings takes plain values only. Flush often, because a kill loses what is not flushed.
+        # Its table of settings takes plain values only. Flush often, because a kill loses what is
+        # not flushed.
         options = {"tensorboard": {"flush_secs": 10}}
-        accelerator.init_trackers("tensorboard", config={"identity": json.dumps(identity)}, init_kwargs=options)
+        accelerator.init_trackers(
+            "tensorboard", config={"identity": json.dumps(identity)}, init_kwargs=options
+        )
 
 
-def _start_wandb(accelerator: "Accelerator", config: Any, identity: dict[str, Any], run_dir: Path) -> None:
+def _start_wandb(
+    accelerator: "Accelerator", config: Any, identity: dict[str, Any], run_dir: Path
+) -> None:
     # Another directory is another run.
     run_id = hash_json([str(run_dir.resolve()), identity])[:16]
     with without_prompts():
@@ -92,8 +120,13 @@ def _start_wandb(accelerator: "Accelerator", config: Any, identity: dict[str, An
 
 
 def _catch_up(run: Any, run_dir: Path) -> None:
-    """Log the finished steps that the W&B run lacks: those not sent before a kill, and all of them when offline."""
-    last = max((int(path.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*")), default=-1)
+    """Log the finished steps that the W&B run lacks: those not sent before a kill, and all of them
+    when offline.
+    """
+    last = max(
+        (int(path.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*")),
+        default=-1,
+    )
     metrics = run_dir / "metrics.jsonl"
     for text in metrics.read_text().splitlines() if metrics.exists() else []:
         # A kill may have cut the last line short; that step is repeated.
@@ -113,8 +146,14 @@ def finish(accelerator: "Accelerator", tracker: str, record: dict[str, Any], out
             with without_prompts():
                 run.summary.update({key: record[key] for key in ("best_step", "fingerprint")})
                 # It refers to the draft's files by checksum; no weights are uploaded.
-                artifact = wandb.Artifact(f"draft-{record['fingerprint']}", type="model", metadata=record)
-                for path in sorted(path for path in out.iterdir() if path.is_file() and not path.name.startswith(".")):
+                artifact = wandb.Artifact(
+                    f"draft-{record['fingerprint']}", type="model", metadata=record
+                )
+                for path in sorted(
+                    path
+                    for path in out.iterdir()
+                    if path.is_file() and not path.name.startswith(".")
+                ):
                     artifact.add_reference(path.resolve().as_uri(), name=path.name)
                 run.log_artifact(artifact, aliases=["best"])
         except InputError as error:

@@ -1,1 +1,3 @@
-"""Measures what alignment bought, in distribution (ID) and out of it (OOD): acceptance, tokens per call and speed."""
+"""Measures what alignment bought, in distribution (ID) and out of it (OOD): acceptance, tokens per
+call and speed.
+"""

@@ -1,17 +1,23 @@
-"""Acceptance under every rule and at every depth, from one forward of target and draft over a text of the target.
+"""Acceptance under every rule and at every depth, from one forward of target and draft over a text
+of the target.
 
-Decoding a given text walks along it: below a root with n emitted tokens, the accepted token at depth d can only be the
-text's own, because accepted tokens are output. So a draft language model, which at depth d has read d of its own
-tokens, has read the text: its teacher-forced distribution is exactly the one it drafts from, without bias. Medusa's and
-Hydra's heads and EAGLE's own features are unrolled to their depth from every root.
+Decoding a given text walks along it: below a root with n emitted tokens, the accepted token at
+depth d can only be the text's own, because accepted tokens are output. So a draft language model,
+which at depth d has read d of its own tokens, has read the text: its teacher-forced distribution is
+exactly the one it drafts from, without bias. Medusa's and Hydra's heads and EAGLE's own features
+are unrolled to their depth from every root.
 
-The chance that the text's token x was accepted as the candidate of rank k, given that x was output, is
-P(rank k accepted, token x) / p(x):
-    speculative          min(1, q(x) / p(x))                                    (Leviathan et al. 2023, theorem 3.5)
-    mcsd, specinfer      E[prod over earlier ranks of their refusal, times min(p_k(x), q_k(x))] / p(x), with p_k and q_k
-                         what earlier refusals left (Yang et al. 2024): one draw of the earlier candidates, unbiased
-    exact                P(the candidate of rank k is x), from the same draw; 0 or 1 for the most probable tokens
-Products of these along a path are unbiased because the draws of different positions are independent.
+The chance that the text's token x was accepted as the candidate of rank k, given that x was output,
+is P(rank k accepted, token x) / p(x):
+    speculative          min(1, q(x) / p(x))                                    (Leviathan et al.
+    2023, theorem 3.5) mcsd, specinfer      E[prod over earlier ranks of their refusal, times
+    min(p_k(x), q_k(x))] / p(x), with p_k and q_k
+                         what earlier refusals left (Yang et al. 2024): one draw of the earlier
+                         candidates, unbiased
+    exact                P(the candidate of rank k is x), from the same draw; 0 or 1 for the most
+    probable tokens
+Products of these along a path are unbiased because the draws of different positions are
+independent.
 
 Legend: B rows, T columns (tokens), V vocabulary, H hidden size, K ranks, D depths, N positions.
 """
@@ -50,9 +56,11 @@ class Continuation:
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Every position of some texts with one draft: what target and draft sample from there, and the draft's logits.
+    """Every position of some texts with one draft: what target and draft sample from there, and the
+    draft's logits.
 
-    start: number of the first text. places: (text, index in its continuation) of each position, in order.
+    start: number of the first text. places: (text, index in its continuation) of each position, in
+    order.
     """
 
     start: int
@@ -72,34 +80,48 @@ def draft_logits(
     depths: int,
     at: tuple[Tensor, Tensor],
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield a head's logits `[N, V]` at depth 1, 2, ... below N tokens of whole texts, -inf for tokens it lacks.
+    """Yield a head's logits `[N, V]` at depth 1, 2, ... below N tokens of whole texts, -inf for
+    tokens it lacks.
 
-    With each comes the `Network.confidence` `[N]` that a stop reads; None if it reads the token's probability.
-    At depth d, the entry of token t is for the token at t + d. It is drafted from the text up to t and from the text's
-    tokens t + 1 .. t + d - 1 as if they had been drafted. There are at most as many depths as heads, or as a block
-    drafts. `hidden_states`: the target's over the same tokens. `alone_B`: rows with a prompt of one token; only in
-    those does an EAGLE head read the first token, with a state of zeros, as in decoding. `at`: row and column of each
-    of the N tokens. Rows may be padded on the right.
+    With each comes the `Network.confidence` `[N]` that a stop reads; None if it reads the token's
+    probability. At depth d, the entry of token t is for the token at t + d. It is drafted from the
+    text up to t and from the text's tokens t + 1 .. t + d - 1 as if they had been drafted. There
+    are at most as many depths as heads, or as a block drafts. `hidden_states`: the target's over
+    the same tokens. `alone_B`: rows with a prompt of one token; only in those does an EAGLE head
+    read the first token, with a state of zeros, as in decoding. `at`: row and column of each of the
+    N tokens. Rows may be padded on the right.
     """
     states = [hidden_states[layer] for layer in head.hidden_layers]
     row_N, column_N = at
     # Beyond the end of a text there are no tokens; entries there mean nothing.
     later_BT = torch.nn.functional.pad(ids_BT, (0, depths))
-    below_NT = later_BT[row_N.unsqueeze(1), column_N.unsqueeze(1) + torch.arange(depths, device=ids_BT.device)]
+    below_NT = later_BT[
+        row_N.unsqueeze(1), column_N.unsqueeze(1) + torch.arange(depths, device=ids_BT.device)
+    ]
     if isinstance(head, BlockHead):
         first = int(column_N.min())
-        anchors_BT = torch.arange(first, ids_BT.shape[1], device=ids_BT.device).expand(len(ids_BT), -1)
+        anchors_BT = torch.arange(first, ids_BT.shape[1], device=ids_BT.device).expand(
+            len(ids_BT), -1
+        )
         drafted_NDH = head.drafted(ids_BT, states, anchors_BT)[row_N, column_N - first]
-        sure_N = head.confidence(drafted_NDH[:, 0], below_NT[:, 0], 0) if head.config.confidence else None
+        sure_N = (
+            head.confidence(drafted_NDH[:, 0], below_NT[:, 0], 0)
+            if head.config.confidence
+            else None
+        )
         for depth in range(min(depths, head.depths)):
             logits_NV = head.logits(head.raw_logits(drafted_NDH[:, depth]), below_NT[:, depth])
             if head.config.confidence and depth + 1 < min(depths, head.depths):
-                next_N = head.confidence(drafted_NDH[:, depth + 1], below_NT[:, depth + 1], depth + 1)
+                next_N = head.confidence(
+                    drafted_NDH[:, depth + 1], below_NT[:, depth + 1], depth + 1
+                )
                 sure_N = next_N if depth or sure_N is None else next_N * sure_N
             yield logits_NV, sure_N
         return
     # A head pairs each token with the state it was predicted from, one position earlier.
-    chosen_from = [torch.cat([torch.zeros_like(state[:, :1]), state[:, :-1]], dim=1) for state in states]
+    chosen_from = [
+        torch.cat([torch.zeros_like(state[:, :1]), state[:, :-1]], dim=1) for state in states
+    ]
     if isinstance(head, EagleHead | Eagle3Head):
         for features_BTH in _eagle_features(head, chosen_from, ids_BT, alone_B, depths):
             logits_NV = head.logits(features_BTH[at])
@@ -117,16 +139,21 @@ def _eagle_features(
 ) -> Iterator[Tensor]:
     """The features `[B, T, H]` under the logits at depth 1, 2, ...
 
-    At depth d, column t goes in with the token at t + d - 1, the feature it gave at depth d - 1 and the position
-    t + d - 1, and attends to the first pass up to t and to its own earlier depths (EAGLE-3, arXiv 2503.01840, 3.2).
+    At depth d, column t goes in with the token at t + d - 1, the feature it gave at depth d - 1 and
+    the position t + d - 1, and attends to the first pass up to t and to its own earlier depths
+    (EAGLE-3, arXiv 2503.01840, 3.2).
     """
     features_BTH = head.fuse(states)
     columns, cache = ids_BT.shape[1], DynamicCache()
     position_1T = torch.arange(columns, device=ids_BT.device).unsqueeze(0)
     alone_B111 = alone_B.to(ids_BT.device).view(-1, 1, 1, 1)
     # Key 0 stays visible to query 0, because attention over no key at all is NaN.
-    sees_B1TP = (position_1T <= position_1T.T) & ((position_1T > 0) | (position_1T.T == 0) | alone_B111)
-    itself_B1TT = torch.eye(columns, dtype=torch.bool, device=ids_BT.device).expand(len(ids_BT), 1, -1, -1)
+    sees_B1TP = (position_1T <= position_1T.T) & (
+        (position_1T > 0) | (position_1T.T == 0) | alone_B111
+    )
+    itself_B1TT = torch.eye(columns, dtype=torch.bool, device=ids_BT.device).expand(
+        len(ids_BT), 1, -1, -1
+    )
     for depth in range(depths):
         if depth:
             sees_B1TP = torch.cat([sees_B1TP, itself_B1TT], dim=-1)
@@ -138,31 +165,45 @@ def _eagle_features(
 def model_logits(draft: PreTrainedModel, ids_BT: Tensor, keep: int) -> Tensor:
     """Return a language model's logits `[B, keep, V]` at the last `keep` columns.
 
-    For a draft of another vocabulary they are over the target's, -inf for tokens that it does not share, each at the
-    last of the token's pieces in the draft's tokens.
+    For a draft of another vocabulary they are over the target's, -inf for tokens that it does not
+    share, each at the last of the token's pieces in the draft's tokens.
     """
     if (words := vocabulary_map(draft)) is None:
-        # The draft reads a token without embedding as its last, as in decoding. Causal attention never sees the padding
-        # on the right, so nothing need be masked.
+        # The draft reads a token without embedding as its last, as in decoding. Causal attention
+        # never sees the padding on the right, so nothing need be masked.
         ids_BT = ids_BT.to(draft.device).clamp(max=vocabulary_size(draft) - 1)
         mask_BT = torch.ones_like(ids_BT)
         out = draft(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, logits_to_keep=keep)
         return cast(Tensor, out.logits)
     pieces = [[words.in_draft[token] for token in row] for row in ids_BT.tolist()]
     rows = [torch.tensor([piece for token in row for piece in token]) for row in pieces]
-    last_BT = torch.tensor([[len(token) for token in row] for row in pieces], device=draft.device).cumsum(1) - 1
+    last_BT = (
+        torch.tensor([[len(token) for token in row] for row in pieces], device=draft.device).cumsum(
+            1
+        )
+        - 1
+    )
     ids_BS = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(draft.device)
     logits_BSV = draft(input_ids=ids_BS, use_cache=False).logits
     index = last_BT[:, -keep:].unsqueeze(2).expand(-1, -1, logits_BSV.shape[2])
     return words.to_target(logits_BSV.gather(1, index))
 
 
-def rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor, ranks: int) -> Tensor:
-    """`[N, K]`: for every rank, an unbiased draw of the chance that it was accepted with token x, given that x was
-    output. `rule`: mcsd (without replacement), specinfer (with), exact (drawn without). u: uniforms; K - 1 are used.
+def rank_chances(
+    rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor, ranks: int
+) -> Tensor:
+    """`[N, K]`: for every rank, an unbiased draw of the chance that it was accepted with token x,
+    given that x was output. `rule`: mcsd (without replacement), specinfer (with), exact (drawn
+    without). u: uniforms; K - 1 are used.
     """
     size = max(1, MAX_ELEMENTS // p_NV.shape[1])
-    parts = zip(p_NV.split(size), q_NV.split(size), x_N1.split(size), u_NK[:, : ranks - 1].split(size), strict=True)
+    parts = zip(
+        p_NV.split(size),
+        q_NV.split(size),
+        x_N1.split(size),
+        u_NK[:, : ranks - 1].split(size),
+        strict=True,
+    )
     return torch.cat([_rank_chances(rule, *part) for part in parts])
 
 
@@ -182,14 +223,18 @@ def _rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Ten
 def refusals(
     p_NV: Tensor, q_NV: Tensor, u_NK: Tensor, replace: bool = False
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Draw candidates from q and try them in turn (Yang et al. 2024, algorithm 1): for each, yield the chance `[N, 1]`
-    that it is accepted, and the p and q that its refusal leaves.
+    """Draw candidates from q and try them in turn (Yang et al. 2024, algorithm 1): for each, yield
+    the chance `[N, 1]` that it is accepted, and the p and q that its refusal leaves.
     """
     for u_N in u_NK.unbind(1):
         y_N1 = draw(q_NV, u_N).clamp(min=0).unsqueeze(1)
         p_y_N1, q_y_N1 = p_NV.gather(1, y_N1), q_NV.gather(1, y_N1)
-        drawn_N1 = q_y_N1 > 0  # false once the support of q is used up: nothing is drawn, nothing refused
-        accepted_N1 = (p_y_N1 / q_y_N1.clamp(min=torch.finfo(q_y_N1.dtype).tiny)).clamp(max=1) * drawn_N1
+        drawn_N1 = (
+            q_y_N1 > 0
+        )  # false once the support of q is used up: nothing is drawn, nothing refused
+        accepted_N1 = (p_y_N1 / q_y_N1.clamp(min=torch.finfo(q_y_N1.dtype).tiny)).clamp(
+            max=1
+        ) * drawn_N1
         p_NV = torch.where(drawn_N1, residual(p_NV, q_NV), p_NV)
         q_NV = q_NV if replace else without(q_NV, y_N1)
         yield accepted_N1, p_NV, q_NV

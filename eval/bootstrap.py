@@ -1,12 +1,12 @@
 """Ratios of sums over prompts, and the 95 % intervals a bootstrap over prompts gives them.
 
-A bootstrap of few prompts is too narrow: its variance is (n - 1) / n of what it should be, and its tails are not those
-of Student's t (Hesterberg 2015, arXiv 1411.5279, section 5.3). With 8 prompts, plain percentiles miss the truth in 11 %
-of cases instead of 5 %, with 2 in half of them. So each bound is moved away from the median: 1.29 times as far at 8
-prompts, 1.03 times at 64.
+A bootstrap of few prompts is too narrow: its variance is (n - 1) / n of what it should be, and its
+tails are not those of Student's t (Hesterberg 2015, arXiv 1411.5279, section 5.3). With 8 prompts,
+plain percentiles miss the truth in 11 % of cases instead of 5 %, with 2 in half of them. So each
+bound is moved away from the median: 1.29 times as far at 8 prompts, 1.03 times at 64.
 
-Legend: P prompts, R resamples. Prompts are resampled, because tokens of one prompt are not independent. Counts are kept
-per prompt and divided last (law 3).
+Legend: P prompts, R resamples. Prompts are resampled, because tokens of one prompt are not
+independent. Counts are kept per prompt and divided last (law 3).
 """
 
 import math
@@ -24,8 +24,8 @@ from eval.schema import Estimate
 Floats = npt.NDArray[np.float64]
 
 LEVEL = 0.95
-# A resample with a zero denominator has no value. If more than this share of them has none, the percentiles of the rest
-# would describe a different quantity, so there is no interval.
+# A resample with a zero denominator has no value. If more than this share of them has none, the
+# percentiles of the rest would describe a different quantity, so there is no interval.
 MAX_UNDEFINED = 0.05
 # Beyond this many degrees of freedom, Student's t is the normal distribution to 1e-3.
 MANY = 2000
@@ -52,15 +52,17 @@ class PromptSums:
     def mean_per_prompt(self) -> float | None:
         """Mean of the ratios of prompts that have one."""
         has = self.denominator_P > 0
-        return float((self.numerator_P[has] / self.denominator_P[has]).mean()) if has.any() else None
+        return (
+            float((self.numerator_P[has] / self.denominator_P[has]).mean()) if has.any() else None
+        )
 
 
 @dataclass(frozen=True)
 class Resamples:
     """How often each prompt occurs in each resample, `[R, P]`.
 
-    Two figures computed with one `Resamples` are paired. `sizes`: the number of prompts of each suite; suites are
-    resampled separately.
+    Two figures computed with one `Resamples` are paired. `sizes`: the number of prompts of each
+    suite; suites are resampled separately.
     """
 
     weights_RP: Floats
@@ -70,7 +72,11 @@ class Resamples:
     def widening(self) -> float:
         """Factor on the distance of a percentile from the median."""
         prompts, freedom = sum(self.sizes), sum(self.sizes) - len(self.sizes)
-        return math.sqrt(prompts / freedom) * half_width(freedom) / NormalDist().inv_cdf((1 + LEVEL) / 2)
+        return (
+            math.sqrt(prompts / freedom)
+            * half_width(freedom)
+            / NormalDist().inv_cdf((1 + LEVEL) / 2)
+        )
 
 
 # Sums of a draft and of the base on the same prompts, and the resamples of these prompts.
@@ -79,7 +85,9 @@ Gain = tuple[PromptSums, PromptSums, Resamples]
 
 @cache
 def half_width(freedom: int) -> float:
-    """Half width of a 95 % interval, in standard errors estimated with `freedom` degrees of freedom (Student's t)."""
+    """Half width of a 95 % interval, in standard errors estimated with `freedom` degrees of freedom
+    (Student's t).
+    """
     tail = (1 + LEVEL) / 2
     if freedom > MANY:
         return NormalDist().inv_cdf(tail)
@@ -102,7 +110,9 @@ def resamples(prompts: int, count: int, seed: int) -> Resamples:
 
 
 def pool_resamples(parts: Sequence[Resamples]) -> Resamples:
-    """Put suites side by side: each keeps its own resamples (stratified), their prompts are pooled."""
+    """Put suites side by side: each keeps its own resamples (stratified), their prompts are
+    pooled.
+    """
     sizes = tuple(size for part in parts for size in part.sizes)
     return Resamples(np.concatenate([part.weights_RP for part in parts], axis=1), sizes)
 
@@ -121,7 +131,11 @@ def interval(
 ) -> tuple[float | None, float | None]:
     """Interval of a resampled figure, cut to [`least`, `most`]; (None, None) if there is none."""
     defined = values_R[np.isfinite(values_R)]
-    if min(picks.sizes) < 2 or defined.size < (1 - MAX_UNDEFINED) * values_R.size or not defined.size:
+    if (
+        min(picks.sizes) < 2
+        or defined.size < (1 - MAX_UNDEFINED) * values_R.size
+        or not defined.size
+    ):
         return None, None
     low, middle, high = np.quantile(defined, [(1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2])
     low, high = (middle + picks.widening * (end - middle) for end in (low, high))
@@ -142,7 +156,9 @@ def estimate(sums: PromptSums, picks: Resamples) -> Estimate:
 
 
 def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate:
-    """Quotient of two pooled ratios on the same prompts, such as a speedup, with its paired interval."""
+    """Quotient of two pooled ratios on the same prompts, such as a speedup, with its paired
+    interval.
+    """
     a, b = above.pooled, below.pooled
     with np.errstate(divide="ignore", invalid="ignore"):
         values_R = pooled_ratios(above, picks) / pooled_ratios(below, picks)
@@ -165,13 +181,18 @@ def transfer(at_home: Gain, elsewhere: Gain) -> Estimate:
     if why_undefined(gain_id, gain_ood) is not None:
         return Estimate(value=None, low=None, high=None, n=gain_ood["n"])
     assert gain_id["value"] is not None and gain_ood["value"] is not None
-    id_R, ood_R = (pooled_ratios(new, picks) - pooled_ratios(base, picks) for new, base, picks in (at_home, elsewhere))
+    id_R, ood_R = (
+        pooled_ratios(new, picks) - pooled_ratios(base, picks)
+        for new, base, picks in (at_home, elsewhere)
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         return _estimate(gain_ood["value"] / gain_id["value"], ood_R / id_R, elsewhere[2])
 
 
 def why_undefined(gain_id: Mapping[str, Any], gain_ood: Mapping[str, Any]) -> str | None:
-    """Say why there is no transfer: a ratio to a gain that may be zero means nothing. None if there is one."""
+    """Say why there is no transfer: a ratio to a gain that may be zero means nothing. None if there
+    is one.
+    """
     if gain_id["value"] is None or gain_ood["value"] is None:
         return "a gain is undefined"
     if gain_id["low"] is None or gain_id["high"] is None:
@@ -182,16 +203,19 @@ def why_undefined(gain_id: Mapping[str, Any], gain_ood: Mapping[str, Any]) -> st
 
 
 def signs(figures: Sequence[Mapping[str, Any] | None], *, ratios: bool = False) -> list[int | None]:
-    """Return the sign of each estimate of one family: 1 or -1 at 95 %, 0 if undecided, None without an interval.
+    """Return the sign of each estimate of one family: 1 or -1 at 95 %, 0 if undecided, None without
+    an interval.
 
     ratios: compare the logarithm of each estimate, such as a speedup, with that of one.
 
-    A sign needs an interval on its side of zero, and one-sided significance under Holm's correction over the family, by
-    Student's t with the standard error that the interval implies.
+    A sign needs an interval on its side of zero, and one-sided significance under Holm's correction
+    over the family, by Student's t with the standard error that the interval implies.
     """
     known: dict[int, tuple[float, float, float, int]] = {}
     for index, figure in enumerate(figures):
-        ends: list[Any] = [None] if figure is None else [figure["value"], figure["low"], figure["high"]]
+        ends: list[Any] = (
+            [None] if figure is None else [figure["value"], figure["low"], figure["high"]]
+        )
         if figure is not None and None not in ends and not (ratios and min(ends) <= 0):
             value, low, high = map(math.log, ends) if ratios else ends
             known[index] = value, low, high, figure["n"]
@@ -199,7 +223,9 @@ def signs(figures: Sequence[Mapping[str, Any] | None], *, ratios: bool = False) 
     # A family for either side: clear losses must not make it easier to call something a gain.
     for side in (1, -1):
         p_values = [
-            student_cdf(-side * value * 2 * half_width(prompts - 1) / max(high - low, 1e-12), prompts - 1)
+            student_cdf(
+                -side * value * 2 * half_width(prompts - 1) / max(high - low, 1e-12), prompts - 1
+            )
             for value, low, high, prompts in known.values()
         ]
         for (index, (_, low, high, _)), p in zip(known.items(), holm(p_values), strict=True):

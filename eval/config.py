@@ -1,4 +1,6 @@
-"""Options of `draftsmith eval` and `draftsmith plan`, without torch. `eval.request` reads the names in them."""
+"""Options of `draftsmith eval` and `draftsmith plan`, without torch. `eval.request` reads the names
+in them.
+"""
 
 from dataclasses import field
 from pathlib import Path
@@ -53,18 +55,26 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     draft: Named
     """Drafts to compare, each MODEL or NAME=MODEL: a language model or the directory of a head."""
     id: Named
-    """Prompt sets in distribution, each PROMPTS, NAME=PROMPTS, @SUITE, or @SUITE:FILE for local rows of the suite."""
+    """Prompt sets in distribution, each PROMPTS, NAME=PROMPTS, @SUITE, or @SUITE:FILE for local
+    rows of the suite.
+    """
     ood: list[str] = field(default_factory=list)
     """Prompt sets out of distribution, written as for `id`."""
     base: str | None = None
     """Draft to compare the others with. Default: the first."""
-    temperature: Annotated[list[Temperature], Field(min_length=1)] = field(default_factory=lambda: [0.0, 1.0])  # type: ignore[assignment]
+    temperature: Annotated[list[Temperature], Field(min_length=1)] = field(
+        default_factory=lambda: [0.0, 1.0]
+    )  # type: ignore[assignment]
     """Temperatures to measure at; the report leads with the highest."""
     tree: Named = field(default_factory=lambda: ["chain:4"])
-    """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, sequoia:FILE, eagle2, opt, auto:FILE (a plan),
-    auto (the plan.json beside the first draft that is not the base), or none: alpha and predictions only."""
+    """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, sequoia:FILE, eagle2, opt,
+    auto:FILE (a plan), auto (the plan.json beside the first draft that is not the base), or none:
+    alpha and predictions only.
+    """
     verifier: list[str] = field(default_factory=list)
-    """Verifiers to decode with. Default: speculative on chains, mcsd on trees, exact on trees that grow."""
+    """Verifiers to decode with. Default: speculative on chains, mcsd on trees, exact on trees that
+    grow.
+    """
     max_prompts: AtLeast1 = 64
     """Prompts to read from each set."""
     max_new_tokens: AtLeast1 = 64
@@ -76,20 +86,29 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     bootstrap: Rare[Annotated[int, Field(ge=100)]] = 2000
     """Resamples behind every 95 % interval."""
     quantize: Quantize = "none"
-    """nf4: load the target in 4 bits with bitsandbytes. Every figure is then about the 4-bit target."""
+    """nf4: load the target in 4 bits with bitsandbytes. Every figure is then about the 4-bit
+    target.
+    """
     quantize_draft: Rare[Quantize | None] = None
     """Quantization of draft language models. Default: as `quantize`."""
     heterogeneous_vocab: Rare[bool] = False
-    """Accept draft language models of another tokenizer; they draft the tokens that both have (lossless)."""
+    """Accept draft language models of another tokenizer; they draft the tokens that both have
+    (lossless).
+    """
     strict: bool = False
-    """Turn warnings into errors: shared or trained-on prompts, oversized drafts (exit code 2), timings of a busy
-    machine (exit code 1)."""
+    """Turn warnings into errors: shared or trained-on prompts, oversized drafts (exit code 2),
+    timings of a busy machine (exit code 1).
+    """
     require: list[str] = field(default_factory=list)
-    """Requirements, such as "alpha[code] >= 0.4", "gain[id] > 0" or "speedup[code T=0 draft=jsd] > 1". They are judged
-    on 95 % bounds: the low one for > and >=, the high one for < and <=. If the brackets omit the prompt set,
-    temperature, tree or draft, all must meet it (drafts but the base). If one is not met, the exit code is 3."""
+    """Requirements, such as "alpha[code] >= 0.4", "gain[id] > 0" or "speedup[code T=0 draft=jsd] >
+    1". They are judged on 95 % bounds: the low one for > and >=, the high one for < and <=. If the
+    brackets omit the prompt set, temperature, tree or draft, all must meet it (drafts but the
+    base). If one is not met, the exit code is 3.
+    """
     tracker: Rare[Literal["none", "wandb"]] = "none"
-    """wandb: also log figures, results.json and report.html to Weights & Biases (offline with WANDB_MODE=offline)."""
+    """wandb: also log figures, results.json and report.html to Weights & Biases (offline with
+    WANDB_MODE=offline).
+    """
     project: Rare[str] = "draftsmith"
     """W&B project."""
 
@@ -105,8 +124,9 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     prompts: str
     """Prompts like those that you will serve."""
     out: NotIdentity[Out | None] = None  # type: ignore[assignment]
-    """The .json file to write; `--tree auto:FILE` of decode and eval reads it. Default: plan.json in the draft's
-    directory, which `--tree auto` reads."""
+    """The .json file to write; `--tree auto:FILE` of decode and eval reads it. Default: plan.json
+    in the draft's directory, which `--tree auto` reads.
+    """
     batch_size: AtLeast1 = 1
     """Rows that are decoded together when the plan is used."""
     max_prompts: AtLeast1 = 32
@@ -120,7 +140,10 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
 
     def __post_init__(self) -> None:
         if self.out is None and not Path(self.draft).is_dir():
-            raise InputError(f"--draft {self.draft}: is not a directory to put plan.json in; name a file with --out")
+            raise InputError(
+                f"--draft {self.draft}: is not a directory to put plan.json in; name a file with "
+                "--out"
+            )
         # The timing comes before the file is written.
         check_out(self.file, [self.prompts], file=True)
 

@@ -1,4 +1,6 @@
-"""Make the rows of results.json that explain acceptance, from the measurements of `eval.diagnose`."""
+"""Make the rows of results.json that explain acceptance, from the measurements of
+`eval.diagnose`.
+"""
 
 import math
 import unicodedata
@@ -16,7 +18,11 @@ from eval.rows import Group, Measured, Setting, joined
 from eval.schema import Estimate, Row
 
 # Properties that positions are grouped by, and the edges of their bins.
-ENTROPY, PLACE, CLASS = "entropy of the target, bits", "position in the answer", "class of the token"
+ENTROPY, PLACE, CLASS = (
+    "entropy of the target, bits",
+    "position in the answer",
+    "class of the token",
+)
 NEAR = "similarity to ID prompts"
 EDGES = {ENTROPY: (0.5, 1.5, 3.0), PLACE: (4, 16, 64), NEAR: (0.05, 0.2, 0.5)}
 # Length of the token n-grams that make two prompts similar.
@@ -27,7 +33,9 @@ LEAST_SEEN, LISTED = 5, 12
 _CODE = set("_=<>{}[]\\/|&^%$#@~*+`")
 
 
-def diagnosis_rows(setting: Setting, measured: Measured, text_of: Callable[[int], str]) -> list[Row]:
+def diagnosis_rows(
+    setting: Setting, measured: Measured, text_of: Callable[[int], str]
+) -> list[Row]:
     """Rows about all sets of a kind. `text_of` gives the text of a token."""
     similar = similarities(setting.suites)
     rows: list[Row] = []
@@ -35,29 +43,45 @@ def diagnosis_rows(setting: Setting, measured: Measured, text_of: Callable[[int]
         if group.domain != group.kind:
             continue
         diagnoses: dict[str, list[Diagnosis]] = {
-            draft: [alphas["diagnosis"] for alphas in group.parts(measured.alphas, draft)] for draft in setting.drafts
+            draft: [alphas["diagnosis"] for alphas in group.parts(measured.alphas, draft)]
+            for draft in setting.drafts
         }
         outputs = joined(group.parts(measured.baselines), "output_ids")
         near = [value for suite in group.suites for value in similar[suite.name]]
         positions = _positions(outputs, near, diagnoses[setting.base], text_of)
-        alphas = pd.DataFrame({draft: np.concatenate(joined(parts, "alpha")) for draft, parts in diagnoses.items()})
+        alphas = pd.DataFrame(
+            {draft: np.concatenate(joined(parts, "alpha")) for draft, parts in diagnoses.items()}
+        )
         parts = list(_by_part(group, positions, alphas))
         for draft, diagnosis in diagnoses.items():
             base = setting.base if draft != setting.base else None
             for name, sums in parts:
-                rows.append(group.row("alpha_by_part", draft, estimate(sums[draft], group.picks), part=name))
-                rows.append(group.row("positions_by_part", draft, sums[draft].denominator_P.sum(), part=name))
+                rows.append(
+                    group.row("alpha_by_part", draft, estimate(sums[draft], group.picks), part=name)
+                )
+                rows.append(
+                    group.row(
+                        "positions_by_part", draft, sums[draft].denominator_P.sum(), part=name
+                    )
+                )
                 if base is not None:
                     gain = difference(sums[draft], sums[base], group.picks)
                     rows.append(group.row("gain_by_part", draft, gain, part=name))
             rows += _calibration(group, draft, diagnosis)
             rows += _candidates(group, draft, diagnosis)
-            rows += _lost(group, draft, positions["text"], alphas[draft], alphas[base]) if base is not None else []
+            rows += (
+                _lost(group, draft, positions["text"], alphas[draft], alphas[base])
+                if base is not None
+                else []
+            )
     return rows
 
 
 def _positions(
-    outputs: Sequence[Sequence[int]], near: Sequence[float], base: Sequence[Diagnosis], text_of: Callable[[int], str]
+    outputs: Sequence[Sequence[int]],
+    near: Sequence[float],
+    base: Sequence[Diagnosis],
+    text_of: Callable[[int], str],
 ) -> pd.DataFrame:
     lengths = [len(output) for output in outputs]
     texts = [text_of(token) for output in outputs for token in output]
@@ -92,16 +116,29 @@ def _by_part(
             by_prompt = inside.groupby(positions["prompt"])
             count_P = by_prompt.size().reindex(prompts, fill_value=0).to_numpy(np.float64)
             sums = by_prompt.sum().reindex(prompts, fill_value=0.0)
-            yield f"{by}: {name}", {draft: PromptSums(sums[draft].to_numpy(), count_P) for draft in alphas}
+            yield (
+                f"{by}: {name}",
+                {draft: PromptSums(sums[draft].to_numpy(), count_P) for draft in alphas},
+            )
 
 
 def _lost(
-    group: Group, draft: str, texts: "pd.Series[str]", new: "pd.Series[float]", old: "pd.Series[float]"
+    group: Group,
+    draft: str,
+    texts: "pd.Series[str]",
+    new: "pd.Series[float]",
+    old: "pd.Series[float]",
 ) -> Iterator[Row]:
     """The tokens of the text at which most acceptance was lost in all, worst first."""
-    tokens = pd.DataFrame({"lost": new - old, "lost_alpha": new, "lost_base_alpha": old}).groupby(texts)
+    tokens = pd.DataFrame({"lost": new - old, "lost_alpha": new, "lost_base_alpha": old}).groupby(
+        texts
+    )
     seen = tokens.mean().assign(lost=tokens["lost"].sum(), n=tokens.size())
-    lost = seen[(seen["n"] >= LEAST_SEEN) & (seen["lost"] < 0)].sort_values("lost", kind="stable").head(LISTED)
+    lost = (
+        seen[(seen["n"] >= LEAST_SEEN) & (seen["lost"] < 0)]
+        .sort_values("lost", kind="stable")
+        .head(LISTED)
+    )
     for text, token in lost.iterrows():
         for figure in ("lost", "lost_alpha", "lost_base_alpha"):
             yield group.row(figure, draft, token[figure], part=str(text), n=int(token["n"]))
@@ -112,7 +149,9 @@ def token_class(text: str) -> str:
     bare = text.strip()
     if not bare:
         return "whitespace"
-    foreign = (ch for ch in bare if not ch.isascii() and not unicodedata.name(ch, "").startswith("LATIN"))
+    foreign = (
+        ch for ch in bare if not ch.isascii() and not unicodedata.name(ch, "").startswith("LATIN")
+    )
     if any(ch.isalpha() or ch == "\N{REPLACEMENT CHARACTER}" for ch in foreign):
         return "non-Latin"
     if any(ch.isdigit() for ch in bare):
@@ -123,11 +162,15 @@ def token_class(text: str) -> str:
 
 
 def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
-    """By set, the largest share of each prompt's token trigrams that one other ID prompt has too."""
+    """By set, the largest share of each prompt's token trigrams that one other ID prompt has
+    too.
+    """
     known = [prompt for suite in suites if suite.kind == "id" for prompt in suite.prompts]
     shares: dict[str, list[float]] = {suite.name: [] for suite in suites}
     for suite in suites:
-        for prompt, (runs, shared) in zip(suite.prompts, overlaps(known, suite.prompts, NGRAM), strict=True):
+        for prompt, (runs, shared) in zip(
+            suite.prompts, overlaps(known, suite.prompts, NGRAM), strict=True
+        ):
             others = [count for index, count in shared.items() if known[index] is not prompt]
             shares[suite.name].append(max(others, default=0) / max(1, runs))
     return shares
@@ -136,11 +179,18 @@ def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
 def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:
     sums_PB3 = np.asarray(joined(new, "confidence"), np.float64)
     pooled_B3 = sums_PB3.sum(0)
-    if group.temperature:  # at 0 the target takes one token for sure, and no confidence but 1 would be right
-        # ECE of every resample; it cannot fall below what noise within the bins makes of a calibrated draft.
+    if (
+        group.temperature
+    ):  # at 0 the target takes one token for sure, and no confidence but 1 would be right
+        # ECE of every resample; it cannot fall below what noise within the bins makes of a
+        # calibrated draft.
         ece_R = _ece(np.einsum("rp,pbc->rbc", group.picks.weights_RP, sums_PB3))
         low, high = interval(ece_R, group.picks, least=0.0, most=1.0)
-        yield group.row("ece", draft, Estimate(value=float(_ece(pooled_B3)), low=low, high=high, n=len(sums_PB3)))
+        yield group.row(
+            "ece",
+            draft,
+            Estimate(value=float(_ece(pooled_B3)), low=low, high=high, n=len(sums_PB3)),
+        )
     for tenth, (mass, sure, accepted) in enumerate(pooled_B3):
         yield group.row("drafted_mass", draft, mass, at=tenth)
         yield group.row("confidence", draft, sure / mass if mass else None, at=tenth)
@@ -156,10 +206,14 @@ def _ece(sums_B3: Any) -> Any:
 
 def _candidates(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:
     counts = [len(values) for values in joined(new, "alpha")]
-    ways: list[tuple[str, list[Any], list[int]]] = [("candidates_best", joined(new, "best"), counts)]
+    ways: list[tuple[str, list[Any], list[int]]] = [
+        ("candidates_best", joined(new, "best"), counts)
+    ]
     if group.temperature:
         ways.append(("candidates_drawn", joined(new, "drawn"), joined(new, "drawn_count")))
     for figure, sums, below in ways:
         for k in SHOWN_CANDIDATES:
-            accepted = estimate(PromptSums.of([prompt[k - 1] for prompt in sums], below), group.picks)
+            accepted = estimate(
+                PromptSums.of([prompt[k - 1] for prompt in sums], below), group.picks
+            )
             yield group.row(figure, draft, accepted, at=k)

@@ -1,4 +1,6 @@
-"""One evaluation, from its options over its measurements, each a file of OUT/cells, to results.json and the report."""
+"""One evaluation, from its options over its measurements, each a file of OUT/cells, to results.json
+and the report.
+"""
 
 import json
 import os
@@ -48,18 +50,20 @@ from eval.results import Results
 from eval.rows import Measured
 from eval.schema import ModelRow, Remark
 
-# Part of the name of every cell: raise it when a code change makes the same request measure something else.
+# Part of the name of every cell: raise it when a code change makes the same request measure
+# something else.
 MEASUREMENT_VERSION = 8
 # Figures that are logged to the tracker as tables.
 TABLES = ("alpha", "gain", "transfer", "tau", "accept", "tau_predicted", "speedup")
 
 
 def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
-    """Measure every draft on every suite, write results.json, report.html and plots/, and return the results.
+    """Measure every draft on every suite, write results.json, report.html and plots/, and return
+    the results.
 
-    Launched processes divide the prompts; results equal those of one process, except for timings, which one of them
-    takes. A killed run resumes from OUT/cells. Raise InputError before the first measurement, and RequirementError
-    after everything is written if a requirement is not met.
+    Launched processes divide the prompts; results equal those of one process, except for timings,
+    which one of them takes. A killed run resumes from OUT/cells. Raise InputError before the first
+    measurement, and RequirementError after everything is written if a requirement is not met.
     """
     config = configured(EvalConfig, config, options)
     started = time.time()
@@ -82,12 +86,16 @@ def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
         chosen = {key: getattr(resolved.sampling, key) for key in ("top_k", "top_p", "min_p")}
         given, config = config, replace(config, **chosen)
         models = {"target": model_row(config.target, pair.target)}
-        models |= {name: model_row(request.drafts[name], draft) for name, draft in pair.drafts.items()}
+        models |= {
+            name: model_row(request.drafts[name], draft) for name, draft in pair.drafts.items()
+        }
         work = Evaluation(config, check(config), suites, pair, models, run)
         notes += announce(remarks.of_models(models, config.quantize_draft), strict=config.strict)
         notes += announce(remarks.of_target(config.target, pair.target), strict=False)
         measured = measure_all(work)
-        busy = remarks.of_timing(rows.timing_conditions(measured, cpus := os.cpu_count() or 1), cpus)
+        busy = remarks.of_timing(
+            rows.timing_conditions(measured, cpus := os.cpu_count() or 1), cpus
+        )
         notes += announce(busy, strict=False)
         setting = rows.Setting(
             suites=suites,
@@ -108,7 +116,9 @@ def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
                 provenance=provenance(command_line("eval", given), asdict(config)),
                 clock=clock(started, work.reused, work.measured, pair.target),
                 remarks=notes,
-                diagnosis=diagnosis_rows(setting, measured, cache(lambda token: str(pair.tokenizer.decode([token])))),
+                diagnosis=diagnosis_rows(
+                    setting, measured, cache(lambda token: str(pair.tokenizer.decode([token])))
+                ),
             )
             Results(document, out).write()
             results = Results.load(out)
@@ -129,7 +139,9 @@ def render(directory: str | Path) -> Path:
 
 
 def without_timings(directory: str | Path) -> EvalConfig:
-    """Remove the timings of an evaluation and return its options: `evaluate` measures only them again."""
+    """Remove the timings of an evaluation and return its options: `evaluate` measures only them
+    again.
+    """
     config = EvalConfig(**{**Results.load(directory).document["config"], "out": str(directory)})
     for cell in Path(directory).glob("cells/*.json"):
         if "one_level" in json.loads(cell.read_text(encoding="utf-8")):
@@ -138,7 +150,10 @@ def without_timings(directory: str | Path) -> EvalConfig:
 
 
 def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], LoadedPair, list[Remark]]:
-    how = {"quantize_draft": config.quantize_draft, "heterogeneous_vocab": config.heterogeneous_vocab}
+    how = {
+        "quantize_draft": config.quantize_draft,
+        "heterogeneous_vocab": config.heterogeneous_vocab,
+    }
     suites, pair = load(config, request.drafts, request.id_sets, request.ood_sets, **how)
     for name, draft in pair.drafts.items():
         try:
@@ -149,7 +164,10 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
     prompts = [prompt.ids for suite in suites for prompt in suite.prompts]
     for name, draft in pair.drafts.items():
         if isinstance(draft, PreTrainedModel) and (words := vocabulary_map(draft)) is not None:
-            say(f"eval: draft {name} has another tokenizer: of the prompts {words.coverage(prompts)}")
+            say(
+                f"eval: draft {name} has another tokenizer: of the prompts "
+                f"{words.coverage(prompts)}"
+            )
     if cut := [suite.name for suite in suites if suite.more]:
         say(f"eval: {', '.join(cut)}: using the first {config.max_prompts} rows (--max_prompts)")
     notes = remarks.of_prompts(suites) + remarks.of_training(request.drafts, suites)
@@ -157,14 +175,19 @@ def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], Loaded
 
 
 def track(config: EvalConfig, results: Results) -> None:
-    """Log the results to the tracker, if there is one; the same evaluation again is the same W&B run."""
+    """Log the results to the tracker, if there is one; the same evaluation again is the same W&B
+    run.
+    """
     if config.tracker == "none":
         return
     import wandb
 
     document, out = results.document, results.directory
     models = {
-        name: {key: row[key] for key in ("name", "kind", "fingerprint", "parameters", "dtype", "quantize")}
+        name: {
+            key: row[key]
+            for key in ("name", "kind", "fingerprint", "parameters", "dtype", "quantize")
+        }
         for name, row in document["models"].items()
     }
     settings = {**document["config"], "models": models}
@@ -176,17 +199,30 @@ def track(config: EvalConfig, results: Results) -> None:
             known = {row["figure"] for row in document["rows"]}
             frames = {f"tables/{name}": results.to_frame(name) for name in TABLES if name in known}
             run.log({name: wandb.Table(dataframe=frame) for name, frame in frames.items()})
-            run.log({f"figures/{png.stem}": wandb.Image(str(png)) for png in sorted((out / "plots").glob("*.png"))})
+            run.log(
+                {
+                    f"figures/{png.stem}": wandb.Image(str(png))
+                    for png in sorted((out / "plots").glob("*.png"))
+                }
+            )
 
 
 def figures(results: Results) -> dict[str, float]:
-    """Every figure under one flat name, such as `alpha/mine/prose/T1` or `tau/mine/ood/T0/chain:4/speculative`.
+    """Every figure under one flat name, such as `alpha/mine/prose/T1` or
+    `tau/mine/ood/T0/chain:4/speculative`.
 
     Figures that are not defined are left out.
     """
     named: dict[str, float] = {}
     for row in results.rows("alpha", "gain", "tau", "speedup", "transfer"):
-        words = (row["figure"], row["draft"], row["domain"], f"T{row['temperature']:g}", row["tree"], row["verifier"])
+        words = (
+            row["figure"],
+            row["draft"],
+            row["domain"],
+            f"T{row['temperature']:g}",
+            row["tree"],
+            row["verifier"],
+        )
         if row["value"] is not None:
             named["/".join(filter(None, words))] = row["value"]
     return named
@@ -194,10 +230,11 @@ def figures(results: Results) -> dict[str, float]:
 
 @dataclass
 class Evaluation:
-    """What all measurements of an evaluation share, and the number of cells `reused` and `measured`.
+    """What all measurements of an evaluation share, and the number of cells `reused` and
+    `measured`.
 
-    A cell is a finished measurement: a JSON file named by the hash of everything that decides its outcome. Cells of
-    other configurations stay, and are reused when that configuration comes back.
+    A cell is a finished measurement: a JSON file named by the hash of everything that decides its
+    outcome. Cells of other configurations stay, and are reused when that configuration comes back.
     """
 
     config: EvalConfig
@@ -225,7 +262,8 @@ class Evaluation:
     ) -> Any:
         """Return the stored outcome, or store and return that of `make(tick)`.
 
-        decides: everything that decides the outcome. units: of progress, under `note`. who: as in `Run.step`.
+        decides: everything that decides the outcome. units: of progress, under `note`. who: as in
+        `Run.step`.
         """
 
         def tick(count: int) -> None:
@@ -249,10 +287,14 @@ class Evaluation:
             "seed": self.config.seed,
         }
 
-    def task(self, suite: Suite, sampling: Sampling, prompts: int | None = None, batch_size: int = 1) -> Task:
+    def task(
+        self, suite: Suite, sampling: Sampling, prompts: int | None = None, batch_size: int = 1
+    ) -> Task:
         target, config = self.pair.target, self.config
         rows = suite.prompts[:prompts]
-        return Task(target, rows, sampling, eos_ids(target), config.max_new_tokens, config.seed, batch_size)
+        return Task(
+            target, rows, sampling, eos_ids(target), config.max_new_tokens, config.seed, batch_size
+        )
 
 
 def _cell_name(decides: dict[str, Any]) -> str:
@@ -260,12 +302,17 @@ def _cell_name(decides: dict[str, Any]) -> str:
 
 
 def measure_all(work: Evaluation) -> Measured:
-    """Measure everything that the request asks for. The clock comes last, when everything is warm."""
+    """Measure everything that the request asks for. The clock comes last, when everything is
+    warm.
+    """
     drafts, methods = len(work.pair.drafts), len(work.request.methods)
     timed = work.config.speed_prompts if methods else 0
     parts = [(suite, sampling) for suite in work.suites for sampling in work.request.samplings]
     counted, clocked = 1 + drafts * (1 + methods), 1 + drafts * methods
-    total = sum(len(suite.prompts) * counted + min(timed, len(suite.prompts)) * clocked for suite, _ in parts)
+    total = sum(
+        len(suite.prompts) * counted + min(timed, len(suite.prompts)) * clocked
+        for suite, _ in parts
+    )
     measured = Measured({}, {}, {}, {})
     with progress("eval", total) as work.advance:
         for suite, sampling in parts:
@@ -280,16 +327,28 @@ def _count(work: Evaluation, suite: Suite, sampling: Sampling, measured: Measure
     temperature, where = sampling.temperature, f"{suite.name}, T={sampling.temperature:g}"
     common = {**work.identity(suite, sampling), "batch_size": task.batch_size}
     count = len(suite.prompts)
-    baseline = work.cell({"what": "baseline", **common}, task.baseline, f"target alone: {where}", count)
+    baseline = work.cell(
+        {"what": "baseline", **common}, task.baseline, f"target alone: {where}", count
+    )
     measured.baselines[suite.name, temperature] = baseline
-    for name, alpha in _alphas(work, sampling, continuations(suite.prompts, baseline), common).items():
+    for name, alpha in _alphas(
+        work, sampling, continuations(suite.prompts, baseline), common
+    ).items():
         measured.alphas[suite.name, temperature, name] = alpha
         work.advance(count, f"alpha: {where}")
     for name, draft in work.pair.drafts.items():
         for method in work.request.methods:
-            decides = {"what": "decoding", **common, "draft": identity(work.models[name]), **_identity(method)}
+            decides = {
+                "what": "decoding",
+                **common,
+                "draft": identity(work.models[name]),
+                **_identity(method),
+            }
             measured.decodings[suite.name, temperature, name, method] = work.cell(
-                decides, partial(task.decoding, draft, method, baseline), f"{name}, {method.tree}: {where}", count
+                decides,
+                partial(task.decoding, draft, method, baseline),
+                f"{name}, {method.tree}: {where}",
+                count,
             )
 
 
@@ -300,13 +359,29 @@ def _identity(method: Method) -> dict[str, Any]:
 def _alphas(
     work: Evaluation, sampling: Sampling, rows: Sequence[Continuation], common: dict[str, Any]
 ) -> dict[str, AlphaMeasurement]:
-    """Acceptance and predictions of every draft. Drafts without a stored cell share one forward of the target."""
-    # At temperature 0 every lossless rule reaches the bound: the one token that the target can take.
-    steps = {} if sampling.greedy else {s.name: s for m in work.request.methods if (s := RootStep.of(m)) is not None}
+    """Acceptance and predictions of every draft. Drafts without a stored cell share one forward of
+    the target.
+    """
+    # At temperature 0 every lossless rule reaches the bound: the one token that the target can
+    # take.
+    steps = (
+        {}
+        if sampling.greedy
+        else {s.name: s for m in work.request.methods if (s := RootStep.of(m)) is not None}
+    )
     methods = predicted_methods(work.request.methods, sampling.greedy)
-    decides = {"what": "alpha", **common, "roots": list(steps), "predicted": [_identity(method) for method in methods]}
-    requests = {name: {**decides, "draft": identity(work.models[name])} for name in work.pair.drafts}
-    missing = {name: draft for name, draft in work.pair.drafts.items() if not work.kept(requests[name])}
+    decides = {
+        "what": "alpha",
+        **common,
+        "roots": list(steps),
+        "predicted": [_identity(method) for method in methods],
+    }
+    requests = {
+        name: {**decides, "draft": identity(work.models[name])} for name in work.pair.drafts
+    }
+    missing = {
+        name: draft for name, draft in work.pair.drafts.items() if not work.kept(requests[name])
+    }
     measured: dict[str, AlphaMeasurement] = {}
     if missing:
         names = {"": f"the target {work.models['target']['name']}"}
@@ -322,7 +397,10 @@ def _alphas(
             seed=work.config.seed,
             names=names | {name: f"draft {name} ({work.models[name]['name']})" for name in missing},
         )
-    return {name: work.cell(decides, lambda _, name=name: measured[name]) for name, decides in requests.items()}  # type: ignore[misc]
+    return {
+        name: work.cell(decides, lambda _, name=name: measured[name])  # type: ignore[misc]
+        for name, decides in requests.items()
+    }
 
 
 def _time(work: Evaluation, suite: Suite, sampling: Sampling) -> SpeedMeasurement:
@@ -341,5 +419,14 @@ def _time(work: Evaluation, suite: Suite, sampling: Sampling) -> SpeedMeasuremen
         **work.identity(suite, sampling),
     }
     task = work.task(suite, sampling, work.config.speed_prompts)
-    note, units = f"timing: {suite.name}, T={sampling.temperature:g}", 1 + len(drafts) * len(methods)
-    return work.cell(decides, partial(task.speed, drafts, methods, costs_of), note, units * len(task.prompts), "main")
+    note, units = (
+        f"timing: {suite.name}, T={sampling.temperature:g}",
+        1 + len(drafts) * len(methods),
+    )
+    return work.cell(
+        decides,
+        partial(task.speed, drafts, methods, costs_of),
+        note,
+        units * len(task.prompts),
+        "main",
+    )

@@ -1,7 +1,8 @@
-"""Prompt sets, and decoding for real on them: the target alone, then every draft against it, counted and timed; and the
-facts of the models, the machine and the run.
+"""Prompt sets, and decoding for real on them: the target alone, then every draft against it,
+counted and timed; and the facts of the models, the machine and the run.
 
-Each result is plain JSON, kept on disk as one measurement of the evaluation. Lists are in the order of the prompts.
+Each result is plain JSON, kept on disk as one measurement of the evaluation. Lists are in the order
+of the prompts.
 """
 
 import os
@@ -42,8 +43,8 @@ from eval.request import Method
 from eval.schema import ModelRow, SuiteKind, Training
 
 WARM_UP_TOKENS = 8
-# Trees of one level separate the cost of drafting from that of verifying. The number of prompts that they are timed
-# on, and the most nodes of such a tree.
+# Trees of one level separate the cost of drafting from that of verifying. The number of prompts
+# that they are timed on, and the most nodes of such a tree.
 COST_PROMPTS, MOST_NODES = 2, 64
 # Counts of `decode.stats` that are kept per prompt.
 COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
@@ -72,28 +73,39 @@ class Suite:
 
 
 def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> list[Suite]:
-    """Skip the prompts that leave no room for `max_new_tokens` in `context`, the shortest context of all models.
+    """Skip the prompts that leave no room for `max_new_tokens` in `context`, the shortest context
+    of all models.
 
     All drafts skip the same prompts, because they are compared on the same ones.
     """
     fitted = []
     for suite in suites:
         skips = {
-            prompt: f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed a context of {context}"
+            prompt: f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed a context of "
+            f"{context}"
             for prompt in suite.prompts
             if context is not None and len(prompt.ids) + max_new_tokens > context
         }
         prompts = tuple(prompt for prompt in suite.prompts if prompt not in skips)
         if skips and not prompts:
             reason = next(iter(skips.values()))
-            raise InputError(f"{suite.source}: {reason}; lower --max_new_tokens or use shorter prompts")
-        skipped = (*suite.skipped, *((f"prompt {prompt.id}", reason) for prompt, reason in skips.items()))
+            raise InputError(
+                f"{suite.source}: {reason}; lower --max_new_tokens or use shorter prompts"
+            )
+        skipped = (
+            *suite.skipped,
+            *((f"prompt {prompt.id}", reason) for prompt, reason in skips.items()),
+        )
         fitted.append(replace(suite, prompts=prompts, skipped=skipped))
     return fitted
 
 
 def load(
-    config: Any, drafts: dict[str, str], id_sets: dict[str, str], ood_sets: dict[str, str], **options: Any
+    config: Any,
+    drafts: dict[str, str],
+    id_sets: dict[str, str],
+    ood_sets: dict[str, str],
+    **options: Any,
 ) -> tuple[list[Suite], LoadedPair]:
     """Read the prompts, ID sets first, then load target and drafts. options: as for `load_pair`."""
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
@@ -104,24 +116,34 @@ def load(
         skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
         kind: SuiteKind = "id" if name in id_sets else "ood"
         suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more))
-    pair = load_pair(config.target, drafts, quantize=config.quantize, tokenizer=tokenizer, **loading(config) | options)
+    pair = load_pair(
+        config.target,
+        drafts,
+        quantize=config.quantize,
+        tokenizer=tokenizer,
+        **loading(config) | options,
+    )
     take_over(pair.target, *pair.drafts.values())
     return fit(suites, config.max_new_tokens, pair.context), pair
 
 
 class BaselineMeasurement(TypedDict):
-    """The target's own continuations, shared by all drafts so that everything is paired by prompt."""
+    """The target's own continuations, shared by all drafts so that everything is paired by
+    prompt.
+    """
 
     output_ids: list[list[int]]
     finish_reason: list[str]
 
 
 class SpeedMeasurement(TypedDict):
-    """Interleaved runs at batch 1 over the same prompts in one process, and the load average before and after.
+    """Interleaved runs at batch 1 over the same prompts in one process, and the load average before
+    and after.
 
-    A run has `draft` (None for the target alone), `tree`, `verifier`, and per prompt the counts `emitted`,
-    `target_calls` and `depth_sum` and the seconds `prefill_s` and `decode_s`. `one_level`: runs of the first prompts
-    with a tree of one level and as many nodes; each has the draft, tree and verifier of the run that it belongs to.
+    A run has `draft` (None for the target alone), `tree`, `verifier`, and per prompt the counts
+    `emitted`, `target_calls` and `depth_sum` and the seconds `prefill_s` and `decode_s`.
+    `one_level`: runs of the first prompts with a tree of one level and as many nodes; each has the
+    draft, tree and verifier of the run that it belongs to.
     """
 
     prompt_ids: list[str]
@@ -132,17 +154,23 @@ class SpeedMeasurement(TypedDict):
 
 def decoder_of(target: PreTrainedModel, draft: Draft, method: Method) -> SpeculativeDecoder:
     """Return the decoder of one (draft, tree, verifier); raise ValueError if they do not fit."""
-    return SpeculativeDecoder(target, PROPOSERS[kind_of(draft)].make(draft), method.shape, method.verifier)
+    return SpeculativeDecoder(
+        target, PROPOSERS[kind_of(draft)].make(draft), method.shape, method.verifier
+    )
 
 
 def _speed_run(draft: str | None, method: Method | None) -> dict[str, Any]:
     named = {"draft": draft, "tree": method and method.tree, "verifier": method and method.verifier}
-    return named | {key: [] for key in ("emitted", "target_calls", "depth_sum", "prefill_s", "decode_s")}
+    return named | {
+        key: [] for key in ("emitted", "target_calls", "depth_sum", "prefill_s", "decode_s")
+    }
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Prompts to decode, and what all methods share. Methods call `tick(n)` for every n finished prompts."""
+    """Prompts to decode, and what all methods share. Methods call `tick(n)` for every n finished
+    prompts.
+    """
 
     target: PreTrainedModel
     prompts: Sequence[Prompt]
@@ -154,31 +182,42 @@ class Task:
 
     def baseline(self, tick: Tick = no_tick) -> BaselineMeasurement:
         rows = self._decode(SpeculativeDecoder(self.target, None), None, tick)
-        return {"output_ids": [row.output_ids for row in rows], "finish_reason": [row.finish_reason for row in rows]}
+        return {
+            "output_ids": [row.output_ids for row in rows],
+            "finish_reason": [row.finish_reason for row in rows],
+        }
 
     def decoding(
         self, draft: Draft, method: Method, expected: BaselineMeasurement, tick: Tick = no_tick
     ) -> dict[str, Any]:
         """Decode every prompt with a draft; return `COUNTED` and `COUNTED_BY_DEPTH` per prompt.
 
-        `identical` compares greedy outputs with the target's own (`_identical`); None above temperature 0.
+        `identical` compares greedy outputs with the target's own (`_identical`); None above
+        temperature 0.
         """
         rows = self._decode(decoder_of(self.target, draft, method), method, tick)
         counts: dict[str, Any] = {key: [getattr(row.stats, key) for row in rows] for key in COUNTED}
         counts |= {key: [list(getattr(row.stats, key)) for row in rows] for key in COUNTED_BY_DEPTH}
         counts["identical"] = (
-            self._identical([row.output_ids for row in rows], expected) if self.sampling.greedy else None
+            self._identical([row.output_ids for row in rows], expected)
+            if self.sampling.greedy
+            else None
         )
         return counts
 
     def speed(
-        self, drafts: dict[str, Draft], methods: Sequence[Method], costs_of: Method | None = None, tick: Tick = no_tick
+        self,
+        drafts: dict[str, Draft],
+        methods: Sequence[Method],
+        costs_of: Method | None = None,
+        tick: Tick = no_tick,
     ) -> SpeedMeasurement:
-        """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating order. On the first
-        prompts, also time every draft on one level of as many nodes as the method `costs_of` has.
+        """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating
+        order. On the first prompts, also time every draft on one level of as many nodes as the
+        method `costs_of` has.
 
-        Interleaving spreads a slow minute of the machine over all of them, rotation the advantage of warm caches. Each
-        is warmed up once before the clock counts.
+        Interleaving spreads a slow minute of the machine over all of them, rotation the advantage
+        of warm caches. Each is warmed up once before the clock counts.
         """
         load = os.getloadavg()[0]
         # Decoder, method and run, and whether the tree is of one level.
@@ -186,15 +225,27 @@ class Task:
         contenders: list[tuple[SpeculativeDecoder, Method | None, dict[str, Any], bool]] = [alone]
         for name, draft in drafts.items():
             for method in methods:
-                contenders.append((decoder_of(self.target, draft, method), method, _speed_run(name, method), False))
+                contenders.append(
+                    (
+                        decoder_of(self.target, draft, method),
+                        method,
+                        _speed_run(name, method),
+                        False,
+                    )
+                )
             if costs_of is not None:
                 level = Tree((-1,) * min(costs_of.shape.size, MOST_NODES))
-                # A verifier of chains takes one candidate a level, so the cheapest rule for several takes its place.
+                # A verifier of chains takes one candidate a level, so the cheapest rule for several
+                # takes its place.
                 rule = "exact" if costs_of.shape.size == costs_of.shape.depth else costs_of.verifier
-                decoder = SpeculativeDecoder(self.target, PROPOSERS[kind_of(draft)].make(draft), level, rule)
+                decoder = SpeculativeDecoder(
+                    self.target, PROPOSERS[kind_of(draft)].make(draft), level, rule
+                )
                 contenders.append((decoder, costs_of, _speed_run(name, costs_of), True))
         for decoder, timed, *_ in contenders:
-            self._generate(decoder, self.prompts[:1], timed, min(WARM_UP_TOKENS, self.max_new_tokens))
+            self._generate(
+                decoder, self.prompts[:1], timed, min(WARM_UP_TOKENS, self.max_new_tokens)
+            )
         for index, prompt in enumerate(self.prompts):
             turn = index % len(contenders)
             for decoder, timed, run, flat in contenders[turn:] + contenders[:turn]:
@@ -215,7 +266,9 @@ class Task:
             load=[load, os.getloadavg()[0]],
         )
 
-    def _decode(self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick) -> list[Generation]:
+    def _decode(
+        self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick
+    ) -> list[Generation]:
         """All prompts, batch by batch. Batches are the same however many processes divide them."""
 
         def decode(index: int) -> list[Generation]:
@@ -224,50 +277,77 @@ class Task:
             tick(len(rows))
             return batch.generations
 
-        return [row for rows in divided(-(-len(self.prompts) // self.batch_size), decode) for row in rows]
+        return [
+            row
+            for rows in divided(-(-len(self.prompts) // self.batch_size), decode)
+            for row in rows
+        ]
 
     def _generate(
-        self, decoder: SpeculativeDecoder, rows: Sequence[Prompt], method: Method | None, tokens: int
+        self,
+        decoder: SpeculativeDecoder,
+        rows: Sequence[Prompt],
+        method: Method | None,
+        tokens: int,
     ) -> BatchOutput:
         # All drafts share a random stream of a prompt, which makes their differences less noisy.
-        stream = f"{self.sampling.temperature}" + (f"/{method.tree}/{method.verifier}" if method else "")
+        stream = f"{self.sampling.temperature}" + (
+            f"/{method.tree}/{method.verifier}" if method else ""
+        )
         seeds = [generator(row_seed(self.seed, f"{row.id}/{stream}")) for row in rows]
         return decoder.generate([row.ids for row in rows], self.sampling, tokens, seeds, self.eos)
 
     @torch.inference_mode()
     def _identical(self, outputs: list[list[int]], expected: BaselineMeasurement) -> dict[str, Any]:
-        """Return `same`, the number of outputs that equal the target's own, `of`, the number of all, and `largest_gap`:
-        of the others, between the target's logits of the two tokens where they first differ.
+        """Return `same`, the number of outputs that equal the target's own, `of`, the number of
+        all, and `largest_gap`: of the others, between the target's logits of the two tokens where
+        they first differ.
         """
         gaps = []
         for prompt, ours, theirs in zip(self.prompts, outputs, expected["output_ids"], strict=True):
             if ours != theirs:
-                # Outputs end at the same end tokens and length, so neither is the beginning of the other.
-                shared = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+                # Outputs end at the same end tokens and length, so neither is the beginning of the
+                # other.
+                shared = next(
+                    i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b
+                )
                 ids_1T = torch.tensor([[*prompt.ids, *ours[:shared]]], device=self.target.device)
                 logits_V = self.target(input_ids=ids_1T).logits[0, -1].double()
                 gaps.append(float((logits_V[ours[shared]] - logits_V[theirs[shared]]).abs()))
-        return {"same": len(outputs) - len(gaps), "of": len(outputs), "largest_gap": max(gaps, default=None)}
+        return {
+            "same": len(outputs) - len(gaps),
+            "of": len(outputs),
+            "largest_gap": max(gaps, default=None),
+        }
 
 
 def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:
     """Prompts with what the target wrote, as `estimate.measure_alphas` takes them."""
     outputs = baseline["output_ids"]
-    return [Continuation(prompt.id, prompt.ids, output) for prompt, output in zip(prompts, outputs, strict=True)]
+    return [
+        Continuation(prompt.id, prompt.ids, output)
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
 
 
 def answers(
     target: PreTrainedModel, prompts: Sequence[Prompt], sampling: Sampling, **options: Any
 ) -> list[Continuation]:
     """Continue prompts with the target up to its own end tokens; `options` as for `Task`."""
-    return continuations(prompts, Task(target, prompts, sampling, eos_ids(target), **options).baseline())
+    return continuations(
+        prompts, Task(target, prompts, sampling, eos_ids(target), **options).baseline()
+    )
 
 
 def model_row(name: str, model: Draft) -> ModelRow:
     """The facts of a loaded model; `name` is its directory or hub name."""
     weight = next(model.parameters())
     if isinstance(model, PreTrainedModel):
-        family, vocabulary, context = str(model.config.model_type), vocabulary_size(model), context_length(model)
+        family, vocabulary, context = (
+            str(model.config.model_type),
+            vocabulary_size(model),
+            context_length(model),
+        )
         dtype = dtype_name(model)
     else:
         family, vocabulary, context = model.kind, model.vocab_size, None
@@ -313,7 +393,9 @@ def identity(model: ModelRow) -> list[str]:
 def machine(model: PreTrainedModel) -> dict[str, Any]:
     """The processor, threads, GPU and system that the timings hold for."""
     info, on_gpu = Path("/proc/cpuinfo"), model.device.type == "cuda"
-    named = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.is_file() else "", re.MULTILINE)
+    named = re.search(
+        r"^model name\s*:\s*(.+)$", info.read_text() if info.is_file() else "", re.MULTILINE
+    )
     return {
         "cpu": named[1] if named else platform.processor() or platform.machine(),
         "cpus": os.cpu_count() or 1,
@@ -324,9 +406,13 @@ def machine(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def clock(started: float, reused: int, measured: int, target: PreTrainedModel) -> dict[str, Any]:
-    """Start (given in seconds since 1970) and end of the run, cells reused and measured, machine and peak memory."""
+    """Start (given in seconds since 1970) and end of the run, cells reused and measured, machine
+    and peak memory.
+    """
     finished = time.time()
-    begun, ended = (time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at)) for at in (started, finished))
+    begun, ended = (
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at)) for at in (started, finished)
+    )
     return {
         "started": begun,
         "finished": ended,

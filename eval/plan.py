@@ -1,8 +1,8 @@
 """`draftsmith plan`: the fastest tree on this machine, for this pair, sampling and traffic.
 
-docs/planning.md has the steps. The best three candidates are timed beside the target alone, interleaved, and the
-fastest is the plan. The best of several noisy timings is biased upwards (winner's curse), so the test that it
-pays corrects for all of them.
+docs/planning.md has the steps. The best three candidates are timed beside the target alone,
+interleaved, and the fastest is the plan. The best of several noisy timings is biased upwards
+(winner's curse), so the test that it pays corrects for all of them.
 """
 
 import os
@@ -47,16 +47,23 @@ RANKS, FEW_RANKS, MANY_ELEMENTS = 32, 8, 2**25
 STOPPING = ("chain:6,stop=0.1", "chain:8,stop=0.3", "chain:12,stop=0.5")
 # A longer block costs nothing extra, so draft the whole block and stop within it.
 BLOCK_STOPS = (0.05, 0.15, 0.3, 0.5)
-GROWING = ("eagle2:depth=3,beam=3,nodes=8", "eagle2:depth=5,beam=4,nodes=16", "opt:nodes=12,depth=5,gain=0.2")
+GROWING = (
+    "eagle2:depth=3,beam=3,nodes=8",
+    "eagle2:depth=5,beam=4,nodes=16",
+    "opt:nodes=12,depth=5,gain=0.2",
+)
 STEP_TOKENS, TRY_PROMPTS, TRY_TOKENS = 16, 3, 32
 FINALISTS, TEXT_BATCH = 3, 16
-# Time finalists again, with the same seeds, until each has run this long, in at most this many rounds.
+# Time finalists again, with the same seeds, until each has run this long, in at most this many
+# rounds.
 CONFIRM_S, CONFIRM_ROUNDS = 1.0, 5
 STEPS = 6
-# Time limit. As it nears, skip optional work: more prompts, rounds, trees whose tau cannot be predicted.
+# Time limit. As it nears, skip optional work: more prompts, rounds, trees whose tau cannot be
+# predicted.
 LIMIT_S = 900.0
-# Each engine's acceptance rule above temperature 0: our verifier, and a description (engines' sources and
-# documentation, November 2026). At temperature 0 all engines accept what the target would have chosen.
+# Each engine's acceptance rule above temperature 0: our verifier, and a description (engines'
+# sources and documentation, November 2026). At temperature 0 all engines accept what the target
+# would have chosen.
 _GREEDY_DRAFT = ("naive", "the draft takes its most probable token, the target samples")
 ENGINE_RULES = {
     "vllm": _GREEDY_DRAFT,
@@ -68,8 +75,8 @@ ENGINE_RULES = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tree that may be best. `spec` is None for a tree without a name; `rate` is tokens per second, predicted or
-    tried; `step_s` is None for a tree that was tried.
+    """A tree that may be best. `spec` is None for a tree without a name; `rate` is tokens per
+    second, predicted or tried; `step_s` is None for a tree that was tried.
     """
 
     family: str
@@ -81,7 +88,10 @@ class Candidate:
     @property
     def name(self) -> str:
         """The spec, or the size of a tree without one."""
-        return self.spec or f"static, {counted(self.shape.size, 'node')} in {counted(self.shape.depth, 'level')}"
+        return (
+            self.spec
+            or f"static, {counted(self.shape.size, 'node')} in {counted(self.shape.depth, 'level')}"
+        )
 
 
 @dataclass(frozen=True)
@@ -97,26 +107,39 @@ class Planner:
     seed: int
 
     def decoder(self, shape: TreeShape | None) -> SpeculativeDecoder:
-        """Return a decoder for this tree (None: no draft); raise ValueError if the draft cannot draft this shape."""
+        """Return a decoder for this tree (None: no draft); raise ValueError if the draft cannot
+        draft this shape.
+        """
         if shape is None:
             return SpeculativeDecoder(self.target)
         proposer = PROPOSERS[kind_of(self.draft)].make(self.draft)
         return SpeculativeDecoder(self.target, proposer, shape, default_verifier(shape))
 
     def run(
-        self, decoder: SpeculativeDecoder, contexts: Sequence[Sequence[int]], tokens: int, *, ends: bool
+        self,
+        decoder: SpeculativeDecoder,
+        contexts: Sequence[Sequence[int]],
+        tokens: int,
+        *,
+        ends: bool,
     ) -> tuple[int, float, int]:
-        """Tokens emitted, seconds, and steps of one batch; `ends`: whether the target's end tokens end a row."""
+        """Tokens emitted, seconds, and steps of one batch; `ends`: whether the target's end tokens
+        end a row.
+        """
         seeds = [generator(row_seed(self.seed, f"plan/{index}")) for index in range(len(contexts))]
         tokens = min(tokens, self.max_new_tokens)
-        batch = decoder.generate(contexts, self.sampling, tokens, seeds, eos_ids(self.target) if ends else ())
+        batch = decoder.generate(
+            contexts, self.sampling, tokens, seeds, eos_ids(self.target) if ends else ()
+        )
         steps = max(row.stats.target_calls for row in batch.generations)
         return sum(len(row.output_ids) for row in batch.generations), batch.decode_s, steps
 
     def batches(self, count: int) -> list[list[tuple[int, ...]]]:
         """Token ids of the first `count` batches of prompts."""
         ids = [prompt.ids for prompt in self.prompts[: count * self.batch_size]]
-        return [ids[start : start + self.batch_size] for start in range(0, len(ids), self.batch_size)]
+        return [
+            ids[start : start + self.batch_size] for start in range(0, len(ids), self.batch_size)
+        ]
 
 
 @dataclass(frozen=True)
@@ -157,18 +180,28 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
 
     with progress("plan", STEPS) as advance:
         advance(1, "the target's answers")
-        options = {"max_new_tokens": planner.max_new_tokens, "batch_size": TEXT_BATCH, "seed": planner.seed}
+        options = {
+            "max_new_tokens": planner.max_new_tokens,
+            "batch_size": TEXT_BATCH,
+            "seed": planner.seed,
+        }
         rows: list[Continuation] = []
         while len(rows) < len(planner.prompts) and (not rows or within(0.3)):
             part = planner.prompts[len(rows) : len(rows) + TEXT_BATCH]
             rows += measure.answers(planner.target, part, sampling, **options)
         positions = sum(len(row.output_ids) for row in rows)
-        ranks = RANKS if positions * vocabulary_size(planner.target) <= MANY_ELEMENTS or sampling.greedy else FEW_RANKS
+        ranks = (
+            RANKS
+            if positions * vocabulary_size(planner.target) <= MANY_ELEMENTS or sampling.greedy
+            else FEW_RANKS
+        )
         deepest = depth_limit(planner.draft)
         depth = min(DEPTH, deepest or DEPTH)
         advance(1, "acceptance")
         methods = [Method(f"chain:{depth}", "naive"), Method(f"kary:{ranks}", "mcsd")]
-        read, _ = read_traces(planner.target, {"d": planner.draft}, rows, sampling, methods, batch_size=TEXT_BATCH)
+        read, _ = read_traces(
+            planner.target, {"d": planner.draft}, rows, sampling, methods, batch_size=TEXT_BATCH
+        )
         advance(1, "costs of a step")
         stepper = _stepper(planner, [[*row.prompt_ids, *row.output_ids] for row in rows])
         rounds = time_shapes(stepper, deepest, lambda: within(0.5))
@@ -179,7 +212,9 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
         tried, not_tried = _try(planner, lambda: within(0.7))
         finalists = _finalists([*static, *tried])
         advance(1, "confirming")
-        confirmed, rounds["confirmed"] = _confirm(planner, finalists, confirm_batches, lambda: within(1.0))
+        confirmed, rounds["confirmed"] = _confirm(
+            planner, finalists, confirm_batches, lambda: within(1.0)
+        )
     best = max(range(len(finalists)), key=lambda index: confirmed[1 + index]["tokens_per_s"])
     pays = _pays([row["speedup"] for row in confirmed[1:]], best)
     # Timings of every shape over their median; other work on the machine spreads them.
@@ -207,11 +242,15 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
         "positions": positions,
         "ranks": ranks,
         "costs": {**asdict(costs), "rounds": rounds},
-        "candidates": [expected.row(candidate, planner.seed) for candidate in [*static[:20], *tried]],
+        "candidates": [
+            expected.row(candidate, planner.seed) for candidate in [*static[:20], *tried]
+        ],
         "not_tried": not_tried,
         "confirmed": confirmed,
         # Give no engine advice if timings are noisy or no draft pays.
-        "engines": [] if busy or pays is False else _engines(kind_of(planner.draft), expected, lengths),
+        "engines": []
+        if busy or pays is False
+        else _engines(kind_of(planner.draft), expected, lengths),
         "conditions": conditions,
         "remarks": [remark["text"] for remark in noted],
         "seconds": time.perf_counter() - started,
@@ -219,7 +258,9 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
 
 
 def _stepper(planner: Planner, texts: list[list[int]]) -> Callable[[Tree | None], float]:
-    """Return a timer: seconds per step on a tree. Contexts are the first two thirds of each prompt plus answer."""
+    """Return a timer: seconds per step on a tree. Contexts are the first two thirds of each prompt
+    plus answer.
+    """
     contexts = [text[: max(1, 2 * len(text) // 3)] for text in texts]
     batch = [contexts[index % len(contexts)] for index in range(planner.batch_size)]
     decoder = cache(planner.decoder)
@@ -232,7 +273,9 @@ def _stepper(planner: Planner, texts: list[list[int]]) -> Callable[[Tree | None]
 
 
 def _choose(planner: Planner, expected: _Expected, ranks: int, depth: int) -> list[Candidate]:
-    runs = JointRuns(chances(ranks, "mcsd", planner.sampling, expected.traces), expected.traces.lengths_P)
+    runs = JointRuns(
+        chances(ranks, "mcsd", planner.sampling, expected.traces), expected.traces.lengths_P
+    )
     trees: list[tuple[str, str | None, Tree]] = [
         ("chain", f"chain:{n}", kary((1,) * n)) for n in range(1, min(LONGEST_CHAIN, depth) + 1)
     ]
@@ -243,7 +286,9 @@ def _choose(planner: Planner, expected: _Expected, ranks: int, depth: int) -> li
     for family, spec, tree in trees:
         if tree not in candidates:
             step_s = expected.costs.step(tree)
-            candidates[tree] = Candidate(family, spec, tree, planner.batch_size * runs.length(tree) / step_s, step_s)
+            candidates[tree] = Candidate(
+                family, spec, tree, planner.batch_size * runs.length(tree) / step_s, step_s
+            )
     return sorted(candidates.values(), key=lambda candidate: -candidate.rate)
 
 
@@ -254,8 +299,12 @@ def tried(draft: Draft) -> tuple[str, ...]:
     return (*STOPPING, *GROWING)
 
 
-def _try(planner: Planner, go_on: Callable[[], bool]) -> tuple[list[Candidate], list[dict[str, str]]]:
-    """Time trees with a stop and growing ones on a few prompts; return also the skipped ones, with the reason."""
+def _try(
+    planner: Planner, go_on: Callable[[], bool]
+) -> tuple[list[Candidate], list[dict[str, str]]]:
+    """Time trees with a stop and growing ones on a few prompts; return also the skipped ones, with
+    the reason.
+    """
     candidates, not_tried = [], []
     for spec in tried(planner.draft):
         shape = parse_tree(spec)
@@ -275,20 +324,25 @@ def _try(planner: Planner, go_on: Callable[[], bool]) -> tuple[list[Candidate], 
 
 
 def _finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The three fastest, of three families if there are as many: neighbours of one family hardly differ."""
+    """The three fastest, of three families if there are as many: neighbours of one family hardly
+    differ.
+    """
     ordered = sorted(candidates, key=lambda candidate: -candidate.rate)
     first: dict[str, Candidate] = {}
     for candidate in ordered:
         first.setdefault(candidate.family, candidate)
     chosen = list(first.values())[:FINALISTS]
-    return chosen + [candidate for candidate in ordered if candidate not in chosen][: FINALISTS - len(chosen)]
+    return (
+        chosen
+        + [candidate for candidate in ordered if candidate not in chosen][: FINALISTS - len(chosen)]
+    )
 
 
 def _confirm(
     planner: Planner, finalists: Sequence[Candidate], count: int, go_on: Callable[[], bool]
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """Time the target alone and every finalist, interleaved in rotating order, until each has run `CONFIRM_S`; return
-    also the target's seconds per token, run by run.
+    """Time the target alone and every finalist, interleaved in rotating order, until each has run
+    `CONFIRM_S`; return also the target's seconds per token, run by run.
     """
     decoders = [planner.decoder(None), *(planner.decoder(finalist.shape) for finalist in finalists)]
     batches = planner.batches(count)
@@ -303,7 +357,9 @@ def _confirm(
                 break
             turn = (round_ + index) % len(order)
             for which in order[turn:] + order[:turn]:
-                tokens, spent, _ = planner.run(decoders[which], batch, planner.max_new_tokens, ends=True)
+                tokens, spent, _ = planner.run(
+                    decoders[which], batch, planner.max_new_tokens, ends=True
+                )
                 emitted[which][index] += tokens
                 seconds[which][index] += spent
                 alone_s += [] if which else [spent / tokens]
@@ -311,7 +367,9 @@ def _confirm(
             break
     timed = sum(second > 0 for second in seconds[0])
     picks = resamples(timed, 2000, row_seed(planner.seed, "plan/confirm"))
-    alone, *rates = [PromptSums.of(n[:timed], s[:timed]) for n, s in zip(emitted, seconds, strict=True)]
+    alone, *rates = [
+        PromptSums.of(n[:timed], s[:timed]) for n, s in zip(emitted, seconds, strict=True)
+    ]
     return [
         {"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None},
         *(
@@ -328,9 +386,11 @@ def _confirm(
 
 
 def _pays(speedups: Sequence[dict[str, Any]], best: int) -> bool | None:
-    """True if the best is significantly faster than the target alone, False if it was not faster, else None.
+    """True if the best is significantly faster than the target alone, False if it was not faster,
+    else None.
 
-    Holm's correction is over all that were timed, because the best of three looks better than it is.
+    Holm's correction is over all that were timed, because the best of three looks better than it
+    is.
     """
     if signs(speedups, ratios=True)[best] == 1:
         return True
@@ -338,7 +398,9 @@ def _pays(speedups: Sequence[dict[str, Any]], best: int) -> bool | None:
 
 
 def _engines(kind: str, expected: _Expected, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """For each engine that loads such a draft, the best draft length under its own rule at this machine's costs."""
+    """For each engine that loads such a draft, the best draft length under its own rule at this
+    machine's costs.
+    """
     rows: list[dict[str, Any]] = []
     for engine, (verifier, rule) in ENGINE_RULES.items():
         if kind in SERVING[engine]:
@@ -350,7 +412,9 @@ def _engines(kind: str, expected: _Expected, lengths: Sequence[int]) -> list[dic
 
 
 def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
-    """Find the fastest tree for a pair; write the plan, with all its measurements, to `config.file` and return it."""
+    """Find the fastest tree for a pair; write the plan, with all its measurements, to `config.file`
+    and return it.
+    """
     config = configured(PlanConfig, config, options)
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     (suite,), pair = measure.load(config, {"draft": config.draft}, {"prompts": config.prompts}, {})
@@ -362,20 +426,33 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     if resolved.note:
         say(f"plan: {resolved.note}")
     planner = Planner(
-        pair.target, draft, suite.prompts, resolved.sampling, config.batch_size, config.max_new_tokens, config.seed
+        pair.target,
+        draft,
+        suite.prompts,
+        resolved.sampling,
+        config.batch_size,
+        config.max_new_tokens,
+        config.seed,
     )
     planned = plan_pair(planner, config.confirm_prompts)
     engines = []
     for row in planned["engines"]:
         serving = SERVING[row["engine"]][kind_of(draft)]
-        exports, command = serving.commands(kind_of(draft), config.target, config.draft, row["draft_tokens"])
+        exports, command = serving.commands(
+            kind_of(draft), config.target, config.draft, row["draft_tokens"]
+        )
         engines.append({**row, "exports": exports, "command": command})
     document = {
         **planned,
         "engines": engines,
-        "models": {"target": model_row(config.target, pair.target), "draft": model_row(config.draft, draft)},
+        "models": {
+            "target": model_row(config.target, pair.target),
+            "draft": model_row(config.draft, draft),
+        },
         "machine": machine(pair.target),
-        "provenance": provenance("draftsmith plan", {"prompts": config.prompts, "seed": config.seed}),
+        "provenance": provenance(
+            "draftsmith plan", {"prompts": config.prompts, "seed": config.seed}
+        ),
     }
     write_json_atomic(config.file, document)
     return document
@@ -386,7 +463,10 @@ def plan_lines(document: dict[str, Any]) -> list[str]:
     speedup = document["speedup"]
     where = f"temperature {document['sampling']['temperature']:g}, batch {document['batch_size']}"
     bounds = "" if speedup["low"] is None else f" [{speedup['low']:.2f}, {speedup['high']:.2f}]"
-    best, times = f"{document['name']} with {document['verifier']}", f"{speedup['value']:.2f}{bounds}"
+    best, times = (
+        f"{document['name']} with {document['verifier']}",
+        f"{speedup['value']:.2f}{bounds}",
+    )
     verdict = {
         True: f"use {best}: {times} times as fast as no draft",
         False: f"use no draft: the best, {best}, is {times} times as fast",
@@ -402,6 +482,9 @@ def plan_lines(document: dict[str, Any]) -> list[str]:
     if document["engines"]:
         lines += ["", "elsewhere, under each engine's rule and at this machine's costs:"]
     for row in document["engines"]:
-        lines.append(f"  {row['engine']}: {row['draft_tokens']} draft tokens, {row['tau']:.2f} tokens a step expected")
+        lines.append(
+            f"  {row['engine']}: {row['draft_tokens']} draft tokens, {row['tau']:.2f} tokens a "
+            "step expected"
+        )
         lines += [f"    {command}" for command in (*row["exports"], row["command"])]
     return lines

@@ -1,15 +1,18 @@
-"""What a step on a tree costs on this machine, and how many tokens it is expected to emit: what plans choose by.
+"""What a step on a tree costs on this machine, and how many tokens it is expected to emit: what
+plans choose by.
 
-**Costs.** Steps are timed whole, in the engine, on real contexts, at the given batch size: forwards, masks, drawing,
-verifying and bookkeeping. With F(n) for a step that verifies n rows and expands only the root, and d(w) for one more
-forward of the draft that expands w nodes, a step takes F(1 + nodes) + the sum of d over its levels but the first. F is
-read off trees of one level, d off trees that have one level more.
+**Costs.** Steps are timed whole, in the engine, on real contexts, at the given batch size:
+forwards, masks, drawing, verifying and bookkeeping. With F(n) for a step that verifies n rows and
+expands only the root, and d(w) for one more forward of the draft that expands w nodes, a step takes
+F(1 + nodes) + the sum of d over its levels but the first. F is read off trees of one level, d off
+trees that have one level more.
 
-**Expected tokens.** A node is the ranks on its path. Its value is how often decoding reaches it: the mean over
-positions of the product of the chances that the text's tokens were accepted at these ranks and depths, one after
-another (`eval.acceptance`). A step emits 1 + the sum of its nodes' values. Sequoia's program (`decode.sequoia`) takes
-the value of a node to be a product of one number per rank; here runs that occur together count together. Values are
-means over all positions, not over those that decoding visits: they choose, and `eval.predict` says what to expect.
+**Expected tokens.** A node is the ranks on its path. Its value is how often decoding reaches it:
+the mean over positions of the product of the chances that the text's tokens were accepted at these
+ranks and depths, one after another (`eval.acceptance`). A step emits 1 + the sum of its nodes'
+values. Sequoia's program (`decode.sequoia`) takes the value of a node to be a product of one number
+per rank; here runs that occur together count together. Values are means over all positions, not
+over those that decoding visits: they choose, and `eval.predict` says what to expect.
 
 Legend: P prompts, L positions, K ranks, D depths of a head (1 for a language model).
 """
@@ -37,8 +40,8 @@ BRANCHING, MOST_LEAVES = (1, 2, 4, 8, 16, 32), 32
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step. verify_s: by rows, the root included (F), 1 for the target without a draft. draft_s: by nodes
-    expanded in one forward (d).
+    """Seconds of a step. verify_s: by rows, the root included (F), 1 for the target without a
+    draft. draft_s: by nodes expanded in one forward (d).
     """
 
     verify_s: dict[int, float]
@@ -67,17 +70,22 @@ def _interpolate(curve: dict[int, float], at: int) -> float:
 
 
 def shapes(deepest: int | None) -> dict[str, Tree | None]:
-    """Trees to time by name, None for the target alone; `deepest`: most levels that the draft can draft."""
+    """Trees to time by name, None for the target alone; `deepest`: most levels that the draft can
+    draft.
+    """
     trees: dict[str, Tree | None] = {"alone": None, **{f"rows:{n}": Tree((-1,) * n) for n in ROWS}}
     if deepest is None or deepest > 1:
         levels = min(CHAIN, deepest or CHAIN)
-        trees |= {f"width:{w}": kary((w, 1)) for w in WIDTHS} | {f"chain:{levels}": kary((1,) * levels)}
+        trees |= {f"width:{w}": kary((w, 1)) for w in WIDTHS} | {
+            f"chain:{levels}": kary((1,) * levels)
+        }
     return trees
 
 
 def fit(seconds: Mapping[str, Sequence[float]]) -> Costs:
-    """Costs from seconds per step of `shapes`, by name, round by round. Others on the machine only add time, so the
-    fastest round counts, and no step is taken to be faster than one with fewer rows.
+    """Costs from seconds per step of `shapes`, by name, round by round. Others on the machine only
+    add time, so the fastest round counts, and no step is taken to be faster than one with fewer
+    rows.
     """
     least = {name: min(values) for name, values in seconds.items()}
     verify = isotonic({1: least["alone"]} | {1 + n: least[f"rows:{n}"] for n in ROWS})
@@ -104,7 +112,8 @@ def isotonic(curve: Mapping[int, float]) -> dict[int, float]:
 def time_shapes(
     time_step: Callable[[Tree | None], float], deepest: int | None, go_on: Callable[[], bool]
 ) -> dict[str, list[float]]:
-    """Seconds per step of every shape, round by round, interleaved; no further round starts unless `go_on()`.
+    """Seconds per step of every shape, round by round, interleaved; no further round starts unless
+    `go_on()`.
 
     `time_step(tree)` gives seconds per step of one short run.
     """
@@ -127,7 +136,9 @@ class JointRuns:
     def __init__(self, chances_DKPL: Floats, lengths_P: NDArray[np.int64]) -> None:
         self._chances = chances_DKPL
         self._positions = float(lengths_P.sum())
-        self._runs: dict[Path, Floats] = {(): (np.arange(chances_DKPL.shape[3]) < lengths_P[:, None]).astype(float)}
+        self._runs: dict[Path, Floats] = {
+            (): (np.arange(chances_DKPL.shape[3]) < lengths_P[:, None]).astype(float)
+        }
         self._values: dict[Path, float] = {}
 
     def value(self, path: Path) -> float:
@@ -154,7 +165,8 @@ class JointRuns:
         return 1.0 + sum(map(self.value, paths))
 
     def grow(self, nodes: int, depth: int) -> list[Tree]:
-        """Return the best tree of 1, 2, ... `nodes` nodes within `depth` levels: each adds the most valuable node.
+        """Return the best tree of 1, 2, ... `nodes` nodes within `depth` levels: each adds the most
+        valuable node.
 
         Greedy is optimal if values fall with rank and depth, as they do up to noise.
         """
@@ -176,7 +188,9 @@ class JointRuns:
 
 
 def kary_space(nodes: int, depth: int, ranks: int) -> dict[str, Tree]:
-    """MCSD's trees by spec: each level has one of `BRANCHING` children, and the tree at most `MOST_LEAVES` leaves."""
+    """MCSD's trees by spec: each level has one of `BRANCHING` children, and the tree at most
+    `MOST_LEAVES` leaves.
+    """
     trees: dict[str, Tree] = {}
 
     def extend(counts: Path, leaves: int, size: int) -> None:

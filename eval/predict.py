@@ -1,20 +1,28 @@
-"""Predict what decoding with a tree would count, from the traces of the target's own texts (`eval.acceptance`).
+"""Predict what decoding with a tree would count, from the traces of the target's own texts
+(`eval.acceptance`).
 
-Given the output text, a step that begins at token n accepts at least d drafted tokens with chance R_d(n): the product,
-along the tree's nodes, of the chances that the text's tokens were accepted. The next step then begins at n + d + 1. So
-the expected target calls for a text are a sum over the positions at which steps begin (`_walk`), weighted by how often
-they do. That uses the joint runs in the text, not a power of alpha.
+Given the output text, a step that begins at token n accepts at least d drafted tokens with chance
+R_d(n): the product, along the tree's nodes, of the chances that the text's tokens were accepted.
+The next step then begins at n + d + 1. So the expected target calls for a text are a sum over the
+positions at which steps begin (`_walk`), weighted by how often they do. That uses the joint runs in
+the text, not a power of alpha.
 
-* Unbiased for E[target calls] and E[accepted at depth d], if prefixes are target-distributed: the target's own
-  continuations at the same sampling. tau is a ratio of two such sums, so its bias is of the order 1/prompts.
-* Block verification accepts a prefix of i tokens, given the text, with chance min over j <= i of min(1, Q_j / P_j),
-  Q_j and P_j the joint probabilities of its first j tokens (from Sun et al. 2024, arXiv 2403.10444, where w(i) keeps
-  i).
-* Intervals: `eval.bootstrap`'s over prompts for the expectation; `run_interval` for one decoding run.
-* Not predicted: trees that grow (what they keep depends on tokens beside the text), the rules greedy, kseq and typical,
+* Unbiased for E[target calls] and E[accepted at depth d], if prefixes are target-distributed: the
+  target's own
+  continuations at the same sampling. tau is a ratio of two such sums, so its bias is of the order
+  1/prompts.
+* Block verification accepts a prefix of i tokens, given the text, with chance min over j <= i of
+  min(1, Q_j / P_j),
+  Q_j and P_j the joint probabilities of its first j tokens (from Sun et al. 2024, arXiv 2403.10444,
+  where w(i) keeps i).
+* Intervals: `eval.bootstrap`'s over prompts for the expectation; `run_interval` for one decoding
+  run.
+* Not predicted: trees that grow (what they keep depends on tokens beside the text), the rules
+  greedy, kseq and typical,
   and traversal on trees.
 
-Legend: P prompts, L positions of the longest continuation, K ranks, D depths of a head (1 for a language model).
+Legend: P prompts, L positions of the longest continuation, K ranks, D depths of a head (1 for a
+language model).
 """
 
 from collections.abc import Sequence
@@ -30,17 +38,19 @@ from eval.bootstrap import PromptSums, Resamples, interval, pooled_ratios
 from eval.request import Method
 
 Floats = NDArray[np.float64]
-# Rules whose chance by rank is drawn (`acceptance.rank_chances`) where a node has several candidates.
+# Rules whose chance by rank is drawn (`acceptance.rank_chances`) where a node has several
+# candidates.
 _DRAWN = ("mcsd", "specinfer", "exact")
 _JOINT = ("block", "traversal")
 _KNOWN = (*_DRAWN, *_JOINT, "speculative", "naive")
-# A head is unrolled once per depth, so that longer ones cost it time; those that are decoded are predicted too.
+# A head is unrolled once per depth, so that longer ones cost it time; those that are decoded are
+# predicted too.
 LONGEST_CHAIN = 8
 
 
 class PredictedCounts(TypedDict):
-    """Expected per prompt: target calls, their variance given the text, and by depth the steps that accepted and that
-    reached it (`decode.stats.DecodeStats`).
+    """Expected per prompt: target calls, their variance given the text, and by depth the steps that
+    accepted and that reached it (`decode.stats.DecodeStats`).
     """
 
     target_calls: list[float]
@@ -53,11 +63,12 @@ class PredictedCounts(TypedDict):
 class Traces:
     """What decides acceptance at the positions of P continuations of the target, for one draft.
 
-    values: float64 arrays `[D, P, L]`, 0 where nothing was read. For the first drafted token (D = 1): alpha
-    (sum_x min(p, q)), greedy (p(argmax q)), match (sum_x p q), missing (p of the tokens that the draft cannot draft).
-    For the text's token drafted at depth d (D = 1 for a language model, which drafts it alike at any depth): ratio
-    q(x) / p(x), place (1 if the draft finds no token more probable), belief (what a confidence stop reads), and for
-    every rule of `ranks_needed` `[D, P, L, K]`, the chance that it was accepted at each rank.
+    values: float64 arrays `[D, P, L]`, 0 where nothing was read. For the first drafted token (D =
+    1): alpha (sum_x min(p, q)), greedy (p(argmax q)), match (sum_x p q), missing (p of the tokens
+    that the draft cannot draft). For the text's token drafted at depth d (D = 1 for a language
+    model, which drafts it alike at any depth): ratio q(x) / p(x), place (1 if the draft finds no
+    token more probable), belief (what a confidence stop reads), and for every rule of
+    `ranks_needed` `[D, P, L, K]`, the chance that it was accepted at each rank.
     """
 
     lengths_P: NDArray[np.int64]
@@ -70,9 +81,14 @@ class Traces:
         longest = max(part.values["alpha"].shape[2] for part in parts)
 
         def padded(array: Floats) -> Floats:
-            return np.pad(array, [(0, 0), (0, 0), (0, longest - array.shape[2]), (0, 0)][: array.ndim])
+            return np.pad(
+                array, [(0, 0), (0, 0), (0, longest - array.shape[2]), (0, 0)][: array.ndim]
+            )
 
-        values = {key: np.concatenate([padded(part.values[key]) for part in parts], axis=1) for key in parts[0].values}
+        values = {
+            key: np.concatenate([padded(part.values[key]) for part in parts], axis=1)
+            for key in parts[0].values
+        }
         return cls(np.concatenate([part.lengths_P for part in parts]), parts[0].any_depth, values)
 
     def sums(self, key: str) -> list[float]:
@@ -82,7 +98,9 @@ class Traces:
 
 
 def predicted_methods(methods: Sequence[Method], greedy: bool) -> list[Method]:
-    """Chains of 1 to 8, above temperature 0 also under block verification, and the decoded methods."""
+    """Chains of 1 to 8, above temperature 0 also under block verification, and the decoded
+    methods.
+    """
     rules = ("speculative",) if greedy else ("speculative", "block")
     chains = [Method(f"chain:{n}", rule) for rule in rules for n in range(1, LONGEST_CHAIN + 1)]
     return list(dict.fromkeys([*chains, *methods]))
@@ -110,37 +128,52 @@ def ranks_needed(methods: Sequence[Method], sampling: Sampling) -> dict[str, int
     return needed
 
 
-def predict(shape: TreeShape, rule: str, sampling: Sampling, traces: Traces) -> PredictedCounts | None:
-    """Counts expected of decoding these texts with a tree and a rule; None if they cannot be predicted."""
+def predict(
+    shape: TreeShape, rule: str, sampling: Sampling, traces: Traces
+) -> PredictedCounts | None:
+    """Counts expected of decoding these texts with a tree and a rule; None if they cannot be
+    predicted.
+    """
     if not isinstance(shape, Tree) or not predictable(shape, rule, sampling):
         return None
     if not traces.any_depth and shape.depth > len(traces.values["ratio"]):
         return None
     joint = rule in _JOINT and not sampling.greedy
-    return _walk(shape, traces, None if joint else chances(max(shape.widths), rule, sampling, traces))
+    return _walk(
+        shape, traces, None if joint else chances(max(shape.widths), rule, sampling, traces)
+    )
 
 
 def chances(width: int, verifier: str, sampling: Sampling, traces: Traces) -> Floats:
-    """`[D, K, P, L]`: chance that the text's token was accepted at each rank of up to `width` candidates."""
+    """`[D, K, P, L]`: chance that the text's token was accepted at each rank of up to `width`
+    candidates.
+    """
     if sampling.greedy or verifier == "naive":
-        return np.equal(traces.values["place"][:, None], np.arange(1, 1 + width)[:, None, None]).astype(np.float64)
+        return np.equal(
+            traces.values["place"][:, None], np.arange(1, 1 + width)[:, None, None]
+        ).astype(np.float64)
     if verifier in _DRAWN and (width > 1 or verifier == "exact"):
         return traces.values[verifier].transpose(0, 3, 1, 2)
     return np.minimum(1.0, traces.values["ratio"])[:, None]
 
 
 def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedCounts:
-    """Expected counts of a chain of steps along every text; `chances_DKPL` None for block verification on a chain."""
+    """Expected counts of a chain of steps along every text; `chances_DKPL` None for block
+    verification on a chain.
+    """
     lengths_P, longest, depth = traces.lengths_P, int(traces.lengths_P.max()), tree.depth
     inside_PL = np.arange(longest) < lengths_P[:, None]
 
     def at(values_DPL: Floats, level: int) -> Floats:
-        """By root: the value of the text's token `level` positions later, drafted at that depth; 0 beyond the text."""
+        """By root: the value of the text's token `level` positions later, drafted at that depth; 0
+        beyond the text.
+        """
         values_PL = values_DPL[min(level, len(values_DPL) - 1)]
         return np.pad(values_PL[:, level:], ((0, 0), (0, min(level, longest))))[:, :longest]
 
     one_PL = np.ones_like(inside_PL, dtype=np.float64)
-    # By node, the root first: the chance to reach it, and the draft's joint probability of its path.
+    # By node, the root first: the chance to reach it, and the draft's joint probability of its
+    # path.
     reach, belief = [one_PL * inside_PL], [one_PL]
     joint_PL = one_PL
     accepted = [reach[0], *(np.zeros_like(one_PL) for _ in range(depth))]
@@ -155,7 +188,9 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
         else:
             here = above * at(chances_DKPL[:, rank], level - 1)
         reach.append(here)
-        belief.append(belief[parent + 1] * at(traces.values["belief"], level - 1) if tree.stop else one_PL)
+        belief.append(
+            belief[parent + 1] * at(traces.values["belief"], level - 1) if tree.stop else one_PL
+        )
         accepted[level] = accepted[level] + here
     # Steps by the tokens they emit, the target's own included: 1 .. depth + 1.
     ends = [accepted[d] - accepted[d + 1] for d in range(depth)] + [accepted[depth]]
@@ -175,7 +210,9 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
     return PredictedCounts(
         target_calls=calls_PL[:, 0].tolist(),
         variance=np.maximum(square_PL[:, 0] - calls_PL[:, 0] ** 2, 0.0).tolist(),
-        accepted_by_depth=np.stack([(visits_PL * accepted[d]).sum(1) for d in range(1, depth + 1)], 1).tolist(),
+        accepted_by_depth=np.stack(
+            [(visits_PL * accepted[d]).sum(1) for d in range(1, depth + 1)], 1
+        ).tolist(),
         reached_by_depth=np.stack(
             [(visits_PL * offered[d] * (left_PL >= d)).sum(1) for d in range(1, depth + 1)], 1
         ).tolist(),
@@ -185,18 +222,21 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
 def run_interval(
     sums: PromptSums, variance_P: Sequence[float], picks: Resamples, seed: int
 ) -> tuple[float, float] | tuple[None, None]:
-    """95 % interval for tau of one decoding run over as many prompts, given the predicted tokens over target calls and
-    the variance of those calls.
+    """95 % interval for tau of one decoding run over as many prompts, given the predicted tokens
+    over target calls and the variance of those calls.
 
-    Both sides vary: the prediction by its texts, the run by its own texts and by what it accepts. So the interval is
-    the prediction plus the quantiles of a difference of two independent resamples of prompts; the run's side gets
-    normal noise with the variance of its calls. For a run over the same prompts the interval is wider than needed: it
-    covers at least 95 %. None if no bootstrap is possible.
+    Both sides vary: the prediction by its texts, the run by its own texts and by what it accepts.
+    So the interval is the prediction plus the quantiles of a difference of two independent
+    resamples of prompts; the run's side gets normal noise with the variance of its calls. For a run
+    over the same prompts the interval is wider than needed: it covers at least 95 %. None if no
+    bootstrap is possible.
     """
     rng = np.random.default_rng(seed)
     again_RP = picks.weights_RP[rng.permutation(len(picks.weights_RP))]
     noise_R = np.sqrt(again_RP @ np.array(variance_P)) * rng.standard_normal(len(again_RP))
-    ran_R = (again_RP @ sums.numerator_P) / np.maximum(again_RP @ sums.denominator_P + noise_R, 1e-9)
+    ran_R = (again_RP @ sums.numerator_P) / np.maximum(
+        again_RP @ sums.denominator_P + noise_R, 1e-9
+    )
     away_R = ran_R - pooled_ratios(sums, picks)
     low, high = interval(away_R, picks)
     if low is None or high is None:

@@ -1,6 +1,8 @@
-"""Remarks: reasons to trust the figures less. They stand in the terminal, in results.json and in the report.
+"""Remarks: reasons to trust the figures less. They stand in the terminal, in results.json and in
+the report.
 
-`eval --strict` turns them into errors: before the first measurement if they are known by then, else at the end.
+`eval --strict` turns them into errors: before the first measurement if they are known by then, else
+at the end.
 """
 
 from collections import Counter, defaultdict
@@ -19,14 +21,18 @@ from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, tok
 from eval.measure import Suite
 from eval.schema import BUSY, Conditions, ModelRow, Remark
 
-# Two prompts are near-duplicates if they share this much of their token n-grams (Jaccard similarity).
+# Two prompts are near-duplicates if they share this much of their token n-grams (Jaccard
+# similarity).
 SHINGLE, SIMILAR = 5, 0.8
-# On a quiet machine, the interquartile range of the target's timings is at most this share of their median.
+# On a quiet machine, the interquartile range of the target's timings is at most this share of their
+# median.
 SPREAD = 0.15
 
 
 def announce(remarks: Sequence[Remark], *, strict: bool) -> list[Remark]:
-    """Print remarks to standard error and return them; with `strict`, raise InputError with the first."""
+    """Print remarks to standard error and return them; with `strict`, raise InputError with the
+    first.
+    """
     if strict and remarks:
         more = f" (and {len(remarks) - 1} more)" if len(remarks) > 1 else ""
         raise InputError(f"--strict: {remarks[0]['text']}{more}")
@@ -36,16 +42,22 @@ def announce(remarks: Sequence[Remark], *, strict: bool) -> list[Remark]:
 
 
 def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
-    """Find prompts that two sets share, and prompts of one that are near-duplicates of the other's."""
+    """Find prompts that two sets share, and prompts of one that are near-duplicates of the
+    other's.
+    """
     remarks = []
     for one, other in combinations(suites, 2):
         names = f"{one.name} ({one.kind.upper()}) and {other.name} ({other.kind.upper()})"
-        meaning = "; figures in and out of distribution are not apart" if one.kind != other.kind else ""
+        meaning = (
+            "; figures in and out of distribution are not apart" if one.kind != other.kind else ""
+        )
         hashes = {prompt_hash(prompt.ids) for prompt in one.prompts}
         rest = [prompt for prompt in other.prompts if prompt_hash(prompt.ids) not in hashes]
         if same := len(other.prompts) - len(rest):
             text = f"{names}: {same} of {counted(len(other.prompts), 'prompt')} of the second"
-            remarks.append(Remark(about="same_prompts", text=f"{text} are in the first too{meaning}"))
+            remarks.append(
+                Remark(about="same_prompts", text=f"{text} are in the first too{meaning}")
+            )
         if near := near_duplicates(one.prompts, rest):
             text = f"{names}: {counted(len(near), 'prompt')} of the second nearly repeat the first"
             text += f", such as {near[0].id}"
@@ -54,7 +66,9 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
 
 
 def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of `others` that share at least `SIMILAR` of their token 5-grams with one of `known`."""
+    """The prompts of `others` that share at least `SIMILAR` of their token 5-grams with one of
+    `known`.
+    """
     sizes = [len(token_runs(prompt.ids, SHINGLE)) for prompt in known]
     return [
         prompt
@@ -63,8 +77,12 @@ def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[P
     ]
 
 
-def overlaps(known: Sequence[Prompt], others: Sequence[Prompt], length: int) -> Iterator[tuple[int, Counter[int]]]:
-    """For each of `others`, the number of its runs of `length` tokens, and how many of them each of `known` has too."""
+def overlaps(
+    known: Sequence[Prompt], others: Sequence[Prompt], length: int
+) -> Iterator[tuple[int, Counter[int]]]:
+    """For each of `others`, the number of its runs of `length` tokens, and how many of them each of
+    `known` has too.
+    """
     where: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, prompt in enumerate(known):
         for run in token_runs(prompt.ids, length):
@@ -75,26 +93,41 @@ def overlaps(known: Sequence[Prompt], others: Sequence[Prompt], length: int) -> 
 
 
 def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Remark]:
-    """Find prompts that a draft was trained on, by the hashes in its checkpoint; `drafts` maps names to directories."""
+    """Find prompts that a draft was trained on, by the hashes in its checkpoint; `drafts` maps
+    names to directories.
+    """
     remarks = []
     for (name, source), suite in product(drafts.items(), suites):
         if (trained := read_prompt_hashes(Path(source))) is not None:
-            hashes = np.array([prompt_hash(prompt.ids) for prompt in suite.prompts], dtype=np.uint64)
+            hashes = np.array(
+                [prompt_hash(prompt.ids) for prompt in suite.prompts], dtype=np.uint64
+            )
             if seen := int(np.isin(hashes, trained).sum()):
                 where = f"{suite.name} ({suite.kind.upper()})"
-                text = f"{where}: draft {name} was trained on {seen} of its {counted(len(hashes), 'prompt')}"
+                text = (
+                    f"{where}: draft {name} was trained on {seen} of its "
+                    f"{counted(len(hashes), 'prompt')}"
+                )
                 remarks.append(
-                    Remark(about="trained_on", text=f"{text}; its figures there are not about unseen prompts")
+                    Remark(
+                        about="trained_on",
+                        text=f"{text}; its figures there are not about unseen prompts",
+                    )
                 )
     return remarks
 
 
 def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None) -> list[Remark]:
-    """Find drafts that are not smaller than the target, and heads that an option does not apply to."""
+    """Find drafts that are not smaller than the target, and heads that an option does not apply
+    to.
+    """
     remarks, size = [], models["target"]["parameters"]
     for name, row in models.items():
         if row["kind"] != "draft" and quantize_draft not in (None, "none"):
-            text = f"draft {name}: is a head, and --quantize_draft {quantize_draft} does not apply to heads"
+            text = (
+                f"draft {name}: is a head, and --quantize_draft {quantize_draft} does not "
+                "apply to heads"
+            )
             remarks.append(Remark(about="options", text=text))
         elif row["kind"] == "draft" and row["parameters"] >= size and name != "target":
             sizes = f"has {row['parameters']:,} parameters, the target {size:,}"
@@ -104,27 +137,42 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None)
 
 
 def of_target(name: str, target: PreTrainedModel) -> list[Remark]:
-    """Find a target that `drafts.make.widen` made, whose speed is real and size is not, and a missing kernel."""
+    """Find a target that `drafts.make.widen` made, whose speed is real and size is not, and a
+    missing kernel.
+    """
     remarks = []
     if small := getattr(target.config, "widened_from", None):
-        size = f"is a model of {small:,} parameters padded with zeros to {parameter_count(target):,}"
-        text = f"target {name}: {size}; it writes and accepts like the small model, and costs as much as a large one"
+        size = (
+            f"is a model of {small:,} parameters padded with zeros to {parameter_count(target):,}"
+        )
+        text = (
+            f"target {name}: {size}; it writes and accepts like the small model, and costs as "
+            "much as a large one"
+        )
         remarks.append(Remark(about="widened_target", text=text))
     if slower := missing_kernel(target.device):
         remarks.append(Remark(about="missing_kernel", text=f"speeds are of {slower}"))
     return remarks
 
 
-def conditions(domain: str, temperature: float, load: list[float], rates: Sequence[float], cpus: int) -> Conditions:
-    """How quiet the machine was, by its load and by what should have been equal `rates` of the target alone."""
-    low, middle, high = np.quantile(rates, [0.25, 0.5, 0.75]) if len(rates) >= 4 else (0.0, 0.0, 0.0)
+def conditions(
+    domain: str, temperature: float, load: list[float], rates: Sequence[float], cpus: int
+) -> Conditions:
+    """How quiet the machine was, by its load and by what should have been equal `rates` of the
+    target alone.
+    """
+    low, middle, high = (
+        np.quantile(rates, [0.25, 0.5, 0.75]) if len(rates) >= 4 else (0.0, 0.0, 0.0)
+    )
     spread = float((high - low) / middle) if middle else None
     busy = loaded(load, cpus) or (spread or 0.0) > SPREAD
     return Conditions(domain=domain, temperature=temperature, load=load, spread=spread, busy=busy)
 
 
 def loaded(load: Sequence[float], cpus: int) -> bool:
-    """Whether others kept the machine busy: more than one process beyond those of the evaluation, on all processors."""
+    """Whether others kept the machine busy: more than one process beyond those of the evaluation,
+    on all processors.
+    """
     return max(load, default=0.0) > cpus + 1
 
 

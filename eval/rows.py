@@ -15,7 +15,16 @@ from draftsmith_core.errors import without_secrets
 from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.sampling import row_seed
 from eval import measure
-from eval.bootstrap import PromptSums, Resamples, difference, estimate, pool_resamples, quotient, resamples, transfer
+from eval.bootstrap import (
+    PromptSums,
+    Resamples,
+    difference,
+    estimate,
+    pool_resamples,
+    quotient,
+    resamples,
+    transfer,
+)
 from eval.diagnose import RootStep
 from eval.estimate import AlphaMeasurement
 from eval.measure import BaselineMeasurement, SpeedMeasurement, Suite
@@ -56,7 +65,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Group:
-    """One suite (`domain` is its name) or all of a kind pooled (`domain` is the kind) at one temperature."""
+    """One suite (`domain` is its name) or all of a kind pooled (`domain` is the kind) at one
+    temperature.
+    """
 
     domain: str
     kind: SuiteKind
@@ -82,8 +93,14 @@ class Group:
         """One row about this group; a plain number has no interval."""
         if not isinstance(value, dict):
             prompts = self.picks.weights_RP.shape[1] if n is None else n
-            value = Estimate(value=None if value is None else float(value), low=None, high=None, n=prompts)
-        place: dict[str, Any] = {"domain": self.domain, "kind": self.kind, "temperature": self.temperature}
+            value = Estimate(
+                value=None if value is None else float(value), low=None, high=None, n=prompts
+            )
+        place: dict[str, Any] = {
+            "domain": self.domain,
+            "kind": self.kind,
+            "temperature": self.temperature,
+        }
         place |= {"tree": method[0], "verifier": method[1], "at": at, "part": part}
         return cast(Row, {"figure": figure, "draft": draft, **place, **value})
 
@@ -102,8 +119,12 @@ class Setting:
 
     def groups(self) -> Iterator[Group]:
         """Every suite by itself, then all of a kind pooled; each at every temperature."""
-        members: list[tuple[str, SuiteKind, list[Suite]]] = [(s.name, s.kind, [s]) for s in self.suites]
-        members += [(kind, kind, [suite for suite in self.suites if suite.kind == kind]) for kind in KINDS]
+        members: list[tuple[str, SuiteKind, list[Suite]]] = [
+            (s.name, s.kind, [s]) for s in self.suites
+        ]
+        members += [
+            (kind, kind, [suite for suite in self.suites if suite.kind == kind]) for kind in KINDS
+        ]
         for domain, kind, suites in members:
             if suites:
                 picks = self.picks(suites, [len(suite.prompts) for suite in suites])
@@ -111,10 +132,14 @@ class Setting:
                     yield Group(domain, kind, suites, temperature, picks)
 
     def picks(self, suites: Sequence[Suite], counts: Sequence[int]) -> Resamples:
-        """Resample the first prompts of some suites; a suite has the same resamples wherever it appears."""
+        """Resample the first prompts of some suites; a suite has the same resamples wherever it
+        appears.
+        """
         return pool_resamples(
             [
-                resamples(count, self.bootstrap, row_seed(self.seed, f"bootstrap/{suite.name}/{count}"))
+                resamples(
+                    count, self.bootstrap, row_seed(self.seed, f"bootstrap/{suite.name}/{count}")
+                )
                 for suite, count in zip(suites, counts, strict=True)
             ]
         )
@@ -140,7 +165,9 @@ def _at_depth(parts: Sequence[Any], depth: int) -> PromptSums:
 
 
 def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
-    """alpha of every draft on every group, its gain over the base, and the transfer of the ID gain to OOD groups."""
+    """alpha of every draft on every group, its gain over the base, and the transfer of the ID gain
+    to OOD groups.
+    """
 
     def sums(group: Group, draft: str) -> PromptSums:
         return ratio(group.parts(measured.alphas, draft), "sum", "count")
@@ -168,7 +195,9 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     for group in setting.groups():
         for method in setting.methods:
             how = (method.tree, method.verifier)
-            base_tau = ratio(group.parts(measured.decodings, setting.base, method), "emitted", "target_calls")
+            base_tau = ratio(
+                group.parts(measured.decodings, setting.base, method), "emitted", "target_calls"
+            )
             for draft in setting.drafts:
                 parts = group.parts(measured.decodings, draft, method)
                 tau = ratio(parts, "emitted", "target_calls")
@@ -178,19 +207,32 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                     yield group.row("tau_gain", draft, difference(tau, base_tau, group.picks), how)
                 mcsd = estimate(ratio(parts, "accepted", "depth_sum"), group.picks)
                 yield group.row("alpha_mcsd", draft, mcsd, how)
-                for depth in range(1, 1 + max(map(len, joined(parts, "reached_by_depth")), default=0)):
-                    yield group.row("accept", draft, estimate(_at_depth(parts, depth), group.picks), how, at=depth)
+                for depth in range(
+                    1, 1 + max(map(len, joined(parts, "reached_by_depth")), default=0)
+                ):
+                    yield group.row(
+                        "accept",
+                        draft,
+                        estimate(_at_depth(parts, depth), group.picks),
+                        how,
+                        at=depth,
+                    )
                 for key in measure.COUNTED:
                     yield group.row(key, draft, sum(joined(parts, key)), how)
                 step, alphas = RootStep.of(method), group.parts(measured.alphas, draft)
                 if step is not None and all(step.name in alpha["roots"] for alpha in alphas):
                     roots = [alpha["roots"][step.name] for alpha in alphas]
-                    bound, reached = ratio(roots, "bound", "count"), ratio(roots, "reached", "count")
+                    bound, reached = (
+                        ratio(roots, "bound", "count"),
+                        ratio(roots, "reached", "count"),
+                    )
                     yield group.row("headroom", draft, quotient(bound, reached, group.picks), how)
                 if checks := [part["identical"] for part in parts if part["identical"] is not None]:
                     same, outputs = (sum(check[key] for check in checks) for key in ("same", "of"))
                     yield group.row("identical", draft, same, how, n=outputs)
-                    if gaps := [check["largest_gap"] for check in checks if check["largest_gap"] is not None]:
+                    if gaps := [
+                        check["largest_gap"] for check in checks if check["largest_gap"] is not None
+                    ]:
                         yield group.row("largest_gap", draft, max(gaps), how, n=outputs)
 
 
@@ -201,19 +243,31 @@ def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             alphas = group.parts(measured.alphas, draft)
             alpha = ratio(alphas, "sum", "count").pooled
             for method in predicted_methods(setting.methods, group.temperature == 0):
-                parts = [part["predicted"][method.name] for part in alphas if method.name in part["predicted"]]
+                parts = [
+                    part["predicted"][method.name]
+                    for part in alphas
+                    if method.name in part["predicted"]
+                ]
                 if len(parts) < len(alphas):
                     continue
                 how, depths = (method.tree, method.verifier), range(1, 1 + method.shape.depth)
                 sums = PromptSums.of(joined(alphas, "count"), joined(parts, "target_calls"))
                 tau = estimate(sums, group.picks)
                 yield group.row("tau_predicted", draft, tau, how)
-                seed = row_seed(setting.seed, f"run/{draft}/{method.name}/{group.domain}/{group.temperature}")
+                seed = row_seed(
+                    setting.seed, f"run/{draft}/{method.name}/{group.domain}/{group.temperature}"
+                )
                 low, high = run_interval(sums, joined(parts, "variance"), group.picks, seed)
                 yield group.row("tau_run", draft, {**tau, "low": low, "high": high}, how)
-                chain = isinstance(method.shape, Tree) and method.shape.is_chain and not method.shape.stop
+                chain = (
+                    isinstance(method.shape, Tree)
+                    and method.shape.is_chain
+                    and not method.shape.stop
+                )
                 if alpha is not None and chain:
-                    yield group.row("tau_independent", draft, independent_tau([alpha] * len(depths)), how)
+                    yield group.row(
+                        "tau_independent", draft, independent_tau([alpha] * len(depths)), how
+                    )
                 for depth in depths:
                     accept = estimate(_at_depth(parts, depth), group.picks)
                     yield group.row("accept_predicted", draft, accept, how, at=depth)
@@ -240,33 +294,42 @@ def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                 figures["speedup_with_prompt"] = quotient(whole, whole_alone, picks)
             for figure, value in figures.items():
                 how = (first["tree"], first["verifier"])
-                yield group.row(figure, first["draft"] or TARGET, value, how, n=len(rate.numerator_P))
+                yield group.row(
+                    figure, first["draft"] or TARGET, value, how, n=len(rate.numerator_P)
+                )
 
 
 def _rates(runs: Sequence[Any]) -> tuple[PromptSums, PromptSums]:
     """Tokens per second of decoding, and with the prompt's forward counted in."""
     rate = ratio(runs, "emitted", "decode_s")
-    return rate, PromptSums(rate.numerator_P, rate.denominator_P + np.array(joined(runs, "prefill_s")))
+    return rate, PromptSums(
+        rate.numerator_P, rate.denominator_P + np.array(joined(runs, "prefill_s"))
+    )
 
 
 def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
-    """The cost of a draft call and of verifying, in steps of the target alone, for trees of several levels.
+    """The cost of a draft call and of verifying, in steps of the target alone, for trees of several
+    levels.
 
-    A step takes `calls` forwards of the draft and one verification. The same nodes as one level take a single
-    forward of the draft, so the difference separates the two costs.
+    A step takes `calls` forwards of the draft and one verification. The same nodes as one level
+    take a single forward of the draft, so the difference separates the two costs.
     """
     for group in setting.groups():
         if (timed := measured.speeds.get((group.domain, group.temperature))) is None:
             continue
         for level in timed["one_level"]:
             how = (level["draft"], level["tree"], level["verifier"])
-            run = next(run for run in timed["runs"] if (run["draft"], run["tree"], run["verifier"]) == how)
+            run = next(
+                run for run in timed["runs"] if (run["draft"], run["tree"], run["verifier"]) == how
+            )
             count, runs = len(level["decode_s"]), (timed["runs"][0], run, level)
             steps = [sum(run["target_calls"][:count]) for run in runs]
             calls = sum(run["depth_sum"][:count]) / max(1, steps[1])
             if not all(steps) or calls <= 1:
                 continue
-            alone, whole, flat = (sum(run["decode_s"][:count]) / n for run, n in zip(runs, steps, strict=True))
+            alone, whole, flat = (
+                sum(run["decode_s"][:count]) / n for run, n in zip(runs, steps, strict=True)
+            )
             draft_call = max(0.0, (whole - flat) / (calls - 1)) / alone
             costs = {"draft_call": draft_call, "verify": max(0.0, flat / alone - draft_call)}
             for figure, cost in costs.items():
@@ -353,7 +416,12 @@ def assemble(
         drafts=list(setting.drafts),
         temperatures=list(setting.temperatures),
         methods=[
-            {"tree": m.tree, "shape": asdict(m.shape), "verifier": m.verifier, "lossless": m.lossless}
+            {
+                "tree": m.tree,
+                "shape": asdict(m.shape),
+                "verifier": m.verifier,
+                "lossless": m.lossless,
+            }
             for m in setting.methods
         ],
         models=models,

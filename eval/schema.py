@@ -1,4 +1,6 @@
-"""The types of results.json, whose JSON Schema is docs/results.schema.json. definitions.yaml says what figures mean."""
+"""The types of results.json, whose JSON Schema is docs/results.schema.json. definitions.yaml says
+what figures mean.
+"""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +11,9 @@ from typing_extensions import TypedDict
 SCHEMA_VERSION: Literal[6] = 6
 
 SuiteKind = Literal["id", "ood"]
-"""A prompt set is in distribution (ID: what the drafts were aligned on) or out of distribution (OOD)."""
+"""A prompt set is in distribution (ID: what the drafts were aligned on) or out of distribution
+(OOD).
+"""
 KINDS: tuple[SuiteKind, ...] = ("id", "ood")
 
 TARGET = "target"
@@ -19,12 +23,24 @@ BUSY = "busy_machine"
 """What the remark on a busy machine is about."""
 
 _COSTS = ("draft_call", "verify", "speedup_with_prompt")
-CLOCK = ("tokens_per_s", "latency_s_per_token", "speedup", "tokens", "prefill_s", "decode_s", *_COSTS)
-"""Figures by the clock: these rows, `counts` of speed, `conditions` and `clock` differ between two equal runs."""
+CLOCK = (
+    "tokens_per_s",
+    "latency_s_per_token",
+    "speedup",
+    "tokens",
+    "prefill_s",
+    "decode_s",
+    *_COSTS,
+)
+"""Figures by the clock: these rows, `counts` of speed, `conditions` and `clock` differ between two
+equal runs.
+"""
 
 
 class Estimate(TypedDict):
-    """A figure with its 95 % interval over `n` prompts. None: divided by zero, or no interval (one prompt)."""
+    """A figure with its 95 % interval over `n` prompts. None: divided by zero, or no interval (one
+    prompt).
+    """
 
     value: float | None
     low: float | None
@@ -35,9 +51,10 @@ class Estimate(TypedDict):
 class Row(TypedDict):
     """One figure. `domain` is a prompt set, or `id` or `ood` for all sets of the kind pooled.
 
-    `draft` is `target` for the target alone. `tree` and `verifier` are set for figures of decoding. `at` is the depth
-    of accept, the number of candidates, or the tenth of the draft's confidence. `part` is a kind of position or a
-    token. `n` is the number of prompts; for the `lost` figures, of tokens.
+    `draft` is `target` for the target alone. `tree` and `verifier` are set for figures of decoding.
+    `at` is the depth of accept, the number of candidates, or the tenth of the draft's confidence.
+    `part` is a kind of position or a token. `n` is the number of prompts; for the `lost` figures,
+    of tokens.
     """
 
     figure: str
@@ -56,7 +73,9 @@ class Row(TypedDict):
 
 
 class Counts(TypedDict):
-    """Per-prompt sums behind the rows of one set, in the order of its prompts; of `target`, its continuations."""
+    """Per-prompt sums behind the rows of one set, in the order of its prompts; of `target`, its
+    continuations.
+    """
 
     draft: str
     domain: str
@@ -70,7 +89,8 @@ class Counts(TypedDict):
 class SuiteRow(TypedDict):
     """One prompt set; done + skipped + failed == read.
 
-    `prompt_hashes`: 16 hex digits per prompt, from its tokens. They pair two evaluations and find training prompts.
+    `prompt_hashes`: 16 hex digits per prompt, from its tokens. They pair two evaluations and find
+    training prompts.
     """
 
     name: str
@@ -98,9 +118,11 @@ class Training(TypedDict):
 
 
 class ModelRow(TypedDict):
-    """A model. `kind` is the proposer that drafts with it; "draft" is a language model, the target too.
+    """A model. `kind` is the proposer that drafts with it; "draft" is a language model, the target
+    too.
 
-    `context` is None if the config does not say, and for heads. `training` is None unless `draftsmith train` made it.
+    `context` is None if the config does not say, and for heads. `training` is None unless
+    `draftsmith train` made it.
     """
 
     name: str
@@ -120,8 +142,9 @@ class ModelRow(TypedDict):
 class Conditions(TypedDict):
     """How quiet the machine was while one set was timed at one temperature.
 
-    `load`: load average before and after. `spread`: interquartile range over median of the target's seconds per token,
-    None for fewer than four prompts. `busy`: one of the two is too large to rely on the timings (`eval.remarks`).
+    `load`: load average before and after. `spread`: interquartile range over median of the target's
+    seconds per token, None for fewer than four prompts. `busy`: one of the two is too large to rely
+    on the timings (`eval.remarks`).
     """
 
     domain: str
@@ -162,4 +185,6 @@ def definitions() -> dict[str, str]:
     """Return the meaning of every figure, from definitions.yaml."""
     import yaml
 
-    return dict(yaml.safe_load((Path(__file__).parent / "definitions.yaml").read_text(encoding="utf-8")))
+    return dict(
+        yaml.safe_load((Path(__file__).parent / "definitions.yaml").read_text(encoding="utf-8"))
+    )

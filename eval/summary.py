@@ -12,13 +12,20 @@ from eval.schema import Row
 
 
 def headline_and_table(results: Results) -> list[str]:
-    """The decision, and alpha, tokens per call and speed by draft and set at the highest temperature."""
+    """The decision, and alpha, tokens per call and speed by draft and set at the highest
+    temperature.
+    """
     rows = []
     for alpha in results.rows("alpha"):
         if alpha["domain"] in results.domains() and alpha["temperature"] == results.top_temperature:
             tau = best_tau(results, alpha["draft"], alpha["domain"], alpha["temperature"])
-            speedup, busy = results.beside(tau, "speedup"), results.busy(alpha["domain"], alpha["temperature"])
-            speed = f"~{number(speedup['value'], 1)}" if speedup and busy else with_interval(speedup, 2)
+            speedup, busy = (
+                results.beside(tau, "speedup"),
+                results.busy(alpha["domain"], alpha["temperature"]),
+            )
+            speed = (
+                f"~{number(speedup['value'], 1)}" if speedup and busy else with_interval(speedup, 2)
+            )
             row = {"draft": alpha["draft"], "set": named_set(alpha), "alpha": with_interval(alpha)}
             row |= {"tokens per call": with_interval(tau if tau["figure"] == "tau" else None, 2)}
             row |= {"predicted": with_interval(results.beside(tau, "tau_predicted"), 2)}
@@ -26,21 +33,30 @@ def headline_and_table(results: Results) -> list[str]:
             rows.append(row)
     head = lead(results)
     again = [f"time again on a quiet machine: {head.command}"] if head.command else []
-    return [head.headline, *again, *text_table(f"temperature {results.top_temperature:g}, 95 % intervals", rows)]
+    return [
+        head.headline,
+        *again,
+        *text_table(f"temperature {results.top_temperature:g}, 95 % intervals", rows),
+    ]
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """Files, the decision, and the main figures with their intervals per draft, set and temperature."""
+    """Files, the decision, and the main figures with their intervals per draft, set and
+    temperature.
+    """
     decision, cells, transfers = decide(results), [], []
     decided = [
-        {key: getattr(cell, key) for key in ("domain", "temperature", "sign", "busy")} | _figure(cell.speedup)
+        {key: getattr(cell, key) for key in ("domain", "temperature", "sign", "busy")}
+        | _figure(cell.speedup)
         for cell in decision.cells
     ]
     for row in results.rows("alpha"):
         if row["domain"] in results.domains():
             decoding = [_decoding(results, row, *method) for method in results.methods]
             gain = _figure(results.beside(row, "gain"), "gain")
-            cells.append({**_place(row), "kind": row["kind"], **_figure(row), **gain, "decoding": decoding})
+            cells.append(
+                {**_place(row), "kind": row["kind"], **_figure(row), **gain, "decoding": decoding}
+            )
     for row in results.rows("transfer"):
         transfers.append({**_place(row), **_figure(row), "undefined": results.why_undefined(row)})
     return {
@@ -86,6 +102,7 @@ def _decoding(results: Results, row: Row, tree: str, verifier: str) -> dict[str,
         **_figure(figure("tau_predicted"), "tau_predicted"),
         **_figure(figure("speedup"), "speedup"),
         "tau_predicted_run": run and [run["low"], run["high"]],
-        "identical_outputs": same and {"same": int(same["value"] or 0), "of": same["n"], "largest_gap": gap},
+        "identical_outputs": same
+        and {"same": int(same["value"] or 0), "of": same["n"], "largest_gap": gap},
         **values,
     }

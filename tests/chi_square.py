@@ -1,4 +1,6 @@
-"""The exact law of a tiny model's continuations, and the chi-square test of outputs against a law."""
+"""The exact law of a tiny model's continuations, and the chi-square test of outputs against a
+law.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -12,8 +14,12 @@ from draftsmith_core.sampling import Sampling, probs
 
 
 @torch.inference_mode()
-def exact_distribution(model: PreTrainedModel, prompt: Sequence[int], length: int, sampling: Sampling) -> Tensor:
-    """Probability of every continuation of the prompt, `[V ** length]`, from teacher-forced forwards."""
+def exact_distribution(
+    model: PreTrainedModel, prompt: Sequence[int], length: int, sampling: Sampling
+) -> Tensor:
+    """Probability of every continuation of the prompt, `[V ** length]`, from teacher-forced
+    forwards.
+    """
     sequences = torch.tensor(list(itertools.product(range(model.config.vocab_size), repeat=length)))
     inputs = torch.cat([torch.tensor(prompt).expand(len(sequences), -1), sequences], dim=1)
     logits = model(input_ids=inputs).logits[:, len(prompt) - 1 : -1]
@@ -29,7 +35,9 @@ def counts_of(outputs: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
 
 
 def chi_square(counts: Tensor, distribution: Tensor, significance: float = 1e-4) -> float:
-    """Chi-square over its critical value; infinite if something impossible came. Cells below 8 draws are pooled."""
+    """Chi-square over its critical value; infinite if something impossible came. Cells below 8
+    draws are pooled.
+    """
     counts = counts.double()
     if float(counts[distribution == 0].sum()):
         return float("inf")

@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Before anything imports datasets or torch: no network, nothing of the user's, one thread a test process.
+# Before anything imports datasets or torch: no network, nothing of the user's, one thread a test
+# process.
 _CACHE = tempfile.mkdtemp(prefix="draftsmith-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ |= {
@@ -32,7 +33,8 @@ os.environ |= {
     "WANDB_INIT_TIMEOUT": "900",
     # Else inductor starts a pool of interpreters, each of which imports torch.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    # The laws are stated for fp32 on a CPU; where a machine has a GPU, half-precision ties would differ.
+    # The laws are stated for fp32 on a CPU; where a machine has a GPU, half-precision ties would
+    # differ.
     "CUDA_VISIBLE_DEVICES": "",
 }
 
@@ -52,14 +54,19 @@ from tests.door import Door, forget_processes  # noqa: E402
 from tests.tiny_models import redrawn  # noqa: E402
 
 torch.set_num_threads(1)
-# A shell that starts the tests in the background makes them, and with them their children, ignore Ctrl-C.
+# A shell that starts the tests in the background makes them, and with them their children, ignore
+# Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# A test kills processes but never cuts the power, so waiting for the disk (100 times per training run) shows nothing.
-# fstat keeps the check that the descriptor is open.
+# A test kills processes but never cuts the power, so waiting for the disk (100 times per training
+# run) shows nothing. fstat keeps the check that the descriptor is open.
 os.fsync = os.fstat  # type: ignore[assignment]
-# The same examples in every run, and no limit on the time that one takes: a failure comes with a change of the code.
+# The same examples in every run, and no limit on the time that one takes: a failure comes with a
+# change of the code.
 hypothesis.settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "suite",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("suite")
 
@@ -74,22 +81,29 @@ EOS_IDS = [1, *range(40, 56)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, so that no core is idle while one is left: `slow(SECONDS)` says about how long it takes."""
+    """The longest first, so that no core is idle while one is left: `slow(SECONDS)` says about how
+    long it takes.
+    """
     items.sort(key=lambda item: -sum(sum(mark.args) for mark in item.iter_markers("slow")))
 
 
 def pytest_collection_finish() -> None:
-    """Leave out of every later garbage collection what the imports made: walking it takes 0.3 s each time."""
+    """Leave out of every later garbage collection what the imports made: walking it takes 0.3 s
+    each time.
+    """
     gc.collect()
     gc.freeze()
 
 
 def _seed() -> None:
-    """The global generators, for tests that draw from them: what they get does not depend on which tests ran before."""
+    """The global generators, for tests that draw from them: what they get does not depend on which
+    tests ran before.
+    """
     random.seed(0)
     np.random.seed(0)
-    # The generator of the CPU alone: `torch.manual_seed` also seeds backends that are not here, each of which formats
-    # the whole stack to keep it for later. Of all that is done for each test and each fixture, that took longest.
+    # The generator of the CPU alone: `torch.manual_seed` also seeds backends that are not here,
+    # each of which formats the whole stack to keep it for later. Of all that is done for each test
+    # and each fixture, that took longest.
     torch.default_generator.manual_seed(0)
 
 
@@ -105,7 +119,9 @@ def pytest_runtest_call() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_neighbours(request, monkeypatch):
-    """Without the mark `engines`, exports are proven by their layout: starting an engine takes seconds to minutes."""
+    """Without the mark `engines`, exports are proven by their layout: starting an engine takes
+    seconds to minutes.
+    """
     if request.node.get_closest_marker("engines") is None:
         monkeypatch.setenv("DRAFTSMITH_ENGINES", "none")
         for variable, _ in PROGRAMS.values():
@@ -123,9 +139,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -182,10 +203,16 @@ def sentencepiece(*words: str) -> PreTrainedTokenizerFast:
     """A tokenizer that knows bytes and these pieces, SentencePiece's way."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -207,7 +234,9 @@ def donor_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory):
-    """Nine rows: eight prompts of unequal length in two domains, and an empty one that is skipped."""
+    """Nine rows: eight prompts of unequal length in two domains, and an empty one that is
+    skipped.
+    """
     rows: list[dict[str, object]] = [
         {"prompt": "The quick"},
         {"prompt": "A draft model proposes tokens and the target", "domain": "models"},
@@ -220,14 +249,16 @@ def prompts_file(tmp_path_factory):
         {"prompt": "dog"},
     ]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return str(path)
 
 
 @pytest.fixture(scope="session")
 def answers(target_dir, tmp_path_factory):
-    """`answers(text, step, num_samples, max_new_tokens)`: a distilled set of the target's answers to twelve beginnings
-    of `text`, the first of 3 letters and each longer by `step`.
+    """`answers(text, step, num_samples, max_new_tokens)`: a distilled set of the target's answers
+    to twelve beginnings of `text`, the first of 3 letters and each longer by `step`.
     """
 
     @cache
@@ -238,9 +269,16 @@ def answers(target_dir, tmp_path_factory):
         there = tmp_path_factory.mktemp("answers")
         prompts = [{"prompt": text[: 3 + step * i]} for i in range(12)]
         (there / "p.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-        options: dict[str, Any] = {"num_samples": num_samples, "max_new_tokens": max_new_tokens, "device": "cpu"}
+        options: dict[str, Any] = {
+            "num_samples": num_samples,
+            "max_new_tokens": max_new_tokens,
+            "device": "cpu",
+        }
         distill(
-            DistillConfig(target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options), "d"
+            DistillConfig(
+                target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options
+            ),
+            "d",
         )
         return str(there / "set")
 
@@ -255,7 +293,9 @@ def distilled(answers):
 
 @pytest.fixture(scope="session")
 def short_demo(tmp_path_factory):
-    """Where `draftsmith demo --short` ran, once for all processes of the tests; `said` holds what it printed."""
+    """Where `draftsmith demo --short` ran, once for all processes of the tests; `said` holds what
+    it printed.
+    """
     base = tmp_path_factory.getbasetemp()
     place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "short-demo"
     place.mkdir(exist_ok=True)
@@ -274,9 +314,10 @@ def door(capfd):
     forget_processes()
 
 
-# Imports once, then answers every request with a fork that runs one command, or lines of Python: a process of its own,
-# without the seconds that importing torch takes. `patch` is Python that runs first in the child; `hold()` in it waits
-# until the test has sent its signal, so that on any machine the signal comes before the command ends.
+# Imports once, then answers every request with a fork that runs one command, or lines of Python: a
+# process of its own, without the seconds that importing torch takes. `patch` is Python that runs
+# first in the child; `hold()` in it waits until the test has sent its signal, so that on any
+# machine the signal comes before the command ends.
 _SERVER = """
 import gc, json, os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -284,7 +325,8 @@ os.fsync = os.fstat
 import torch
 torch.set_num_threads(1)
 import datasets, transformers.models.llama.modeling_llama
-import distill.generate, draftsmith.alignment.stages, draftsmith.cli.decode_run, train.training_run, eval.evaluate
+import distill.generate, draftsmith.alignment.stages, draftsmith.cli.decode_run
+import train.training_run, eval.evaluate
 from draftsmith.__main__ import main
 gc.freeze()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -322,7 +364,9 @@ class Child:
         self.directory = directory
 
     def wait(self, code: int = 0) -> tuple[str, str]:
-        """Standard output and error of a command that must end with this code: minus the signal if it is killed."""
+        """Standard output and error of a command that must end with this code: minus the signal if
+        it is killed.
+        """
         self._until("code")
         out, err = ((self.directory / name).read_text() for name in ("out", "err"))
         assert int((self.directory / "code").read_text()) == code and "Traceback" not in err, err
@@ -342,7 +386,10 @@ class Child:
 @pytest.fixture(scope="session")
 def _server():
     server = subprocess.Popen(
-        [sys.executable, "-c", _SERVER, str(ROOT)], stdin=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", _SERVER, str(ROOT)],
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     yield server
     assert server.stdin is not None
@@ -352,9 +399,13 @@ def _server():
 
 @pytest.fixture
 def spawn(_server, tmp_path_factory):
-    """`spawn(words..., cwd=, env=, patch=)` starts a command, or the patch alone, in a process of its own."""
+    """`spawn(words..., cwd=, env=, patch=)` starts a command, or the patch alone, in a process of
+    its own.
+    """
 
-    def start(*words: object, cwd: Path, env: dict[str, str] | None = None, patch: str = "") -> Child:
+    def start(
+        *words: object, cwd: Path, env: dict[str, str] | None = None, patch: str = ""
+    ) -> Child:
         directory = tmp_path_factory.mktemp("child")
         job = {
             "words": [str(word) for word in words],
@@ -373,12 +424,22 @@ def spawn(_server, tmp_path_factory):
 
 @pytest.fixture
 def launch(tmp_path):
-    """`launch(options, program..., cwd=)` runs `accelerate launch`, really: two interpreters and a launcher."""
+    """`launch(options, program..., cwd=)` runs `accelerate launch`, really: two interpreters and a
+    launcher.
+    """
 
-    def start(options: Sequence[object], *program: object, cwd: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "accelerate.commands.launch", *map(str, [*options, *program])]
-        # PET_STANDALONE: the launcher opens a port of the system's choice and keeps it. A port that was chosen before,
-        # or stands in a configuration file, may be taken by another process by the time it is used.
+    def start(
+        options: Sequence[object], *program: object, cwd: Path = tmp_path
+    ) -> "subprocess.CompletedProcess[str]":
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            *map(str, [*options, *program]),
+        ]
+        # PET_STANDALONE: the launcher opens a port of the system's choice and keeps it. A port that
+        # was chosen before, or stands in a configuration file, may be taken by another process by
+        # the time it is used.
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PET_STANDALONE": "1"}
         done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -395,7 +456,9 @@ def undrawn(monkeypatch):
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """Steps are run as they are, which is what a recorded graph does: the same function on padded inputs."""
+    """Steps are run as they are, which is what a recorded graph does: the same function on padded
+    inputs.
+    """
 
     def as_it_is(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         assert options["fullgraph"] and not options["dynamic"]

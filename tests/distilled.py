@@ -1,4 +1,6 @@
-"""What the tests of `distill` share: rows and files of a set, and the death of a process that writes one."""
+"""What the tests of `distill` share: rows and files of a set, and the death of a process that
+writes one.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +24,11 @@ module.pq.write_table = dying
 
 
 def rows_of(directory: Path | str = "set") -> list[dict[str, Any]]:
-    return [row for path in sorted(Path(directory).glob("part-*.parquet")) for row in pq.read_table(path).to_pylist()]
+    return [
+        row
+        for path in sorted(Path(directory).glob("part-*.parquet"))
+        for row in pq.read_table(path).to_pylist()
+    ]
 
 
 def files(directory: Path | str = "set", pattern: str = "*") -> dict[str, bytes]:
@@ -40,7 +46,9 @@ def errors(directory: Path | str = "set") -> list[dict[str, Any]]:
 
 def write_rows(path: Path | str, *rows: Any) -> str:
     """Write a JSONL file; bytes and texts are lines as they are."""
-    texts = (row if isinstance(row, bytes | str) else json.dumps(row, ensure_ascii=False) for row in rows)
+    texts = (
+        row if isinstance(row, bytes | str) else json.dumps(row, ensure_ascii=False) for row in rows
+    )
     lines = (text if isinstance(text, bytes) else text.encode() for text in texts)
     Path(path).write_bytes(b"".join(line + b"\n" for line in lines))
     return str(path)

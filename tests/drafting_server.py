@@ -1,4 +1,6 @@
-"""A server that decodes with a pair as vLLM, llama.cpp and SGLang do, and counts drafts as they do."""
+"""A server that decodes with a pair as vLLM, llama.cpp and SGLang do, and counts drafts as they
+do.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,9 @@ PLACES = [f'accepted_tokens_per_pos_total{{engine="0",position="{place}"}}' for 
 
 @dataclass
 class Drafting:
-    """What is served, and its mistakes. temperature: of requests that give none. counts: of /metrics, by line."""
+    """What is served, and its mistakes. temperature: of requests that give none. counts: of
+    /metrics, by line.
+    """
 
     engine: str
     pair: ds.Pair
@@ -32,7 +36,10 @@ class Drafting:
         if path == "/v1/models":
             return {"data": [{"id": "target", "owned_by": self.engine}]}
         if path == "/metrics":
-            lines = [f"{self.engine}:spec_decode_num_{key} {value}.0" for key, value in self.counts.items()]
+            lines = [
+                f"{self.engine}:spec_decode_num_{key} {value}.0"
+                for key, value in self.counts.items()
+            ]
             return "# HELP counts\n" + "\n".join(lines) + "\n"
         return {"speculative_num_steps": self.tokens, "speculative_eagle_topk": 1}
 
@@ -46,30 +53,57 @@ class Drafting:
         sampling = body.get("sampling_params", body)
         prompt = body.get("prompt") or body.get("input_ids")
         if prompt is None:
-            prompt = self.pair.encode(self.template.format(messages=body["messages"][-1]["content"]))
-        most = next(sampling[key] for key in ("max_tokens", "n_predict", "max_new_tokens") if key in sampling)
-        how: dict[str, Any] = {"temperature": sampling.get("temperature", self.temperature), "ignore_eos": True}
+            prompt = self.pair.encode(
+                self.template.format(messages=body["messages"][-1]["content"])
+            )
+        most = next(
+            sampling[key]
+            for key in ("max_tokens", "n_predict", "max_new_tokens")
+            if key in sampling
+        )
+        how: dict[str, Any] = {
+            "temperature": sampling.get("temperature", self.temperature),
+            "ignore_eos": True,
+        }
         how |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": len(self.bodies)}
         first = self.pair.generate(prompt, draft=(), max_new_tokens=1, **how).output_ids
         rest = self.pair.generate(
-            prompt + first, tree=f"chain:{self.tokens}", verifier=self.verifier, max_new_tokens=most - 1, **how
+            prompt + first,
+            tree=f"chain:{self.tokens}",
+            verifier=self.verifier,
+            max_new_tokens=most - 1,
+            **how,
         )
         ids, stats = first + rest.output_ids, rest.stats
         if self.speculates:
             by_depth = [*stats.accepted_by_depth, *[0] * self.tokens]
             values = [stats.target_calls + self.others, stats.proposed, stats.accepted, *by_depth]
-            names = ["drafts_total", "draft_tokens_total", "accepted_tokens_total", *PLACES[: self.tokens]]
+            names = [
+                "drafts_total",
+                "draft_tokens_total",
+                "accepted_tokens_total",
+                *PLACES[: self.tokens],
+            ]
             for name, value in zip(names, values, strict=False):
                 self.counts[name] = self.counts.get(name, 0) + value
-        # llama.cpp drafts no token that could not be emitted, so that every call emits one token of its own.
+        # llama.cpp drafts no token that could not be emitted, so that every call emits one token of
+        # its own.
         accepted = len(rest.output_ids) - stats.target_calls
-        drafted = {"draft_n": stats.proposed, "draft_n_accepted": accepted} if self.speculates else {}
+        drafted = (
+            {"draft_n": stats.proposed, "draft_n_accepted": accepted} if self.speculates else {}
+        )
         drawn = {"temperature": how["temperature"], "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         replies: dict[str, dict[str, Any]] = {
-            "vllm": {"prompt_token_ids": prompt, "choices": [{"token_ids": ids, "finish_reason": "length"}]},
+            "vllm": {
+                "prompt_token_ids": prompt,
+                "choices": [{"token_ids": ids, "finish_reason": "length"}],
+            },
             "llamacpp": {"tokens": ids, "stop_type": "limit", "tokens_evaluated": len(prompt)}
             | {"generation_settings": drawn, "timings": {"predicted_n": len(ids)} | drafted},
-            "sglang": {"output_ids": ids, "meta_info": {"spec_verify_ct": stats.target_calls * self.speculates}},
+            "sglang": {
+                "output_ids": ids,
+                "meta_info": {"spec_verify_ct": stats.target_calls * self.speculates},
+            },
         }
         return replies[self.engine]
 

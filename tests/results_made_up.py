@@ -46,11 +46,20 @@ def made_up(
     verifiers: Sequence[str] = ("speculative",),
     timed: bool = True,
 ) -> ResultsDocument:
-    """Results of drafts whose acceptance is a level of 0.5 plus their gain; the first draft is the base."""
+    """Results of drafts whose acceptance is a level of 0.5 plus their gain; the first draft is the
+    base.
+    """
     rng = np.random.default_rng(0)
     methods = [Method(tree, verifier) for tree in trees for verifier in verifiers]
     sets = [
-        Suite(name, kind, f"{name}.jsonl", tuple(Prompt(f"p{i}", name, (3, i)) for i in range(prompts)), (), prompts)
+        Suite(
+            name,
+            kind,
+            f"{name}.jsonl",
+            tuple(Prompt(f"p{i}", name, (3, i)) for i in range(prompts)),
+            (),
+            prompts,
+        )
         for name, kind in suites.items()
     ]
     measured = Measured({}, {}, {}, {})
@@ -58,15 +67,24 @@ def made_up(
         level = rng.uniform(0.45, 0.55, size=prompts)
         for temperature in (0.0, 1.0):
             at = (suite.name, temperature)
-            measured.baselines[at] = {"output_ids": [[5] * 20] * prompts, "finish_reason": ["length"] * prompts}
+            measured.baselines[at] = {
+                "output_ids": [[5] * 20] * prompts,
+                "finish_reason": ["length"] * prompts,
+            }
             emitted = {"emitted": [20] * prompts, "prefill_s": [0.1] * prompts}
-            alone = {"target_calls": [20] * prompts, "depth_sum": [0] * prompts, "decode_s": [2.0] * prompts}
+            alone = {
+                "target_calls": [20] * prompts,
+                "depth_sum": [0] * prompts,
+                "decode_s": [2.0] * prompts,
+            }
             runs: list[Any] = [{"draft": None, "tree": None, "verifier": None, **alone, **emitted}]
             one_level: list[Any] = []
             for draft, gain in gains.items():
                 rate = level + gain[suite.kind] + rng.normal(0, 0.01, size=prompts)
                 roots = {
-                    step.name: RootMeasurement(bound=list(rate * 8), reached=list(rate * 7), count=[8] * prompts)
+                    step.name: RootMeasurement(
+                        bound=list(rate * 8), reached=list(rate * 7), count=[8] * prompts
+                    )
                     for method in methods
                     if temperature and (step := RootStep.of(method)) is not None
                 }
@@ -90,23 +108,43 @@ def made_up(
                         "accepted": [20 - c for c in calls],
                         "depth_sum": [2 * c for c in calls],
                         "accepted_by_depth": [[f, 0] for f in first],
-                        "reached_by_depth": [[c, f] if offered else [0, 0] for c, f in zip(calls, first, strict=True)],
+                        "reached_by_depth": [
+                            [c, f] if offered else [0, 0] for c, f in zip(calls, first, strict=True)
+                        ],
                         "identical": (
-                            {"same": prompts if same is None else same, "of": prompts, "largest_gap": gap}
+                            {
+                                "same": prompts if same is None else same,
+                                "of": prompts,
+                                "largest_gap": gap,
+                            }
                             if temperature == 0
                             else None
                         ),
                     }
                     cell = {"draft": draft, "tree": method.tree, "verifier": method.verifier}
                     counts = {"target_calls": calls, "depth_sum": [2 * c for c in calls]}
-                    # A forward of the draft takes .2 of the target's step of .1 s, verifying 1.1 of it.
-                    runs.append({**cell, **counts, "decode_s": [0.15 * c for c in calls], **emitted})
-                    flat = {"target_calls": [15] * 2, "depth_sum": [15] * 2, "decode_s": [0.13 * 15] * 2}
+                    # A forward of the draft takes .2 of the target's step of .1 s, verifying 1.1 of
+                    # it.
+                    runs.append(
+                        {**cell, **counts, "decode_s": [0.15 * c for c in calls], **emitted}
+                    )
+                    flat = {
+                        "target_calls": [15] * 2,
+                        "depth_sum": [15] * 2,
+                        "decode_s": [0.13 * 15] * 2,
+                    }
                     if temperature and method == methods[0]:
-                        one_level.append({**cell, **flat, "emitted": [20] * 2, "prefill_s": [0.1] * 2})
+                        one_level.append(
+                            {**cell, **flat, "emitted": [20] * 2, "prefill_s": [0.1] * 2}
+                        )
             if timed:
                 ids = [prompt.id for prompt in suite.prompts]
-                measured.speeds[at] = {"prompt_ids": ids, "runs": runs, "one_level": one_level, "load": [0.5, 0.6]}
+                measured.speeds[at] = {
+                    "prompt_ids": ids,
+                    "runs": runs,
+                    "one_level": one_level,
+                    "load": [0.5, 0.6],
+                }
     setting = Setting(
         suites=sets,
         drafts=list(gains),
@@ -119,7 +157,14 @@ def made_up(
     return assemble(
         setting,
         measured,
-        config={"seed": 0, "bootstrap": 300, "max_new_tokens": 20, "batch_size": 8, "top_k": 0, "top_p": 1.0},
+        config={
+            "seed": 0,
+            "bootstrap": 300,
+            "max_new_tokens": 20,
+            "batch_size": 8,
+            "top_k": 0,
+            "top_p": 1.0,
+        },
         models={"target": _model("t"), **{draft: _model(draft) for draft in gains}},
         provenance={"command": "draftsmith eval", "versions": {"python": "3"}, "git_commit": None},
         clock={
@@ -143,7 +188,13 @@ BOTH: dict[str, SuiteKind] = {"prose": "id", "code": "ood"}
 
 
 def timeless(document: Any) -> dict[str, Any]:
-    """A results document without what two equal runs may differ in: the clock, and remarks on it."""
-    kept = {key: value for key, value in document.items() if key not in ("clock", "conditions", "remarks")}
+    """A results document without what two equal runs may differ in: the clock, and remarks on
+    it.
+    """
+    kept = {
+        key: value
+        for key, value in document.items()
+        if key not in ("clock", "conditions", "remarks")
+    }
     kept["rows"] = [row for row in document["rows"] if row["figure"] not in CLOCK]
     return {**kept, "counts": [each for each in document["counts"] if each["of"] != "speed"]}

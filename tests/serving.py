@@ -1,4 +1,6 @@
-"""A server of completions as other engines have it, whose behaviour a test chooses; its answers follow from seeds."""
+"""A server of completions as other engines have it, whose behaviour a test chooses; its answers
+follow from seeds.
+"""
 
 import contextlib
 import hashlib
@@ -13,9 +15,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-# What a server does with its n-th request (from 0, trial requests of the start included) instead of answering:
-# a status, the bytes of an answer, or "garbage", "half", "reset", "never", "drops" (a byte now and then, without end);
-# None to answer.
+# What a server does with its n-th request (from 0, trial requests of the start included) instead of
+# answering: a status, the bytes of an answer, or "garbage", "half", "reset", "never", "drops" (a
+# byte now and then, without end); None to answer.
 Misbehave = Callable[[int], int | str | bytes | None]
 EOS = 1
 
@@ -28,7 +30,9 @@ def answer_of(prompt: Any, seed: int, most: int) -> tuple[list[int], str]:
 
 
 class Server(ThreadingHTTPServer):
-    """One served model. kind: `llama.cpp`, `vllm` or `text` (takes and gives text, and refuses ids)."""
+    """One served model. kind: `llama.cpp`, `vllm` or `text` (takes and gives text, and refuses
+    ids).
+    """
 
     daemon_threads = True
     request_queue_size = 256
@@ -72,7 +76,11 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     def send(self, status: int, value: Any, **headers: str) -> None:
         """Bytes and text are sent as they are."""
-        data = value if isinstance(value, bytes) else (value if isinstance(value, str) else json.dumps(value)).encode()
+        data = (
+            value
+            if isinstance(value, bytes)
+            else (value if isinstance(value, str) else json.dumps(value)).encode()
+        )
         self.send_response(status)
         for name, header in ({"content-type": "application/json"} | headers).items():
             self.send_header(name, header)
@@ -116,7 +124,9 @@ class _Handler(JsonHandler):
         elif server.key and self.headers.get("authorization") != f"Bearer {server.key}":
             self.send(401, {"error": "who are you?"})
         elif isinstance(wrong, int):
-            self.send(wrong, {"error": "not now"}, **({"retry-after": "0.05"} if wrong == 429 else {}))
+            self.send(
+                wrong, {"error": "not now"}, **({"retry-after": "0.05"} if wrong == 429 else {})
+            )
         elif wrong == "garbage":
             self.send(200, {"choices": [{"message": None}], "was": "no completion"})
         elif wrong == "half":
@@ -158,16 +168,23 @@ class _Handler(JsonHandler):
         with server.lock:
             server.answered.append(json.dumps([prompt, seed]))
         if server.kind == "llama.cpp":
-            return {"tokens": ids, "stop_type": "limit" if reason == "length" else "eos", "tokens_evaluated": 3}
+            return {
+                "tokens": ids,
+                "stop_type": "limit" if reason == "length" else "eos",
+                "tokens_evaluated": 3,
+            }
         text = server.tokenizer.decode([token for token in ids if token != EOS])
         usage = {"completion_tokens": len(ids), "total_tokens": len(ids) + len(prompt)}
         choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": reason}
         if server.kind == "vllm" and body.get("return_token_ids"):
             choice["token_ids"] = ids
         if server.kind == "vllm" and body.get("logprobs"):
-            # Half the mass for the drawn token, which comes beside as many likeliest ones as were asked for.
+            # Half the mass for the drawn token, which comes beside as many likeliest ones as were
+            # asked for.
             shared = {f"token_id:{100 + i}": math.log(0.2 / 2**i) for i in range(body["logprobs"])}
-            choice["logprobs"] = {"top_logprobs": [shared | {f"token_id:{i}": math.log(0.5)} for i in ids]}
+            choice["logprobs"] = {
+                "top_logprobs": [shared | {f"token_id:{i}": math.log(0.5)} for i in ids]
+            }
         return {"choices": [choice], "usage": usage}
 
 
@@ -187,7 +204,9 @@ def running(server: S) -> Iterator[S]:
         thread.join()
 
 
-def serving(kind: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> AbstractContextManager[Server]:
+def serving(
+    kind: str, tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> AbstractContextManager[Server]:
     """A server on a port of the system's choice while the block runs."""
     return running(Server(kind, tokenizer, **options))
 

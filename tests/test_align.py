@@ -1,4 +1,6 @@
-"""`draftsmith align`: from prompts and a target to an aligned draft and what it bought, killed on the way or not."""
+"""`draftsmith align`: from prompts and a target to an aligned draft and what it bought, killed on
+the way or not.
+"""
 
 import json
 import re
@@ -21,11 +23,45 @@ from tests.results_made_up import timeless as timeless_results
 from tests.train_laws import close
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
-SMALL: list[object] = ["--distill.num_samples", 2, "--distill.max_new_tokens", 10, "--distill.batch_size", 4]
+SMALL: list[object] = [
+    "--distill.num_samples",
+    2,
+    "--distill.max_new_tokens",
+    10,
+    "--distill.batch_size",
+    4,
+]
 SMALL += ["--distill.part_rows", 4]
-SMALL += ["--train.steps", 6, "--train.rows_per_step", 4, "--train.batch_size", 2, "--train.save_every", 2]
-SMALL += ["--train.eval_every", 2, "--train.heldout_fraction", 0.25, "--train.optim.lr", 1e-3, "--device", "cpu"]
-SMALL += ["--eval.max_new_tokens", 6, "--eval.speed_prompts", 0, "--eval.bootstrap", 100, "--policy", "id"]
+SMALL += [
+    "--train.steps",
+    6,
+    "--train.rows_per_step",
+    4,
+    "--train.batch_size",
+    2,
+    "--train.save_every",
+    2,
+]
+SMALL += [
+    "--train.eval_every",
+    2,
+    "--train.heldout_fraction",
+    0.25,
+    "--train.optim.lr",
+    1e-3,
+    "--device",
+    "cpu",
+]
+SMALL += [
+    "--eval.max_new_tokens",
+    6,
+    "--eval.speed_prompts",
+    0,
+    "--eval.bootstrap",
+    100,
+    "--policy",
+    "id",
+]
 
 
 # One way to decode instead of those that are chosen by default, where a test is not about them.
@@ -40,7 +76,10 @@ def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("align")
     own = [{"prompt": f"The quick brown fox jumps {i} times over the lazy dog"} for i in range(23)]
     other = [{"prompt": f"Numbers such as {i} and"} for i in range(4)]
-    return {"own": write_rows(root / "own.jsonl", *own, own[0]), "other": write_rows(root / "other.jsonl", *other)}
+    return {
+        "own": write_rows(root / "own.jsonl", *own, own[0]),
+        "other": write_rows(root / "other.jsonl", *other),
+    }
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -48,7 +87,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def timeless(out: Path) -> dict[str, Any]:
-    """Every file that must not depend on how a run went: bytes, and the results without clock times."""
+    """Every file that must not depend on how a run went: bytes, and the results without clock
+    times.
+    """
     found: dict[str, Any] = {}
     for path in sorted(out.rglob("*")):
         name = str(path.relative_to(out))
@@ -62,8 +103,26 @@ def timeless(out: Path) -> dict[str, Any]:
 @pytest.mark.usefixtures("undrawn")
 def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, draft_dir, tmp_path):
     out = tmp_path / "out"
-    words = ["--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", out, *SMALL]
-    words += ["--ood", files["other"], "--objective", "jsd:beta=0.5", "ce", "--eval.tree", "chain:1"]
+    words = [
+        "--target",
+        target_dir,
+        "--draft",
+        draft_dir,
+        "--prompts",
+        files["own"],
+        "--out",
+        out,
+        *SMALL,
+    ]
+    words += [
+        "--ood",
+        files["other"],
+        "--objective",
+        "jsd:beta=0.5",
+        "ce",
+        "--eval.tree",
+        "chain:1",
+    ]
     printed, err = door.ok("align", *words, "--json")
     # A fifth of the prompts is held out, no prompt is on both sides, and every row is on one.
     train, heldout = rows(out / "prompts" / "train.jsonl"), rows(out / "prompts" / "heldout.jsonl")
@@ -74,7 +133,8 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, dra
     for name in ("jsd", "ce"):
         card = (out / name / "README.md").read_text()
         assert f"compared as `{name}` with `base`" in card and "| other (OOD) | 1.0 | " in card
-    # A file has every choice with its reason and leaves nothing open; what is printed before the work is short.
+    # A file has every choice with its reason and leaves nothing open; what is printed before the
+    # work is short.
     text = (out / "align.yaml").read_text()
     chosen = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   ")]
     written = yaml.safe_load(text)
@@ -87,19 +147,30 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, dra
     assert "6 steps" in before_work[-3] and before_work[-2].startswith("expected: ")
     assert f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 5
     named = {line.split()[0] for line in chosen}
-    assert {"heldout_prompts", "distill.temperature", "train.max_length", "train.optim.warmup_steps"} <= named
+    assert {
+        "heldout_prompts",
+        "distill.temperature",
+        "train.max_length",
+        "train.optim.warmup_steps",
+    } <= named
     assert not named & {"train.steps", "distill.num_samples", "train.optim.lr"}
     for section in ("distill", "train", "eval"):
         assert None not in written[section].values() and [] not in written[section].values()
-    # Two drafts at equal steps, measured in and out of distribution against the one they started from.
+    # Two drafts at equal steps, measured in and out of distribution against the one they started
+    # from.
     results = ds.Results.load(out / "eval")
     assert (results.drafts, results.base) == (["base", "jsd", "ce"], "base")
     assert {name: results.kind(name) for name in results.domains()} == {"own": "id", "other": "ood"}
-    assert {json.loads((out / name / "draftsmith.json").read_text())["steps"] for name in ("jsd", "ce")} == {6}
+    assert {
+        json.loads((out / name / "draftsmith.json").read_text())["steps"] for name in ("jsd", "ce")
+    } == {6}
     summary = json.loads(printed.splitlines()[-1])
     assert summary["best"] in ("jsd", "ce")
     assert summary["id"]["alpha"]["value"] == results.alpha(summary["best"], "id")["value"]
-    assert summary["ood"]["tau"]["value"] == results.tau(summary["best"], "ood", tree=summary["tree"])["value"]
+    assert (
+        summary["ood"]["tau"]["value"]
+        == results.tau(summary["best"], "ood", tree=summary["tree"])["value"]
+    )
     assert "in distribution: alpha " in printed and "out of distribution: alpha " in printed
     # The command that it ends with decodes with the checkpoint that it names.
     assert f"decode with it: {summary['decode']}" in printed
@@ -111,12 +182,16 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, dra
     assert door("align", *words)[0] == 0
     assert timeless(out) == before
     # What contradicts the run that was begun is refused.
-    assert "distill.temperature is 1.0, now it is 0.5" in door.refused("align", *words, "--distill.temperature", 0.5)
+    assert "distill.temperature is 1.0, now it is 0.5" in door.refused(
+        "align", *words, "--distill.temperature", 0.5
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
-def test_the_file_of_a_run_is_run_again_by_hand(door, files, target_dir, draft_dir, tmp_path, monkeypatch):
+def test_the_file_of_a_run_is_run_again_by_hand(
+    door, files, target_dir, draft_dir, tmp_path, monkeypatch
+):
     words = ["--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], *SMALL]
     found = []
     for name, given in (("one", words), ("two", ["--config", "../one/out/align.yaml"])):
@@ -125,7 +200,10 @@ def test_the_file_of_a_run_is_run_again_by_hand(door, files, target_dir, draft_d
         _, err = door.ok("align", *given, "--out", "out")
         assert (" 0 chosen with" in err) == (name == "two")
         found.append(timeless(tmp_path / name / "out"))
-    del found[0]["align.yaml"], found[1]["align.yaml"]  # the reasons behind choices are in the first alone
+    del (
+        found[0]["align.yaml"],
+        found[1]["align.yaml"],
+    )  # the reasons behind choices are in the first alone
     assert found[0] == found[1]
     # Edited in place it goes on with what is still true, and says which part is not.
     file = Path("out/align.yaml")
@@ -136,7 +214,8 @@ def test_the_file_of_a_run_is_run_again_by_hand(door, files, target_dir, draft_d
     assert "steps is 6, now it is 8" in door.refused("align", "--config", file)
 
 
-# Kills within a stage are tests of the stages; this one comes when the second draft is to be trained.
+# Kills within a stage are tests of the stages; this one comes when the second draft is to be
+# trained.
 KILL = """
 import os, signal
 import draftsmith.alignment.stages as module
@@ -151,8 +230,21 @@ module.train = dying
 
 
 @pytest.mark.slow
-def test_killed_between_stages_ends_as_if_it_had_not_been(spawn, files, target_dir, draft_dir, tmp_path):
-    words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], "--out", "out", *SMALL]
+def test_killed_between_stages_ends_as_if_it_had_not_been(
+    spawn, files, target_dir, draft_dir, tmp_path
+):
+    words = [
+        "align",
+        "--target",
+        target_dir,
+        "--draft",
+        draft_dir,
+        "--prompts",
+        files["own"],
+        "--out",
+        "out",
+        *SMALL,
+    ]
     words += ["--objective", "ce", "jsd:beta=0.5", "--ood", f"other={files['other']}", *ONE_WAY]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
@@ -164,8 +256,20 @@ def test_killed_between_stages_ends_as_if_it_had_not_been(spawn, files, target_d
 
 @pytest.mark.slow(25)
 def test_all_stages_on_two_processes(spawn, launch, files, target_dir, draft_dir, tmp_path):
-    """The answers are those of one process, both train a draft, and one chooses by the policy while the other waits."""
-    words = ["align", "--target", target_dir, "--draft", draft_dir, "--prompts", files["own"], *SMALL, *ONE_WAY]
+    """The answers are those of one process, both train a draft, and one chooses by the policy while
+    the other waits.
+    """
+    words = [
+        "align",
+        "--target",
+        target_dir,
+        "--draft",
+        draft_dir,
+        "--prompts",
+        files["own"],
+        *SMALL,
+        *ONE_WAY,
+    ]
     words += ["--policy", "balanced", "--ood", f"other={files['other']}", "--out"]
     done = launch(["--config_file", CONFIGS / "cpu2.yaml", "-m", "draftsmith"], *words, "two")
     assert done.stdout.count("decode with it: ") == 1 and done.stderr.count("3/3 evaluate") == 1
@@ -186,11 +290,17 @@ def test_all_stages_on_two_processes(spawn, launch, files, target_dir, draft_dir
 @pytest.mark.usefixtures("undrawn")
 def test_without_a_draft_a_fresh_head_is_trained(door, files, target_dir, tmp_path):
     out = tmp_path / "out"
-    printed, err = door.ok("align", "--target", target_dir, "--prompts", files["own"], "--out", out, *SMALL)
+    printed, err = door.ok(
+        "align", "--target", target_dir, "--prompts", files["own"], "--out", out, *SMALL
+    )
     assert json.loads((out / "jsd" / "draftsmith.json").read_text())["kind"] == "eagle3"
-    # The tests' target is nearly all vocabulary. What is started and how long it takes is said before it begins.
+    # The tests' target is nearly all vocabulary. What is started and how long it takes is said
+    # before it begins.
     begun = err.partition("1/3 distil")[0] + printed.partition("1/3 distil")[0]
-    assert "draft: a fresh EAGLE-3 head that drafts" in begun and "one pruned layer with the whole vocabulary" in begun
+    assert (
+        "draft: a fresh EAGLE-3 head that drafts" in begun
+        and "one pruned layer with the whole vocabulary" in begun
+    )
     assert re.search(r"expected: \d+ (s|min) to \d+ (s|min) if this machine stays as busy", begun)
     assert not (out / "features").exists()
     assert "jsd (jsd:beta=0.5) at temperature 1" in printed and "over the draft" not in printed
@@ -241,7 +351,9 @@ def test_choices_follow_what_is_given():
     assert chosen(prompts=8).policy == "balanced"
     config = replace(config, heldout_prompts=1, distill={"num_samples": 1})
     assert chosen(prompts=8).policy == "id"
-    with pytest.raises(ds.InputError, match="policy: no_loss chooses by held-out answers, and too few of 7 prompts"):
+    with pytest.raises(
+        ds.InputError, match="policy: no_loss chooses by held-out answers, and too few of 7 prompts"
+    ):
         complete(replace(config, policy="no_loss"), facts(prompts=8))
     # A fresh head drafts a part of a vocabulary that is dear, and takes fewer passes on a CPU.
     config = AlignConfig(target="t", prompts="p", out="o")
@@ -265,7 +377,11 @@ def test_choices_follow_what_is_given():
     kept = (usual.policy, usual.train["replay_fraction"], usual.distill["general_texts"])
     assert kept == ("balanced", 0.5, 1920)
     head = chosen(id_only="a head has no language model to go back to")
-    assert (head.policy, head.train["replay_fraction"], head.distill["general_texts"]) == ("id", 0.0, 0)
+    assert (head.policy, head.train["replay_fraction"], head.distill["general_texts"]) == (
+        "id",
+        0.0,
+        0,
+    )
     greedy = chosen(sampling=ResolvedSampling(Sampling(temperature=0.0), {"temperature": 0.0}))
     assert greedy.eval["temperature"] == [0.0]
 
@@ -276,13 +392,19 @@ def test_options_of_a_stage_reach_it(draft_dir):
     whole, _ = complete(config, facts())
     kept, plain = (train_config(whole, name) for name in ("jsd", "jsd-plain"))
     assert (kept.optim.beta2, kept.batch_size) == (0.9, 4)
-    assert (kept.accumulation, kept.optim.lr, kept.replay) == (8, whole.train["optim"]["lr"], ["o/general"])
+    assert (kept.accumulation, kept.optim.lr, kept.replay) == (
+        8,
+        whole.train["optim"]["lr"],
+        ["o/general"],
+    )
     assert (plain.replay, plain.replay_fraction, plain.optim) == ([], 0.0, kept.optim)
 
 
 def test_names_of_drafts_say_their_objective():
     def names(*objectives: str) -> list[str]:
-        return list(AlignConfig(target="t", prompts="p", out="o", objective=list(objectives)).drafts())
+        return list(
+            AlignConfig(target="t", prompts="p", out="o", objective=list(objectives)).drafts()
+        )
 
     assert names("ce", "jsd:beta=0.5") == ["ce", "jsd"]
     assert names("jsd:beta=0.5", "jsd:beta=0.1") == ["jsd-beta-0.5", "jsd-beta-0.1"]
@@ -297,13 +419,28 @@ def test_init_makes_the_draft_to_start_from_once_and_the_best_draft_is_uploaded(
     uploads: list[tuple[Path, str, str]] = []
 
     def push(directory: Path, name: str, kind: str) -> str:
-        assert "compared as" in (directory / "README.md").read_text(), "the card is complete by then"
+        assert "compared as" in (directory / "README.md").read_text(), (
+            "the card is complete by then"
+        )
         uploads.append((directory, name, kind))
         return f"https://hub/{name}"
 
     out = tmp_path / "out"
-    words = ["--target", target_dir, "--init", "prune", "--prompts", files["own"], "--out", out, *SMALL]
-    assert "HF_TOKEN" in door.refused("align", *words, "--push_to_hub", "org/draft") and not out.exists()
+    words = [
+        "--target",
+        target_dir,
+        "--init",
+        "prune",
+        "--prompts",
+        files["own"],
+        "--out",
+        out,
+        *SMALL,
+    ]
+    assert (
+        "HF_TOKEN" in door.refused("align", *words, "--push_to_hub", "org/draft")
+        and not out.exists()
+    )
     monkeypatch.setattr("draftsmith_core.hub.push", push)
     monkeypatch.setattr("draftsmith_core.hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -319,7 +456,9 @@ def test_init_makes_the_draft_to_start_from_once_and_the_best_draft_is_uploaded(
 
 def test_prompts_that_change_after_a_run_began_are_not_used_in_silence(target_dir, tmp_path):
     source, divided = tmp_path / "own.jsonl", tmp_path / "out" / "prompts"
-    source.write_text("".join(json.dumps({"prompt": f"The quick brown {i}"}) + "\n" for i in range(6)))
+    source.write_text(
+        "".join(json.dumps({"prompt": f"The quick brown {i}"}) + "\n" for i in range(6))
+    )
     hold_out(str(source), read_prompts(str(source), load_tokenizer(target_dir)), 2, divided)
     assert len(rows(divided / "heldout.jsonl")) == 2 and len(rows(divided / "train.jsonl")) == 4
     check_unchanged(str(source), divided)

@@ -1,4 +1,6 @@
-"""`align --policy`: a draft between base and aligned, chosen without looking at the evaluation's prompts."""
+"""`align --policy`: a draft between base and aligned, chosen without looking at the evaluation's
+prompts.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +24,9 @@ from tests.test_align import ONE_WAY, SMALL
 
 
 def point(weight: float, id_change: float, general: float, low: float = 0.01) -> Point:
-    """A draft with these changes in distribution and in general text, whose lower bound is `low` below."""
+    """A draft with these changes in distribution and in general text, whose lower bound is `low`
+    below.
+    """
 
     def change(value: float, below: float) -> Estimate:
         return {"value": value, "low": value - below, "high": value + 0.01, "n": 8}
@@ -51,38 +55,71 @@ def prompts(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(door, prompts, target_dir, draft_dir, tmp_path):
+def test_a_policy_adds_the_draft_it_chose_to_the_evaluation(
+    door, prompts, target_dir, draft_dir, tmp_path
+):
     out = tmp_path / "out"
-    words: list[Any] = ["--target", target_dir, "--draft", draft_dir, "--prompts", prompts, "--out", out, *SMALL]
+    words: list[Any] = [
+        "--target",
+        target_dir,
+        "--draft",
+        draft_dir,
+        "--prompts",
+        prompts,
+        "--out",
+        out,
+        *SMALL,
+    ]
     words += [*ONE_WAY, "--policy", "balanced", "--plain", "true"]
     printed, err = door.ok("align", *words, "--json")
     # General text is replayed; the plain draft beside it is trained alike but for that.
-    kept, plain = (json.loads((out / name / "draftsmith.json").read_text())["config"] for name in ("jsd", "jsd-plain"))
+    kept, plain = (
+        json.loads((out / name / "draftsmith.json").read_text())["config"]
+        for name in ("jsd", "jsd-plain")
+    )
     assert (kept["replay"], kept["replay_fraction"]) == ([str(out / "general")], 0.5)
-    assert {key for key in kept if kept[key] != plain[key]} == {"out", "replay", "replay_fraction", "steps"}
+    assert {key for key in kept if kept[key] != plain[key]} == {
+        "out",
+        "replay",
+        "replay_fraction",
+        "steps",
+    }
     # Both are trained on as many answers.
-    assert (plain["steps"], kept["steps"]) == (6, 12) and "2 times the steps: as many answers" in err
+    assert (plain["steps"], kept["steps"]) == (
+        6,
+        12,
+    ) and "2 times the steps: as many answers" in err
     manifest = json.loads((out / "general" / "manifest.json").read_text())
-    assert manifest["config"]["prompts"].startswith("token:") and manifest["config"]["temperature"] == 1.0
+    assert (
+        manifest["config"]["prompts"].startswith("token:")
+        and manifest["config"]["temperature"] == 1.0
+    )
     record = json.loads((out / "policy" / "jsd.json").read_text())
     assert (record["policy"], record["rule"]) == ("balanced", RULES["balanced"])
     weights = [each["weight"] for each in record["points"]]
     assert weights == [0.0, 0.25, 0.5, 0.75, 1.0] and record["weight"] in weights
-    assert record["points"][0]["change"]["id"]["value"] == 0 and record["points"][4]["change"]["id"]["value"] != 0
+    assert (
+        record["points"][0]["change"]["id"]["value"] == 0
+        and record["points"][4]["change"]["id"]["value"] != 0
+    )
     # It was chosen on answers that the evaluation does not ask for.
     assert record["texts"]["id"] >= 2 and record["texts"]["general"] >= 2
     base, aligned, made = (
-        load_file(Path(each) / "model.safetensors") for each in (draft_dir, out / "jsd", out / "jsd-balanced")
+        load_file(Path(each) / "model.safetensors")
+        for each in (draft_dir, out / "jsd", out / "jsd-balanced")
     )
     for name, tensor in made.items():
-        torch.testing.assert_close(tensor, torch.lerp(base[name].float(), aligned[name], record["weight"]))
+        torch.testing.assert_close(
+            tensor, torch.lerp(base[name].float(), aligned[name], record["weight"])
+        )
     assert ds.Results.load(out / "eval").drafts == ["base", "jsd-plain", "jsd-balanced"]
     summary = json.loads(printed.splitlines()[-1])
     assert (summary["best"], summary["policy"]) == ("jsd-balanced", "balanced")
     assert f"jsd-balanced: interpolation weight {record['weight']:g} towards jsd" in err
     # Again: nothing is measured or made anew.
     before = {
-        path: path.stat().st_mtime_ns for path in (out / "policy" / "jsd.json", out / "jsd-balanced" / "config.json")
+        path: path.stat().st_mtime_ns
+        for path in (out / "policy" / "jsd.json", out / "jsd-balanced" / "config.json")
     }
     assert door("align", *words)[0] == 0
     assert before == {path: path.stat().st_mtime_ns for path in before}
@@ -94,7 +131,15 @@ def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_t
     door, prompts, target_dir, draft_dir, tmp_path
 ):
     out = tmp_path / "out"
-    words: list[Any] = ["--target", target_dir, "--prompts", prompts, *SMALL, "--policy", "balanced"]
+    words: list[Any] = [
+        "--target",
+        target_dir,
+        "--prompts",
+        prompts,
+        *SMALL,
+        "--policy",
+        "balanced",
+    ]
     part = ["--train.draft_vocab_size", 120]
     _, err = door.ok("align", *words, "--draft", draft_dir, "--out", out, *part)
     assert "train: drafts 120 of 290 tokens; of the responses " in err
@@ -109,10 +154,14 @@ def test_a_draft_vocabulary_is_kept_from_the_base_to_the_draft_that_the_policy_t
     trim(base, ids_D)
     begun = between(base, aligned, 0.0)
     assert torch.equal(draft_vocabulary(begun), ids_D)  # type: ignore[arg-type]
-    torch.testing.assert_close(begun(torch.tensor([[3, 4, 5]])).logits[..., ids_D], whole[..., ids_D])
+    torch.testing.assert_close(
+        begun(torch.tensor([[3, 4, 5]])).logits[..., ids_D], whole[..., ids_D]
+    )
     # A draft that has one gets no other, and that is said before anything is made.
     more = ["--draft", out / "jsd", "--out", tmp_path / "none", "--train.draft_vocab_size", 120]
-    assert f"train.draft_vocab_size: {out / 'jsd'} already has one" in door.refused("align", *words, *more)
+    assert f"train.draft_vocab_size: {out / 'jsd'} already has one" in door.refused(
+        "align", *words, *more
+    )
     assert not (tmp_path / "none" / "align.yaml").exists()
 
 

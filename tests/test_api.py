@@ -1,4 +1,6 @@
-"""The Python door: the same cases as the command line, typed names that resolve lazily, parts of one's own."""
+"""The Python door: the same cases as the command line, typed names that resolve lazily, parts of
+one's own.
+"""
 
 import dataclasses
 import json
@@ -39,7 +41,9 @@ def test_every_public_name_resolves_to_what_type_checkers_are_told():
 
 
 def test_type_checkers_see_names_and_types(pair: Pair) -> None:
-    """mypy reads this test too (`make check`): a wrong type or an ignore that is not needed fails there."""
+    """mypy reads this test too (`make check`): a wrong type or an ignore that is not needed fails
+    there.
+    """
     assert_type(pair, ds.Pair)
     assert_type(pair.generate("a", max_new_tokens=2), ds.Output)
     assert_type(pair.generate(["a", "b"], max_new_tokens=2, tree="kary:3,2"), list[ds.Output])
@@ -51,10 +55,20 @@ def test_type_checkers_see_names_and_types(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "temperature"), [(None, 0.0), ("kary:2,2", 1.0), ("eagle2:depth=3,beam=2,nodes=6", 1.0)]
+    ("tree", "temperature"),
+    [(None, 0.0), ("kary:2,2", 1.0), ("eagle2:depth=3,beam=2,nodes=6", 1.0)],
 )
 def test_both_doors_give_the_same_output(door, pair, target_dir, draft_dir, tree, temperature):
-    words = ["--target", target_dir, "--draft", draft_dir, "--prompt", "The quick", "--max_new_tokens", 12]
+    words = [
+        "--target",
+        target_dir,
+        "--draft",
+        draft_dir,
+        "--prompt",
+        "The quick",
+        "--max_new_tokens",
+        12,
+    ]
     words += ["--temperature", temperature, "--seed", 7, *(["--tree", tree] if tree else [])]
     (row,) = decoded(door, *words)
     out = pair.generate("The quick", tree=tree, temperature=temperature, max_new_tokens=12, seed=7)
@@ -62,12 +76,18 @@ def test_both_doors_give_the_same_output(door, pair, target_dir, draft_dir, tree
     for found in (row, mine):
         del found["stats"]["seconds"]
     assert mine == row
-    assert (out.text, out.output_ids, out.finish_reason) == (row["text"], row["output_ids"], row["finish_reason"])
+    assert (out.text, out.output_ids, out.finish_reason) == (
+        row["text"],
+        row["output_ids"],
+        row["finish_reason"],
+    )
     assert out.stats.tau == out.stats.emitted / out.stats.target_calls
     assert sum(out.from_draft) == out.stats.accepted == row["stats"]["accepted"]
 
 
-def test_a_list_draws_what_a_file_of_these_prompts_draws(door, pair, target_dir, draft_dir, tmp_path):
+def test_a_list_draws_what_a_file_of_these_prompts_draws(
+    door, pair, target_dir, draft_dir, tmp_path
+):
     texts = ["The quick", "dog", "The quick", "A draft model proposes"]
     file = write_rows(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
     words = ["--target", target_dir, "--draft", draft_dir, "--prompts", file, "--max_new_tokens", 9]
@@ -95,7 +115,12 @@ def test_a_chat_goes_through_the_template(pair, tmp_path, monkeypatch):
 
 
 def test_pieces_come_as_they_are_decoded_and_are_the_text(pair):
-    options: dict[str, Any] = {"temperature": 1, "max_new_tokens": 24, "seed": 3, "ignore_eos": True}
+    options: dict[str, Any] = {
+        "temperature": 1,
+        "max_new_tokens": 24,
+        "seed": 3,
+        "ignore_eos": True,
+    }
     out, pieces = pair.generate("The quick", **options), list(pair.stream("The quick", **options))
     assert "".join(pieces) == out.text and len(pieces) > 5
     assert {piece.from_draft for piece in pieces} == {True, False}
@@ -108,7 +133,8 @@ def test_pieces_come_as_they_are_decoded_and_are_the_text(pair):
 
 
 @pytest.mark.parametrize(
-    ("option", "ours"), [("do_sample", "temperature"), ("stop_strings", "use stop"), ("temprature", "temperature")]
+    ("option", "ours"),
+    [("do_sample", "temperature"), ("stop_strings", "use stop"), ("temprature", "temperature")],
 )
 def test_names_of_transformers_are_answered_with_ours(pair, option, ours):
     with pytest.raises(TypeError, match=f"no option '{option}'; .*{ours}"):
@@ -119,7 +145,11 @@ def test_a_stop_ends_the_text(pair):
     on = pair.generate("The quick", max_new_tokens=24, ignore_eos=True)
     stop = on.text[4:7]
     cut = pair.generate("The quick", max_new_tokens=24, ignore_eos=True, stop=stop)
-    assert stop in cut.text and len(cut.output_ids) < 24 == len(on.output_ids) and cut.finish_reason == "stop"
+    assert (
+        stop in cut.text
+        and len(cut.output_ids) < 24 == len(on.output_ids)
+        and cut.finish_reason == "stop"
+    )
 
 
 def test_parts_of_ones_own_are_passed_as_objects(pair, draft_dir):
@@ -136,7 +166,9 @@ def test_parts_of_ones_own_are_passed_as_objects(pair, draft_dir):
 
 
 def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir):
-    several = ds.load_pair(Path(target_dir), draft={"a": Path(draft_dir), "b": other_vocabulary_dir}, device="cpu")
+    several = ds.load_pair(
+        Path(target_dir), draft={"a": Path(draft_dir), "b": other_vocabulary_dir}, device="cpu"
+    )
     greedy = several.generate("dog", proposer="none", max_new_tokens=8)
     assert greedy.stats.proposed == 0
     together = several.decoding()
@@ -145,6 +177,8 @@ def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir):
     assert alone.method is not None and alone.method.verifier.name == "speculative"
     assert several.decoding(draft="a") is alone
     for chosen in (None, "a", ["b"]):
-        assert several.generate("dog", draft=chosen, max_new_tokens=8).output_ids == greedy.output_ids
+        assert (
+            several.generate("dog", draft=chosen, max_new_tokens=8).output_ids == greedy.output_ids
+        )
     with pytest.raises(ds.InputError, match="draft: 'c' is not a draft of this pair; it has a, b"):
         several.generate("dog", draft="c")

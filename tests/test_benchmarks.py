@@ -55,15 +55,25 @@ def llama(*, key_value_heads: int, tied: bool, seed: int = 0, heads: int = 4) ->
 
 def greedy(model: Any, ids_BT: torch.Tensor, count: int) -> torch.Tensor:
     mask_BT = torch.ones_like(ids_BT)
-    out_BT: torch.Tensor = model.generate(ids_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=count)
+    out_BT: torch.Tensor = model.generate(
+        ids_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=count
+    )
     return out_BT[:, ids_BT.shape[1] :]
 
 
 @pytest.mark.parametrize("key_value_heads", [4, 2])
 @pytest.mark.parametrize("tied", [True, False])
-def test_widened_model_is_the_same_function_and_an_ordinary_checkpoint(key_value_heads, tied, tmp_path):
+def test_widened_model_is_the_same_function_and_an_ordinary_checkpoint(
+    key_value_heads, tied, tmp_path
+):
     model = llama(key_value_heads=key_value_heads, tied=tied)
-    wide = widen(model, hidden_size=80, intermediate_size=112, num_hidden_layers=5, max_position_embeddings=128)
+    wide = widen(
+        model,
+        hidden_size=80,
+        intermediate_size=112,
+        num_hidden_layers=5,
+        max_position_embeddings=128,
+    )
     wide.save_pretrained(tmp_path)
     wide = LlamaForCausalLM.from_pretrained(tmp_path)
     assert wide.num_parameters() > 5 * model.num_parameters()
@@ -77,7 +87,10 @@ def test_widened_model_is_the_same_function_and_an_ordinary_checkpoint(key_value
 
 
 def tiny_bench() -> Bench:
-    pair = Pair(endless(llama(key_value_heads=2, tied=False)), endless(llama(key_value_heads=4, tied=True, seed=1)))
+    pair = Pair(
+        endless(llama(key_value_heads=2, tied=False)),
+        endless(llama(key_value_heads=4, tied=True, seed=1)),
+    )
     prompts = torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(3)).tolist()
     return Bench(
         pair=replace(pair, head=EagleHead.fresh(pair.target, seed=1).eval()),
@@ -98,16 +111,28 @@ def test_sections_hold_what_the_readme_says(monkeypatch):
     names = ["hf-assisted", "chain:2", "kary:2,1/exact", "head@chain:2"]
     methods = sections.methods(bench, names, [0.0, 1.0], rounds=2)
     assert {methods["T=0"][name]["greedy_equal"] for name in (*names, "hf", "ar")} == {"4 of 4"}
-    assert methods["T=1"]["ar"]["tau"] == methods["T=1"]["hf"]["tau"] == 1 <= methods["T=1"]["chain:2"]["tau"] <= 3
+    assert (
+        methods["T=1"]["ar"]["tau"]
+        == methods["T=1"]["hf"]["tau"]
+        == 1
+        <= methods["T=1"]["chain:2"]["tau"]
+        <= 3
+    )
     assert "greedy_equal" not in methods["T=1"]["chain:2"]
     for name in ("ar", "chain:2", "head@chain:2"):
         parts = methods["T=0"][name]["parts_of_a_step"]
         step, limit = parts.pop("step"), parts.pop("limit")
-        assert sum(parts.values()) == pytest.approx(step) and limit > 0 and (parts["draft"] > 0) == (name != "ar")
+        assert (
+            sum(parts.values()) == pytest.approx(step)
+            and limit > 0
+            and (parts["draft"] > 0) == (name != "ar")
+        )
     json.dumps([forwards, methods])
 
 
-@pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
+@pytest.mark.skipif(
+    kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"
+)
 def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch):
     monkeypatch.setattr("decode.packed_weights._SMALLEST", 0)
     monkeypatch.setattr(sixteen_bits, "REPEATS", 2)
@@ -116,7 +141,10 @@ def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch):
     for pair in (bench.pair, bench.apart):
         for model in (pair.target, pair.draft):
             model.to(torch.bfloat16).to(torch.float32)  # type: ignore[arg-type]
-    memory = {"sixteen": {"before": 100.0, "decoding": 150.0}, "fp32": {"before": 100.0, "decoding": 200.0}}
+    memory = {
+        "sixteen": {"before": 100.0, "decoding": 150.0},
+        "fp32": {"before": 100.0, "decoding": 200.0},
+    }
     monkeypatch.setattr(sixteen_bits, "_resident", lambda target, kept: memory[kept])
     found = sixteen_bits.sixteen_bits(bench, ["ar", "chain:2"], rounds=2)
     assert found["sixteen_MB_per_token"] <= 0.55 * found["fp32_MB_per_token"]
@@ -126,21 +154,37 @@ def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch):
 
 @pytest.mark.slow(50)
 def test_the_device_check_runs_whole_on_tiny_models(tmp_path):
-    """The sections in one process, but for the first. A directory of modules that cannot be imported hides packages."""
+    """The sections in one process, but for the first. A directory of modules that cannot be
+    imported hides packages.
+    """
     for package in ("datasets", "pyarrow", "pydantic", "wandb"):
         (tmp_path / f"{package}.py").write_text("raise ImportError('blocked by a test')\n")
     program = (
-        "import sys, torch\nfrom pathlib import Path\nfrom benchmarks.device_check import main, run_here\n"
-        "for name in sys.argv[2:]: run_here(name, torch.device('cpu'), True, Path(sys.argv[1], name))\n"
-        "sys.exit(main(['--sections', 'tests', '--tiny', '--device', 'cpu', '--out', sys.argv[1] + '/apart']))"
+        "import sys, torch\nfrom pathlib import Path\nfrom benchmarks.device_check import main, "
+        "run_here\n"
+        "for name in sys.argv[2:]: run_here(name, torch.device('cpu'), True, Path(sys.argv[1], "
+        "name))\n"
+        "sys.exit(main(['--sections', 'tests', '--tiny', '--device', 'cpu', '--out', sys.argv[1] "
+        "+ '/apart']))"
     )
-    words = [sys.executable, "-c", program, str(tmp_path), "greedy", "decoding", "training", "distillation"]
+    words = [
+        sys.executable,
+        "-c",
+        program,
+        str(tmp_path),
+        "greedy",
+        "decoding",
+        "training",
+        "distillation",
+    ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "apart").read_text())["tests"]["figures"]["exit_code"] == 0
     found = {name: json.loads((tmp_path / name).read_text()) for name in words[4:]}
-    assert all(figures and not {"cut", "error"} & figures.keys() for figures in found.values()), found
+    assert all(figures and not {"cut", "error"} & figures.keys() for figures in found.values()), (
+        found
+    )
     assert all(not figures["different"] for figures in found["greedy"].values())
     rows = [figures for figures in found["decoding"].values() if isinstance(figures, dict)]
     equal = [figures["outputs_equal_to_ar"] for figures in rows if "outputs_equal_to_ar" in figures]
@@ -151,8 +195,16 @@ def test_the_device_check_runs_whole_on_tiny_models(tmp_path):
 @pytest.mark.parametrize(("objective", "others"), [("ce", ["trainer"]), ("jsd", [])])
 def test_the_methods_of_the_training_benchmark_make_the_same_step(objective, others):
     """TRL's trainer too, where it is installed."""
-    shape: dict[str, Any] = {"vocabulary": 80, "sequence": 12, "batch": 3, "target_layers": 1, "target_hidden": 64}
-    options = bench_train.Options(out="", objective=objective, peers=True, device="cpu", repeats=1, **shape)
+    shape: dict[str, Any] = {
+        "vocabulary": 80,
+        "sequence": 12,
+        "batch": 3,
+        "target_layers": 1,
+        "target_hidden": 64,
+    }
+    options = bench_train.Options(
+        out="", objective=objective, peers=True, device="cpu", repeats=1, **shape
+    )
     reasons = bench_train.peers_of(options)
     if objective == "jsd" and not reasons["trl"]:
         others = ["trl"]
@@ -165,17 +217,32 @@ def test_the_methods_of_the_training_benchmark_make_the_same_step(objective, oth
 
 
 def test_lengths_measures_every_cell(tmp_path, monkeypatch):
-    rows = [{"id": str(number), "text": 20 * f"{row['text']} "} for number, row in enumerate(texts(8, 1))]
+    rows = [
+        {"id": str(number), "text": 20 * f"{row['text']} "}
+        for number, row in enumerate(texts(8, 1))
+    ]
     monkeypatch.setattr(corpus, "split", lambda domain: corpus.Split((), ()))
     monkeypatch.setattr(corpus, "passages", lambda *_: rows)
     options = lengths.Options(
-        out=str(tmp_path / "lengths.json"), prompts=4, group=2, new_tokens=80, batch=[1, 2], prompt_tokens=[8, 510],
-        timed_tokens=4, rounds=1, threads=1,
-    )  # fmt: skip
+        out=str(tmp_path / "lengths.json"),
+        prompts=4,
+        group=2,
+        new_tokens=80,
+        batch=[1, 2],
+        prompt_tokens=[8, 510],
+        timed_tokens=4,
+        rounds=1,
+        threads=1,
+    )
     found = lengths.run(options)
     names = {"alpha 0", "alpha 2", "batch 1 8", "batch 2 8", "prompt 1 8", "prompt 1 510"}
     assert set(found["cells"]) == names and "left_out" in found["cells"]["prompt 1 510"]
     first, second = found["summary"]["alpha"]
-    assert all(0 < row["alpha"]["low"] <= row["alpha"]["value"] <= row["alpha"]["high"] < 1 for row in (first, second))
-    assert all(row["tau"] >= 1 and row["without_prompt"][0] > 0 for row in found["summary"]["speed"][:3])
+    assert all(
+        0 < row["alpha"]["low"] <= row["alpha"]["value"] <= row["alpha"]["high"] < 1
+        for row in (first, second)
+    )
+    assert all(
+        row["tau"] >= 1 and row["without_prompt"][0] > 0 for row in found["summary"]["speed"][:3]
+    )
     assert "the models reach 512 positions" in lengths.tables(found["summary"])

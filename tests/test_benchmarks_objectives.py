@@ -1,4 +1,6 @@
-"""Benchmarks of objectives, of what keeps a draft's knowledge, and of mixtures: run tiny, and what they conclude."""
+"""Benchmarks of objectives, of what keeps a draft's knowledge, and of mixtures: run tiny, and what
+they conclude.
+"""
 
 import json
 from pathlib import Path
@@ -17,11 +19,16 @@ from eval.bootstrap import PromptSums, resamples
 from train import training_run as train_run
 from train.config import TrainConfig
 
-WORDS = "the quick brown fox jumps over a lazy dog that does not mind numbers such as 12 or 345".split()
+WORDS = (
+    "the quick brown fox jumps over a lazy dog that does not mind numbers such as 12 or 345".split()
+)
 
 
 def texts(count: int, start: int) -> list[dict[str, str]]:
-    return [{"text": " ".join(WORDS[(i * k + start) % len(WORDS)] for k in range(1, 16))} for i in range(count)]
+    return [
+        {"text": " ".join(WORDS[(i * k + start) % len(WORDS)] for k in range(1, 16))}
+        for i in range(count)
+    ]
 
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -29,7 +36,9 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["self"]}},
     "even replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["token"]}},
     "mixed replay": {"share 0.5": {"replay_fraction": 0.5, "replay": ["self", "token"]}},
-    "longer even replay": {"twice": {"replay_fraction": 0.5, "replay": ["token"], "share": 2.0, "times": 2.0}},
+    "longer even replay": {
+        "twice": {"replay_fraction": 0.5, "replay": ["token"], "share": 2.0, "times": 2.0}
+    },
 }
 
 
@@ -49,7 +58,13 @@ def small(tmp_path, target_dir, draft_dir, monkeypatch):
 
     monkeypatch.setitem(objectives_data.PAIRS, "nano", tiny)
     monkeypatch.setitem(frontier.SETS, "nano", Sets("prose", ("other",), ("code",), ("lists",)))
-    sizes: dict[str, Any] = {"seeds": 2, "steps": 3, "batch_size": 2, "sequences": 12, "response_tokens": 8}
+    sizes: dict[str, Any] = {
+        "seeds": 2,
+        "steps": 3,
+        "batch_size": 2,
+        "sequences": 12,
+        "response_tokens": 8,
+    }
     return sizes | {"prompts": 3, "new_tokens": 6, "bootstrap": 50, "out": str(tmp_path / "out")}
 
 
@@ -71,7 +86,8 @@ def trained(monkeypatch):
 def test_objectives_are_trained_alike_and_once(small, trained):
     options = objectives.Options(**small, rates=[1e-2, 3e-3], only=["ce", "jsd", "text", "stored"])
     first = objectives.run(options)
-    # Three objectives at two rates with one seed, and at the better one with another; two modes with both seeds.
+    # Three objectives at two rates with one seed, and at the better one with another; two modes
+    # with both seeds.
     assert len(trained) == 3 * 3 + 2 * 2
     assert {(each.steps, each.batch_size, each.max_length) for each in trained} == {(3, 2, 14)}
     for name, cell in first["cells"].items():
@@ -100,7 +116,12 @@ def test_every_method_of_the_frontier_starts_alike_and_is_trained_once(small, tr
     merged = {"interpolation", *(f"{kind}replay + interpolation" for kind in kinds)}
     assert found["rows"].keys() == SETTINGS.keys() | merged
     config = frontier.config_of(frontier.prepare(options), "longer even replay", "twice", rate, 1)
-    assert (config.optim.lr, config.replay_fraction, config.steps, config.seed) == (2 * rate, 0.5, 6, 1)
+    assert (config.optim.lr, config.replay_fraction, config.steps, config.seed) == (
+        2 * rate,
+        0.5,
+        6,
+        1,
+    )
     assert frontier_tables.tables(found).count("\n| ") == 11
     frontier_tables.write_pictures(found, Path(options.out))
 
@@ -113,8 +134,12 @@ def test_ways_to_mix_domains_differ_in_the_mixture_alone(small, trained, monkeyp
     options = domains.Options(**small)
     found = domains.run(options)
     first = trained[: len(domains.WAYS)]
-    assert [[Path(each).name for each in config.data] for config in first] == [["id"]] + [["id", "code", "lists"]] * 3
-    assert {(config.optim.lr, config.steps, config.seed) for config in first} == {(domains.RATE, 3, 0)}
+    assert [[Path(each).name for each in config.data] for config in first] == [["id"]] + [
+        ["id", "code", "lists"]
+    ] * 3
+    assert {(config.optim.lr, config.steps, config.seed) for config in first} == {
+        (domains.RATE, 3, 0)
+    }
     mixtures = [(config.mixing_temperature, config.replay_fraction) for config in first]
     assert mixtures == [(1.0, 0.0), (1.0, 0.0), (3.0, 0.0), (3.0, 0.5)]
     assert domains.run(options) == found and len(trained) == len(domains.WAYS) * options.seeds
@@ -129,7 +154,11 @@ def test_apart_means_an_interval_without_zero_and_seeds_that_agree():
     picks = resamples(4, 200, 0)
     low, high = sums_of(0.1, 0.2, 0.3, 0.4), sums_of(0.2, 0.3, 0.4, 0.5)
     clear = above([high, high], [low, low], picks)
-    assert clear["told_apart"] and clear["value"] == pytest.approx(0.1) and clear["seeds"] == pytest.approx([0.1, 0.1])
+    assert (
+        clear["told_apart"]
+        and clear["value"] == pytest.approx(0.1)
+        and clear["seeds"] == pytest.approx([0.1, 0.1])
+    )
     # The mean is as much higher for every prompt, but one seed is not.
     far = sums_of(0.5, 0.6, 0.7, 0.8)
     assert not above([low, far], [high, low], picks)["told_apart"]
@@ -137,12 +166,23 @@ def test_apart_means_an_interval_without_zero_and_seeds_that_agree():
     mixed = sums_of(0.4, 0.0, 0.5, 0.2)
     assert not above([mixed, mixed], [low, low], picks)["told_apart"]
     # One draft against several seeds of another, both ways round.
-    assert len(above([low], [high, high], picks)["seeds"]) == len(above([high, high], [low], picks)["seeds"]) == 2
+    assert (
+        len(above([low], [high, high], picks)["seeds"])
+        == len(above([high, high], [low], picks)["seeds"])
+        == 2
+    )
 
 
 def draft(own: float, out: float, tuning: float) -> dict[str, PromptSums]:
     """alpha of a draft on four prompts of each set, which differ by prompt as the base's do."""
-    values = {"own": own, "heldout": own, "near": out, "far": out, "general": tuning, "even": tuning}
+    values = {
+        "own": own,
+        "heldout": own,
+        "near": out,
+        "far": out,
+        "general": tuning,
+        "even": tuning,
+    }
     return {name: sums_of(*(value + 0.01 * i for i in range(4))) for name, value in values.items()}
 
 
@@ -157,10 +197,14 @@ def test_what_is_taken_does_not_depend_on_the_sets_that_are_reported():
     document = document_of(sets, draft(0.4, 0.3, 0.3), found, "a", 50)
     assert document["taken"] == {"plain": "a", "replay": "c"}
     plain, kept = document["rows"]["plain"], document["rows"]["replay"]
-    assert plain["id"]["change"]["value"] == pytest.approx(0.2) and plain["share"]["value"] == pytest.approx(1)
+    assert plain["id"]["change"]["value"] == pytest.approx(0.2) and plain["share"][
+        "value"
+    ] == pytest.approx(1)
     # The mean of two seeds; a share is of the seeds that both have.
     assert kept["id"]["change"]["value"] == pytest.approx(0.195) and kept["seeds"] == 2
-    assert kept["share"]["value"] == pytest.approx(0.925) and kept["ood"]["change"]["value"] == pytest.approx(0)
+    assert kept["share"]["value"] == pytest.approx(0.925) and kept["ood"]["change"][
+        "value"
+    ] == pytest.approx(0)
     assert kept["met"] and not plain["met"]
 
 
@@ -173,7 +217,11 @@ def test_the_bar_is_non_inferiority_on_the_worst_set_and_not_an_interval_that_ho
     noisy = even | {"far": sums_of(0.1, 0.5, 0.2, 0.4)}
     found = {("plain", "a"): [even], ("replay", "b"): [hidden], ("even replay", "c"): [noisy]}
     rows = document_of(sets, draft(0.4, 0.3, 0.3), found, "a", 200)["rows"]
-    assert [rows[method]["met"] for method in ("plain", "replay", "even replay")] == [True, False, False]
+    assert [rows[method]["met"] for method in ("plain", "replay", "even replay")] == [
+        True,
+        False,
+        False,
+    ]
     assert rows["replay"]["worst"]["set"] == "far" and rows["replay"]["ood"]["change"]["value"] > 0
     low, high = (rows["even replay"]["worst"]["change"][end] for end in ("low", "high"))
     assert low < -0.01 and high > 0

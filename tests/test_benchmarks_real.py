@@ -1,4 +1,6 @@
-"""The study of a real chat model, on the demo's pair in tiny sizes: its pieces resume, and keep what is kept."""
+"""The study of a real chat model, on the demo's pair in tiny sizes: its pieces resume, and keep
+what is kept.
+"""
 
 import json
 from pathlib import Path
@@ -20,11 +22,20 @@ from tests.test_benchmarks_objectives import texts
 def study(tmp_path):
     """Tiny sizes, on the demo's target."""
     place = tmp_path / "texts"
-    for start, (name, count) in enumerate({"alpaca": 20, "gsm8k_train": 9, "gsm8k_test": 3, "humaneval": 3}.items()):
-        write_rows(place / f"{name}.jsonl", ({"prompt": row["text"]} for row in texts(count, start)))
+    for start, (name, count) in enumerate(
+        {"alpaca": 20, "gsm8k_train": 9, "gsm8k_test": 3, "humaneval": 3}.items()
+    ):
+        write_rows(
+            place / f"{name}.jsonl", ({"prompt": row["text"]} for row in texts(count, start))
+        )
     for name in ("c4", "wiki"):
-        write_rows(place / f"{name}.jsonl", ({"text": 3 * f"{row['text']} "} for row in texts(3, len(name))))
-    options = Options(target=str(PAIR / "target"), data=str(place), out=str(tmp_path / "out"), tiny=True)
+        write_rows(
+            place / f"{name}.jsonl",
+            ({"text": 3 * f"{row['text']} "} for row in texts(3, len(name))),
+        )
+    options = Options(
+        target=str(PAIR / "target"), data=str(place), out=str(tmp_path / "out"), tiny=True
+    )
     return Study(options, TINY)
 
 
@@ -34,28 +45,57 @@ def test_tables_of_speed_name_the_best_and_what_failed():
     def way(speed: float, over: float) -> dict[str, Any]:
         return {"tokens_per_s": speed, "speed_over_ar": over, "tau": over, "parts_of_a_step": parts}
 
-    alone = way(20.0, 1.0) | dict.fromkeys(("share_of_memory_limit", "share_of_memory_limit_after_prefill"), 0.5)
-    ours: dict[str, Any] = {"forwards": {"target_behind_128": {"ours": {"1": {"ms": 9.0}, "2": {"ms": 10.0}}}}}
+    alone = way(20.0, 1.0) | dict.fromkeys(
+        ("share_of_memory_limit", "share_of_memory_limit_after_prefill"), 0.5
+    )
+    ours: dict[str, Any] = {
+        "forwards": {"target_behind_128": {"ours": {"1": {"ms": 9.0}, "2": {"ms": 10.0}}}}
+    }
     for at in ("0", "1"):
         hf, drafted = {"tokens_per_s": 8.0, "speed_over_ar": 0.4, "tau": 1.0}, way(32.0, 1.6)
-        ours[f"T={at}"] = {"raw_forward_ms": {"ours": 9.0}, "limit_tokens_per_s_without_draft": 99.0, "hf": hf}
-        ours[f"T={at}"] |= {"ar": alone | {"weight_MB_per_token": 269.0}, "head@planned tree": drafted}
+        ours[f"T={at}"] = {
+            "raw_forward_ms": {"ours": 9.0},
+            "limit_tokens_per_s_without_draft": 99.0,
+            "hf": hf,
+        }
+        ours[f"T={at}"] |= {
+            "ar": alone | {"weight_MB_per_token": 269.0},
+            "head@planned tree": drafted,
+        }
     ours["setting"] = {"options": {"draft": "pruned", "head": "eagle"}}
     ours["plans"] = {"head@planned tree, T = 0": {"name": "chain:3", "speedup": None}}
     served = {f"T={at}": {"tokens_per_s": 16.0, "over_ar": 0.8} for at in ("0", "1")}
     faster = {at: row | {"over_ar": 4.0} for at, row in served.items()}
-    llama = {"F16": served, "Q8_0": faster, "F16, draft, 2 tokens": {"failed": "no port"}, "ar": {"T=0": [1.0, 2.0]}}
-    found = {"ours": ours, "llama-server": llama, "openvino-genai": {"skipped": "not here"}, "vllm": {"failed": "it"}}
+    llama = {
+        "F16": served,
+        "Q8_0": faster,
+        "F16, draft, 2 tokens": {"failed": "no port"},
+        "ar": {"T=0": [1.0, 2.0]},
+    }
+    found = {
+        "ours": ours,
+        "llama-server": llama,
+        "openvino-genai": {"skipped": "not here"},
+        "vllm": {"failed": "it"},
+    }
     text = real_speed.speed_tables(found)
-    best = "head@planned tree is 1.60 times ours alone, and 2.00 times the best of the others in 16 bits"
+    best = (
+        "head@planned tree is 1.60 times ours alone, and 2.00 times the best of the others in "
+        "16 bits"
+    )
     assert f"T = 0: {best} (llama-server, F16)." in text and f"T = 1: {best}" in text
     assert "| draftsmith, eagle, planned tree | 32.00 | 1.60 | 1.60 | 32.00 | 1.60 | 1.60 |" in text
-    assert "| llama-server F16, draft, 2 tokens | failed: no port |" in text and "skipped: not here |" in text
+    assert (
+        "| llama-server F16, draft, 2 tokens | failed: no port |" in text
+        and "skipped: not here |" in text
+    )
 
 
 @pytest.mark.slow  # distils, trains and evaluates
 @pytest.mark.usefixtures("undrawn")
-def test_a_study_continues_and_a_kept_set_is_taken_by_the_target_that_wrote_it(study, monkeypatch, capsys):
+def test_a_study_continues_and_a_kept_set_is_taken_by_the_target_that_wrote_it(
+    study, monkeypatch, capsys
+):
     record = study.out / "drafts" / "pruned" / "draftsmith.json"
     made = []
     for drafts in (["pruned"], ["pruned", "hydra"]):
@@ -63,7 +103,13 @@ def test_a_study_continues_and_a_kept_set_is_taken_by_the_target_that_wrote_it(s
         made.append(record.stat().st_mtime_ns)
     assert made[0] == made[1]
     results, printed = Results.load(study.out / "which"), capsys.readouterr().out
-    assert results.drafts == ["pruned", "hydra"] and results.domains() == ["chat", "maths", "code", "c4", "wiki"]
+    assert results.drafts == ["pruned", "hydra"] and results.domains() == [
+        "chat",
+        "maths",
+        "code",
+        "c4",
+        "wiki",
+    ]
     assert "| Hydra |" in printed and "tau chat" in printed and best(study, "hydra") == "hydra"
     with pytest.raises(InputError, match="has none of eagle3; run --only which"):
         best(study, "eagle3")

@@ -24,7 +24,10 @@ from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.tokenization import decode_text, load_tokenizer
 
-TEXTS = ["The quick brown fox jumps over the lazy dog.", "A draft model proposes tokens and the target accepts."]
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "A draft model proposes tokens and the target accepts.",
+]
 
 KILL_AT_ROW = """
 import os, signal
@@ -44,13 +47,26 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**row, "stats": {k: v for k, v in row["stats"].items() if k != "seconds"}} for row in rows]
+    return [
+        {**row, "stats": {k: v for k, v in row["stats"].items() if k != "seconds"}} for row in rows
+    ]
 
 
 @pytest.mark.parametrize("drafted", [True, False])
-def test_rows_are_those_of_the_contract(tmp_path, door, target_dir, draft_dir, prompts_file, drafted):
+def test_rows_are_those_of_the_contract(
+    tmp_path, door, target_dir, draft_dir, prompts_file, drafted
+):
     out = tmp_path / "deep" / "rows.jsonl"
-    words = ["--target", target_dir, "--prompts", prompts_file, "--num_samples", "2", "--max_new_tokens", "9"]
+    words = [
+        "--target",
+        target_dir,
+        "--prompts",
+        prompts_file,
+        "--num_samples",
+        "2",
+        "--max_new_tokens",
+        "9",
+    ]
     words += ["--temperature", "1", "--out", str(out), "--json"]
     words += ["--draft", draft_dir, "--tree", "kary:2,2"] if drafted else []
     printed, _ = door.ok("decode", *words)
@@ -59,9 +75,23 @@ def test_rows_are_those_of_the_contract(tmp_path, door, target_dir, draft_dir, p
     tokenizer = load_tokenizer(target_dir)
     eos = set(eos_ids(load_model(target_dir, device="cpu")))
     for row in rows:
-        assert list(row) == ["id", "sample_index", "prompt_ids", "output_ids", "text", "finish_reason", "stats"]
+        assert list(row) == [
+            "id",
+            "sample_index",
+            "prompt_ids",
+            "output_ids",
+            "text",
+            "finish_reason",
+            "stats",
+        ]
         stats = row["stats"]
-        assert list(stats) == ["target_calls", "proposed", "accepted", "accepted_by_depth", "seconds"]
+        assert list(stats) == [
+            "target_calls",
+            "proposed",
+            "accepted",
+            "accepted_by_depth",
+            "seconds",
+        ]
         ids = row["output_ids"]
         assert 1 <= len(ids) <= 9
         assert (row["finish_reason"] == "stop") == (ids[-1] in eos)
@@ -88,7 +118,16 @@ def test_rows_are_those_of_the_contract(tmp_path, door, target_dir, draft_dir, p
 
 def test_a_killed_run_continues_where_it_was(tmp_path, spawn, target_dir, draft_dir, prompts_file):
     words = ["decode", "--target", target_dir, "--draft", draft_dir, "--prompts", prompts_file]
-    words += ["--num_samples", "2", "--temperature", "1", "--max_new_tokens", "8", "--batch_size", "2"]
+    words += [
+        "--num_samples",
+        "2",
+        "--temperature",
+        "1",
+        "--max_new_tokens",
+        "8",
+        "--batch_size",
+        "2",
+    ]
     words += ["--out", "rows.jsonl", "--json"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
@@ -97,7 +136,11 @@ def test_a_killed_run_continues_where_it_was(tmp_path, spawn, target_dir, draft_
     spawn(*words, cwd=killed, patch=KILL_AT_ROW).wait(-9)
     assert sorted(p.name for p in killed.iterdir()) == [".rows.jsonl.lock", ".rows.jsonl.partial"]
     journal = (killed / ".rows.jsonl.partial").read_text().splitlines()[1:]
-    before = [TypeAdapter(Output).validate_python(kept).row() for line in journal for kept in json.loads(line)]
+    before = [
+        TypeAdapter(Output).validate_python(kept).row()
+        for line in journal
+        for kept in json.loads(line)
+    ]
     assert len(before) == 4
     # What another command left is not continued, and not an error.
     spawn(*words, "--seed", "9", "--out", "other.jsonl", cwd=killed).wait()
@@ -114,13 +157,22 @@ def test_a_killed_run_continues_where_it_was(tmp_path, spawn, target_dir, draft_
     assert sorted(p.name for p in killed.iterdir()) == ["other.jsonl", "rows.jsonl"]
 
 
-STORIES = Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).parents[2] / "shared")) / "models" / "stories260k"
+STORIES = (
+    Path(os.environ.get("DRAFTSMITH_SHARED", Path(__file__).parents[2] / "shared"))
+    / "models"
+    / "stories260k"
+)
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="no pretrained model beside the clone")
 def test_greedy_text_of_a_pretrained_model_is_the_published_one(door):
-    found = door.summary("decode", "--target", STORIES, "--prompt", "Once upon a time", "--max_new_tokens", 40)
-    expected = ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big"
+    found = door.summary(
+        "decode", "--target", STORIES, "--prompt", "Once upon a time", "--max_new_tokens", 40
+    )
+    expected = (
+        ", there was a little girl named Lily. She loved to play outside in the park. One "
+        "day, she saw a big"
+    )
     assert found["outputs"][0]["text"].startswith(expected)
 
 
@@ -130,11 +182,16 @@ def test_one_prompt_is_streamed(door, target_dir, draft_dir):
     printed, _ = door.ok(*words)
     summary = json.loads(printed.splitlines()[-1])
     assert printed.startswith(summary["outputs"][0]["text"] + "\n") and "tokens in" in printed
-    assert summary["outputs"][0]["prompt_ids"] == load_tokenizer(target_dir)("# The quick")["input_ids"]
+    assert (
+        summary["outputs"][0]["prompt_ids"]
+        == load_tokenizer(target_dir)("# The quick")["input_ids"]
+    )
 
 
 def test_a_missing_kernel_is_one_warning(door, target_dir, monkeypatch):
-    monkeypatch.setattr("draftsmith.cli.decode_run.missing_kernel", lambda device: "decoding without its kernel")
+    monkeypatch.setattr(
+        "draftsmith.cli.decode_run.missing_kernel", lambda device: "decoding without its kernel"
+    )
     code, _, err = door("decode", "--target", target_dir, "--prompt", "a", "--max_new_tokens", 2)
     assert code == 0 and err == "draftsmith decode: warning: decoding without its kernel\n"
 
@@ -152,7 +209,14 @@ class Recorder(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    "text", ["a é漢🙂👩‍🚀 b", "tabs\tand\r\nlines\n\n end ", "bell \x07 and \x1b[31mred", "[bold]no markup[/bold]", ""]
+    "text",
+    [
+        "a é漢🙂👩‍🚀 b",
+        "tabs\tand\r\nlines\n\n end ",
+        "bell \x07 and \x1b[31mred",
+        "[bold]no markup[/bold]",
+        "",
+    ],
 )
 def test_what_is_streamed_is_the_text_and_no_character_is_torn(target_dir, text):
     tokenizer = load_tokenizer(target_dir)
@@ -197,13 +261,18 @@ def test_on_a_terminal_drafted_tokens_stand_out_and_escapes_do_not_act(target_di
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory, target_dir):
-    """An untrained head of every kind, three heads of those that come in numbers, and one of an unknown kind."""
+    """An untrained head of every kind, three heads of those that come in numbers, and one of an
+    unknown kind.
+    """
     target = load_model(target_dir, device="cpu")
     root = tmp_path_factory.mktemp("heads")
     for kind, cls in HEADS.items():
         torch.manual_seed(5)
         fresh: Any = cls.fresh
-        save_head(fresh(target, num_heads=3) if kind in ("medusa", "hydra") else fresh(target), root / kind)
+        save_head(
+            fresh(target, num_heads=3) if kind in ("medusa", "hydra") else fresh(target),
+            root / kind,
+        )
     (root / "alien").mkdir()
     (root / "alien" / "config.json").write_text('{"speculators_model_type": "alien"}')
     return {kind: str(root / kind) for kind in [*HEADS, "alien"]}
@@ -221,7 +290,9 @@ def tree_files(tmp_path_factory):
     for name, content in contents.items():
         (root / f"{name}.json").write_text(json.dumps(content))
     (root / "torn.json").write_text('{"parents":\n [-1,')
-    (root / "datastore.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (root / "datastore.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    )
     return {path.stem: str(path) for path in root.iterdir()}
 
 
@@ -230,13 +301,28 @@ FAMILIES = [
     ("--draft {draft}", "draft", "chain:4", "speculative"),
     ("--draft {draft} --tree kary:2,2", "draft", "kary:2,2", "mcsd"),
     ("--draft {draft} {other} --tree kary:3,2", "draft", "kary:3,2", "specinfer"),
-    ("--draft {draft} --tree eagle2:depth=3,beam=2,nodes=6", "draft", "eagle2:depth=3,beam=2,nodes=6", "exact"),
-    ("--draft {draft} --tree opt:nodes=6,depth=3 --verifier mcsd", "draft", "opt:nodes=6,depth=3", "mcsd"),
+    (
+        "--draft {draft} --tree eagle2:depth=3,beam=2,nodes=6",
+        "draft",
+        "eagle2:depth=3,beam=2,nodes=6",
+        "exact",
+    ),
+    (
+        "--draft {draft} --tree opt:nodes=6,depth=3 --verifier mcsd",
+        "draft",
+        "opt:nodes=6,depth=3",
+        "mcsd",
+    ),
     ("--draft {draft} --tree static:{parents}", "draft", "static:{parents}", "mcsd"),
     ("--draft {draft} --tree sequoia:{measured}", "draft", "sequoia:{measured}", "mcsd"),
     ("--draft {draft} --tree auto:{plan}", "draft", "auto:{plan}", "mcsd"),
     ("--draft {draft} --fast false", "draft", "chain:4", "speculative"),
-    ("--draft {eagle} --tree eagle2:depth=3,beam=2,nodes=6", "eagle", "eagle2:depth=3,beam=2,nodes=6", "exact"),
+    (
+        "--draft {eagle} --tree eagle2:depth=3,beam=2,nodes=6",
+        "eagle",
+        "eagle2:depth=3,beam=2,nodes=6",
+        "exact",
+    ),
     ("--draft {eagle3} --tree kary:2,2", "eagle3", "kary:2,2", "mcsd"),
     ("--draft {medusa}", "medusa", "chain:3", "speculative"),
     ("--draft {hydra} --tree kary:2,2,1", "hydra", "kary:2,2,1", "mcsd"),
@@ -246,20 +332,33 @@ FAMILIES = [
     ("--draft {jetspec} --tree kary:2,2", "jetspec", "kary:2,2", "mcsd"),
     ("--proposer prompt_lookup", "prompt_lookup", "chain:4", "exact"),
     ("--proposer lookahead", "lookahead", "its own", "exact"),
-    ("--proposer retrieval --datastore {datastore} --tree kary:2,2", "retrieval", "kary:2,2", "exact"),
+    (
+        "--proposer retrieval --datastore {datastore} --tree kary:2,2",
+        "retrieval",
+        "kary:2,2",
+        "exact",
+    ),
     ("--proposer none --draft {draft}", "none", None, None),
 ]
 
 
 def test_every_proposer_and_every_kind_of_tree_is_tried():
     assert {proposer for _, proposer, _, _ in FAMILIES} == {*PROPOSERS, "none"}
-    assert {(tree or "chain").partition(":")[0] for _, _, tree, _ in FAMILIES} == {*TREES, "its own"}
+    assert {(tree or "chain").partition(":")[0] for _, _, tree, _ in FAMILIES} == {
+        *TREES,
+        "its own",
+    }
 
 
 @pytest.fixture
 def files(target_dir, draft_dir, other_vocabulary_dir, donor_dir, heads, tree_files):
     """Every file that options may name, by what stands for it in braces."""
-    models = {"target": target_dir, "draft": draft_dir, "other": other_vocabulary_dir, "donor": donor_dir}
+    models = {
+        "target": target_dir,
+        "draft": draft_dir,
+        "other": other_vocabulary_dir,
+        "donor": donor_dir,
+    }
     return {**models, **heads, **tree_files}
 
 
@@ -267,7 +366,16 @@ def files(target_dir, draft_dir, other_vocabulary_dir, donor_dir, heads, tree_fi
 def test_every_method_of_drafting_gives_the_targets_own_text(
     door, files, greedy_ids, prompts_file, options, proposer, tree, verifier
 ):
-    words = ["--target", files["target"], "--prompts", prompts_file, "--max_new_tokens", "12", "--batch_size", "8"]
+    words = [
+        "--target",
+        files["target"],
+        "--prompts",
+        prompts_file,
+        "--max_new_tokens",
+        "12",
+        "--batch_size",
+        "8",
+    ]
     summary = door.summary("decode", *words, *options.format(**files).split())
     assert [row["output_ids"] for row in summary["outputs"]] == greedy_ids
     chosen = (summary["proposer"], summary["tree"], summary["verifier"])
@@ -283,51 +391,117 @@ def greedy_ids(target_dir, prompts_file):
     found = []
     for prompt in read_prompts(prompts_file, load_tokenizer(target_dir)).prompts:
         ids = torch.tensor([prompt.ids])
-        whole = target.generate(ids, do_sample=False, max_new_tokens=12, attention_mask=torch.ones_like(ids))
+        whole = target.generate(
+            ids, do_sample=False, max_new_tokens=12, attention_mask=torch.ones_like(ids)
+        )
         found.append(whole[0, ids.shape[1] :].tolist())
     return found
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "typical"])
 def test_a_lossy_verifier_is_said(door, target_dir, draft_dir, verifier):
-    words = ["--target", target_dir, "--draft", draft_dir, "--tree", "kary:2,2", "--verifier", verifier]
-    printed, err = door.ok("decode", *words, "--temperature", 1, "--prompt", "a", "--max_new_tokens", 12, "--json")
+    words = [
+        "--target",
+        target_dir,
+        "--draft",
+        draft_dir,
+        "--tree",
+        "kary:2,2",
+        "--verifier",
+        verifier,
+    ]
+    printed, err = door.ok(
+        "decode", *words, "--temperature", 1, "--prompt", "a", "--max_new_tokens", 12, "--json"
+    )
     summary = json.loads(printed.splitlines()[-1])
     assert (summary["verifier"], summary["lossless"]) == (verifier, verifier != "typical")
     assert ("lossy" in err) == (verifier == "typical") == len(err.strip().splitlines())
 
 
 def test_the_summary_adds_up(tmp_path, door, target_dir, draft_dir, prompts_file):
-    words = ["--target", target_dir, "--draft", target_dir, "--prompts", prompts_file, "--max_new_tokens", "12"]
-    same = door.summary("decode", *words, "--temperature", "1", "--batch_size", "3", "--out", tmp_path / "rows.jsonl")
+    words = [
+        "--target",
+        target_dir,
+        "--draft",
+        target_dir,
+        "--prompts",
+        prompts_file,
+        "--max_new_tokens",
+        "12",
+    ]
+    same = door.summary(
+        "decode",
+        *words,
+        "--temperature",
+        "1",
+        "--batch_size",
+        "3",
+        "--out",
+        tmp_path / "rows.jsonl",
+    )
     rows = read(tmp_path / "rows.jsonl")
     # A draft that is the target is rejected by rounding only.
     assert same["accept_at"] == pytest.approx([1.0] * 4, abs=0.05)
     assert same["seconds"] == pytest.approx(sum(row["stats"]["seconds"] for row in rows))
     assert same["prefill_s"] + same["decode_s"] == pytest.approx(same["seconds"])
     assert same["peak_memory_kind"] == "process_rss" and 50e6 < same["peak_memory_bytes"] < 50e9
-    alone = door.summary("decode", *words[:2], "--prompt", "The quick", "--max_new_tokens", "5", "--ignore_eos")
-    assert (alone["proposer"], alone["tree"], alone["verifier"], alone["lossless"]) == ("none", None, None, True)
-    assert (alone["accept_at"], alone["alpha_mcsd"], alone["tau"], alone["tokens"]) == ([], None, 1.0, 5)
+    alone = door.summary(
+        "decode", *words[:2], "--prompt", "The quick", "--max_new_tokens", "5", "--ignore_eos"
+    )
+    assert (alone["proposer"], alone["tree"], alone["verifier"], alone["lossless"]) == (
+        "none",
+        None,
+        None,
+        True,
+    )
+    assert (alone["accept_at"], alone["alpha_mcsd"], alone["tau"], alone["tokens"]) == (
+        [],
+        None,
+        1.0,
+        5,
+    )
 
 
-# Options that do not go together: what the one line says, and the way out. No model is loaded first.
+# Options that do not go together: what the one line says, and the way out. No model is loaded
+# first.
 REFUSED = [
     ("--proposer eagle", "eagle needs one head of kind eagle", "--draft is missing"),
     ("--draft {medusa} --proposer draft", "draft needs language models", "{medusa} (medusa)"),
-    ("--draft {draft} {eagle}", "draft needs language models", "{draft} (language model), {eagle} (eagle)"),
-    ("--draft {alien}", "{alien}: is a head of kind 'speculators alien'", "heads that draft here are"),
+    (
+        "--draft {draft} {eagle}",
+        "draft needs language models",
+        "{draft} (language model), {eagle} (eagle)",
+    ),
+    (
+        "--draft {alien}",
+        "{alien}: is a head of kind 'speculators alien'",
+        "heads that draft here are",
+    ),
     ("--proposer retrieval", "retrieval", "add --datastore FILE"),
     ("--draft {draft} --tree static:{torn}", "{torn}:2: not valid JSON", "expected a tree"),
-    ("--draft {draft} --tree eagle2 --verifier greedy", "'greedy' is not valid", "use verifier exact"),
+    (
+        "--draft {draft} --tree eagle2 --verifier greedy",
+        "'greedy' is not valid",
+        "use verifier exact",
+    ),
     ("--draft {draft} {other} --tree eagle2", "2 drafts cannot grow one tree", "kary:4,2,2"),
-    ("--draft {medusa} --proposer blockwise --tree kary:2", "blockwise drafts chains only", "use chain:4"),
-    ("--proposer prompt_lookup --tree opt", "'prompt_lookup' has no confidences", "use a fixed tree"),
+    (
+        "--draft {medusa} --proposer blockwise --tree kary:2",
+        "blockwise drafts chains only",
+        "use chain:4",
+    ),
+    (
+        "--proposer prompt_lookup --tree opt",
+        "'prompt_lookup' has no confidences",
+        "use a fixed tree",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("options", "wrong", "fix"), REFUSED)
-def test_what_does_not_go_together_is_refused_in_one_line(door, files, monkeypatch, options, wrong, fix):
+def test_what_does_not_go_together_is_refused_in_one_line(
+    door, files, monkeypatch, options, wrong, fix
+):
     monkeypatch.setattr("drafts.load.load_model", None)
     words = ["decode", "--target", files["target"], "--prompt", "a", "--temperature", "1"]
     code, out, err = door(*words, *options.format(**files).split())
@@ -338,7 +512,9 @@ def test_what_does_not_go_together_is_refused_in_one_line(door, files, monkeypat
 
 def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path, files):
     def identity(*words: str) -> list[Any]:
-        config, _ = parse(DecodeConfig, "decode", ["--target", files["target"], "--prompt", "a", *words])
+        config, _ = parse(
+            DecodeConfig, "decode", ["--target", files["target"], "--prompt", "a", *words]
+        )
         identity: list[Any] = load(config)[1].identity()
         return identity
 
@@ -352,7 +528,10 @@ def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path
     changed_tree = identity(*retrieval)
     store.write_text("The lazy dog")
     found = [before, changed_tree, identity(*retrieval)]
-    found += [identity(), *(identity("--draft", files[name]) for name in ("draft", "medusa", "eagle"))]
+    found += [
+        identity(),
+        *(identity("--draft", files[name]) for name in ("draft", "medusa", "eagle")),
+    ]
     assert len({canonical_json(each) for each in found}) == len(found)
 
 
@@ -368,4 +547,7 @@ def test_help_ends_with_the_table(door, monkeypatch):
     for name in [*PROPOSERS, *TREES, *VERIFIERS]:
         assert re.search(rf"^  {name} ", table, flags=re.MULTILINE), name
     assert re.search(r"^  typical .*LOSSY", table, flags=re.MULTILINE)
-    assert "\n--proposer\n" not in door("decode", "--print_config", "--target", "t", "--prompt", "a")[1]
+    assert (
+        "\n--proposer\n"
+        not in door("decode", "--print_config", "--target", "t", "--prompt", "a")[1]
+    )

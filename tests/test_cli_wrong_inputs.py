@@ -1,4 +1,6 @@
-"""Law 8: what a stranger may type wrongly, by command: one line that says what to do, exit code 2, nothing written."""
+"""Law 8: what a stranger may type wrongly, by command: one line that says what to do, exit code 2,
+nothing written.
+"""
 
 import re
 
@@ -11,7 +13,10 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("distil", "did you mean distill?"),
         ("zzz", "the commands are"),
         ("--print_shtab fish", "expected one of bash, zsh, tcsh"),
-        ("train --config {unknown}", "unknown.yaml:2: objectiv: unknown key; did you mean objective?"),
+        (
+            "train --config {unknown}",
+            "unknown.yaml:2: objectiv: unknown key; did you mean objective?",
+        ),
         ("decode --target", "--target: expected one argument"),
         ("align --target {target} --out out", "--prompts: is missing"),
         ("demo --shrot", "did you mean --short?"),
@@ -38,12 +43,21 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     "decode --max_new_tokens 8": [
         ("--target {target}", "give either --prompt TEXT or --prompts FILE"),
         ("--target none/of/these --prompt a", "no such directory"),
-        ("--target {target} --prompts {prompts} --out {prompts}", "is read as well, and would be overwritten"),
+        (
+            "--target {target} --prompts {prompts} --out {prompts}",
+            "is read as well, and would be overwritten",
+        ),
         ("--target {target} --prompts none.jsonl --out rows.jsonl", "no such file"),
         ("--target {target} --prompts {empty} --out rows.jsonl", "holds no rows"),
         ("--target {target} --prompts {keyless} --out rows.jsonl", "needs one of the keys"),
-        ("--target {target} --prompts @mt-bench:{keyless}", "lacks 'prompt', which suite mt-bench reads; name a file"),
-        ("--target {target} --prompts {torn_rows} --out rows.jsonl", "torn_rows.jsonl:2: not valid JSON"),
+        (
+            "--target {target} --prompts @mt-bench:{keyless}",
+            "lacks 'prompt', which suite mt-bench reads; name a file",
+        ),
+        (
+            "--target {target} --prompts {torn_rows} --out rows.jsonl",
+            "torn_rows.jsonl:2: not valid JSON",
+        ),
     ],
     "distill --target {target} --prompts {prompts}": [
         ("--out out --temperatures 0.7:0", "expected TEMPERATURE:SHARE"),
@@ -51,7 +65,10 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--out out --tensor_parallel_size 2", "tensor_parallel_size: needs --engine vllm"),
         ("", "--out: is missing"),
         ("--max_new_tokens 8 --out {prompts}", "{prompts}"),
-        ("--out out --engine vllmm", "--engine: invalid choice: 'vllmm' (choose from 'hf', 'openai', 'vllm', 'ray')"),
+        (
+            "--out out --engine vllmm",
+            "--engine: invalid choice: 'vllmm' (choose from 'hf', 'openai', 'vllm', 'ray')",
+        ),
         ("--out out --max_new_tokens 96", "leaves no room"),
     ],
     "distill --target {target} --out out --max_new_tokens 8": [
@@ -67,8 +84,14 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--data {prompts} --zzzz 3", "--help=all lists them"),
         ("--data {prompts} --head.draft_vocab_size 9", "did you mean --draft_vocab_size?"),
         ("--data {prompts} --kind dflash --head.target_layers []", "target_layers"),
-        ("--data {prompts} --kind medusa --draft_vocab_size 9", "size: is for lm, eagle3, dflash, dspark, jetspec"),
-        ("--data out/nowhere", "data: out/nowhere: no such file, and no dataset owner/name:split on the hub"),
+        (
+            "--data {prompts} --kind medusa --draft_vocab_size 9",
+            "size: is for lm, eagle3, dflash, dspark, jetspec",
+        ),
+        (
+            "--data out/nowhere",
+            "data: out/nowhere: no such file, and no dataset owner/name:split on the hub",
+        ),
     ],
     "eval --target {target} --draft a={draft} --id b={prompts} --out out": [
         ("--require alhpa>0", "did you mean alpha?"),
@@ -96,14 +119,19 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--ood far={long}", "long.jsonl: none of its 9 rows can be used"),
     ],
     "align --target {target} --prompts {prompts} --out out": [
-        ("--policy no_loss", "policy: no_loss cannot be followed (a head has no language model to go back to)")
+        (
+            "--policy no_loss",
+            "policy: no_loss cannot be followed (a head has no language model to go back to)",
+        )
     ],
     "init --target {target} --method prune": [("--out .", "is where this command runs")],
     "export --draft {draft} --format hf": [("--out .", "is where this command runs")],
     "merge --base {target}": [("--draft {draft}=0.5 --out .", "where this command runs")],
     "doctor --target {target}": [("--drft {draft}", "did you mean --draft?")],
 }
-CASES = [(f"{start} {words}".strip(), told) for start, cases in WRONG.items() for words, told in cases]
+CASES = [
+    (f"{start} {words}".strip(), told) for start, cases in WRONG.items() for words, told in cases
+]
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +149,14 @@ def files(tmp_path_factory, target_dir, draft_dir, prompts_file, donor_dir):
     for name, text in texts.items():
         (root / name).write_text(text)
     models = {"target": target_dir, "draft": draft_dir, "prompts": prompts_file, "other": donor_dir}
-    return models | {name.partition(".")[0]: str(root / name) for name in texts} | {"here": str(root)}
+    return (
+        models | {name.partition(".")[0]: str(root / name) for name in texts} | {"here": str(root)}
+    )
 
 
-@pytest.mark.parametrize(("words", "told"), CASES, ids=[re.sub(r"{\w+}", "X", words) for words, _ in CASES])
+@pytest.mark.parametrize(
+    ("words", "told"), CASES, ids=[re.sub(r"{\w+}", "X", words) for words, _ in CASES]
+)
 def test_one_line_exit_code_2_and_nothing_written(door, files, tmp_path, monkeypatch, words, told):
     monkeypatch.chdir(tmp_path)
     code, out, err = door(*words.format(**files).split())

@@ -1,4 +1,6 @@
-"""Every recipe is read by the command it is for, says what is so, and has models that build at their true size."""
+"""Every recipe is read by the command it is for, says what is so, and has models that build at
+their true size.
+"""
 
 import json
 import re
@@ -18,7 +20,13 @@ from drafts.heads import HEADS
 from drafts.load import draft_fingerprint, draft_kind, load_draft
 from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.command_line import parse
-from draftsmith_core.models import context_length, fingerprint, load_model, parameter_count, vocabulary_size
+from draftsmith_core.models import (
+    context_length,
+    fingerprint,
+    load_model,
+    parameter_count,
+    vocabulary_size,
+)
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.request import check
@@ -37,32 +45,67 @@ TRAINS = ("--out=o", "--data=d")
 # By path: the command, its options, and what the file leaves open.
 RECIPES: dict[str, tuple[str, type[Any], tuple[str, ...]]] = {
     **{str(path.relative_to(ROOT)): ("train", TrainConfig, ()) for path in TRAIN},
-    **{str(path.relative_to(ROOT)): ("distill", DistillConfig, ("--out=o", "--target=t")) for path in DISTILL},
+    **{
+        str(path.relative_to(ROOT)): ("distill", DistillConfig, ("--out=o", "--target=t"))
+        for path in DISTILL
+    },
     "configs/bench/draft.yaml": ("train", TrainConfig, (*TRAINS, "--draft=b", "--target=t")),
     "draftsmith/demo/recipes/target.yaml": ("train", TrainConfig, TRAINS),
     "draftsmith/demo/recipes/base.yaml": ("train", TrainConfig, TRAINS),
-    "draftsmith/demo/recipes/jsd.yaml": ("train", TrainConfig, (*TRAINS, "--draft=b", "--target=t")),
+    "draftsmith/demo/recipes/jsd.yaml": (
+        "train",
+        TrainConfig,
+        (*TRAINS, "--draft=b", "--target=t"),
+    ),
     "draftsmith/demo/recipes/demo.yaml": (
         *("align", AlignConfig),
         ("--out=o", "--target=t", "--draft=d", "--prompts=p"),
     ),
-    "draftsmith/demo/recipes/demo_short.yaml": ("align", AlignConfig, ("--out=o", "--target=t", "--prompts=p")),
-    "draftsmith/demo/recipes/large.yaml": ("eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
+    "draftsmith/demo/recipes/demo_short.yaml": (
+        "align",
+        AlignConfig,
+        ("--out=o", "--target=t", "--prompts=p"),
+    ),
+    "draftsmith/demo/recipes/large.yaml": (
+        "eval",
+        EvalConfig,
+        ("--out=o", "--target=t", "--draft=a=b", "--id=c=d"),
+    ),
     "configs/eval/gemma2-9b-2b-nf4.yaml": ("eval", EvalConfig, ("--out=o", "--id=c=d")),
-    "configs/eval/id_ood.yaml": ("eval", EvalConfig, ("--out=o", "--target=t", "--draft=a=b", "--id=c=d")),
+    "configs/eval/id_ood.yaml": (
+        "eval",
+        EvalConfig,
+        ("--out=o", "--target=t", "--draft=a=b", "--id=c=d"),
+    ),
 }
 
 
 def test_no_recipe_is_left_out():
     files = [*CONFIGS.rglob("*.yaml"), *DEMO.rglob("*.yaml")]
-    there = {str(p.relative_to(ROOT)) for p in files if p.parent.name not in ("accelerate", "prompts")}
+    there = {
+        str(p.relative_to(ROOT)) for p in files if p.parent.name not in ("accelerate", "prompts")
+    }
     assert there == set(RECIPES)
     # What there must be a recipe for, by the beginning of its name.
     for pair in (
-        *("llama-68m_vicuna-7b_alpaca", "llama-68m_vicuna-13b", "llama-68m_llama2-7b-chat_sharegpt"),
-        *("llama-160m_vicuna-7b_sharegpt", "llama-160m_vicuna-13b", "llama-160m_llama2-7b-chat_alpaca"),
+        *(
+            "llama-68m_vicuna-7b_alpaca",
+            "llama-68m_vicuna-13b",
+            "llama-68m_llama2-7b-chat_sharegpt",
+        ),
+        *(
+            "llama-160m_vicuna-7b_sharegpt",
+            "llama-160m_vicuna-13b",
+            "llama-160m_llama2-7b-chat_alpaca",
+        ),
         *("opt-125m_opt-13b", "gemma-2-2b_gemma-2-9b", "pythia-70m_pythia-12b"),
-        *("eagle_vicuna-7b", "eagle3_llama-3.1-8b", "eagle3_qwen3-8b", "medusa_vicuna-7b", "hydra_vicuna-7b"),
+        *(
+            "eagle_vicuna-7b",
+            "eagle3_llama-3.1-8b",
+            "eagle3_qwen3-8b",
+            "medusa_vicuna-7b",
+            "hydra_vicuna-7b",
+        ),
         *("dflash_qwen3-8b", "dspark_qwen3-8b", "jetspec_qwen3-8b"),
     ):
         assert any(path.name.startswith(f"{pair}_") for path in TRAIN), pair
@@ -128,9 +171,14 @@ def test_shape_builds_at_its_true_size(path):
 
 
 def head_parameters(target: PreTrainedModel, config: TrainConfig) -> int:
-    """Of a fresh head; EAGLE-3 is built over the whole vocabulary, less the rows that a reduced one leaves out."""
+    """Of a fresh head; EAGLE-3 is built over the whole vocabulary, less the rows that a reduced one
+    leaves out.
+    """
     if config.kind in ("medusa", "hydra"):
-        sizes: Any = {"num_heads": config.head.num_heads or 4, "num_layers": config.head.num_layers or 1}
+        sizes: Any = {
+            "num_heads": config.head.num_heads or 4,
+            "num_layers": config.head.num_layers or 1,
+        }
         return parameter_count(HEADS[config.kind].fresh(target, **sizes))
     head: Any = HEADS[config.kind].fresh(target)
     if config.kind in ("eagle", *BLOCK_KINDS):
@@ -170,11 +218,15 @@ def test_recipe_can_be_built_and_says_what_it_takes(path):
     else:
         with torch.device("meta"):
             trained = head_parameters(target, config)
-        assert f"of {trained / 1e6:.0f} M parameters" in said or f"{trained // 10**6} M parameters" in said
+        assert (
+            f"of {trained / 1e6:.0f} M parameters" in said
+            or f"{trained // 10**6} M parameters" in said
+        )
     for model in models:
         limit = context_length(model)
         assert limit is not None and config.max_length <= limit
-    # Memory as it is said: 16 bits a weight of the target, four fp32 values a weight that is trained.
+    # Memory as it is said: 16 bits a weight of the target, four fp32 values a weight that is
+    # trained.
     frozen = re.search(r"target ([\d.]+) GB", said)
     fitted = re.search(r"([\d.]+) GB \(weights, gradients and Adam's two moments, fp32\)", said)
     assert frozen is not None and frozen[1] == f"{2 * parameter_count(target) / 1e9:.1f}"
@@ -207,10 +259,14 @@ def test_vicuna_is_asked_as_it_was_trained(tmp_path, target_dir, monkeypatch):
         copying = copying.replace(name, here)
     exec(copying, {})
     tokenizer = load_tokenizer(str(tmp_path))
-    assert fingerprint(load_model(str(tmp_path), device="cpu")) == fingerprint(load_model(target_dir, device="cpu"))
+    assert fingerprint(load_model(str(tmp_path), device="cpu")) == fingerprint(
+        load_model(target_dir, device="cpu")
+    )
 
     def rendered(*messages: dict[str, str]) -> str:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
         assert isinstance(text, str)
         return text
 
@@ -220,13 +276,24 @@ def test_vicuna_is_asked_as_it_was_trained(tmp_path, target_dir, monkeypatch):
     )
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
     assert rendered(user) == f"<s>{system} USER: Hi ASSISTANT:"
-    assert rendered(user, answer, user) == f"<s>{system} USER: Hi ASSISTANT: Yes?</s>USER: Hi ASSISTANT:"
-    assert rendered({"role": "system", "content": "Be brief."}, user) == "<s>Be brief. USER: Hi ASSISTANT:"
+    assert (
+        rendered(user, answer, user)
+        == f"<s>{system} USER: Hi ASSISTANT: Yes?</s>USER: Hi ASSISTANT:"
+    )
+    assert (
+        rendered({"role": "system", "content": "Be brief."}, user)
+        == "<s>Be brief. USER: Hi ASSISTANT:"
+    )
 
 
 FAMILIES = {
-    "llama": "llama", "vicuna": "llama", "opt": "opt", "gemma": "gemma2", "pythia": "gpt_neox", "qwen3": "qwen3",
-}  # fmt: skip
+    "llama": "llama",
+    "vicuna": "llama",
+    "opt": "opt",
+    "gemma": "gemma2",
+    "pythia": "gpt_neox",
+    "qwen3": "qwen3",
+}
 
 
 @pytest.mark.parametrize("recipe", TRAIN, ids=lambda path: path.stem)
@@ -234,23 +301,46 @@ def test_recipe_runs_in_small(recipe, tmp_path, door, monkeypatch):
     monkeypatch.chdir(ROOT)  # recipes name shapes in configs/models
     written = yaml.safe_load(recipe.read_text())
     kind = written.get("kind", "lm")
-    summary = door.summary("train", "--config", recipe, "--out", tmp_path / "out", "--smoke", "--device", "cpu")
+    summary = door.summary(
+        "train", "--config", recipe, "--out", tmp_path / "out", "--smoke", "--device", "cpu"
+    )
     out = tmp_path / "out-smoke"
     assert (summary["checkpoint"], summary["steps"]) == (str(out), 4)
-    # Nothing is written beside it, neither features nor anything where the recipe's own paths point.
+    # Nothing is written beside it, neither features nor anything where the recipe's own paths
+    # point.
     assert {path.name for path in tmp_path.iterdir()} == {"out-smoke"}
     assert (out / "features").is_dir() == ("features" in written.get("head", {}))
     for role, source in (("target", written["target"]), ("draft", written.get("draft_config"))):
         if source is not None:
-            family = next(family for name, family in FAMILIES.items() if Path(source).name.lower().startswith(name))
-            assert json.loads((out / "inputs" / role / "config.json").read_text())["model_type"] == family
+            family = next(
+                family
+                for name, family in FAMILIES.items()
+                if Path(source).name.lower().startswith(name)
+            )
+            assert (
+                json.loads((out / "inputs" / role / "config.json").read_text())["model_type"]
+                == family
+            )
     target = load_model(str(out / "inputs" / "target"), device="cpu")
     draft = load_draft(str(out), target, device="cpu", dtype="auto")
     assert draft_kind(str(out)) == ("draft" if kind == "lm" else kind)
-    assert draft_fingerprint(draft) == json.loads((out / "draftsmith.json").read_text())["fingerprint"]
+    assert (
+        draft_fingerprint(draft) == json.loads((out / "draftsmith.json").read_text())["fingerprint"]
+    )
     assert all(bool(torch.isfinite(weight).all()) for weight in draft.parameters())
-    alone = ("decode", "--target", out / "inputs" / "target", "--prompt", "The", "--max_new_tokens", 8)
-    one, other = (door.summary(*words)["outputs"][0]["output_ids"] for words in (alone, (*alone, "--draft", out)))
+    alone = (
+        "decode",
+        "--target",
+        out / "inputs" / "target",
+        "--prompt",
+        "The",
+        "--max_new_tokens",
+        8,
+    )
+    one, other = (
+        door.summary(*words)["outputs"][0]["output_ids"]
+        for words in (alone, (*alone, "--draft", out))
+    )
     assert one == other
 
 

@@ -1,4 +1,6 @@
-"""Where the user says nothing, the target's generation_config.json decides; what is not followed in it is named."""
+"""Where the user says nothing, the target's generation_config.json decides; what is not followed in
+it is named.
+"""
 
 import logging
 from types import SimpleNamespace
@@ -28,36 +30,81 @@ QUIET = target(temperature=0.8, top_k=20, min_p=0.1)
         (LLAMA, 1.0, {}, Sampling(temperature=0.6, top_p=0.9), {"temperature": 0.6, "top_p": 0.9}),
         (LLAMA, 0.0, {"temperature": 0.0}, Sampling(temperature=0.0), {}),
         (LLAMA, 0.0, {"temperature": 1.3}, Sampling(temperature=1.3, top_p=0.9), {"top_p": 0.9}),
-        (LLAMA, 0.0, {"top_p": 1.0, "top_k": 5}, Sampling(temperature=0.6, top_k=5), {"temperature": 0.6}),
+        (
+            LLAMA,
+            0.0,
+            {"top_p": 1.0, "top_k": 5},
+            Sampling(temperature=0.6, top_k=5),
+            {"temperature": 0.6},
+        ),
         # Without `do_sample` generate is greedy, and samples with these when it is told to.
         (QUIET, 0.0, {}, Sampling(temperature=0.0), {}),
-        (QUIET, 0.0, {"temperature": 0.5}, Sampling(temperature=0.5, top_k=20, min_p=0.1), {"top_k": 20, "min_p": 0.1}),
-        (QUIET, 1.0, {"min_p": 0.0}, Sampling(temperature=0.8, top_k=20), {"temperature": 0.8, "top_k": 20}),
-        (cast(PreTrainedModel, SimpleNamespace(generation_config=None)), 0.0, {}, Sampling(temperature=0.0), {}),
+        (
+            QUIET,
+            0.0,
+            {"temperature": 0.5},
+            Sampling(temperature=0.5, top_k=20, min_p=0.1),
+            {"top_k": 20, "min_p": 0.1},
+        ),
+        (
+            QUIET,
+            1.0,
+            {"min_p": 0.0},
+            Sampling(temperature=0.8, top_k=20),
+            {"temperature": 0.8, "top_k": 20},
+        ),
+        (
+            cast(PreTrainedModel, SimpleNamespace(generation_config=None)),
+            0.0,
+            {},
+            Sampling(temperature=0.0),
+            {},
+        ),
     ],
 )
-def test_what_is_given_goes_before_the_file_and_the_file_before_the_default(model, default, given, sampling, taken):
+def test_what_is_given_goes_before_the_file_and_the_file_before_the_default(
+    model, default, given, sampling, taken
+):
     found = resolve_sampling("t", model, default_temperature=default, **given)
     assert found.sampling == sampling
     assert found.from_target == taken
 
 
 def test_what_comes_from_the_file_is_said():
-    assert resolve_sampling("t", LLAMA).note == "temperature 0.6, top_p 0.9 from the target's generation_config.json"
+    assert (
+        resolve_sampling("t", LLAMA).note
+        == "temperature 0.6, top_p 0.9 from the target's generation_config.json"
+    )
     assert resolve_sampling("t", target()).note == ""
     with pytest.raises(InputError, match=r"^t/generation_config.json: top_p: cannot be 1.5"):
         resolve_sampling("t", target(do_sample=True, top_p=1.5))
 
 
 def test_every_key_that_is_not_followed_is_named_once(caplog):
-    keys = {"repetition_penalty": 1.1, "suppress_tokens": [3], "min_length": 2, "forced_bos_token_id": 0}
+    keys = {
+        "repetition_penalty": 1.1,
+        "suppress_tokens": [3],
+        "min_length": 2,
+        "forced_bos_token_id": 0,
+    }
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             resolve_sampling("some/model", target(**keys))
     named = "forced_bos_token_id=0, min_length=2, repetition_penalty=1.1, suppress_tokens=[3]"
-    warning = f"some/model: its generation_config.json sets {named}; this is ignored here, and `generate` follows it"
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("draftsmith")] == [warning]
-    off = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "suppress_tokens": [], "min_length": 0}
+    warning = (
+        f"some/model: its generation_config.json sets {named}; this is ignored here, and "
+        "`generate` follows it"
+    )
+    assert [
+        record.getMessage() for record in caplog.records if record.name.startswith("draftsmith")
+    ] == [warning]
+    off = {
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "num_beams": 1,
+        "suppress_tokens": [],
+        "min_length": 0,
+    }
     assert ignored_keys(target(**off, use_cache=True, max_new_tokens=20, pad_token_id=0)) == {}
     assert ignored_keys(LLAMA) == {}
     # Every key is one of the installed transformers.

@@ -1,4 +1,6 @@
-"""Cards say what the records say and no more; an upload to a stand-in of the hub arrives, or fails in one line."""
+"""Cards say what the records say and no more; an upload to a stand-in of the hub arrives, or fails
+in one line.
+"""
 
 import ast
 import json
@@ -28,7 +30,13 @@ RECORD: dict[str, Any] = {
     "heldout_alpha": 0.19922767082850137,
     "heldout_tau": 1.2487163107449692,
     "fingerprint": "2d7f81d7d7a69fba",
-    "config": {"out": "/somewhere/out", "draft": "org/small", "data": [], "optim": {"lr": 0.004}, "seed": 3},
+    "config": {
+        "out": "/somewhere/out",
+        "draft": "org/small",
+        "data": [],
+        "optim": {"lr": 0.004},
+        "seed": 3,
+    },
     "versions": {"draftsmith": "0.1.0", "torch": "2.13.0"},
 }
 
@@ -46,9 +54,13 @@ def uploads(monkeypatch):
     """What was committed to each repository of a stand-in of the hub."""
     committed: dict[str, dict[str, bytes]] = {}
 
-    def create_repo(api: HfApi, name: str, *, repo_type: str, private: bool, exist_ok: bool) -> RepoUrl:
+    def create_repo(
+        api: HfApi, name: str, *, repo_type: str, private: bool, exist_ok: bool
+    ) -> RepoUrl:
         assert private and exist_ok and api.token == "hf_secret"
-        return RepoUrl(f"https://huggingface.co/{'datasets/' if repo_type == 'dataset' else ''}{name}")
+        return RepoUrl(
+            f"https://huggingface.co/{'datasets/' if repo_type == 'dataset' else ''}{name}"
+        )
 
     def create_commit(api: HfApi, name: str, operations: list[Any], **options: str) -> None:
         committed[name] = {}
@@ -87,19 +99,32 @@ def test_header_of_a_draft_has_what_the_hub_reads():
     assert "/somewhere/out" not in body
     assert "`org/target-7b`: none that can be read" in body
     # A head belongs to its target.
-    header, body = split(cards.checkpoint_card(RECORD | {"kind": "eagle3", "config": {"draft": None}}))
+    header, body = split(
+        cards.checkpoint_card(RECORD | {"kind": "eagle3", "config": {"draft": None}})
+    )
     assert (header["base_model"], header["library_name"]) == ("org/target-7b", "draftsmith")
     assert "eagle3" in header["tags"] and "works with that model only" in body
     assert "from_pretrained" not in body and "vllm serve" not in body
 
 
-def test_paths_do_not_pass_for_hub_names_and_datasets_are_those_that_the_prompts_came_from(tmp_path):
-    (tmp_path / "manifest.json").write_text(json.dumps({"config": {"prompts": "org/prompts:train"}}))
+def test_paths_do_not_pass_for_hub_names_and_datasets_are_those_that_the_prompts_came_from(
+    tmp_path,
+):
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"config": {"prompts": "org/prompts:train"}})
+    )
     mine = {"draft": str(tmp_path), "data": ["out/mine/data"]}
     header, _ = split(cards.checkpoint_card(RECORD | {"target": str(tmp_path), "config": mine}))
     assert "base_model" not in header and "datasets" not in header
-    assert [hub.is_hub_name(name) for name in ("a/b", "a", "a/b/c", "./b", "/b", "~/b")] == [True, *[False] * 5]
-    header, _ = split(cards.checkpoint_card(RECORD | {"config": {"data": [str(tmp_path)], "replay": ["org/general"]}}))
+    assert [hub.is_hub_name(name) for name in ("a/b", "a", "a/b/c", "./b", "/b", "~/b")] == [
+        True,
+        *[False] * 5,
+    ]
+    header, _ = split(
+        cards.checkpoint_card(
+            RECORD | {"config": {"data": [str(tmp_path)], "replay": ["org/general"]}}
+        )
+    )
     assert header["datasets"] == ["org/general", "org/prompts"]
 
 
@@ -114,29 +139,47 @@ def test_licence_only_where_all_models_agree(tmp_path, target, draft, header):
         directory.mkdir()
         names[name] = str(directory)
         (directory / "README.md").write_text(
-            "# license: in the text\n" if licence is None else f"---\na: 1\nlicense: {licence}\n---\n#"
+            "# license: in the text\n"
+            if licence is None
+            else f"---\na: 1\nlicense: {licence}\n---\n#"
         )
     record = RECORD | {"target": names["target"], "config": {"draft": names["draft"]}}
     values, body = split(cards.checkpoint_card(record))
     assert values.get("license") == header
     assert ("Not set" in body) == (header is None)
     assert all(
-        f"`{names[n]}`: {licence or 'none that can'}" in body for n, licence in (("target", target), ("draft", draft))
+        f"`{names[n]}`: {licence or 'none that can'}" in body
+        for n, licence in (("target", target), ("draft", draft))
     )
 
 
 def test_results_of_an_evaluation_replace_those_of_training(checkpoint, tmp_path):
     def estimate(value: float | None) -> dict[str, float | None]:
-        return {"value": value, "low": None if value is None else value - 0.01, "high": value and value + 0.01}
+        return {
+            "value": value,
+            "low": None if value is None else value - 0.01,
+            "high": value and value + 0.01,
+        }
 
     results = {
         "base": "base",
         "drafts": ["base", "mine"],
         "suites": [{"name": "code"}],
         "rows": [
-            {"figure": figure, "draft": draft, "domain": "code", "kind": "ood", "temperature": 1.0, **estimate(value)}
+            {
+                "figure": figure,
+                "draft": draft,
+                "domain": "code",
+                "kind": "ood",
+                "temperature": 1.0,
+                **estimate(value),
+            }
             | {"tree": "chain:2", "verifier": "block"}
-            for draft, figure, value in (("base", "alpha", 0.4), ("mine", "alpha", 0.5), ("mine", "tau", None))
+            for draft, figure, value in (
+                ("base", "alpha", 0.4),
+                ("mine", "alpha", 0.5),
+                ("mine", "tau", None),
+            )
         ],
     }
     file = tmp_path / "results.json"
@@ -151,18 +194,24 @@ def test_results_of_an_evaluation_replace_those_of_training(checkpoint, tmp_path
 
 
 def test_the_example_for_transformers_runs(target_dir, draft_dir, capsys):
-    card = cards.checkpoint_card(RECORD | {"target": target_dir}).replace(hub.PLACEHOLDER, draft_dir)
+    card = cards.checkpoint_card(RECORD | {"target": target_dir}).replace(
+        hub.PLACEHOLDER, draft_dir
+    )
     (code,) = re.findall(r"^```python\n(.*?)^```", card, flags=re.MULTILINE | re.DOTALL)
     exec(code, {})  # noqa: S102
     assert capsys.readouterr().out.strip()
 
 
 def words_of_shell(command: str, cwd: Path) -> list[str]:
-    return subprocess.check_output(["sh", "-c", f"printf '%s\\0' {command}"], cwd=cwd, text=True).split("\0")[:-1]
+    return subprocess.check_output(
+        ["sh", "-c", f"printf '%s\\0' {command}"], cwd=cwd, text=True
+    ).split("\0")[:-1]
 
 
 def test_commands_and_code_that_are_printed_hold_any_path(tmp_path):
-    """A space, both quotes and a command of the shell, as words of a shell, in JSON and in Python."""
+    """A space, both quotes and a command of the shell, as words of a shell, in JSON and in
+    Python.
+    """
     target, draft = "my target/$(touch x)", 'it\'s "my" draft/`touch x`'
     for engine, kinds in SERVING.items():
         for kind, serving in kinds.items():
@@ -171,7 +220,11 @@ def test_commands_and_code_that_are_printed_hold_any_path(tmp_path):
                 assert {target, draft} & set(words_of_shell(line, tmp_path)), (engine, line)
             if serving.python:
                 *python, code = words_of_shell(command, tmp_path)
-                literals = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+                literals = [
+                    node.value
+                    for node in ast.walk(ast.parse(code))
+                    if isinstance(node, ast.Constant)
+                ]
                 assert python == ["python", "-c"]
                 outs = {words_of_shell(line, tmp_path)[-1] for line in exports}
                 assert outs <= set(literals)
@@ -180,7 +233,9 @@ def test_commands_and_code_that_are_printed_hold_any_path(tmp_path):
             if engine == "vllm":
                 config = json.loads(words[-1])
                 assert words[:3] == ["vllm", "serve", target]
-                assert config["model"] == (words_of_shell(exports[0], tmp_path)[-1] if exports else draft)
+                assert config["model"] == (
+                    words_of_shell(exports[0], tmp_path)[-1] if exports else draft
+                )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -189,7 +244,10 @@ def test_a_refusal_is_one_line(uploads, checkpoint, monkeypatch):
         raise OSError("403 Forbidden\nfor this token")
 
     monkeypatch.setattr(HfApi, "create_commit", refuse)
-    with pytest.raises(RunError, match="^push_to_hub org/draft: 403 Forbidden for this token; .* again to upload it$"):
+    with pytest.raises(
+        RunError,
+        match="^push_to_hub org/draft: 403 Forbidden for this token; .* again to upload it$",
+    ):
         hub.push(checkpoint, "org/draft", "model")
 
 
@@ -197,15 +255,29 @@ def test_distill_and_train_push_what_they_made_and_again_when_asked_again(
     uploads, tmp_path, target_dir, draft_dir, prompts_file, capsys
 ):
     data, draft = tmp_path / "data", tmp_path / "draft"
-    words = f"distill --target {target_dir} --prompts {prompts_file} --out {data} --max_new_tokens 6 --num_samples 4"
+    words = (
+        f"distill --target {target_dir} --prompts {prompts_file} --out {data} "
+        "--max_new_tokens 6 --num_samples 4"
+    )
     assert main([*words.split(), "--push_to_hub", "org/set", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["pushed"].endswith("/datasets/org/set")
-    assert {"README.md", "errors.jsonl", "manifest.json", "part-00000.parquet"} == set(uploads["org/set"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["pushed"].endswith(
+        "/datasets/org/set"
+    )
+    assert {"README.md", "errors.jsonl", "manifest.json", "part-00000.parquet"} == set(
+        uploads["org/set"]
+    )
     header, body = split(uploads["org/set"]["README.md"].decode())
     assert header["task_categories"] == ["text-generation"] and "source_datasets" not in header
     assert header["configs"] == [{"config_name": "default", "data_files": "part-*.parquet"}]
-    assert "| prompts skipped | 1 |" in body and "| rows | 32 |" in body and "| ended by length | " in body
-    words = f"train --target {target_dir} --draft {draft_dir} --data {data} --out {draft} --steps 2 --max_length 64"
+    assert (
+        "| prompts skipped | 1 |" in body
+        and "| rows | 32 |" in body
+        and "| ended by length | " in body
+    )
+    words = (
+        f"train --target {target_dir} --draft {draft_dir} --data {data} --out {draft} "
+        "--steps 2 --max_length 64"
+    )
     assert main(words.split()) == 0
     assert "org/draft" not in uploads
     whole = {file.name: file.read_bytes() for file in draft.iterdir() if file.is_file()}
@@ -215,8 +287,16 @@ def test_distill_and_train_push_what_they_made_and_again_when_asked_again(
     assert set(uploads["org/draft"]) == {name for name in whole if not name.startswith(".")}
     header, body = split(uploads["org/draft"]["README.md"].decode())
     # The examples of a published card name the repository.
-    assert "org/draft" in body and hub.PLACEHOLDER not in body and hub.PLACEHOLDER.encode() in whole["README.md"]
-    assert header["library_name"] == "transformers" and "| steps | 2 |" in body and "alpha: expected" in body
+    assert (
+        "org/draft" in body
+        and hub.PLACEHOLDER not in body
+        and hub.PLACEHOLDER.encode() in whole["README.md"]
+    )
+    assert (
+        header["library_name"] == "transformers"
+        and "| steps | 2 |" in body
+        and "alpha: expected" in body
+    )
     assert str(draft) not in body
     assert main([*words.split(), "--push_to_hub", "draft"]) == 2
     assert "write owner/name" in capsys.readouterr().err

@@ -49,13 +49,20 @@ def test_a_fingerprint_follows_weights_and_architecture(target_dir, draft_dir):
     assert fingerprint(model) != before
 
 
-bnb = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+bnb = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
 
 
 @pytest.fixture(scope="module")
 def wide_dir(tmp_path_factory):
     """A model whose layers hold whole blocks of 64 values, and odd ones too."""
-    sizes = {"vocab_size": 290, "hidden_size": 64, "intermediate_size": 72, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 290,
+        "hidden_size": 64,
+        "intermediate_size": 72,
+        "num_attention_heads": 4,
+    }
     model = tiny_family("llama", 8, 0.0, **sizes, num_key_value_heads=2, initializer_range=0.25)
     path = tmp_path_factory.mktemp("wide")
     model.save_pretrained(path)
@@ -67,7 +74,11 @@ def test_nf4_is_the_checkpoint_rounded_to_sixteen_levels(wide_dir):
     whole, small = (load_model(wide_dir, device="cpu", quantize=how) for how in (None, "nf4"))
     assert (quantization(whole), quantization(small)) == ("none", "nf4")
     assert dtype_name(small) == "float32" and not small.training and small.device.type == "cpu"
-    assert parameter_count(small) == parameter_count(whole) == sum(p.numel() for p in whole.parameters())
+    assert (
+        parameter_count(small)
+        == parameter_count(whole)
+        == sum(p.numel() for p in whole.parameters())
+    )
     linear = sum(p.numel() for name, p in whole.named_parameters() if "proj" in name)
     saved = memory_bytes(whole) - memory_bytes(small)
     # 32 bits become 4, a doubly quantised scale of 8 bits a block of 64, and little else.
@@ -82,7 +93,9 @@ def test_nf4_is_the_checkpoint_rounded_to_sixteen_levels(wide_dir):
 
 
 def test_an_encoder_is_refused(tmp_path):
-    """transformers loads BERT as a causal model; it would be trained and measured on what it peeks at."""
+    """transformers loads BERT as a causal model; it would be trained and measured on what it peeks
+    at.
+    """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 16,

@@ -1,4 +1,6 @@
-"""The door and its options: what is wrong is said in one line with the place, the key and the nearest right one."""
+"""The door and its options: what is wrong is said in one line with the place, the key and the
+nearest right one.
+"""
 
 from dataclasses import field, replace
 from pathlib import Path
@@ -70,7 +72,19 @@ def refusal(*words: str) -> str:
 def test_every_spelling_of_a_value():
     found = read(
         *("--name=a=b", "--count", "-0", "--loud", "--colour", "green", "--inner.rate", "1e-3"),
-        *("--words", "x", "y", "--words", "z", "--numbers=1", "--numbers", "2.5", "1e2", "--limit", "3"),
+        *(
+            "--words",
+            "x",
+            "y",
+            "--words",
+            "z",
+            "--numbers=1",
+            "--numbers",
+            "2.5",
+            "1e2",
+            "--limit",
+            "3",
+        ),
     )
     assert found == Options(
         name="a=b",
@@ -84,18 +98,25 @@ def test_every_spelling_of_a_value():
     )
     assert read("--name", "a", "--loud", "false").loud is False
     assert read("--name", "a", "--words", "1", "null", "[x]").words == ["1", "null", "[x]"]
-    assert [parse(Options, "test", ["--name", "a", *more])[1] for more in ((), ("--json",))] == [False, True]
+    assert [parse(Options, "test", ["--name", "a", *more])[1] for more in ((), ("--json",))] == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
     "text", ["5", "a: b", "[1]", "# heading", "", "{", "'", "true", "- x", "--a-b c", "a\nb\t", "é"]
 )
 def test_text_is_taken_as_it_is_typed(text):
-    assert read("--name", text, "--note", text, "--words", text) == Options(name=text, note=text, words=[text])
+    assert read("--name", text, "--note", text, "--words", text) == Options(
+        name=text, note=text, words=[text]
+    )
 
 
 def test_the_single_value_of_an_option_may_begin_with_a_dash():
-    assert read("--name", "-x", "--note", "--foo-bar", "--loud") == Options(name="-x", note="--foo-bar", loud=True)
+    assert read("--name", "-x", "--note", "--foo-bar", "--loud") == Options(
+        name="-x", note="--foo-bar", loud=True
+    )
     assert read("--name", "--foo=a-b") == Options(name="--foo=a-b")
     assert "--inner.rate: must be greater than 0" in refusal("--name", "a", "--inner.rate", "-1e-3")
     assert "--name: expected one argument" in refusal("--name", "--note", "b")
@@ -132,7 +153,19 @@ def test_the_command_line_wins_over_files_and_later_files_over_earlier(tmp_path)
 
 
 def test_print_config_goes_back_in(tmp_path, door):
-    words = ["--out", "o", "--data", "a b", "c", "--draft", "d", "--optim.lr", "3e-5", "--steps", "7"]
+    words = [
+        "--out",
+        "o",
+        "--data",
+        "a b",
+        "c",
+        "--draft",
+        "d",
+        "--optim.lr",
+        "3e-5",
+        "--steps",
+        "7",
+    ]
     code, out, _ = door("train", *words, "--print_config")
     assert code == 0
     assert yaml.safe_load(out)["optim"]["lr"] == 3e-5
@@ -147,13 +180,20 @@ def test_help_lists_every_option_with_its_sentence(command, door):
     flat = " ".join(out.split())
     assert code == 0 and "--config" in out and "--print_config" in out
     for option in options_of(COMMANDS[command].options):
-        assert f"--{option.key} " in flat and option.help and not option.help.startswith("Default"), option.key
-    headings = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings[0] in ("Required:", "Options:") and not [line for line in headings if line.count("`") % 2]
+        assert (
+            f"--{option.key} " in flat and option.help and not option.help.startswith("Default")
+        ), option.key
+    headings = [
+        line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")
+    ]
+    assert headings[0] in ("Required:", "Options:") and not [
+        line for line in headings if line.count("`") % 2
+    ]
 
 
 @pytest.mark.parametrize(
-    ("command", "key"), [(name, key) for name, command in COMMANDS.items() for key in command.instead]
+    ("command", "key"),
+    [(name, key) for name, command in COMMANDS.items() for key in command.instead],
 )
 def test_help_shows_the_other_uses_of_a_command(command, key, door):
     option = f"--{key}"

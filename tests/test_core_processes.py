@@ -36,10 +36,13 @@ def test_a_process_that_waits_for_others_can_be_ended(number):
         "import signal; from draftsmith_core.processes import *\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with terminable(), interruptible():\n"
-        "    print(signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), flush=True); signal.pause()"
+        "    print(signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), "
+        "flush=True); signal.pause()"
     )
     environment = os.environ | {"RANK": "1", "WORLD_SIZE": "2"}
-    waiting = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
+    )
     assert waiting.stdout is not None
     assert waiting.stdout.readline().split() == [str(signal.SIG_DFL)] * 2
     waiting.send_signal(number)
@@ -78,14 +81,19 @@ def test_threads_follow_the_command_and_the_share_of_the_container(
 def test_commands_settle_it_before_torch_is_imported():
     program = (
         "import os, sys, draftsmith.__main__ as door\n"
-        "door.run = lambda name, argv: print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])\n"
+        "door.run = lambda name, argv: print('torch' in sys.modules, "
+        "os.environ['OMP_WAIT_POLICY'])\n"
         "door.main(['train'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "PASSIVE"]
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives freed blocks back so early")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc gives freed blocks back so early"
+)
 def test_freed_memory_serves_the_next_tensors():
     program = (
         "import resource, torch\n"
@@ -97,11 +105,15 @@ def test_freed_memory_serves_the_next_tensors():
         "counts = [faults() for _ in range(30)]\n"
         "print(counts[-1] - counts[-6])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 1000  # a page each would be 16,384
 
 
-def test_settings_of_the_launcher_that_nothing_follows_are_dropped_with_one_warning(monkeypatch, capsys):
+def test_settings_of_the_launcher_that_nothing_follows_are_dropped_with_one_warning(
+    monkeypatch, capsys
+):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "false")

@@ -1,4 +1,6 @@
-"""Every row of a prompt source is accounted for; what cannot be understood is named by file, line and key."""
+"""Every row of a prompt source is accounted for; what cannot be understood is named by file, line
+and key.
+"""
 
 import gzip
 import sys
@@ -17,8 +19,10 @@ from draftsmith_core.tokenization import load_tokenizer
 from tests.distilled import write_rows
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('no judges here') }}{% endif %}"
-    "[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('no judges here') "
+    "}}{% endif %}"
+    "[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% "
+    "endif %}"
 )
 
 
@@ -60,11 +64,18 @@ def test_sharegpt_and_alpaca_rows_are_chats(tmp_path, chat):
     source = write_rows(
         tmp_path / "p.jsonl",
         conversation(("human", "Hi"), ("gpt", "Yes?"), ("human", "Who?"), ("gpt", "I.")),
-        conversation(("gpt", "... the end."), ("human", "More"), ("human", "please"), ("gpt", "No")),
+        conversation(
+            ("gpt", "... the end."), ("human", "More"), ("human", "please"), ("gpt", "No")
+        ),
         conversation(("system", "Be brief."), ("human", "Who?")),
         conversation(),
         conversation(("gpt", "An answer alone")),
-        {"instruction": "Add", "input": "1 2", "output": "3", "text": "Below is an instruction. Add 1 2: 3"},
+        {
+            "instruction": "Add",
+            "input": "1 2",
+            "output": "3",
+            "text": "Below is an instruction. Add 1 2: 3",
+        },
         {"instruction": "Sing", "input": ""},
         {"instruction": " "},
     )
@@ -85,23 +96,36 @@ def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path, token
     path = tmp_path / "p.jsonl"
     long = "The quick brown fox jumps over the lazy dog and more"
     # Blank lines are no rows, and lines keep their numbers.
-    path.write_text(f'\n{{"prompt": "  "}}\n{{"text": "short"}}\n\n  \n{{"prompt": "{long}"}}\n{{"prompt": "fox"}}\n')
+    path.write_text(
+        f'\n{{"prompt": "  "}}\n{{"text": "short"}}\n\n  '
+        f'\n{{"prompt": "{long}"}}\n{{"prompt": "fox"}}\n'
+    )
     prompts = read_prompts(str(path), tokenizer, max_tokens=8)
     assert adds_up(prompts) and prompts.rows == 4
     assert [skipped.row for skipped in prompts.skipped] == [2, 3, 6]
-    for skipped, reason in zip(prompts.skipped, ("empty", "of 32 tokens", "more than the 8"), strict=True):
+    for skipped, reason in zip(
+        prompts.skipped, ("empty", "of 32 tokens", "more than the 8"), strict=True
+    ):
         assert reason in skipped.reason
 
 
 def test_any_unicode_goes_through(tmp_path, tokenizer):
     texts = ["é λ 漢字 🙂👩‍🚀", "a\u2028b\u2029c\x85d", "\u202eabc", "x\x00y"]
-    prompts = read_prompts(write_rows(tmp_path / "p.jsonl", *({"prompt": text} for text in texts)), tokenizer).prompts
-    assert [tokenizer.decode(list(prompt.ids), skip_special_tokens=True) for prompt in prompts] == texts
+    prompts = read_prompts(
+        write_rows(tmp_path / "p.jsonl", *({"prompt": text} for text in texts)), tokenizer
+    ).prompts
+    assert [
+        tokenizer.decode(list(prompt.ids), skip_special_tokens=True) for prompt in prompts
+    ] == texts
 
 
 BAD_ROWS = [
     ('{"promt": "a"}', 1, "needs one of the keys messages, prompt, text, .*; has 'promt'"),
-    ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', 2, "key 'id': 'x' is also the id of row 1"),
+    (
+        '{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}',
+        2,
+        "key 'id': 'x' is also the id of row 1",
+    ),
     ('{"messages": "hi"}', 1, "key 'messages'"),
     ('{"conversations": [{"from": "human"}]}', 1, "key 'conversations'"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', 1, "only an assistant turn"),
@@ -159,7 +183,9 @@ def test_a_hub_dataset_is_read_by_name_and_split(monkeypatch, tokenizer):
         ({"prompt": "what is shown?", "images": ["a.png"]}, "images"),
     ],
 )
-def test_a_key_that_could_be_meant_for_the_prompt_and_is_not_read_is_named_once(tmp_path, chat, caplog, row, key):
+def test_a_key_that_could_be_meant_for_the_prompt_and_is_not_read_is_named_once(
+    tmp_path, chat, caplog, row, key
+):
     path = write_rows(tmp_path / "rows.jsonl", {"prompt": "first"}, row, row)
     read_prompts(path, chat)
     warning = f"{path}: key {key!r} is ignored; prompts do not contain it"
@@ -186,14 +212,19 @@ def test_the_same_rows_are_the_same_prompts_wherever_they_are(tokenizer, tmp_pat
     for place in ("rows.jsonl", "windows.jsonl", "rows.jsonl.gz", "rows.parquet"):
         prompts = read_prompts(f"memory://prompts/{place}", tokenizer)
         assert (prompts.prompts, prompts.digest) == (expected.prompts, expected.digest)
-    assert read_prompts(str(tmp_path / "rows.parquet"), tokenizer, limit=4).digest != expected.digest
+    assert (
+        read_prompts(str(tmp_path / "rows.parquet"), tokenizer, limit=4).digest != expected.digest
+    )
     for url, message in (
         ("memory://prompts/cut.jsonl.gz", "cannot be read ("),
         ("memory://prompts/cut.parquet", "cannot be read ("),
         ("memory://prompts/none.jsonl", "cannot be read (/prompts/none.jsonl)"),
         ("memory://prompts/rows.csv", "is not a .jsonl or .parquet file"),
         ("nonsense://rows.jsonl", "cannot be read (Protocol not known: nonsense)"),
-        ("https://127.0.0.1/rows.jsonl", "needs aiohttp, which is not installed; pip install aiohttp"),
+        (
+            "https://127.0.0.1/rows.jsonl",
+            "needs aiohttp, which is not installed; pip install aiohttp",
+        ),
     ):
         with pytest.raises(InputError) as error:
             read_prompts(url, tokenizer)
@@ -203,7 +234,9 @@ def test_the_same_rows_are_the_same_prompts_wherever_they_are(tokenizer, tmp_pat
 def test_texts_that_the_target_begins_by_itself(target_dir):
     tokenizer = load_tokenizer(target_dir)
     prompts = read_prompts("self:3", tokenizer, limit=2)
-    assert [(prompt.ids, prompt.domain) for prompt in prompts.prompts] == [((0,), "general")] * 2 and prompts.more
+    assert [(prompt.ids, prompt.domain) for prompt in prompts.prompts] == [
+        ((0,), "general")
+    ] * 2 and prompts.more
     assert len({prompt.id for prompt in prompts.prompts}) == 2 and count_rows("self:3") == 3
     # A model without a BOS has its EOS between texts.
     tokenizer.bos_token = None
@@ -218,8 +251,11 @@ def test_texts_that_the_target_begins_by_itself(target_dir):
 
 def test_texts_that_begin_with_any_token_of_the_vocabulary(tokenizer):
     prompts = read_prompts("token:600", tokenizer).prompts
-    assert {prompt.ids[0] for prompt in prompts} == {0} and {len(prompt.ids) for prompt in prompts} == {2}
+    assert {prompt.ids[0] for prompt in prompts} == {0} and {
+        len(prompt.ids) for prompt in prompts
+    } == {2}
     tokens = {prompt.ids[1] for prompt in prompts}
-    # Any of 288 that are not special, about as often as any other, and the same for the same number.
+    # Any of 288 that are not special, about as often as any other, and the same for the same
+    # number.
     assert tokens <= set(range(2, 290)) and len(tokens) > 230
     assert read_prompts("token:9", tokenizer).prompts == prompts[:9]

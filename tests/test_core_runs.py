@@ -81,7 +81,10 @@ def test_a_run_that_was_stopped_leaves_the_directory_free(tmp_path, start, numbe
 def test_a_file_has_its_lock_beside_it(tmp_path, start):
     start(tmp_path / "rows.jsonl", "file")
     assert [path.name for path in tmp_path.iterdir()] == [".rows.jsonl.lock"]
-    with pytest.raises(InputError, match=r"^--out .*rows\.jsonl: process"), hold(tmp_path / "rows.jsonl", file=True):
+    with (
+        pytest.raises(InputError, match=r"^--out .*rows\.jsonl: process"),
+        hold(tmp_path / "rows.jsonl", file=True),
+    ):
         pass
     with hold(tmp_path / "other.jsonl", file=True):
         pass
@@ -127,16 +130,28 @@ def make_steps(out: Path, fail_at: int = 99) -> list[Any]:
 
     with Run(out) as run:
         run.begin({"seed": 1})
-        found = [run.step("cells/a.json", value), run.step("part.txt", file), run.step("draft/", directory)]
+        found = [
+            run.step("cells/a.json", value),
+            run.step("part.txt", file),
+            run.step("draft/", directory),
+        ]
         with run.journal(".rows.jsonl", {"seed": 1}) as journal:
             for number in range(len(journal.rows), 3):
                 write()
                 journal.append([number])
-        return [found[0], found[1].read_text(), (found[2] / "weights").read_text(), run.resumed, writes]
+        return [
+            found[0],
+            found[1].read_text(),
+            (found[2] / "weights").read_text(),
+            run.resumed,
+            writes,
+        ]
 
 
 def content(out: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()
+    }
 
 
 def test_a_run_that_was_stopped_at_any_write_ends_as_one_that_was_not(tmp_path):

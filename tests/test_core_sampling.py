@@ -1,4 +1,6 @@
-"""Laws 2 and 4: one function makes the distribution, one draws from it, and randomness belongs to a row."""
+"""Laws 2 and 4: one function makes the distribution, one draws from it, and randomness belongs to a
+row.
+"""
 
 import math
 from itertools import permutations
@@ -90,19 +92,26 @@ def test_probs_leaves_the_logits_alone_and_takes_any_leading_shape():
     before = logits.clone()
     p = probs(logits, Sampling(temperature=0.5, top_k=3, top_p=0.9))
     assert torch.equal(logits, before)
-    assert torch.equal(p[1, 2, 3], probs(logits[1, 2, 3], Sampling(temperature=0.5, top_k=3, top_p=0.9)))
+    assert torch.equal(
+        p[1, 2, 3], probs(logits[1, 2, 3], Sampling(temperature=0.5, top_k=3, top_p=0.9))
+    )
 
 
 @st.composite
 def weights_of_tokens(make: st.DrawFn) -> list[float]:
-    weights = make(st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.3, 1.0]), min_size=1, max_size=8))
+    weights = make(
+        st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.3, 1.0]), min_size=1, max_size=8)
+    )
     if not any(weights):
         weights[make(st.integers(0, len(weights) - 1))] = 0.5
     return weights
 
 
 @settings(max_examples=200, deadline=None)
-@given(weights=weights_of_tokens(), u=st.one_of(st.just(0.0), st.just(1 - 2**-53), st.floats(0, 1, exclude_max=True)))
+@given(
+    weights=weights_of_tokens(),
+    u=st.one_of(st.just(0.0), st.just(1 - 2**-53), st.floats(0, 1, exclude_max=True)),
+)
 def test_a_token_without_mass_is_never_drawn(weights, u):
     token = int(draw(torch.tensor(weights), torch.tensor(u, dtype=torch.float64)))
     assert weights[token] > 0
@@ -111,7 +120,9 @@ def test_a_token_without_mass_is_never_drawn(weights, u):
 @settings(max_examples=100, deadline=None)
 @given(weights=weights_of_tokens(), seed=st.integers(0, 2**32), count=st.integers(1, 6))
 def test_draws_without_replacement_are_distinct_and_run_out(weights, seed, count):
-    picks = draw_without_replacement(torch.tensor(weights), uniforms([generator(seed)], count)[0]).tolist()
+    picks = draw_without_replacement(
+        torch.tensor(weights), uniforms([generator(seed)], count)[0]
+    ).tolist()
     support = sum(weight > 0 for weight in weights)
     drawn = [token for token in picks if token >= 0]
     assert len(drawn) == min(count, support)
@@ -121,7 +132,9 @@ def test_draws_without_replacement_are_distinct_and_run_out(weights, seed, count
 
 
 def fits(counts: list[int], expected: list[float]) -> bool:
-    """Whether counts are plausible (p > 0.001) under the expected shares, impossible outcomes never seen."""
+    """Whether counts are plausible (p > 0.001) under the expected shares, impossible outcomes never
+    seen.
+    """
     kept = [(c, e) for c, e in zip(counts, expected, strict=True) if e > 0]
     if sum(c for c, _ in kept) < sum(counts):
         return False
@@ -184,7 +197,9 @@ def test_a_seed_is_of_the_row_and_not_of_its_place():
 
 @pytest.mark.parametrize("sampling", [each for each in SETTINGS if each.temperature], ids=str)
 def test_the_distribution_is_that_of_the_warpers_of_transformers(sampling):
-    """In the order in which `generate` applies them. Random logits have no ties, where the two may differ."""
+    """In the order in which `generate` applies them. Random logits have no ties, where the two may
+    differ.
+    """
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(3)) * 2
     scores = TemperatureLogitsWarper(sampling.temperature)(None, logits)
     if sampling.top_k:

@@ -39,10 +39,14 @@ def with_remote_code(directory: Path) -> None:
     set_keys(
         directory / "config.json",
         model_type="mine",
-        auto_map={"AutoConfig": "configuration_mine.Config", "AutoModelForCausalLM": "modeling_mine.Model"},
+        auto_map={
+            "AutoConfig": "configuration_mine.Config",
+            "AutoModelForCausalLM": "modeling_mine.Model",
+        },
     )
     (directory / CONFIG).write_text(
-        "from transformers import LlamaConfig\nclass Config(LlamaConfig):\n    model_type = 'mine'\n"
+        "from transformers import LlamaConfig\nclass Config(LlamaConfig):\n    model_type = "
+        "'mine'\n"
     )
     (directory / MODELING).write_text(
         "from transformers import LlamaForCausalLM\n"
@@ -81,7 +85,11 @@ def without_tokenizer(d: Path) -> None:
 
 
 def tokenizer_with_code(d: Path) -> None:
-    set_keys(d / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["mine.T", None]})
+    set_keys(
+        d / "tokenizer_config.json",
+        tokenizer_class="T",
+        auto_map={"AutoTokenizer": ["mine.T", None]},
+    )
     (d / "mine.py").write_text("raise SystemExit('ran')")
 
 
@@ -90,14 +98,24 @@ def load_on_cpu(name: str) -> Any:
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-CODE = r"it needs the Python code that comes with it; read that, and add --trust_remote_code to run it$"
+CODE = (
+    r"it needs the Python code that comes with it; read that, and add --trust_remote_code to "
+    r"run it$"
+)
 # By what loads it: what is done to a good directory, and what is said of it.
 MODELS: list[tuple[Callable[[Path], Any], str]] = [
-    (spoil("model.layers.1.mlp.up_proj.weight", float("nan")), r": its weight model\.layers\.1\.mlp\.up_proj"),
-    (spoil("lm_head.weight", float("inf")), r": its weight lm_head\.weight holds NaN or inf; .* copy it again$"),
+    (
+        spoil("model.layers.1.mlp.up_proj.weight", float("nan")),
+        r": its weight model\.layers\.1\.mlp\.up_proj",
+    ),
+    (
+        spoil("lm_head.weight", float("inf")),
+        r": its weight lm_head\.weight holds NaN or inf; .* copy it again$",
+    ),
     (
         lambda d: set_keys(d / "config.json", vocab_size=300),
-        r": its weights .*\(2, such as lm_head\.weight: \[290, 16\] in the file, \[300, 16\] by the config\)",
+        r": its weights .*\(2, such as lm_head\.weight: \[290, 16\] in the file, \[300, 16\] by "
+        r"the config\)",
     ),
     (
         lambda d: change_weights(d, lambda weights: weights.pop("lm_head.weight")),
@@ -106,15 +124,24 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [
     (cut("model.safetensors", 1000), r": no causal language model could be loaded: "),
     (lambda d: (d / "model.safetensors").unlink(), r"no file named model\.safetensors"),
     (sharded, "model-00002"),
-    (lambda d: (d / "model.safetensors").write_text(LFS), r": model\.safetensors is a git-lfs pointer.*; run git lfs"),
+    (
+        lambda d: (d / "model.safetensors").write_text(LFS),
+        r": model\.safetensors is a git-lfs pointer.*; run git lfs",
+    ),
     (lambda d: as_pickle(d, evil=Evil()), r"pickle with more in it than tensors, .*would run code"),
     (lambda d: set_keys(d / "config.json", model_type="nonesuch"), "model type `nonesuch`"),
     (with_remote_code, CODE),
 ]
 BOTH: list[tuple[Callable[[Path], Any], str]] = [
     (lambda d: (d / "config.json").write_text("{"), r"/config\.json:1: not valid JSON"),
-    (lambda d: (d / "generation_config.json").write_text("{"), r"/generation_config\.json:1: not valid"),
-    (lambda d: (d / "adapter_config.json").write_text("{}"), r": holds a LoRA adapter; merge it into its base model"),
+    (
+        lambda d: (d / "generation_config.json").write_text("{"),
+        r"/generation_config\.json:1: not valid",
+    ),
+    (
+        lambda d: (d / "adapter_config.json").write_text("{}"),
+        r": holds a LoRA adapter; merge it into its base model",
+    ),
 ]
 TOKENIZERS: list[tuple[Callable[[Path], Any], str]] = [
     (without_tokenizer, r"it holds no tokenizer\.json$"),
@@ -137,7 +164,9 @@ def refusal(load: Callable[[str], Any], name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("load", "change", "message"), [(load, *case) for load, cases in LOADERS for case in cases], ids=lambda _: ""
+    ("load", "change", "message"),
+    [(load, *case) for load, cases in LOADERS for case in cases],
+    ids=lambda _: "",
 )
 def test_a_directory_that_cannot_be_loaded(copy, load, change, message):
     change(copy)
@@ -154,8 +183,12 @@ def test_weights_without_a_place_are_named(copy, caplog):
     change_weights(copy, lambda weights: weights.update({"vision.weight": torch.ones(2)}))
     with caplog.at_level(logging.WARNING):
         load_on_cpu(str(copy))
-    warnings = [record.getMessage() for record in caplog.records if record.name == "draftsmith_core.models"]
-    assert warnings == [f"{copy}: holds weights that a LlamaForCausalLM does not use (1, such as vision.weight)"]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.name == "draftsmith_core.models"
+    ]
+    assert warnings == [
+        f"{copy}: holds weights that a LlamaForCausalLM does not use (1, such as vision.weight)"
+    ]
 
 
 def test_logits_that_overflow_name_the_dtype(copy):

@@ -1,4 +1,6 @@
-"""Suites: every file of configs/prompts/ on rows with its data set's columns, logs of servers, and what is refused."""
+"""Suites: every file of configs/prompts/ on rows with its data set's columns, logs of servers, and
+what is refused.
+"""
 
 from typing import Any
 
@@ -20,15 +22,33 @@ def _spec_bench(category: str) -> list[dict[str, Any]]:
     other = "qa" if category == "rag" else "rag"
     return [
         {"question_id": 1, "category": other, "turns": ["another task"]},
-        {"question_id": 2, "category": category, "turns": ["the first turn", "the second"], "reference": []},
+        {
+            "question_id": 2,
+            "category": category,
+            "turns": ["the first turn", "the second"],
+            "reference": [],
+        },
     ]
 
 
 def _judged(model: str, question: str) -> dict[str, Any]:
-    turns = [("user", question), ("assistant", "an answer"), ("user", "and then?"), ("assistant", "that")]
+    turns = [
+        ("user", question),
+        ("assistant", "an answer"),
+        ("user", "and then?"),
+        ("assistant", "that"),
+    ]
     talk = [{"content": text, "role": role} for role, text in turns]
-    return {"question_id": 81, "model_a": model, "model_b": "alpaca-13b", "winner": "model_a", "judge": "expert_0",
-            "conversation_a": talk, "conversation_b": [], "turn": 1}  # fmt: skip
+    return {
+        "question_id": 81,
+        "model_a": model,
+        "model_b": "alpaca-13b",
+        "winner": "model_a",
+        "judge": "expert_0",
+        "conversation_a": talk,
+        "conversation_b": [],
+        "turn": 1,
+    }
 
 
 SECOND = [
@@ -43,12 +63,22 @@ STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
     **{
         f"spec-bench-{task}": (_spec_bench(category), [FIRST])
         for task, category in {
-            "translation": "translation", "summarization": "summarization", "qa": "qa", "math": "math_reasoning",
+            "translation": "translation",
+            "summarization": "summarization",
+            "qa": "qa",
+            "math": "math_reasoning",
             "rag": "rag",
         }.items()
     },
     "mt-bench": (
-        [{"prompt": ["the first turn", "the second"], "category": "writing", "prompt_id": 1, "reference": []}],
+        [
+            {
+                "prompt": ["the first turn", "the second"],
+                "category": "writing",
+                "prompt_id": 1,
+                "reference": [],
+            }
+        ],
         [FIRST],
     ),
     "mt-bench-second": (
@@ -58,33 +88,78 @@ STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
     "alpaca": (
         [
             {"instruction": "Add.", "input": "1 and 2", "output": "3", "text": "Below is"},
-            *({"instruction": f"Do {i}.", "input": "", "output": "", "text": ""} for i in range(1, 501)),
+            *(
+                {"instruction": f"Do {i}.", "input": "", "output": "", "text": ""}
+                for i in range(1, 501)
+            ),
         ],
         [_user("Add.\n\n1 and 2"), _user("Do 500.")],
     ),
     "sharegpt": (
-        [{"id": "a_0", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}],
+        [
+            {
+                "id": "a_0",
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "gpt", "value": "Hello"},
+                ],
+            }
+        ],
         [_user("Hi")],
     ),
     "ultrachat": (
-        [{"prompt": "Hi", "prompt_id": "x", "messages": [*_user("Hi")["messages"], SECOND[1], SECOND[2]]}],
+        [
+            {
+                "prompt": "Hi",
+                "prompt_id": "x",
+                "messages": [*_user("Hi")["messages"], SECOND[1], SECOND[2]],
+            }
+        ],
         [_user("Hi")],
     ),
     "gsm8k": ([{"question": "How many?", "answer": "#### 3"}], [_user("How many?")]),
     "math-500": (
-        [{"problem": "$x$?", "solution": "", "answer": "1", "subject": "Algebra", "level": 1, "unique_id": "t/1.json"}],
+        [
+            {
+                "problem": "$x$?",
+                "solution": "",
+                "answer": "1",
+                "subject": "Algebra",
+                "level": 1,
+                "unique_id": "t/1.json",
+            }
+        ],
         [_user("$x$?")],
     ),
     "humaneval": (
-        [{"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "", "test": "", "entry_point": "f"}],
+        [
+            {
+                "task_id": "HumanEval/0",
+                "prompt": "def f():\n",
+                "canonical_solution": "",
+                "test": "",
+                "entry_point": "f",
+            }
+        ],
         [_user("def f():")],
     ),
     "mbpp": (
-        [{"task_id": 11, "text": "Write f.", "code": "", "test_list": ["assert f() == {1: 2}", "b"],
-          "test_setup_code": "", "challenge_test_list": []}],
+        [
+            {
+                "task_id": 11,
+                "text": "Write f.",
+                "code": "",
+                "test_list": ["assert f() == {1: 2}", "b"],
+                "test_setup_code": "",
+                "challenge_test_list": [],
+            }
+        ],
         [_user("Write f.\n\nYour code should pass this test:\nassert f() == {1: 2}")],
     ),
-    "cnn-dm": ([{"article": "News.", "highlights": "N.", "id": "1"}], [_user("Summarize this article.\n\nNews.")]),
+    "cnn-dm": (
+        [{"article": "News.", "highlights": "N.", "id": "1"}],
+        [_user("Summarize this article.\n\nNews.")],
+    ),
     "nq": ([{"question": "who is he", "answer": ["him"]}], [_user("who is he")]),
     "wmt14-en-de": (
         [{"translation": {"de": "Hallo.", "en": "Hello."}}],
@@ -94,7 +169,7 @@ STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
         [{"translation": {"de": "Hallo.", "en": "Hello."}}],
         [{"prompt": "Translate the input German sentence into English.\nInput: Hallo.\nOutput: "}],
     ),
-}  # fmt: skip
+}
 
 
 def test_every_suite_has_a_stand_in():
@@ -116,26 +191,43 @@ def test_a_suite_makes_its_prompts_of_its_data_sets_columns(name, tmp_path, monk
 
     monkeypatch.setattr(prompt_rows, "_hub_records", hub)
     assert [row for _, row in iterate_rows(f"@{name}")] == wanted
-    assert asked == [(f"@{name}", suite.dataset, suite.split, {"name": suite.subset, "data_files": suite.files})]
+    assert asked == [
+        (f"@{name}", suite.dataset, suite.split, {"name": suite.subset, "data_files": suite.files})
+    ]
     assert suite.version >= 1 and suite.citation and suite.licence and suite.prompts >= 80
 
 
 def test_a_suite_takes_every_nth_row_up_to_its_number_and_no_prompt_twice(tmp_path):
     rows = [{"question": f"q{index // 2}", "answer": ""} for index in range(4000)]
     found = [
-        row["messages"][0]["content"] for _, row in iterate_rows(f"@gsm8k:{write_rows(tmp_path / 'r.jsonl', *rows)}")
+        row["messages"][0]["content"]
+        for _, row in iterate_rows(f"@gsm8k:{write_rows(tmp_path / 'r.jsonl', *rows)}")
     ]
     assert found == [f"q{13 * index}" for index in range(100)]
 
 
 def test_options_name_suites_and_give_their_names_to_the_sets():
     options: dict[str, Any] = {"target": "t", "draft": ["a=b"], "out": "o"}
-    found = check(EvalConfig(id=["@gsm8k"], ood=["@humaneval:rows.jsonl", "talk=@mt-bench"], **options))
+    found = check(
+        EvalConfig(id=["@gsm8k"], ood=["@humaneval:rows.jsonl", "talk=@mt-bench"], **options)
+    )
     assert found.id_sets == {"gsm8k": "@gsm8k"}
     assert found.ood_sets == {"humaneval": "@humaneval:rows.jsonl", "talk": "@mt-bench"}
     # What has no name is called as its file or directory.
-    values = ["a=x/y", "runs/Llama-3.2-1B", "p/code.train.jsonl", "hub/owner:test", "s3://b/d.jsonl.gz"]
-    assert list(check(EvalConfig(id=values, **options)).id_sets) == ["a", "Llama-3.2-1B", "code.train", "owner", "d"]
+    values = [
+        "a=x/y",
+        "runs/Llama-3.2-1B",
+        "p/code.train.jsonl",
+        "hub/owner:test",
+        "s3://b/d.jsonl.gz",
+    ]
+    assert list(check(EvalConfig(id=values, **options)).id_sets) == [
+        "a",
+        "Llama-3.2-1B",
+        "code.train",
+        "owner",
+        "d",
+    ]
     with pytest.raises(InputError, match=r"@gsm9k: no such suite; did you mean @gsm8k\?"):
         check(EvalConfig(id=["maths=@gsm9k"], **options))
     with pytest.raises(InputError, match="the name 'gsm8k' is used twice"):
@@ -143,15 +235,27 @@ def test_options_name_suites_and_give_their_names_to_the_sets():
 
 
 def test_logs_of_a_server_are_prompts(tmp_path):
-    """Request and response as clients of an OpenAI-compatible server log them; parts of text are joined."""
+    """Request and response as clients of an OpenAI-compatible server log them; parts of text are
+    joined.
+    """
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     rows = [
         {"messages": [{"role": "user", "content": "Hi"}], "response": "Hello"},
-        {"request": {"model": "m", "messages": [{"role": "user", "content": parts}]}, "response": {"choices": []}},
-        {"custom_id": "1", "method": "POST", "body": {"messages": [{"role": "user", "content": "Yo"}]}},
+        {
+            "request": {"model": "m", "messages": [{"role": "user", "content": parts}]},
+            "response": {"choices": []},
+        },
+        {
+            "custom_id": "1",
+            "method": "POST",
+            "body": {"messages": [{"role": "user", "content": "Yo"}]},
+        },
         {"messages": [{"role": "user", "content": image}]},
     ]
-    found = [row["messages"][-1]["content"] for _, row in iterate_rows(write_rows(tmp_path / "log.jsonl", *rows))]
+    found = [
+        row["messages"][-1]["content"]
+        for _, row in iterate_rows(write_rows(tmp_path / "log.jsonl", *rows))
+    ]
     # What is no text stays as it is and is refused where prompts are made.
     assert found == ["Hi", "Hello there", "Yo", image]

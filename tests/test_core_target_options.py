@@ -1,4 +1,6 @@
-"""Options that concern the target are one group, for every command that loads one and for `load_pair`."""
+"""Options that concern the target are one group, for every command that loads one and for
+`load_pair`.
+"""
 
 import json
 from pathlib import Path
@@ -19,20 +21,32 @@ def test_every_command_that_loads_a_target_has_the_group():
     group = {option.key for option in options_of(TargetOptions)}
     assert group == {"device", "dtype", "chat_template", "revision", "trust_remote_code"}
     for name in ("doctor", "export"):
-        assert {"revision", "trust_remote_code"} <= {option.key for option in options_of(COMMANDS[name].options)}, name
+        assert {"revision", "trust_remote_code"} <= {
+            option.key for option in options_of(COMMANDS[name].options)
+        }, name
     for name in ("align", "init", "distill", "train", "decode", "eval", "plan"):
         assert group <= {option.key for option in options_of(COMMANDS[name].options)}, name
 
 
-@pytest.mark.parametrize("command", ["init --method prune --out out", "plan --draft {draft} --out out/plan.json"])
+@pytest.mark.parametrize(
+    "command", ["init --method prune --out out", "plan --draft {draft} --out out/plan.json"]
+)
 def test_init_and_plan_take_the_chat_template_that_they_ask_for(
     command, door, target_dir, draft_dir, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     Path("chat.jinja").write_text(TEMPLATE)
-    chats = [{"messages": [{"role": "user", "content": f"Who is {name}?"}]} for name in ("A", "B", "C")]
+    chats = [
+        {"messages": [{"role": "user", "content": f"Who is {name}?"}]} for name in ("A", "B", "C")
+    ]
     Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    words = [*command.format(draft=draft_dir).split(), "--target", target_dir, "--prompts", "chats.jsonl"]
+    words = [
+        *command.format(draft=draft_dir).split(),
+        "--target",
+        target_dir,
+        "--prompts",
+        "chats.jsonl",
+    ]
     assert "name one with --chat_template FILE" in door.refused(*words, "--max_new_tokens", 4)
     door.ok(*words, "--max_new_tokens", 4, "--chat_template", "chat.jinja")
 
@@ -46,8 +60,13 @@ def test_a_revision_is_the_targets_alone(door, target_dir, draft_dir, tmp_path, 
         (repository / "snapshots" / (digit * 40)).symlink_to(source)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     pair = ds.load_pair("owner/model", draft=target_dir, revision="older", device="cpu")
-    expected = [draft_fingerprint(load_model(name, device="cpu")) for name in (draft_dir, target_dir)]
+    expected = [
+        draft_fingerprint(load_model(name, device="cpu")) for name in (draft_dir, target_dir)
+    ]
     assert [draft_fingerprint(model) for model in (pair.target, *pair.drafts.values())] == expected
     for words in ("decode --prompt The --max_new_tokens 4", f"doctor --draft {draft_dir}"):
-        codes = [door(*words.split(), "--target", "owner/model", "--revision", name)[0] for name in ("older", "none")]
+        codes = [
+            door(*words.split(), "--target", "owner/model", "--revision", name)[0]
+            for name in ("older", "none")
+        ]
         assert codes == [0, 2]

@@ -16,9 +16,9 @@ from draftsmith_core.teacher_rows import bytes_per_token, pack, unpack
 def test_what_was_packed_comes_back(vocabulary, k, positions, seed):
     draw = np.random.default_rng(seed)
     k = min(k, vocabulary)
-    ids = np.array([draw.choice(vocabulary, k, replace=False) for _ in range(positions)], dtype=np.int64).reshape(
-        positions, k
-    )
+    ids = np.array(
+        [draw.choice(vocabulary, k, replace=False) for _ in range(positions)], dtype=np.int64
+    ).reshape(positions, k)
     if positions and k:
         ids[0] = np.arange(vocabulary - k, vocabulary)  # the last ids there are
     logprobs, tail = -10 * draw.random((positions, k)), draw.random(positions)
@@ -27,11 +27,15 @@ def test_what_was_packed_comes_back(vocabulary, k, positions, seed):
     found, found_logprobs, found_tail = unpack(data)
     order = np.argsort(ids, axis=-1)
     np.testing.assert_array_equal(found, np.take_along_axis(ids, order, -1))
-    np.testing.assert_allclose(found_logprobs, np.take_along_axis(logprobs, order, -1), rtol=2**-11, atol=2**-24)
+    np.testing.assert_allclose(
+        found_logprobs, np.take_along_axis(logprobs, order, -1), rtol=2**-11, atol=2**-24
+    )
     np.testing.assert_allclose(found_tail, tail, rtol=2**-11, atol=2**-24)
 
 
-@pytest.mark.parametrize("vocabulary, size", [(32_000, 514), (65_536, 514), (151_936, 518), (262_144, 520)])
+@pytest.mark.parametrize(
+    "vocabulary, size", [(32_000, 514), (65_536, 514), (151_936, 518), (262_144, 520)]
+)
 def test_a_token_takes_at_most_520_bytes(vocabulary, size):
     ids = np.arange(vocabulary - 128, vocabulary)[None]
     assert bytes_per_token(128, vocabulary) == size

@@ -1,4 +1,6 @@
-"""A draft of another tokenizer drafts the tokens that both have. Law 1 for it is in tests/test_decode_lossless.py."""
+"""A draft of another tokenizer drafts the tokens that both have. Law 1 for it is in
+tests/test_decode_lossless.py.
+"""
 
 import json
 import logging
@@ -16,14 +18,23 @@ from eval.estimate import alpha_sums
 from tests.distilled import write_rows
 
 
-def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(target_dir, draft_dir, donor_dir, caplog):
+def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(
+    target_dir, draft_dir, donor_dir, caplog
+):
     with caplog.at_level(logging.WARNING):
-        pair = load_pair(target_dir, {"own": draft_dir, "foreign": donor_dir}, device="cpu", heterogeneous_vocab=True)
+        pair = load_pair(
+            target_dir,
+            {"own": draft_dir, "foreign": donor_dir},
+            device="cpu",
+            heterogeneous_vocab=True,
+        )
     words = vocabulary_map(pair.drafts["foreign"])
     assert words is not None and vocabulary_map(pair.drafts["own"]) is None
     assert f"shares {words.shared} of the target's 290 tokens, and drafts those only" in caplog.text
     target, draft = load_tokenizer(target_dir), load_tokenizer(donor_dir)
-    assert words.coverage([[2, 289], [2, 3]]).endswith("; 2 of 2 texts can be written in its tokens without loss")
+    assert words.coverage([[2, 289], [2, 3]]).endswith(
+        "; 2 of 2 texts can be written in its tokens without loss"
+    )
     text = "the dog & the é"
     ids = target.encode(text, add_special_tokens=False)
     assert str(draft.decode(words.translate(ids))).strip() == text
@@ -47,7 +58,9 @@ def test_its_logits_are_those_behind_every_token_of_the_text(target_dir, donor_d
         for column in range(columns):
             own = words.translate(ids_BT[row, : column + 1].tolist())
             alone = draft(input_ids=torch.tensor([own])).logits[0, -1]
-            torch.testing.assert_close(whole[row, column], words.to_target(alone), atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                whole[row, column], words.to_target(alone), atol=1e-5, rtol=0
+            )
     torch.testing.assert_close(model_logits(draft, ids_BT, 2), whole[:, -2:])  # type: ignore[arg-type]
 
 
@@ -59,7 +72,15 @@ ODD: tuple[str, ...] = (
     "\u6f22\u5b57\u304b\u306a",
     "e\u0301 \u00e9",
 )
-ODD += ("<s>no mark</s> it", "\u05e9\u05dc\u05d5\u05dd", "\u00a0nbsp", "a", "12,345.67%", "\u2581bar", "<0x41>A")
+ODD += (
+    "<s>no mark</s> it",
+    "\u05e9\u05dc\u05d5\u05dd",
+    "\u00a0nbsp",
+    "a",
+    "12,345.67%",
+    "\u2581bar",
+    "<0x41>A",
+)
 
 
 @pytest.mark.parametrize("byte_level", [True, False])
@@ -73,7 +94,17 @@ def test_the_command_decodes_as_the_target_alone(byte_level, door, target_dir, d
     for name, words in {"alone": (), "shared": foreign}.items():
         out = tmp_path / f"{name}.jsonl"
         door.ok(
-            *("decode", "--target", target_dir, "--prompts", prompts_file, "--out", out, "--temperature", 0),
+            *(
+                "decode",
+                "--target",
+                target_dir,
+                "--prompts",
+                prompts_file,
+                "--out",
+                out,
+                "--temperature",
+                0,
+            ),
             *("--max_new_tokens", 16, "--device", "cpu", *words),
         )
         found.append([json.loads(line) for line in out.read_text().splitlines()])
@@ -81,7 +112,9 @@ def test_the_command_decodes_as_the_target_alone(byte_level, door, target_dir, d
         assert len(drafted) == len(ODD)
         assert [row["output_ids"] for row in found[0]] == [row["output_ids"] for row in drafted]
         assert sum(row["stats"]["proposed"] for row in drafted) > 0
-    code, _, err = door("decode", "--target", target_dir, "--prompt", "a", "--draft", donor_dir, "--device", "cpu")
+    code, _, err = door(
+        "decode", "--target", target_dir, "--prompt", "a", "--draft", donor_dir, "--device", "cpu"
+    )
     assert code == 2 and "--heterogeneous_vocab true" in err
 
 
@@ -94,7 +127,9 @@ def test_missing_mass_is_what_it_cannot_draft(target_dir, donor_dir, temperature
     assert words is not None
     sampling = Sampling(temperature=temperature)
     rows = []
-    for number, (prompt, output) in enumerate((("The quick", " brown fox jumps over the lazy dog"), ("A", " é & b"))):
+    for number, (prompt, output) in enumerate(
+        (("The quick", " brown fox jumps over the lazy dog"), ("A", " é & b"))
+    ):
         ids = pair.tokenizer.encode(output, add_special_tokens=False)
         rows.append(Continuation(str(number), pair.tokenizer.encode(prompt), ids))
     measured = alpha_sums(pair.target, draft, rows, sampling, batch_size=2)

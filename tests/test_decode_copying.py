@@ -1,4 +1,6 @@
-"""Proposers without a network: prompt lookup, retrieval, lookahead, and the trie and index they share."""
+"""Proposers without a network: prompt lookup, retrieval, lookahead, and the trie and index they
+share.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -23,7 +25,9 @@ Target = Callable[[Sequence[int]], int]
 
 
 def hashed(text: Sequence[int]) -> int:
-    """Depends on the last three tokens and the parity of the place, so a misplaced context shows."""
+    """Depends on the last three tokens and the parity of the place, so a misplaced context
+    shows.
+    """
     last = [*[0] * 3, *text][-3:]
     return (last[0] * 7 + last[1] * 5 + last[2] * 3 + len(text) % 2 + last[1] * last[2]) % VOCAB
 
@@ -53,7 +57,9 @@ def paths(proposal: Proposal, row: int) -> list[tuple[int, ...]]:
 
 
 def judge(proposal: Proposal, texts: Sequence[Sequence[int]], target: Target) -> Outcome:
-    """What a greedy verifier makes of a proposal: walk down while a child carries the target's token."""
+    """What a greedy verifier makes of a proposal: walk down while a child carries the target's
+    token.
+    """
     p_BMV = torch.zeros(*proposal.tokens_BM.shape, VOCAB)
     accepted: list[list[int]] = []
     emitted: list[list[int]] = []
@@ -77,7 +83,12 @@ def judge(proposal: Proposal, texts: Sequence[Sequence[int]], target: Target) ->
     return Outcome(accepted, emitted, [[]] * len(texts), lambda: p_BMV)
 
 
-@given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 40))
+@given(
+    st.lists(st.integers(0, 2), max_size=40),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 40),
+)
 def test_the_index_agrees_with_a_rescan(text, one, other, cut):
     longest, shortest = max(one, other), min(one, other)
     index = NgramIndex(longest, shortest)
@@ -85,7 +96,11 @@ def test_the_index_agrees_with_a_rescan(text, one, other, cut):
     index.read(text[cut:])
     expected: list[int] = []
     for n in range(longest, shortest - 1, -1):
-        places = [at for at in range(len(text) - 1, n - 1, -1) if text[at - n : at] == text[len(text) - n :]]
+        places = [
+            at
+            for at in range(len(text) - 1, n - 1, -1)
+            if text[at - n : at] == text[len(text) - n :]
+        ]
         expected += [at for at in places if at not in expected and len(text) >= n]
     assert list(index.matches()) == expected
 
@@ -115,7 +130,12 @@ def test_the_longest_match_wins_then_the_most_recent():
     assert branches.tree.parents_RN.tolist() == [[-1, -1, -1, 0, 1, 2]]
     two = start(PromptLookupProposer(), [prompt], parse_tree("kary:2,1")).propose(None)
     assert two.tokens_BM.tolist() == [[-1, 4, 6, 0, 0]]
-    assert start(PromptLookupProposer(3, 2), [prompt], parse_tree("kary:3,1")).propose(None).tokens_BM.shape[1] == 3
+    assert (
+        start(PromptLookupProposer(3, 2), [prompt], parse_tree("kary:3,1"))
+        .propose(None)
+        .tokens_BM.shape[1]
+        == 3
+    )
 
 
 def test_nothing_found_costs_no_cells():
@@ -125,7 +145,10 @@ def test_nothing_found_costs_no_cells():
     assert proposal.tokens_BM.tolist() == [[-1], [-1]] and proposal.tree.depth == 0
     session.commit(Outcome([[], []], [[7], [4]], [[], []], lambda: torch.zeros(2, 1, VOCAB)))
     proposal = session.propose(None)
-    assert proposal.tokens_BM.tolist() == [[-1, -1, -1, -1], [-1, 5, 6, 4]] and proposal.tree.depth == 3
+    assert (
+        proposal.tokens_BM.tolist() == [[-1, -1, -1, -1], [-1, 5, 6, 4]]
+        and proposal.tree.depth == 3
+    )
     # The row that found something leaves, and with it the cells.
     session.commit(Outcome([[], []], [[8], [1]], [[], []], lambda: torch.zeros(2, 4, VOCAB)))
     session.select_rows([0])
@@ -135,14 +158,17 @@ def test_nothing_found_costs_no_cells():
 def test_retrieval_keeps_the_most_frequent_prefixes():
     documents = [[1, 2, 3, 3]] * 3 + [[1, 2, 4, 5]] * 4 + [[1, 2, 4, 6]] * 2 + [[0, 2, 7, 7]] * 20
     proposer = RetrievalProposer(SuffixIndex.build(documents), max_suffix=4, min_suffix=1)
-    # 4 (6 times), 4 5 (4 times), 3 (3), 3 3 (3), 4 6 (2); the row's 1 2 is longer than the frequent 2 -> 7.
+    # 4 (6 times), 4 5 (4 times), 3 (3), 3 3 (3), 4 6 (2); the row's 1 2 is longer than the frequent
+    # 2 -> 7.
     bounds = Tree((-1, -1, 0, 0))
     proposal = start(proposer, [[9, 1, 2]], bounds).propose(None)
     assert set(paths(proposal, 0)) == {(), (4,), (3,), (4, 5), (3, 3)}
     assert proposal.tokens_BM[0, 1:3].tolist() == [4, 3]
     chain = start(proposer, [[9, 1, 2]], parse_tree("chain:2")).propose(None)
     assert chain.tokens_BM.tolist() == [[-1, 4, 5]]
-    assert start(proposer, [[8, 2]], parse_tree("chain:2")).propose(None).tokens_BM.tolist() == [[-1, 7, 7]]
+    assert start(proposer, [[8, 2]], parse_tree("chain:2")).propose(None).tokens_BM.tolist() == [
+        [-1, 7, 7]
+    ]
     strict = RetrievalProposer(proposer.index, max_suffix=4, min_suffix=2)
     assert start(strict, [[8, 2]], parse_tree("chain:2")).propose(None).tokens_BM.tolist() == [[-1]]
 
@@ -151,7 +177,9 @@ class Definition:
     """The window and the harvest of section 3, written down cell by cell and without a tree."""
 
     def __init__(self, levels: Sequence[Sequence[int]]) -> None:
-        self.cells = {(level, j): token for level, row in enumerate(levels) for j, token in enumerate(row)}
+        self.cells = {
+            (level, j): token for level, row in enumerate(levels) for j, token in enumerate(row)
+        }
         self.depth, self.width, self.steps = len(levels), len(levels[0]), 0
 
     def step(self, text: list[int], target: Target, last: int) -> list[tuple[int, ...]]:
@@ -161,13 +189,19 @@ class Definition:
             column = [self.cells[level, j] for level in range(self.depth)]
             context = text + [self.cells[0, k] for k in range(1, j + 1)] + column[1:]
             grams.append((*column, target(context)))
-        self.cells = {(level, j): gram[level + 1] for j, gram in enumerate(grams) for level in range(self.depth)}
+        self.cells = {
+            (level, j): gram[level + 1]
+            for j, gram in enumerate(grams)
+            for level in range(self.depth)
+        }
         self.cells[0, 0] = last
         self.steps += 1
         return grams if self.steps >= self.depth else []
 
 
-@pytest.mark.parametrize(("window", "ngram", "candidates"), [(5, 4, 3), (3, 2, 2), (1, 4, 1), (1, 2, 1), (6, 3, 4)])
+@pytest.mark.parametrize(
+    ("window", "ngram", "candidates"), [(5, 4, 3), (3, 2, 2), (1, 4, 1), (1, 2, 1), (6, 3, 4)]
+)
 def test_lookahead_harvests_what_the_definition_says(window, ngram, candidates):
     proposer = LookaheadProposer(window, ngram, candidates, from_text=False)
     text = [3, 1, 4, 1, 5]
@@ -201,7 +235,12 @@ def test_lookahead_harvests_what_the_definition_says(window, ngram, candidates):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 6), st.integers(2, 5), st.integers(1, 5), st.lists(st.integers(0, 3), min_size=1, max_size=30))
+@given(
+    st.integers(1, 6),
+    st.integers(2, 5),
+    st.integers(1, 5),
+    st.lists(st.integers(0, 3), min_size=1, max_size=30),
+)
 def test_lookahead_fits_its_shape(window, ngram, candidates, prompt):
     proposer = LookaheadProposer(window, ngram, candidates)
     shape = proposer.default_tree()
@@ -218,7 +257,10 @@ def test_lookahead_fits_its_shape(window, ngram, candidates, prompt):
 
 
 def test_what_cannot_be_drafted_is_refused():
-    target, retrieval = random_llama(0, VOCAB, eos=2), RetrievalProposer(SuffixIndex.build([[3, 17]]))
+    target, retrieval = (
+        random_llama(0, VOCAB, eos=2),
+        RetrievalProposer(SuffixIndex.build([[3, 17]])),
+    )
     for proposer, shape, message in (
         (PromptLookupProposer(), DynamicTree(depth=2, beam=2, nodes=4), "has no confidences"),
         (PromptLookupProposer(), Tree((-1, 0), stop=0.1), "has no confidences"),

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from decode import (
     PROPOSERS,
@@ -25,7 +31,10 @@ from tests.tiny_models import random_llama
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[1, 2, 3, 1, 2], [4], [0, 1, 0, 1]]
-READS = {"static:tree.json": {"parents": [-1, -1, 0]}, "sequoia:a.json": {"acceptance": [0.6], "nodes": 4, "depth": 4}}
+READS = {
+    "static:tree.json": {"parents": [-1, -1, 0]},
+    "sequoia:a.json": {"acceptance": [0.6], "nodes": 4, "depth": 4},
+}
 
 
 def tiny(seed: int, eos: int | None = None) -> LlamaForCausalLM:
@@ -35,7 +44,8 @@ def tiny(seed: int, eos: int | None = None) -> LlamaForCausalLM:
 def test_the_tables_need_no_torch():
     code = (
         "import sys, decode\n"
-        "for name in ('chain:4', 'kary:4,2,2', 'eagle2', 'opt'): decode.default_verifier(decode.parse_tree(name))\n"
+        "for name in ('chain:4', 'kary:4,2,2', 'eagle2', 'opt'): "
+        "decode.default_verifier(decode.parse_tree(name))\n"
         "assert decode.PROPOSERS and decode.TREES and decode.VERIFIERS and decode.default_tree()\n"
         "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -60,14 +70,22 @@ def test_the_verifier_that_suits_a_tree(spec, drawn, several):
     tree = parse_tree(spec, lambda file: READS[f"{spec.split(':')[0]}:{file}"])
     assert default_verifier(tree) == drawn
     assert default_verifier(tree, drafts=2) == several
-    assert default_verifier(tree, draws=False) == default_verifier(tree, draws=False, drafts=2) == "exact"
+    assert (
+        default_verifier(tree, draws=False)
+        == default_verifier(tree, draws=False, drafts=2)
+        == "exact"
+    )
     assert VERIFIERS[drawn].lossless and VERIFIERS[several].lossless
     VERIFIERS[drawn].check(tree, "without_replacement")
 
 
 def test_the_tree_that_suits_a_proposer():
-    assert default_tree() == parse_tree("chain:4") and default_tree("medusa", heads=3) == parse_tree("chain:3")
-    assert {name: default_tree(name).is_chain for name in PROPOSERS} == {n: n != "lookahead" for n in PROPOSERS}
+    assert default_tree() == parse_tree("chain:4") and default_tree(
+        "medusa", heads=3
+    ) == parse_tree("chain:3")
+    assert {name: default_tree(name).is_chain for name in PROPOSERS} == {
+        n: n != "lookahead" for n in PROPOSERS
+    }
     target = tiny(1)
     assert SpeculativeDecoder(target, LookaheadProposer()).tree == default_tree("lookahead")
     assert SpeculativeDecoder(target, PromptLookupProposer()).tree == parse_tree("chain:4")
@@ -78,9 +96,15 @@ def test_a_seed_gives_every_row_its_own_generator():
     warm = Sampling(temperature=1.0)
 
     def outputs(**options: Any) -> list[list[int]]:
-        return [g.output_ids for g in decoder.generate([[1, 2]] * 3, warm, 24, **options).generations]
+        return [
+            g.output_ids for g in decoder.generate([[1, 2]] * 3, warm, 24, **options).generations
+        ]
 
-    assert outputs() == outputs(seed=0) == outputs(generators=[generator(row_seed(0, str(row))) for row in range(3)])
+    assert (
+        outputs()
+        == outputs(seed=0)
+        == outputs(generators=[generator(row_seed(0, str(row))) for row in range(3)])
+    )
     assert len({tuple(ids) for ids in outputs()}) == 3
     assert outputs(seed=1) != outputs()
     alone = decoder.generate([[1, 2]], warm, 24).generations[0].output_ids
@@ -97,7 +121,10 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_model(tree, bad,
     damaged = target if bad == "target" else draft
     with torch.no_grad():
         damaged.lm_head.weight[3, 5] = torch.nan
-    with pytest.raises(InputError, match=rf"^the {bad} the/{bad} gave logits that are not finite.*; its weights are"):
+    with pytest.raises(
+        InputError,
+        match=rf"^the {bad} the/{bad} gave logits that are not finite.*; its weights are",
+    ):
         decoder.generate(PROMPTS, sampling, 8)
     with torch.no_grad():
         damaged.lm_head.weight[3, 5] = torch.inf
@@ -132,8 +159,14 @@ def of_kind(kind: str, **options: Any) -> PreTrainedModel:
         ("bloom", "BloomForCausalLM does not take position_ids"),
         ("gpt_neo", "masks by a table of its own"),
         ("lfm2", "layers of type 'conv'"),
-        ("llama", "LlamaForCausalLM attends to all tokens, and its config.json sets a sliding window"),
-        ("olmo2", "Olmo2ForCausalLM attends to all tokens, and its config.json sets a sliding window"),
+        (
+            "llama",
+            "LlamaForCausalLM attends to all tokens, and its config.json sets a sliding window",
+        ),
+        (
+            "olmo2",
+            "Olmo2ForCausalLM attends to all tokens, and its config.json sets a sliding window",
+        ),
         ("doge", "gives other outputs with a cache"),
         ("bert", "BertLMHeadModel reads tokens ahead, as encoders do"),
         ("electra", "ElectraForCausalLM reads tokens ahead"),

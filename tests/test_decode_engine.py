@@ -1,4 +1,6 @@
-"""The engine: rows are independent, blocks are cut and counted right, cached forwards equal plain ones."""
+"""The engine: rows are independent, blocks are cut and counted right, cached forwards equal plain
+ones.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -19,7 +21,12 @@ VOCAB = 17
 GREEDY = Sampling(temperature=0.0)
 WARM = Sampling(temperature=0.9, top_p=0.95)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [7, 2], [2, 7, 1, 8], [5, 5, 5], [1, 16, 2, 3, 4]]
-SHAPES: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+SHAPES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -36,17 +43,23 @@ KINDS: dict[str, dict[str, Any]] = {
 @cache
 def model_of(kind: str, seed: int, limit: int = 64) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **SHAPES, **SMALL, **KINDS[kind], max_position_embeddings=limit)
+    config = AutoConfig.for_model(
+        kind, **SHAPES, **SMALL, **KINDS[kind], max_position_embeddings=limit
+    )
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
     return redrawn(model, 0.35)
 
 
 def decoder_of(kind: str, tree: str, verifier: str) -> SpeculativeDecoder:
     target = model_of(kind, 1)
-    return SpeculativeDecoder(target, DraftModelProposer(stirred(copy.deepcopy(target), 0.08)), tree, verifier)
+    return SpeculativeDecoder(
+        target, DraftModelProposer(stirred(copy.deepcopy(target), 0.08)), tree, verifier
+    )
 
 
-def run(decoder: SpeculativeDecoder, rows: Sequence[int], sampling: Sampling, new_tokens: int = 12) -> list[Generation]:
+def run(
+    decoder: SpeculativeDecoder, rows: Sequence[int], sampling: Sampling, new_tokens: int = 12
+) -> list[Generation]:
     prompts = [PROMPTS[row] for row in rows]
     generators = [generator(100 + row) for row in rows]
     batch = decoder.generate(prompts, sampling, new_tokens, generators, eos_ids=(6,))
@@ -56,7 +69,9 @@ def run(decoder: SpeculativeDecoder, rows: Sequence[int], sampling: Sampling, ne
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "opt"])
 def test_step_by_step_forwards_equal_teacher_forced_ones(monkeypatch, kind, sampling):
-    """Law 5: target and draft, every cell of every tree, along its path from the first prompt token."""
+    """Law 5: target and draft, every cell of every tree, along its path from the first prompt
+    token.
+    """
     decoder = decoder_of(kind, "kary:3,1,2", "mcsd")
     assert isinstance(decoder.proposer, DraftModelProposer)
     calls: list[tuple[Runner, Block, list[int], list[int], Tensor, Tensor]] = []
@@ -102,7 +117,9 @@ def test_step_by_step_forwards_equal_teacher_forced_ones(monkeypatch, kind, samp
 
 
 def test_counts_of_a_hand_computed_run():
-    """Draft = target and greedy: everything is accepted. chain:3, 10 tokens: blocks of 4, 4 and a cut 2."""
+    """Draft = target and greedy: everything is accepted. chain:3, 10 tokens: blocks of 4, 4 and a
+    cut 2.
+    """
     target = model_of("llama", 1)
     decoder = SpeculativeDecoder(target, DraftModelProposer(target), "chain:3", "speculative")
     g = decoder.generate([PROMPTS[0]], GREEDY, 10, [generator(0)]).generations[0]
@@ -160,14 +177,18 @@ def test_a_refused_draft_counts_as_reached_but_not_accepted():
 
 @pytest.mark.parametrize("kind", ["opt", "llama"])
 def test_the_context_may_be_filled_to_the_last_token(kind):
-    """Trees reach beyond the last position that can be emitted; learned positions must not overflow."""
+    """Trees reach beyond the last position that can be emitted; learned positions must not
+    overflow.
+    """
     target, draft = model_of(kind, 1, limit=20), model_of(kind, 2, limit=20)
     prompts = [[1, 2, 3, 4, 5, 6], [1, 2]]
     plain = SpeculativeDecoder(target).generate(prompts, GREEDY, 14, [generator(0)] * 2)
     for source in (draft, target):
         decoder = SpeculativeDecoder(target, DraftModelProposer(source), "chain:4", "exact")
         batch = decoder.generate(prompts, GREEDY, 14, [generator(0)] * 2)
-        assert [g.output_ids for g in batch.generations] == [g.output_ids for g in plain.generations]
+        assert [g.output_ids for g in batch.generations] == [
+            g.output_ids for g in plain.generations
+        ]
 
 
 def test_context_limits_are_checked_before_anything_runs():
@@ -189,14 +210,19 @@ def test_parts_that_do_not_fit_are_refused():
             SpeculativeDecoder(target, *parts)
     decoder = SpeculativeDecoder(target, proposer, "kary:1,1", "speculative")
     for prompt in ([], [VOCAB], [2, -1]):
-        with pytest.raises(ValueError, match="prompt 1: expected at least one token id, each from 0 to 16"):
+        with pytest.raises(
+            ValueError, match="prompt 1: expected at least one token id, each from 0 to 16"
+        ):
             decoder.generate([[1], prompt], GREEDY, 4)
     assert decoder.generate([], GREEDY, 4, []).generations == []
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_training_mode_is_refused_when_it_is_switched_on_later(name):
-    models = {"target": copy.deepcopy(model_of("llama", 1)), "draft": copy.deepcopy(model_of("llama", 2))}
+    models = {
+        "target": copy.deepcopy(model_of("llama", 1)),
+        "draft": copy.deepcopy(model_of("llama", 2)),
+    }
     decoder = SpeculativeDecoder(models["target"], DraftModelProposer(models["draft"]), "chain:2")
     models[name].train()
     with pytest.raises(ValueError, match=f"{name} is in training mode"):
@@ -207,25 +233,40 @@ def test_training_mode_is_refused_when_it_is_switched_on_later(name):
 def test_under_autocast_outputs_are_the_targets_own(fast):
     """The caller's autocast would run some of a step in bfloat16; it is on again afterwards."""
     target, draft = tiny_llama(1, VOCAB), tiny_llama(2, VOCAB)
-    decoder = SpeculativeDecoder(target, DraftModelProposer([draft], fast=fast), "chain:3", fast=fast)
+    decoder = SpeculativeDecoder(
+        target, DraftModelProposer([draft], fast=fast), "chain:3", fast=fast
+    )
     plain = decoder.generate(PROMPTS, GREEDY, 24, eos_ids=())
     prompts = iter([[(index, prompt, generator(0)) for index, prompt in enumerate(PROMPTS)]])
     dtypes = set()
-    hook = target.model.layers[0].mlp.down_proj.register_forward_hook(lambda _, given, out: dtypes.add(out.dtype))
+    hook = target.model.layers[0].mlp.down_proj.register_forward_hook(
+        lambda _, given, out: dtypes.add(out.dtype)
+    )
     with torch.autocast("cpu", torch.bfloat16):
         cast = decoder.generate(PROMPTS, GREEDY, 24, eos_ids=())
         alone = SpeculativeDecoder(target, fast=fast)
-        streamed = dict(alone.continuous(lambda free: next(prompts, ()), len(PROMPTS), GREEDY, 24, eos_ids=()))
+        streamed = dict(
+            alone.continuous(lambda free: next(prompts, ()), len(PROMPTS), GREEDY, 24, eos_ids=())
+        )
         assert torch.is_autocast_enabled("cpu")
     hook.remove()
     assert dtypes <= {torch.float32}
-    assert [each.output_ids for each in cast.generations] == [each.output_ids for each in plain.generations]
-    assert [streamed[row].output_ids for row in range(len(PROMPTS))] == [e.output_ids for e in plain.generations]
+    assert [each.output_ids for each in cast.generations] == [
+        each.output_ids for each in plain.generations
+    ]
+    assert [streamed[row].output_ids for row in range(len(PROMPTS))] == [
+        e.output_ids for e in plain.generations
+    ]
 
 
 def test_a_rope_that_changes_with_length_ends_the_context():
     """Behind the pretrained context longrope would change every key that is already cached."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [4.0, 4.0]}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.0],
+        "long_factor": [4.0, 4.0],
+    }
     config = AutoConfig.for_model(
         "llama",
         **SHAPES,
@@ -240,7 +281,12 @@ def test_a_rope_that_changes_with_length_ends_the_context():
     with pytest.raises(ValueError, match="context of 24 tokens"):
         decoder.generate([[1] * 20], GREEDY, 5, [generator(0)])
     prompt = torch.tensor([[1, 2, 3]])
-    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {
+        "attention_mask": torch.ones_like(prompt),
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     wanted = model.generate(prompt, max_new_tokens=21, **options)
     got = decoder.generate([[1, 2, 3]], GREEDY, 21, [generator(0)]).generations[0].output_ids
     assert got == wanted[0, 3:].tolist()
@@ -248,7 +294,9 @@ def test_a_rope_that_changes_with_length_ends_the_context():
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_bfloat16_runs_with_masks_and_cache_of_its_own_type(kind):
-    """Half precision has ties, so only the mechanics are checked: types, lengths, counts that add up."""
+    """Half precision has ties, so only the mechanics are checked: types, lengths, counts that add
+    up.
+    """
     target = cast(Any, copy.deepcopy(model_of(kind, 1))).to(torch.bfloat16)
     decoder = SpeculativeDecoder(target, DraftModelProposer(target), "kary:2,2", "mcsd")
     batch = decoder.generate(PROMPTS[:2], WARM, 12, [generator(0), generator(1)])

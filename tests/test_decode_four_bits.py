@@ -1,4 +1,6 @@
-"""4-bit weights of bitsandbytes, multiplied by the kernel: their dequantised product, for every kind of model."""
+"""4-bit weights of bitsandbytes, multiplied by the kernel: their dequantised product, for every
+kind of model.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -17,12 +19,27 @@ from draftsmith_core.models import fingerprint, load_model
 from draftsmith_core.sampling import Sampling
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
-    pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+    ),
+    pytest.mark.skipif(
+        kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"
+    ),
 ]
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 16},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2},
+    **{
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+    },
 }
 
 
@@ -41,7 +58,9 @@ def test_values_are_the_dequantised_matrix_to_the_bit(kind, nested, block):
     assert functions is not None
     generator = torch.Generator().manual_seed(3)
     options = {"quant_type": kind, "compress_statistics": nested, "blocksize": block}
-    weights = [quantised(torch.randn(rows, 384, generator=generator), **options) for rows in (70, 130)]
+    weights = [
+        quantised(torch.randn(rows, 384, generator=generator), **options) for rows in (70, 130)
+    ]
     assert all(four_bit_state(weight) is not None for weight in weights)
     exact = torch.cat([dequantize_4bit(weight.data, weight.quant_state) for weight in weights])
     matrix = pack_four_bits(functions, weights)
@@ -51,7 +70,9 @@ def test_values_are_the_dequantised_matrix_to_the_bit(kind, nested, block):
 def test_what_the_kernel_cannot_read_is_left_alone():
     weight = torch.randn(8, 64)
     assert four_bit_state(torch.nn.Parameter(weight)) is None
-    assert four_bit_state(quantised(torch.randn(8, 96), quant_type="nf4")) is None  # blocks reach into the next row
+    assert (
+        four_bit_state(quantised(torch.randn(8, 96), quant_type="nf4")) is None
+    )  # blocks reach into the next row
     assert four_bit_state(quantised(weight.bfloat16(), quant_type="nf4")) is None
     assert four_bit_state(quantised(weight, quant_type="nf4")) is not None
 
@@ -86,23 +107,35 @@ def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypa
     if name == "gemma2":
         take_over(target)
     packs = packs_of(target)
-    assert (Runner(target, attention_windows(target), 128, packs)._lean is None) == (name == "gemma2")
-    # Seven matrices of a layer, of which the lean forward fuses those with the same input; one output projection.
+    assert (Runner(target, attention_windows(target), 128, packs)._lean is None) == (
+        name == "gemma2"
+    )
+    # Seven matrices of a layer, of which the lean forward fuses those with the same input; one
+    # output projection.
     assert name == "gemma2" or len(packs._beside) == 8 + 1
     fast = SpeculativeDecoder(target).generate(prompts, sampling, 24, eos_ids=())
     assert not calls
     slow = SpeculativeDecoder(target, fast=False).generate(prompts, sampling, 24, eos_ids=())
     assert calls
-    assert [row.output_ids for row in fast.generations] == [row.output_ids for row in slow.generations]
+    assert [row.output_ids for row in fast.generations] == [
+        row.output_ids for row in slow.generations
+    ]
     assert fingerprint(target) == before
-    assert name == "gemma2" or {key: set(vars(module)) for key, module in target.named_modules()} == attributes
+    assert (
+        name == "gemma2"
+        or {key: set(vars(module)) for key, module in target.named_modules()} == attributes
+    )
 
 
 def test_odd_widths_decode_through_bitsandbytes(tmp_path):
-    target = load_model(saved(tmp_path, "llama", intermediate_size=72), device="cpu", quantize="nf4")
+    target = load_model(
+        saved(tmp_path, "llama", intermediate_size=72), device="cpu", quantize="nf4"
+    )
     assert Runner(target, attention_windows(target), 128, packs_of(target))._lean is None
     fast, slow = (
-        SpeculativeDecoder(target, fast=how).generate([[5, 6]], Sampling(temperature=0.0), 8, eos_ids=())
+        SpeculativeDecoder(target, fast=how).generate(
+            [[5, 6]], Sampling(temperature=0.0), 8, eos_ids=()
+        )
         for how in (True, False)
     )
     assert fast.generations[0].output_ids == slow.generations[0].output_ids

@@ -17,20 +17,38 @@ from tests.tiny_models import redrawn, stirred
 GREEDY = Sampling(temperature=0.0)
 VOCAB = 17
 MODERN: dict[str, Any] = {
-    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
     **{"num_key_value_heads": 2, "max_position_embeddings": 64},
 }
 WINDOWED = {**MODERN, "head_dim": 8, "sliding_window": 5}
-OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+OPT = {
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 32,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", MODERN),
     "llama-eager": ("llama", {**MODERN, "attn_implementation": "eager"}),
     "mistral-window": ("mistral", {**WINDOWED, "sliding_window": 6}),
     "qwen2": ("qwen2", MODERN),
-    "qwen2-mixed": ("qwen2", {**MODERN, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2-mixed": (
+        "qwen2",
+        {**MODERN, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {**MODERN, "head_dim": 8}),
-    # Untied: with random tied embeddings the most probable next token is the token itself, for ever.
-    "gemma2-mixed": ("gemma2", {**WINDOWED, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}),
+    # Untied: with random tied embeddings the most probable next token is the token itself, for
+    # ever.
+    "gemma2-mixed": (
+        "gemma2",
+        {**WINDOWED, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
+    ),
     "opt": ("opt", {**OPT, "max_position_embeddings": 64}),
     "gpt_neox": ("gpt_neox", {**MODERN, "num_key_value_heads": None}),
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
@@ -71,7 +89,12 @@ def draft_of(name: str, relation: str) -> PreTrainedModel:
 def huggingface_greedy(name: str, row: int, eos: int | None) -> list[int]:
     model = cast(Any, target_of(name))
     prompt = torch.tensor([PROMPTS[row]])
-    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    options = {
+        "attention_mask": torch.ones_like(prompt),
+        "do_sample": False,
+        "eos_token_id": eos,
+        "pad_token_id": 0,
+    }
     output = model.generate(prompt, max_new_tokens=NEW_TOKENS, **options)
     return [int(token) for token in output[0, prompt.shape[1] :]]
 
@@ -81,7 +104,9 @@ def some_eos(name: str) -> int:
     return huggingface_greedy(name, 0, None)[NEW_TOKENS // 2]
 
 
-def decode(decoder: SpeculativeDecoder, rows: list[int], eos: tuple[int, ...] = ()) -> list[Generation]:
+def decode(
+    decoder: SpeculativeDecoder, rows: list[int], eos: tuple[int, ...] = ()
+) -> list[Generation]:
     prompts = [PROMPTS[row] for row in rows]
     generators = [generator(row) for row in rows]
     return decoder.generate(prompts, GREEDY, NEW_TOKENS, generators, eos_ids=eos).generations
@@ -90,7 +115,11 @@ def decode(decoder: SpeculativeDecoder, rows: list[int], eos: tuple[int, ...] = 
 PAIRS = [
     ("speculative", "chain:1"),
     ("speculative", "chain:4"),
-    *[(verifier, tree) for verifier in ("exact", "mcsd") for tree in ("chain:1", "chain:4", "kary:3,2", "kary:2,2,2")],
+    *[
+        (verifier, tree)
+        for verifier in ("exact", "mcsd")
+        for tree in ("chain:1", "chain:4", "kary:3,2", "kary:2,2,2")
+    ],
 ]
 
 
@@ -111,7 +140,9 @@ RELATIONS = ("other", "near", "itself")
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_speculation_equals_huggingface(name, relation):
-    """Every two of architecture, draft and (verifier, tree) meet: three architectures in a row share out the pairs."""
+    """Every two of architecture, draft and (verifier, tree) meet: three architectures in a row
+    share out the pairs.
+    """
     proposer = DraftModelProposer(draft_of(name, relation))
     eos = some_eos(name)
     total = DecodeStats()
@@ -148,7 +179,9 @@ def test_every_architecture_decodes_as_huggingface(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"llama-eager", "qwen2"}))  # others have their forwards
+@pytest.mark.parametrize(
+    "name", sorted(set(ARCHITECTURES) - {"llama-eager", "qwen2"})
+)  # others have their forwards
 def test_every_architecture_is_one_graph(name):
     expected = [huggingface_greedy(name, row, None) for row in range(3)]
     torch._dynamo.reset()

@@ -1,4 +1,6 @@
-"""The lean forward, packed weights and masks: equal to the model's own forward, and gone without a trace."""
+"""The lean forward, packed weights and masks: equal to the model's own forward, and gone without a
+trace.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +29,12 @@ from decode.tree_batch import TreeBatch
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+    },
     **{"num_attention_heads": 4, "max_position_embeddings": 128},
 }
 SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -48,7 +55,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"num_key_value_heads": 2}),
     "qwen2 mixed": (
         "qwen2",
-        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+        {
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+        },
     ),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
 }
@@ -86,14 +98,22 @@ def tree_block(tree: Tree, rows: int = 1, static: bool | None = None) -> Block:
 
 
 def walk(run: Runner, lengths: list[int], rows_of_block: int, keep_logits: int = 0) -> list[Tensor]:
-    """Logits and hidden states of a prefill, a tree step, a step behind the kept path, and a single token."""
+    """Logits and hidden states of a prefill, a tree step, a step behind the kept path, and a single
+    token.
+    """
     torch.manual_seed(5)
     prompts = [torch.randint(VOCABULARY, (length,)).tolist() for length in lengths]
     seen: list[Tensor] = list(run.prefill(prompts, 40, HIDDEN))
     # What a model makes of the padding behind a row is not used.
-    seen = [torch.cat([state[row, :length] for row, length in enumerate(lengths)]) for state in seen]
+    seen = [
+        torch.cat([state[row, :length] for row, length in enumerate(lengths)]) for state in seen
+    ]
     root = tree_block(Tree(()), rows_of_block)
-    for block, cells in ((tree_block(TREE, rows_of_block), [0, 2, 5]), (tree_block(TREE), [0]), (root, [0])):
+    for block, cells in (
+        (tree_block(TREE, rows_of_block), [0, 2, 5]),
+        (tree_block(TREE), [0]),
+        (root, [0]),
+    ):
         run.open()
         tokens = torch.randint(VOCABULARY, (len(prompts), block.queries))
         logits, hidden = run.forward(tokens, block, keep_logits, HIDDEN)
@@ -141,7 +161,9 @@ def test_packed_layers_equal_plain_ones_whatever_runs_them(name, any_size):
     assert_close(walk(run, [9, 4], 1), plain, 1e-4)
     take_over(model)
     packs_of(model).prepare(model)
-    assert packs_of(model).nbytes() == 0 and packed_module.PackedLinear in map(type, model.modules())
+    assert packs_of(model).nbytes() == 0 and packed_module.PackedLinear in map(
+        type, model.modules()
+    )
     assert_close(walk(runner(model, True), [9, 4], 1), plain, 1e-4)  # repacked, fused
     run = runner(model, True)
     run._lean = None
@@ -162,7 +184,9 @@ def test_half_precision(name, dtype, native, monkeypatch):
     exact = walk(runner(reference, False), [9, 4], 1)
     for mine, other, truth in zip(ours, theirs, exact, strict=True):
         # The kernel gives logits in fp32.
-        assert other.dtype == dtype and mine.dtype in ((dtype, torch.float32) if native else (dtype,))
+        assert other.dtype == dtype and mine.dtype in (
+            (dtype, torch.float32) if native else (dtype,)
+        )
         # Rounding differs; it may not be worse than the model's own.
         assert (mine - truth).norm() <= 1.5 * (other - truth).norm() + 1e-3 * truth.norm()
 
@@ -184,7 +208,9 @@ def walk_quietly(model: PreTrainedModel, fast: bool) -> list[Tensor]:
 
 def tiny_gpt2() -> PreTrainedModel:
     torch.manual_seed(3)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=3, n_head=4))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=3, n_head=4)
+    )
     model.train(False)
     return model
 
@@ -195,18 +221,24 @@ class Custom(LlamaForCausalLM):
 
 REFUSED: dict[str, Callable[[Any], object]] = {
     "subclass": lambda model: Custom(LlamaConfig(**SIZES)).train(False),
-    "hook": lambda model: model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 2),
+    "hook": lambda model: model.model.layers[1].mlp.register_forward_hook(
+        lambda module, args, output: output * 2
+    ),
     "patched forward": lambda model: setattr(model.model.layers[1].mlp, "forward", lambda x: x),
     "replaced linear": lambda model: setattr(
         model.model.layers[1].mlp, "up_proj", nn.Sequential(model.model.layers[1].mlp.up_proj)
     ),
-    "parametrised": lambda model: nn.utils.parametrizations.weight_norm(model.model.layers[1].mlp.up_proj),
+    "parametrised": lambda model: nn.utils.parametrizations.weight_norm(
+        model.model.layers[1].mlp.up_proj
+    ),
     "eager": lambda model: model.set_attn_implementation("eager"),
     "training": lambda model: model.train(),
     "mixed dtypes": lambda model: model.model.layers[1].mlp.up_proj.to(torch.float64),
     "dynamic rope": lambda model: build("llama", rope_parameters=DYNAMIC),
     "gpt2": lambda model: tiny_gpt2(),
-    "epsilons": lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.5),
+    "epsilons": lambda model: setattr(
+        model.model.layers[1].input_layernorm, "variance_epsilon", 0.5
+    ),
     "scalings": lambda model: setattr(model.model.layers[2].self_attn, "scaling", 0.1),
     "activations": lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.GELU()),
 }

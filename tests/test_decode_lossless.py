@@ -1,8 +1,9 @@
 """Laws 1, 2 and 4 for every proposer, every tree and every verifier that claims to be lossless.
 
-Worlds of five tokens. At temperature 0 outputs equal the target's own token for token; above it a chi-square test
-against the enumerated distribution; a row's output never depends on its batch mates. Each test runs a covering array:
-every valid pair of proposer, tree, verifier and batch occurs in one of its rows (`rows_of`).
+Worlds of five tokens. At temperature 0 outputs equal the target's own token for token; above it a
+chi-square test against the enumerated distribution; a row's output never depends on its batch
+mates. Each test runs a covering array: every valid pair of proposer, tree, verifier and batch
+occurs in one of its rows (`rows_of`).
 """
 
 import copy
@@ -58,7 +59,9 @@ SAMPLINGS = {
 
 @cache
 def llama(seed: int, vocabulary: int = VOCAB, layers: int = 2) -> PreTrainedModel:
-    return random_llama(seed, vocabulary, hidden=8, layers=layers, heads=1, positions=48, spread=0.45)
+    return random_llama(
+        seed, vocabulary, hidden=8, layers=layers, heads=1, positions=48, spread=0.45
+    )
 
 
 def head(kind: str, **options: Any) -> HeadProposer:
@@ -72,12 +75,16 @@ def block(kind: str, **options: Any) -> HeadProposer:
 
 def retrieval() -> RetrievalProposer:
     noise = torch.Generator().manual_seed(5)
-    index = SuffixIndex.build([torch.randint(VOCAB, (60,), generator=noise).tolist() for _ in range(3)])
+    index = SuffixIndex.build(
+        [torch.randint(VOCAB, (60,), generator=noise).tolist() for _ in range(3)]
+    )
     return RetrievalProposer(index)
 
 
 def of_another_vocabulary() -> DraftModelProposer:
-    """A draft of seven tokens that shares four with the target; the target's token 2 is two of its own."""
+    """A draft of seven tokens that shares four with the target; the target's token 2 is two of its
+    own.
+    """
     draft = llama(7, VOCAB + 2)
     attach(draft, words())
     return DraftModelProposer(draft)
@@ -144,7 +151,9 @@ def decoder(variant: str, tree: str, verifier: str) -> SpeculativeDecoder:
 
 @cache
 def valid(variant: str) -> list[tuple[str, str]]:
-    """The pairs of tree and verifier that this proposer takes; a refusal is one line with a reason."""
+    """The pairs of tree and verifier that this proposer takes; a refusal is one line with a
+    reason.
+    """
     pairs = []
     for tree, verifier in itertools.product(TREES, LOSSLESS):
         try:
@@ -158,13 +167,19 @@ def valid(variant: str) -> list[tuple[str, str]]:
 
 @cache
 def covering_array() -> list[tuple[str, str, str, int]]:
-    """Rows (variant, tree, verifier, batch) that hold every valid pair of two values, chosen greedily."""
+    """Rows (variant, tree, verifier, batch) that hold every valid pair of two values, chosen
+    greedily.
+    """
 
     def pairs(row: tuple[object, ...]) -> set[Any]:
         return set(itertools.combinations(enumerate(row), 2))
 
     rows = {
-        row: pairs(row) for v in VARIANTS for t, n in valid(v) for b in range(len(BATCHES)) if (row := (v, t, n, b))
+        row: pairs(row)
+        for v in VARIANTS
+        for t, n in valid(v)
+        for b in range(len(BATCHES))
+        if (row := (v, t, n, b))
     }
     missing, chosen = set[Any]().union(*rows.values()), []
     while missing:
@@ -174,11 +189,17 @@ def covering_array() -> list[tuple[str, str, str, int]]:
 
 
 def rows_of(variant: str) -> list[Row]:
-    return [(tree, verifier, BATCHES[batch]) for v, tree, verifier, batch in covering_array() if v == variant]
+    return [
+        (tree, verifier, BATCHES[batch])
+        for v, tree, verifier, batch in covering_array()
+        if v == variant
+    ]
 
 
 def run(made: SpeculativeDecoder, rows: list[int], sampling: Sampling) -> list[Generation]:
-    batch = made.generate([PROMPTS[r] for r in rows], sampling, NEW_TOKENS, [generator(r) for r in rows])
+    batch = made.generate(
+        [PROMPTS[r] for r in rows], sampling, NEW_TOKENS, [generator(r) for r in rows]
+    )
     return batch.generations
 
 
@@ -198,7 +219,9 @@ def own_greedy(row: int) -> list[int]:
 
 # How many of TREES x LOSSLESS each takes.
 VALID = {
-    **dict.fromkeys(["draft", "draft, padded", "draft, fewer tokens", "eagle", "eagle3", "medusa", "hydra"], 44),
+    **dict.fromkeys(
+        ["draft", "draft, padded", "draft, fewer tokens", "eagle", "eagle3", "medusa", "hydra"], 44
+    ),
     **dict.fromkeys(["dflash", "dspark", "jetspec"], 44),
     "draft, of another vocabulary": 44,
     "draft, of a part of the vocabulary": 44,
@@ -222,7 +245,10 @@ def test_greedy_is_the_targets_own(variant):
     accepted = 0
     for tree, verifier, rows in rows_of(variant):
         generations = run(decoder(variant, tree, verifier), rows, GREEDY)
-        assert [g.output_ids for g in generations] == [own_greedy(r) for r in rows], (tree, verifier)
+        assert [g.output_ids for g in generations] == [own_greedy(r) for r in rows], (
+            tree,
+            verifier,
+        )
         accepted += sum(g.stats.accepted for g in generations)
     assert accepted > 0, "nothing was ever accepted, so nothing was tried"
 
@@ -233,14 +259,17 @@ def test_a_row_does_not_depend_on_its_batch_mates(variant):
         together = run(decoder(variant, tree, verifier), SOME_ROWS, SAMPLED)
         place = number % len(SOME_ROWS)
         alone = run(decoder(variant, tree, verifier), [SOME_ROWS[place]], SAMPLED)[0]
-        assert (alone.output_ids, alone.stats) == (together[place].output_ids, together[place].stats), (tree, verifier)
+        assert (alone.output_ids, alone.stats) == (
+            together[place].output_ids,
+            together[place].stats,
+        ), (tree, verifier)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "none"])
 def test_greedy_steps_on_the_host_are_those_of_tensors(variant, monkeypatch):
-    """Greedily on a CPU, and where nothing is drafted, lists stand for the tensors of verification and of drafting a
-    chain: outputs and counts are those of the functions of tensors, which a rule that is not in the table and a
-    recorded session go through.
+    """Greedily on a CPU, and where nothing is drafted, lists stand for the tensors of verification
+    and of drafting a chain: outputs and counts are those of the functions of tensors, which a rule
+    that is not in the table and a recorded session go through.
     """
     rule = replace(VERIFIERS["exact"], name="one of my own")
     session = decode.propose.static_tree.StaticTreeSession
@@ -251,20 +280,31 @@ def test_greedy_steps_on_the_host_are_those_of_tensors(variant, monkeypatch):
         made.verifier = rule
         assert (run(made, rows, GREEDY), run(made, rows, SAMPLED)) == both
         return
-    for tree in ("chain:3", "chain:3,stop=0.3", "kary:3,2,1,stop=0.15", "eagle2:depth=3,beam=2,nodes=5"):
+    for tree in (
+        "chain:3",
+        "chain:3,stop=0.3",
+        "kary:3,2,1,stop=0.15",
+        "eagle2:depth=3,beam=2,nodes=5",
+    ):
         try:
             found = run(decoder(variant, tree, "exact"), rows, GREEDY)
         except ValueError:
             continue  # not every proposer takes every tree
         with monkeypatch.context() as patch:
-            patch.setattr(session, "_most_probable_chain", lambda self: session.of_tensors(self, None))
+            patch.setattr(
+                session, "_most_probable_chain", lambda self: session.of_tensors(self, None)
+            )
             drafting = proposer(variant)
             shape = drafting.default_tree() if isinstance(drafting, LookaheadProposer) else tree
             assert run(SpeculativeDecoder(llama(2), drafting, shape, rule), rows, GREEDY) == found
 
 
-def statistic(made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS, significance: float = 1e-5) -> float:
-    """Chi-square of decoded rows against the exact distribution over its critical value; inf if impossible."""
+def statistic(
+    made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS, significance: float = 1e-5
+) -> float:
+    """Chi-square of decoded rows against the exact distribution over its critical value; inf if
+    impossible.
+    """
     generators = [generator(1000 + row) for row in range(draws)]
     batch = made.generate([PROMPT] * draws, sampling, LENGTH, generators)
     counts = counts_of([g.output_ids for g in batch.generations], VOCAB)
@@ -275,7 +315,11 @@ def statistic(made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS, 
 @pytest.mark.parametrize(
     ("variant", "verifier"),
     [
-        pytest.param(variant, verifier, marks=[] if variant == "draft" or verifier == "exact" else [pytest.mark.slow])
+        pytest.param(
+            variant,
+            verifier,
+            marks=[] if variant == "draft" or verifier == "exact" else [pytest.mark.slow],
+        )
         for variant, verifier in itertools.product(VARIANTS, LOSSLESS)
     ],
 )
@@ -287,12 +331,17 @@ def test_output_distribution_is_the_targets(variant, verifier):
         assert statistic(decoder(variant, tree, verifier), SAMPLED) < 1, tree
 
 
-# Verifiers and ways to sample meet in one function's distributions, so that each is tried, and not every two.
-@pytest.mark.parametrize(("verifier", "sampling"), list(zip(LOSSLESS, itertools.cycle(SAMPLINGS), strict=False)))
+# Verifiers and ways to sample meet in one function's distributions, so that each is tried, and not
+# every two.
+@pytest.mark.parametrize(
+    ("verifier", "sampling"), list(zip(LOSSLESS, itertools.cycle(SAMPLINGS), strict=False))
+)
 def test_every_way_to_sample_is_the_targets(verifier, sampling):
     for tree in ("chain:3", "kary:2,2,2"):
         if tree == "chain:3" or not VERIFIERS[verifier].chains_only:
-            assert statistic(decoder("draft", tree, verifier), SAMPLINGS[sampling], 6_000, 1e-4) < 1, tree
+            assert (
+                statistic(decoder("draft", tree, verifier), SAMPLINGS[sampling], 6_000, 1e-4) < 1
+            ), tree
 
 
 @pytest.mark.slow
@@ -309,9 +358,13 @@ def test_the_distributions_differ_enough_to_tell():
 
 
 @pytest.mark.parametrize("verifier", ["exact", "mcsd", "traversal", "greedy"])
-@pytest.mark.parametrize("parents", [(-1, -1, 1, 2), (-1, -1, 0, 1, 3), (-1, -1, -1, 0, 1, 2, 3, 4, 5)])
+@pytest.mark.parametrize(
+    "parents", [(-1, -1, 1, 2), (-1, -1, 0, 1, 3), (-1, -1, -1, 0, 1, 2, 3, 4, 5)]
+)
 def test_below_a_node_that_does_not_exist_there_is_nothing(verifier, parents):
-    """With fewer tokens than siblings a node is missing, and so is all that hangs below it, however deep."""
+    """With fewer tokens than siblings a node is missing, and so is all that hangs below it, however
+    deep.
+    """
     made = SpeculativeDecoder(llama(2), proposer("draft"), Tree(parents), verifier)
     for sampling in (Sampling(temperature=1.0, top_k=1), Sampling(temperature=1.3, top_k=2)):
         assert statistic(made, sampling) < 1 or sampling.top_k == 1
@@ -344,7 +397,9 @@ def test_a_broken_rule_is_rejected(monkeypatch):
         assert statistic(decoder("draft", "chain:3", "speculative"), SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # The target's distribution without its temperature.
-        patch.setattr("decode.batch_run.probs", lambda logits, sampling: probs(1.5 * logits, sampling))
+        patch.setattr(
+            "decode.batch_run.probs", lambda logits, sampling: probs(1.5 * logits, sampling)
+        )
         assert statistic(made, SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # Drawn nodes pruned afterwards, the improbable first.
@@ -359,13 +414,16 @@ def test_a_broken_rule_is_rejected(monkeypatch):
 
 
 def test_a_confidence_may_only_use_what_precedes_its_token(monkeypatch):
-    """Stopping by a block drafter's confidence is lossless; the length with the greatest confidence of a whole drawn
-    chain is not, because the confidence behind a token depends on that token (DSpark, arXiv 2607.05147, appendix).
+    """Stopping by a block drafter's confidence is lossless; the length with the greatest confidence
+    of a whole drawn chain is not, because the confidence behind a token depends on that token
+    (DSpark, arXiv 2607.05147, appendix).
     """
     drafting = block("dspark")
     with torch.no_grad():
         # It depends on the token before its slot alone.
-        drafting.head.get_parameter("markov_head.markov_w1.weight")[:, 0] = torch.tensor([2.0, -2, 1, 0, -1])
+        drafting.head.get_parameter("markov_head.markov_w1.weight")[:, 0] = torch.tensor(
+            [2.0, -2, 1, 0, -1]
+        )
         drafting.head.get_parameter("confidence_head.proj.weight").zero_()[:, 8] = 2
     made = SpeculativeDecoder(llama(2), drafting, "chain:3,stop=0.3", "speculative")
     assert statistic(made, SAMPLED, 8_000) < 1
@@ -377,7 +435,9 @@ def test_a_confidence_may_only_use_what_precedes_its_token(monkeypatch):
     def looking_ahead(self: Any, tokens_BM: Tensor, *rest: Any) -> Any:
         network = self.network
         above_BD = torch.cat([network.roots_B1, tokens_BM[:, 1:-1]], dim=1)
-        sure_BD = torch.cat([network._sure(slot, above_BD[:, slot : slot + 1]) for slot in range(2)], dim=1)
+        sure_BD = torch.cat(
+            [network._sure(slot, above_BD[:, slot : slot + 1]) for slot in range(2)], dim=1
+        )
         cut_BM = torch.arange(3) > sure_BD.argmax(1, keepdim=True)
         return whole(self, tokens_BM.masked_fill(cut_BM, -1), *rest)
 
@@ -386,7 +446,9 @@ def test_a_confidence_may_only_use_what_precedes_its_token(monkeypatch):
     assert statistic(made, SAMPLED, 8_000) > 1.5
 
 
-def pair_of(variant: str, tree: str, verifier: str, backend: str) -> tuple[SpeculativeDecoder, SpeculativeDecoder]:
+def pair_of(
+    variant: str, tree: str, verifier: str, backend: str
+) -> tuple[SpeculativeDecoder, SpeculativeDecoder]:
     """A decoder that compiles its steps, and one that does not."""
     proposer, other = VARIANTS[variant](), VARIANTS[variant]()
     shape = proposer.default_tree() if isinstance(proposer, LookaheadProposer) else tree
@@ -405,7 +467,11 @@ def check_as_without(variant: str, tree: str, verifier: str) -> None:
     for sampling in (GREEDY, SAMPLED):
         # Rows leave the batch in the first call; the second is another batch in the same memory.
         for rows in (SOME_ROWS, [0, 2]):
-            assert told(run(static, rows, sampling)) == told(run(eager, rows, sampling)), (tree, verifier, rows)
+            assert told(run(static, rows, sampling)) == told(run(eager, rows, sampling)), (
+                tree,
+                verifier,
+                rows,
+            )
 
 
 @pytest.mark.usefixtures("replayed")
@@ -423,7 +489,8 @@ def test_every_pair_decodes_as_without_compiling(variant):
 
 
 @pytest.mark.parametrize(
-    ("variant", "tree", "verifier"), [("draft", "chain:2", "speculative"), ("eagle3", "kary:2,2", "mcsd")]
+    ("variant", "tree", "verifier"),
+    [("draft", "chain:2", "speculative"), ("eagle3", "kary:2,2", "mcsd")],
 )
 def test_a_step_is_one_graph(variant, tree, verifier):
     check_one_graph(variant, tree, verifier, "eager", SAMPLED)
@@ -432,20 +499,26 @@ def test_a_step_is_one_graph(variant, tree, verifier):
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_step_is_one_graph(variant):
-    # Tracing takes a second a step. How a tree is drafted is the same code for every network, and a verifier is the
-    # same code whatever proposed: proposers take turns with the trees, two each, and one meets every verifier.
+    # Tracing takes a second a step. How a tree is drafted is the same code for every network, and a
+    # verifier is the same code whatever proposed: proposers take turns with the trees, two each,
+    # and one meets every verifier.
     last = list(dict(valid(variant)).items())
     turn = list(VARIANTS).index(variant)
     chosen = {last[turn % len(last)], last[(turn + len(last) // 2) % len(last)]}
     if variant == "draft":
-        chosen |= {(tree, verifier) for verifier, tree in {name: tree for tree, name in valid(variant)}.items()}
-    # What is traced does not depend on the backend. That AOTAutograd takes it too, in which half of the time went, is
-    # seen at one tree of each variant.
+        chosen |= {
+            (tree, verifier)
+            for verifier, tree in {name: tree for tree, name in valid(variant)}.items()
+        }
+    # What is traced does not depend on the backend. That AOTAutograd takes it too, in which half of
+    # the time went, is seen at one tree of each variant.
     for index, (tree, verifier) in enumerate(sorted(chosen)):
         check_one_graph(variant, tree, verifier, "eager" if index else "aot_eager", SAMPLED)
 
 
-def check_one_graph(variant: str, tree: str, verifier: str, backend: str, sampling: Sampling) -> None:
+def check_one_graph(
+    variant: str, tree: str, verifier: str, backend: str, sampling: Sampling
+) -> None:
     torch._dynamo.reset()
     counters.clear()
     static, eager = pair_of(variant, tree, verifier, backend)
@@ -455,6 +528,8 @@ def check_one_graph(variant: str, tree: str, verifier: str, backend: str, sampli
     assert static.compile_s == first.compile_s > 0
     assert not counters["graph_break"]
     # One graph a step: nothing is compiled twice, because nothing it was compiled for has changed.
-    assert counters["stats"]["unique_graphs"] == sum(steps.count for steps in static.every_steps) > 0
+    assert (
+        counters["stats"]["unique_graphs"] == sum(steps.count for steps in static.every_steps) > 0
+    )
     again = static.generate([PROMPTS[0]], sampling, 6, seed=1)
     assert told(first.generations) == told(again.generations) and again.compile_s == 0

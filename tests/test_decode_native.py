@@ -18,16 +18,27 @@ from decode.packed_weights import packs_of
 from decode.runner import Block, Runner
 from decode.supported_models import attention_windows
 
-built = pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
+built = pytest.mark.skipif(
+    kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"
+)
 
-# The instructions that the source can be built for here; sse2 has no vector instruction for fp16 and no fused
-# multiply-add. The processor that runs the tests has to know them. What has to be compiled is slow.
-BUILDS = {"avx512f": "-march=native", "asimd": "-march=native", "f16c": "-march=haswell", "sse2": "-march=x86-64"}
+# The instructions that the source can be built for here; sse2 has no vector instruction for fp16
+# and no fused multiply-add. The processor that runs the tests has to know them. What has to be
+# compiled is slow.
+BUILDS = {
+    "avx512f": "-march=native",
+    "asimd": "-march=native",
+    "f16c": "-march=haswell",
+    "sse2": "-march=x86-64",
+}
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[] if "native" in flag else pytest.mark.slow) for name, flag in BUILDS.items()],
+    params=[
+        pytest.param(name, marks=[] if "native" in flag else pytest.mark.slow)
+        for name, flag in BUILDS.items()
+    ],
 )
 def library(request, tmp_path_factory):
     """The kernel built for one of `BUILDS`."""
@@ -54,7 +65,10 @@ def library(request, tmp_path_factory):
 @settings(max_examples=60, deadline=None)
 def test_equals_the_plain_layer_within_rounding(rows, inputs, outputs, dtype, biased, added):
     generator = torch.Generator().manual_seed(rows * inputs + outputs)
-    x, weight = torch.randn(rows, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
+    x, weight = (
+        torch.randn(rows, inputs, generator=generator),
+        torch.randn(outputs, inputs, generator=generator),
+    )
     weight = weight.to(dtype).float()
     bias = torch.randn(outputs, generator=generator) if biased else None
     other = torch.randn(rows, outputs, generator=generator) if added else None
@@ -62,7 +76,11 @@ def test_equals_the_plain_layer_within_rounding(rows, inputs, outputs, dtype, bi
     assert made is not None
     matrix = PackedMatrix(made, weight)
     got = matrix.linear(x, bias, other)
-    exact = x.double() @ weight.double().t() + (0 if bias is None else bias) + (0 if other is None else other)
+    exact = (
+        x.double() @ weight.double().t()
+        + (0 if bias is None else bias)
+        + (0 if other is None else other)
+    )
     # Rounding of a sum in order: a few units in the last place of the largest partial sums.
     allowed = 1e-6 * (x.abs() @ weight.abs().t() + 10)
     assert bool(((got.double() - exact).abs() <= allowed).all())
@@ -92,25 +110,36 @@ def test_sixteen_bits_give_the_bits_of_fp32(library, monkeypatch, dtype, outputs
     monkeypatch.setattr(native, "narrowest", lambda matrix: matrix)
     wide = PackedMatrix(library, weight)
     assert wide.values.dtype == torch.float32
-    assert narrow.values.dtype == dtype or inputs * outputs < 10  # a few values may fit bf16 by chance
+    assert (
+        narrow.values.dtype == dtype or inputs * outputs < 10
+    )  # a few values may fit bf16 by chance
     for rows in range(1, 65) if outputs * inputs < 9000 else (1, 2, 5, 6, 7, 12, 13, 29, 61, 64):
         x = torch.randn(rows, inputs, generator=generator)
         other = torch.randn(rows, outputs, generator=generator) if rows % 2 else None
         assert same_numbers(narrow.linear(x, bias, other), wide.linear(x, bias, other))
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 64), (63, 128), (64, 64), (65, 192), (130, 320)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(1, 64), (63, 128), (64, 64), (65, 192), (130, 320)]
+)
 def test_four_bits_give_the_bits_of_fp32(library, monkeypatch, outputs, inputs):
     generator = torch.Generator().manual_seed(outputs * inputs)
     codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
-    scales, table = torch.randn(outputs, inputs // 64, generator=generator), torch.randn(16, generator=generator)
+    scales, table = (
+        torch.randn(outputs, inputs // 64, generator=generator),
+        torch.randn(16, generator=generator),
+    )
     indices = torch.stack([codes >> 4, codes & 15], dim=2).reshape(outputs, inputs).long()
     weight = table[indices] * scales.repeat_interleave(64, dim=1)
-    four, bias = PackedMatrix.of_codes(library, codes, scales, table), torch.randn(outputs, generator=generator)
+    four, bias = (
+        PackedMatrix.of_codes(library, codes, scales, table),
+        torch.randn(outputs, generator=generator),
+    )
     monkeypatch.setattr(native, "narrowest", lambda matrix: matrix)
     wide = PackedMatrix(library, weight)
     assert torch.equal(four.rows(torch.arange(outputs)), weight)
-    # 4 bits a value and a scale for 64 of them, the surplus columns of the last panel, and the table.
+    # 4 bits a value and a scale for 64 of them, the surplus columns of the last panel, and the
+    # table.
     assert four.values.numel() == 64 + wide.values.numel() * 36 // 64
     for rows in (1, 2, 5, 6, 7, 12, 13, 29, 61, MOST_ROWS + 1):
         x = torch.randn(rows, inputs, generator=generator)
@@ -118,14 +147,28 @@ def test_four_bits_give_the_bits_of_fp32(library, monkeypatch, outputs, inputs):
         assert torch.equal(four.linear(x, bias, other), wide.linear(x, bias, other))
 
 
-SPECIAL = [0.0, -0.0, 1.0, 2**-14, -(2**-24), 3 * 2**-24, 65504.0, float("inf"), -float("inf"), float("nan")]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    2**-14,
+    -(2**-24),
+    3 * 2**-24,
+    65504.0,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_value_is_itself_again(library, monkeypatch, dtype):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    # NaN is one value here: what tells one from another is lost on the way to 16 bits, in torch itself too.
-    every = torch.where(every.isnan(), torch.tensor(float("nan"), dtype=dtype), every).view(256, 256)
+    # NaN is one value here: what tells one from another is lost on the way to 16 bits, in torch
+    # itself too.
+    every = torch.where(every.isnan(), torch.tensor(float("nan"), dtype=dtype), every).view(
+        256, 256
+    )
     matrix = PackedMatrix(library, every.float())
     assert matrix.values.dtype == dtype
     assert same_numbers(matrix.rows(torch.arange(256)), every.float())
@@ -137,7 +180,9 @@ def test_every_16_bit_value_is_itself_again(library, monkeypatch, dtype):
     x = torch.tensor(SPECIAL).repeat(7, 26)[:, :256].contiguous()
     x[:, 20:] = torch.randn(7, 236, generator=torch.Generator().manual_seed(0))
     assert same_numbers(matrix.linear(x), wide.linear(x))
-    assert same_numbers(matrix.linear(x[:, :].nan_to_num(0, 1, 1)), wide.linear(x.nan_to_num(0, 1, 1)))
+    assert same_numbers(
+        matrix.linear(x[:, :].nan_to_num(0, 1, 1)), wide.linear(x.nan_to_num(0, 1, 1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,11 +265,27 @@ def test_a_wrong_library_is_not_used(monkeypatch):
 
 # Heads that fill no vector, that fill several, and one key/value head for all.
 MODELS: dict[str, Any] = {
-    "grouped": (LlamaForCausalLM, LlamaConfig, {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}),
-    "one group": (LlamaForCausalLM, LlamaConfig, {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 10}),
-    "biased": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+    "grouped": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    ),
+    "one group": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 10},
+    ),
+    "biased": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 20},
+    ),
     "tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True, "head_dim": 16}),
-    "head norms": (Qwen3ForCausalLM, Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 36}),
+    "head norms": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 36},
+    ),
 }
 
 
@@ -232,8 +293,20 @@ MODELS: dict[str, Any] = {
 def build(name: str) -> LlamaForCausalLM:
     torch.manual_seed(len(name))
     model, config, changes = MODELS[name]
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 83, "hidden_size": 72}
-    made = model(config(**sizes | changes, intermediate_size=100, num_hidden_layers=3, max_position_embeddings=256))
+    sizes = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 83,
+        "hidden_size": 72,
+    }
+    made = model(
+        config(
+            **sizes | changes,
+            intermediate_size=100,
+            num_hidden_layers=3,
+            max_position_embeddings=256,
+        )
+    )
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, 0.9 if parameter.ndim == 1 else 0, 0.2)
     eval_mode: LlamaForCausalLM = made.train(False)
@@ -266,7 +339,9 @@ def chain(count: int) -> Block:
 # The root, two children, and a child of each.
 TREE = Block(
     torch.tensor([[0, 1, 1, 2, 2]]),
-    torch.tensor([[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]]).bool(),
+    torch.tensor(
+        [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]]
+    ).bool(),
     static=True,
 )
 
@@ -324,13 +399,16 @@ def test_a_token_has_the_same_bits_alone_and_in_a_tree(whole, name):
     together.open()
     alone.open()
     next_token = torch.tensor([[6]])
-    assert torch.equal(together.forward(next_token, chain(1))[0], alone.forward(next_token, chain(1))[0])
+    assert torch.equal(
+        together.forward(next_token, chain(1))[0], alone.forward(next_token, chain(1))[0]
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_many_queries_behind_a_long_cache(whole, monkeypatch, name):
-    # More slots than one block of keys, and more queries with one key/value head than are taken together.
+    # More slots than one block of keys, and more queries with one key/value head than are taken
+    # together.
     model = build(name)
     prompt, tokens = [place % 80 for place in range(150)], torch.arange(35).unsqueeze(0)
 
@@ -372,7 +450,10 @@ def test_what_is_not_a_number_stays_none_and_large_numbers_are_right(whole):
         model.model.layers[1].mlp.gate_proj.weight.data.mul_(2e3)  # far beyond what exp can hold
     run = runner(model, [[1, 2, 3]])
     run.open()
-    (ours, _), own = run.forward(torch.tensor([[4, 5]]), chain(2)), model(torch.tensor([[1, 2, 3, 4, 5]])).logits[:, 3:]
+    (ours, _), own = (
+        run.forward(torch.tensor([[4, 5]]), chain(2)),
+        model(torch.tensor([[1, 2, 3, 4, 5]])).logits[:, 3:],
+    )
     assert ours.isfinite().all()
     torch.testing.assert_close(ours / own.abs().max(), own / own.abs().max(), atol=1e-4, rtol=1e-3)
     with torch.inference_mode(False):

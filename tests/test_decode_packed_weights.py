@@ -1,4 +1,6 @@
-"""Packed weights: a model that is handed in is not changed; one that was taken over gives the values it always gave."""
+"""Packed weights: a model that is handed in is not changed; one that was taken over gives the
+values it always gave.
+"""
 
 import copy
 import gc
@@ -19,7 +21,9 @@ from draftsmith_core.models import fingerprint
 from draftsmith_core.sampling import Sampling
 from tests.tiny_models import HEADS, stirred_head
 
-pytestmark = pytest.mark.skipif(kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime")
+pytestmark = pytest.mark.skipif(
+    kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"
+)
 
 
 def sixteen_bit_model(kind: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -27,11 +31,19 @@ def sixteen_bit_model(kind: str, dtype: torch.dtype = torch.bfloat16) -> PreTrai
     torch.manual_seed(3)
     model: PreTrainedModel
     if kind == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=128, n_embd=256, n_layer=2, n_head=4))
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=300, n_positions=128, n_embd=256, n_layer=2, n_head=4)
+        )
     else:
-        sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+        sizes: dict[str, Any] = {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+        }
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=300, tie_word_embeddings=kind == "tied", **sizes))
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=300, tie_word_embeddings=kind == "tied", **sizes)
+        )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_((parameter * (4 if parameter.ndim == 2 else 1)).to(dtype).float())
@@ -41,7 +53,9 @@ def sixteen_bit_model(kind: str, dtype: torch.dtype = torch.bfloat16) -> PreTrai
 
 
 def decoded(model: PreTrainedModel, fast: bool = True) -> list[int]:
-    out = SpeculativeDecoder(model, fast=fast).generate([[1, 2, 3]], Sampling(temperature=0.0), 12, eos_ids=())
+    out = SpeculativeDecoder(model, fast=fast).generate(
+        [[1, 2, 3]], Sampling(temperature=0.0), 12, eos_ids=()
+    )
     return out.generations[0].output_ids
 
 
@@ -56,9 +70,14 @@ def test_a_model_that_is_handed_in_is_not_changed(kind):
     before, parameters = state(model), {name: id(each) for name, each in model.named_parameters()}
     looks = {name: (type(module), set(vars(module))) for name, module in model.named_modules()}
     decoder = SpeculativeDecoder(model)
-    assert wanted == decoder.generate([[1, 2, 3]], max_new_tokens=12, eos_ids=()).generations[0].output_ids
+    assert (
+        wanted
+        == decoder.generate([[1, 2, 3]], max_new_tokens=12, eos_ids=()).generations[0].output_ids
+    )
     assert {name: id(each) for name, each in model.named_parameters()} == parameters
-    assert {name: (type(module), set(vars(module))) for name, module in model.named_modules()} == looks
+    assert {
+        name: (type(module), set(vars(module))) for name, module in model.named_modules()
+    } == looks
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     # Packed once for all who decode with it, and freed with the last of them.
     packs = packs_of(model)
@@ -70,7 +89,8 @@ def test_a_model_that_is_handed_in_is_not_changed(kind):
 
 
 IDS = torch.arange(20)[None]
-# Each takes what it needs before a decoder is made, and after the first `yield` uses the model and yields a result.
+# Each takes what it needs before a decoder is made, and after the first `yield` uses the model and
+# yields a result.
 Use = Callable[[Any], Iterator[Any]]
 
 
@@ -108,7 +128,12 @@ def state_dict(model: Any) -> Iterator[Any]:
 
 
 CHANGES: dict[str, Use] = {
-    **{"hooks": hooks, "views": views, "parameter": another_parameter, "load_state_dict": state_dict}
+    **{
+        "hooks": hooks,
+        "views": views,
+        "parameter": another_parameter,
+        "load_state_dict": state_dict,
+    }
 }
 
 
@@ -129,34 +154,49 @@ def test_who_changes_the_model_does_not_notice_and_the_decoder_follows(use):
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("llama", torch.bfloat16), ("tied", torch.float16), ("gpt2", torch.float16)]
 )
-def test_a_model_that_was_taken_over_is_half_as_large_and_gives_the_same_values(kind, dtype, tmp_path):
+def test_a_model_that_was_taken_over_is_half_as_large_and_gives_the_same_values(
+    kind, dtype, tmp_path
+):
     model, untouched = sixteen_bit_model(kind, dtype), sixteen_bit_model(kind, dtype)
     ids = torch.tensor([[1, 2, 3]])
     wanted, own = fingerprint(model), decoded(model, fast=False)
     take_over(model)
     assert decoded(model) == own
-    places = {id(place.matrix): place.matrix for module in model.modules() if (place := getattr(module, "place", None))}
+    places = {
+        id(place.matrix): place.matrix
+        for module in model.modules()
+        if (place := getattr(module, "place", None))
+    }
     assert len(places) >= 8 and all(matrix.values.dtype == dtype for matrix in places.values())
     assert packs_of(model).nbytes() == 0 and decoded(model) == own
     # Who reads it gets the values, to the bit, but from the parameters themselves.
     with torch.no_grad():
         assert torch.equal(model(ids).logits, untouched(ids).logits)
     assert decoded(model, fast=False) == own and fingerprint(model) == wanted
-    assert all(torch.equal(a, b) for a, b in zip(state(model).values(), state(untouched).values(), strict=True))
-    packed = [parameter for parameter in model.parameters() if parameter.untyped_storage().nbytes() == 4]
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(state(model).values(), state(untouched).values(), strict=True)
+    )
+    packed = [
+        parameter for parameter in model.parameters() if parameter.untyped_storage().nbytes() == 4
+    ]
     assert len(packed) >= 8 and all(parameter.isnan().all() for parameter in packed)
     assert [p.shape for p in model.parameters()] == [p.shape for p in untouched.parameters()]
     model.save_pretrained(tmp_path)
     assert fingerprint(type(model).from_pretrained(tmp_path)) == wanted
     saved = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    assert saved < 4.1 * sum(parameter.numel() for parameter in model.parameters())  # tied weights once
+    assert saved < 4.1 * sum(
+        parameter.numel() for parameter in model.parameters()
+    )  # tied weights once
     assert decoded(copy.deepcopy(model)) == own
 
 
 @pytest.mark.parametrize("owned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
-def test_a_model_in_sixteen_bits_decodes_as_one_in_fp32_with_its_values(kind, dtype, owned, monkeypatch):
+def test_a_model_in_sixteen_bits_decodes_as_one_in_fp32_with_its_values(
+    kind, dtype, owned, monkeypatch
+):
     expected = decoded(sixteen_bit_model(kind, dtype))
     model: Any = sixteen_bit_model(kind, dtype)
     model.to(dtype)
@@ -165,7 +205,8 @@ def test_a_model_in_sixteen_bits_decodes_as_one_in_fp32_with_its_values(kind, dt
         take_over(model)
     elif kind == "gpt2":
         with pytest.warns(
-            UserWarning, match=r"GPT2LMHeadModel in \w+16 decodes slowly on a CPU; load it in float32, or"
+            UserWarning,
+            match=r"GPT2LMHeadModel in \w+16 decodes slowly on a CPU; load it in float32, or",
         ):
             decoded(model)
         return
@@ -179,12 +220,18 @@ def test_a_model_in_sixteen_bits_decodes_as_one_in_fp32_with_its_values(kind, dt
         torch.set_default_dtype(torch.float32)
     monkeypatch.undo()
     assert outputs == expected or kind == "gpt2"  # which rounds between its products
-    assert all(torch.equal(before[key], value) and value.dtype == dtype for key, value in state(model).items())
+    assert all(
+        torch.equal(before[key], value) and value.dtype == dtype
+        for key, value in state(model).items()
+    )
 
 
 def test_a_projection_that_others_hold_is_packed_for_them_too():
     model = sixteen_bit_model("tied")
-    projection, weight = model.get_output_embeddings(), model.get_output_embeddings().weight.detach().clone()
+    projection, weight = (
+        model.get_output_embeddings(),
+        model.get_output_embeddings().weight.detach().clone(),
+    )
     freed = weakref.ref(projection.weight)
     take_over(model)
     decoded(model)
@@ -193,8 +240,12 @@ def test_a_projection_that_others_hold_is_packed_for_them_too():
     with torch.no_grad():
         assert freed() is None and torch.equal(projection(x), F.linear(x, weight))
         with kernel_products():
-            assert torch.equal(projection(x), projection.place.matrix.linear(x.view(6, 256)).view(2, 3, 300))
-    assert torch.equal(model.get_input_embeddings()(torch.tensor([[3, 299]])), weight[torch.tensor([[3, 299]])])
+            assert torch.equal(
+                projection(x), projection.place.matrix.linear(x.view(6, 256)).view(2, 3, 300)
+            )
+    assert torch.equal(
+        model.get_input_embeddings()(torch.tensor([[3, 299]])), weight[torch.tensor([[3, 299]])]
+    )
 
 
 @pytest.mark.parametrize("kind", list(HEADS))

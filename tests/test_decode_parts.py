@@ -48,7 +48,9 @@ def cell_bytes(runner: Runner) -> int:
 @pytest.mark.parametrize(("tree", "bound"), [("chain:3", 0), ("kary:2,2,2", 3), ("kary:3,1", 2)])
 def test_no_step_copies_the_cache(tree, bound):
     target = random_llama(1, 17, layers=3)
-    decoder = SpeculativeDecoder(target, DraftModelProposer(random_llama(1, 17, layers=3)), tree, "exact")
+    decoder = SpeculativeDecoder(
+        target, DraftModelProposer(random_llama(1, 17, layers=3)), tree, "exact"
+    )
     moved, places, run = watched_run(decoder, [[1, 2, 3, 4]], frozenset())
     assert len(moved) >= 10 and max(moved) <= bound * cell_bytes(run.runner)
     assert all(place == places[0] for place in places)
@@ -67,17 +69,29 @@ def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most():
     for eos in range(17):
         generators = [generator(0)] * len(prompts)
         with torch.inference_mode():
-            run = BatchRun(SpeculativeDecoder(target), prompts, GREEDY, 40, generators, frozenset({eos}), None, None)
+            run = BatchRun(
+                SpeculativeDecoder(target),
+                prompts,
+                GREEDY,
+                40,
+                generators,
+                frozenset({eos}),
+                None,
+                None,
+            )
         while run.batch:
             rows, moved = len(run.batch), run.runner.cache.bytes_moved
             with torch.inference_mode():
                 run.step()
             if not run.batch:
                 break
-            assert len(run.batch) == len(run.runner.lengths) == keys_of(run.runner.cache, 0).shape[0]
+            assert (
+                len(run.batch) == len(run.runner.lengths) == keys_of(run.runner.cache, 0).shape[0]
+            )
             gone = rows - len(run.batch)
             left += gone
-            # Each row that leaves makes room for one other at most, and every row keeps its one new cell.
+            # Each row that leaves makes room for one other at most, and every row keeps its one new
+            # cell.
             cells = gone * max(run.runner.lengths) + rows
             assert run.runner.cache.bytes_moved - moved <= cells * cell_bytes(run.runner)
         lengths |= {len(row.ids) for row in run.rows}
@@ -122,7 +136,8 @@ def queue(prompts: list[list[int]]) -> tuple[deque[int], Callable[[int], Prompts
 
     def source(free: int) -> Prompts:
         return [
-            (row, prompts[row], generator(row)) for row in [waiting.popleft() for _ in range(min(free, len(waiting)))]
+            (row, prompts[row], generator(row))
+            for row in [waiting.popleft() for _ in range(min(free, len(waiting)))]
         ]
 
     return waiting, source
@@ -221,9 +236,13 @@ def test_graphs_without_a_gpu_are_refused(model):
 @pytest.mark.usefixtures("replayed")
 @pytest.mark.parametrize("drafting", [False, True])
 def test_threads_take_turns(model, drafting):
-    """Every call writes the same buffers, so that two at once would each read what the other has cached."""
+    """Every call writes the same buffers, so that two at once would each read what the other has
+    cached.
+    """
     proposer = DraftModelProposer([model]) if drafting else None
-    decoder = SpeculativeDecoder(model, proposer, "chain:2" if drafting else None, compile="inductor")
+    decoder = SpeculativeDecoder(
+        model, proposer, "chain:2" if drafting else None, compile="inductor"
+    )
 
     def greedy(prompt: list[int]) -> list[int]:
         return decoder.generate([prompt], GREEDY, 24, eos_ids=()).generations[0].output_ids

@@ -12,7 +12,9 @@ from decode.suffix_index import SAMPLE, SuffixIndex
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=15), max_size=5)
 
 
-def occurrences(documents: list[list[int]], suffix: list[int], length: int) -> Counter[tuple[int, ...]]:
+def occurrences(
+    documents: list[list[int]], suffix: list[int], length: int
+) -> Counter[tuple[int, ...]]:
     found: Counter[tuple[int, ...]] = Counter()
     for document in documents:
         for at in range(len(suffix), len(document)):
@@ -21,7 +23,12 @@ def occurrences(documents: list[list[int]], suffix: list[int], length: int) -> C
     return found
 
 
-@given(DOCUMENTS, st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 5))
+@given(
+    DOCUMENTS,
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.integers(1, 5),
+)
 def test_matches_and_continuations_are_those_of_a_scan(documents, suffix, length, count):
     index = SuffixIndex.build(documents)
     longest = [n for n in range(1, len(suffix) + 1) if occurrences(documents, suffix[-n:], 1)]

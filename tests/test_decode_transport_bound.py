@@ -1,4 +1,6 @@
-"""The transport bound is what a linear programme over all candidates and outputs finds, on vocabularies of 5 tokens."""
+"""The transport bound is what a linear programme over all candidates and outputs finds, on
+vocabularies of 5 tokens.
+"""
 
 import itertools
 
@@ -14,12 +16,19 @@ from draftsmith_core.sampling import generator
 
 VOCAB = 5
 KINDS = ["random", "peaked", "one-hot p", "one-hot q", "disjoint", "truncated", "equal"]
-DRAWINGS: list[Drawing] = ["with_replacement", "without_replacement", "top_and_one", "deterministic"]
+DRAWINGS: list[Drawing] = [
+    "with_replacement",
+    "without_replacement",
+    "top_and_one",
+    "deterministic",
+]
 
 
 def distributions(kind: str, seed: int) -> tuple[Tensor, Tensor]:
     """p and q, `[V]`."""
-    p, q = (torch.randn(2, VOCAB, generator=generator(seed)) * (4 if kind == "peaked" else 1.2)).softmax(-1)
+    p, q = (
+        torch.randn(2, VOCAB, generator=generator(seed)) * (4 if kind == "peaked" else 1.2)
+    ).softmax(-1)
     places = torch.arange(VOCAB)
     if kind == "one-hot p":
         p = (places == p.argmax()).float()
@@ -89,10 +98,17 @@ def test_bound_is_the_linear_programmes(drawing, k):
 
 @pytest.mark.parametrize("drawing", DRAWINGS)
 def test_bound_takes_batches_and_distributions_with_tiny_tokens(drawing):
-    q = torch.tensor([[1 - 3e-9, 2e-9, 1e-9, 0], [0.6, 0.4, 1e-30, 1e-31], [1.0, 1e-12, 0, 0]], dtype=torch.double)
+    q = torch.tensor(
+        [[1 - 3e-9, 2e-9, 1e-9, 0], [0.6, 0.4, 1e-30, 1e-31], [1.0, 1e-12, 0, 0]],
+        dtype=torch.double,
+    )
     p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.double).expand(3, -1)
     for k in (1, 2, 3):
         bounds = optimal_acceptance(p, q, k, drawing)
         for row in range(3):
-            assert float(bounds[row]) == pytest.approx(transport(p[row], candidates(q[row], k, drawing)), abs=1e-9)
-            assert float(optimal_acceptance(p[row], q[row], k, drawing)) == pytest.approx(float(bounds[row]), abs=1e-12)
+            assert float(bounds[row]) == pytest.approx(
+                transport(p[row], candidates(q[row], k, drawing)), abs=1e-9
+            )
+            assert float(optimal_acceptance(p[row], q[row], k, drawing)) == pytest.approx(
+                float(bounds[row]), abs=1e-12
+            )

@@ -14,7 +14,9 @@ from decode.tree_spec import TREES, parse_tree
 
 
 def expected_length(tree: Tree, acceptance: Sequence[float]) -> float:
-    """Expected emitted tokens of a step: 1 plus, for every node, the product of the acceptances on its path."""
+    """Expected emitted tokens of a step: 1 plus, for every node, the product of the acceptances on
+    its path.
+    """
     rates = (*acceptance, *([0.0] * tree.size))
     reach: list[float] = []
     for parent, rank in zip(tree.parents, tree.ranks, strict=True):
@@ -40,7 +42,9 @@ def paths_of(tree: Tree) -> list[list[int]]:
 
 def parse_file(kind: str, content: object) -> TreeShape:
     """Parse `KIND:file.json` whose file holds `content`, through JSON as a real reader would."""
-    return parse_tree(f"{kind}:file.json", {"file.json": json.loads(json.dumps(content))}.__getitem__)
+    return parse_tree(
+        f"{kind}:file.json", {"file.json": json.loads(json.dumps(content))}.__getitem__
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,10 +114,14 @@ def test_a_bad_spec_or_file_is_refused_in_one_line(spec, content, wrong):
     with pytest.raises(ValueError) as caught:
         parse_tree(spec, lambda path: content)
     message = str(caught.value)
-    assert message.startswith(f"tree '{spec}': ") and wrong in message and "\n" not in message, message
+    assert message.startswith(f"tree '{spec}': ") and wrong in message and "\n" not in message, (
+        message
+    )
 
 
-@pytest.mark.parametrize("spec", ["chain:" + "9" * 4_000, "kary:2," + "9" * 9, "kary:" + "9," * 90 + "9"])
+@pytest.mark.parametrize(
+    "spec", ["chain:" + "9" * 4_000, "kary:2," + "9" * 9, "kary:" + "9," * 90 + "9"]
+)
 def test_a_tree_that_is_too_large_is_never_built(spec):
     began = time.process_time()
     with pytest.raises(ValueError, match=f"more than {MAX_NODES} nodes"):
@@ -123,7 +131,9 @@ def test_a_tree_that_is_too_large_is_never_built(spec):
 
 @given(trees(), st.sampled_from([0.0, 0.5]))
 def test_a_static_file_of_parents_round_trips(tree, stop):
-    assert parse_file("static", {"parents": list(tree.parents), "stop": stop}) == Tree(tree.parents, stop)
+    assert parse_file("static", {"parents": list(tree.parents), "stop": stop}) == Tree(
+        tree.parents, stop
+    )
     assert parse_file("static", {"parents": list(tree.parents)}) == tree
 
 
@@ -152,7 +162,9 @@ def all_trees(most: int) -> list[Tree]:
     found: list[tuple[int, ...]] = []
     level: list[tuple[int, ...]] = [()]
     for node in range(most):
-        level = [(*tree, parent) for tree in level for parent in range(tree[-1] if tree else -1, node)]
+        level = [
+            (*tree, parent) for tree in level for parent in range(tree[-1] if tree else -1, node)
+        ]
         found += level
     return [Tree(parents) for parents in found]
 
@@ -171,7 +183,11 @@ rates = (
 def test_no_tree_within_the_budget_is_longer_than_the_optimal_one(acceptance, nodes, depth):
     tree = optimal_tree(acceptance, nodes, depth)
     assert tree.size <= nodes and tree.depth <= depth
-    best = max(expected_length(other, acceptance) for other in ALL if other.size <= nodes and other.depth <= depth)
+    best = max(
+        expected_length(other, acceptance)
+        for other in ALL
+        if other.size <= nodes and other.depth <= depth
+    )
     assert expected_length(tree, acceptance) == pytest.approx(best, rel=1e-12)
 
 
@@ -181,7 +197,9 @@ def test_the_largest_programme_is_fast():
     tree = optimal_tree(acceptance, 256, 32)
     assert time.process_time() - began < 3
     assert tree.size == 256
-    larger = [expected_length(optimal_tree(acceptance, nodes, 32), acceptance) for nodes in (1, 8, 32)]
+    larger = [
+        expected_length(optimal_tree(acceptance, nodes, 32), acceptance) for nodes in (1, 8, 32)
+    ]
     assert all(a < b for a, b in pairwise([*larger, expected_length(tree, acceptance)]))
 
 

@@ -1,5 +1,6 @@
-"""Every verification rule on small worlds that can be enumerated: lossless ones give the target's distribution whatever
-was drafted, wrong pairs of drawing and rule are told apart by the same test, and no rule beats the transport bound.
+"""Every verification rule on small worlds that can be enumerated: lossless ones give the target's
+distribution whatever was drafted, wrong pairs of drawing and rule are told apart by the same test,
+and no rule beats the transport bound.
 
 Legend: B rows, E nodes with children, M nodes with the root, V = 4 tokens, L = 3 tokens of output.
 """
@@ -19,14 +20,25 @@ from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from decode.tree_batch import TreeBatch, grow_batch
 from decode.verify import VERIFIERS, Verifier
 from decode.verify.tree_walk import Verdict, residual
-from draftsmith_core.sampling import draw, draw_top_and_one, draw_with_replacement, draw_without_replacement, generator
+from draftsmith_core.sampling import (
+    draw,
+    draw_top_and_one,
+    draw_with_replacement,
+    draw_without_replacement,
+    generator,
+)
 from tests.chi_square import chi_square
 
 VOCAB, LENGTH, ROWS = 4, 3, 6_000
 CPU = torch.device("cpu")
 CHAIN = Tree((-1, 0))
 BUSHY = Tree((-1, -1, -1, 0, 0, 1))
-DRAWINGS: list[Drawing] = ["with_replacement", "without_replacement", "top_and_one", "deterministic"]
+DRAWINGS: list[Drawing] = [
+    "with_replacement",
+    "without_replacement",
+    "top_and_one",
+    "deterministic",
+]
 LOSSLESS = [name for name, verifier in VERIFIERS.items() if verifier.lossless]
 PAIRS = [(name, drawing) for name in LOSSLESS for drawing in VERIFIERS[name].drawings]
 
@@ -42,7 +54,9 @@ class World:
         """Probability of each output, `[V ** L]`."""
         distribution = torch.ones(1, dtype=torch.double)
         for p in self.p:
-            distribution = (distribution.unsqueeze(1) * (p.double() / p.double().sum(1, keepdim=True))).flatten()
+            distribution = (
+                distribution.unsqueeze(1) * (p.double() / p.double().sum(1, keepdim=True))
+            ).flatten()
         return distribution
 
 
@@ -53,7 +67,9 @@ def truncated(distribution: Tensor, count: int) -> Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
-def world(kind: str, seed: int = 0, drafts: int = 1, vocab: int = VOCAB, length: int = LENGTH) -> World:
+def world(
+    kind: str, seed: int = 0, drafts: int = 1, vocab: int = VOCAB, length: int = LENGTH
+) -> World:
     random = generator(seed)
 
     def distributions(scale: float, *shape: int) -> Tensor:
@@ -67,15 +83,27 @@ def world(kind: str, seed: int = 0, drafts: int = 1, vocab: int = VOCAB, length:
     elif kind == "one-hot q":
         q = [truncated(distribution, 1) for distribution in q]
     elif kind == "disjoint":
-        p, q = [distribution * half for distribution in p], [distribution * ~half for distribution in q]
-        p, q = ([distribution / distribution.sum(-1, keepdim=True) for distribution in each] for each in (p, q))
+        p, q = (
+            [distribution * half for distribution in p],
+            [distribution * ~half for distribution in q],
+        )
+        p, q = (
+            [distribution / distribution.sum(-1, keepdim=True) for distribution in each]
+            for each in (p, q)
+        )
     elif kind == "truncated":
-        p, q = [truncated(distribution, 3) for distribution in p], [truncated(distribution, 2) for distribution in q]
+        p, q = (
+            [truncated(distribution, 3) for distribution in p],
+            [truncated(distribution, 2) for distribution in q],
+        )
     elif kind == "equal":
         q = [distribution.expand(drafts, -1, -1) for distribution in p]
     elif kind == "rounded":
         # fp32 distributions need not sum to one.
-        p, q = [distribution * (1 + 4e-6) for distribution in p], [distribution * (1 - 4e-6) for distribution in q]
+        p, q = (
+            [distribution * (1 + 4e-6) for distribution in p],
+            [distribution * (1 - 4e-6) for distribution in q],
+        )
     return World(p, q)
 
 
@@ -87,7 +115,10 @@ def children(drawing: Drawing, q_BdV: Tensor, count: int, random: torch.Generato
     rows, drafts = q_BdV.shape[:2]
     u = torch.rand(rows, count, generator=random, dtype=torch.double)
     if drawing == "with_replacement":
-        return torch.cat([draw_with_replacement(q_BdV[:, k % drafts], u[:, k : k + 1]) for k in range(count)], dim=1)
+        return torch.cat(
+            [draw_with_replacement(q_BdV[:, k % drafts], u[:, k : k + 1]) for k in range(count)],
+            dim=1,
+        )
     if drawing == "without_replacement":
         return draw_without_replacement(q_BdV[:, 0], u)
     if drawing == "top_and_one":
@@ -96,7 +127,9 @@ def children(drawing: Drawing, q_BdV: Tensor, count: int, random: torch.Generato
     return best.indices.masked_fill(best.values == 0, -1)
 
 
-def propose(world: World, tree: Tree, drawing: Drawing, rows: int = ROWS, seed: int = 1) -> tuple[Proposal, Tensor]:
+def propose(
+    world: World, tree: Tree, drawing: Drawing, rows: int = ROWS, seed: int = 1
+) -> tuple[Proposal, Tensor]:
     """A proposal drawn as the world's draft would, and the target's distributions at all nodes."""
     random = generator(seed)
     tokens_BM = torch.full((rows, tree.size + 1), -1)
@@ -117,24 +150,38 @@ def propose(world: World, tree: Tree, drawing: Drawing, rows: int = ROWS, seed: 
         code_BM[:, list(below)] = code_BM[:, node : node + 1] * p_BMV.shape[2] + tokens.clamp(min=0)
     q_BEV = None
     if drawing != "deterministic":
-        q_BEV = torch.stack(distributions, dim=1) if distributions else torch.zeros(rows, 0, p_BMV.shape[2])
-    return Proposal(TreeBatch.build(tree, CPU), tokens_BM, q_BEV, drawing, world.q[0].shape[0]), p_BMV
+        q_BEV = (
+            torch.stack(distributions, dim=1)
+            if distributions
+            else torch.zeros(rows, 0, p_BMV.shape[2])
+        )
+    return Proposal(
+        TreeBatch.build(tree, CPU), tokens_BM, q_BEV, drawing, world.q[0].shape[0]
+    ), p_BMV
 
 
 def verify(verifier: Verifier, proposal: Proposal, p_BMV: Tensor, seed: int = 2) -> Verdict:
-    u_BU = torch.rand(len(p_BMV), verifier.uniforms(proposal.tree), generator=generator(seed), dtype=torch.double)
+    u_BU = torch.rand(
+        len(p_BMV), verifier.uniforms(proposal.tree), generator=generator(seed), dtype=torch.double
+    )
     return verifier.run(proposal, p_BMV, u_BU)
 
 
 def outputs(world: World, verdict: Verdict) -> Tensor:
-    """How often each output came, `[V ** L]`: what a step emitted, continued by the target alone."""
+    """How often each output came, `[V ** L]`: what a step emitted, continued by the target
+    alone.
+    """
     vocab = world.p[0].shape[1]
     random = generator(3)
     code_B = torch.zeros_like(verdict.accepted_B)
     for place in range(LENGTH):
-        own_B = draw(world.p[place][code_B], torch.rand(len(code_B), generator=random, dtype=torch.double))
+        own_B = draw(
+            world.p[place][code_B], torch.rand(len(code_B), generator=random, dtype=torch.double)
+        )
         if place < verdict.tokens_BD1.shape[1]:
-            emitted_B = torch.where(place <= verdict.accepted_B, verdict.tokens_BD1[:, place], own_B)
+            emitted_B = torch.where(
+                place <= verdict.accepted_B, verdict.tokens_BD1[:, place], own_B
+            )
         else:
             emitted_B = own_B
         assert int(emitted_B.min()) >= 0 and int(emitted_B.max()) < vocab
@@ -142,7 +189,9 @@ def outputs(world: World, verdict: Verdict) -> Tensor:
     return torch.bincount(code_B, minlength=vocab**LENGTH)
 
 
-def value(name: str, drawing: Drawing, kind: str, tree: Tree | None = None, seed: int = 0, drafts: int = 1) -> float:
+def value(
+    name: str, drawing: Drawing, kind: str, tree: Tree | None = None, seed: int = 0, drafts: int = 1
+) -> float:
     verifier = VERIFIERS[name]
     made = world(kind, seed, drafts)
     proposal, p_BMV = propose(made, tree or (CHAIN if verifier.chains_only else BUSHY), drawing)
@@ -161,7 +210,9 @@ def test_siblings_of_several_drafts_give_the_targets_distribution(name):
         assert value(name, "with_replacement", kind, drafts=2) < 1
 
 
-@pytest.mark.parametrize("tree", [Tree(()), Tree((-1,)), Tree((-1,) * 4), Tree((-1, -1, 0, 1, 1))], ids=str)
+@pytest.mark.parametrize(
+    "tree", [Tree(()), Tree((-1,)), Tree((-1,) * 4), Tree((-1, -1, 0, 1, 1))], ids=str
+)
 @pytest.mark.parametrize(("name", "drawing"), PAIRS)
 def test_output_distribution_is_the_targets_on_other_trees(name, drawing, tree):
     if VERIFIERS[name].chains_only and not tree.is_chain:
@@ -188,7 +239,11 @@ def test_rows_with_trees_of_their_own_and_nodes_that_are_missing(name, drawing):
         if drawing != "deterministic":
             distributions = proposal.q_BEV
             assert distributions is not None
-            q.append(torch.nn.functional.pad(distributions, (0, 0, 0, 3 - distributions.shape[1]), value=torch.nan))
+            q.append(
+                torch.nn.functional.pad(
+                    distributions, (0, 0, 0, 3 - distributions.shape[1]), value=torch.nan
+                )
+            )
     widest = max(len(below) for tree in trees for below in tree.children)
     batch = grow_batch(torch.cat(parents), torch.cat(exists), depth=min(3, most), most=widest)
     mixed = Proposal(batch, torch.cat(tokens), torch.cat(q) if q else None, drawing)
@@ -200,24 +255,33 @@ def test_rows_with_trees_of_their_own_and_nodes_that_are_missing(name, drawing):
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_temperature_0_is_token_equality(name):
     verifier, made = VERIFIERS[name], world("one-hot p", 8)
-    proposal, p_BMV = propose(made, CHAIN if verifier.chains_only else BUSHY, "deterministic", rows=300)
+    proposal, p_BMV = propose(
+        made, CHAIN if verifier.chains_only else BUSHY, "deterministic", rows=300
+    )
     verdict = verifier.run(proposal, p_BMV, None)
     counts = outputs(made, verdict)
     assert int(counts.max()) == 300 and int(counts.argmax()) == int(made.distribution().argmax())
 
 
 class NoQuestions(TorchDispatchMode):
-    """Fails on what would make a device wait for the host: reading a number, or counting what is true."""
+    """Fails on what would make a device wait for the host: reading a number, or counting what is
+    true.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        assert func not in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+        )
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("own_trees", [False, True])
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_trees):
-    """Without the shortcuts that only a CPU may take, no rule reads anything back, and outcomes are the same."""
+    """Without the shortcuts that only a CPU may take, no rule reads anything back, and outcomes are
+    the same.
+    """
     with pytest.raises(AssertionError), NoQuestions():  # type: ignore[no-untyped-call]
         bool(torch.ones(1).any())
     verifier, made = VERIFIERS[name], world("random", 7)
@@ -226,9 +290,13 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_tre
         proposal, p_BMV = propose(made, tree, drawing, rows=400)
         if own_trees:
             parents_BN = torch.tensor(tree.parents).expand(400, -1)
-            grown = grow_batch(parents_BN, torch.ones_like(parents_BN, dtype=torch.bool), tree.depth, 3)
+            grown = grow_batch(
+                parents_BN, torch.ones_like(parents_BN, dtype=torch.bool), tree.depth, 3
+            )
             proposal = replace(proposal, tree=grown)
-        u_BU = torch.rand(400, verifier.uniforms(proposal.tree), generator=generator(2), dtype=torch.double)
+        u_BU = torch.rand(
+            400, verifier.uniforms(proposal.tree), generator=generator(2), dtype=torch.double
+        )
         usual = verifier.run(proposal, p_BMV, u_BU)
         with monkeypatch.context() as patch:
             for module in ("tree_walk", "exact", "siblings", "traversal"):
@@ -239,7 +307,9 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_tre
                 asked = verifier.run(proposal, p_BMV, u_BU)
         live = torch.arange(tree.depth + 1) <= usual.accepted_B.unsqueeze(1)
         assert torch.equal(usual.tokens_BD1 * live, asked.tokens_BD1 * live)
-        assert torch.equal(usual.nodes_BD, asked.nodes_BD) and torch.equal(usual.open_B, asked.open_B)
+        assert torch.equal(usual.nodes_BD, asked.nodes_BD) and torch.equal(
+            usual.open_B, asked.open_B
+        )
 
 
 @pytest.mark.parametrize(
@@ -258,9 +328,13 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_tre
 def test_rules_on_other_drawings_are_rejected(name, drawing):
     made = world("random", 6)
     proposal, p_BMV = propose(made, BUSHY, drawing, rows=40_000)
-    assert chi_square(outputs(made, verify(VERIFIERS[name], proposal, p_BMV)), made.distribution()) > 2
+    assert (
+        chi_square(outputs(made, verify(VERIFIERS[name], proposal, p_BMV)), made.distribution()) > 2
+    )
     if name != "typical":
-        with pytest.raises(ValueError, match=f"^verifier '{name}' is not valid for drafts drawn '{drawing}'"):
+        with pytest.raises(
+            ValueError, match=f"^verifier '{name}' is not valid for drafts drawn '{drawing}'"
+        ):
             VERIFIERS[name].check(BUSHY, drawing)
 
 
@@ -280,13 +354,19 @@ def test_pruning_after_sampling_breaks_all_but_exact(name):
     )
     p_leaf = made.p[1][kept]
     verdict = verify(VERIFIERS[name], pruned, torch.cat([p_BMV[:, :1], p_leaf], dim=1))
-    assert (chi_square(outputs(made, verdict), made.distribution()) < 1) == (name in ("exact", "naive"))
+    assert (chi_square(outputs(made, verdict), made.distribution()) < 1) == (
+        name in ("exact", "naive")
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "broken", "replacement"),
     [
-        ("kseq", "decode.verify.siblings.solve_rho", lambda p, q, k: torch.ones(len(p), 1, dtype=torch.double)),
+        (
+            "kseq",
+            "decode.verify.siblings.solve_rho",
+            lambda p, q, k: torch.ones(len(p), 1, dtype=torch.double),
+        ),
         ("block", "decode.verify.traversal.keep_probability", lambda w, mass: w),
         ("traversal", "decode.verify.traversal.keep_probability", lambda w, mass: w),
         ("traversal", "decode.verify.traversal.without", lambda q, x: q),
@@ -297,7 +377,9 @@ def test_pruning_after_sampling_breaks_all_but_exact(name):
 def test_broken_rules_are_rejected(monkeypatch, name, broken, replacement):
     monkeypatch.setattr(broken, replacement)
     verifier, made = VERIFIERS[name], world("random", 6)
-    proposal, p_BMV = propose(made, CHAIN if verifier.chains_only else BUSHY, verifier.drawings[0], rows=40_000)
+    proposal, p_BMV = propose(
+        made, CHAIN if verifier.chains_only else BUSHY, verifier.drawings[0], rows=40_000
+    )
     assert chi_square(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution()) > 2
 
 
@@ -332,7 +414,9 @@ def test_no_rule_beats_the_bound_and_some_reach_it(name, drawing, k):
 def test_block_and_traversal_accept_more(better, other, parents, length):
     gains = []
     for seed in range(12):
-        proposal, p_BMV = propose(world("random", seed, length=length), Tree(parents), "without_replacement")
+        proposal, p_BMV = propose(
+            world("random", seed, length=length), Tree(parents), "without_replacement"
+        )
         one, error = accepted(other, proposal, p_BMV)
         more, _ = accepted(better, proposal, p_BMV)
         assert more > one - error
@@ -341,12 +425,20 @@ def test_block_and_traversal_accept_more(better, other, parents, length):
 
 
 def test_typical_takes_what_is_plausible_and_draws_the_next_token_from_the_target():
-    p = torch.tensor([0.7, 0.2, 0.06, 0.04])  # entropy 0.85: delta exp(-H) = 0.13, so that epsilon = 0.09 decides
+    p = torch.tensor(
+        [0.7, 0.2, 0.06, 0.04]
+    )  # entropy 0.85: delta exp(-H) = 0.13, so that epsilon = 0.09 decides
     tree = Tree((-1, -1, 0, 1))
-    tokens = torch.tensor([[-1, 2, 1, 0, 0], [-1, 0, 1, 3, 2], [-1, 1, 0, 1, 1], [-1, 3, 2, 0, 0], [-1, 0, 0, -1, -1]])
+    tokens = torch.tensor(
+        [[-1, 2, 1, 0, 0], [-1, 0, 1, 3, 2], [-1, 1, 0, 1, 1], [-1, 3, 2, 0, 0], [-1, 0, 0, -1, -1]]
+    )
     rows = tokens.repeat(2_000, 1)
     p_BMV = p.expand(len(rows), 5, -1)
-    verdict = verify(VERIFIERS["typical"], Proposal(TreeBatch.build(tree, CPU), rows, None, "deterministic"), p_BMV)
+    verdict = verify(
+        VERIFIERS["typical"],
+        Proposal(TreeBatch.build(tree, CPU), rows, None, "deterministic"),
+        p_BMV,
+    )
     # Tokens 2 and 3 are implausible. Of two paths as long the more probable is taken.
     assert verdict.nodes_BD[:5].tolist() == [[2, 4], [1, 0], [2, 4], [0, 0], [1, 0]]
     last = verdict.tokens_BD1.gather(1, verdict.accepted_B.unsqueeze(1)).squeeze(1)
@@ -368,13 +460,21 @@ def test_a_rule_describes_itself_and_checks_its_domain(name):
     assert verifier.chains_only == (name in ("speculative", "block"))
     verifier.check(CHAIN, None)  # at temperature 0 there is nothing to draw
     grown = DynamicTree(depth=3, beam=1 if verifier.chains_only else 2, nodes=3)
-    # A tree that the draft's confidence shapes is deterministic, whatever the proposer can do on others.
-    cases: list[tuple[TreeShape, Drawing, bool]] = [(CHAIN, each, each in verifier.drawings) for each in DRAWINGS]
-    for tree, drawing, valid in [*cases, (grown, verifier.drawings[0], "deterministic" in verifier.drawings)]:
+    # A tree that the draft's confidence shapes is deterministic, whatever the proposer can do on
+    # others.
+    cases: list[tuple[TreeShape, Drawing, bool]] = [
+        (CHAIN, each, each in verifier.drawings) for each in DRAWINGS
+    ]
+    for tree, drawing, valid in [
+        *cases,
+        (grown, verifier.drawings[0], "deterministic" in verifier.drawings),
+    ]:
         if valid:
             verifier.check(tree, drawing)
         else:
-            with pytest.raises(ValueError, match=r"^verifier '\w+' is not valid .*; use verifier exact$"):
+            with pytest.raises(
+                ValueError, match=r"^verifier '\w+' is not valid .*; use verifier exact$"
+            ):
                 verifier.check(tree, drawing)
     if verifier.several_drafts:
         verifier.check(CHAIN, verifier.drawings[0], drafts=2)

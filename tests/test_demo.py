@@ -1,4 +1,6 @@
-"""The demo in its short form, from prompts to report, in any directory; and the corpus that every Python carries."""
+"""The demo in its short form, from prompts to report, in any directory; and the corpus that every
+Python carries.
+"""
 
 import html
 import json
@@ -24,7 +26,9 @@ def test_demo_from_prompts_to_report(short_demo, door, monkeypatch):
     }
     assert results.temperatures == [0.0, 1.0]
     # No draft is asked about what it was trained on.
-    assert not {"trained_on", "same_prompts"} & {remark["about"] for remark in results.document["remarks"]}
+    assert not {"trained_on", "same_prompts"} & {
+        remark["about"] for remark in results.document["remarks"]
+    }
     assert all(0 < (row["value"] or 0) < 1 for row in results.rows("alpha"))
     assert {tree for tree, _ in results.methods} == {"chain:2", "kary:3,2"}
     assert [row["value"] == row["n"] for row in results.rows("identical")] == [True] * 3 * 2 * 5
@@ -37,7 +41,10 @@ def test_demo_from_prompts_to_report(short_demo, door, monkeypatch):
     # The second pair: the drafts beside the padded target, which writes what the small one writes.
     large = Results.load(demo / "eval-large")
     assert large.drafts == results.drafts and large.domains() == results.domains()
-    assert large.document["models"]["target"]["parameters"] > 4 * results.document["models"]["target"]["parameters"]
+    assert (
+        large.document["models"]["target"]["parameters"]
+        > 4 * results.document["models"]["target"]["parameters"]
+    )
     assert all(way["speedup"] > 0 for cell in summary["large"]["cells"] for way in cell["decoding"])
     assert "padded with zeros" in Path(summary["large"]["report"]).read_text()
     page = (demo / "report.html").read_text()
@@ -57,9 +64,13 @@ def test_the_side_of_a_name_follows_from_its_hash():
 def test_every_document_is_on_one_side_by_its_name_and_passages_are_its_pieces():
     splits = {domain: corpus.split(domain) for domain in corpus.DOMAINS}
     assert list(splits) == ["prose", "code", "unicode"]
-    trained = set[int]().union(*(corpus.shingles(d.text) for split in splits.values() for d in split.train))
+    trained = set[int]().union(
+        *(corpus.shingles(d.text) for split in splits.values() for d in split.train)
+    )
     for domain, (train, heldout) in splits.items():
-        assert sum(len(d.text) for d in train) > 300_000 and sum(len(d.text) for d in heldout) > 20_000, domain
+        assert (
+            sum(len(d.text) for d in train) > 300_000 and sum(len(d.text) for d in heldout) > 20_000
+        ), domain
         assert not any(corpus.is_heldout(d.name) for d in train)
         texts = {d.name: d.text for d in heldout}
         assert all(map(corpus.is_heldout, texts))

@@ -14,13 +14,19 @@ from draftsmith_core.models import eos_ids, load_model
 from draftsmith_core.tokenization import load_tokenizer
 
 RECIPES = Path(__file__).parents[1] / "draftsmith" / "demo" / "recipes"
-WORDS = "the value of an expression is returned when name lookup fails in scope and error raised by caller".split()
+WORDS = (
+    "the value of an expression is returned when name lookup fails in scope and error raised "
+    "by caller"
+).split()
 
 
 def documents(domain: str) -> list[Document]:
     """Forty documents of a hundred random words, no two alike."""
     drawn = {f"{domain} {number}": random.Random(f"{domain} {number}") for number in range(40)}
-    words = {name: [f"{draw.choice(WORDS)}{draw.randrange(90)}" for _ in range(100)] for name, draw in drawn.items()}
+    words = {
+        name: [f"{draw.choice(WORDS)}{draw.randrange(90)}" for _ in range(100)]
+        for name, draw in drawn.items()
+    }
     return [Document(name, " ".join(text)) for name, text in words.items()]
 
 
@@ -33,7 +39,9 @@ def small(tmp_path, monkeypatch):
         recipe = yaml.safe_load((RECIPES / f"{member}.yaml").read_text())
         recipe |= {"steps": 3, "eval_every": 3, "batch_size": 2, "accumulation": 1}
         (recipes / f"{member}.yaml").write_text(yaml.safe_dump(recipe))
-        shape = json.loads((RECIPES / f"{member}.config.json").read_text()) | {"num_hidden_layers": 1}
+        shape = json.loads((RECIPES / f"{member}.config.json").read_text()) | {
+            "num_hidden_layers": 1
+        }
         (recipes / f"{member}.config.json").write_text(json.dumps(shape))
     domains = {name: lambda name=name: documents(name) for name in ("prose", "code")}
     monkeypatch.setattr(corpus, "DOMAINS", domains)

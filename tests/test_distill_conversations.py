@@ -1,4 +1,6 @@
-"""Conversations: every assistant turn is the target's own, after its own history, by the tokens that it drew."""
+"""Conversations: every assistant turn is the target's own, after its own history, by the tokens
+that it drew.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,25 +21,34 @@ from tests.distilled import errors, manifest, rows_of, write_rows
 from train.batch import IGNORE
 from train.data import Examples, collate
 
-# How three families of models write a chat, in the essentials: roles, separators, and what they do to history.
+# How three families of models write a chat, in the essentials: roles, separators, and what they do
+# to history.
 TEMPLATES = {
-    # Earlier thinking is dropped from history, and an empty block stands where an answer begins that is to have none.
+    # Earlier thinking is dropped from history, and an empty block stands where an answer begins
+    # that is to have none.
     "qwen3": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set text = m.content %}"
     "{% if m.role == 'assistant' and '</think>' in text %}"
     "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "{{ text }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% "
+    "endif %}{% endif %}",
     # The system turn is put into the first user turn; roles must alternate.
     "llama2": "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
     "{% for m in messages if m.role != 'system' %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% if m.role == 'user' %}{{ bos_token }}[INST] {% if loop.first and s %}<<SYS>>\n{{ s }}\n<</SYS>>\n\n{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must "
+    "alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ bos_token }}[INST] {% if loop.first and s %}<<SYS>>\n{{ s "
+    "}}\n<</SYS>>\n\n{% endif %}"
     "{{ m.content }} [/INST]{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}",
     # Tools are listed first, and only the last answer keeps its thinking.
-    "deepseek": "{{ bos_token }}{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
-    "{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}<|output|>{{ m.content }}"
-    "{% elif m.role == 'assistant' %}<|Assistant|>{% if m.tool_calls is defined %}<|call|>{{ m.tool_calls | tojson }}"
-    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{{ eos_token }}{% else %}{{ m.content }}{% endif %}"
+    "deepseek": "{{ bos_token }}{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m "
+    "in messages %}"
+    "{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}<|output|>{{ "
+    "m.content }}"
+    "{% elif m.role == 'assistant' %}<|Assistant|>{% if m.tool_calls is defined %}<|call|>{{ "
+    "m.tool_calls | tojson }}"
+    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{{ eos_token }}{% else %}{{ "
+    "m.content }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
 }
 
@@ -59,10 +70,16 @@ ANSWERS = st.lists(st.integers(2, 289), min_size=1, max_size=8)
     last=st.booleans(),
     answers=st.lists(ANSWERS, min_size=5, max_size=5),
 )
-def test_each_prompt_is_the_template_s_own_for_the_target_s_history(tokenizer, name, system, turns, last, answers):
-    """What the driver makes turn by turn is what a client would send that keeps the chat as text."""
+def test_each_prompt_is_the_template_s_own_for_the_target_s_history(
+    tokenizer, name, system, turns, last, answers
+):
+    """What the driver makes turn by turn is what a client would send that keeps the chat as
+    text.
+    """
     with_template(tokenizer, name)
-    messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    messages: list[dict[str, Any]] = (
+        [] if system is None else [{"role": "system", "content": system}]
+    )
     for asked, answered in turns:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     chat = Chat(tuple(messages if last else messages[:-1]), None)
@@ -74,7 +91,9 @@ def test_each_prompt_is_the_template_s_own_for_the_target_s_history(tokenizer, n
         history = [*history, {"role": "user", "content": asked}]
         prompt = turn_prompt(chat, texts, tokenizer, "here") or []
         rows.append({"prompt_ids": prompt, "response_ids": [*ids, 1]})
-        encoded: Any = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=True)
+        encoded: Any = tokenizer.apply_chat_template(
+            history, add_generation_prompt=True, return_dict=True
+        )
         assert prompt == list(encoded["input_ids"])
         texts.append(answer_text(tokenizer, [*ids, 1]))
         history = [*history, {"role": "assistant", "content": texts[-1]}]
@@ -118,20 +137,30 @@ def test_thinking_is_switched_off_by_the_template(words, door, target_dir):
     door.ok(*words, "--thinking", "drop")
     rows = rows_of("set")
     tokenizer = load_tokenizer(target_dir)
-    ends = ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "The")  # the second of the row that is no chat
+    ends = (
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "The",
+    )  # the second of the row that is no chat
     assert all(str(tokenizer.decode(row["prompt_ids"])).endswith(ends) for row in rows)
     assert door(*words, "--out", "kept")[0] == 0
     assert not any("<think>" in tokenizer.decode(row["prompt_ids"]) for row in rows_of("kept"))
     # The set brings the template along, with which `eval` asks the same prompts.
-    asked = read_prompts("p.jsonl", load_tokenizer(target_dir, chat_template="set/chat_template.jinja")).prompts
-    assert {int(row["prompt_hash"], 16) for row in rows} == {prompt_hash(prompt.ids) for prompt in asked}
+    asked = read_prompts(
+        "p.jsonl", load_tokenizer(target_dir, chat_template="set/chat_template.jinja")
+    ).prompts
+    assert {int(row["prompt_hash"], 16) for row in rows} == {
+        prompt_hash(prompt.ids) for prompt in asked
+    }
     assert not Path("kept/chat_template.jinja").exists()
     assert "was made with other options" in door.refused(*words)
 
 
 def test_a_template_without_the_switch(words, door, caplog, tokenizer):
     door.ok(*words, "--thinking", "drop")
-    assert "--thinking drop: the chat template has no switch for it; answers that think all the same are" in caplog.text
+    assert (
+        "--thinking drop: the chat template has no switch for it; answers that think all the "
+        "same are" in caplog.text
+    )
     Path("chat.jinja").write_text(TEMPLATES["deepseek"])
     code, _, err = door(*words, "--thinking", "drop", "--out", "o")
     assert code == 2 and "the chat template begins every answer with <think>" in err
@@ -148,7 +177,10 @@ def test_a_template_without_the_switch(words, door, caplog, tokenizer):
 def test_thinking_whose_marks_are_special_tokens_is_not_history(target_dir):
     """Its text would look like the answer's, and the template could not find it."""
     tokenizer = load_tokenizer(target_dir)
-    assert answer_text(tokenizer, tokenizer("hm</think>No.", add_special_tokens=False)["input_ids"]) == "hm</think>No."
+    assert (
+        answer_text(tokenizer, tokenizer("hm</think>No.", add_special_tokens=False)["input_ids"])
+        == "hm</think>No."
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     ids = tokenizer("<think>hm</think>No.", add_special_tokens=False)["input_ids"]
     assert answer_text(tokenizer, [*ids, 1]) == "No."
@@ -157,10 +189,24 @@ def test_thinking_whose_marks_are_special_tokens_is_not_history(target_dir):
 @pytest.fixture
 def words(target_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("chat.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")]
+    Path("chat.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    )
+    turns = [
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+        ("assistant", "d"),
+        ("user", "e"),
+        ("assistant", "f"),
+    ]
     chat = [{"role": role, "content": said} for role, said in turns]
-    rows = [{"messages": chat, "id": "long"}, {"prompt": "The"}, {"messages": chat[:3]}, {"messages": chat[:2]}]
+    rows = [
+        {"messages": chat, "id": "long"},
+        {"prompt": "The"},
+        {"messages": chat[:3]},
+        {"messages": chat[:2]},
+    ]
     write_rows("p.jsonl", *rows)
     command = f"distill --target {target_dir} --prompts p.jsonl --out set --max_new_tokens 8"
     return [*command.split(), "--chat_template", "chat.jinja"]
@@ -170,7 +216,9 @@ def test_all_turns_are_rows_with_the_target_s_own_history(words, door, target_di
     out, _ = door.ok(*words, "--num_samples", 2)
     assert "14 rows" in out.splitlines()[0] and "4 done" in out.splitlines()[0]
     rows = rows_of("set")
-    assert [(row["sample_index"], row["turn"]) for row in rows[:6]] == [(s, t) for s in range(2) for t in range(3)]
+    assert [(row["sample_index"], row["turn"]) for row in rows[:6]] == [
+        (s, t) for s in range(2) for t in range(3)
+    ]
     tokenizer = load_tokenizer(target_dir, chat_template="chat.jinja")
     for sample in range(2):
         history = ""
@@ -179,7 +227,8 @@ def test_all_turns_are_rows_with_the_target_s_own_history(words, door, target_di
             assert tokenizer.decode(row["prompt_ids"]) == history
             history += answer_text(tokenizer, row["response_ids"])
     assert len({tuple(row["response_ids"]) for row in rows}) > 10
-    # Every turn belongs to the prompt that `eval` makes of its row, so that a test on it is noticed.
+    # Every turn belongs to the prompt that `eval` makes of its row, so that a test on it is
+    # noticed.
     asked_ids = [prompt.ids for prompt in read_prompts("p.jsonl", tokenizer).prompts]
     assert {int(row["prompt_hash"], 16) for row in rows} == {prompt_hash(ids) for ids in asked_ids}
     # `last` answers once, after the turns as the file has them.
@@ -189,8 +238,13 @@ def test_all_turns_are_rows_with_the_target_s_own_history(words, door, target_di
 
 def test_a_chat_that_outgrows_the_context_is_shortened_and_counted(words, door):
     out, _ = door.ok(*words, "--max_new_tokens", 40, "--ignore_eos")
-    assert any("shortened: turn 2: " in line and "more than the 56 that fit" in line for line in out.splitlines())
-    assert {line["outcome"] for line in errors()} == {"shortened"} and manifest()["counts"]["prompts_done"] == 4
+    assert any(
+        "shortened: turn 2: " in line and "more than the 56 that fit" in line
+        for line in out.splitlines()
+    )
+    assert {line["outcome"] for line in errors()} == {"shortened"} and manifest()["counts"][
+        "prompts_done"
+    ] == 4
 
 
 def test_a_template_that_refuses_costs_its_row_alone(words, door):

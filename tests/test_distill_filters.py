@@ -18,15 +18,29 @@ LONG = "the quick brown fox jumps over the lazy dog and then it runs far away ho
 @pytest.fixture
 def words(target_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"The quick brown fox {number}", "id": f"p{number}", "domain": "d"} for number in range(30)]
+    rows = [
+        {"prompt": f"The quick brown fox {number}", "id": f"p{number}", "domain": "d"}
+        for number in range(30)
+    ]
     write_rows("p.jsonl", *rows)
-    command = f"distill --target {target_dir} --prompts p.jsonl --out set --max_new_tokens 10 --num_samples 3"
+    command = (
+        f"distill --target {target_dir} --prompts p.jsonl --out set --max_new_tokens 10 "
+        "--num_samples 3"
+    )
     return [*command.split(), "--part_rows", "12"]
 
 
 def test_dropped_answers_are_counted_and_the_others_are_the_same(words, door):
     assert door(*words, "--out", "all")[0] == 0
-    options = ["--drop", "truncated", "empty", "--min_response_tokens", 3, "--max_response_tokens", 9]
+    options = [
+        "--drop",
+        "truncated",
+        "empty",
+        "--min_response_tokens",
+        3,
+        "--max_response_tokens",
+        9,
+    ]
     out, _ = door.ok(*words, *options, "--json")
     every, kept, made = rows_of("all"), rows_of(), manifest()
 
@@ -41,7 +55,9 @@ def test_dropped_answers_are_counted_and_the_others_are_the_same(words, door):
     assert counts["prompts_done"] == len({row["prompt_id"] for row in kept})
     assert sum(int(line.split()[0]) for line in made["dropped_because"]) == counts["rows_dropped"]
     assert any(" dropped: truncated (row " in line for line in made["dropped_because"])
-    assert any(" tokens, fewer than min_response_tokens 3" in line for line in made["dropped_because"])
+    assert any(
+        " tokens, fewer than min_response_tokens 3" in line for line in made["dropped_because"]
+    )
     assert all(line in out for line in made["dropped_because"] + made["skipped_because"])
     assert Counter(line["outcome"] for line in errors()) == {
         "dropped": counts["rows_dropped"],
@@ -67,7 +83,12 @@ def test_a_set_of_nothing_is_an_error(words, door):
         ({"drop": ["repetitive"]}, list(range(2, 200)), "length", ""),
         ({"drop": ["repetitive"]}, [50] * 31, "length", ""),
         ({"min_response_tokens": 2}, [50], "stop", "1 tokens, fewer than min_response_tokens 2"),
-        ({"max_response_tokens": 2}, [50, 51, 52], "stop", "3 tokens, more than max_response_tokens 2"),
+        (
+            {"max_response_tokens": 2},
+            [50, 51, 52],
+            "stop",
+            "3 tokens, more than max_response_tokens 2",
+        ),
         ({}, [1], "length", ""),
     ],
 )
@@ -77,7 +98,10 @@ def test_the_reasons(tokenizer, options, ids, reason, why):
 
 
 def test_a_finished_set_is_copied_and_its_manifest_comes_last(words, door):
-    assert door.summary(*words, "--copy_to", "memory://bucket/set")["copied_to"] == "memory://bucket/set"
+    assert (
+        door.summary(*words, "--copy_to", "memory://bucket/set")["copied_to"]
+        == "memory://bucket/set"
+    )
     store = fsspec.filesystem("memory")
     copies = {path["name"].rsplit("/", 1)[1]: path for path in store.ls("/bucket/set")}
     assert {name: store.cat(path["name"]) for name, path in copies.items()} == {
@@ -89,11 +113,25 @@ def test_a_finished_set_is_copied_and_its_manifest_comes_last(words, door):
 @pytest.mark.parametrize(
     ("row", "shared"),
     [
-        ({"prompt": "Well: THE quick, brown fox -- jumps over the lazy dog (and then it runs)!"}, True),
+        (
+            {"prompt": "Well: THE quick, brown fox -- jumps over the lazy dog (and then it runs)!"},
+            True,
+        ),
         ({"prompt": "Well: the quick brown fox jumps over the lazy dog and then it walks"}, False),
-        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": f"So {LONG}?"}]}, True),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "user", "content": f"So {LONG}?"},
+                ]
+            },
+            True,
+        ),
         # What an assistant or a system turn says is not asked.
-        ({"messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "Hi"}]}, False),
+        (
+            {"messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "Hi"}]},
+            False,
+        ),
         ({"text": f"Long ago, {LONG}."}, True),
         ({"prompt": "Short one!"}, True),
         ({"prompt": "A short one"}, False),
@@ -102,27 +140,48 @@ def test_a_finished_set_is_copied_and_its_manifest_comes_last(words, door):
     ],
 )
 def test_thirteen_words_in_a_row_are_shared(tmp_path, row, shared):
-    rows = [{"prompt": LONG}, {"prompt": "short one"}, {"prompt": "敏捷的棕色狐狸跳过了懒惰的狗然后回家"}]
+    rows = [
+        {"prompt": LONG},
+        {"prompt": "short one"},
+        {"prompt": "敏捷的棕色狐狸跳过了懒惰的狗然后回家"},
+    ]
     found = Suites([f"fox={write_rows(tmp_path / 's.jsonl', *rows)}"]).shared_with(row)
     assert found == ("fox" if shared else None)
 
 
 def test_the_form_of_a_suite_is_no_content(tmp_path):
-    form = "Answer the following question about numbers in as few words as you possibly can please: "
+    form = (
+        "Answer the following question about numbers in as few words as you possibly can please: "
+    )
     rows = [{"prompt": f"{form} what is {number}?"} for number in range(11)]
     suites = Suites([f"n={write_rows(tmp_path / 's.jsonl', *rows)}"])
     assert suites.shared_with({"prompt": f"{form} what is 99?"}) is None
     assert suites.shared_with({"prompt": f"{form} what is 7?"}) == "n"
 
 
-def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(tmp_path, target_dir, door, monkeypatch):
+def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
+    tmp_path, target_dir, door, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     write_rows("p.jsonl", {"prompt": "The"}, {"prompt": f"Now {LONG}"}, {"prompt": "fox"})
     fox, cat = write_rows("fox.jsonl", {"prompt": LONG}), write_rows("cat.jsonl", {"prompt": "cat"})
-    words = ["distill", "--target", target_dir, "--prompts", "p.jsonl", "--out", "set", "--max_new_tokens", 4]
+    words = [
+        "distill",
+        "--target",
+        target_dir,
+        "--prompts",
+        "p.jsonl",
+        "--out",
+        "set",
+        "--max_new_tokens",
+        4,
+    ]
     words += ["--decontaminate", f"cat={cat}", f"fox={fox}"]
     out, _ = door.ok(*words)
-    assert "2 rows" in out and "1 skipped: shares 13 words in a row with the evaluation's fox (row 2)" in out
+    assert (
+        "2 rows" in out
+        and "1 skipped: shares 13 words in a row with the evaluation's fox (row 2)" in out
+    )
     write_rows("fox.jsonl", {"prompt": "other words"})
     assert "decontaminated is" in door.refused(*words)
     for wrong in ("=fox.jsonl", "fox="):

@@ -18,7 +18,8 @@ Rows = list[dict[str, Any]]
 @pytest.fixture
 def words(target_dir, prompts_file):
     return (
-        f"distill --target {target_dir} --prompts {prompts_file} --out set --num_samples 3 --max_new_tokens 10 "
+        f"distill --target {target_dir} --prompts {prompts_file} --out set --num_samples 3 "
+        "--max_new_tokens 10 "
         "--batch_size 3 --part_rows 6 --seed 11"
     ).split()
 
@@ -35,12 +36,20 @@ def whole(words, tmp_path, door, monkeypatch):
 def test_every_row_and_every_count(whole, target_dir):
     """Law 8: read = done + skipped + failed."""
     rows, record = rows_of(whole), manifest(whole)
-    # Each part has the answers to two prompts; the fourth row of the nine is empty, and the last part has one prompt.
+    # Each part has the answers to two prompts; the fourth row of the nine is empty, and the last
+    # part has one prompt.
     parts = {f"part-{i:05d}.parquet" for i in range(5)}
-    assert {path.name for path in whole.iterdir()} == {"manifest.json", "README.md", "errors.jsonl", *parts}
+    assert {path.name for path in whole.iterdir()} == {
+        "manifest.json",
+        "README.md",
+        "errors.jsonl",
+        *parts,
+    }
     assert [part["rows"] for part in record["parts"]] == [6, 3, 6, 6, 3]
     assert all(sha256_file(whole / part["file"]) == part["sha256"] for part in record["parts"])
-    counts = dict(prompts_read=9, prompts_done=8, prompts_skipped=1, prompts_failed=0, rows=24, rows_dropped=0)
+    counts = dict(
+        prompts_read=9, prompts_done=8, prompts_skipped=1, prompts_failed=0, rows=24, rows_dropped=0
+    )
     assert record["counts"] == counts
     assert record["skipped_because"] == ["1 skipped: key 'prompt' is empty (row 4)"]
     assert errors(whole) == [{"row": 4, "outcome": "skipped", "reason": "key 'prompt' is empty"}]
@@ -75,15 +84,29 @@ def test_a_row_can_be_made_again_from_its_seed(whole, target_dir):
     assert len({row["seed"] for row in rows}) == len(rows)
     assert row_seed(11, "numbers/1") in {row["seed"] for row in rows}
     for row in rows[::5]:
-        alone = decoder.generate([row["prompt_ids"]], Sampling(), 10, [generator(row["seed"])], eos_ids(model))
+        alone = decoder.generate(
+            [row["prompt_ids"]], Sampling(), 10, [generator(row["seed"])], eos_ids(model)
+        )
         assert alone.generations[0].output_ids == row["response_ids"]
 
 
-@pytest.mark.parametrize("change", [{"batch_size": 1}, {"batch_size": 24}, {"part_rows": 1024}, {"part_rows": 1}])
-def test_batches_and_parts_only_change_the_cutting(whole, tmp_path, target_dir, prompts_file, change):
-    options: dict[str, Any] = {"batch_size": 3, "part_rows": 6, "num_samples": 3, "max_new_tokens": 10, "seed": 11}
+@pytest.mark.parametrize(
+    "change", [{"batch_size": 1}, {"batch_size": 24}, {"part_rows": 1024}, {"part_rows": 1}]
+)
+def test_batches_and_parts_only_change_the_cutting(
+    whole, tmp_path, target_dir, prompts_file, change
+):
+    options: dict[str, Any] = {
+        "batch_size": 3,
+        "part_rows": 6,
+        "num_samples": 3,
+        "max_new_tokens": 10,
+        "seed": 11,
+    }
     out = tmp_path / "set"
-    config = DistillConfig(target=target_dir, prompts=prompts_file, out=str(out), **(options | change))
+    config = DistillConfig(
+        target=target_dir, prompts=prompts_file, out=str(out), **(options | change)
+    )
     summary = distill(config, "distill")
     assert rows_of(out) == rows_of(whole)
     per_part = max(1, config.part_rows // 3)
@@ -91,17 +114,27 @@ def test_batches_and_parts_only_change_the_cutting(whole, tmp_path, target_dir, 
     assert summary["rows"] == 24
 
 
-def test_another_seed_and_another_sampling_give_other_rows(whole, tmp_path, target_dir, prompts_file):
+def test_another_seed_and_another_sampling_give_other_rows(
+    whole, tmp_path, target_dir, prompts_file
+):
     def make(name: str, **options: Any) -> Rows:
         settings = {"num_samples": 3, "max_new_tokens": 10, "seed": 11} | options
-        distill(DistillConfig(target=target_dir, prompts=prompts_file, out=str(tmp_path / name), **settings), "x")
+        distill(
+            DistillConfig(
+                target=target_dir, prompts=prompts_file, out=str(tmp_path / name), **settings
+            ),
+            "x",
+        )
         return rows_of(tmp_path / name)
 
     base = [row["response_ids"] for row in rows_of(whole)]
     assert [row["response_ids"] for row in make("seed", seed=12)] != base
     assert [row["response_ids"] for row in make("top", top_k=2)] != base
     greedy = make("greedy", temperature=0.0)
-    assert all(a["response_ids"] == b["response_ids"] for a, b in zip(greedy[::3], greedy[1::3], strict=True))
+    assert all(
+        a["response_ids"] == b["response_ids"]
+        for a, b in zip(greedy[::3], greedy[1::3], strict=True)
+    )
     on = make("on", ignore_eos=True)
     assert {len(row["response_ids"]) for row in on} == {10}
     assert {row["finish_reason"] for row in on} == {"length"}
@@ -117,5 +150,7 @@ def test_two_processes_make_the_same_bytes(words, whole, tmp_path, launch):
     assert files(there / "set") == files(whole)
     assert run.stdout.count("24 rows") == 1
     # Each process made its own share; the main one speaks.
-    shown = re.findall(r"distill: .*?\| (\d+)/(\d+) \[", run.stderr)  # more lines the longer it takes
+    shown = re.findall(
+        r"distill: .*?\| (\d+)/(\d+) \[", run.stderr
+    )  # more lines the longer it takes
     assert {total for _, total in shown} == {"5"} and ("5", "5") in shown

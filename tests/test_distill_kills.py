@@ -1,4 +1,6 @@
-"""A set is the same bytes whenever its run was killed; what disturbs a run is one line that says what was kept."""
+"""A set is the same bytes whenever its run was killed; what disturbs a run is one line that says
+what was kept.
+"""
 
 import os
 import shutil
@@ -30,7 +32,10 @@ module.Journal.append = stopping
 @pytest.fixture
 def words(target_dir, prompts_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return f"distill --target {target_dir} --prompts {prompts_file} --out set --max_new_tokens 5 --part_rows 4".split()
+    return (
+        f"distill --target {target_dir} --prompts {prompts_file} --out set --max_new_tokens 5 "
+        "--part_rows 4"
+    ).split()
 
 
 def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words, door, spawn):
@@ -41,7 +46,9 @@ def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words, door, 
     assert {"part-00000.parquet", ".part-00001.answers.jsonl", "run.json"} < set(files())
     assert not {"part-00001.parquet", "manifest.json"} & set(files())
     # Training on an unfinished set is refused.
-    code, _, err = door("train", "--out", "o", "--data", "set", "--draft", words[2], "--max_length", 64)
+    code, _, err = door(
+        "train", "--out", "o", "--data", "set", "--draft", words[2], "--max_length", 64
+    )
     assert code == 2 and "manifest" in err
     code, _, err = door(*words)
     assert code == 0 and files() == whole, err
@@ -49,11 +56,18 @@ def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words, door, 
     times = {path: path.stat().st_mtime_ns for path in Path("set").glob("part-*")}
     Path("set/part-00001.parquet").unlink()
     assert door(*words)[0] == 0 and files() == whole
-    assert Path("set/part-00000.parquet").stat().st_mtime_ns == times[Path("set/part-00000.parquet")]
-    assert "temperature is 1.0, now it is 0.5" in door.refused(*words, "--temperature", "0.5") and files() == whole
+    assert (
+        Path("set/part-00000.parquet").stat().st_mtime_ns == times[Path("set/part-00000.parquet")]
+    )
+    assert (
+        "temperature is 1.0, now it is 0.5" in door.refused(*words, "--temperature", "0.5")
+        and files() == whole
+    )
 
 
-@pytest.mark.parametrize("name, code, line", [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "stopped by SIGTERM")])
+@pytest.mark.parametrize(
+    "name, code, line", [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "stopped by SIGTERM")]
+)
 def test_a_stopped_run_says_how_many_answers_are_kept(words, door, spawn, name, code, line):
     words += ["--part_rows", "8", "--batch_size", "2"]
     out, err = spawn(*words, cwd=Path.cwd(), patch=STOP_IN_WAVE.format(name=name)).wait(code)
@@ -72,7 +86,9 @@ def test_a_full_disk_names_the_file_and_what_to_do(words, door, monkeypatch):
     def full(table: Any, path: Path) -> None:
         if "00001" in str(path):
             path.write_bytes(b"PAR1 half")
-            raise OSError(28, "Error writing bytes to file. Detail: [errno 28] No space left on device")
+            raise OSError(
+                28, "Error writing bytes to file. Detail: [errno 28] No space left on device"
+            )
         write(table, path)
 
     with monkeypatch.context() as patch:
@@ -83,19 +99,27 @@ def test_a_full_disk_names_the_file_and_what_to_do(words, door, monkeypatch):
         "draftsmith distill: set/part-00001.parquet: cannot be written (No space left on device); "
         "fix that and run the same command again"
     )
-    assert sorted(os.listdir("set")) == [".part-00001.answers.jsonl", "part-00000.parquet", "run.json"]
+    assert sorted(os.listdir("set")) == [
+        ".part-00001.answers.jsonl",
+        "part-00000.parquet",
+        "run.json",
+    ]
     assert door(*words)[0] == 0
 
 
 def test_what_is_not_a_distilled_set_is_not_written_into(words, door):
     Path("set").mkdir()
     Path("set/config.json").write_text("mine")
-    assert "--out set: holds config.json of something else; choose another --out" in door.refused(*words)
+    assert "--out set: holds config.json of something else; choose another --out" in door.refused(
+        *words
+    )
     assert os.listdir("set") == ["config.json"]
 
 
 def test_prompts_that_have_become_fewer_are_another_set(words, door, prompts_file):
-    """What was made of the rows that are gone would stay in the directory, and be read with the rest."""
+    """What was made of the rows that are gone would stay in the directory, and be read with the
+    rest.
+    """
     rows = Path(prompts_file).read_text().splitlines()
     for kept in (4, 8, 9):  # as many parts as before, and one that has no rows
         words[4] = write_rows("rows.jsonl", *rows[:8], "{}", "{}", "{}", "{}")

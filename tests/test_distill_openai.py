@@ -1,4 +1,6 @@
-"""Distilling from servers: every row once and as the server drew it, whatever servers do meanwhile."""
+"""Distilling from servers: every row once and as the server drew it, whatever servers do
+meanwhile.
+"""
 
 import json
 import signal
@@ -31,16 +33,22 @@ def words(target_dir, tmp_path, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setattr(openai, "BACKOFF_S", (0.001, 0.01))
     write_rows(
-        "prompts.jsonl", *({"prompt": f"A draft model {number}", "id": f"p{number}"} for number in range(PROMPTS))
+        "prompts.jsonl",
+        *({"prompt": f"A draft model {number}", "id": f"p{number}"} for number in range(PROMPTS)),
     )
-    command = f"distill --engine openai --target {target_dir} --prompts prompts.jsonl --out set --num_samples 2"
+    command = (
+        f"distill --engine openai --target {target_dir} --prompts prompts.jsonl --out set "
+        "--num_samples 2"
+    )
     return f"{command} --max_new_tokens 10 --part_rows 20 --seed 3 --endpoint".split()
 
 
 @pytest.fixture
 def serve(tokenizer):
     with ExitStack() as stack:
-        yield lambda kind="vllm", **options: stack.enter_context(serving(kind, tokenizer, **options))
+        yield lambda kind="vllm", **options: stack.enter_context(
+            serving(kind, tokenizer, **options)
+        )
 
 
 def answered_once(server: Server) -> bool:
@@ -70,9 +78,14 @@ def test_teacher_rows_are_the_log_probabilities_of_the_server(words, door, serve
         ids_RK, logprobs_RK, tail_R = unpack(row["teacher"])
         # The likeliest three of the four that the server shows.
         assert ids_RK.tolist() == [[token, 100, 101] for token in row["response_ids"]]
-        assert np.allclose(np.exp(logprobs_RK), [0.5, 0.2, 0.1], atol=1e-3) and np.allclose(tail_R, 0.2, atol=1e-3)
+        assert np.allclose(np.exp(logprobs_RK), [0.5, 0.2, 0.1], atol=1e-3) and np.allclose(
+            tail_R, 0.2, atol=1e-3
+        )
     code, _, err = door(*words, serve("text").url, "--teacher_top_k", 3, "--out", "other")
-    assert code == 2 and "teacher_top_k: needs vLLM's server, started with --max-logprobs 3 or more" in err
+    assert (
+        code == 2
+        and "teacher_top_k: needs vLLM's server, started with --max-logprobs 3 or more" in err
+    )
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
@@ -81,9 +94,18 @@ def test_rows_are_what_the_server_drew(words, door, serve, kind):
     door.ok(*words, server.url)
     check_rows(rows_of())
     record = manifest()
-    counts = dict(prompts_read=40, prompts_done=40, prompts_skipped=0, prompts_failed=0, rows=80, rows_dropped=0)
+    counts = dict(
+        prompts_read=40,
+        prompts_done=40,
+        prompts_skipped=0,
+        prompts_failed=0,
+        rows=80,
+        rows_dropped=0,
+    )
     assert record["counts"] == counts
-    assert record["identity"]["served_model"] == "target" and record["tokens_from"] == {"target": 80}
+    assert record["identity"]["served_model"] == "target" and record["tokens_from"] == {
+        "target": 80
+    }
     assert server.url not in json.dumps(record["identity"])
     assert not list(Path("set").glob(".*"))
     body = server.bodies[-1]
@@ -93,7 +115,9 @@ def test_rows_are_what_the_server_drew(words, door, serve, kind):
 
 
 def test_text_is_tokenised_again_and_what_differs_is_counted(words, door, serve, tokenizer):
-    """The served model draws tokens that the tokenizer would never choose for their text, so some rows differ."""
+    """The served model draws tokens that the tokenizer would never choose for their text, so some
+    rows differ.
+    """
     server = serve("text", strict_keys=True)
     code, out, err = door(*words, server.url)
     assert code == 0 and "returns text, not token ids" in err
@@ -107,22 +131,29 @@ def test_text_is_tokenised_again_and_what_differs_is_counted(words, door, serve,
     counts = manifest()["tokens_from"]
     assert counts["text"] > 20 and sum(counts.values()) == 80
     assert f"{counts['text_differs']} rows came as text" in out
-    # A server that rejects the keys which OpenAI's API does not have is asked without them, if that changes nothing.
-    assert not {"top_k", "min_p", "return_token_ids", "repetition_penalty"} & server.bodies[-1].keys()
+    # A server that rejects the keys which OpenAI's API does not have is asked without them, if that
+    # changes nothing.
+    assert (
+        not {"top_k", "min_p", "return_token_ids", "repetition_penalty"} & server.bodies[-1].keys()
+    )
     code, _, err = door(*words, server.url, "--out", "other", "--top_k", 7)
     assert code == 2 and err.strip().endswith("does not take top_k; set it to its neutral value")
     assert not Path("other").exists()
 
 
 def test_passing_trouble_costs_no_row(words, door, serve):
-    """Every second request goes wrong the first two times that it is asked, in each of the ways that servers have."""
+    """Every second request goes wrong the first two times that it is asked, in each of the ways
+    that servers have.
+    """
     ways = [429, "half", 500, "garbage", 503, "reset", 408, 404]
     server = serve()
 
     def misbehave(number: int) -> int | str | None:
         seed = server.bodies[number]["seed"]
         tries = [body["seed"] for body in server.bodies[:number]].count(seed)
-        return ways[(seed // 2 + tries) % 8] if seed != TRIAL_SEED and seed % 2 and tries < 2 else None
+        return (
+            ways[(seed // 2 + tries) % 8] if seed != TRIAL_SEED and seed % 2 and tries < 2 else None
+        )
 
     server.misbehave = misbehave
     door.ok(*words, server.url)
@@ -137,7 +168,9 @@ def test_an_answer_that_takes_too_long_is_asked_again(words, door, serve):
 
 
 def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(words, door, serve, tokenizer):
-    """One row is refused, one always breaks the server, and some get replies that are no answers."""
+    """One row is refused, one always breaks the server, and some get replies that are no
+    answers.
+    """
     no_answers: list[Any] = [
         b"<html>Sign in</html>",
         b"[" * 100_000,
@@ -154,25 +187,37 @@ def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(words, door, 
         "reset",
         *(body if isinstance(body, bytes) else json.dumps(body).encode() for body in no_answers),
     ]
-    prompts = [list(tokenizer(f"A draft model {number}")["input_ids"]) for number in range(len(wrong))]
+    prompts = [
+        list(tokenizer(f"A draft model {number}")["input_ids"]) for number in range(len(wrong))
+    ]
     server = serve()
     server.misbehave = lambda number: (
-        wrong[prompts.index(prompt)] if (prompt := server.bodies[number]["prompt"]) in prompts else None
+        wrong[prompts.index(prompt)]
+        if (prompt := server.bodies[number]["prompt"]) in prompts
+        else None
     )
     out, _ = door.ok(*words, server.url)
     assert f"of 40 prompts {40 - len(wrong)} done, 0 skipped, {len(wrong)} failed" in out
-    assert [(line["row"], line["outcome"]) for line in errors()] == [(n + 1, "failed") for n in range(len(wrong))]
+    assert [(line["row"], line["outcome"]) for line in errors()] == [
+        (n + 1, "failed") for n in range(len(wrong))
+    ]
     reasons = [line["reason"] for line in errors()]
-    assert reasons[0].startswith("status 422") and all("tried 8 times" in reason for reason in reasons[1:-2])
+    assert reasons[0].startswith("status 422") and all(
+        "tried 8 times" in reason for reason in reasons[1:-2]
+    )
     assert all(reason.startswith("gave ") for reason in reasons[-2:])
     assert server.url not in Path("set/errors.jsonl").read_text()
-    assert len(rows_of()) == 2 * (40 - len(wrong)) and manifest()["counts"]["prompts_failed"] == len(wrong)
+    assert len(rows_of()) == 2 * (40 - len(wrong)) and manifest()["counts"][
+        "prompts_failed"
+    ] == len(wrong)
 
 
 def test_one_of_two_servers_dies_and_comes_back(words, door, serve):
     first, second = serve(), serve()
     second.misbehave = lambda number: "reset" if 10 <= number < 16 else None
-    first.misbehave = lambda number: wait_until(lambda: len(second.bodies) > 16) if number > 40 else None
+    first.misbehave = lambda number: (
+        wait_until(lambda: len(second.bodies) > 16) if number > 40 else None
+    )
     door.ok(*words, first.url, second.url, "--concurrency", 8)
     check_rows(rows_of())
     assert len(second.bodies) > 16 and len(first.bodies) > 20
@@ -182,7 +227,10 @@ def test_a_server_that_is_down(words, door, serve, tokenizer):
     up, down = serve(), Server("vllm", tokenizer)
     down.server_close()
     _, err = door.ok(*words, up.url, down.url)
-    assert f"draftsmith distill: {down.url}: /models does not answer" in err and "trying it again later" in err
+    assert (
+        f"draftsmith distill: {down.url}: /models does not answer" in err
+        and "trying it again later" in err
+    )
     check_rows(rows_of())
     code, _, err = door(*words, down.url, "--out", "other")
     assert code == 2 and "endpoint: no server answers" in err and "Traceback" not in err
@@ -196,7 +244,9 @@ def test_when_all_servers_are_gone_what_was_answered_stays(words, door, serve, m
     words = [*words, server.url, "--part_rows", "1000", "--concurrency", "4"]
     code, _, err = door(*words, "--timeout_s", 0.5)
     assert code == 1
-    assert "no server has answered for" in err and err.strip().endswith("run the same command again to resume")
+    assert "no server has answered for" in err and err.strip().endswith(
+        "run the same command again to resume"
+    )
     assert len(server.answered) == 30
     server.misbehave = lambda number: None
     assert door(*words)[0] == 0
@@ -208,7 +258,9 @@ def test_budgets_stop_and_a_larger_one_continues(words, door, serve):
     server = serve()
     code, _, err = door(*words, server.url, "--max_requests", 30)
     assert code == 1
-    assert "max_requests: all 30 are spent; raise it, and run the same command again to resume" in err
+    assert (
+        "max_requests: all 30 are spent; raise it, and run the same command again to resume" in err
+    )
     assert len(server.answered) == 1 + 30
     code, _, err = door(*words, server.url, "--max_tokens", 200, "--concurrency", 4)
     assert code == 1 and "max_tokens: " in err
@@ -225,7 +277,9 @@ def test_the_key_is_from_the_environment_and_nowhere_else(words, door, serve, mo
     assert code == 2 and "status 401" in err and "put the server's key into OPENAI_API_KEY" in err
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wr\nong")
     code, _, err = door(*words, server.url)
-    assert code == 2 and "the server rejects the key in OPENAI_API_KEY" in err and "sk-wr" not in err
+    assert (
+        code == 2 and "the server rejects the key in OPENAI_API_KEY" in err and "sk-wr" not in err
+    )
     monkeypatch.setenv("MY_KEY", "sk-secret\n")
     out, err = door.ok(*words, server.url, "--api_key_env", "MY_KEY")
     assert not any(b"sk-secret" in path.read_bytes() for path in Path("set").iterdir())
@@ -236,25 +290,40 @@ def test_servers_that_must_not_be_used(words, door, serve):
     first, other, moved = serve(), serve(model="another"), serve(moved_to="https://elsewhere")
     code, _, err = door(*words, first.url, other.url)
     assert code == 2 and f"{other.url}: serves another, but {first.url} serves target" in err
-    assert "leads to https://elsewhere/v1/models" in door.refused(*words, moved.url) and not Path("set").exists()
+    assert (
+        "leads to https://elsewhere/v1/models" in door.refused(*words, moved.url)
+        and not Path("set").exists()
+    )
 
 
 def test_concurrency_is_bounded(words, door, serve):
     server = serve()
-    server.misbehave = lambda number: wait_until(lambda: server.most_active >= 3) if number >= 8 else None
+    server.misbehave = lambda number: (
+        wait_until(lambda: server.most_active >= 3) if number >= 8 else None
+    )
     assert door(*words, server.url, "--concurrency", 3)[0] == 0
     assert server.most_active == 3
 
 
 def test_the_first_requests_are_retried_as_later_ones_are(words, door, serve):
     """A fault of any kind, or two of them, before the first answer."""
-    cases: list[list[Any]] = [[429], [503, 500], ["garbage"], ["half", "reset"], [b"[]"], [408, b"<html>"]]
+    cases: list[list[Any]] = [
+        [429],
+        [503, 500],
+        ["garbage"],
+        ["half", "reset"],
+        [b"[]"],
+        [408, b"<html>"],
+    ]
     for number, faults in enumerate(cases):
         server = serve(misbehave=dict(enumerate(faults)).get)
         door.ok(*words, server.url, "--out", f"set{number}", "--max_prompts", 2)
         assert manifest(f"set{number}")["tokens_from"] == {"target": 4}
     server = serve(misbehave=lambda number: b'{"error": {"message": "CUDA out of memory"}}')
-    assert "CUDA out of memory" in door.refused(*words, server.url, "--out", "none") and not Path("none").exists()
+    assert (
+        "CUDA out of memory" in door.refused(*words, server.url, "--out", "none")
+        and not Path("none").exists()
+    )
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "text"])
@@ -262,18 +331,28 @@ def test_a_served_model_that_is_named_needs_no_list(words, door, serve, kind):
     server = serve(kind)
     door.ok(*words, server.url, "--served_model", "target", "--max_prompts", 3)
     assert server.lists == 0 and len(rows_of()) == 6
-    assert set(manifest()["tokens_from"]) <= ({"text", "text_differs"} if kind == "text" else {"target"})
+    assert set(manifest()["tokens_from"]) <= (
+        {"text", "text_differs"} if kind == "text" else {"target"}
+    )
 
 
 def test_text_is_encoded_behind_its_prompt():
-    """A SentencePiece tokenizer puts a space piece before a text that stands alone; behind its prompt it does not."""
+    """A SentencePiece tokenizer puts a space piece before a text that stands alone; behind its
+    prompt it does not.
+    """
     space = "\u2581"
     words = [space, f"{space}The", f"{space}fox", f"{space}jumps", "fox", ",", "s"]
     model = Tokenizers(models.Unigram([(word, -2.0 - len(word)) for word in words], unk_id=6))
-    model.normalizer = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
-    model.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    model.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(space), normalizers.Replace(" ", space)]
+    )
+    model.decoder = decoders.Sequence(
+        [decoders.Replace(space, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
-    the, fox, jumps, comma = (words.index(word) for word in (f"{space}The", f"{space}fox", f"{space}jumps", ","))
+    the, fox, jumps, comma = (
+        words.index(word) for word in (f"{space}The", f"{space}fox", f"{space}jumps", ",")
+    )
     assert tokenizer(" fox", add_special_tokens=False)["input_ids"] == [0, fox]
     for text, drawn in ((" fox jumps", [fox, jumps]), (", fox", [comma, fox])):
         for count in (len(drawn), len(drawn) + 1, None):  # a server may count the end
@@ -283,9 +362,26 @@ def test_text_is_encoded_behind_its_prompt():
 
 @pytest.mark.slow
 def test_faults_and_kills_lose_no_row(words, spawn, door, serve):
-    """Every third request meets a fault, and the client is killed: asked = done + failed + skipped."""
-    faults = [429, "half", b'{"choices": []}', 500, "reset", b"[", "garbage", b'{"choices": [{}]}', 503, b"null"]
-    write_rows("prompts.jsonl", *({"prompt": f"A draft {n}" if n % 7 else ""} for n in range(1, 61)), "{broken")
+    """Every third request meets a fault, and the client is killed: asked = done + failed +
+    skipped.
+    """
+    faults = [
+        429,
+        "half",
+        b'{"choices": []}',
+        500,
+        "reset",
+        b"[",
+        "garbage",
+        b'{"choices": [{}]}',
+        503,
+        b"null",
+    ]
+    write_rows(
+        "prompts.jsonl",
+        *({"prompt": f"A draft {n}" if n % 7 else ""} for n in range(1, 61)),
+        "{broken",
+    )
     server = serve(misbehave=lambda number: faults[number // 3 % 10] if number % 3 == 2 else None)
     whole = serve()
     assert door(*words, whole.url, "--out", "whole")[0] == 0
@@ -295,7 +391,11 @@ def test_faults_and_kills_lose_no_row(words, spawn, door, serve):
     client.wait(-9)
     door.ok(*words, server.url)
     counts = manifest()["counts"]
-    assert (counts["prompts_read"], counts["prompts_skipped"], counts["prompts_failed"]) == (61, 9, 0)
+    assert (counts["prompts_read"], counts["prompts_skipped"], counts["prompts_failed"]) == (
+        61,
+        9,
+        0,
+    )
     assert counts["prompts_done"] == 52 and counts["rows"] == 104
     assert files(pattern="part-*") == files("whole", "part-*")
 
@@ -308,17 +408,44 @@ def test_llama_server_draws_what_this_process_draws(tmp_path, door):
         pytest.skip(f"llama-server is not installed: {how_to_get('llama-server')}")
     target = ROOT / "draftsmith" / "demo" / "pair" / "target"
     out = tmp_path / "target.gguf"
-    assert door("export", "--draft", target, "--format", "gguf", "--out", out, "--dtype", "float32")[0] == 0
+    assert (
+        door("export", "--draft", target, "--format", "gguf", "--out", out, "--dtype", "float32")[0]
+        == 0
+    )
     gguf = next(out.rglob("*.gguf")) if out.is_dir() else out
     source = tmp_path / "p.jsonl"
-    source.write_text("".join(json.dumps({"prompt": f"If the lock {number} is not"}) + "\n" for number in range(24)))
-    words = ["distill", "--target", target, "--prompts", source, "--max_new_tokens", 24, "--temperature", 0]
+    source.write_text(
+        "".join(
+            json.dumps({"prompt": f"If the lock {number} is not"}) + "\n" for number in range(24)
+        )
+    )
+    words = [
+        "distill",
+        "--target",
+        target,
+        "--prompts",
+        source,
+        "--max_new_tokens",
+        24,
+        "--temperature",
+        0,
+    ]
     with llama_server(server, ["-m", str(gguf), "-t", "1", "-c", "2048", "-np", "4"]) as port:
-        served = ["--engine", "openai", "--endpoint", f"http://127.0.0.1:{port}/v1", "--concurrency", 4]
+        served = [
+            "--engine",
+            "openai",
+            "--endpoint",
+            f"http://127.0.0.1:{port}/v1",
+            "--concurrency",
+            4,
+        ]
         door.ok(*words, *served, "--out", tmp_path / "served")
     assert door(*words, "--out", tmp_path / "local", "--device", "cpu")[0] == 0
     for theirs, ours in zip(rows_of(tmp_path / "served"), rows_of(tmp_path / "local"), strict=True):
-        assert (theirs["response_ids"], theirs["finish_reason"]) == (ours["response_ids"], ours["finish_reason"])
+        assert (theirs["response_ids"], theirs["finish_reason"]) == (
+            ours["response_ids"],
+            ours["finish_reason"],
+        )
 
 
 @pytest.mark.slow
@@ -330,11 +457,15 @@ def test_the_commands_of_the_page_on_data_work_in_order(tmp_path, monkeypatch, d
     text = "If the file {} is not found, an error is raised and the caller must decide what to do. "
     rows = [json.dumps({"id": f"row {i}", "text": text.format(i) * 4}) for i in range(24)]
     Path("out/demo/prompts/prose.train.jsonl").write_text("\n".join(rows) + "\n")
-    Path("out/demo/prompts/prose.jsonl").write_text(json.dumps({"text": "Another text altogether. " * 16}) + "\n")
+    Path("out/demo/prompts/prose.jsonl").write_text(
+        json.dumps({"text": "Another text altogether. " * 16}) + "\n"
+    )
     tokenizer = load_tokenizer("out/demo/pair/target")
     with serving("vllm", tokenizer) as one, serving("llama.cpp", tokenizer) as other:
         for line in commands((ROOT / "docs" / "data.md").read_text(encoding="utf-8")):
-            line = line.replace("http://localhost:8000/v1", one.url).replace("http://localhost:8001/v1", other.url)
+            line = line.replace("http://localhost:8000/v1", one.url).replace(
+                "http://localhost:8001/v1", other.url
+            )
             if line.startswith("draftsmith "):
                 code, _, err = door(*line.split()[1:])
             else:

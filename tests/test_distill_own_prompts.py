@@ -1,4 +1,6 @@
-"""Prompts that the target writes itself: as it would go on, each once, all accounted for, the same after kills."""
+"""Prompts that the target writes itself: as it would go on, each once, all accounted for, the same
+after kills.
+"""
 
 import json
 from pathlib import Path
@@ -13,14 +15,20 @@ from draftsmith_core.tokenization import decode_text, load_tokenizer
 from tests.distilled import files, manifest, rows_of
 from tests.serving import serving
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% "
+    "endfor %}[assistant]"
+)
 
 
 @pytest.fixture
 def words(target_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("chat.jinja").write_text(TEMPLATE)
-    command = f"distill --target {target_dir} --chat_template chat.jinja --out set --max_new_tokens 12 --part_rows 10"
+    command = (
+        f"distill --target {target_dir} --chat_template chat.jinja --out set "
+        "--max_new_tokens 12 --part_rows 10"
+    )
     return [*command.split(), "--prompts"]
 
 
@@ -44,7 +52,9 @@ def test_prompts_are_what_the_target_writes(words, door, target_dir):
     start = tokenizer("<s>[user]", add_special_tokens=False)["input_ids"]
     for row in found:
         seed = row_seed(0, f"magpie/{row['id'].removeprefix('magpie-')}")
-        made = SpeculativeDecoder(model).generate([start], Sampling(), 12, [generator(seed)], eos_ids(model))
+        made = SpeculativeDecoder(model).generate(
+            [start], Sampling(), 12, [generator(seed)], eos_ids(model)
+        )
         text = decode_text(tokenizer, list(made.generations[0].output_ids))
         assert row["messages"] == [{"role": "user", "content": text.strip()}]
         assert made.generations[0].finish_reason == "stop"
@@ -66,11 +76,17 @@ def test_servers_draw_them_too_and_nothing_is_asked_twice(words, door, target_di
     tokenizer = load_tokenizer(target_dir)
     with serving("vllm", tokenizer) as server:
         words = [*words[:-1], "--engine", "openai", "--endpoint", server.url, "--prompts"]
-        assert "max_requests: all 14 are spent" in door.refused(*words, "magpie:24", "--max_requests", 14, code=1)
+        assert "max_requests: all 14 are spent" in door.refused(
+            *words, "magpie:24", "--max_requests", 14, code=1
+        )
         assert len(list(Path("set/.prompts").glob(".part-*.answers.jsonl"))) > 0
         # What is spent on prompts is not there for answers.
         code, _, err = door(*words, "magpie:24", "--max_requests", 20)
-        assert code == 1 and "max_requests: all 20 are spent" in err and Path("set/prompts.jsonl").exists()
+        assert (
+            code == 1
+            and "max_requests: all 20 are spent" in err
+            and Path("set/prompts.jsonl").exists()
+        )
         out, _ = door.ok(*words, "magpie:24")
         assert f"{len(prompts())} done" in out
         begin = tokenizer("<s>[user]", add_special_tokens=False)["input_ids"]
@@ -78,4 +94,6 @@ def test_servers_draw_them_too_and_nothing_is_asked_twice(words, door, target_di
         assert len(draws) == len(set(draws)) == 24
     with serving("text", tokenizer) as server:
         words[words.index("--endpoint") + 1] = server.url
-        assert "needs servers that take token ids" in door.refused(*words, "magpie:24", "--out", "other")
+        assert "needs servers that take token ids" in door.refused(
+            *words, "magpie:24", "--out", "other"
+        )

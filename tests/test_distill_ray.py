@@ -1,4 +1,6 @@
-"""`distill --engine ray`: a local cluster of two processors; workers that die cost nothing but time."""
+"""`distill --engine ray`: a local cluster of two processors; workers that die cost nothing but
+time.
+"""
 
 import importlib.util
 import logging
@@ -18,20 +20,32 @@ from draftsmith_core.errors import InputError
 from tests.distilled import files, write_rows
 from tests.serving import wait_until
 
-NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-OPTIONS: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 9, "batch_size": 3, "part_rows": 2, "seed": 4}
+NEEDS_RAY = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="ray is not installed"
+)
+OPTIONS: dict[str, Any] = {
+    "num_samples": 2,
+    "max_new_tokens": 9,
+    "batch_size": 3,
+    "part_rows": 2,
+    "seed": 4,
+}
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A cluster of this process alone, with a token of its own: two at a time would share that of the user's home."""
+    """A cluster of this process alone, with a token of its own: two at a time would share that of
+    the user's home.
+    """
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patch.setenv("RAY_AUTH_MODE", "")  # to be put back: `ray.init` sets it
         patch.delenv("RAY_AUTH_MODE")
-        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.WARNING)
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, logging_level=logging.WARNING
+        )
         yield
         ray.shutdown()
 
@@ -39,16 +53,27 @@ def cluster():
 @pytest.fixture
 def prompts(tmp_path):
     chat = [{"role": "user", "content": "Who jumps?"}, {"role": "assistant", "content": "-"}]
-    rows: list[dict[str, Any]] = [{"prompt": f"The quick brown {number}" * (1 + number % 3)} for number in range(9)]
-    rows += [{"messages": [*chat, {"role": "user", "content": f"Number {number}"}]} for number in range(3)]
-    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:")
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"The quick brown {number}" * (1 + number % 3)} for number in range(9)
+    ]
+    rows += [
+        {"messages": [*chat, {"role": "user", "content": f"Number {number}"}]}
+        for number in range(3)
+    ]
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:"
+    )
     return write_rows(tmp_path / "prompts.jsonl", *rows)
 
 
 @NEEDS_RAY
 @pytest.mark.slow(60)
-def test_workers_make_what_one_process_makes_also_when_they_die(cluster, target_dir, prompts, tmp_path, monkeypatch):
-    """An engine gives back what it held however it ends: the second needs both processors, and so would a third."""
+def test_workers_make_what_one_process_makes_also_when_they_die(
+    cluster, target_dir, prompts, tmp_path, monkeypatch
+):
+    """An engine gives back what it held however it ends: the second needs both processors, and so
+    would a third.
+    """
     import ray
 
     from distill.engines.ray import RayEngine
@@ -58,14 +83,21 @@ def test_workers_make_what_one_process_makes_also_when_they_die(cluster, target_
     common: dict[str, Any] = {"prompts": prompts, "device": "cpu", "teacher_top_k": 4, **OPTIONS}
     common["chat_template"] = str(Path(prompts).parent / "chat.jinja")
     one = distill(DistillConfig(target=target_dir, out=str(tmp_path / "hf"), **common), "x")
-    with pytest.raises(InputError, match=str(broken)) as refused:  # what is left of it is still referred to
-        distill(DistillConfig(target=str(broken), out=str(tmp_path / "set"), engine="ray", **common), "x")
+    with pytest.raises(
+        InputError, match=str(broken)
+    ) as refused:  # what is left of it is still referred to
+        distill(
+            DistillConfig(target=str(broken), out=str(tmp_path / "set"), engine="ray", **common),
+            "x",
+        )
     assert not (tmp_path / "set").exists()
     run = RayEngine.run
     killed: list[int] = []
 
     def dying(self: RayEngine, groups: Any, done: Any) -> None:
-        processes = ray.get([worker.__ray_call__.remote(lambda self: os.getpid()) for worker in self.workers])
+        processes = ray.get(
+            [worker.__ray_call__.remote(lambda self: os.getpid()) for worker in self.workers]
+        )
         assert len(set(processes)) == 2
 
         def after(request: Any, answer: Any) -> Any:
@@ -76,15 +108,21 @@ def test_workers_make_what_one_process_makes_also_when_they_die(cluster, target_
             return done(request, answer)
 
         run(self, groups, after)
-        again = ray.get([worker.__ray_call__.remote(lambda self: os.getpid()) for worker in self.workers])
+        again = ray.get(
+            [worker.__ray_call__.remote(lambda self: os.getpid()) for worker in self.workers]
+        )
         assert not set(again) & set(killed), "the workers that answered are not those that died"
 
     with monkeypatch.context() as patch:
         patch.setattr(RayEngine, "run", dying)
-        config = DistillConfig(target=target_dir, out=str(tmp_path / "ray"), engine="ray", workers=2, **common)
+        config = DistillConfig(
+            target=target_dir, out=str(tmp_path / "ray"), engine="ray", workers=2, **common
+        )
         many = distill(config, "x")
     assert len(killed) == 2
-    assert {key: one[key] for key in one if key != "out"} == {key: many[key] for key in many if key != "out"}
+    assert {key: one[key] for key in one if key != "out"} == {
+        key: many[key] for key in many if key != "out"
+    }
     assert one["rows"] == 30 and len(files(tmp_path / "hf", "part-*")) == 12
     assert files(tmp_path / "ray", "part-*") == files(tmp_path / "hf", "part-*")
     wait_until(lambda: ray.available_resources().get("CPU") == 2)
@@ -92,8 +130,12 @@ def test_workers_make_what_one_process_makes_also_when_they_die(cluster, target_
 
 
 @NEEDS_RAY
-def test_no_cluster_is_joined_unasked_and_an_address_must_answer(target_dir, prompts_file, door, tmp_path, monkeypatch):
-    """Ray by itself joins whichever cluster was begun on this machine, and tries a dead address for minutes."""
+def test_no_cluster_is_joined_unasked_and_an_address_must_answer(
+    target_dir, prompts_file, door, tmp_path, monkeypatch
+):
+    """Ray by itself joins whichever cluster was begun on this machine, and tries a dead address for
+    minutes.
+    """
     addresses: list[str] = []
 
     def init(address: str, **options: Any) -> None:
@@ -104,13 +146,22 @@ def test_no_cluster_is_joined_unasked_and_an_address_must_answer(target_dir, pro
     monkeypatch.setattr("ray.init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    words = f"distill --target {target_dir} --prompts {prompts_file} --out {tmp_path}/set --engine ray".split()
+    words = (
+        f"distill --target {target_dir} --prompts {prompts_file} --out {tmp_path}/set --engine ray"
+    ).split()
     for address, expected in (("", "local"), ("auto", "auto")):
         code, _, err = door(*words, *(["--address", address] if address else []))
-        assert code == 2 and f"address: no Ray cluster at {expected}: not today; if it wants a token" in err
+        assert (
+            code == 2
+            and f"address: no Ray cluster at {expected}: not today; if it wants a token" in err
+        )
     with socket.socket() as bound:  # and does not listen
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         code, _, err = door(*words, "--address", address)
-        assert code == 2 and f"address: no Ray cluster at {address}: " in err and len(err.strip().splitlines()) == 1
+        assert (
+            code == 2
+            and f"address: no Ray cluster at {address}: " in err
+            and len(err.strip().splitlines()) == 1
+        )
     assert addresses == ["local", "auto"]

@@ -1,4 +1,6 @@
-"""Teacher rows are the target's own distributions, of answers made or found, and training needs no target with them."""
+"""Teacher rows are the target's own distributions, of answers made or found, and training needs no
+target with them.
+"""
 
 import json
 from pathlib import Path
@@ -21,7 +23,10 @@ K = 7
 def make(target_dir, prompts_file, tmp_path, monkeypatch):
     """`distill` of a set of four parts."""
     monkeypatch.chdir(tmp_path)
-    words = f"distill --target {target_dir} --prompts {prompts_file} --max_new_tokens 12 --num_samples 2 --part_rows 5"
+    words = (
+        f"distill --target {target_dir} --prompts {prompts_file} --max_new_tokens 12 "
+        "--num_samples 2 --part_rows 5"
+    )
     return [*words.split(), "--temperature", "0.7"]
 
 
@@ -43,7 +48,9 @@ def check_teacher_rows(rows: list[dict[str, Any]], target_dir: str) -> None:
             if prompt or place:
                 p_V = p_TV[len(prompt) - 1 + place]
                 assert ids.tolist() == sorted(p_V.topk(K).indices.tolist())
-                torch.testing.assert_close(torch.tensor(logprobs).exp().double(), p_V[ids], atol=1e-6, rtol=4e-3)
+                torch.testing.assert_close(
+                    torch.tensor(logprobs).exp().double(), p_V[ids], atol=1e-6, rtol=4e-3
+                )
                 assert tail == pytest.approx(1 - float(p_V[ids].sum()), rel=1e-3)
 
 
@@ -53,8 +60,13 @@ def test_a_scored_set_is_one_that_was_scored_while_it_was_made(make, words, door
     rows = rows_of("scored")
     assert len(rows) == 16 and rows == rows_of("at_once")
     check_teacher_rows(rows, target_dir)
-    assert "scored: 16 of 16 rows scored" in out and json.loads(out.splitlines()[-1])["bytes_per_token"] == 30
-    fingerprints = [manifest(name)["identity"]["target_fingerprint"] for name in ("plain", "scored")]
+    assert (
+        "scored: 16 of 16 rows scored" in out
+        and json.loads(out.splitlines()[-1])["bytes_per_token"] == 30
+    )
+    fingerprints = [
+        manifest(name)["identity"]["target_fingerprint"] for name in ("plain", "scored")
+    ]
     assert fingerprints[0] == fingerprints[1]
     before = files("scored")
     assert door(*words, "--json")[0] == 0 and files("scored") == before
@@ -62,13 +74,27 @@ def test_a_scored_set_is_one_that_was_scored_while_it_was_made(make, words, door
 
 
 def test_more_than_the_vocabulary_is_the_whole_law(target_dir):
-    ids, _, tail = unpack(score(load_model(target_dir, device="cpu", dtype="float32"), [3, 4], [5, 6, 7], 10_000))
+    ids, _, tail = unpack(
+        score(load_model(target_dir, device="cpu", dtype="float32"), [3, 4], [5, 6, 7], 10_000)
+    )
     assert ids.tolist() == [list(range(290))] * 3 and tail == pytest.approx([0, 0, 0], abs=1e-9)
 
 
 def test_a_draft_is_trained_without_the_target(words, target_dir, draft_dir, door):
     assert door(*words)[0] == 0
-    train = ["train", "--data", "scored", "--draft", draft_dir, "--objective", "fkl", "--max_length", 64, "--steps", 12]
+    train = [
+        "train",
+        "--data",
+        "scored",
+        "--draft",
+        draft_dir,
+        "--objective",
+        "fkl",
+        "--max_length",
+        64,
+        "--steps",
+        12,
+    ]
     train += ["--optim.lr", 0.01, "--device", "cpu", "--heldout_fraction", 0.2]
     door.ok(*train, "--out", "draft")
     judged = [json.loads(line) for line in Path("draft/run/metrics.jsonl").read_text().splitlines()]
@@ -85,13 +111,17 @@ def test_logits_that_are_not_finite_name_the_model(target_dir):
     with torch.no_grad():
         target.get_parameter("model.embed_tokens.weight")[7] = torch.inf
     score(target, [3, 4], [5, 6], K)
-    with pytest.raises(RunError, match=rf"^{target_dir}: gives logits that are NaN or infinite on an answer; try"):
+    with pytest.raises(
+        RunError, match=rf"^{target_dir}: gives logits that are NaN or infinite on an answer; try"
+    ):
         score(target, [3, 4], [7, 6], K)
 
 
 def test_rows_from_elsewhere(words, door, target_dir):
     """Chats as text, and tokens; rows that cannot be scored are skipped with their reason."""
-    Path("chat.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
+    Path("chat.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    )
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
     ids = "token ids in prompt_ids"
     cases: list[tuple[Any, str]] = [
@@ -99,13 +129,24 @@ def test_rows_from_elsewhere(words, door, target_dir):
         ({"prompt_ids": [5, 6], "response_ids": [7, 8, 1]}, ""),
         ({"messages": chat[:1]}, "does not end with an assistant turn"),
         ({"prompt_ids": [5, 6], "response_ids": []}, "no answer"),
-        ({"prompt_ids": [5, 6], "response_ids": [290]}, "holds a token that the target, with 290, does not have"),
+        (
+            {"prompt_ids": [5, 6], "response_ids": [290]},
+            "holds a token that the target, with 290, does not have",
+        ),
         ({"prompt_ids": [5], "response_ids": [7] * 96}, "97 tokens, more than the 96 that fit"),
         ({"prompt_ids": "five", "response_ids": [7]}, ids),
         ({"text": "no answer"}, f"needs `messages` that end with the assistant's answer, or {ids}"),
         ({"prompt_ids": [], "response_ids": [7, 8, 9]}, ""),
         ({"prompt_ids": [2**31], "response_ids": [7]}, ids),
-        ({"messages": [chat[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "turn of text"),
+        (
+            {
+                "messages": [
+                    chat[0],
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+                ]
+            },
+            "turn of text",
+        ),
         ("{broken", "not valid JSON"),
     ]
     words[4] = write_rows("rows.jsonl", *(row for row, _ in cases))
@@ -115,7 +156,10 @@ def test_rows_from_elsewhere(words, door, target_dir):
     assert all(why in reasons.get(number, "") for number, (_, why) in enumerate(cases, 1))
     rows = rows_of("scored")
     assert load_tokenizer(target_dir).decode(rows[0]["prompt_ids"]) == "[user]Who?[assistant]"
-    assert [(row["domain"], row["tokens_from"]) for row in rows[:2]] == [("chat", "text"), ("default", "target")]
+    assert [(row["domain"], row["tokens_from"]) for row in rows[:2]] == [
+        ("chat", "text"),
+        ("default", "target"),
+    ]
     assert [row["finish_reason"] for row in rows] == ["stop", "stop", "length"]
     check_teacher_rows(rows, target_dir)
 
@@ -125,6 +169,10 @@ def test_a_source_that_cannot_be_used(words, door):
     part.write_bytes(part.read_bytes()[:-9])
     assert f"{part}: is not the file that the manifest describes" in door.refused(*words)
     Path("plain/manifest.json").write_text('{"complete": true, "parts": [{}]}')
-    assert "plain: its manifest.json is not that of a distilled set" in door.refused(*words, "--out", "o")
+    assert "plain: its manifest.json is not that of a distilled set" in door.refused(
+        *words, "--out", "o"
+    )
     words[4] = write_rows("prompts.jsonl", {"prompt": "only asked"})
-    assert "o: no row is left: 1 skipped: needs `messages`" in door.refused(*words, "--out", "o", code=1)
+    assert "o: no row is left: 1 skipped: needs `messages`" in door.refused(
+        *words, "--out", "o", code=1
+    )

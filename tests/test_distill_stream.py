@@ -1,4 +1,6 @@
-"""Prompts as a stream: read as they come, each row accounted for, and never confused with another file's."""
+"""Prompts as a stream: read as they come, each row accounted for, and never confused with another
+file's.
+"""
 
 import gc
 import json
@@ -41,7 +43,8 @@ def words(target_dir, tmp_path, monkeypatch):
         lines.insert(2 * place, line)
     write_rows("p.jsonl", *lines, "")
     command = (
-        f"distill --target {target_dir} --prompts p.jsonl --out set --max_new_tokens 6 --part_rows 4 --num_samples 2"
+        f"distill --target {target_dir} --prompts p.jsonl --out set --max_new_tokens 6 "
+        "--part_rows 4 --num_samples 2"
     )
     return command.split()
 
@@ -49,7 +52,9 @@ def words(target_dir, tmp_path, monkeypatch):
 def test_rows_that_cannot_be_read_are_skipped_with_their_reasons(words, door):
     out, _ = door.ok(*words)
     assert "18 rows" in out and "of 19 prompts 9 done, 10 skipped, 0 failed" in out
-    assert [(line["row"], line["outcome"]) for line in errors()] == [(2 * place + 1, "skipped") for place in range(10)]
+    assert [(line["row"], line["outcome"]) for line in errors()] == [
+        (2 * place + 1, "skipped") for place in range(10)
+    ]
     for line, (_, reason) in zip(errors(), BAD, strict=True):
         assert reason in line["reason"] and "\n" not in line["reason"]
     code, _, err = door(*words, "--out", "strict", "--strict")
@@ -78,7 +83,11 @@ def test_a_mixture_of_temperatures(words, door, target_dir):
     rows = rows_of("set")
     counts = Counter(row["temperature"] for row in rows)
     # 120 draws with shares of 0.2, 0.4, 0.4: within four standard deviations.
-    assert 7 <= counts[0.0] <= 41 and all(27 <= counts[value] <= 69 for value in (0.5, 1.0)) and len(counts) == 3
+    assert (
+        7 <= counts[0.0] <= 41
+        and all(27 <= counts[value] <= 69 for value in (0.5, 1.0))
+        and len(counts) == 3
+    )
     for temperature in (0.0, 1.0):
         assert door(*words, "--temperature", temperature, "--out", f"at{temperature}")[0] == 0
         alone = {row["seed"]: row for row in rows_of(f"at{temperature}")}
@@ -105,7 +114,9 @@ class _Echo(Engine):
 
 
 def test_memory_does_not_grow_with_the_rows(words, door, monkeypatch, tmp_path):
-    """What Python holds after eight parts and after 64: rows, prompts, answers and reasons have gone to the disk."""
+    """What Python holds after eight parts and after 64: rows, prompts, answers and reasons have
+    gone to the disk.
+    """
     monkeypatch.setitem(ENGINES, "hf", _Echo)
     lines = [json.dumps({"prompt": f"The {i}" if i % 5 else ""}) + "\n" for i in range(64 * 32)]
     Path("p.jsonl").write_text("".join(lines))

@@ -1,4 +1,6 @@
-"""`distill --engine vllm`: a stand-in that dies and aborts; then vLLM itself, in process and served, if it is here."""
+"""`distill --engine vllm`: a stand-in that dies and aborts; then vLLM itself, in process and
+served, if it is here.
+"""
 
 import json
 import os
@@ -43,7 +45,9 @@ class LLM:
         self.llm_engine = SimpleNamespace(model_config=config)
         LLM.made.append(self)
 
-    def generate(self, prompts: Sequence[Any], sampling_params: Any, *, use_tqdm: bool = True) -> list[Any]:
+    def generate(
+        self, prompts: Sequence[Any], sampling_params: Any, *, use_tqdm: bool = True
+    ) -> list[Any]:
         assert len(prompts) == len(sampling_params) and not use_tqdm
         asked = zip(prompts, sampling_params, strict=True)
         return [self._answer(prompt["prompt_token_ids"], params) for prompt, params in asked]
@@ -53,30 +57,50 @@ class LLM:
         made = self._decoder.generate(
             [prompt], sampling, params.max_tokens, seed=params.seed, eos_ids=params.stop_token_ids
         ).generations[0]
-        output = SimpleNamespace(index=0, text="", token_ids=made.output_ids, finish_reason=made.finish_reason)
+        output = SimpleNamespace(
+            index=0, text="", token_ids=made.output_ids, finish_reason=made.finish_reason
+        )
         return SimpleNamespace(prompt_token_ids=prompt, prompt_logprobs=None, outputs=[output])
 
 
 @pytest.fixture
 def vllm(monkeypatch):
     module: Any = ModuleType("vllm")
-    module.LLM, module.SamplingParams, module.__spec__ = LLM, SimpleNamespace, ModuleSpec("vllm", None)
+    module.LLM, module.SamplingParams, module.__spec__ = (
+        LLM,
+        SimpleNamespace,
+        ModuleSpec("vllm", None),
+    )
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.delitem(sys.modules, "distill.engines.vllm", raising=False)
     LLM.made.clear()
 
 
-def test_an_engine_that_dies_and_answers_that_are_aborted(vllm, target_dir, prompts_file, tmp_path, monkeypatch):
+def test_an_engine_that_dies_and_answers_that_are_aborted(
+    vllm, target_dir, prompts_file, tmp_path, monkeypatch
+):
     """What was answered before the death is kept; asked = done + failed + skipped."""
     import distill.engines.vllm as module
 
     monkeypatch.setattr(module, "_TOGETHER", 4)
-    common: dict[str, Any] = {"target": target_dir, "prompts": prompts_file, "engine": "vllm", "max_new_tokens": 8}
+    common: dict[str, Any] = {
+        "target": target_dir,
+        "prompts": prompts_file,
+        "engine": "vllm",
+        "max_new_tokens": 8,
+    }
     (tmp_path / "broken").symlink_to(target_dir)
     with pytest.raises(InputError, match="broken: vLLM cannot run it: No such model"):
-        distill(DistillConfig(**common | {"target": str(tmp_path / "broken"), "out": str(tmp_path / "set")}), "x")
+        distill(
+            DistillConfig(
+                **common | {"target": str(tmp_path / "broken"), "out": str(tmp_path / "set")}
+            ),
+            "x",
+        )
     assert not (tmp_path / "set").exists()
-    whole = distill(DistillConfig(out=str(tmp_path / "whole"), **common, tensor_parallel_size=2), "x")
+    whole = distill(
+        DistillConfig(out=str(tmp_path / "whole"), **common, tensor_parallel_size=2), "x"
+    )
     assert LLM.made[0].tensor_parallel_size == 2
     answer, asked = LLM._answer, list[int]()
 
@@ -91,7 +115,9 @@ def test_an_engine_that_dies_and_answers_that_are_aborted(vllm, target_dir, prom
 
     monkeypatch.setattr(LLM, "_answer", faulty)
     config = DistillConfig(out=str(tmp_path / "set"), **common)
-    with pytest.raises(RunError, match="^vllm: EngineCore died unexpectedly; run the same command again"):
+    with pytest.raises(
+        RunError, match="^vllm: EngineCore died unexpectedly; run the same command again"
+    ):
         distill(config, "x")
     found = distill(config, "x")
     assert (found["prompts_done"], found["prompts_failed"], found["prompts_skipped"]) == (8, 0, 1)
@@ -101,11 +127,16 @@ def test_an_engine_that_dies_and_answers_that_are_aborted(vllm, target_dir, prom
     monkeypatch.setattr(module, "_TOGETHER", 4096)
     again = distill(DistillConfig(out=str(tmp_path / "aborted"), **common, max_prompts=5), "x")
     assert again["failed_because"] == ["1 failed: vLLM ended it with 'abort' (row 2)"]
-    assert again["prompts_done"] + again["prompts_failed"] + again["prompts_skipped"] == again["prompts_read"] == 5
+    assert (
+        again["prompts_done"] + again["prompts_failed"] + again["prompts_skipped"]
+        == again["prompts_read"]
+        == 5
+    )
     assert whole["prompts_done"] == 8
 
 
-# draftsmith in vLLM's environment, which may lack some of its packages: those of this one then stand in.
+# draftsmith in vLLM's environment, which may lack some of its packages: those of this one then
+# stand in.
 INSIDE = """
 import json, sys
 sys.path[:0] = [sys.argv[1]]
@@ -118,11 +149,18 @@ REAL = str(Path(__file__).parents[1] / "draftsmith" / "demo" / "pair" / "target"
 
 def inside(*commands: Sequence[object]) -> subprocess.Popen[str]:
     """Run commands in a process of vLLM's environment."""
-    root, others = str(Path(__file__).parents[1]), [path for path in sys.path if path.endswith("site-packages")]
+    root, others = (
+        str(Path(__file__).parents[1]),
+        [path for path in sys.path if path.endswith("site-packages")],
+    )
     words = [[str(word) for word in command] for command in commands]
     command = [str(engine("vllm")), "-I", "-c", INSIDE, root, json.dumps(others), json.dumps(words)]
     return subprocess.Popen(
-        command, env=VLLM_ON_A_CPU | os.environ, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=VLLM_ON_A_CPU | os.environ,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -130,12 +168,29 @@ def inside(*commands: Sequence[object]) -> subprocess.Popen[str]:
 def asked(tmp_path_factory):
     """Words of `distill` for 12 prompts and 6 chats of two turns."""
     place = tmp_path_factory.mktemp("asked")
-    rows: list[dict[str, Any]] = [{"prompt": f"If the lock {number} is not"} for number in range(12)]
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"If the lock {number} is not"} for number in range(12)
+    ]
     turn = [{"role": "user", "content": "Return the"}, {"role": "assistant", "content": "-"}]
-    rows += [{"messages": [*turn, {"role": "user", "content": f"Raise {number}"}, turn[1]]} for number in range(6)]
+    rows += [
+        {"messages": [*turn, {"role": "user", "content": f"Raise {number}"}, turn[1]]}
+        for number in range(6)
+    ]
     source = write_rows(place / "p.jsonl", *rows)
-    (place / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:")
-    return ["distill", "--target", REAL, "--prompts", source, "--chat_template", place / "chat.jinja", "--part_rows", 4]
+    (place / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:"
+    )
+    return [
+        "distill",
+        "--target",
+        REAL,
+        "--prompts",
+        source,
+        "--chat_template",
+        place / "chat.jinja",
+        "--part_rows",
+        4,
+    ]
 
 
 GREEDY = ["--temperature", 0, "--max_new_tokens", 24, "--dtype", "float32", "--teacher_top_k", 8]
@@ -146,17 +201,29 @@ SAMPLED += ["--num_samples", 3, "--max_new_tokens", 16, "--dtype", "float32", "-
 def compare_with_hf(made: Path, ours: Path) -> None:
     """Greedy rows with teacher rows, and sampled rows, whose every token the options must allow."""
     key = ("id", "turn", "prompt_ids", "response_ids", "finish_reason")
-    theirs, own = (sorted(rows_of(path / "greedy"), key=lambda row: (row["id"], row["turn"])) for path in (made, ours))
-    assert [[row[name] for name in key] for row in theirs] == [[row[name] for name in key] for row in own]
+    theirs, own = (
+        sorted(rows_of(path / "greedy"), key=lambda row: (row["id"], row["turn"]))
+        for path in (made, ours)
+    )
+    assert [[row[name] for name in key] for row in theirs] == [
+        [row[name] for name in key] for row in own
+    ]
     for their, mine in zip(theirs, own, strict=True):
-        (ids, logprobs, tail), (own_ids, own_logprobs, own_tail) = unpack(their["teacher"]), unpack(mine["teacher"])
+        (ids, logprobs, tail), (own_ids, own_logprobs, own_tail) = (
+            unpack(their["teacher"]),
+            unpack(mine["teacher"]),
+        )
         assert (ids == own_ids).mean() > 0.99
-        assert np.allclose(logprobs[ids == own_ids], own_logprobs[ids == own_ids], rtol=2**-9, atol=1e-3)
+        assert np.allclose(
+            logprobs[ids == own_ids], own_logprobs[ids == own_ids], rtol=2**-9, atol=1e-3
+        )
         assert np.allclose(tail, own_tail, rtol=2**-9, atol=1e-3)
     model, likelihoods = load_model(REAL, device="cpu", dtype="float32"), []
     theirs, own = rows_of(made / "sampled"), rows_of(ours / "sampled")
     # The second turn of a chat has the first answer in its prompt, and so another id and seed.
-    seeds = [{(row["id"], row["seed"]) for row in rows if not row["turn"]} for rows in (theirs, own)]
+    seeds = [
+        {(row["id"], row["seed"]) for row in rows if not row["turn"]} for rows in (theirs, own)
+    ]
     assert seeds[0] == seeds[1] and len(theirs) == len(own) == 3 * 24
     for row in theirs:
         ids_1T = torch.tensor([row["prompt_ids"] + row["response_ids"]])
@@ -166,7 +233,9 @@ def compare_with_hf(made: Path, ours: Path) -> None:
         drawn_T = p_TV.gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0]
         # Rounding may move a token across the edge of the nucleus.
         assert (drawn_T == 0).sum() <= 1
-        likelihoods.append((drawn_T.clamp_min(1e-9).log() - (p_TV * p_TV.clamp_min(1e-30).log()).sum(-1)).mean())
+        likelihoods.append(
+            (drawn_T.clamp_min(1e-9).log() - (p_TV * p_TV.clamp_min(1e-30).log()).sum(-1)).mean()
+        )
     # The mean log-likelihood is minus the entropy of what is drawn from.
     away = torch.stack(likelihoods)
     assert abs(float(away.mean())) < 4 * float(away.std()) / len(away) ** 0.5
@@ -176,7 +245,10 @@ def compare_with_hf(made: Path, ours: Path) -> None:
 def ours(asked, tmp_path_factory):
     out = tmp_path_factory.mktemp("ours")
     for name, options in (("greedy", GREEDY), ("sampled", SAMPLED)):
-        assert main([str(word) for word in (*asked, *options, "--device", "cpu", "--out", out / name)]) == 0
+        assert (
+            main([str(word) for word in (*asked, *options, "--device", "cpu", "--out", out / name)])
+            == 0
+        )
     return out
 
 
@@ -197,7 +269,17 @@ def test_vllm_in_this_process_gives_the_rows_of_hf_and_goes_on_after_a_kill(aske
 
 @pytest.mark.engines
 def test_vllm_served_gives_the_rows_of_hf_and_goes_on(asked, ours, tmp_path):
-    words = ["--model", REAL, "--dtype", "float32", "--enforce-eager", "--max-logprobs", "8", "--max-num-seqs", "8"]
+    words = [
+        "--model",
+        REAL,
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-logprobs",
+        "8",
+        "--max-num-seqs",
+        "8",
+    ]
     with vllm_server(engine("vllm"), words) as port:
         served = ["--engine", "openai", "--endpoint", f"http://127.0.0.1:{port}/v1"]
 
@@ -209,7 +291,9 @@ def test_vllm_served_gives_the_rows_of_hf_and_goes_on(asked, ours, tmp_path):
         assert command(*greedy) == 0
         options = [word for word in SAMPLED if word not in ("--dtype", "float32")]
         assert command(*options, "--out", tmp_path / "sampled") == 0
-        with pytest.raises(InputError, match="teacher_top_k: needs vLLM's server, started with --max-logprobs 9"):
+        with pytest.raises(
+            InputError, match="teacher_top_k: needs vLLM's server, started with --max-logprobs 9"
+        ):
             distill(
                 DistillConfig(
                     target=REAL,

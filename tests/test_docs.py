@@ -1,4 +1,6 @@
-"""What the documentation says is so: its commands are run, its tables, links and names compared, its site built."""
+"""What the documentation says is so: its commands are run, its tables, links and names compared,
+its site built.
+"""
 
 import ast
 import contextlib
@@ -40,7 +42,12 @@ RUN = [
     "docs/publishing.md",
     "docs/reference-python.md",
 ]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 # Pages of the site that docs/site_hooks.py makes.
 GENERATED = {
     "reference-commands.md",
@@ -52,10 +59,14 @@ GENERATED = {
 }
 # Stand-ins for the prompts that the demo writes.
 ROWS = {
-    "prose.train.jsonl": "If the file {} is not found, an error is raised and the caller must decide what to do. ",
-    "prose.jsonl": "The value {} of an expression is returned when the lookup of a name fails in the inner scope. ",
-    "code.jsonl": "def close{}(self):\n    self.file.close()\n    for line in self.lines:\n        yield line\n",
-    "unicode.jsonl": "LATIN SMALL LETTER {} WITH DIAERESIS, GREEK CAPITAL LETTER OMEGA WITH PSILI, ",
+    "prose.train.jsonl": "If the file {} is not found, an error is raised and the caller must "
+    "decide what to do. ",
+    "prose.jsonl": "The value {} of an expression is returned when the lookup of a name fails in "
+    "the inner scope. ",
+    "code.jsonl": "def close{}(self):\n    self.file.close()\n    for line in self.lines:\n      "
+    "  yield line\n",
+    "unicode.jsonl": "LATIN SMALL LETTER {} WITH DIAERESIS, GREEK CAPITAL LETTER OMEGA WITH "
+    "PSILI, ",
 }
 # Words behind a page's own that keep its trial shorter still.
 SHORTER = {
@@ -66,8 +77,12 @@ TOUR = ROOT / "docs" / "tour.ipynb"
 
 
 def blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(language, content) of a page's shell and Python blocks; a shell block as one line per command."""
-    for language, content in re.findall(r"^```(bash|python)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+    """(language, content) of a page's shell and Python blocks; a shell block as one line per
+    command.
+    """
+    for language, content in re.findall(
+        r"^```(bash|python)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL
+    ):
         if language == "python":
             yield language, content
             continue
@@ -81,7 +96,9 @@ def commands(text: str) -> list[str]:
 
 
 def run_line(line: str) -> tuple[int, str]:
-    """A `draftsmith` command runs in this process: a new interpreter would spend seconds on imports alone."""
+    """A `draftsmith` command runs in this process: a new interpreter would spend seconds on imports
+    alone.
+    """
     if line.startswith("draftsmith "):
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -96,7 +113,9 @@ def run_line(line: str) -> tuple[int, str]:
 
 @pytest.mark.slow(150)
 def test_commands_and_programs_of_all_pages_work_in_order(short_demo, tmp_path, monkeypatch):
-    """`draftsmith demo --short` stands for `make demo`: it leaves the same files. Plans are as on a busy machine."""
+    """`draftsmith demo --short` stands for `make demo`: it leaves the same files. Plans are as on a
+    busy machine.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("eval.plan.LIMIT_S", 0.0)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -127,7 +146,9 @@ def test_the_tour_runs():
     # A busy machine may take longer than a minute, the default, to start a kernel.
     options: dict[str, Any] = {"timeout": None, "startup_timeout": 900, "kernel_name": "python3"}
     NotebookClient(notebook, **options, resources={"metadata": {"path": str(ROOT)}}).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    outputs = [
+        output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    ]
     kinds = {kind for output in outputs for kind in output.get("data", {})}
     assert {"image/png", "text/html"} <= kinds, "a plot, and a picture of the tokens"
 
@@ -135,13 +156,21 @@ def test_the_tour_runs():
 def test_the_tour_is_stored_small_and_as_it_ran():
     cells = json.loads(TOUR.read_text(encoding="utf-8"))["cells"]
     assert TOUR.stat().st_size < 100_000
-    assert not any(output["output_type"] == "error" for cell in cells for output in cell.get("outputs", []))
+    assert not any(
+        output["output_type"] == "error" for cell in cells for output in cell.get("outputs", [])
+    )
     assert str(ROOT) not in TOUR.read_text(encoding="utf-8")
 
 
-def test_the_python_page_names_all_there_is_and_its_parts_of_ones_own_work(tmp_path, monkeypatch, capsys):
+def test_the_python_page_names_all_there_is_and_its_parts_of_ones_own_work(
+    tmp_path, monkeypatch, capsys
+):
     page = (ROOT / "docs" / "reference-python.md").read_text(encoding="utf-8")
-    missing = {name for name in ds.__all__ if name != "__version__" and not re.search(rf"\bds\.{name}\b", page)}
+    missing = {
+        name
+        for name in ds.__all__
+        if name != "__version__" and not re.search(rf"\bds\.{name}\b", page)
+    }
     assert not missing
     (tmp_path / "out" / "demo").mkdir(parents=True)
     (tmp_path / "out" / "demo" / "pair").symlink_to(ROOT / "draftsmith" / "demo" / "pair")
@@ -154,17 +183,27 @@ def test_the_python_page_names_all_there_is_and_its_parts_of_ones_own_work(tmp_p
 
 def test_readme_quotes_the_record_of_the_shipped_pair():
     for member in ("target", "base"):
-        record = json.loads((ROOT / "draftsmith" / "demo" / "pair" / member / "draftsmith.json").read_text())
+        record = json.loads(
+            (ROOT / "draftsmith" / "demo" / "pair" / member / "draftsmith.json").read_text()
+        )
         for value in record["heldout_perplexity"].values():
             assert f"{value:.1f}" in README, f"{member}: perplexity {value}"
 
 
 def test_training_page_names_what_there_is():
-    """Every kind, objective and launcher file stands in a table of it, and nothing that is not there."""
-    first = [match.split(":")[0] for match in re.findall(r"^\| `([^`]+)` \|", TRAINING, flags=re.MULTILINE)]
+    """Every kind, objective and launcher file stands in a table of it, and nothing that is not
+    there.
+    """
+    first = [
+        match.split(":")[0]
+        for match in re.findall(r"^\| `([^`]+)` \|", TRAINING, flags=re.MULTILINE)
+    ]
     launchers = {path.name for path in (ROOT / "configs" / "accelerate").glob("*.yaml")}
     assert len(first) == len(set(first))
-    assert {name for name in first if not name.endswith(".yaml")} - {"kind", "objective"} == {*TRAINEES, *LOSSES}
+    assert {name for name in first if not name.endswith(".yaml")} - {"kind", "objective"} == {
+        *TRAINEES,
+        *LOSSES,
+    }
     assert {name for name in re.findall(r"`(\w+\.yaml)`", TRAINING)} == launchers
 
 
@@ -179,13 +218,20 @@ def test_links_and_pictures_lead_somewhere(page):
         there = page.parent / path if path else page
         assert there.exists(), f"{page.name}: {target}"
         if anchor:
-            headings = re.findall(r"^#+ (.+)$", there.read_text(encoding="utf-8"), flags=re.MULTILINE)
-            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+            headings = re.findall(
+                r"^#+ (.+)$", there.read_text(encoding="utf-8"), flags=re.MULTILINE
+            )
+            slugs = {
+                re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+                for heading in headings
+            }
             assert anchor in slugs, f"{page.name}: {target}"
 
 
 def test_readme_holds_the_table_of_what_decode_can_do():
-    between = re.findall(r"<!-- methods: begin -->\n(.*?)\n<!-- methods: end -->", README, flags=re.DOTALL)
+    between = re.findall(
+        r"<!-- methods: begin -->\n(.*?)\n<!-- methods: end -->", README, flags=re.DOTALL
+    )
     assert between == [markdown()], (
         "put `python -c 'from draftsmith.cli.method_table import *; print(markdown())'` there"
     )
@@ -194,11 +240,19 @@ def test_readme_holds_the_table_of_what_decode_can_do():
 def test_contributing_names_files_and_tables_that_exist():
     """Every path in it is there, and every `TABLE in file` is assigned in that file."""
     paths = re.findall(r"`([\w.]+(?:/[\w.]+)*/?)`", CONTRIBUTING)
-    paths = [path for path in paths if "/" in path or path.endswith((".py", ".md", ".toml", ".txt", ".yml"))]
+    paths = [
+        path
+        for path in paths
+        if "/" in path or path.endswith((".py", ".md", ".toml", ".txt", ".yml"))
+    ]
     assert len(paths) > 40
     # A bare name is that of an artifact or stands for one file among many.
     known = {"manifest.json", "results.json", "config.py"}
-    missing = {path for path in paths if path not in known and not (ROOT / path).exists() and not _in_a_room(path)}
+    missing = {
+        path
+        for path in paths
+        if path not in known and not (ROOT / path).exists() and not _in_a_room(path)
+    }
     assert not missing
     tables = re.findall(r"`(_?[A-Z_]{3,})`[^`|]*? (?:in|of) `([\w/.]+\.py)`", CONTRIBUTING)
     assert len(tables) >= 10
@@ -207,23 +261,41 @@ def test_contributing_names_files_and_tables_that_exist():
 
 
 def _in_a_room(path: str) -> bool:
-    return any((ROOT / room / path).exists() for room in ("decode", "distill", "train", "draftsmith"))
+    return any(
+        (ROOT / room / path).exists() for room in ("decode", "distill", "train", "draftsmith")
+    )
 
 
 def _assigned(file: Path) -> set[str]:
     found = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
         )
         found |= {target.id for target in targets if isinstance(target, ast.Name)}
     return found
 
 
 def test_every_law_is_named_by_a_test_and_no_other_is_cited():
-    laws = {int(number) for number in re.findall(r"^(\d+)\. \*\*", CONTRIBUTING, flags=re.MULTILINE)}
+    laws = {
+        int(number) for number in re.findall(r"^(\d+)\. \*\*", CONTRIBUTING, flags=re.MULTILINE)
+    }
     assert laws == set(range(1, 12))
-    rooms = ("draftsmith_core", "drafts", "decode", "distill", "train", "eval", "draftsmith", "tests", "benchmarks")
+    rooms = (
+        "draftsmith_core",
+        "drafts",
+        "decode",
+        "distill",
+        "train",
+        "eval",
+        "draftsmith",
+        "tests",
+        "benchmarks",
+    )
     cited = {room: set().union(*map(_laws, (ROOT / room).rglob("*.py"))) for room in rooms}
     assert cited["tests"] == laws == set().union(*cited.values())
 
@@ -240,12 +312,18 @@ def test_the_page_of_evaluation_names_every_suite():
 
 def test_the_glossary_is_sorted_and_says_each_word_once():
     section = CONTRIBUTING.partition("## Glossary")[2]
-    words = [word.lower() for word in re.findall(r"^\| \*\*([^*]+)\*\*", section, flags=re.MULTILINE)]
-    assert len(words) > 50 and words == sorted(words, key=str.lower) and len(words) == len(set(words))
+    words = [
+        word.lower() for word in re.findall(r"^\| \*\*([^*]+)\*\*", section, flags=re.MULTILINE)
+    ]
+    assert (
+        len(words) > 50 and words == sorted(words, key=str.lower) and len(words) == len(set(words))
+    )
 
 
 def test_trust_names_tests_that_exist():
-    named = set(re.findall(r"`(tests/\w+\.py)`", (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")))
+    named = set(
+        re.findall(r"`(tests/\w+\.py)`", (ROOT / "docs" / "trust.md").read_text(encoding="utf-8"))
+    )
     assert len(named) > 10 and all((ROOT / name).exists() for name in named)
 
 
@@ -257,7 +335,16 @@ LOADED += r'|<link\b[^>]*\brel="(?:stylesheet|[\w ]*icon|pre\w+)"[^>]*'
 @pytest.mark.slow
 def test_the_site_builds_strictly_and_needs_no_network(tmp_path):
     site = tmp_path / "site"
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(site),
+    ]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = list(site.rglob("*.html"))

@@ -1,4 +1,6 @@
-"""`draftsmith doctor`: its verdicts are those that the engines themselves give, where they can be run."""
+"""`draftsmith doctor`: its verdicts are those that the engines themselves give, where they can be
+run.
+"""
 
 import json
 import shlex
@@ -48,8 +50,19 @@ def without_bos(tokenizer: Any) -> None:
 
 
 def small_heads(path: Path) -> None:
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(**shape, vocab_size=4096, max_position_embeddings=512, bos_token_id=0, eos_token_id=1)  # type: ignore[arg-type]
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        **shape,
+        vocab_size=4096,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=1,  # type: ignore[arg-type]
+    )
     LlamaForCausalLM(config).save_pretrained(path)
 
 
@@ -58,7 +71,11 @@ VARIANTS: dict[str, tuple[Any, dict[str, str]]] = {
     "same": (lambda path: None, {}),
     "padded by 64": (
         lambda path: resized(path, 4160),
-        {name: "has 4160 tokens and the target's 4096" for name in ENGINES if name not in ("llama.cpp", "openvino")},
+        {
+            name: "has 4160 tokens and the target's 4096"
+            for name in ENGINES
+            if name not in ("llama.cpp", "openvino")
+        },
     ),
     "padded by 256": (
         lambda path: resized(path, 4352),
@@ -68,8 +85,14 @@ VARIANTS: dict[str, tuple[Any, dict[str, str]]] = {
         lambda path: retokenized(path, two_swapped),
         {"llama.cpp": "token 607 is 'che' to the target and 'so' to the draft"},
     ),
-    "no BOS": (lambda path: retokenized(path, without_bos), {"llama.cpp": "only one of them adds BOS"}),
-    "small heads": (small_heads, {"onnxruntime-genai": "heads of size 8; the engine needs a multiple of 16"}),
+    "no BOS": (
+        lambda path: retokenized(path, without_bos),
+        {"llama.cpp": "only one of them adds BOS"},
+    ),
+    "small heads": (
+        small_heads,
+        {"onnxruntime-genai": "heads of size 8; the engine needs a multiple of 16"},
+    ),
 }
 
 
@@ -82,7 +105,9 @@ def draft(request, tmp_path):
 
 
 def some(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("draft", "name"), [(name, name) for name in names], indirect=["draft"])
+    return pytest.mark.parametrize(
+        ("draft", "name"), [(name, name) for name in names], indirect=["draft"]
+    )
 
 
 def verdicts(target: str, draft: str) -> dict[str, dict[str, Any]]:
@@ -113,8 +138,12 @@ def test_heads_by_what_their_layouts_can_say(tmp_path):
         serving[kind] = {name for name in verdict if verdict[name]["serves"]}
         if kind in ("dflash", "dspark"):
             # A whole block, and no other number of tokens.
-            assert f'"num_speculative_tokens": {15 if kind == "dflash" else 7}' in verdict["vllm"]["command"]
-    # The demo's target has six layers, of which the authors' code takes two states that are the same.
+            assert (
+                f'"num_speculative_tokens": {15 if kind == "dflash" else 7}'
+                in verdict["vllm"]["command"]
+            )
+    # The demo's target has six layers, of which the authors' code takes two states that are the
+    # same.
     assert serving == {
         "eagle": {"SafeAILab/EAGLE", "vllm", "sglang"},
         "eagle3": {"vllm", "sglang", "llama.cpp"},
@@ -134,12 +163,19 @@ def test_the_command_takes_the_length_of_a_plan(tmp_path, capsys):
     assert main([*words, "--plan", str(plan), "--json"]) == 0
     out = capsys.readouterr().out.splitlines()
     found = {verdict["engine"]: verdict["command"] for verdict in json.loads(out[-1])["verdicts"]}
-    assert '"num_speculative_tokens": 7' in found["vllm"] and "--spec-draft-n-max 3" in found["llama.cpp"]
-    assert "--speculative-num-steps 4" in found["sglang"] and any("llama-server -m" in line for line in out)
+    assert (
+        '"num_speculative_tokens": 7' in found["vllm"]
+        and "--spec-draft-n-max 3" in found["llama.cpp"]
+    )
+    assert "--speculative-num-steps 4" in found["sglang"] and any(
+        "llama-server -m" in line for line in out
+    )
 
 
 def test_printed_commands_run(tmp_path, monkeypatch, capsys):
-    """Pasted into a shell: those of engines that are here, on a pair whose path a shell would take apart."""
+    """Pasted into a shell: those of engines that are here, on a pair whose path a shell would take
+    apart.
+    """
     shutil.copytree(PAIR, tmp_path / "my $(touch x) pair")
     monkeypatch.chdir(tmp_path)
     found = verdicts("my $(touch x) pair/target", "my $(touch x) pair/base")
@@ -159,7 +195,11 @@ def test_transformers_says_the_same(draft, name):
     target: Any = load_model(TARGET, device="cpu")
     loads = True
     try:
-        target.generate(torch.tensor([[0, 9, 10]]), assistant_model=load_model(draft, device="cpu"), max_new_tokens=3)
+        target.generate(
+            torch.tensor([[0, 9, 10]]),
+            assistant_model=load_model(draft, device="cpu"),
+            max_new_tokens=3,
+        )
     except ValueError:
         loads = False
     assert loads == verdicts(TARGET, draft)["transformers"]["loads"]
@@ -180,8 +220,23 @@ def target_as(tmp_path_factory):
 @some(*VARIANTS)
 def test_llama_cpp_says_the_same(draft, name, tmp_path, target_as):
     server = engine("llama-server")
-    target, small = (each / "model.gguf" for each in (target_as("gguf"), exported(draft, "gguf", tmp_path / "d")))
-    words = ["-m", str(target), "-md", str(small), "--spec-type", "draft-simple", "-c", "128", "-np", "1", "-t", "1"]
+    target, small = (
+        each / "model.gguf" for each in (target_as("gguf"), exported(draft, "gguf", tmp_path / "d"))
+    )
+    words = [
+        "-m",
+        str(target),
+        "-md",
+        str(small),
+        "--spec-type",
+        "draft-simple",
+        "-c",
+        "128",
+        "-np",
+        "1",
+        "-t",
+        "1",
+    ]
     loads = True
     try:
         with llama_server(server, words) as port:
@@ -201,7 +256,9 @@ def test_openvino_says_the_same(draft, name, tmp_path):
     for role, source in (("t", TARGET), ("d", draft)):
         openvino_ir(source, tmp_path / role / "openvino")
     request = openvino_request(tmp_path, [[0, 782, 291]], 8)
-    (_, drafted) = work(engine("openvino"), OPENVINO, tmp_path / "t", tmp_path / "d", request)["ways"].values()
+    (_, drafted) = work(engine("openvino"), OPENVINO, tmp_path / "t", tmp_path / "d", request)[
+        "ways"
+    ].values()
     assert ("failed" not in drafted) == verdicts(TARGET, draft)["openvino"]["loads"]
 
 
@@ -240,10 +297,16 @@ def test_vllm_says_the_same(tmp_path, monkeypatch):
         save_head(HEADS[kind].fresh(target), tmp_path / "heads" / kind)
         head, out = tmp_path / "heads" / kind, tmp_path / str(SERVING["vllm"][kind].draft_format)
         with monkeypatch.context() as here:
-            here.setitem(PROGRAMS, "vllm", ("-", "-"))  # the layout is what vLLM is asked about below
+            here.setitem(
+                PROGRAMS, "vllm", ("-", "-")
+            )  # the layout is what vLLM is asked about below
             ds.export(draft=str(head), format=out.name, out=str(out), target=TARGET)
         add(f"{kind} head", head, out, kind)
-    whole: dict[str, Any] = {"prompts": [[0, 782, 291]], "max_new_tokens": 4, "ways": [{"temperature": 0}]}
+    whole: dict[str, Any] = {
+        "prompts": [[0, 782, 291]],
+        "max_new_tokens": 4,
+        "ways": [{"temperature": 0}],
+    }
     for name in PATH_TRAPS[:2]:
         runs[name] |= whole
     runs["on a CPU"] = runs["same"] | whole
@@ -252,4 +315,8 @@ def test_vllm_says_the_same(tmp_path, monkeypatch):
     assert {name: isinstance(answer, list) for name, answer in answers.items()} == loads
     assert len(loads) == 13 and sum(loads.values()) == 7
     reason = verdicts(TARGET, str(tmp_path / "same"))["vllm"]["reason"]
-    assert "not on a CPU" in reason and "heads of size 16" in reason and "head_dim=16" in here["refused"]
+    assert (
+        "not on a CPU" in reason
+        and "heads of size 16" in reason
+        and "head_dim=16" in here["refused"]
+    )

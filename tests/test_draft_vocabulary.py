@@ -1,4 +1,6 @@
-"""A language model with output rows for a part of the vocabulary. Law 1 for it is in tests/test_decode_lossless.py."""
+"""A language model with output rows for a part of the vocabulary. Law 1 for it is in
+tests/test_decode_lossless.py.
+"""
 
 import copy
 import json
@@ -40,8 +42,17 @@ KEPT = 60
 def gemma() -> PreTrainedModel:
     """With tied embeddings and a soft cap on its logits."""
     torch.manual_seed(5)
-    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "final_logit_softcapping": 2.0}
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "final_logit_softcapping": 2.0,
+    }
     model: PreTrainedModel = Gemma2ForCausalLM(Gemma2Config(vocab_size=40, **shape, **heads)).eval()
     with torch.no_grad():
         model.get_input_embeddings().weight.normal_(0, 0.5)  # type: ignore[operator]
@@ -52,8 +63,20 @@ def gemma() -> PreTrainedModel:
 def trained(target_dir, draft_dir, distilled, tmp_path_factory):
     """A draft of 60 of 290 tokens."""
     out = tmp_path_factory.mktemp("trained") / "draft"
-    shared: Any = {"target": target_dir, "draft": draft_dir, "data": [distilled], "out": str(out), "device": "cpu"}
-    options: Any = {"max_length": 48, "objective": "fkl", "steps": 6, "eval_every": 3, "optim": Optim(lr=0.01)}
+    shared: Any = {
+        "target": target_dir,
+        "draft": draft_dir,
+        "data": [distilled],
+        "out": str(out),
+        "device": "cpu",
+    }
+    options: Any = {
+        "max_length": 48,
+        "objective": "fkl",
+        "steps": 6,
+        "eval_every": 3,
+        "optim": Optim(lr=0.01),
+    }
     ds.train(ds.TrainConfig(**shared, **options, draft_vocab_size=KEPT))
     return out
 
@@ -61,7 +84,9 @@ def trained(target_dir, draft_dir, distilled, tmp_path_factory):
 @pytest.mark.parametrize("make", [lambda: random_llama(3, 40), gemma])
 @torch.inference_mode()
 def test_its_logits_are_the_whole_ones_at_its_tokens(make):
-    """-inf elsewhere, also behind a soft cap, which would make it finite; and with half the rows to read."""
+    """-inf elsewhere, also behind a soft cap, which would make it finite; and with half the rows to
+    read.
+    """
     whole = make()
     trimmed = copy.deepcopy(whole)
     trim(trimmed, IDS)
@@ -75,7 +100,9 @@ def test_its_logits_are_the_whole_ones_at_its_tokens(make):
     assert draft_fingerprint(trimmed) != draft_fingerprint(whole)
 
 
-def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(trained, draft_dir, target_dir, caplog):
+def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(
+    trained, draft_dir, target_dir, caplog
+):
     out = trained
     ids = read_draft_vocabulary(str(out), 290)
     assert ids is not None and len(ids) == KEPT
@@ -99,8 +126,14 @@ def test_alpha_in_training_is_alpha_of_the_loaded_draft(trained, target_dir, dis
     assert isinstance(draft, PreTrainedModel)
     whole = AutoModelForCausalLM.from_pretrained(out).eval()
     attach_draft_vocabulary(whole, draft_vocabulary(draft))  # type: ignore[arg-type]
-    rows = [row for row in load_examples([distilled], None, 48).rows.select(range(4)) if row["response_ids"]]
-    texts = [Continuation(str(n), row["prompt_ids"], row["response_ids"]) for n, row in enumerate(rows)]
+    rows = [
+        row
+        for row in load_examples([distilled], None, 48).rows.select(range(4))
+        if row["response_ids"]
+    ]
+    texts = [
+        Continuation(str(n), row["prompt_ids"], row["response_ids"]) for n, row in enumerate(rows)
+    ]
     measured = alpha_sums(pair.target, draft, texts, Sampling(temperature=1.0), batch_size=2)
     trainee = LMTrainee(whole, parse_objective("ce"), pair.target).eval()
     for row, alpha in zip(rows, measured["sum"], strict=True):
@@ -114,7 +147,9 @@ def test_alpha_in_training_is_alpha_of_the_loaded_draft(trained, target_dir, dis
 
 
 def test_its_loss_is_that_of_the_restricted_distributions():
-    """Against the definition; gradients reach the kept rows alone, and stored rows know no more than a live teacher."""
+    """Against the definition; gradients reach the kept rows alone, and stored rows know no more
+    than a live teacher.
+    """
     draft, target = random_llama(3, 40), random_llama(4, 40)
     attach_draft_vocabulary(draft, IDS)
     ids = torch.randint(0, 40, (1, 9))
@@ -137,7 +172,11 @@ def test_its_loss_is_that_of_the_restricted_distributions():
         sums.loss.backward()
         gradient = draft.lm_head.weight.grad
         others = torch.ones(40, dtype=torch.bool).index_fill(0, IDS, False)
-        assert isinstance(gradient, torch.Tensor) and bool((gradient[others] == 0).all()) and bool(gradient.any())
+        assert (
+            isinstance(gradient, torch.Tensor)
+            and bool((gradient[others] == 0).all())
+            and bool(gradient.any())
+        )
     assert float(trainee.eval()(Batch(ids, labels)).missing) == pytest.approx(
         float((1 - whole.exp()[:, IDS].sum(-1)).sum()), abs=1e-4
     )
@@ -149,7 +188,10 @@ def test_its_loss_is_that_of_the_restricted_distributions():
 
 def test_training_again_keeps_what_it_has(trained, door, target_dir, distilled, tmp_path):
     out = trained
-    words = f"train --target {target_dir} --draft {out} --data {distilled} --out {tmp_path / 'again'} --device cpu"
+    words = (
+        f"train --target {target_dir} --draft {out} --data {distilled} --out "
+        f"{tmp_path / 'again'} --device cpu"
+    )
     words += " --max_length 48 --steps 2 --eval_every 2"
     code, _, err = door(*words.split(), "--draft_vocab_size", KEPT)
     assert code == 2 and f"draft_vocab_size: {out} already has one ({FILE})" in err
@@ -171,7 +213,9 @@ def test_an_export_is_whole_and_says_so(trained, tmp_path, door):
     assert f"no engine's layout can name this draft's vocabulary of {KEPT} tokens" in said
     assert (tmp_path / "hf" / FILE).read_bytes() == (out / FILE).read_bytes()
     ids = torch.randint(0, 290, (1, 6))
-    one, other = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (out, tmp_path / "hf"))
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (out, tmp_path / "hf")
+    )
     torch.testing.assert_close(one, other)
 
 

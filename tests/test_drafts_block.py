@@ -34,7 +34,9 @@ def make_head(kind: str, target: PreTrainedModel, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def text(target: PreTrainedModel, head: BlockHead, rows: int = 2, tokens: int = 17) -> tuple[Tensor, list[Tensor]]:
+def text(
+    target: PreTrainedModel, head: BlockHead, rows: int = 2, tokens: int = 17
+) -> tuple[Tensor, list[Tensor]]:
     ids_BT = torch.randint(0, V, (rows, tokens), generator=torch.Generator().manual_seed(3))
     hidden = target(ids_BT, output_hidden_states=True).hidden_states
     return ids_BT, [hidden[layer] for layer in head.hidden_layers]
@@ -54,15 +56,21 @@ def decoded_block(head: Any, ids_BT: Tensor, states: list[Tensor], anchor: int) 
     if head.config.window is not None:
         context = positions_BS[:, :, None] - positions_BT[:, None, :] < head.config.window
         own = torch.ones(S, S, dtype=torch.bool)
-        mask = torch.cat([context, (own.tril() if head.config.causal else own).expand(rows, -1, -1)], -1)[:, None]
-    states_BDH: Tensor = head.slots(head.states(head.block(ids_BT[:, anchor]), mask, positions_BS, cache))
+        mask = torch.cat(
+            [context, (own.tril() if head.config.causal else own).expand(rows, -1, -1)], -1
+        )[:, None]
+    states_BDH: Tensor = head.slots(
+        head.states(head.block(ids_BT[:, anchor]), mask, positions_BS, cache)
+    )
     return states_BDH
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_many_blocks_in_one_forward_are_each_what_decoding_computes(family, kind, window, monkeypatch):
+def test_many_blocks_in_one_forward_are_each_what_decoding_computes(
+    family, kind, window, monkeypatch
+):
     """Law 5, for every family; also over more than one group of blocks."""
     monkeypatch.setattr("drafts.heads.block._QUERIES", 3 * S)
     target = tiny_family(family)
@@ -72,7 +80,9 @@ def test_many_blocks_in_one_forward_are_each_what_decoding_computes(family, kind
         all_BADH = head.drafted(ids_BT, states, torch.arange(ids_BT.shape[1]).expand(2, -1))
     assert all_BADH.shape[2] == head.depths == (S if kind == "dspark" else S - 1)
     for anchor in (0, 1, 7, 16):
-        torch.testing.assert_close(decoded_block(head, ids_BT, states, anchor), all_BADH[:, anchor], atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            decoded_block(head, ids_BT, states, anchor), all_BADH[:, anchor], atol=1e-4, rtol=0
+        )
 
 
 def test_a_slot_sees_later_slots_unless_causal_and_never_the_anchor_s_own_state():
@@ -83,14 +93,18 @@ def test_a_slot_sees_later_slots_unless_causal_and_never_the_anchor_s_own_state(
         before = decoded_block(head, ids_BT, states, 6)
         with torch.no_grad():
             later = head.drafted(
-                ids_BT, [state * (torch.arange(17) < 6)[:, None] for state in states], torch.tensor([[6]])
+                ids_BT,
+                [state * (torch.arange(17) < 6)[:, None] for state in states],
+                torch.tensor([[6]]),
             )
             torch.testing.assert_close(later[:, 0], before, atol=1e-5, rtol=0)
             # The last slot's token changes the slots before it, unless they are causal.
             ids_BS = head.block(ids_BT[:, 6])
             ids_BS[:, -1] = 11
             cache = DynamicCache()
-            head.remember(head.fuse([state[:, :6] for state in states]), torch.arange(6)[None], cache)
+            head.remember(
+                head.fuse([state[:, :6] for state in states]), torch.arange(6)[None], cache
+            )
             changed = head.slots(head.states(ids_BS, None, 6 + torch.arange(S)[None], cache))
         same = torch.allclose(changed[:, :-1], before[:, :-1], atol=1e-5)
         assert same == head.config.causal
@@ -106,12 +120,17 @@ def test_the_markov_head_and_the_confidence_read_the_token_before():
     w1, w2 = (head.markov_head[name].weight for name in ("markov_w1", "markov_w2"))
     torch.testing.assert_close(one[0] - raw[0], w2 @ w1[4])
     plain = head.confidence(states, torch.tensor([4, 9]), 1)
-    head.config = type(head.config)(**{**vars(head.config), "confidence_temperatures": (1.0, 2.0, 1.0, 1.0, 1.0)})
-    torch.testing.assert_close(head.confidence(states, torch.tensor([4, 9]), 1).logit() * 2, plain.logit())
+    head.config = type(head.config)(
+        **{**vars(head.config), "confidence_temperatures": (1.0, 2.0, 1.0, 1.0, 1.0)}
+    )
+    torch.testing.assert_close(
+        head.confidence(states, torch.tensor([4, 9]), 1).logit() * 2, plain.logit()
+    )
 
 
 @pytest.mark.parametrize(
-    ("layers", "ids"), [(36, (1, 9, 17, 25, 33)), (8, (1, 2, 3, 4, 5)), (6, (1, 2, 3)), (4, (0, 1, 2)), (2, (0, 1))]
+    ("layers", "ids"),
+    [(36, (1, 9, 17, 25, 33)), (8, (1, 2, 3, 4, 5)), (6, (1, 2, 3)), (4, (0, 1, 2)), (2, (0, 1))],
 )
 def test_layers_that_a_fresh_head_reads(layers, ids):
     assert target_layers_of(layers) == ids
@@ -131,7 +150,9 @@ def test_the_kernel_multiplies_the_rows_of_a_draft_vocabulary(kind, monkeypatch)
     head = make_head(kind, target, draft_vocab=range(3, V - 4), mask_token_id=5)
     fast, plain = HeadProposer(head), HeadProposer(head, fast=False)
     found = [
-        SpeculativeDecoder(target, proposer, tree="chain:3").generate([[3, 4, 7]], Sampling(), 24, eos_ids=(), seed=1)
+        SpeculativeDecoder(target, proposer, tree="chain:3").generate(
+            [[3, 4, 7]], Sampling(), 24, eos_ids=(), seed=1
+        )
         for proposer in (fast, plain)
     ]
     assert fast._packs is not None and "rows_DH" in fast._packs._beside

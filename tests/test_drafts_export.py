@@ -1,4 +1,6 @@
-"""Exports: files with exactly the names, shapes and values that other engines read, or one line that says why not."""
+"""Exports: files with exactly the names, shapes and values that other engines read, or one line
+that says why not.
+"""
 
 import json
 from collections.abc import Callable
@@ -60,13 +62,17 @@ HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
 
 @pytest.fixture(autouse=True)
 def no_llama_server(monkeypatch):
-    """Exports of this file are proven by their layout, although a llama-server may be on the PATH."""
+    """Exports of this file are proven by their layout, although a llama-server may be on the
+    PATH.
+    """
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
 
 
 @pytest.fixture
 def saved(target_dir):
-    """Moves a model's parameters, norms too, from where they began, and saves it with the tests' tokenizer."""
+    """Moves a model's parameters, norms too, from where they began, and saves it with the tests'
+    tokenizer.
+    """
 
     def save(model: PreTrainedModel, path: Path) -> PreTrainedModel:
         stirred(model, 0.1).save_pretrained(path)
@@ -89,13 +95,19 @@ def target(saved, tmp_path):
 
 def exported(tmp_path: Path, form: str, draft: str = "head", **more: Any) -> dict[str, Any]:
     more = {"target": str(tmp_path / "target")} | more
-    return ds.export(ds.ExportConfig(draft=str(tmp_path / draft), format=form, out=str(tmp_path / "out"), **more))  # type: ignore[arg-type]
+    return ds.export(
+        ds.ExportConfig(draft=str(tmp_path / draft), format=form, out=str(tmp_path / "out"), **more)  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        *[(name, form) for name in ("eagle", "eagle3", "eagle3-full") for form in ("eagle", "sglang")],
+        *[
+            (name, form)
+            for name in ("eagle", "eagle3", "eagle3-full")
+            for form in ("eagle", "sglang")
+        ],
         *[("eagle3", "speculators"), ("medusa", "medusa")],
     ],
 )
@@ -105,37 +117,56 @@ def test_heads_come_back_from_what_other_engines_read(name, form, target, tmp_pa
     assert summary["proof"]["engine"] is None and "published layout" in summary["proof"]["how"]
     back = load_head(tmp_path / "out", target)
     theirs, ours = back.state_dict(), head.state_dict()
-    assert theirs.keys() - {"fc.bias"} == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in ours)
+    assert theirs.keys() - {"fc.bias"} == ours.keys() and all(
+        torch.equal(theirs[key], ours[key]) for key in ours
+    )
     config = read_json(tmp_path / "out" / "config.json", "")
     if form == "sglang":
         # SGLang builds `fc` with a bias and names layers by their outputs.
         assert name != "eagle" or (config["bias"] and not theirs["fc.bias"].any())
-        assert name == "eagle" or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
-        assert config["architectures"] == ["LlamaForCausalLMEagle" + ("" if name == "eagle" else "3")]
+        assert name == "eagle" or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
+            1,
+            3,
+            4,
+        ]
+        assert config["architectures"] == [
+            "LlamaForCausalLMEagle" + ("" if name == "eagle" else "3")
+        ]
     elif form == "eagle":
         assert config["architectures"] == ["LlamaForCausalLM"]
     elif form == "speculators":
-        assert config["speculators_config"]["verifier"]["name_or_path"] == str((tmp_path / "target").resolve())
+        assert config["speculators_config"]["verifier"]["name_or_path"] == str(
+            (tmp_path / "target").resolve()
+        )
         assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
 
 
 def test_a_language_model_as_a_directory(target, saved, tmp_path):
     summary = exported(tmp_path, "hf", draft="target", target=None, dtype="bfloat16")
-    assert summary["proof"]["max_difference"] == 0 and summary["proof"]["engine"].startswith("transformers")
-    assert {"config.json", "model.safetensors", "tokenizer.json", "draftsmith.json"} <= set(summary["files"])
+    assert summary["proof"]["max_difference"] == 0 and summary["proof"]["engine"].startswith(
+        "transformers"
+    )
+    assert {"config.json", "model.safetensors", "tokenizer.json", "draftsmith.json"} <= set(
+        summary["files"]
+    )
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert again.dtype == torch.bfloat16
     record = read_json(tmp_path / "out" / "draftsmith.json", "")
     assert record["kind"] == "draft-lm" and record["export"]["proof"] == summary["proof"]
     # A second export replaces the first, and tied weights are written once.
-    tied = LlamaForCausalLM(LlamaConfig(**SHAPE | {"tie_word_embeddings": True, "num_hidden_layers": 1}))
+    tied = LlamaForCausalLM(
+        LlamaConfig(**SHAPE | {"tie_word_embeddings": True, "num_hidden_layers": 1})
+    )
     saved(tied, tmp_path / "tied")
     exported(tmp_path, "hf", draft="tied", target=None)
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
 def test_embeddings_that_a_target_scales_are_written_as_its_head_was_given_them(saved, tmp_path):
-    gemma = saved(GemmaForCausalLM(GemmaConfig(**SHAPE, head_dim=8, tie_word_embeddings=True)), tmp_path / "target")
+    gemma = saved(
+        GemmaForCausalLM(GemmaConfig(**SHAPE, head_dim=8, tie_word_embeddings=True)),
+        tmp_path / "target",
+    )
     head = head_of("eagle3", gemma, tmp_path / "head")
     head_of("eagle", gemma, tmp_path / "one")
     weight: Any = gemma.get_input_embeddings().weight
@@ -143,10 +174,14 @@ def test_embeddings_that_a_target_scales_are_written_as_its_head_was_given_them(
     scaled = weight * torch.tensor(32**0.5)
     assert head.borrowed.scales_embedding
     # Checkpoints of our own too: a head's file says what its head is given.
-    torch.testing.assert_close(load_file(tmp_path / "one" / "model.safetensors")["embed_tokens.weight"], scaled)
+    torch.testing.assert_close(
+        load_file(tmp_path / "one" / "model.safetensors")["embed_tokens.weight"], scaled
+    )
     for form, draft in (("eagle", "one"), ("eagle", "head"), ("speculators", "head")):
         exported(tmp_path, form, draft=draft)
-        torch.testing.assert_close(load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"], scaled)
+        torch.testing.assert_close(
+            load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"], scaled
+        )
     load_head(tmp_path / "one", gemma)
     with pytest.raises(InputError, match="the Gemma family"):
         exported(tmp_path, "sglang")
@@ -155,7 +190,10 @@ def test_embeddings_that_a_target_scales_are_written_as_its_head_was_given_them(
 def test_what_a_layout_cannot_say_is_refused(saved, tmp_path):
     shape = SHAPE | {"head_dim": 8}
     for model, reason in (
-        (Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=20.0)), "caps its logits at 20.0"),
+        (
+            Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=20.0)),
+            "caps its logits at 20.0",
+        ),
         (CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.25)), "scales its logits by 0.25"),
     ):
         directory = tmp_path / reason[:4]
@@ -168,13 +206,16 @@ def test_what_a_layout_cannot_say_is_refused(saved, tmp_path):
 
 @pytest.mark.parametrize(
     ("variant", "form"),
-    [("norm_before_residual", form) for form in ("eagle", "sglang", "speculators", "gguf")] + [("norm_output", "gguf")],
+    [("norm_before_residual", form) for form in ("eagle", "sglang", "speculators", "gguf")]
+    + [("norm_output", "gguf")],
 )
 def test_norms_in_other_places_are_said_or_refused(variant, form, target, tmp_path):
     fresh = Eagle3Head.fresh(target)
     save_head(Eagle3Head(replace(fresh.config, **{variant: True}), target), tmp_path / "head")  # type: ignore[arg-type]
     if variant == "norm_output" or form in ("eagle", "sglang"):
-        with pytest.raises(InputError, match=f"the head sets '{variant}'.* decode with draftsmith instead"):
+        with pytest.raises(
+            InputError, match=f"the head sets '{variant}'.* decode with draftsmith instead"
+        ):
             exported(tmp_path, form)
         return
     exported(tmp_path, form)
@@ -186,7 +227,12 @@ def test_norms_in_other_places_are_said_or_refused(variant, form, target, tmp_pa
         assert bool(fields["eagle3.norm_before_residual"].parts[-1][0])
 
 
-LLAMA3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -195,7 +241,10 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     [
         ({"head_dim": 16}, "head size 16 is not 32 / 4"),
         ({"rope_parameters": LLAMA3}, "rope of type 'llama3'"),
-        ({"num_hidden_layers": 6}, r"states \[2, 3, 4\] and SafeAILab's code always gives \[2, 3, 3\]"),
+        (
+            {"num_hidden_layers": 6},
+            r"states \[2, 3, 4\] and SafeAILab's code always gives \[2, 3, 3\]",
+        ),
     ],
 )
 def test_the_authors_code_has_limits_that_others_do_not(change, reason, saved, tmp_path):
@@ -232,7 +281,15 @@ def test_the_command(target, tmp_path, capsys):
     assert main([*words, "sglang", "--out", str(tmp_path / "full")]) == 2
     assert "files that no export wrote" in capsys.readouterr().err
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine.txt"]
-    assert {form for form, _ in WRITERS} == {"hf", "eagle", "sglang", "speculators", "medusa", "dflash", "gguf"}
+    assert {form for form, _ in WRITERS} == {
+        "hf",
+        "eagle",
+        "sglang",
+        "speculators",
+        "medusa",
+        "dflash",
+        "gguf",
+    }
 
 
 def test_gguf_holds_the_model_and_the_tokenizer(target, tmp_path):
@@ -241,12 +298,17 @@ def test_gguf_holds_the_model_and_the_tokenizer(target, tmp_path):
     reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
     tensors = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
     state = target.state_dict()
-    assert torch.equal(tensors["blk.3.ffn_gate.weight"], state["model.layers.3.mlp.gate_proj.weight"])
+    assert torch.equal(
+        tensors["blk.3.ffn_gate.weight"], state["model.layers.3.mlp.gate_proj.weight"]
+    )
     # Queries are stored so that neighbouring rows are rotated together.
     query = state["model.layers.0.self_attn.q_proj.weight"]
     assert torch.equal(tensors["blk.0.attn_q.weight"][[0, 1, 2, 3]], query[[0, 4, 1, 5]])
     assert len(tensors) == 8 * 9 + 3
-    field = {name: reader.fields[f"tokenizer.ggml.{name}"].contents() for name in ("model", "pre", "tokens", "merges")}
+    field = {
+        name: reader.fields[f"tokenizer.ggml.{name}"].contents()
+        for name in ("model", "pre", "tokens", "merges")
+    }
     assert field["model"] == "gpt2" and field["pre"] == "gpt-2" and len(field["tokens"]) == 290
     assert field["tokens"][:4] == ["<s>", "</s>", "!", '"']
     head = head_of("eagle3", target, tmp_path / "head")
@@ -259,24 +321,49 @@ def test_gguf_holds_the_model_and_the_tokenizer(target, tmp_path):
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
     """BPE with SentencePiece's spelling, as LLaMA-2's tokenizer.json has it."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "ab", "▁ab", "aab"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "▁",
+        "a",
+        "b",
+        "ab",
+        "▁ab",
+        "aab",
+    ]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    model = models.BPE(vocabulary, [("a", "b"), ("▁", "ab"), ("a", "ab")], byte_fallback=True, unk_token="<unk>")
+    model = models.BPE(
+        vocabulary, [("a", "b"), ("▁", "ab"), ("a", "ab")], byte_fallback=True, unk_token="<unk>"
+    )
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", additional_special_tokens=[]
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=[],
     )
 
 
 def test_gguf_scores_are_the_order_of_merges(saved, tmp_path):
     gguf = pytest.importorskip("gguf")
-    saved(LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 270, "num_hidden_layers": 1})), tmp_path / "target")
+    saved(
+        LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 270, "num_hidden_layers": 1})),
+        tmp_path / "target",
+    )
     sentencepiece_like().save_pretrained(tmp_path / "target")
     exported(tmp_path, "gguf", draft="target")
     fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
-    assert fields["tokenizer.ggml.model"].contents() == "llama" and fields["tokenizer.ggml.add_space_prefix"].contents()
+    assert (
+        fields["tokenizer.ggml.model"].contents() == "llama"
+        and fields["tokenizer.ggml.add_space_prefix"].contents()
+    )
     scores = fields["tokenizer.ggml.scores"].contents()
     assert scores[262:265] == [0.0, -1.0, -2.0] and scores[260] < -2
-    assert fields["tokenizer.ggml.tokens"].contents()[265:] == [f"[PAD{i}]" for i in range(265, 270)]
+    assert fields["tokenizer.ggml.tokens"].contents()[265:] == [
+        f"[PAD{i}]" for i in range(265, 270)
+    ]
     assert fields["tokenizer.ggml.token_type"].contents()[:4] == [2, 3, 3, 6]

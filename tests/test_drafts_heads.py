@@ -1,4 +1,6 @@
-"""Heads: their files are what other engines read, their two ways of running agree, and they train what is theirs."""
+"""Heads: their files are what other engines read, their two ways of running agree, and they train
+what is theirs.
+"""
 
 import copy
 from typing import Any
@@ -23,9 +25,15 @@ V, H, D = 40, 16, 12
 
 
 def make_target(layers: int = 4) -> PreTrainedModel:
-    more: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    more: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
     more |= {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-    return tiny_family("llama", 1, 0.0, vocab_size=V, num_hidden_layers=layers, initializer_range=0.3, **more)
+    return tiny_family(
+        "llama", 1, 0.0, vocab_size=V, num_hidden_layers=layers, initializer_range=0.3, **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +46,10 @@ every_head = pytest.mark.parametrize("name", FRESH)
 
 def inputs(rows: int = 2, tokens: int = 7) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(3)
-    return (torch.randint(0, V, (rows, tokens), generator=random), torch.randn(rows, tokens, H, generator=random))
+    return (
+        torch.randint(0, V, (rows, tokens), generator=random),
+        torch.randn(rows, tokens, H, generator=random),
+    )
 
 
 def outputs(head: Head) -> list[Tensor]:
@@ -72,7 +83,9 @@ def test_a_saved_head_comes_back_bit_for_bit(name, target, tmp_path):
     assert head_kind(tmp_path / "head") == back.kind == head.kind
     assert type(back) is type(head) and back.config == head.config and not back.training
     before, after = head.state_dict(), back.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[key], after[key]) for key in before
+    )
     for a, b in zip(outputs(head), outputs(back), strict=True):
         assert torch.equal(a, b)
     save_head(back, tmp_path / "again")
@@ -82,12 +95,19 @@ def test_a_saved_head_comes_back_bit_for_bit(name, target, tmp_path):
 
 @every_head
 def test_a_head_trains_its_own_parameters_and_only_those(name, target):
-    """From its fresh state, where zero-initialised blocks must not stand in each other's way, and from any other."""
+    """From its fresh state, where zero-initialised blocks must not stand in each other's way, and
+    from any other.
+    """
     theirs = {id(parameter) for parameter in target.parameters()}
-    assert all(p.requires_grad for p in target.parameters()), "the target of this test would take gradients"
+    assert all(p.requires_grad for p in target.parameters()), (
+        "the target of this test would take gradients"
+    )
     for head in (FRESH[name](target).train(), stirred(FRESH[name](target))):
         assert not theirs & {id(parameter) for parameter in head.parameters()}
-        assert {key for key, _ in head.named_parameters()} == head.state_dict().keys() - {"d2t", "t2d"}
+        assert {key for key, _ in head.named_parameters()} == head.state_dict().keys() - {
+            "d2t",
+            "t2d",
+        }
         torch.stack([out[out.isfinite()].pow(2).sum() for out in outputs(head)]).sum().backward()
         for key, parameter in head.named_parameters():
             assert parameter.grad is not None and parameter.grad.abs().sum() > 0, key
@@ -129,13 +149,17 @@ def test_heads_follow_the_target_to_bf16(name, tmp_path, target):
 
 
 def reference_layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor) -> Tensor:
-    """A LLaMA layer behind its input norm, written out: causal, 4 query heads on 2 key heads of 4, rope base 500."""
+    """A LLaMA layer behind its input norm, written out: causal, 4 query heads on 2 key heads of 4,
+    rope base 500.
+    """
 
     def linear(name: str, value: Tensor) -> Tensor:
         return value @ tensors[f"{prefix}{name}.weight"].T
 
     rows, length = x.shape[:2]
-    q, k, v = (linear(f"self_attn.{n}_proj", x).view(rows, length, -1, 4).transpose(1, 2) for n in "qkv")
+    q, k, v = (
+        linear(f"self_attn.{n}_proj", x).view(rows, length, -1, 4).transpose(1, 2) for n in "qkv"
+    )
     angle = torch.arange(length)[:, None] / 500.0 ** (torch.arange(0, 4, 2) / 4)
     turn = torch.polar(torch.ones_like(angle), angle)
 
@@ -148,7 +172,9 @@ def reference_layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, residual
     mixed = (scores.softmax(-1) @ v.repeat_interleave(2, dim=1)).transpose(1, 2).flatten(-2)
     states = residual + linear("self_attn.o_proj", mixed)
     normed = rms(states, tensors[f"{prefix}post_attention_layernorm.weight"])
-    gated = torch.nn.functional.silu(linear("mlp.gate_proj", normed)) * linear("mlp.up_proj", normed)
+    gated = torch.nn.functional.silu(linear("mlp.gate_proj", normed)) * linear(
+        "mlp.up_proj", normed
+    )
     return states + linear("mlp.down_proj", gated)
 
 
@@ -162,7 +188,10 @@ def test_eagle_computes_what_its_paper_says(target, tmp_path):
     save_head(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     ids_BT, features_BTH = inputs()
-    x = torch.cat([tensors["embed_tokens.weight"][ids_BT], features_BTH], -1) @ tensors["fc.weight"].T
+    x = (
+        torch.cat([tensors["embed_tokens.weight"][ids_BT], features_BTH], -1)
+        @ tensors["fc.weight"].T
+    )
     expected = reference_layer(tensors, "layers.0.", x, x)
     logits_BTV, predicted_BTH = head(ids_BT, features_BTH)
     torch.testing.assert_close(predicted_BTH, expected, atol=1e-5, rtol=1e-5)
@@ -180,7 +209,10 @@ def test_eagle3_computes_what_its_paper_says(target, tmp_path):
     torch.testing.assert_close(g, torch.cat([low, low + 1, low * 2], -1) @ tensors["fc.weight"].T)
     embedded = target.get_input_embeddings()(ids_BT)
     x = torch.cat(
-        [rms(embedded, tensors["midlayer.input_layernorm.weight"]), rms(g, tensors["midlayer.hidden_norm.weight"])],
+        [
+            rms(embedded, tensors["midlayer.input_layernorm.weight"]),
+            rms(g, tensors["midlayer.hidden_norm.weight"]),
+        ],
         dim=-1,
     )
     expected = reference_layer(tensors, "midlayer.", x, g)
@@ -217,9 +249,13 @@ def test_heads_fit_other_families(family):
         out = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
         logits = MedusaHeads.fresh(model, num_heads=1)(out.hidden_states[-1])
         torch.testing.assert_close(logits[:, :, 0], out.logits)
-        torch.testing.assert_close(EagleHead.fresh(model).borrowed.project(out.hidden_states[-1]), out.logits)
+        torch.testing.assert_close(
+            EagleHead.fresh(model).borrowed.project(out.hidden_states[-1]), out.logits
+        )
         block: Any = FRESH["dflash"](model)
-        torch.testing.assert_close(block.logits(block.raw_logits(out.hidden_states[-1])), out.logits)
+        torch.testing.assert_close(
+            block.logits(block.raw_logits(out.hidden_states[-1])), out.logits
+        )
 
 
 def test_ordinary_models_are_no_heads(tmp_path, target, draft_dir):
@@ -237,7 +273,10 @@ def test_a_head_that_does_not_fit_or_would_run_code_is_refused_in_one_line(targe
     foreign = tensors | {"embed_tokens.weight": -tensors["embed_tokens.weight"]}
     torch.save(tensors | {"evil": Evil()}, tmp_path / "pytorch_model.bin")
     for content, message in (
-        ({name: tensor for name, tensor in tensors.items() if name != "fc.weight"}, 'Missing key.*"fc.weight"'),
+        (
+            {name: tensor for name, tensor in tensors.items() if name != "fc.weight"},
+            'Missing key.*"fc.weight"',
+        ),
         (foreign, "'embed_tokens.weight' is not the target's embedding"),
         (None, r"pytorch_model\.bin: cannot be read .*which would run code"),
     ):

@@ -31,10 +31,16 @@ def test_a_draft_larger_than_its_target_is_remarked_once(target_dir, draft_dir, 
     ]
 
 
-def test_what_does_not_belong_together_is_refused_by_name(target_dir, other_vocabulary_dir, tmp_path):
+def test_what_does_not_belong_together_is_refused_by_name(
+    target_dir, other_vocabulary_dir, tmp_path
+):
     assert load_pair(target_dir, [other_vocabulary_dir], device="cpu").drafts
-    bare = shutil.copytree(other_vocabulary_dir, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    with pytest.raises(InputError, match=rf"^{bare}: its vocabulary has 300 tokens and the target's has 290"):
+    bare = shutil.copytree(
+        other_vocabulary_dir, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*")
+    )
+    with pytest.raises(
+        InputError, match=rf"^{bare}: its vocabulary has 300 tokens and the target's has 290"
+    ):
         load_pair(target_dir, {"other": str(bare)}, device="cpu")
     with pytest.raises(InputError, match="no such directory"):
         load_pair(target_dir, [str(tmp_path / "absent")], device="cpu")

@@ -1,4 +1,6 @@
-"""Drafts made from a target: what is kept is the target's, whatever the family; what is filled in is said."""
+"""Drafts made from a target: what is kept is the target's, whatever the family; what is filled in
+is said.
+"""
 
 from typing import Any, cast
 
@@ -38,7 +40,8 @@ GROUPED = PLAIN | {"intermediate_size": 48, "num_key_value_heads": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2"), GROUPED),
     **dict.fromkeys(("qwen3", "gemma2"), GROUPED | {"head_dim": 16}),
-    "gemma3_text": GROUPED | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3_text": GROUPED
+    | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "opt": PLAIN | {"ffn_dim": 48, "word_embed_proj_dim": H},
     **dict.fromkeys(("gpt_neox", "phi"), PLAIN | {"intermediate_size": 48}),
     "gpt2": PLAIN | {"n_inner": 48},
@@ -49,7 +52,9 @@ IDS = torch.tensor(TEXTS[:1])
 
 def build(name: str) -> PreTrainedModel:
     torch.manual_seed(1)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **CONFIGS[name]))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(name, **CONFIGS[name])
+    )
     model.eval()
     return model
 
@@ -71,7 +76,9 @@ def test_layers_left_out_are_the_target_without_them(name, tmp_path):
     layers = cast(Any, target.get_submodule(FAMILIES[name].layers))
     handles = [
         layers[index].register_forward_hook(
-            lambda _, args, kwargs, out: args[0] if isinstance(out, torch.Tensor) else (args[0], *out[1:]),
+            lambda _, args, kwargs, out: (
+                args[0] if isinstance(out, torch.Tensor) else (args[0], *out[1:])
+            ),
             with_kwargs=True,
         )
         for index in (1, 2)
@@ -99,7 +106,10 @@ def test_neurons_that_do_nothing_go_first(name):
 
 
 def test_layers_are_kept_as_named():
-    kept = {keep: prune(build("llama"), num_layers=3, keep=keep)[1] for keep in ("first", "last", "even")}
+    kept = {
+        keep: prune(build("llama"), num_layers=3, keep=keep)[1]
+        for keep in ("first", "last", "even")
+    }
     assert kept == {"first": [0, 1, 2], "last": [1, 2, 3], "even": [0, 2, 3]}
 
 
@@ -128,15 +138,21 @@ def test_a_map_of_two_vocabularies(target_dir):
     ours, theirs = token_texts(draft), token_texts(target)
     pairs = dict(zip(words.target_ids.tolist(), words.draft_ids.tolist(), strict=True))
     assert len(set(pairs.values())) == len(pairs) == words.shared > 10
-    assert pairs[target.bos_token_id] == draft.bos_token_id and pairs[target.eos_token_id] == draft.eos_token_id
+    assert (
+        pairs[target.bos_token_id] == draft.bos_token_id
+        and pairs[target.eos_token_id] == draft.eos_token_id
+    )
     for t, d in pairs.items():
         assert t in (0, 1) or theirs[t] == ours[d]
     for token, text in theirs.items():
         assert b"".join(ours[each] for each in words.in_draft[token]) == text
-    assert words.in_draft[291] == (draft.eos_token_id,) and words.lost == {290, 291}, "padding of the model"
+    assert words.in_draft[291] == (draft.eos_token_id,) and words.lost == {290, 291}, (
+        "padding of the model"
+    )
     shared = sorted(pairs)[:3]
     assert words.coverage([[*shared, 291], shared]) == (
-        "6 of 7 tokens are shared and can be drafted; 1 of 2 texts can be written in its tokens without loss"
+        "6 of 7 tokens are shared and can be drafted; 1 of 2 texts can be written in its tokens "
+        "without loss"
     )
     logits = torch.arange(280.0)
     moved = words.to_target(logits)
@@ -175,7 +191,9 @@ def test_a_transplanted_donor_has_rows_by_text(target_dir):
     target, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
     donor_tokenizer = sentencepiece_tokenizer()
     torch.manual_seed(7)
-    donor: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**GROUPED | {"vocab_size": len(donor_tokenizer)}))
+    donor: PreTrainedModel = LlamaForCausalLM(
+        LlamaConfig(**GROUPED | {"vocab_size": len(donor_tokenizer)})
+    )
     moved, found = transplant(donor, donor_tokenizer, target, tokenizer)
     assert vocabulary_size(moved) == vocabulary_size(target) == 290
     assert found.shared + found.from_pieces + len(found.unmapped) + found.padding == 290
@@ -184,7 +202,11 @@ def test_a_transplanted_donor_has_rows_by_text(target_dir):
     by_text = {text: d for d, text in reversed(list(ours.items()))}
     old, new = (cast(Any, model.get_input_embeddings()).weight for model in (donor, moved))
     old_out, new_out = (cast(Any, model.get_output_embeddings()).weight for model in (donor, moved))
-    partner = next(t for t, text in theirs.items() if text == b" the") if b" the" in theirs.values() else None
+    partner = (
+        next(t for t, text in theirs.items() if text == b" the")
+        if b" the" in theirs.values()
+        else None
+    )
     for token, text in theirs.items():
         ids = [by_text[text]] if text in by_text else pieces(text, by_text, 8)
         assert ids is not None
@@ -193,11 +215,17 @@ def test_a_transplanted_donor_has_rows_by_text(target_dir):
     assert partner is None or torch.equal(new[partner], old[by_text[b" the"]])
     assert torch.equal(new[tokenizer.eos_token_id], old[donor_tokenizer.eos_token_id])
     inner = dict(moved.named_parameters())
-    assert all(torch.equal(inner[name], value) for name, value in donor.named_parameters() if ".layers." in name)
+    assert all(
+        torch.equal(inner[name], value)
+        for name, value in donor.named_parameters()
+        if ".layers." in name
+    )
 
 
 def test_fresh_costs_no_more_than_asked():
-    config = LlamaConfig(**GROUPED | {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 8})
+    config = LlamaConfig(
+        **GROUPED | {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 8}
+    )
     torch.manual_seed(0)
     target: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     draft, cost = fresh(target, 0.2)
@@ -205,15 +233,25 @@ def test_fresh_costs_no_more_than_asked():
     assert cost == pytest.approx(share) and 0.1 < share <= 0.2
     assert draft.config.vocab_size == V and draft.config.max_position_embeddings == 64
     again, _ = fresh(target, 0.2)
-    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(draft.parameters(), again.parameters(), strict=True)
+    )
 
     # Frequencies of the target that are made for its size of heads are not the draft's.
-    longrope = {"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 32}
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "original_max_position_embeddings": 32,
+    }
     longrope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    scaled: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**config.to_dict() | {"rope_parameters": longrope}))
+    scaled: PreTrainedModel = LlamaForCausalLM(
+        LlamaConfig(**config.to_dict() | {"rope_parameters": longrope})
+    )
     small, _ = fresh(scaled, 0.2)
     assert small.config.rope_parameters == {"rope_type": "default", "rope_theta": 500.0}
-    with pytest.raises(InputError, match=r"^cost: no shape costs as little as 0\.001 .* found was 0\.\d+; raise it"):
+    with pytest.raises(
+        InputError, match=r"^cost: no shape costs as little as 0\.001 .* found was 0\.\d+; raise it"
+    ):
         fresh(target, 0.001)
 
 

@@ -35,11 +35,15 @@ def weights_of(path: str | Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
 
 
-def test_interpolation_is_the_weighted_sum_and_its_ends_are_the_drafts(draft_dir, moved_dir, tmp_path):
+def test_interpolation_is_the_weighted_sum_and_its_ends_are_the_drafts(
+    draft_dir, moved_dir, tmp_path
+):
     base, moved = weights_of(draft_dir), weights_of(moved_dir)
     for weight in (0.0, 0.25, 1.0, 1.5):
         out = tmp_path / str(weight)
-        summary = ds.merge(ds.MergeConfig(out=str(out), base=draft_dir, draft=[f"{moved_dir}={weight}"]))
+        summary = ds.merge(
+            ds.MergeConfig(out=str(out), base=draft_dir, draft=[f"{moved_dir}={weight}"])
+        )
         assert summary["weights"] == {moved_dir: weight}
         for name, tensor in weights_of(out).items():
             wanted = torch.lerp(base[name].detach().double(), moved[name].detach().double(), weight)
@@ -64,10 +68,26 @@ def test_a_soup_is_the_mean_and_task_vectors_add_up(draft_dir, moved_dir, tmp_pa
         merge_states([(one, 0.5), ({"w": two["w"]}, 0.5)])
 
 
-def test_the_merged_draft_decodes_and_says_what_it_is(target_dir, draft_dir, moved_dir, tmp_path, capsys):
+def test_the_merged_draft_decodes_and_says_what_it_is(
+    target_dir, draft_dir, moved_dir, tmp_path, capsys
+):
     write_prompt_hashes(Path(moved_dir), [5, 7])
     out = tmp_path / "merged"
-    assert main(["merge", "--base", draft_dir, "--draft", f"{moved_dir}=0.5", "--out", str(out), "--json"]) == 0
+    assert (
+        main(
+            [
+                "merge",
+                "--base",
+                draft_dir,
+                "--draft",
+                f"{moved_dir}=0.5",
+                "--out",
+                str(out),
+                "--json",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"{out}: 0.5 x {moved_dir} + 0.5 x {draft_dir}"
     record = json.loads((out / "draftsmith.json").read_text())
@@ -79,12 +99,29 @@ def test_the_merged_draft_decodes_and_says_what_it_is(target_dir, draft_dir, mov
     assert hashes is not None and hashes.tolist() == np.array([5, 7], dtype=np.uint64).tolist()
     pair = ds.load_pair(target_dir, draft=str(out), device="cpu")
     assert len(pair.generate("Return the", max_new_tokens=8).output_ids) == 8
-    # Killed after its last rename: the same again says what is there, and another merge does not write over it.
+    # Killed after its last rename: the same again says what is there, and another merge does not
+    # write over it.
     written = (out / "model.safetensors").stat().st_mtime_ns
-    assert main(["merge", "--base", draft_dir, "--draft", f"{moved_dir}=0.5", "--out", str(out), "--json"]) == 0
+    assert (
+        main(
+            [
+                "merge",
+                "--base",
+                draft_dir,
+                "--draft",
+                f"{moved_dir}=0.5",
+                "--out",
+                str(out),
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.splitlines() == printed
     assert (out / "model.safetensors").stat().st_mtime_ns == written
-    assert main(["merge", "--base", draft_dir, "--draft", f"{moved_dir}=0.4", "--out", str(out)]) == 2
+    assert (
+        main(["merge", "--base", draft_dir, "--draft", f"{moved_dir}=0.4", "--out", str(out)]) == 2
+    )
     assert "exists; choose another" in capsys.readouterr().err
 
 
@@ -97,7 +134,11 @@ def test_heads_are_merged_with_their_config(target_dir, tmp_path):
             for parameter in head.parameters():
                 parameter.normal_()
         save_head(head, tmp_path / str(seed))
-    ds.merge(ds.MergeConfig(out=str(tmp_path / "soup"), draft=[str(tmp_path / "0=0.25"), str(tmp_path / "1=0.75")]))
+    ds.merge(
+        ds.MergeConfig(
+            out=str(tmp_path / "soup"), draft=[str(tmp_path / "0=0.25"), str(tmp_path / "1=0.75")]
+        )
+    )
     a, b, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("0", "1", "soup"))
     assert list(load_pair(target_dir, [str(tmp_path / "soup")], device="cpu").drafts)
     for name, tensor in merged.items():

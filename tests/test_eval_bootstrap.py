@@ -43,7 +43,9 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
 
 @pytest.mark.parametrize("prompts", [2, 3, 5, 8])
 def test_few_prompts_are_not_surer_than_they_say(prompts):
-    """Plain percentiles call no difference one in half of the cases with 2 prompts, in 10 % with 8."""
+    """Plain percentiles call no difference one in half of the cases with 2 prompts, in 10 % with
+    8.
+    """
     rng = np.random.default_rng(prompts + 1)
     wrong, called = 0, 0
     for trial in range(400):
@@ -63,7 +65,9 @@ def test_a_family_of_few_prompts_calls_something_a_gain_no_more_often_than_one_f
         family = []
         for number in range(6):
             new = PromptSums.of(list(0.5 + rng.normal(0, 0.1, size=5)), [1.0] * 5)
-            family.append(difference(new, PromptSums.of([0.5] * 5, [1.0] * 5), resamples(5, 300, number)))
+            family.append(
+                difference(new, PromptSums.of([0.5] * 5, [1.0] * 5), resamples(5, 300, number))
+            )
         called += 1 in signs(family)
     assert called / 150 <= 0.06
 
@@ -83,7 +87,8 @@ def test_pairing_narrows_the_interval_of_a_difference():
     picks, others = resamples(50, 1000, 3), resamples(50, 1000, 4)
     paired = difference(new, base, picks)
     unpaired = np.quantile(
-        picks.weights_RP @ new.numerator_P / 2000 - others.weights_RP @ base.numerator_P / 2000, [0.025, 0.975]
+        picks.weights_RP @ new.numerator_P / 2000 - others.weights_RP @ base.numerator_P / 2000,
+        [0.025, 0.975],
     )
     assert paired["low"] is not None and paired["high"] is not None
     assert paired["high"] - paired["low"] < 0.2 * (unpaired[1] - unpaired[0])
@@ -94,8 +99,16 @@ def test_what_has_no_value_or_interval_is_none_never_zero():
     picks = resamples(3, 100, 0)
     found = estimate(PromptSums.of([0, 0, 0], [0, 0, 0]), picks)
     assert found["value"] is found["low"] is found["high"] is None
-    assert difference(PromptSums.of([1, 1, 1], [2, 2, 2]), PromptSums.of([0] * 3, [0] * 3), picks)["value"] is None
-    assert quotient(PromptSums.of([1] * 3, [1] * 3), PromptSums.of([0] * 3, [0] * 3), picks)["value"] is None
+    assert (
+        difference(PromptSums.of([1, 1, 1], [2, 2, 2]), PromptSums.of([0] * 3, [0] * 3), picks)[
+            "value"
+        ]
+        is None
+    )
+    assert (
+        quotient(PromptSums.of([1] * 3, [1] * 3), PromptSums.of([0] * 3, [0] * 3), picks)["value"]
+        is None
+    )
     # Many resamples have no value; one prompt has no interval, alone or in a pool.
     only_one_counts = PromptSums.of([1, 0, 0, 0], [2, 0, 0, 0])
     found = estimate(only_one_counts, resamples(4, 1000, 0))
@@ -115,7 +128,11 @@ def test_pooling_suites_resamples_each_on_its_own():
 def _gain(gain: float, seed: int) -> tuple[PromptSums, PromptSums, Resamples]:
     rng = np.random.default_rng(seed)
     level = rng.uniform(0.3, 0.6, size=60)
-    return (_sums(level + gain + rng.normal(0, 0.01, size=60)), _sums(level), resamples(60, 800, seed))
+    return (
+        _sums(level + gain + rng.normal(0, 0.01, size=60)),
+        _sums(level),
+        resamples(60, 800, seed),
+    )
 
 
 @pytest.mark.parametrize(("ood_gain", "expected"), [(0.10, 0.5), (-0.04, -0.2), (0.2, 1.0)])
@@ -127,7 +144,8 @@ def test_transfer_is_the_ratio_of_gains_with_its_sign(ood_gain, expected):
 
 
 @pytest.mark.parametrize(
-    ("gain", "reason"), [(0.0, "cannot be told from zero"), (-0.1, "acceptance fell in distribution")]
+    ("gain", "reason"),
+    [(0.0, "cannot be told from zero"), (-0.1, "acceptance fell in distribution")],
 )
 def test_transfer_is_undefined_without_a_gain_in_distribution(gain, reason):
     found = transfer(_gain(gain, 1), _gain(0.1, 2))
@@ -137,17 +155,28 @@ def test_transfer_is_undefined_without_a_gain_in_distribution(gain, reason):
 
 @pytest.mark.parametrize(("seeds", "prompts"), [(5, 64), (3, 24)])
 def test_two_levels_cover_the_truth_where_prompts_alone_do_not(seeds, prompts):
-    """Training seeds that differ more than prompts let see; each simulated study has seeds and prompts of its own."""
+    """Training seeds that differ more than prompts let see; each simulated study has seeds and
+    prompts of its own.
+    """
     draw, covered, too_narrow, studies = np.random.default_rng(0), 0, 0, 300
     for study in range(studies):
         base_P, by_prompt_P = draw.normal(0.4, 0.1, prompts), draw.normal(0.05, 0.02, prompts)
-        figures = [base_P + by_prompt_P + draw.normal(0, 0.02) + draw.normal(0, 0.01, prompts) for _ in range(seeds)]
+        figures = [
+            base_P + by_prompt_P + draw.normal(0, 0.02) + draw.normal(0, 0.01, prompts)
+            for _ in range(seeds)
+        ]
         ones = np.ones(prompts)
         new, base = [PromptSums(figure_P, ones) for figure_P in figures], PromptSums(base_P, ones)
         picks = resamples(prompts, 400, study)
         mean = PromptSums(np.mean(figures, axis=0), ones)
-        for name, change in (("both", difference_over_seeds(new, base, picks)), ("one", difference(mean, base, picks))):
+        for name, change in (
+            ("both", difference_over_seeds(new, base, picks)),
+            ("one", difference(mean, base, picks)),
+        ):
             assert change["low"] is not None and change["high"] is not None
             inside = change["low"] < 0.05 < change["high"]
-            covered, too_narrow = covered + (name == "both" and inside), too_narrow + (name == "one" and inside)
+            covered, too_narrow = (
+                covered + (name == "both" and inside),
+                too_narrow + (name == "one" and inside),
+            )
     assert too_narrow / studies < 0.75 and 0.92 <= covered / studies <= 0.995

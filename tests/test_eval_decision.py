@@ -18,13 +18,20 @@ TREES = ("chain:2", "kary:2,1")
 
 
 def timed(
-    speeds: dict[tuple[str, str, str, float], tuple[float, float | None, float | None]], busy: bool = False
+    speeds: dict[tuple[str, str, str, float], tuple[float, float | None, float | None]],
+    busy: bool = False,
 ) -> Results:
-    """Results on prose and code at T = 0 and 1 whose speedups are given by draft, tree, set and temperature."""
-    found = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, trees=TREES, verifiers=("exact",))
+    """Results on prose and code at T = 0 and 1 whose speedups are given by draft, tree, set and
+    temperature.
+    """
+    found = made_up(
+        {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, trees=TREES, verifiers=("exact",)
+    )
 
     def speed(row: Any) -> tuple[float, float | None, float | None]:
-        return speeds.get((row["draft"], row["tree"], row["domain"], row["temperature"]), (0.5, 0.48, 0.52))
+        return speeds.get(
+            (row["draft"], row["tree"], row["domain"], row["temperature"]), (0.5, 0.48, 0.52)
+        )
 
     for row in found["rows"]:
         if row["figure"] in ("speedup", "speedup_with_prompt"):
@@ -40,7 +47,9 @@ def timed(
 
 
 def everywhere(draft: str, tree: str, *speed: float | None) -> dict[Any, Any]:
-    return {(draft, tree, domain, temperature): speed for domain in BOTH for temperature in (0.0, 1.0)}
+    return {
+        (draft, tree, domain, temperature): speed for domain in BOTH for temperature in (0.0, 1.0)
+    }
 
 
 FAST, SLOW, UNSURE = (1.4, 1.3, 1.5), (0.8, 0.7, 0.9), (1.1, 0.9, 1.3)
@@ -50,12 +59,15 @@ def test_a_setting_that_pays_everywhere_is_shipped_whichever_tree_it_is():
     head = lead(timed(everywhere("mine", "kary:2,1", *FAST)))
     assert head.headline == "Ship mine: 1.40 times the target alone"
     assert head.detail.startswith(
-        "Decode with kary:2,1 and exact: it is faster than the target alone on every set at every temperature "
+        "Decode with kary:2,1 and exact: it is faster than the target alone on every set at "
+        "every temperature "
         "(1.40 times with the prompt's forward counted). All sets together, it is 2.80 [2."
     )
     assert head.detail.endswith("] times as fast as base with its own fastest method.")
     labels = ["prose (ID), T = 0", "prose (ID), T = 1", "code (OOD), T = 0", "code (OOD), T = 1"]
-    assert head.cells == [(label, "Faster: 1.40 [1.30, 1.50] times the target alone.") for label in labels]
+    assert head.cells == [
+        (label, "Faster: 1.40 [1.30, 1.50] times the target alone.") for label in labels
+    ]
 
 
 def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_is_none_is_said():
@@ -69,7 +81,9 @@ def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_
     equal = everywhere("mine", "chain:2", *(1.6, 1.5, 1.7)) | everywhere("base", "kary:2,1", *FAST)
     equal |= {("base", "kary:2,1", "code", 1.0): (1.9, 1.8, 2.0)}
     head = lead(timed(equal))
-    assert "it is not measurably faster than base with its own fastest method (1.07 [0." in head.detail, head.detail
+    assert (
+        "it is not measurably faster than base with its own fastest method (1.07 [0." in head.detail
+    ), head.detail
     assert dict(head.cells)["code (OOD), T = 1"].endswith(
         "Fastest there: base with kary:2,1 and exact, 1.90 [1.80, 2.00]."
     )
@@ -83,7 +97,9 @@ def test_a_draft_is_shipped_for_the_sets_on_which_it_pays():
     assert head.setting == "mine with chain:2 and exact"
     assert "It is slower on code at T = 0: decode without a draft there." in head.detail
     assert "No clear speedup on code at T = 1: time more prompts" in head.detail
-    assert head.detail.endswith("The machine was busy during timing. Time again on a quiet machine; all else is kept:")
+    assert head.detail.endswith(
+        "The machine was busy during timing. Time again on a quiet machine; all else is kept:"
+    )
     assert head.command == "draftsmith eval --time_again DIR"
     assert render_page(timed(speeds, busy=True)).count("machine was busy") == 1
     # What is not shown on a busy machine is not denied; what is shown to be slower is.
@@ -91,7 +107,9 @@ def test_a_draft_is_shipped_for_the_sets_on_which_it_pays():
     assert unsure.headline == "Cannot tell: the machine was busy" and unsure.command == head.command
     # Nor does the table pretend to two digits there.
     for busy, speed in ((True, " ~1.1 "), (False, " 1.10 [0.90, 1.30] ")):
-        assert speed in "\n".join(headline_and_table(timed(everywhere("mine", "chain:2", *UNSURE), busy=busy)))
+        assert speed in "\n".join(
+            headline_and_table(timed(everywhere("mine", "chain:2", *UNSURE), busy=busy))
+        )
     assert decide(timed({}, busy=True)).verdict == "none_beats_none"
 
 
@@ -118,18 +136,28 @@ def test_without_a_clock_or_without_a_lossless_rule_nothing_is_decided():
 
 
 def test_one_cell_of_many_that_is_just_clear_of_1_is_not_taken_for_a_speedup():
-    """Of many cells some lie just above 1 by chance: Holm's correction over the cells of all settings."""
+    """Of many cells some lie just above 1 by chance: Holm's correction over the cells of all
+    settings.
+    """
     just = (1.05, 1.005, 1.097)
     assert decide(timed({("mine", "chain:2", "prose", 0.0): just})).verdict == "not_shown"
     assert decide(timed({("mine", "chain:2", "prose", 0.0): FAST})).verdict == "ship_for"
-    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06]) and holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06]) and holm([0.9, 0.8]) == [
+        1.0,
+        1.0,
+    ]
 
 
 def test_every_set_is_claimed_only_if_every_set_was_timed():
     results = timed(everywhere("mine", "chain:2", *FAST))
     document = results.document
-    document["rows"] = [row for row in document["rows"] if row["figure"] != "speedup" or row["domain"] == "prose"]
-    assert lead(Results(document, Path())).headline == "Ship mine for prose: 1.40 times the target alone"
+    document["rows"] = [
+        row for row in document["rows"] if row["figure"] != "speedup" or row["domain"] == "prose"
+    ]
+    assert (
+        lead(Results(document, Path())).headline
+        == "Ship mine for prose: 1.40 times the target alone"
+    )
 
 
 def test_without_sets_out_of_distribution_nothing_is_claimed_there():
@@ -140,7 +168,9 @@ def test_without_sets_out_of_distribution_nothing_is_claimed_there():
 
 
 def simulated(settings: int, cells: int, speed: float, rng: np.random.Generator) -> str:
-    """The verdict on settings of one true speed, on prompts whose times vary by 10 % from run to run."""
+    """The verdict on settings of one true speed, on prompts whose times vary by 10 % from run to
+    run.
+    """
     rows, counts, prompts = [], [], 8
     for cell in range(cells):
         picks = resamples(prompts, 300, cell)
@@ -148,10 +178,23 @@ def simulated(settings: int, cells: int, speed: float, rng: np.random.Generator)
         alone = PromptSums(emitted, level * rng.lognormal(0, 0.1, prompts))
         for index in range(settings):
             sums = PromptSums(emitted, level * rng.lognormal(0, 0.1, prompts) / speed)
-            place = {"draft": f"d{index}", "domain": f"s{cell}", "temperature": 1.0, "tree": "chain:4"}
+            place = {
+                "draft": f"d{index}",
+                "domain": f"s{cell}",
+                "temperature": 1.0,
+                "tree": "chain:4",
+            }
             place |= {"verifier": "exact", "at": None, "part": None}
-            rows.append({"figure": "speedup", "kind": "id", **place, **quotient(sums, alone, picks)})
-            counts.append({"of": "speed", **place, "per_prompt": {"emitted": emitted, "decode_s": sums.denominator_P}})
+            rows.append(
+                {"figure": "speedup", "kind": "id", **place, **quotient(sums, alone, picks)}
+            )
+            counts.append(
+                {
+                    "of": "speed",
+                    **place,
+                    "per_prompt": {"emitted": emitted, "decode_s": sums.denominator_P},
+                }
+            )
     document: Any = {
         "base": "d0",
         "drafts": [f"d{index}" for index in range(settings)],
@@ -170,8 +213,12 @@ def simulated(settings: int, cells: int, speed: float, rng: np.random.Generator)
     ("settings", "cells", "speed", "runs", "least", "most"),
     [(12, 4, 1.0, 60, 0.0, 0.05), (30, 6, 1.0, 30, 0.0, 0.05), (12, 4, 1.15, 60, 0.85, 1.0)],
 )
-def test_ship_is_seldom_said_without_a_speedup_and_mostly_with_one(settings, cells, speed, runs, least, most):
+def test_ship_is_seldom_said_without_a_speedup_and_mostly_with_one(
+    settings, cells, speed, runs, least, most
+):
     """The best of many settings is judged, so the correction is over settings and cells."""
     rng = np.random.default_rng(0)
-    shipped = sum(simulated(settings, cells, speed, rng) in ("ship", "ship_for") for _ in range(runs))
+    shipped = sum(
+        simulated(settings, cells, speed, rng) in ("ship", "ship_for") for _ in range(runs)
+    )
     assert least <= shipped / runs <= most

@@ -1,4 +1,6 @@
-"""Why a draft is accepted or not: what is taken from p and q against what can be counted, its rows, and the page."""
+"""Why a draft is accepted or not: what is taken from p and q against what can be counted, its rows,
+and the page.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -52,15 +54,18 @@ def test_what_is_kept_of_every_position(sampling):
     assert found["best"][0][V:] == pytest.approx([4.0] * (CANDIDATES - V), abs=1e-5)
     sums = torch.tensor(found["confidence"][0]).sum(0)
     # All of q is drafted, and the target takes a token of it with the chance sum_x p q.
-    assert sums[0] == pytest.approx(4.0, abs=1e-5) and sums[2] == pytest.approx(float((p * q)[:4].sum()), abs=1e-5)
+    assert sums[0] == pytest.approx(4.0, abs=1e-5) and sums[2] == pytest.approx(
+        float((p * q)[:4].sum()), abs=1e-5
+    )
     if sampling.greedy:
         sure = logits.softmax(1).max(1).values
         assert sums[1] == pytest.approx(float(sure[:4].sum()), abs=1e-5) and found["drawn"] == []
 
 
 def test_drawn_candidates_are_accepted_as_often_as_decoding_accepts_them():
-    """The first candidate is speculative sampling, exactly; all V of them are never all refused; and the mean over
-    draws of two candidates is what enumerating both draws and refusals gives."""
+    """The first candidate is speculative sampling, exactly; all V of them are never all refused;
+    and the mean over draws of two candidates is what enumerating both draws and refusals gives.
+    """
     p, q, _ = pair(HOT, seed=3)
     draws = 4000
     u = uniforms([generator(5)], draws * N * V).view(draws * N, V)
@@ -83,16 +88,32 @@ def test_drawn_candidates_are_accepted_as_often_as_decoding_accepts_them():
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        (" the", "words"), ("é", "words"), ("12", "digits"), ("x1", "digits"), (" {", "code"), ("self._", "code"),
-        (".", "punctuation"), (" \n", "whitespace"), ("", "whitespace"), ("мир", "non-Latin"), ("\ufffd", "non-Latin"),
+        (" the", "words"),
+        ("é", "words"),
+        ("12", "digits"),
+        ("x1", "digits"),
+        (" {", "code"),
+        ("self._", "code"),
+        (".", "punctuation"),
+        (" \n", "whitespace"),
+        ("", "whitespace"),
+        ("мир", "non-Latin"),
+        ("\ufffd", "non-Latin"),
     ],
-)  # fmt: skip
+)
 def test_classes_of_tokens(text, name):
     assert token_class(text) == name
 
 
 def suite(name: str, kind: SuiteKind, *ids: tuple[int, ...]) -> Suite:
-    return Suite(name, kind, "f", tuple(Prompt(f"{name}{i}", name, each) for i, each in enumerate(ids)), (), len(ids))
+    return Suite(
+        name,
+        kind,
+        "f",
+        tuple(Prompt(f"{name}{i}", name, each) for i, each in enumerate(ids)),
+        (),
+        len(ids),
+    )
 
 
 def test_similarity_is_the_share_of_trigrams_that_the_nearest_other_id_prompt_has():
@@ -102,26 +123,43 @@ def test_similarity_is_the_share_of_trigrams_that_the_nearest_other_id_prompt_ha
 
 
 def world(gain: float) -> tuple[Setting, Measured]:
-    """Two drafts on one set: the second has `gain` more acceptance where the text's token is a digit, else as much."""
+    """Two drafts on one set: the second has `gain` more acceptance where the text's token is a
+    digit, else as much.
+    """
     prompts, length = 12, 10
     prose = suite("prose", "id", *((i, 1, 2) for i in range(prompts)))
     tokens = [5 if place % 2 else 6 for place in range(length)]
     measured = Measured({}, {}, {}, {})
-    measured.baselines["prose", 1.0] = {"output_ids": [tokens] * prompts, "finish_reason": ["length"] * prompts}
+    measured.baselines["prose", 1.0] = {
+        "output_ids": [tokens] * prompts,
+        "finish_reason": ["length"] * prompts,
+    }
     for draft, more in (("base", 0.0), ("mine", gain)):
-        alpha = [[0.5 + more * (token == 5) + 0.01 * row for token in tokens] for row in range(prompts)]
+        alpha = [
+            [0.5 + more * (token == 5) + 0.01 * row for token in tokens] for row in range(prompts)
+        ]
         measured.alphas["prose", 1.0, draft] = {
-            "sum": [sum(row) for row in alpha], "greedy": [], "match": [], "count": [length] * prompts, "roots": {},
+            "sum": [sum(row) for row in alpha],
+            "greedy": [],
+            "match": [],
+            "count": [length] * prompts,
+            "roots": {},
             "missing": [],
             "predicted": {},
             "diagnosis": {
-                "alpha": alpha, "entropy": [[1.0] * length] * prompts,
-                "confidence": [[[0.0, 0.0, 0.0]] * 5 + [[8.0, 4.4, 6.4]] + [[0.0, 0.0, 0.0]] * 4] * prompts,
-                "best": [[float(k) / CANDIDATES * length for k in range(1, CANDIDATES + 1)]] * prompts,
-                "drawn": [[1.0] * CANDIDATES] * prompts, "drawn_count": [2] * prompts,
+                "alpha": alpha,
+                "entropy": [[1.0] * length] * prompts,
+                "confidence": [[[0.0, 0.0, 0.0]] * 5 + [[8.0, 4.4, 6.4]] + [[0.0, 0.0, 0.0]] * 4]
+                * prompts,
+                "best": [[float(k) / CANDIDATES * length for k in range(1, CANDIDATES + 1)]]
+                * prompts,
+                "drawn": [[1.0] * CANDIDATES] * prompts,
+                "drawn_count": [2] * prompts,
             },
-        }  # fmt: skip
-    return Setting([prose], ["base", "mine"], "base", [1.0], [Method("chain:2", "speculative")], 300, 0), measured
+        }
+    return Setting(
+        [prose], ["base", "mine"], "base", [1.0], [Method("chain:2", "speculative")], 300, 0
+    ), measured
 
 
 def text_of(token: int) -> str:
@@ -134,18 +172,27 @@ def by_part(rows: list[Row]) -> dict[tuple[str, str, str | int | None], Any]:
 
 def test_rows_say_where_a_draft_lost_and_the_other_tokens_did_not():
     rows = by_part(diagnosis_rows(*world(-0.3), text_of))
-    digits, words = (rows["gain_by_part", "mine", f"class of the token: {name}"] for name in ("digits", "words"))
+    digits, words = (
+        rows["gain_by_part", "mine", f"class of the token: {name}"] for name in ("digits", "words")
+    )
     assert digits["value"] == pytest.approx(-0.3) and signs([digits, words]) == [-1, 0]
     assert ("gain_by_part", "base", "class of the token: digits") not in rows
-    assert {("gain_by_part", "mine", f"position in the answer: {name}") for name in ("4 to 16", "below 4")} <= set(rows)
-    assert rows["positions_by_part", "mine", "entropy of the target, bits: 0.5 to 1.5"]["value"] == 120
+    assert {
+        ("gain_by_part", "mine", f"position in the answer: {name}")
+        for name in ("4 to 16", "below 4")
+    } <= set(rows)
+    assert (
+        rows["positions_by_part", "mine", "entropy of the target, bits: 0.5 to 1.5"]["value"] == 120
+    )
     lost, new, old = (rows[name, "mine", "7"] for name in ("lost", "lost_alpha", "lost_base_alpha"))
     assert lost["n"] == 60 and lost["value"] == pytest.approx(-18.0)
     assert old["value"] - new["value"] == pytest.approx(0.3)
     assert [part for figure, _, part in rows if figure == "lost"] == ["7"]
     ece = rows["ece", "base", None]
     assert ece["value"] == pytest.approx(0.25) and ece["low"] == pytest.approx(0.25)
-    sixth = [rows[name, "base", 5]["value"] for name in ("drafted_mass", "confidence", "acceptance")]
+    sixth = [
+        rows[name, "base", 5]["value"] for name in ("drafted_mass", "confidence", "acceptance")
+    ]
     assert sixth == pytest.approx([96.0, 0.55, 0.8])
     for k in (1, 2, 4, 8, 16, 32, 64):
         assert rows["candidates_best", "mine", k]["value"] == pytest.approx(k / 64)

@@ -1,4 +1,6 @@
-"""alpha: against a computation by hand, against itself in chunks, and against what decoding measures."""
+"""alpha: against a computation by hand, against itself in chunks, and against what decoding
+measures.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,11 @@ from eval.request import Method
 from tests.tiny_models import near, tiny_llama
 
 VOCAB = 17
-SAMPLINGS = [Sampling(temperature=0.0), Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=5, top_p=0.9)]
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_k=5, top_p=0.9),
+]
 
 
 Models = tuple[LlamaForCausalLM, LlamaForCausalLM]
@@ -35,12 +41,16 @@ def _rows(count: int, seed: int) -> list[Continuation]:
     return rows
 
 
-def _by_hand(target: LlamaForCausalLM, draft: LlamaForCausalLM, row: Continuation, sampling: Sampling) -> float:
+def _by_hand(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, row: Continuation, sampling: Sampling
+) -> float:
     total = 0.0
     with torch.inference_mode():
         for done in range(len(row.output_ids)):
             ids = torch.tensor([[*row.prompt_ids, *row.output_ids[:done]]])
-            p, q = (probs(model(input_ids=ids).logits[0, -1], sampling) for model in (target, draft))
+            p, q = (
+                probs(model(input_ids=ids).logits[0, -1], sampling) for model in (target, draft)
+            )
             total += float(acceptance(p, q))
     return total
 
@@ -58,20 +68,33 @@ def test_chunks_of_positions_change_nothing(pair: Models, max_logits):
     rows, sampling = _rows(6, 4), Sampling(temperature=1.0)
     whole = alpha_sums(*pair, rows, sampling, batch_size=6)
     parts = alpha_sums(*pair, rows, sampling, batch_size=3, max_logits=max_logits)
-    assert parts["sum"] == pytest.approx(whole["sum"], abs=1e-4) and parts["count"] == whole["count"]
+    assert (
+        parts["sum"] == pytest.approx(whole["sum"], abs=1e-4) and parts["count"] == whole["count"]
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [0, 1])
-def test_logits_that_are_not_finite_stop_the_run_and_name_model_and_prompt(pair, temperature, broken):
+def test_logits_that_are_not_finite_stop_the_run_and_name_model_and_prompt(
+    pair, temperature, broken
+):
     models = [pair[0], pair[1]]
     models[broken] = near(models[broken], 0.0, 9)
     with torch.no_grad():
         # Tokens from 14 on: at temperature 0 a NaN wins the argmax like any other maximum.
         models[broken].lm_head.weight[14:].fill_(torch.nan)
-    with pytest.raises(RunError, match=f"^{('mine', 'its')[broken]}: non-finite logits on prompt p0"):
+    with pytest.raises(
+        RunError, match=f"^{('mine', 'its')[broken]}: non-finite logits on prompt p0"
+    ):
         names = {"": "mine", "draft": "its"}
-        alpha_sums(models[0], models[1], _rows(2, 5), Sampling(temperature=temperature), batch_size=2, names=names)
+        alpha_sums(
+            models[0],
+            models[1],
+            _rows(2, 5),
+            Sampling(temperature=temperature),
+            batch_size=2,
+            names=names,
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +108,9 @@ def test_logits_that_are_not_finite_stop_the_run_and_name_model_and_prompt(pair,
         ("kary:3", "exact", False),
     ],
 )
-def test_a_root_step_accepts_as_often_as_its_bound_where_the_rule_is_optimal(tree, verifier, optimal):
+def test_a_root_step_accepts_as_often_as_its_bound_where_the_rule_is_optimal(
+    tree, verifier, optimal
+):
     step = RootStep.of(Method(tree, verifier))
     assert step is not None and step.candidates == (1 if tree == "chain:3" else 3)
     trials = 20_000
@@ -107,15 +132,23 @@ def test_a_root_step_accepts_as_often_as_its_bound_where_the_rule_is_optimal(tre
 
 def test_root_steps_are_taken_at_the_same_positions_however_rows_come(pair: Models):
     rows, sampling = _rows(6, 4), Sampling(temperature=1.0)
-    roots = [step for spec in ("chain:2", "kary:3") if (step := RootStep.of(Method(spec, "exact"))) is not None]
+    roots = [
+        step
+        for spec in ("chain:2", "kary:3")
+        if (step := RootStep.of(Method(spec, "exact"))) is not None
+    ]
     assert [step.name for step in roots] == ["exact/1", "exact/3"]
     whole = alpha_sums(*pair, rows, sampling, batch_size=6, roots=roots, seed=1)
-    parts = alpha_sums(*pair, rows, sampling, batch_size=2, max_logits=2 * VOCAB, roots=roots, seed=1)
+    parts = alpha_sums(
+        *pair, rows, sampling, batch_size=2, max_logits=2 * VOCAB, roots=roots, seed=1
+    )
     for step in roots:
         ours, theirs = whole["roots"][step.name], parts["roots"][step.name]
         # Answers of fewer than 16 tokens are looked at as a whole.
         assert ours["count"] == theirs["count"] == whole["count"]
-        assert ours["reached"] == theirs["reached"] and ours["bound"] == pytest.approx(theirs["bound"], abs=1e-4)
+        assert ours["reached"] == theirs["reached"] and ours["bound"] == pytest.approx(
+            theirs["bound"], abs=1e-4
+        )
     assert sum(whole["roots"]["exact/3"]["bound"]) > sum(whole["roots"]["exact/1"]["bound"])
 
 
@@ -124,7 +157,8 @@ def test_a_text_without_response_tokens_counts_nothing(pair: Models):
     rows[1] = Continuation("p1", rows[1].prompt_ids, [])
     assert step is not None
     alone, together = (
-        alpha_sums(*pair, rows, SAMPLINGS[1], batch_size=size, roots=[step], diagnose=True) for size in (1, 3)
+        alpha_sums(*pair, rows, SAMPLINGS[1], batch_size=size, roots=[step], diagnose=True)
+        for size in (1, 3)
     )
     assert alone["count"][1] == alone["sum"][1] == alone["roots"][step.name]["count"][1] == 0
     assert alone["sum"] == pytest.approx(together["sum"], abs=1e-4)

@@ -50,7 +50,11 @@ def world(tmp_path_factory):
     """A target, a poor and a good draft, and two prompt sets."""
     root = tmp_path_factory.mktemp("world")
     target = tiny_llama(0, VOCAB)
-    for name, model in (("target", target), ("poor", near(target, 0.5, 1)), ("good", near(target, 0.09, 2))):
+    for name, model in (
+        ("target", target),
+        ("poor", near(target, 0.5, 1)),
+        ("good", near(target, 0.09, 2)),
+    ):
         model.save_pretrained(root / name)
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
@@ -59,7 +63,10 @@ def world(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(root / "target")
     for name, shift in (("prose", 0), ("code", 5)):
         rows = [
-            {"id": f"{name}{i}", "prompt": " ".join(f"w{3 + (i * k + shift) % 14}" for k in range(1, 4 + i % 3))}
+            {
+                "id": f"{name}{i}",
+                "prompt": " ".join(f"w{3 + (i * k + shift) % 14}" for k in range(1, 4 + i % 3)),
+            }
             for i in range(6)
         ]
         rows += [{"id": "empty", "prompt": " "}, {"id": "long", "prompt": "w3 " * 120}]
@@ -93,30 +100,45 @@ def test_every_row_read_is_accounted_for(world, summary):
     for suite in _results(world)["suites"]:
         assert (suite["read"], suite["done"], suite["skipped"], suite["failed"]) == (8, 6, 2, 0)
         assert "empty" in suite["skipped_rows"][0]["reason"]
-        assert "120 tokens and 10 new ones exceed a context of 128" in suite["skipped_rows"][1]["reason"]
+        assert (
+            "120 tokens and 10 new ones exceed a context of 128"
+            in suite["skipped_rows"][1]["reason"]
+        )
 
 
 def test_counts_add_up(world, summary):
     results = Results.load(world.out)
-    lengths = {key[1:3]: counts["per_prompt"]["tokens"] for key, counts in results.counts("target").items()}
-    assert len(results.counts("alpha")) == 2 * 2 * 2 and len(results.counts("decoding")) == 2 * 2 * 2 * 2
+    lengths = {
+        key[1:3]: counts["per_prompt"]["tokens"] for key, counts in results.counts("target").items()
+    }
+    assert (
+        len(results.counts("alpha")) == 2 * 2 * 2
+        and len(results.counts("decoding")) == 2 * 2 * 2 * 2
+    )
     for (draft, domain, temperature, *_), counts in results.counts("alpha").items():
         part = counts["per_prompt"]
         assert part["count"] == lengths[domain, temperature]
         row: Any = results.alpha(draft, domain, temperature)
         assert row["value"] == pytest.approx(sum(part["sum"]) / sum(part["count"]))
         assert row["low"] <= row["value"] <= row["high"]
-        assert (results.gain(draft, domain, temperature) is None) == (draft == results.base == "poor")
+        assert (results.gain(draft, domain, temperature) is None) == (
+            draft == results.base == "poor"
+        )
     for key, counts in results.counts("decoding").items():
         sums: Any = {
-            name: sum(values) for name, values in counts["per_prompt"].items() if not name.endswith("by_depth")
+            name: sum(values)
+            for name, values in counts["per_prompt"].items()
+            if not name.endswith("by_depth")
         }
         figures: Any = {name: results.figure(name, *key) for name in (*sums, "tau")}
         assert {name: figures[name]["value"] for name in sums} == sums
-        # A call of the target adds one token of its own, unless the output was cut on a draft token.
+        # A call of the target adds one token of its own, unless the output was cut on a draft
+        # token.
         assert sums["accepted"] <= sums["emitted"] <= sums["accepted"] + sums["target_calls"]
         assert figures["tau"]["value"] == pytest.approx(sums["emitted"] / sums["target_calls"])
-        by_depth = [sum(column) for column in zip(*counts["per_prompt"]["accepted_by_depth"], strict=True)]
+        by_depth = [
+            sum(column) for column in zip(*counts["per_prompt"]["accepted_by_depth"], strict=True)
+        ]
         assert sum(by_depth) == sums["accepted"]
 
 
@@ -126,8 +148,8 @@ def test_greedy_outputs_are_the_targets_and_sampled_trees_have_headroom(world, s
     assert len(rows) == 16 and {row["temperature"] for row in rows} == {0.0}
     assert all(row["value"] == row["n"] for row in rows)
     rows = list(results.rows("headroom"))
-    # 2 drafts, 2 trees, 2 sets and both kinds, at temperature 1 only. The simulated verifier may exceed the bound by
-    # chance.
+    # 2 drafts, 2 trees, 2 sets and both kinds, at temperature 1 only. The simulated verifier may
+    # exceed the bound by chance.
     assert len(rows) == 16 and {row["temperature"] for row in rows} == {1.0}
     assert all(0.8 < row["value"] < 1.6 and row["low"] is not None for row in rows)
 
@@ -144,19 +166,29 @@ def test_the_better_draft_is_found_better(world, summary):
 def test_drafting_and_verifying_are_timed_apart_at_the_highest_temperature(world, summary):
     costs = list(Results.load(world.out).rows("draft_call", "verify"))
     cells = {(row["draft"], row["domain"], row["temperature"], row["tree"]) for row in costs}
-    assert cells == {(draft, domain, 1.0, "chain:3") for draft in ("poor", "good") for domain in ("prose", "code")}
-    # On a busy machine either can come out as 0; tests of the report check the arithmetic on times that are made up.
+    assert cells == {
+        (draft, domain, 1.0, "chain:3")
+        for draft in ("poor", "good")
+        for domain in ("prose", "code")
+    }
+    # On a busy machine either can come out as 0; tests of the report check the arithmetic on times
+    # that are made up.
     assert len(costs) == 8 and all((row["value"] or 0) >= 0 for row in costs)
 
 
 def test_without_a_tree_nothing_is_decoded_and_acceptance_is_the_same(world, summary, tmp_path):
-    results, decoded = evaluate(replace(world, out=str(tmp_path), tree=["none"], verifier=[])), Results.load(world.out)
+    results, decoded = (
+        evaluate(replace(world, out=str(tmp_path), tree=["none"], verifier=[])),
+        Results.load(world.out),
+    )
     assert not list(results.rows("tau", "accept", "speedup", "identical"))
     for figure in ("alpha", "gain", "transfer"):
         assert list(results.rows(figure)) == list(decoded.rows(figure))
     for draft in ("poor", "good"):
         row = results.figure("tau_predicted", draft, "prose", 1.0, "chain:3", "speculative")
-        assert row is not None and row == decoded.figure("tau_predicted", draft, "prose", 1.0, "chain:3", "speculative")
+        assert row is not None and row == decoded.figure(
+            "tau_predicted", draft, "prose", 1.0, "chain:3", "speculative"
+        )
     assert "nothing was timed" in (tmp_path / "report.html").read_text()
 
 
@@ -186,8 +218,13 @@ def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(world, 
         speed_prompts=0,
     )
     found = evaluate(same)
-    assert [remark["about"] for remark in found.document["remarks"]][:2] == ["same_prompts", "large_draft"]
-    assert "remark: prose (ID) and code (OOD): 6 of 6 prompts" in " ".join(capsys.readouterr().err.split())
+    assert [remark["about"] for remark in found.document["remarks"]][:2] == [
+        "same_prompts",
+        "large_draft",
+    ]
+    assert "remark: prose (ID) and code (OOD): 6 of 6 prompts" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert summarise(found)["remarks"] == [remark["text"] for remark in found.document["remarks"]]
     with pytest.raises(InputError, match=r"^--strict: prose \(ID\) and code \(OOD\)"):
         evaluate(replace(same, out=str(tmp_path / "strict"), strict=True))
@@ -199,7 +236,9 @@ def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(world, tmp_p
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))
     # The drafts here are as large as their target, which --strict would refuse first.
     monkeypatch.setattr("eval.remarks.of_models", lambda models, quantize: [])
-    once = replace(world, draft=world.draft[1:], ood=[], out=str(tmp_path), temperature=[0.0], tree=["chain:2"])
+    once = replace(
+        world, draft=world.draft[1:], ood=[], out=str(tmp_path), temperature=[0.0], tree=["chain:2"]
+    )
     busy = replace(once, speed_prompts=1, strict=True)
     with pytest.raises(RunError, match=r"^--strict: the machine was busy .* \(load average 99"):
         evaluate(busy)
@@ -210,7 +249,9 @@ def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(world, tmp_p
 
 @pytest.mark.usefixtures("undrawn")
 def test_killed_and_started_again_equals_never_killed(world, tmp_path, spawn):
-    whole = replace(world, out=str(tmp_path / "whole"), speed_prompts=0, temperature=[1.0], tree=["chain:3"])
+    whole = replace(
+        world, out=str(tmp_path / "whole"), speed_prompts=0, temperature=[1.0], tree=["chain:3"]
+    )
     killed = replace(whole, out=str(tmp_path / "killed"))
     options = {field: getattr(killed, field) for field in killed.__dataclass_fields__}
     spawn(cwd=ROOT, patch=KILLED.format(options=options)).wait(-9)
@@ -252,8 +293,26 @@ def test_an_evaluation_is_timed_again_and_all_else_is_kept(world, summary, tmp_p
 @pytest.mark.slow
 def test_two_processes_find_the_same_bytes(world, tmp_path, launch, spawn):
     """But for the clock, and for what is said of it."""
-    words = ["--target", world.target, "--draft", *world.draft, "--id", *world.id, "--ood", *world.ood]
-    words += ["--tree", *world.tree, "--max_new_tokens", "10", "--batch_size", "2", "--bootstrap", "100"]
+    words = [
+        "--target",
+        world.target,
+        "--draft",
+        *world.draft,
+        "--id",
+        *world.id,
+        "--ood",
+        *world.ood,
+    ]
+    words += [
+        "--tree",
+        *world.tree,
+        "--max_new_tokens",
+        "10",
+        "--batch_size",
+        "2",
+        "--bootstrap",
+        "100",
+    ]
     words += ["--speed_prompts", "1", "--device", "cpu", "--out", "out", "--max_prompts", "2"]
     found = []
     for launcher in ([], ["--multi_gpu", "--num_processes", "2"]):
@@ -267,6 +326,10 @@ def test_two_processes_find_the_same_bytes(world, tmp_path, launch, spawn):
         assert out.count("results:") == 1 and err.count("rows (--max_prompts)") == 1
         document = json.loads((there / "out" / "results.json").read_text())
         found.append(timeless(document))
-        cells = [path for path in (there / "out" / "cells").glob("*.json") if "one_level" not in path.read_text()]
+        cells = [
+            path
+            for path in (there / "out" / "cells").glob("*.json")
+            if "one_level" not in path.read_text()
+        ]
         found.append({path.name: path.read_bytes() for path in cells})
     assert found[0] == found[2] and found[1] == found[3] and len(found[1]) > 8

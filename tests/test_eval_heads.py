@@ -1,4 +1,6 @@
-"""Heads and padded drafts in an evaluation: measured on what decoding drafts from; a run with them."""
+"""Heads and padded drafts in an evaluation: measured on what decoding drafts from; a run with
+them.
+"""
 
 import importlib.util
 import json
@@ -41,11 +43,18 @@ def texts(vocabulary: int = V) -> list[Continuation]:
         return torch.randint(0, vocabulary, (count,), generator=random).tolist()
 
     sizes = [(1, 6), (2, 3), (6, 5), (3, 1)]
-    return [Continuation(f"p{i}", draw(prompt), draw(output)) for i, (prompt, output) in enumerate(sizes)]
+    return [
+        Continuation(f"p{i}", draw(prompt), draw(output))
+        for i, (prompt, output) in enumerate(sizes)
+    ]
 
 
-def read(target: PreTrainedModel, draft: Any, row: Continuation) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """The target's and the draft's distributions `[T, V]` along a whole text, and the target's forward."""
+def read(
+    target: PreTrainedModel, draft: Any, row: Continuation
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The target's and the draft's distributions `[T, V]` along a whole text, and the target's
+    forward.
+    """
     ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
     with torch.inference_mode():
         out = target(input_ids=ids, output_hidden_states=True)
@@ -72,7 +81,9 @@ def test_alpha_of_a_head_is_its_first_law_against_the_targets(name, max_logits, 
 @pytest.mark.parametrize("own", [V - 6, V + 9])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_alpha_of_a_padded_vocabulary_by_hand(own, sampling, target):
-    """Tokens that the draft lacks have q = 0; its padding does not count; unknown ones are read as its last."""
+    """Tokens that the draft lacks have q = 0; its padding does not count; unknown ones are read as
+    its last.
+    """
     draft, rows = tiny_llama(4, own, spread=0.5), texts()
     expected = []
     for row in rows:
@@ -88,7 +99,9 @@ def test_alpha_of_a_padded_vocabulary_by_hand(own, sampling, target):
     assert cell["sum"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_draft_that_calls_tokens_otherwise_is_refused(target_dir, draft_dir, other_vocabulary_dir, tmp_path):
+def test_a_draft_that_calls_tokens_otherwise_is_refused(
+    target_dir, draft_dir, other_vocabulary_dir, tmp_path
+):
     big, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
     tokenizer.save_pretrained(tmp_path)
     values = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -104,7 +117,9 @@ def test_a_draft_that_calls_tokens_otherwise_is_refused(target_dir, draft_dir, o
 
 @pytest.fixture(scope="module")
 def world(target_dir, draft_dir, other_vocabulary_dir, prompts_file, tmp_path_factory):
-    """A language model, one of a padded vocabulary, and two heads; a chain, a tree from a file and one that grows."""
+    """A language model, one of a padded vocabulary, and two heads; a chain, a tree from a file and
+    one that grows.
+    """
     root = tmp_path_factory.mktemp("heads")
     model = load_model(target_dir, device="cpu")
     save_head(EagleHead.fresh(model), root / "eagle")
@@ -139,7 +154,9 @@ def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world):
     summary, results = summarise(found), cast(Any, found.document)
     assert [method["verifier"] for method in results["methods"]] == ["speculative", "mcsd", "exact"]
     assert results["methods"][1]["shape"] == {"parents": [-1, -1, 0], "stop": 0.0}
-    assert [results["models"][name]["kind"] for name in ("target", "padded", "eagle", "medusa")] == [
+    assert [
+        results["models"][name]["kind"] for name in ("target", "padded", "eagle", "medusa")
+    ] == [
         "draft",
         "draft",
         "eagle",
@@ -152,11 +169,20 @@ def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world):
         values.setdefault(row["figure"], []).append(row["value"])
     assert len(values["tau"]) == 4 * 3 * 2
     # Lossless, whatever drafts: at temperature 0 the target's own outputs.
-    assert all(method["lossless"] for method in results["methods"]) and values["identical"] == [3] * 4 * 3
-    assert all(0 < row["value"] < 1 for row in rows if row["figure"] == "alpha" and row["temperature"])
-    assert results["clock"]["peak_memory_bytes"] > sum(m["memory_bytes"] for m in results["models"].values())
+    assert (
+        all(method["lossless"] for method in results["methods"])
+        and values["identical"] == [3] * 4 * 3
+    )
+    assert all(
+        0 < row["value"] < 1 for row in rows if row["figure"] == "alpha" and row["temperature"]
+    )
+    assert results["clock"]["peak_memory_bytes"] > sum(
+        m["memory_bytes"] for m in results["models"].values()
+    )
     assert summary["peak_memory_bytes"] == results["clock"]["peak_memory_bytes"]
-    assert all(row["latency_s_per_token"] > 0 for cell in summary["cells"] for row in cell["decoding"])
+    assert all(
+        row["latency_s_per_token"] > 0 for cell in summary["cells"] for row in cell["decoding"]
+    )
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -179,7 +205,8 @@ def test_a_lossy_rule_says_so_and_a_changed_file_is_another_tree(world, tmp_path
     assert evaluated(config)["clock"]["cells_measured"] == 0
     tree.write_text('{"parents": [-1, 0]}')
     results = evaluated(config)
-    # The target's outputs are kept; predictions (with alpha), decoding, twice, and the clock are of another tree.
+    # The target's outputs are kept; predictions (with alpha), decoding, twice, and the clock are of
+    # another tree.
     assert results["clock"]["cells_measured"] == 4
     assert {row["at"] for row in results["rows"] if row["figure"] == "accept"} == {1, 2}
 
@@ -191,7 +218,9 @@ def test_a_head_is_refused_a_tree_that_it_cannot_draft_before_anything_runs(worl
     assert not (tmp_path / "out" / "cells").exists()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
 @pytest.mark.usefixtures("undrawn")
 def test_a_target_in_four_bits_is_measured_as_itself(world, tmp_path):
     config = replace(
@@ -206,13 +235,21 @@ def test_a_target_in_four_bits_is_measured_as_itself(world, tmp_path):
     )
     results = evaluated(config)
     whole = results["models"]
-    assert {key: row["quantize"] for key, row in whole.items()} == {"target": "nf4", "base": "none", "eagle": "none"}
+    assert {key: row["quantize"] for key, row in whole.items()} == {
+        "target": "nf4",
+        "base": "none",
+        "eagle": "none",
+    }
     same = [(row["value"], row["n"]) for row in results["rows"] if row["figure"] == "identical"]
     assert same and set(same) == {(3, 3)}
     results = evaluated(replace(config, quantize_draft=None))
     small = results["models"]
-    assert small["base"]["quantize"] == "nf4" and small["base"]["fingerprint"] != whole["base"]["fingerprint"]
+    assert (
+        small["base"]["quantize"] == "nf4"
+        and small["base"]["fingerprint"] != whole["base"]["fingerprint"]
+    )
     assert small["base"]["parameters"] == whole["base"]["parameters"]
-    # What does not depend on the draft's precision is kept: the target's outputs, and the head's alpha and decoding.
+    # What does not depend on the draft's precision is kept: the target's outputs, and the head's
+    # alpha and decoding.
     assert results["clock"]["cells_reused"] == 3
     assert evaluated(replace(config, quantize="none"))["clock"]["cells_reused"] == 0

@@ -1,4 +1,6 @@
-"""Plans: what they choose among, against sums by hand; costs fitted from steps; and `draftsmith plan` itself."""
+"""Plans: what they choose among, against sums by hand; costs fitted from steps; and `draftsmith
+plan` itself.
+"""
 
 import json
 import shutil
@@ -78,12 +80,18 @@ def test_costs_come_back_from_steps_that_were_made_of_them():
         assert costs.step(tree) == pytest.approx(step(tree), rel=0.02)
     assert costs.step(kary((1,) * 40)) == pytest.approx(step(kary((1,) * 40)), rel=0.02)
     # Medusa's heads draft as deep as there are heads.
-    assert [max(tree.depth for tree in shapes(levels).values() if tree) for levels in (1, 2)] == [1, 2]
+    assert [max(tree.depth for tree in shapes(levels).values() if tree) for levels in (1, 2)] == [
+        1,
+        2,
+    ]
 
 
 def test_a_larger_tree_is_never_taken_to_be_cheaper_nor_a_step_than_the_target_alone():
     assert isotonic({1: 3.0, 2: 1.0, 4: 2.0, 8: 5.0}) == {1: 2.0, 2: 2.0, 4: 2.0, 8: 5.0}
-    costs = fit({name: [0.02, 0.03, 0.01] for name in shapes(None)} | {"rows:32": [0.001], "rows:64": [0.005]})
+    costs = fit(
+        {name: [0.02, 0.03, 0.01] for name in shapes(None)}
+        | {"rows:32": [0.001], "rows:64": [0.005]}
+    )
     sizes = [costs.alone, *(costs.step(Tree((-1,) * n)) for n in (1, 8, 16, 32, 64, 100))]
     assert sizes == sorted(sizes) and costs.step(kary((1,) * 9)) >= costs.step(kary((1,) * 3))
 
@@ -110,7 +118,9 @@ def test_the_luckiest_of_three_that_are_no_faster_is_seldom_said_to_pay():
     for trial in range(250):
         tokens = rng.integers(30, 64, size=8).astype(float)
         alone = PromptSums(tokens, 0.01 * tokens * np.exp(rng.normal(0, 0.03, 8)))
-        runs = [PromptSums(tokens, 0.01 * tokens * np.exp(rng.normal(0, 0.15, 8))) for _ in range(3)]
+        runs = [
+            PromptSums(tokens, 0.01 * tokens * np.exp(rng.normal(0, 0.15, 8))) for _ in range(3)
+        ]
         speedups: list[Any] = [quotient(run, alone, resamples(8, 400, trial)) for run in runs]
         said += _pays(speedups, int(np.argmax([each["value"] for each in speedups]))) is True
     assert said / 250 <= 0.045
@@ -119,13 +129,18 @@ def test_the_luckiest_of_three_that_are_no_faster_is_seldom_said_to_pay():
 def test_every_engine_gets_the_length_that_is_best_under_its_own_rule():
     best = {"naive": 2, "speculative": 5}
     expected: Any = SimpleNamespace(
-        rate=lambda tree, rule: (10.0 - abs(tree.size - best[rule]), 1.5), costs=SimpleNamespace(alone=0.2)
+        rate=lambda tree, rule: (10.0 - abs(tree.size - best[rule]), 1.5),
+        costs=SimpleNamespace(alone=0.2),
     )
     rows = _engines("draft", expected, range(1, 9))
     lengths = {row["engine"]: row["draft_tokens"] for row in rows}
     assert lengths == {"vllm": 2, "sglang": 2, "llama.cpp": 2, "transformers": 5}
     assert all(row["speedup"] == 2.0 for row in rows)
-    assert [row["engine"] for row in _engines("eagle3", expected, range(1, 4))] == ["vllm", "sglang", "llama.cpp"]
+    assert [row["engine"] for row in _engines("eagle3", expected, range(1, 4))] == [
+        "vllm",
+        "sglang",
+        "llama.cpp",
+    ]
     assert _engines("hydra", expected, range(1, 4)) == []
 
 
@@ -139,7 +154,16 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     monkeypatch.setattr("eval.remarks.SPREAD", 1e9)  # the machine of the tests may be busy or not
     monkeypatch.setattr("eval.plan.LIMIT_S", 0.0 if busy else 900.0)
     draft = shutil.copytree(draft_dir, tmp_path / "draft")
-    words = ["--target", target_dir, "--draft", draft, "--prompts", prompts_file, "--temperature", temperature]
+    words = [
+        "--target",
+        target_dir,
+        "--draft",
+        draft,
+        "--prompts",
+        prompts_file,
+        "--temperature",
+        temperature,
+    ]
     words += ["--max_new_tokens", 6, "--prompt_tokens", 8]
     # Without a plan `auto` says how to make one.
     _, err = door.ok("decode", *words, "--tree", "auto")
@@ -149,14 +173,22 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     plan = draft / "plan.json"
     summary, found = json.loads(out.splitlines()[-1]), json.loads(plan.read_text())
     assert summary["plan"] == str(plan) and summary["tree"] == found["tree"]
-    assert [row["tree"] for row in found["confirmed"]][0] == "the target alone" and len(found["confirmed"]) == 4
+    assert [row["tree"] for row in found["confirmed"]][0] == "the target alone" and len(
+        found["confirmed"]
+    ) == 4
     rates = [row["tokens_per_s"] for row in found["confirmed"][1:]]
     assert found["name"] == found["confirmed"][1 + rates.index(max(rates))]["tree"]
-    engines = set() if busy or found["pays"] is False else {"vllm", "sglang", "llama.cpp", "transformers"}
-    assert {row["engine"] for row in found["engines"]} == engines and ("vllm serve" in out) == bool(engines)
+    engines = (
+        set() if busy or found["pays"] is False else {"vllm", "sglang", "llama.cpp", "transformers"}
+    )
+    assert {row["engine"] for row in found["engines"]} == engines and ("vllm serve" in out) == bool(
+        engines
+    )
     assert ("the machine was busy" in out) == found["conditions"]["busy"] == busy
     assert len(found["not_tried"]) == (6 if busy else 0)
-    assert {len(found["costs"]["rounds"][name]) for name in ("alone", "rows:8")} == ({1} if busy else {3})
+    assert {len(found["costs"]["rounds"][name]) for name in ("alone", "rows:8")} == (
+        {1} if busy else {3}
+    )
     predicted = [row for row in found["candidates"] if row["tau"]]
     assert len(predicted) == 20 and all(1 <= row["tau"]["value"] <= 65 for row in predicted)
     parsed = parse_tree(f"auto:{plan}", lambda path: json.loads(Path(path).read_text()))
@@ -166,8 +198,22 @@ def test_a_plan_is_written_beside_the_draft_and_used(
         assert "no draft is faster here, so the target decodes alone" in err
     else:
         assert json.loads(out.splitlines()[-1])["tree"] == f"auto:{plan}"
-    words = ["--target", target_dir, "--draft", f"d={draft}", "--id", f"a={prompts_file}", "--temperature", temperature]
-    words += "--max_new_tokens 6 --max_prompts 4 --speed_prompts 0 --bootstrap 100 --tree chain:1 auto".split()
+    words = [
+        "--target",
+        target_dir,
+        "--draft",
+        f"d={draft}",
+        "--id",
+        f"a={prompts_file}",
+        "--temperature",
+        temperature,
+    ]
+    words += (
+        "--max_new_tokens 6 --max_prompts 4 --speed_prompts 0 --bootstrap 100 --tree chain:1 auto"
+    ).split()
     door.ok("eval", *words, "--out", tmp_path / "out")
-    trees = [method["tree"] for method in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]]
+    trees = [
+        method["tree"]
+        for method in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
+    ]
     assert trees == ["chain:1", f"auto:{plan}"]

@@ -1,4 +1,6 @@
-"""Predictions of decoding from one forward against decoding itself, by rule, tree and kind of draft (law 10)."""
+"""Predictions of decoding from one forward against decoding itself, by rule, tree and kind of draft
+(law 10).
+"""
 
 import json
 from typing import Any
@@ -23,7 +25,11 @@ from eval.request import Method
 from tests.tiny_models import HEADS, near, stirred_head, tiny_llama
 
 PROMPTS = [Prompt(f"p{i}", "d", (1, 3 + i % 13, 3 + i // 13 % 20)) for i in range(300)]
-HOT, WARM, COLD = Sampling(temperature=1.0), Sampling(temperature=0.7, top_p=0.9), Sampling(temperature=0.0)
+HOT, WARM, COLD = (
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_p=0.9),
+    Sampling(temperature=0.0),
+)
 CASES = [
     ("chain:1", "speculative", HOT),
     ("chain:4", "speculative", HOT),
@@ -51,8 +57,12 @@ def pair():
     return target, near(target, 0.25, 5)
 
 
-def _compare(target: LlamaForCausalLM, draft: object, method: Method, sampling: Sampling, count: int = 300) -> None:
-    """Expected and decoded counts, from separate texts of the same prompts: within five standard errors of each."""
+def _compare(
+    target: LlamaForCausalLM, draft: object, method: Method, sampling: Sampling, count: int = 300
+) -> None:
+    """Expected and decoded counts, from separate texts of the same prompts: within five standard
+    errors of each.
+    """
     prompts = PROMPTS[:count]
     task = measure.Task(target, prompts, sampling, (2,), max_new_tokens=14, batch_size=100, seed=3)
     ours = task.baseline()
@@ -70,7 +80,10 @@ def _compare(target: LlamaForCausalLM, draft: object, method: Method, sampling: 
             error = float((expected.var() + counted.var() + 1e-6) / count) ** 0.5
             assert abs(float(expected.mean() - counted.mean())) < 4 * error + 1e-6, (key, depth)
     calls, counted = torch.tensor(found["target_calls"]), torch.tensor(ran["target_calls"]).double()
-    assert abs(float(calls.mean() - counted.mean())) <= 4 * float((calls.var() + counted.var()) / count) ** 0.5 + 1e-6
+    assert (
+        abs(float(calls.mean() - counted.mean()))
+        <= 4 * float((calls.var() + counted.var()) / count) ** 0.5 + 1e-6
+    )
 
 
 @pytest.mark.parametrize(("tree", "verifier", "sampling"), CASES)
@@ -80,7 +93,8 @@ def test_expected_counts_are_those_of_decoding(pair: Models, tree, verifier, sam
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize(
-    ("tree", "verifier"), [("chain:3", "speculative"), ("chain:3,stop=0.2", "speculative"), ("kary:2,2,1", "mcsd")]
+    ("tree", "verifier"),
+    [("chain:3", "speculative"), ("chain:3,stop=0.2", "speculative"), ("kary:2,2,1", "mcsd")],
 )
 def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(name, tree, verifier):
     target = tiny_llama(0, layers=3)
@@ -90,16 +104,22 @@ def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(name, tr
 
 def test_three_rules_from_one_forward_coincide_at_temperature_zero(pair):
     for sampling in (COLD, HOT):
-        ours = measure.Task(pair[0], PROMPTS[:20], sampling, (), max_new_tokens=8, batch_size=20, seed=1).baseline()
+        ours = measure.Task(
+            pair[0], PROMPTS[:20], sampling, (), max_new_tokens=8, batch_size=20, seed=1
+        ).baseline()
         rows = measure.continuations(PROMPTS[:20], ours)
-        both = measure_alphas(pair[0], {"a": pair[1], "b": near(pair[0], 0.1, 7)}, rows, sampling, batch_size=8)
+        both = measure_alphas(
+            pair[0], {"a": pair[1], "b": near(pair[0], 0.1, 7)}, rows, sampling, batch_size=8
+        )
         for name, draft in (("a", pair[1]), ("b", near(pair[0], 0.1, 7))):
             alone = measure_alphas(pair[0], {name: draft}, rows, sampling, batch_size=8)[name]
             assert alone == both[name]
             if sampling.greedy:
                 assert alone["sum"] == alone["greedy"] == alone["match"]
             else:
-                assert sum(alone["match"]) < sum(alone["sum"]) and sum(alone["greedy"]) != sum(alone["sum"])
+                assert sum(alone["match"]) < sum(alone["sum"]) and sum(alone["greedy"]) != sum(
+                    alone["sum"]
+                )
 
 
 def test_trees_that_grow_lossy_rules_and_traversal_of_trees_are_not_predicted():
@@ -111,7 +131,9 @@ def test_trees_that_grow_lossy_rules_and_traversal_of_trees_are_not_predicted():
 
 @pytest.fixture(scope="module")
 def cells(target_dir, draft_dir, tmp_path_factory):
-    """Predictions beside what was decoded: two pairs, two heads, five domains, two temperatures, four methods."""
+    """Predictions beside what was decoded: two pairs, two heads, five domains, two temperatures,
+    four methods.
+    """
     root = tmp_path_factory.mktemp("cells")
     model = load_model(target_dir, device="cpu")
     save_head(EagleHead.fresh(model, seed=1), root / "eagle")
@@ -130,10 +152,17 @@ def cells(target_dir, draft_dir, tmp_path_factory):
     }
     for name, start in starts.items():
         rows = [{"id": f"{name}{i}", "prompt": f"{start} {i * i + 3} {i}"} for i in range(16)]
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (root / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
     config = EvalConfig(
         target=target_dir,
-        draft=[f"far={draft_dir}", f"near={root / 'near'}", f"eagle={root / 'eagle'}", f"medusa={root / 'medusa'}"],
+        draft=[
+            f"far={draft_dir}",
+            f"near={root / 'near'}",
+            f"eagle={root / 'eagle'}",
+            f"medusa={root / 'medusa'}",
+        ],
         id=[f"{name}={root / name}.jsonl" for name in starts],
         out=str(root / "out"),
         tree=["chain:2", "chain:4", "kary:2,2", "kary:3,1,1"],
@@ -151,7 +180,9 @@ def cells(target_dir, draft_dir, tmp_path_factory):
         results = evaluate(config)
     cells: list[tuple[Any, ...]] = []
     for row in results.rows("tau_predicted"):
-        tau, run, independent = (results.beside(row, name) for name in ("tau", "tau_run", "tau_independent"))
+        tau, run, independent = (
+            results.beside(row, name) for name in ("tau", "tau_run", "tau_independent")
+        )
         if tau is not None and run is not None and row["domain"] != row["kind"]:
             inside = run["low"] <= tau["value"] <= run["high"]  # type: ignore[operator]
             cells.append((row["value"], tau["value"], inside, independent and independent["value"]))
@@ -160,13 +191,17 @@ def cells(target_dir, draft_dir, tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_measured_figure_lies_in_the_interval_of_its_prediction(cells, record_property):
-    """Law 10, counted: of the cells that were decoded too, at least 93 in 100 hold what was measured. The prediction is
-    nearer than the formula of independent tokens.
+    """Law 10, counted: of the cells that were decoded too, at least 93 in 100 hold what was
+    measured. The prediction is nearer than the formula of independent tokens.
     """
     held = sum(inside for _, _, inside, _ in cells)
     record_property("cells", f"{held} of {len(cells)} hold the measured tau")
     assert len(cells) == 160 and held >= 0.93 * len(cells)
-    errors = [(abs(tau - measured), abs(formula - measured)) for tau, measured, _, formula in cells if formula]
+    errors = [
+        (abs(tau - measured), abs(formula - measured))
+        for tau, measured, _, formula in cells
+        if formula
+    ]
     ours, theirs = (sum(column) / len(errors) for column in zip(*errors, strict=True))
     record_property("mean error", f"prediction {ours:.4f}, formula {theirs:.4f}")
     assert ours < theirs

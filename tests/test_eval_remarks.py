@@ -1,4 +1,6 @@
-"""Remarks: what makes figures mean less than they seem to is found, said everywhere, and an error with --strict."""
+"""Remarks: what makes figures mean less than they seem to is found, said everywhere, and an error
+with --strict.
+"""
 
 from collections.abc import Sequence
 
@@ -21,16 +23,32 @@ def suite(name: str, kind: SuiteKind, *prompts: Sequence[int]) -> Suite:
 
 def model(parameters: int, fingerprint: str, kind: str = "draft") -> ModelRow:
     return ModelRow(
-        name="x", kind=kind, fingerprint=fingerprint, model_type="llama", parameters=parameters, memory_bytes=1,
-        vocabulary=9, context=9, dtype="float32", quantize="none", device="cpu", training=None,
-    )  # fmt: skip
+        name="x",
+        kind=kind,
+        fingerprint=fingerprint,
+        model_type="llama",
+        parameters=parameters,
+        memory_bytes=1,
+        vocabulary=9,
+        context=9,
+        dtype="float32",
+        quantize="none",
+        device="cpu",
+        training=None,
+    )
 
 
 def test_prompts_that_two_sets_share_are_counted():
-    prose, code = suite("prose", "id", TEXT, (1, 2, 3)), suite("code", "ood", (1, 2, 3), (4, 5, 6), TEXT)
+    prose, code = (
+        suite("prose", "id", TEXT, (1, 2, 3)),
+        suite("code", "ood", (1, 2, 3), (4, 5, 6), TEXT),
+    )
     (remark,) = remarks.of_prompts([prose, code])
     assert remark["about"] == "same_prompts"
-    assert "prose (ID) and code (OOD): 2 of 3 prompts of the second are in the first too" in remark["text"]
+    assert (
+        "prose (ID) and code (OOD): 2 of 3 prompts of the second are in the first too"
+        in remark["text"]
+    )
     assert remarks.of_prompts([prose, suite("code", "ood", (4, 5, 6))]) == []
 
 
@@ -55,10 +73,20 @@ def test_prompts_that_a_draft_was_trained_on_are_found_by_the_hashes_in_its_chec
 
 
 def test_drafts_that_are_not_smaller():
-    models = {"target": model(100, "t"), "a": model(100, "x"), "b": model(10, "x"), "c": model(500, "y", "medusa")}
+    models = {
+        "target": model(100, "t"),
+        "a": model(100, "x"),
+        "b": model(10, "x"),
+        "c": model(500, "y", "medusa"),
+    }
     large, head = remarks.of_models(models, "nf4")
-    assert large["about"] == "large_draft" and large["text"].startswith("draft a: has 100 parameters, the target 100")
-    assert head["about"] == "options" and "draft c: is a head, and --quantize_draft nf4 does not apply" in head["text"]
+    assert large["about"] == "large_draft" and large["text"].startswith(
+        "draft a: has 100 parameters, the target 100"
+    )
+    assert (
+        head["about"] == "options"
+        and "draft c: is a head, and --quantize_draft nf4 does not apply" in head["text"]
+    )
 
 
 def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ():
@@ -74,13 +102,24 @@ def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ():
 
 def test_a_target_that_is_padded_is_no_large_model_and_a_missing_kernel_is_said(monkeypatch):
     monkeypatch.setattr(remarks, "missing_kernel", lambda device: None)
-    config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
     small = LlamaForCausalLM(config)
     assert remarks.of_target("small", small) == []
     wide = widen(widen(small, hidden_size=16), intermediate_size=24)
     (remark,) = remarks.of_target("large", wide)
     assert remark["about"] == "widened_target"
-    assert f"{small.num_parameters():,} parameters padded with zeros to {wide.num_parameters():,}" in remark["text"]
-    monkeypatch.setattr(remarks, "missing_kernel", lambda device: "decoding without its compiled kernel: no compiler")
+    assert (
+        f"{small.num_parameters():,} parameters padded with zeros to {wide.num_parameters():,}"
+        in remark["text"]
+    )
+    monkeypatch.setattr(
+        remarks,
+        "missing_kernel",
+        lambda device: "decoding without its compiled kernel: no compiler",
+    )
     (remark,) = remarks.of_target("small", small)
-    assert remark["about"] == "missing_kernel" and remark["text"].endswith("without its compiled kernel: no compiler")
+    assert remark["about"] == "missing_kernel" and remark["text"].endswith(
+        "without its compiled kernel: no compiler"
+    )

@@ -1,4 +1,6 @@
-"""Results and their report: the right row for every name, what is said of which numbers, escaping, and the layout."""
+"""Results and their report: the right row for every name, what is said of which numbers, escaping,
+and the layout.
+"""
 
 import re
 import shutil
@@ -22,7 +24,12 @@ from eval.summary import headline_and_table
 from tests.results_made_up import BASE, BOTH, made_up, view
 
 CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    None,
 )
 
 
@@ -32,11 +39,17 @@ CHROMIUM = next(
         (
             0.2,
             0.1,
-            r"raised acceptance in distribution from 50 % to 70 %; out of distribution it gained (9|10)\.\d points",
+            r"raised acceptance in distribution from 50 % to 70 %; out of distribution it gained "
+            r"(9|10)\.\d points",
         ),
         (0.2, 0.0, "raised .*; out of distribution nothing measurable changed"),
         (0.2, -0.1, r"raised .*; out of distribution it cost (9\.\d|10\.\d) points"),
-        (0.0, 0.0, "made no measurable change in distribution .*; out of distribution nothing measurable changed"),
+        (
+            0.0,
+            0.0,
+            "made no measurable change in distribution .*; out of distribution nothing "
+            "measurable changed",
+        ),
         (-0.1, 0.1, "lowered acceptance in distribution .*; out of distribution it gained"),
     ],
 )
@@ -47,12 +60,18 @@ def test_what_alignment_changed_is_what_the_intervals_allow(gain_id, gain_ood, s
 
 
 def test_the_worst_set_stands_beside_the_pool_and_a_loss_is_no_share():
-    document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": -0.1}}, {"prose": "id", "code": "ood", "talk": "ood"})
+    document = made_up(
+        {"base": BASE, "mine": {"id": 0.2, "ood": -0.1}},
+        {"prose": "id", "code": "ood", "talk": "ood"},
+    )
     for row in document["rows"]:
         if row["figure"] == "gain" and row["domain"] == "talk":
             row |= {"value": -0.3, "low": -0.31, "high": -0.29}
     results = Results(document, Path())
-    assert re.search(r"it cost [\d.]+ points \(worst: talk, \N{MINUS SIGN}30.0 points\)\.$", lead(results).changes[1])
+    assert re.search(
+        r"it cost [\d.]+ points \(worst: talk, \N{MINUS SIGN}30.0 points\)\.$",
+        lead(results).changes[1],
+    )
     drafts, *_ = tables(results)
     assert drafts.rows[0]["worst OOD set"].startswith("talk \N{MINUS SIGN}0.300 [")
     assert re.fullmatch(r"[\d.]+ points lost", drafts.rows[0]["of the ID gain"])
@@ -63,7 +82,9 @@ def test_the_best_of_several_drafts_leads():
     together = "the best of 2 alignments in and out of distribution together,"
     assert head.changes[1].startswith(f"At T = 1, b, {together} raised")
     # What gains the most in distribution does not lead where it loses more elsewhere.
-    head = lead(view({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": -0.2}}, BOTH))
+    head = lead(
+        view({"base": BASE, "a": {"id": 0.1, "ood": 0}, "b": {"id": 0.2, "ood": -0.2}}, BOTH)
+    )
     assert head.changes[1].startswith(f"At T = 1, a, {together} raised")
     own = {name: kind for name, kind in BOTH.items() if kind == "id"}
     head = lead(view({"base": BASE, "a": {"id": 0.1}, "b": {"id": 0.2}}, own))
@@ -74,8 +95,11 @@ def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_cur
     results = view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
     calls, verifying = (list(results.rows(name)) for name in ("draft_call", "verify"))
     cells = [(row["draft"], row["domain"], row["temperature"], row["tree"]) for row in calls]
-    assert cells == [(draft, domain, 1.0, "chain:2") for domain in BOTH for draft in ("base", "mine")]
-    # A step of .15 s makes two forwards of the draft, one of .13 s on as many nodes makes one; the target's is .1 s.
+    assert cells == [
+        (draft, domain, 1.0, "chain:2") for domain in BOTH for draft in ("base", "mine")
+    ]
+    # A step of .15 s makes two forwards of the draft, one of .13 s on as many nodes makes one; the
+    # target's is .1 s.
     assert [row["value"] for row in calls] == pytest.approx([0.2] * 4)
     assert [row["value"] for row in verifying] == pytest.approx([1.1] * 4)
     figure = cost_figure(results, Look(LIGHT, roles_of(["base", "mine"], "base")))
@@ -91,7 +115,11 @@ def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_cur
             assert speedup == pytest.approx(expected)
             marks = [line for line in ax.lines if line.get_xydata().shape == (1, 2)]  # type: ignore[union-attr]
             assert any(line.get_xydata()[0] == pytest.approx([0.2, expected]) for line in marks)  # type: ignore[index]
-        assert {text.get_text() for text in ax.texts} == {"68M for 7B", "160M for 13B", "EAGLE head for 7B"}
+        assert {text.get_text() for text in ax.texts} == {
+            "68M for 7B",
+            "160M for 13B",
+            "EAGLE head for 7B",
+        }
 
 
 def lines(results: Results, title: str) -> list[Any]:
@@ -102,7 +130,10 @@ def lines(results: Results, title: str) -> list[Any]:
 def test_decoding_is_shown_with_headroom_and_nodes_and_a_dash_for_what_is_undefined(tmp_path):
     (file := tmp_path / "wide.json").write_text('{"parents": [-1, -1]}')
     trees = (f"static:{file}", "eagle2:depth=2,beam=3,nodes=6")
-    rows = lines(view({"base": BASE}, {"prose": "id"}, trees=trees, verifiers=("exact",), offered=False), "Decoding")
+    rows = lines(
+        view({"base": BASE}, {"prose": "id"}, trees=trees, verifiers=("exact",), offered=False),
+        "Decoding",
+    )
     # A tree from a file goes by the name of the file.
     assert [row["tree"] for row in rows[:2]] == ["static:wide.json", trees[1]]
     assert [row["nodes"] for row in rows[:2]] == ["2", "6"] and "accept@1" not in rows[0]
@@ -113,9 +144,14 @@ def test_decoding_is_shown_with_headroom_and_nodes_and_a_dash_for_what_is_undefi
 
 def test_one_prompt_or_one_draft_claims_nothing():
     one = lead(view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, prompts=1))
-    assert one.headline.startswith("Not decided: too few prompts") and "on too few prompts to judge" in one.changes[0]
+    assert (
+        one.headline.startswith("Not decided: too few prompts")
+        and "on too few prompts to judge" in one.changes[0]
+    )
     alone = lead(view({"base": BASE}, {"prose": "id"}))
-    assert alone.changes[0] == "At T = 0, the target accepts 50 % of what base drafts in distribution."
+    assert (
+        alone.changes[0] == "At T = 0, the target accepts 50 % of what base drafts in distribution."
+    )
 
 
 def test_outputs_that_differ_are_told_with_how_near_a_tie_they_were():
@@ -123,13 +159,18 @@ def test_outputs_that_differ_are_told_with_how_near_a_tie_they_were():
     assert "Lossless: at temperature 0, 24 of 24" in lead(view(drafts, {"prose": "id"})).lossless
     tie = lead(view(drafts, {"prose": "id"}, same=23, gap=1e-4)).lossless
     assert "23 of 24" in tie and "a tie" in tie
-    assert "more than rounding explains" in lead(view(drafts, {"prose": "id"}, same=23, gap=0.5)).lossless
+    assert (
+        "more than rounding explains"
+        in lead(view(drafts, {"prose": "id"}, same=23, gap=0.5)).lossless
+    )
 
 
 def test_everything_from_outside_is_escaped():
     """Law 9."""
     evil = "<script>alert(1)</script>"
-    page = render_page(view({"base": BASE, evil: {"id": 0.2, "ood": 0.1}}, {"prose": "id", f"x{evil}$y$": "ood"}))
+    page = render_page(
+        view({"base": BASE, evil: {"id": 0.2, "ood": 0.1}}, {"prose": "id", f"x{evil}$y$": "ood"})
+    )
     assert "<script" not in page and "&lt;script&gt;" in page
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\((?!#)|@import""", page)
 
@@ -141,7 +182,9 @@ def test_a_lossy_verifier_is_marked_beside_its_figures_and_speaks_for_no_draft()
         if row["figure"] == "identical" and row["verifier"] == "exact":
             row["value"] = row["n"]
     results = Results(found, Path())
-    rows = lines(results, "Decoding") + [row for row in lines(results, "Speed") if row["draft"] != "target alone"]
+    rows = lines(results, "Decoding") + [
+        row for row in lines(results, "Speed") if row["draft"] != "target alone"
+    ]
     assert {row["verifier"] for row in rows} == {"typical, lossless: false", "exact"}
     head = lead(results)
     assert "typical, lossy by design (lossless: false)." in head.lossless
@@ -154,11 +197,21 @@ def test_memory_latency_and_quantisation_are_shown():
     found["models"]["target"]["quantize"] = "nf4"
     results = Results(found, Path())
     page = render_page(results)
-    assert "held 1.23 GB, all of the process included" in page and "Draft alignment for t in nf4 ·" in page
-    assert [lines(results, "Models")[0][key] for key in ("memory", "dtype")] == ["4.12 MB", "nf4, float32"]
+    assert (
+        "held 1.23 GB, all of the process included" in page
+        and "Draft alignment for t in nf4 ·" in page
+    )
+    assert [lines(results, "Models")[0][key] for key in ("memory", "dtype")] == [
+        "4.12 MB",
+        "nf4, float32",
+    ]
     alone = next(row for row in lines(results, "Speed") if row["draft"] == "target alone")
     assert (alone["tokens/s"], alone["ms/token"]) == ("10.0", "100")
-    assert page == render_page(results) and "None" not in re.sub(r"<dd>.*?</dd>", "", page) and "nan" not in page
+    assert (
+        page == render_page(results)
+        and "None" not in re.sub(r"<dd>.*?</dd>", "", page)
+        and "nan" not in page
+    )
 
 
 def test_zero_has_no_sign():
@@ -176,9 +229,13 @@ def pages(tmp_path_factory):
     drafts: dict[str, dict[SuiteKind, float]] = {
         f"draft-{'with-a-long-name-' * 3}{i}": {"id": 0.05 * i, "ood": 0.02 * i} for i in range(5)
     }
-    suites: dict[str, SuiteKind] = {f"domain-{'of-some-length-' * 3}{i}": "id" if i < 2 else "ood" for i in range(8)}
+    suites: dict[str, SuiteKind] = {
+        f"domain-{'of-some-length-' * 3}{i}": "id" if i < 2 else "ood" for i in range(8)
+    }
     trees, verifiers = ("eagle2:depth=6,beam=10,nodes=60",), ("exact", "typical")
-    (root / "large.html").write_text(render_page(view(drafts, suites, prompts=8, trees=trees, verifiers=verifiers)))
+    (root / "large.html").write_text(
+        render_page(view(drafts, suites, prompts=8, trees=trees, verifiers=verifiers))
+    )
     return root
 
 
@@ -191,8 +248,10 @@ def test_the_page_fits_a_phone_and_a_laptop(pages, tmp_path, name, width):
         tmp_path,
         (pages / f"{name}.html").read_text(),
         width,
-        "const seen=[...d.querySelectorAll('svg')].filter(s=>s.getBoundingClientRect().width>0).length;"
-        "return `scroll=${d.documentElement.scrollWidth} figures=${seen} h1=${d.querySelector('h1').textContent}`",
+        "const seen=[...d.querySelectorAll('svg')]"
+        ".filter(s=>s.getBoundingClientRect().width>0).length;"
+        "return `scroll=${d.documentElement.scrollWidth} figures=${seen} "
+        "h1=${d.querySelector('h1').textContent}`",
     )
     scroll, figures, heading = re.fullmatch(r"scroll=(\d+) figures=(\d+) h1=(.+)", said).groups()  # type: ignore[union-attr]
     assert int(scroll) <= width
@@ -214,7 +273,13 @@ def _in_chromium(tmp_path: Path, page: str, width: int, script: str) -> str:
     ran = subprocess.run(
         [
             str(CHROMIUM),
-            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
+            *(
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-background-networking",
+                "--no-first-run",
+            ),
             f"--user-data-dir={tmp_path / 'profile'}",
             "--dump-dom",
             frame.as_uri(),
@@ -243,13 +308,19 @@ def test_every_figure_is_the_one_that_was_asked_for(results):
         assert row in results.series(row["figure"], *cell)
         assert results.beside(row, row["figure"], row["at"]) is row
     alpha = results.alpha("mine", "code", 1.0)
-    assert results.beside(alpha, "gain") is results.gain("mine", "code") and results.gain("base", "id") is None
+    assert (
+        results.beside(alpha, "gain") is results.gain("mine", "code")
+        and results.gain("base", "id") is None
+    )
     assert [row["at"] for row in results.series("accept", "mine", "code", tree="chain:2")] == [1, 2]
     timed = results.speedup("mine", "ood", 0.0, tree="kary:2,1")
     assert timed is not None and (timed["domain"], timed["tree"]) == ("ood", "kary:2,1")
     alone = results.figure("tokens_per_s", "target", "prose")
     assert alone is not None and alone["tree"] is None and alone["temperature"] == 1.0
-    assert results.transfer("mine") is results.figure("transfer", "mine", "ood") and results.transfer("base") is None
+    assert (
+        results.transfer("mine") is results.figure("transfer", "mine", "ood")
+        and results.transfer("base") is None
+    )
     # With one method there is nothing to name.
     assert view(GAINS, BOTH).tau("mine", "code")["tree"] == "chain:2"
 
@@ -258,10 +329,22 @@ def test_every_figure_is_the_one_that_was_asked_for(results):
     ("ask", "said"),
     [
         (lambda r: r.alpha("other", "code"), "draft 'other': not measured; there are base, mine"),
-        (lambda r: r.alpha("mine", "poems"), "domain 'poems': not measured; there are prose, code, talk, id, ood"),
-        (lambda r: r.alpha("mine", "code", temperature=0.5), "temperature 0.5: not measured; there are 0, 1"),
-        (lambda r: r.tau("mine", "code"), "no tree named: several fit: chain:2 exact, kary:2,1 exact"),
-        (lambda r: r.tau("mine", "code", tree="chain:9"), "chain:9: not measured; there are chain:2 exact"),
+        (
+            lambda r: r.alpha("mine", "poems"),
+            "domain 'poems': not measured; there are prose, code, talk, id, ood",
+        ),
+        (
+            lambda r: r.alpha("mine", "code", temperature=0.5),
+            "temperature 0.5: not measured; there are 0, 1",
+        ),
+        (
+            lambda r: r.tau("mine", "code"),
+            "no tree named: several fit: chain:2 exact, kary:2,1 exact",
+        ),
+        (
+            lambda r: r.tau("mine", "code", tree="chain:9"),
+            "chain:9: not measured; there are chain:2 exact",
+        ),
         (lambda r: r.to_frame("speedups"), "no figure 'speedups'; did you mean speedup?"),
     ],
 )
@@ -292,20 +375,39 @@ def test_the_table_is_a_frame(results):
     assert list(everything.columns)[:5] == ["figure", "draft", "domain", "kind", "temperature"]
     assert len(everything) == len(results.document["rows"])
     alphas = results.to_frame("alpha")
-    assert list(alphas.columns) == ["draft", "domain", "kind", "temperature", "value", "low", "high", "n"]
+    assert list(alphas.columns) == [
+        "draft",
+        "domain",
+        "kind",
+        "temperature",
+        "value",
+        "low",
+        "high",
+        "n",
+    ]
     # 2 drafts x (3 sets + ID + OOD) x 2 temperatures.
     assert len(alphas) == 20
     found, row = (
         alphas.set_index(["draft", "domain", "temperature"]).loc[("mine", "code", 1.0)],
         results.alpha("mine", "code"),
     )
-    assert (found.value, found.low, found.high, found.n) == (row["value"], row["low"], row["high"], 24)
+    assert (found.value, found.low, found.high, found.n) == (
+        row["value"],
+        row["low"],
+        row["high"],
+        24,
+    )
     depths = results.to_frame("accept").query("domain != kind")
-    wide = depths.pivot(index=["draft", "domain", "temperature", "tree"], columns="at", values="value")
+    wide = depths.pivot(
+        index=["draft", "domain", "temperature", "tree"], columns="at", values="value"
+    )
     assert list(wide.columns) == [1, 2] and len(wide) == 2 * 3 * 2 * 2
 
 
 def test_reading_results_needs_no_torch():
-    code = "import sys, eval.results; print({'torch', 'transformers', 'matplotlib', 'pandas'} & set(sys.modules))"
+    code = (
+        "import sys, eval.results; print({'torch', 'transformers', 'matplotlib', 'pandas'} & "
+        "set(sys.modules))"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"

@@ -1,4 +1,6 @@
-"""`eval --require`: what is judged, on which bound, and what each unmet line says; and the published schema."""
+"""`eval --require`: what is judged, on which bound, and what each unmet line says; and the
+published schema.
+"""
 
 import json
 import os
@@ -18,13 +20,17 @@ from eval.schema import ResultsDocument
 from tests.results_made_up import BASE, BOTH, made_up
 
 ROOT = Path(__file__).parents[1]
-GOOD = EvalConfig(target="t", draft=["base=b", "mine=m"], id=["prose=h.jsonl"], ood=["code=a.jsonl"], out="o")
+GOOD = EvalConfig(
+    target="t", draft=["base=b", "mine=m"], id=["prose=h.jsonl"], ood=["code=a.jsonl"], out="o"
+)
 
 
 @pytest.fixture
 def results():
     """Figures at T=1; at T=0 all of alpha is 0.1 higher. Nothing was timed."""
-    document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, trees=("chain:4",), timed=False)
+    document = made_up(
+        {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, trees=("chain:4",), timed=False
+    )
     alphas: dict[tuple[str, str], tuple[float, float | None, float | None]] = {
         ("base", "id"): (0.30, 0.28, 0.32),
         ("base", "ood"): (0.20, 0.18, 0.22),
@@ -34,7 +40,9 @@ def results():
     for row in document["rows"]:
         if row["figure"] == "alpha":
             more = 0.1 * (1 - row["temperature"])
-            value, low, high = (x if x is None else x + more for x in alphas[row["draft"], row["kind"]])
+            value, low, high = (
+                x if x is None else x + more for x in alphas[row["draft"], row["kind"]]
+            )
             row |= {"value": value, "low": low, "high": high}
         elif row["figure"] == "gain":
             row |= {"value": 0.2, "low": 0.01 if row["kind"] == "ood" else None, "high": 0.3}
@@ -52,9 +60,14 @@ def _unmet(results: Results, *texts: str) -> tuple[str, ...]:
 
 
 def test_a_requirement_is_judged_on_the_bound_and_not_on_the_figure(results):
-    assert not _unmet(results, "alpha[prose T=1] >= 0.45", "alpha[prose T=1] <= 0.55", "alpha[prose T=1]>0.449")
+    assert not _unmet(
+        results, "alpha[prose T=1] >= 0.45", "alpha[prose T=1] <= 0.55", "alpha[prose T=1]>0.449"
+    )
     (low,) = _unmet(results, "alpha[prose T=1] > 0.45")
-    assert "mine on prose at T=1: alpha 0.5000, 95 % interval [0.4500, 0.5500]; its low bound is not > 0.45" in low
+    assert (
+        "mine on prose at T=1: alpha 0.5000, 95 % interval [0.4500, 0.5500]; its low bound is "
+        "not > 0.45" in low
+    )
     (high,) = _unmet(results, "alpha[prose T=1] < 0.55")
     assert "its high bound is not < 0.55" in high
 
@@ -81,7 +94,10 @@ def test_no_interval_and_no_value_are_unmet(results):
         ("alpha >= half", "expected FIGURE[DOMAIN] >= NUMBER"),
         ("alhpa > 0", "did you mean alpha?"),
         ("alpha[prse] > 0", "did you mean prose?"),
-        ("alpha[prose code] > 0", "'code' selects nothing; alpha takes one prompt set and draft=, T="),
+        (
+            "alpha[prose code] > 0",
+            "'code' selects nothing; alpha takes one prompt set and draft=, T=",
+        ),
         ("alpha[prose tree=chain:4] > 0", "'tree=chain:4' selects nothing"),
         ("tau[prose tree=chain:9] > 0", "tree 'chain:9' is not measured"),
         ("alpha[T=0.5] > 0", "T '0.5' is not measured; there are 0, 1"),
@@ -106,21 +122,33 @@ def test_what_the_run_would_not_measure_is_refused():
     assert check(replace(GOOD, draft=["base=b"], require=["alpha[ood T=1.0] > 0"])).base == "base"
 
 
-def test_the_command_ends_with_3_and_one_line_for_each(door, target_dir, draft_dir, prompts_file, tmp_path):
+def test_the_command_ends_with_3_and_one_line_for_each(
+    door, target_dir, draft_dir, prompts_file, tmp_path
+):
     words = (
-        f"eval --target {target_dir} --draft mine={draft_dir} --id prose={prompts_file} --out {tmp_path} --tree chain:1"
+        f"eval --target {target_dir} --draft mine={draft_dir} --id prose={prompts_file} "
+        f"--out {tmp_path} --tree chain:1"
     )
-    words += " --speed_prompts 0 --max_new_tokens 4 --temperature 1 --bootstrap 100 --json --require"
-    code, out, err = door(*words.split(), "alpha[prose] > 0", "tau[id] >= 4", "--require", "alpha<=0.0001")
+    words += (
+        " --speed_prompts 0 --max_new_tokens 4 --temperature 1 --bootstrap 100 --json --require"
+    )
+    code, out, err = door(
+        *words.split(), "alpha[prose] > 0", "tau[id] >= 4", "--require", "alpha<=0.0001"
+    )
     lines = [line for line in err.splitlines() if line.startswith("draftsmith eval:")]
     assert code == 3
-    assert [line.split(": ")[1] for line in lines] == ["required tau[id] >= 4", "required alpha<=0.0001"]
+    assert [line.split(": ")[1] for line in lines] == [
+        "required tau[id] >= 4",
+        "required alpha<=0.0001",
+    ]
     assert json.loads(out.splitlines()[-1])["results"] == str(tmp_path / "results.json")
     assert door("eval", "--render", tmp_path, "--require", "alpha > 0")[0] == 0
     assert door("eval", "--render", tmp_path, "--require", "alpha > 1")[0] == 3
     (tmp_path / "report.html").unlink()
     assert door("eval", "--render", tmp_path, "--require", "alpha[nowhere] > 0")[0] == 2
-    assert not (tmp_path / "report.html").exists()  # nothing is drawn for a requirement that cannot be judged
+    assert not (
+        tmp_path / "report.html"
+    ).exists()  # nothing is drawn for a requirement that cannot be judged
 
 
 def test_the_published_schema_is_that_of_the_types_and_holds_for_results():
@@ -130,11 +158,20 @@ def test_the_published_schema_is_that_of_the_types_and_holds_for_results():
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
     if os.environ.get("WRITE_SCHEMA"):
         file.write_text(json.dumps(schema, indent=1) + "\n")
-    assert json.loads(file.read_text()) == schema, "run this test with WRITE_SCHEMA=1 to write the file again"
+    assert json.loads(file.read_text()) == schema, (
+        "run this test with WRITE_SCHEMA=1 to write the file again"
+    )
     jsonschema.Draft202012Validator.check_schema(schema)
-    document = json.loads(json.dumps(made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)))
+    document = json.loads(
+        json.dumps(made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH))
+    )
     jsonschema.validate(document, schema)
-    changes: list[dict[str, Any]] = [{"rows": [{}]}, {"schema_version": 2}, {"more": 1}, {"base": None}]
+    changes: list[dict[str, Any]] = [
+        {"rows": [{}]},
+        {"schema_version": 2},
+        {"more": 1},
+        {"base": None},
+    ]
     for change in changes:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**document, **change}, schema)

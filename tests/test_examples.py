@@ -1,4 +1,6 @@
-"""`examples/adapt.py`: the served link moves to a draft that meets the requirements, and stays otherwise."""
+"""`examples/adapt.py`: the served link moves to a draft that meets the requirements, and stays
+otherwise.
+"""
 
 import importlib.util
 import json
@@ -28,21 +30,46 @@ def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
     rows: list[Any] = []
     for number in range(20):
         request = {"prompt": f"The quick brown fox jumps {number} times"}
-        body = {"choices": [{"text": answer[: 9 + number], "finish_reason": "stop" if number % 2 else "length"}]}
-        rows.append({"request": request, "response": body} if number % 3 else {**request, "response": answer[:12]})
+        body = {
+            "choices": [
+                {"text": answer[: 9 + number], "finish_reason": "stop" if number % 2 else "length"}
+            ]
+        }
+        rows.append(
+            {"request": request, "response": body}
+            if number % 3
+            else {**request, "response": answer[:12]}
+        )
     log, keep = tmp_path / "log.jsonl", tmp_path / "keep.jsonl"
-    log.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "no answer"}]) + "not JSON\n")
-    keep.write_text("".join(json.dumps({"prompt": f"Numbers such as {number}"}) + "\n" for number in range(3)))
+    log.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "no answer"}]) + "not JSON\n"
+    )
+    keep.write_text(
+        "".join(json.dumps({"prompt": f"Numbers such as {number}"}) + "\n" for number in range(3))
+    )
     served = tmp_path / "served"
     served.symlink_to(draft_dir)
-    words = ["--log", str(log), "--target", target_dir, "--served", str(served), "--out", str(tmp_path / "rounds")]
+    words = [
+        "--log",
+        str(log),
+        "--target",
+        target_dir,
+        "--served",
+        str(served),
+        "--out",
+        str(tmp_path / "rounds"),
+    ]
     words += ["--keep", f"keep={keep}", "--steps", "4", "--lr", "0.01", "--max_new_tokens", "6"]
 
     assert not adapt.main([*words, "--require", "gain[recent] > 0.99"])
     assert served.resolve() == Path(draft_dir)
     printed = capsys.readouterr()
-    assert "20 rows read, 2 without" in printed.err and "required gain[recent] > 0.99: new on recent" in printed.out
-    # The same call continues: nothing is trained again, and a requirement that holds switches the link.
+    assert (
+        "20 rows read, 2 without" in printed.err
+        and "required gain[recent] > 0.99: new on recent" in printed.out
+    )
+    # The same call continues: nothing is trained again, and a requirement that holds switches the
+    # link.
     (made,) = (tmp_path / "rounds").iterdir()
     trained = (made / "new" / "model.safetensors").stat().st_mtime_ns
     for _ in range(2):
@@ -50,8 +77,17 @@ def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
         assert served.resolve() == (made / "new").resolve()
     assert (made / "new" / "model.safetensors").stat().st_mtime_ns == trained
     record = json.loads((made / "new" / "draftsmith.json").read_text())["config"]
-    assert (record["draft"], record["replay_fraction"], record["steps"]) == (str(made / "old"), 0.5, 8)
-    recent = [json.loads(line)["prompt"] for line in (made / "recent.jsonl").read_text().splitlines()]
+    assert (record["draft"], record["replay_fraction"], record["steps"]) == (
+        str(made / "old"),
+        0.5,
+        8,
+    )
+    recent = [
+        json.loads(line)["prompt"] for line in (made / "recent.jsonl").read_text().splitlines()
+    ]
     assert recent == [f"The quick brown fox jumps {number} times" for number in range(16, 20)]
     results = ds.Results.load(made / "eval")
-    assert {name: results.kind(name) for name in results.domains()} == {"recent": "id", "keep": "ood"}
+    assert {name: results.kind(name) for name in results.domains()} == {
+        "recent": "id",
+        "keep": "ood",
+    }

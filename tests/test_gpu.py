@@ -1,4 +1,5 @@
-"""What needs a CUDA device. Stands alone, so that it runs where only torch, transformers and pytest are installed:
+"""What needs a CUDA device. Stands alone, so that it runs where only torch, transformers and pytest
+are installed:
 
 python -m pytest --noconftest -m gpu tests/test_gpu.py
 """
@@ -14,7 +15,10 @@ from train.batch import Batch
 from train.objective import parse_objective
 from train.trainees.lm import LMTrainee
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 PROMPTS = [[1, 2, 3], [5], [4, 4, 7, 9, 4]]
 
 
@@ -27,14 +31,18 @@ def llama(seed: int, device: str = "cuda") -> LlamaForCausalLM:
 def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(3)
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=61, n_embd=64, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3)
+        GPT2Config(
+            vocab_size=61, n_embd=64, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3
+        )
     )
     torch.nn.Module.to(model, "cuda")
     model.eval()
     return model
 
 
-@pytest.mark.parametrize("tree", ["chain:3", "kary:2,2", "chain:4,stop=0.3", "eagle2:depth=3,beam=2,nodes=5", None])
+@pytest.mark.parametrize(
+    "tree", ["chain:3", "kary:2,2", "chain:4,stop=0.3", "eagle2:depth=3,beam=2,nodes=5", None]
+)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_graphs_decode_as_eager(tree, rows):
     target, draft = llama(1), llama(2)
@@ -45,7 +53,9 @@ def test_graphs_decode_as_eager(tree, rows):
             decoder = SpeculativeDecoder(target, proposer, tree, compile=graphs)
             # The second call replays what the first recorded, on another batch.
             for prompts in (PROMPTS[:rows], PROMPTS[::-1][:rows]):
-                batch = decoder.generate(prompts, Sampling(temperature=temperature), 24, seed=1, eos_ids=())
+                batch = decoder.generate(
+                    prompts, Sampling(temperature=temperature), 24, seed=1, eos_ids=()
+                )
                 found.append([(each.output_ids, each.stats) for each in batch.generations])
             if graphs:
                 assert sum(steps.count for steps in decoder.every_steps) > 0
@@ -56,7 +66,9 @@ def test_graphs_decode_as_eager(tree, rows):
 def test_graphs_of_a_models_own_forward(proposer):
     model: PreTrainedModel = gpt2()
     found = [
-        SpeculativeDecoder(model, proposer, compile=graphs).generate(PROMPTS, max_new_tokens=24, eos_ids=()).generations
+        SpeculativeDecoder(model, proposer, compile=graphs)
+        .generate(PROMPTS, max_new_tokens=24, eos_ids=())
+        .generations
         for graphs in (False, True)
     ]
     assert [each.output_ids for each in found[0]] == [each.output_ids for each in found[1]]
@@ -64,12 +76,14 @@ def test_graphs_of_a_models_own_forward(proposer):
 
 def test_a_gpu_decodes_as_a_cpu():
     on_gpu, on_cpu = (
-        SpeculativeDecoder(llama(1, device), DraftModelProposer(llama(2, device)), "kary:2,2").generate(
-            PROMPTS, max_new_tokens=24, eos_ids=()
-        )
+        SpeculativeDecoder(
+            llama(1, device), DraftModelProposer(llama(2, device)), "kary:2,2"
+        ).generate(PROMPTS, max_new_tokens=24, eos_ids=())
         for device in ("cuda", "cpu")
     )
-    assert [each.output_ids for each in on_gpu.generations] == [each.output_ids for each in on_cpu.generations]
+    assert [each.output_ids for each in on_gpu.generations] == [
+        each.output_ids for each in on_cpu.generations
+    ]
 
 
 def test_a_training_step_is_that_of_a_cpu():
@@ -79,6 +93,8 @@ def test_a_training_step_is_that_of_a_cpu():
         draft = llama(2, device)
         trainee = LMTrainee(draft, parse_objective("jsd"), llama(1, device)).train()
         trainee(Batch(ids, ids.roll(-1, 1)).to(torch.device(device))).loss.backward()
-        gradients.append([parameter.grad for parameter in draft.parameters() if parameter.grad is not None])
+        gradients.append(
+            [parameter.grad for parameter in draft.parameters() if parameter.grad is not None]
+        )
     for ours, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(ours.cpu(), expected, rtol=1e-3, atol=1e-3)

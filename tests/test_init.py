@@ -1,4 +1,6 @@
-"""`draftsmith init`: one command gives a directory that decodes, with what it is worth; wrong words are refused."""
+"""`draftsmith init`: one command gives a directory that decodes, with what it is worth; wrong words
+are refused.
+"""
 
 import json
 from pathlib import Path
@@ -30,18 +32,26 @@ def test_a_pruned_draft_of_all_layers_is_the_target(door, target_dir, prompts_fi
     assert 0 < found["alpha_match"] < found["alpha_greedy_draft"] < 1
     assert found["draft_cost"] == found["target_cost"]
     record = json.loads((tmp_path / "d" / "draftsmith.json").read_text())
-    assert record["kind"] == "draft-lm" and record["target"] == target_dir and "--method prune" in record["command"]
+    assert (
+        record["kind"] == "draft-lm"
+        and record["target"] == target_dir
+        and "--method prune" in record["command"]
+    )
 
 
 @pytest.mark.parametrize("method", ["prune", "fresh", "transplant"])
-def test_what_is_made_decodes_losslessly(method, door, target_dir, donor_dir, prompts_file, tmp_path):
+def test_what_is_made_decodes_losslessly(
+    method, door, target_dir, donor_dir, prompts_file, tmp_path
+):
     words: dict[str, tuple[object, ...]] = {
         "prune": ("--method", "prune", "--num_layers", 1, "--intermediate_size", 12),
         "fresh": ("--method", "fresh", "--cost", 0.6),
         "transplant": ("--method", "transplant", "--donor", donor_dir, "--num_layers", 1),
     }
     out = tmp_path / "draft"
-    found = made(door, target_dir, out, *words[method], "--prompts", prompts_file, "--max_new_tokens", 8)
+    found = made(
+        door, target_dir, out, *words[method], "--prompts", prompts_file, "--max_new_tokens", 8
+    )
     assert 0 < found["alpha"] < 1 and 0 <= found["alpha_match"] <= found["alpha"] + 1e-6
     draft = load_model(str(out), device="cpu")
     assert parameter_count(draft) == found["parameters"] and draft.config.vocab_size == 290
@@ -49,21 +59,39 @@ def test_what_is_made_decodes_losslessly(method, door, target_dir, donor_dir, pr
     assert same.get_vocab() == AutoTokenizer.from_pretrained(target_dir).get_vocab()
     assert decoded(door, target_dir) == decoded(door, target_dir, "--draft", out)
     if method == "transplant":
-        assert "rows: " in " ".join(found["notes"]) and "layers 0 of the donor" in " ".join(found["notes"])
+        assert "rows: " in " ".join(found["notes"]) and "layers 0 of the donor" in " ".join(
+            found["notes"]
+        )
 
 
 def test_a_draft_of_the_commonest_tokens_is_whole_on_disk_and_decodes_losslessly(
     door, target_dir, prompts_file, distilled, tmp_path
 ):
-    words = ("--method", "prune", "--num_layers", 1, "--prompts", prompts_file, "--max_new_tokens", 8)
+    words = (
+        "--method",
+        "prune",
+        "--num_layers",
+        1,
+        "--prompts",
+        prompts_file,
+        "--max_new_tokens",
+        8,
+    )
     whole = made(door, target_dir, tmp_path / "whole", *words)
-    part = made(door, target_dir, tmp_path / "part", *words, "--draft_vocab_size", 40, "--data", distilled)
-    assert whole["missing_mass"] == 0 < part["missing_mass"] < 1 and part["alpha"] <= 1 - part["missing_mass"] + 1e-6
+    part = made(
+        door, target_dir, tmp_path / "part", *words, "--draft_vocab_size", 40, "--data", distilled
+    )
+    assert (
+        whole["missing_mass"] == 0 < part["missing_mass"] < 1
+        and part["alpha"] <= 1 - part["missing_mass"] + 1e-6
+    )
     assert part["draft_cost"] == whole["draft_cost"] - 250 * 16
     said = " ".join(part["notes"])
     assert "tokens: drafts 40 of 290; of --data " in said
     ids = read_draft_vocabulary(str(tmp_path / "part"), 290)
     assert ids is not None and len(ids) == 40
-    weights = [load_model(str(tmp_path / name), device="cpu").state_dict() for name in ("whole", "part")]
+    weights = [
+        load_model(str(tmp_path / name), device="cpu").state_dict() for name in ("whole", "part")
+    ]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     assert decoded(door, target_dir) == decoded(door, target_dir, "--draft", tmp_path / "part")

@@ -1,7 +1,8 @@
 """Drafts in the layouts that others publish run as the same weights in ours.
 
-Every case writes a tiny checkpoint with the files, keys and shapes of a published one, loads it, and compares what it
-computes with the head that it was made from. Legend: V vocabulary, H hidden size, D draft vocabulary.
+Every case writes a tiny checkpoint with the files, keys and shapes of a published one, loads it,
+and compares what it computes with the head that it was made from. Legend: V vocabulary, H hidden
+size, D draft vocabulary.
 """
 
 import json
@@ -16,7 +17,13 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from decode import SpeculativeDecoder
 from decode.propose.head_proposers import HeadProposer
@@ -33,15 +40,31 @@ from tests.train_laws import tiny_family
 
 V, H, D = 40, 16, 12
 SHAPE: dict[str, Any] = dict(
-    vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=8, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3,
-)  # fmt: skip
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=24,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    initializer_range=0.3,
+)
 # What the authors' config.json of an EAGLE head says of its layer, in transformers 4 terms.
 LAYER_KEYS: dict[str, Any] = SHAPE | dict(
-    architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu", initializer_range=0.02,
-    model_type="llama", num_hidden_layers=1, pad_token_id=0, rms_norm_eps=1e-6, tie_word_embeddings=False,
-    torch_dtype="float16", transformers_version="4.28.1", use_cache=True,
-)  # fmt: skip
+    architectures=["LlamaForCausalLM"],
+    bos_token_id=1,
+    eos_token_id=2,
+    hidden_act="silu",
+    initializer_range=0.02,
+    model_type="llama",
+    num_hidden_layers=1,
+    pad_token_id=0,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    torch_dtype="float16",
+    transformers_version="4.28.1",
+    use_cache=True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +100,9 @@ def check(directory: Path, ours: Head, target: PreTrainedModel) -> None:
     drafted = SpeculativeDecoder(target, HeadProposer(back), "kary:2,2").generate(
         prompts, max_new_tokens=12, eos_ids=()
     )
-    assert [row.output_ids for row in drafted.generations] == [row.output_ids for row in alone.generations]
+    assert [row.output_ids for row in drafted.generations] == [
+        row.output_ids for row in alone.generations
+    ]
 
 
 def eagle(target: PreTrainedModel, rope: dict[str, Any] | None = None, **variant: Any) -> EagleHead:
@@ -89,18 +114,24 @@ def eagle(target: PreTrainedModel, rope: dict[str, Any] | None = None, **variant
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
 def test_eagle_of_its_authors(bias, file, target, tmp_path):
-    """yuhuili/EAGLE-Vicuna-7B-v1.3 has a bias and no key for it, yuhuili/EAGLE-LLaMA3-Instruct-8B the key, false."""
+    """yuhuili/EAGLE-Vicuna-7B-v1.3 has a bias and no key for it, yuhuili/EAGLE-LLaMA3-Instruct-8B
+    the key, false.
+    """
     head = eagle(target, bias=bias)
     tensors = head.state_dict() | {"embed_tokens.weight": head.borrowed.embedding_weight}
     assert tensors["layers.0.self_attn.q_proj.weight"].shape == (16, H)
     assert ("fc.bias" in tensors) is bias and not any("input_layernorm" in name for name in tensors)
-    values = LAYER_KEYS | ({} if bias else {"bias": False}) | {"rope_scaling": None, "pretraining_tp": 1}
+    values = (
+        LAYER_KEYS | ({} if bias else {"bias": False}) | {"rope_scaling": None, "pretraining_tp": 1}
+    )
     check(write(tmp_path / "head", values, tensors, file), head, target)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2"])
 def test_eagle_for_other_families(family, tmp_path):
-    """yuhuili/EAGLE-mixtral-instruct-8x7B names the family; EAGLE-Qwen2-7B-Instruct has biases in q, k and v."""
+    """yuhuili/EAGLE-mixtral-instruct-8x7B names the family; EAGLE-Qwen2-7B-Instruct has biases in
+    q, k and v.
+    """
     torch.manual_seed(2)
     own: PreTrainedModel
     if family == "mixtral":
@@ -115,7 +146,9 @@ def test_eagle_for_other_families(family, tmp_path):
     check(write(tmp_path / "head", values, head.state_dict(), "pytorch_model.bin"), head, own)
 
 
-def eagle3(target: PreTrainedModel, ids: list[int] | None = DRAFT_VOCAB, hidden: int = H, **variant: Any) -> Eagle3Head:
+def eagle3(
+    target: PreTrainedModel, ids: list[int] | None = DRAFT_VOCAB, hidden: int = H, **variant: Any
+) -> Eagle3Head:
     rope = {"rope_type": "default", "rope_theta": 10000.0} | variant.pop("rope", {})
     config = Eagle3Config.like(
         target,
@@ -131,7 +164,9 @@ def eagle3(target: PreTrainedModel, ids: list[int] | None = DRAFT_VOCAB, hidden:
 
 
 def renamed(tensors: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    return {prefix + name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    return {
+        prefix + name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()
+    }
 
 
 def without(tensors: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
@@ -142,19 +177,35 @@ def embedded(head: Eagle3Head) -> dict[str, Tensor]:
     return head.state_dict() | {"embed_tokens.weight": head.borrowed.embedding_weight}
 
 
-LLAMA3: dict[str, Any] = dict(factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0, rope_type="llama3")
+LLAMA3: dict[str, Any] = dict(
+    factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0, rope_type="llama3"
+)
 LLAMA3 |= {"original_max_position_embeddings": 32}
 AUTHORS = LAYER_KEYS | {"draft_vocab_size": D}
-SPECFORGE = AUTHORS | {"architectures": ["LlamaForCausalLMEagle3"], "head_dim": 4, "rope_theta": 10000.0}
-MODELOPT_FLAGS = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
-MODELOPT_INNER = {"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True} | MODELOPT_FLAGS
+SPECFORGE = AUTHORS | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "head_dim": 4,
+    "rope_theta": 10000.0,
+}
+MODELOPT_FLAGS = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+MODELOPT_INNER = {
+    "eagle_aux_hidden_state_layer_ids": [],
+    "use_aux_hidden_state": True,
+} | MODELOPT_FLAGS
 MODELOPT = SPECFORGE | {"attention_bias": False, "mlp_bias": False, "eagle_config": MODELOPT_INNER}
 Tensors = Callable[[Eagle3Head], dict[str, Tensor]]
 BIN, SAFE = "pytorch_model.bin", "model.safetensors"
 
 
 def case(
-    values: dict[str, Any], tensors: Tensors = lambda h: h.state_dict(), file: str = SAFE, **options: Any
+    values: dict[str, Any],
+    tensors: Tensors = lambda h: h.state_dict(),
+    file: str = SAFE,
+    **options: Any,
 ) -> tuple[Any, ...]:
     """config.json, its tensors as published, the file, and options of the head."""
     return values, tensors, file, options
@@ -168,20 +219,29 @@ FULL = {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=tor
 NARROW = {"hidden_size": 8, "head_dim": 4, "target_hidden_size": H}
 LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 2.0}
 FLAGS_31: dict[str, Any] = {"fc_norm": True, "norm_output": True}
-AUX = {f"fc_norm.{i}.weight": f"aux_norm_{name}.weight" for i, name in enumerate(("low", "mid", "high"))}
+AUX = {
+    f"fc_norm.{i}.weight": f"aux_norm_{name}.weight"
+    for i, name in enumerate(("low", "mid", "high"))
+}
 EAGLE3 = {
     "authors": case(AUTHORS, file=BIN),
     "authors, with the embedding": case(AUTHORS, embedded),
     "authors, whole vocabulary": case(
         AUTHORS | {"draft_vocab_size": V}, lambda h: h.state_dict() | FULL, BIN, ids=None
     ),
-    "authors, own width and embedding (LLaMA 3.3 70B)": case(AUTHORS | NARROW, file=BIN, hidden=8, own_embedding=True),
-    "rope: linear, by its old key": case(AUTHORS | {"rope_scaling": {"type": "linear", "factor": 2.0}}, rope=LINEAR),
+    "authors, own width and embedding (LLaMA 3.3 70B)": case(
+        AUTHORS | NARROW, file=BIN, hidden=8, own_embedding=True
+    ),
+    "rope: linear, by its old key": case(
+        AUTHORS | {"rope_scaling": {"type": "linear", "factor": 2.0}}, rope=LINEAR
+    ),
     "rope: llama3": case(
-        AUTHORS | {"rope_theta": 500000.0, "rope_scaling": LLAMA3}, rope=LLAMA3 | {"rope_theta": 500000.0}
+        AUTHORS | {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+        rope=LLAMA3 | {"rope_theta": 500000.0},
     ),
     "rope: parameters without a base": case(
-        AUTHORS | {"rope_theta": 300.0, "rope_parameters": {"rope_type": "default"}}, rope={"rope_theta": 300.0}
+        AUTHORS | {"rope_theta": 300.0, "rope_parameters": {"rope_type": "default"}},
+        rope={"rope_theta": 300.0},
     ),
     "SpecForge": case(SPECFORGE | inner(1, 2, 6, use_aux_hidden_state=True), aux=(2, 3, 7)),
     "SpecForge, EAGLE-3.1": case(
@@ -190,7 +250,9 @@ EAGLE3 = {
         **FLAGS_31,
     ),
     "frequencies that follow from the config": case(
-        AUTHORS, lambda h: h.state_dict() | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(2)}, BIN
+        AUTHORS,
+        lambda h: h.state_dict() | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(2)},
+        BIN,
     ),
     "layers.0": case(SPECFORGE, lambda h: renamed(h.state_dict())),
     "a prefix": case(SPECFORGE, lambda h: renamed(h.state_dict(), "model.")),
@@ -222,10 +284,21 @@ def test_eagle3_without_a_projection_reads_the_targets(ids, target, tmp_path):
 
 
 LAYER: dict[str, Any] = dict(
-    model_type="llama", vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=4, rms_norm_eps=1e-6, hidden_act="silu", max_position_embeddings=64,
-    rope_theta=10000.0, attention_bias=False, mlp_bias=False,
-)  # fmt: skip
+    model_type="llama",
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    max_position_embeddings=64,
+    rope_theta=10000.0,
+    attention_bias=False,
+    mlp_bias=False,
+)
 METHOD = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
 SPECULATORS: dict[str, Any] = {
     "architectures": ["Eagle3Speculator"],
@@ -259,8 +332,15 @@ def test_eagle3_of_speculators(options, target, tmp_path):
     head = eagle3(target, **options)
     layer = LAYER | ({"model_type": "qwen3"} if options.get("qk_norm") else {})
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    values = SPECULATORS | {"transformer_layer_config": layer} | {key: options.get(key, False) for key in flags}
-    values |= {"embed_requires_grad": "own_embedding" in options, "draft_vocab_size": V if "ids" in options else D}
+    values = (
+        SPECULATORS
+        | {"transformer_layer_config": layer}
+        | {key: options.get(key, False) for key in flags}
+    )
+    values |= {
+        "embed_requires_grad": "own_embedding" in options,
+        "draft_vocab_size": V if "ids" in options else D,
+    }
     if "aux" in options:
         values["eagle_aux_hidden_state_layer_ids"] = list(options["aux"])
     tensors = head.state_dict() if "own_embedding" in options else embedded(head)
@@ -270,7 +350,10 @@ def test_eagle3_of_speculators(options, target, tmp_path):
 def test_speculators_that_cannot_be_run_are_refused(target, tmp_path):
     tensors = renamed(eagle3(target, norm_before_residual=True).state_dict())
     for changes, message in (
-        ({"transformer_layer_config": LAYER | {"num_hidden_layers": 2}}, "'num_hidden_layers' is 2"),
+        (
+            {"transformer_layer_config": LAYER | {"num_hidden_layers": 2}},
+            "'num_hidden_layers' is 2",
+        ),
         ({"transformer_layer_config": LAYER | {"sliding_window": 8}}, "attends to a window"),
         ({"speculators_model_type": "dflash"}, "kind 'speculators dflash'"),
     ):
@@ -280,20 +363,38 @@ def test_speculators_that_cannot_be_run_are_refused(target, tmp_path):
 
 
 def test_medusa_of_its_authors(target, tmp_path, caplog):
-    """FasterDecoding/medusa-vicuna-7b-v1.3: its config says two heads, its file holds more; medusa-1.0-*: the target's
-    config with two keys more, its weights beside the heads; the first Medusa reads the target's projection.
+    """FasterDecoding/medusa-vicuna-7b-v1.3: its config says two heads, its file holds more;
+    medusa-1.0-*: the target's config with two keys more, its weights beside the heads; the first
+    Medusa reads the target's projection.
     """
     heads: MedusaHeads = stirred(MedusaHeads.fresh(target, num_heads=3)).eval()
     first = MedusaHeads.fresh(target, num_heads=2, num_layers=2).eval()
     blocks = {name: t + 0.1 for name, t in first.state_dict().items() if "linear" in name}
     first.load_state_dict(first.state_dict() | blocks)
     two = {"medusa_num_heads": 2, "medusa_num_layers": 1}
-    inside = target.state_dict() | {f"medusa_head.{name}": tensor for name, tensor in heads.state_dict().items()}
-    whole, others = target.config.to_dict() | two | {"medusa_num_heads": 3}, len(target.state_dict())
+    inside = target.state_dict() | {
+        f"medusa_head.{name}": tensor for name, tensor in heads.state_dict().items()
+    }
+    whole, others = (
+        target.config.to_dict() | two | {"medusa_num_heads": 3},
+        len(target.state_dict()),
+    )
     for ours, values, tensors, file, warning in (
         (heads, two, heads.state_dict(), "medusa_lm_head.pt", "says 2 heads, its file holds 3"),
-        (heads, whole, inside, "pytorch_model-00001-of-00001.bin", f"ignoring {others} tensors of its base model"),
-        (first, two | {"medusa_num_layers": 2}, blocks, "medusa_lm_head.pt", "no output projections"),
+        (
+            heads,
+            whole,
+            inside,
+            "pytorch_model-00001-of-00001.bin",
+            f"ignoring {others} tensors of its base model",
+        ),
+        (
+            first,
+            two | {"medusa_num_layers": 2},
+            blocks,
+            "medusa_lm_head.pt",
+            "no output projections",
+        ),
     ):
         with caplog.at_level(logging.WARNING):
             check(write(tmp_path / warning, values, tensors, file), ours, target)
@@ -312,7 +413,9 @@ HYDRA = {
 
 
 def test_hydra_of_its_authors(target, tmp_path):
-    """ankner/hydra-vicuna-7b-v1.3: a projection with a bias per head, a bias beside the first block."""
+    """ankner/hydra-vicuna-7b-v1.3: a projection with a bias per head, a bias beside the first
+    block.
+    """
     sizes = {"hidden_size": H, "vocab_size": V, "num_heads": 3, "num_layers": 2}
     config = HeadsConfig(kind="hydra", **sizes, own_projection=True, skip_bias=True)
     heads = stirred(HydraHeads(config, target)).eval()
@@ -325,7 +428,11 @@ def test_hydra_of_its_authors(target, tmp_path):
     assert tensors["hydra_mlp.2.0.res_connection.weight"].shape == (H, 4 * H)
     assert tensors["hydra_lm_head.1.bias"].shape == (V,)
     check(write(tmp_path / "head", HYDRA, tensors, "hydra_lm_head.pt"), heads, target)
-    for key, value in (("hydra_head_arch", "prefix-mlp"), ("grounded_heads", False), ("hidden_state_offset", 1)):
+    for key, value in (
+        ("hydra_head_arch", "prefix-mlp"),
+        ("grounded_heads", False),
+        ("hidden_state_offset", 1),
+    ):
         (tmp_path / "head" / "config.json").write_text(json.dumps(HYDRA | {key: value}))
         with pytest.raises(InputError, match=f"'{key}' is {value!r}; only Hydra's MLP heads"):
             load_head(tmp_path / "head", target)
@@ -333,17 +440,29 @@ def test_hydra_of_its_authors(target, tmp_path):
 
 # The layers of a block drafter, as z-lab's and DeepSpec's config.json have them.
 BLOCK: dict[str, Any] = LAYER_KEYS | dict(
-    architectures=["DFlashDraftModel"], auto_map={"AutoModel": "dflash.DFlashDraftModel"}, attention_bias=False,
-    block_size=4, head_dim=4, layer_types=["full_attention"] * 2, model_type="qwen3", num_hidden_layers=2,
-    num_target_layers=8, rope_scaling=None, rope_theta=1e6, sliding_window=None, torch_dtype="bfloat16",
-)  # fmt: skip
+    architectures=["DFlashDraftModel"],
+    auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+    attention_bias=False,
+    block_size=4,
+    head_dim=4,
+    layer_types=["full_attention"] * 2,
+    model_type="qwen3",
+    num_hidden_layers=2,
+    num_target_layers=8,
+    rope_scaling=None,
+    rope_theta=1e6,
+    sliding_window=None,
+    torch_dtype="bfloat16",
+)
 DFLASH = BLOCK | {"dflash_config": {"mask_token_id": 39, "target_layer_ids": [1, 3, 5]}}
 
 
 def block(kind: str, target: PreTrainedModel, **options: Any) -> BlockHead:
     fresh: Any = HEADS[kind].fresh
     head: BlockHead = fresh(target, num_layers=2, block_size=4, target_layers=[1, 3, 5], **options)
-    config = replace(head.config, rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    config = replace(
+        head.config, rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    )
     made = stirred(type(head)(config, target)).eval()
     if "draft_vocab" in options:
         made.set_draft_vocab(options["draft_vocab"])
@@ -354,22 +473,36 @@ def test_dflash_of_z_lab_and_jetspec(target, tmp_path):
     """z-lab/Qwen3-8B-DFlash-b16; JetSpec's has `causal_head`, and vLLM reads `causal`."""
     head = block("dflash", target)
     assert {"fc.weight", "hidden_norm.weight", "norm.weight"} < head.state_dict().keys()
-    assert "layers.1.self_attn.k_norm.weight" in head.state_dict() and head.hidden_layers == (2, 4, 6)
+    assert "layers.1.self_attn.k_norm.weight" in head.state_dict() and head.hidden_layers == (
+        2,
+        4,
+        6,
+    )
     check(write(tmp_path / "dflash", DFLASH, head.state_dict(), "model.safetensors"), head, target)
     causal = block("jetspec", target)
     inner = {"dflash_config": {**DFLASH["dflash_config"], "causal": True}}
     for name, values in (("key", DFLASH | {"causal_head": True}), ("inner", DFLASH | inner)):
-        check(write(tmp_path / name, values, causal.state_dict(), "model.safetensors"), causal, target)
+        check(
+            write(tmp_path / name, values, causal.state_dict(), "model.safetensors"), causal, target
+        )
 
 
 def test_block_drafters_with_windows(target, tmp_path):
-    """XiaomiMiMo's say `use_swa`; z-lab's of Gemma 4 have layer types, and are causal in layers with a window."""
+    """XiaomiMiMo's say `use_swa`; z-lab's of Gemma 4 have layer types, and are causal in layers
+    with a window.
+    """
     head = block("dflash", target, window=3)
     tensors = head.state_dict()
     inner = DFLASH["dflash_config"] | {"use_swa": True, "swa_window_size": 3}
-    check(write(tmp_path / "swa", DFLASH | {"dflash_config": inner}, tensors, "model.safetensors"), head, target)
+    check(
+        write(tmp_path / "swa", DFLASH | {"dflash_config": inner}, tensors, "model.safetensors"),
+        head,
+        target,
+    )
     windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3}
-    back = load_head(write(tmp_path / "typed", DFLASH | windows, tensors, "model.safetensors"), target)
+    back = load_head(
+        write(tmp_path / "typed", DFLASH | windows, tensors, "model.safetensors"), target
+    )
     assert isinstance(back, BlockHead) and (back.config.window, back.config.causal) == (3, True)
     mixed = DFLASH | windows | {"layer_types": ["sliding_attention", "full_attention"]}
     with pytest.raises(InputError, match="some of its layers attend to a window"):
@@ -378,12 +511,26 @@ def test_block_drafters_with_windows(target, tmp_path):
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_dspark_of_deepspec_and_of_speculators(reduced, target, tmp_path):
-    """deepseek-ai/dspark_qwen3_8b_block7; in speculators auxiliary ids are one higher, and lm_head holds the rows."""
+    """deepseek-ai/dspark_qwen3_8b_block7; in speculators auxiliary ids are one higher, and lm_head
+    holds the rows.
+    """
     head = block("dspark", target, **({"draft_vocab": DRAFT_VOCAB} if reduced else {}))
-    more = {"markov_rank": head.config.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": True}
+    more = {
+        "markov_rank": head.config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+    }
     more |= {"confidence_head_with_markov": True, "draft_vocab_size": D if reduced else V}
-    spec = {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 39, "target_layer_ids": [1, 3, 5]}
-    check(write(tmp_path / "deepspec", BLOCK | spec | more, head.state_dict(), "model.safetensors"), head, target)
+    spec = {
+        "architectures": ["Qwen3DSparkModel"],
+        "mask_token_id": 39,
+        "target_layer_ids": [1, 3, 5],
+    }
+    check(
+        write(tmp_path / "deepspec", BLOCK | spec | more, head.state_dict(), "model.safetensors"),
+        head,
+        target,
+    )
     values = more | {"speculators_model_type": "dspark", "block_size": 4, "mask_token_id": 39}
     values |= {"aux_hidden_state_layer_ids": [2, 4, 6], "transformer_layer_config": BLOCK}
     rows = {"lm_head.weight": target.get_output_embeddings().weight[DRAFT_VOCAB]} if reduced else {}
@@ -403,7 +550,9 @@ def test_every_layout_is_in_the_table_and_documented():
 
 
 def test_a_head_by_its_name_on_the_hub(target, draft_dir, tmp_path, monkeypatch):
-    """From the hub's cache, as it lies there after a download; a language model's name is left to transformers."""
+    """From the hub's cache, as it lies there after a download; a language model's name is left to
+    transformers.
+    """
     head = eagle3(target)
     for name, source in (("EAGLE3", None), ("lm", Path(draft_dir))):
         repository = tmp_path / f"models--owner--{name}"
@@ -411,7 +560,12 @@ def test_a_head_by_its_name_on_the_hub(target, draft_dir, tmp_path, monkeypatch)
         (repository / "refs" / "main").write_text("0" * 40)
         (repository / "snapshots").mkdir()
         if source is None:
-            write(repository / "snapshots" / ("0" * 40), AUTHORS, head.state_dict(), "pytorch_model.bin")
+            write(
+                repository / "snapshots" / ("0" * 40),
+                AUTHORS,
+                head.state_dict(),
+                "pytorch_model.bin",
+            )
         else:
             (repository / "snapshots" / ("0" * 40)).symlink_to(source)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

@@ -1,4 +1,6 @@
-"""Law 11: other engines run our exports; their greedy output is the target's own, and they accept what we accept."""
+"""Law 11: other engines run our exports; their greedy output is the target's own, and they accept
+what we accept.
+"""
 
 import json
 from pathlib import Path
@@ -46,7 +48,9 @@ pytestmark = pytest.mark.engines
 
 @pytest.fixture(scope="module")
 def pair():
-    return ds.load_pair(str(PAIR / "target"), draft=str(PAIR / "base"), device="cpu", dtype="float32")
+    return ds.load_pair(
+        str(PAIR / "target"), draft=str(PAIR / "base"), device="cpu", dtype="float32"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,9 @@ def ours(pair, prompts):
 
 @pytest.fixture(scope="module")
 def after_one(pair, prompts, ours):
-    """Ours where the first token is given: some engines take it from the prompt's forward and draft only then."""
+    """Ours where the first token is given: some engines take it from the prompt's forward and draft
+    only then.
+    """
     longer = [prompt + out.output_ids[:1] for prompt, out in zip(prompts, ours, strict=True)]
     return decoded(pair, longer, TOKENS - 1)
 
@@ -84,7 +90,12 @@ def exports(tmp_path_factory):
         for role in ("target", "base"):
             out = place / f"{role}.{form}"
             if out not in made:
-                config = ds.ExportConfig(draft=str(PAIR / role), format=form, out=str(out), dtype="float32")  # type: ignore[arg-type]
+                config = ds.ExportConfig(
+                    draft=str(PAIR / role),
+                    format=form,
+                    out=str(out),
+                    dtype="float32",  # type: ignore[arg-type]
+                )
                 made[out] = ds.export(config)
                 assert made[out]["proof"]["engine"] is not None
         return {role: place / f"{role}.{form}" for role in ("target", "base")}
@@ -97,7 +108,9 @@ def accepted(outputs: Outputs) -> list[int]:
 
 
 def equal_but_for_the_last_step(theirs: list[int], ours: list[int]) -> bool:
-    """Engines draft no token that could not be emitted, and count the last one as the target's own instead."""
+    """Engines draft no token that could not be emitted, and count the last one as the target's own
+    instead.
+    """
     return all(mine - its in (0, 1) for its, mine in zip(theirs, ours, strict=True))
 
 
@@ -111,7 +124,11 @@ def test_transformers_assistant_model(pair, prompts, ours):
     for prompt, out in zip(prompts, ours, strict=True):
         calls.clear()
         ids = target.generate(  # type: ignore[operator]
-            torch.tensor([prompt]), assistant_model=draft, do_sample=False, max_new_tokens=TOKENS, eos_token_id=None
+            torch.tensor([prompt]),
+            assistant_model=draft,
+            do_sample=False,
+            max_new_tokens=TOKENS,
+            eos_token_id=None,
         )
         assert ids[0, len(prompt) :].tolist() == out.output_ids
         assert len(calls) == out.stats.target_calls
@@ -121,50 +138,87 @@ def test_openvino_genai(prompts, ours, after_one, tmp_path):
     python = engine("openvino")
     for role in ("target", "base"):
         openvino_ir(str(PAIR / role), tmp_path / role / "openvino")
-    found = work(python, OPENVINO, tmp_path / "target", tmp_path / "base", openvino_request(tmp_path, prompts, TOKENS))
+    found = work(
+        python,
+        OPENVINO,
+        tmp_path / "target",
+        tmp_path / "base",
+        openvino_request(tmp_path, prompts, TOKENS),
+    )
     for way in found["ways"].values():
         assert way["outputs"] == [[out.output_ids for out in ours]]
-    # Its first call is the prompt's, without a draft; its count of accepted tokens leaves out those of the last step.
+    # Its first call is the prompt's, without a draft; its count of accepted tokens leaves out those
+    # of the last step.
     calls, its = zip(*found["counts"][str(AHEAD)], strict=True)
     assert [count - 1 for count in calls] == [out.stats.target_calls for out in after_one]
-    assert all(0 <= mine - count <= AHEAD for count, mine in zip(its, accepted(after_one), strict=True))
+    assert all(
+        0 <= mine - count <= AHEAD for count, mine in zip(its, accepted(after_one), strict=True)
+    )
 
 
 def test_onnxruntime_genai(exports, prompts, ours, tmp_path):
     python = engine("openvino")
     models = exports("hf")
-    request = {"prompts": prompts, "max_new_tokens": TOKENS, "threads": 1, "assistant_tokens": [AHEAD]}
+    request = {
+        "prompts": prompts,
+        "max_new_tokens": TOKENS,
+        "threads": 1,
+        "assistant_tokens": [AHEAD],
+    }
     (tmp_path / "request.json").write_text(json.dumps(request))
     words = (models["target"], models["base"], tmp_path / "built", tmp_path / "request.json")
     rows = work(python, WORKERS / "onnx_generate.py", *words)["answers"]
     assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
     # It drafts from the prompt on, as we do.
     assert [row["stats"]["rounds"] for row in rows] == [out.stats.target_calls for out in ours]
-    assert equal_but_for_the_last_step([row["stats"]["draft_tokens_accepted"] for row in rows], accepted(ours))
+    assert equal_but_for_the_last_step(
+        [row["stats"]["draft_tokens_accepted"] for row in rows], accepted(ours)
+    )
 
 
 def test_llama_cpp(exports, pair, prompts, ours, after_one):
     server = engine("llama-server")
     models = {role: str(path / "model.gguf") for role, path in exports("gguf").items()}
     words = f"--spec-type draft-simple --spec-draft-n-max {AHEAD} -c 512 -np 1 -t 1 -fa off".split()
-    words += ["-m", models["target"], "-md", models["base"], *"-ctk f32 -ctv f32 -ctkd f32 -ctvd f32".split()]
+    words += [
+        "-m",
+        models["target"],
+        "-md",
+        models["base"],
+        *"-ctk f32 -ctv f32 -ctkd f32 -ctvd f32".split(),
+    ]
     with llama_server(server, words) as port:
         rows = [complete(port, prompt, TOKENS) for prompt in prompts]
         texts = [*TEXTS, "naïve façade 3.14, 2^10; don't\n\n\n\tx = {'a': [1]}  # ünïcödé"]
-        cut = [ask(port, "tokenize", {"content": text, "add_special": True})["tokens"] for text in texts]
+        cut = [
+            ask(port, "tokenize", {"content": text, "add_special": True})["tokens"]
+            for text in texts
+        ]
     assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
     # It takes the first token from the prompt's forward, without a draft.
-    assert equal_but_for_the_last_step([row["timings"]["draft_n_accepted"] for row in rows], accepted(after_one))
+    assert equal_but_for_the_last_step(
+        [row["timings"]["draft_n_accepted"] for row in rows], accepted(after_one)
+    )
     assert cut == [pair.encode(text) for text in texts]
 
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory):
-    """An EAGLE-3 head that has learnt the target's own answers to the prompts, so that some of its drafts are right."""
-    return learn("eagle3", str(PAIR / "target"), TEXTS, tmp_path_factory.mktemp("learnt"), draft_vocab_size=2048)
+    """An EAGLE-3 head that has learnt the target's own answers to the prompts, so that some of its
+    drafts are right.
+    """
+    return learn(
+        "eagle3",
+        str(PAIR / "target"),
+        TEXTS,
+        tmp_path_factory.mktemp("learnt"),
+        draft_vocab_size=2048,
+    )
 
 
-def test_llama_cpp_accepts_of_an_eagle3_head_what_we_accept(learnt, exports, prompts, ours, tmp_path):
+def test_llama_cpp_accepts_of_an_eagle3_head_what_we_accept(
+    learnt, exports, prompts, ours, tmp_path
+):
     server = engine("llama-server")
     target = str(PAIR / "target")
     config = ds.ExportConfig(
@@ -174,26 +228,41 @@ def test_llama_cpp_accepts_of_an_eagle3_head_what_we_accept(learnt, exports, pro
     pair = ds.load_pair(target, draft=str(learnt), device="cpu", dtype="float32")
     longer = [prompt + out.output_ids[:1] for prompt, out in zip(prompts, ours, strict=True)]
     mine = decoded(pair, longer, TOKENS - 1)
-    words = ["-m", str(exports("gguf")["target"] / "model.gguf"), "-md", str(tmp_path / "head" / "model.gguf")]
+    words = [
+        "-m",
+        str(exports("gguf")["target"] / "model.gguf"),
+        "-md",
+        str(tmp_path / "head" / "model.gguf"),
+    ]
     words += "-c 512 -np 1 -t 1 -fa off -ctk f32 -ctv f32 -ctkd f32".split()
-    words += f"-ctvd f32 --spec-type draft-eagle3 --spec-draft-n-max {AHEAD} --spec-draft-p-min 0".split()
+    words += (
+        f"-ctvd f32 --spec-type draft-eagle3 --spec-draft-n-max {AHEAD} --spec-draft-p-min 0"
+    ).split()
     with llama_server(server, words) as port:
         rows = [complete(port, prompt, TOKENS) for prompt in prompts]
     assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
     # As with a language model: the first token comes from the prompt's forward, without a draft.
-    assert equal_but_for_the_last_step([row["timings"]["draft_n_accepted"] for row in rows], accepted(mine))
+    assert equal_but_for_the_last_step(
+        [row["timings"]["draft_n_accepted"] for row in rows], accepted(mine)
+    )
     assert sum(accepted(mine)) > len(TEXTS), "hardly anything was accepted, so nothing was compared"
 
 
 def test_llama_cpp_cuts_text_with_the_spelling_of_sentencepiece(tmp_path):
-    """Its own converter gives every token of such a tokenizer the same score, and cuts text wrongly."""
+    """Its own converter gives every token of such a tokenizer the same score, and cuts text
+    wrongly.
+    """
     model = ROOT.parent / "shared" / "models" / "stories260k"
     if not model.is_dir():
         pytest.skip(f"{model} is not here")
     server = engine("llama-server")
     ds.export(ds.ExportConfig(draft=str(model), format="gguf", out=str(tmp_path / "out")))
     tokenizer = load_tokenizer(str(model))
-    texts = ["Once upon a time there was a little girl", "The dog ran; 12 birds sang.", "naïve café"]
+    texts = [
+        "Once upon a time there was a little girl",
+        "The dog ran; 12 birds sang.",
+        "naïve café",
+    ]
     with llama_server(server, ["-m", str(tmp_path / "out" / "model.gguf"), "-c", "256"]) as port:
         for text in texts:
             tokens = ask(port, "tokenize", {"content": text, "add_special": True})["tokens"]
@@ -201,10 +270,20 @@ def test_llama_cpp_cuts_text_with_the_spelling_of_sentencepiece(tmp_path):
 
 
 SHAPE: dict[str, Any] = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=4096, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3,
-)  # fmt: skip
-LLAMA3: dict[str, Any] = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=4096,
+    max_position_embeddings=256,
+    bos_token_id=0,
+    eos_token_id=1,
+    initializer_range=0.3,
+)
+LLAMA3: dict[str, Any] = dict(
+    rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0
+)
 LLAMA3 |= {"original_max_position_embeddings": 32}
 FAMILIES: dict[str, Any] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
@@ -212,7 +291,9 @@ FAMILIES: dict[str, Any] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
     "llama3 rope": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
     "linear rope": lambda: LlamaForCausalLM(
-        LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})
+        LlamaConfig(
+            **SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+        )
     ),
 }
 
@@ -223,7 +304,9 @@ def test_llama_cpp_continues_as_models_of_every_family_do(family, tmp_path):
     engine("llama-server")
     stirred(FAMILIES[family](), 0.3).save_pretrained(tmp_path / "model")
     load_tokenizer(str(PAIR / "target")).save_pretrained(tmp_path / "model")
-    config = ds.ExportConfig(draft=str(tmp_path / "model"), format="gguf", out=str(tmp_path / "out"))
+    config = ds.ExportConfig(
+        draft=str(tmp_path / "model"), format="gguf", out=str(tmp_path / "out")
+    )
     assert ds.export(config)["proof"]["engine"].startswith("llama.cpp")
 
 
@@ -248,9 +331,14 @@ def test_speculators(eagle3, tmp_path):
     engine("speculators")
     out = tmp_path / "out"
     summary = ds.export(
-        ds.ExportConfig(draft=str(eagle3[1]), format="speculators", out=str(out), target=str(PAIR / "target"))
+        ds.ExportConfig(
+            draft=str(eagle3[1]), format="speculators", out=str(out), target=str(PAIR / "target")
+        )
     )
-    assert summary["proof"]["engine"].startswith("speculators") and summary["proof"]["max_difference"] < 1e-4
+    assert (
+        summary["proof"]["engine"].startswith("speculators")
+        and summary["proof"]["max_difference"] < 1e-4
+    )
 
 
 @pytest.mark.usefixtures("without_vllm")
@@ -264,7 +352,10 @@ def test_an_engine_that_computes_something_else_stops_the_export(eagle3, tmp_pat
 
     monkeypatch.setattr("drafts.layouts.export.work", other)
     config = ds.ExportConfig(
-        draft=str(eagle3[1]), format="speculators", out=str(tmp_path / "out"), target=str(PAIR / "target")
+        draft=str(eagle3[1]),
+        format="speculators",
+        out=str(tmp_path / "out"),
+        target=str(PAIR / "target"),
     )
     with pytest.raises(ds.RunError, match="computes other logits"):
         ds.export(config)

@@ -1,4 +1,6 @@
-"""vLLM serves our exports: its output is the target's own, it accepts what we accept and predict (laws 10 and 11)."""
+"""vLLM serves our exports: its output is the target's own, it accepts what we accept and predict
+(laws 10 and 11).
+"""
 
 import os
 import subprocess
@@ -21,12 +23,17 @@ from tests.openvino_ir import engine
 
 ROOT = Path(__file__).parents[1]
 TARGET = str(ROOT / "draftsmith" / "demo" / "pair" / "target")
-LEARNT = ["Return the value of the", "If the file is not found,", "import os\nimport 12", "The list of all"]
+LEARNT = [
+    "Return the value of the",
+    "If the file is not found,",
+    "import os\nimport 12",
+    "The list of all",
+]
 TEXTS = ["Raise an exception if the", "for key in sorted(", "class Reader:\n    def", *LEARNT[:2]]
 SAMPLES = 8
 GREEDY, HOT = {"temperature": 0}, {"temperature": 1, "n": SAMPLES, "seed": 7}
-# The drafts that vLLM serves: kind, format of the export, its name in vLLM. The demo's target has too few layers for
-# the authors' own choice of states.
+# The drafts that vLLM serves: kind, format of the export, its name in vLLM. The demo's target has
+# too few layers for the authors' own choice of states.
 SERVED = {
     "eagle3 of its authors": ("eagle3", "eagle", "eagle3"),
     "lm": ("lm", "hf", "draft_model"),
@@ -38,7 +45,10 @@ SERVED = {
     "dflash of speculators": ("dflash", "speculators", "dflash"),
     "jetspec": ("jetspec", "dflash", "dflash"),
 }
-DEMO, REAL = [name for name in SERVED if "authors" not in name], ("lm", "eagle3", "eagle3 of its authors")
+DEMO, REAL = (
+    [name for name in SERVED if "authors" not in name],
+    ("lm", "eagle3", "eagle3 of its authors"),
+)
 SAMPLED = ("lm", "eagle3")
 
 pytestmark = pytest.mark.engines
@@ -52,10 +62,17 @@ class Served:
         self.proofs: dict[str, dict[str, Any]] = {}
         self.runs: dict[str, dict[str, Any]] = {}
         self.answers: dict[str, Any] = {}
-        self.engine = {"model": target, "dtype": "float32", "max_model_len": 256, "max_num_seqs": SAMPLES}
+        self.engine = {
+            "model": target,
+            "dtype": "float32",
+            "max_model_len": 256,
+            "max_num_seqs": SAMPLES,
+        }
 
     def pair(self, kind: str) -> ds.Pair:
-        return ds.load_pair(self.target, draft=str(self.place / kind), device="cpu", dtype="float32")
+        return ds.load_pair(
+            self.target, draft=str(self.place / kind), device="cpu", dtype="float32"
+        )
 
     def export(self, name: str, samples: bool = True) -> None:
         kind, form, method = SERVED[name]
@@ -68,17 +85,27 @@ class Served:
             dtype="float32",
         )
         self.proofs[name] = ds.export(config)["proof"]
-        self.add(name, {"method": method, "model": str(out)}, [GREEDY] + [HOT] * (samples and name in SAMPLED))
+        self.add(
+            name,
+            {"method": method, "model": str(out)},
+            [GREEDY] + [HOT] * (samples and name in SAMPLED),
+        )
 
     def add(self, name: str, draft: dict[str, Any] | None, ways: list[dict[str, Any]]) -> None:
-        more = {} if draft is None else {"speculative_config": draft | {"num_speculative_tokens": AHEAD}}
+        more = (
+            {}
+            if draft is None
+            else {"speculative_config": draft | {"num_speculative_tokens": AHEAD}}
+        )
         self.runs[name] = {"engine": self.engine | more, "ways": ways}
 
     def serve(self, prompts: list[list[int]], tokens: int) -> None:
         for run in self.runs.values():
             run |= {"prompts": prompts, "max_new_tokens": tokens}
         self.answers = vllm_answers(engine("vllm"), self.runs)["answers"]
-        assert not {name: answer for name, answer in self.answers.items() if isinstance(answer, dict)}
+        assert not {
+            name: answer for name, answer in self.answers.items() if isinstance(answer, dict)
+        }
 
     def as_we_accept(self, name: str, tokens: int) -> int:
         """Compare greedy answers row by row, and return the number of accepted tokens."""
@@ -93,7 +120,10 @@ class Served:
             by_depth = (*own.stats.accepted_by_depth, *[0] * AHEAD)[:AHEAD]
             assert row["drafts"] == own.stats.target_calls
             # In the last step vLLM also counts accepted tokens that the limit cuts off.
-            assert all(its - mine in (0, 1) for its, mine in zip(row["per_position"], by_depth, strict=True))
+            assert all(
+                its - mine in (0, 1)
+                for its, mine in zip(row["per_position"], by_depth, strict=True)
+            )
             accepted += own.stats.accepted
         return accepted
 
@@ -103,16 +133,25 @@ def served(tmp_path_factory):
     """The demo's target with a draft of each kind that has learnt some of its answers."""
     engine("vllm")
     found = Served(TARGET, tmp_path_factory.mktemp("served"))
-    ds.init(ds.InitConfig(target=TARGET, out=str(found.place / "start"), method="prune", num_layers=1))
+    ds.init(
+        ds.InitConfig(target=TARGET, out=str(found.place / "start"), method="prune", num_layers=1)
+    )
     for kind in ("lm", "eagle", "eagle3", "medusa", "dflash", "jetspec"):
-        options: dict[str, Any] = {"lm": {"draft": str(found.place / "start")}, "eagle3": {"draft_vocab_size": 2048}}
+        options: dict[str, Any] = {
+            "lm": {"draft": str(found.place / "start")},
+            "eagle3": {"draft_vocab_size": 2048},
+        }
         learn(kind, TARGET, LEARNT, found.place, **options.get(kind, {}))
     for name in DEMO:
         found.export(name)
     found.add("alone", None, [GREEDY])
-    found.add("ngram", {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}, [GREEDY])
+    found.add(
+        "ngram", {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}, [GREEDY]
+    )
     for name in SAMPLED:
-        draft = found.runs[name]["engine"]["speculative_config"] | {"draft_sample_method": "probabilistic"}
+        draft = found.runs[name]["engine"]["speculative_config"] | {
+            "draft_sample_method": "probabilistic"
+        }
         found.add(f"{name}, sampled", draft, [HOT])
     pair = found.pair("lm")
     found.serve([pair.encode(text) for text in TEXTS], TOKENS)
@@ -123,7 +162,11 @@ def test_exports_are_proven_by_vllm(served):
     for name, proof in served.proofs.items():
         kind, form, _ = SERVED[name]
         if kind != "lm" and form == SERVING["vllm"][kind].draft_format:
-            assert proof["engine"].startswith("vllm") and proof["max_difference"] < 1e-4 and "drafts" in proof["how"]
+            assert (
+                proof["engine"].startswith("vllm")
+                and proof["max_difference"] < 1e-4
+                and "drafts" in proof["how"]
+            )
 
 
 def test_greedy_outputs_are_the_targets_own(served):
@@ -135,15 +178,18 @@ def test_greedy_outputs_are_the_targets_own(served):
 
 @pytest.mark.parametrize("name", DEMO)
 def test_it_accepts_what_we_accept(served, name):
-    assert served.as_we_accept(name, TOKENS) > len(TEXTS), "hardly anything was accepted, so nothing was compared"
+    assert served.as_we_accept(name, TOKENS) > len(TEXTS), (
+        "hardly anything was accepted, so nothing was compared"
+    )
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("rule", ["naive", "speculative"])
 def test_acceptance_at_temperature_one_is_the_predicted_one(served, name, rule):
-    """Per position, from vLLM's own samples as the texts. By default it drafts greedily: `naive` predicts exactly that,
-    since the text decides what was accepted. With draft probabilities it is speculative sampling, and only the mean is
-    given; a step accepts by itself, so the variance of a count is below its mean.
+    """Per position, from vLLM's own samples as the texts. By default it drafts greedily: `naive`
+    predicts exactly that, since the text decides what was accepted. With draft probabilities it is
+    speculative sampling, and only the mean is given; a step accepts by itself, so the variance of a
+    count is below its mean.
     """
     rows = served.answers[name][1] if rule == "naive" else served.answers[f"{name}, sampled"][0]
     pair, method = served.pair(SERVED[name][0]), Method(f"chain:{AHEAD}", rule)
@@ -153,10 +199,15 @@ def test_acceptance_at_temperature_one_is_the_predicted_one(served, name, rule):
         for i, (prompt, row) in enumerate(zip(served.runs[name]["prompts"], rows, strict=True))
         for j, ids in enumerate(row["tokens"])
     ]
-    found = measure_alphas(pair.target, {"d": draft}, texts, Sampling(temperature=1.0), [method], batch_size=30)["d"]
+    found = measure_alphas(
+        pair.target, {"d": draft}, texts, Sampling(temperature=1.0), [method], batch_size=30
+    )["d"]
     expected = found["predicted"][method.name]
     calls, by_depth = sum(expected["target_calls"]), np.array(expected["accepted_by_depth"]).sum(0)
-    drafts, counted = sum(row["drafts"] for row in rows), np.array([row["per_position"] for row in rows]).sum(0)
+    drafts, counted = (
+        sum(row["drafts"] for row in rows),
+        np.array([row["per_position"] for row in rows]).sum(0),
+    )
     # In the last step of a text vLLM also counts accepted tokens that the limit cuts off.
     surplus = len(texts) * by_depth / calls
     noise = 3 * by_depth**0.5 if rule == "speculative" else np.full(AHEAD, 1e-6)
@@ -169,14 +220,20 @@ def test_acceptance_at_temperature_one_is_the_predicted_one(served, name, rule):
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """A directory of SmolLM2-135M-Instruct: that of SMOLLM2, or one that the shared script writes from a package."""
+    """A directory of SmolLM2-135M-Instruct: that of SMOLLM2, or one that the shared script writes
+    from a package.
+    """
     if "SMOLLM2" in os.environ:
         return os.environ["SMOLLM2"]
-    script, out = ROOT.parent / "shared" / "models" / "smollm2.py", tmp_path_factory.mktemp("smollm2") / "model"
+    script, out = (
+        ROOT.parent / "shared" / "models" / "smollm2.py",
+        tmp_path_factory.mktemp("smollm2") / "model",
+    )
     done = subprocess.run([sys.executable, str(script), str(out)], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(
-            f"no SmolLM2 here (SMOLLM2 names its directory): {(done.stderr.splitlines() or ['no message'])[-1]}"
+            "no SmolLM2 here (SMOLLM2 names its directory): "
+            f"{(done.stderr.splitlines() or ['no message'])[-1]}"
         )
     return str(out)
 
@@ -191,5 +248,7 @@ def test_a_real_chat_model_is_served_as_we_decode_it(smollm2, tmp_path):
     prompts = [real.pair("lm").encode(text) for text in LEARNT]
     real.serve(prompts, TOKENS)
     for name in REAL:
-        assert real.as_we_accept(name, TOKENS) > len(prompts), "hardly anything was accepted, so nothing was compared"
+        assert real.as_we_accept(name, TOKENS) > len(prompts), (
+            "hardly anything was accepted, so nothing was compared"
+        )
         assert name == "lm" or real.proofs[name]["max_difference"] < 1e-4

@@ -24,8 +24,14 @@ PACKAGES = PROJECT["tool"]["importlinter"]["root_packages"]
 
 def run(*words: object, cwd: Path, **env: str) -> str:
     """Standard output of a command that must succeed, without this test run's PYTHONPATH."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run([*map(str, words)], cwd=cwd, env=clean | env, capture_output=True, text=True)
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
+    done = subprocess.run(
+        [*map(str, words)], cwd=cwd, env=clean | env, capture_output=True, text=True
+    )
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -34,13 +40,17 @@ def tracked(*where: str) -> set[str]:
     """What git tracks (or would track) below the given paths."""
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout to compare with")
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *where, cwd=ROOT).splitlines()
+    listed = run(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", *where, cwd=ROOT
+    ).splitlines()
     return {name for name in listed if (ROOT / name).is_file()}
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """(sdist, the wheel built from that sdist), of a copy: setuptools lays the sdist out in the tree that it builds."""
+    """(sdist, the wheel built from that sdist), of a copy: setuptools lays the sdist out in the
+    tree that it builds.
+    """
     out, copy = (tmp_path_factory.mktemp(name) for name in ("dist", "copy"))
     for name in tracked():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +64,9 @@ def built(tmp_path_factory):
 def test_wheel_holds_every_file_of_the_packages_and_nothing_else(built):
     with zipfile.ZipFile(built[1]) as wheel:
         found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
-        (entry,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        (entry,) = (
+            name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")
+        )
         assert b"draftsmith = draftsmith.__main__:main" in wheel.read(entry)
     assert set(found) == tracked(*PACKAGES, "configs/prompts")
     assert [name for name, content in found.items() if content != (ROOT / name).read_bytes()] == []
@@ -69,20 +81,32 @@ def test_sdist_holds_the_repository(built):
         found = {name.partition("/")[2] for name in sdist.getnames()}
     # MANIFEST.in says why the kept answers are left out.
     expected = {name for name in tracked() if not name.startswith((".", "benchmarks/real/"))}
-    assert expected - found == set() and not any(name.startswith("benchmarks/real/") for name in found)
+    assert expected - found == set() and not any(
+        name.startswith("benchmarks/real/") for name in found
+    )
 
 
 @pytest.fixture(scope="session")
 def installed(built, tmp_path_factory):
-    """`bin/` of an environment that holds the wheel, and borrows the dependencies of the one that runs the tests."""
+    """`bin/` of an environment that holds the wheel, and borrows the dependencies of the one that
+    runs the tests.
+    """
     environment = tmp_path_factory.mktemp("elsewhere") / "env"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment.parent)
     (packages,) = environment.glob("lib/python*/site-packages")
-    # A directory named in a .pth file is put on sys.path, but the .pth files in it are not read: the editable install
-    # of this clone is not seen.
+    # A directory named in a .pth file is put on sys.path, but the .pth files in it are not read:
+    # the editable install of this clone is not seen.
     borrowed = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "borrowed.pth").write_text("".join(path + "\n" for path in borrowed))
-    pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    pip = [
+        environment / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
     run(*pip, "--ignore-installed", built[1], cwd=environment.parent)
     return environment / "bin"
 
@@ -101,8 +125,13 @@ def test_installed_commands_are_those_of_the_wheel(installed, elsewhere):
     assert version in run(installed / "draftsmith", "--version", cwd=elsewhere)
     assert version in run(installed / "python", "-m", "draftsmith", "--version", cwd=elsewhere)
     assert "--out" in run(installed / "draftsmith", "eval", "--help", cwd=elsewhere)
-    assert "--out" in run(installed / "python", "-m", "draftsmith", "train", "--help", cwd=elsewhere)
-    where = f"import json, {', '.join(PACKAGES)}; print(json.dumps([p.__file__ for p in ({', '.join(PACKAGES)})]))"
+    assert "--out" in run(
+        installed / "python", "-m", "draftsmith", "train", "--help", cwd=elsewhere
+    )
+    where = (
+        f"import json, {', '.join(PACKAGES)}; print(json.dumps([p.__file__ for p in "
+        f"({', '.join(PACKAGES)})]))"
+    )
     files = json.loads(run(installed / "python", "-P", "-c", where, cwd=elsewhere))
     assert all(Path(file).is_relative_to(installed.parent) for file in files), files
     assert len(files) == len(PACKAGES)
@@ -122,8 +151,13 @@ def test_installed_demo_runs_from_an_empty_directory_offline(installed, tmp_path
 
 def test_every_package_that_is_imported_is_declared():
     project = PROJECT["project"]
-    declared = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    names = {re.split(r"[^\w-]", line)[0].lower() for line in declared} | {"yaml"}  # which pyyaml installs
+    declared = [
+        *project["dependencies"],
+        *itertools.chain(*project["optional-dependencies"].values()),
+    ]
+    names = {re.split(r"[^\w-]", line)[0].lower() for line in declared} | {
+        "yaml"
+    }  # which pyyaml installs
     imported: dict[str, str] = {}
     for name in tracked(*PACKAGES):
         if name.endswith(".py"):
@@ -134,10 +168,13 @@ def test_every_package_that_is_imported_is_declared():
     assert {"torch", "wandb"} <= imported.keys()
     ours = names | sys.stdlib_module_names | set(PACKAGES)
     undeclared = {module: name for module, name in imported.items() if module not in ours}
-    # Programs that run in the environments of other engines import what `make engines` installs there.
+    # Programs that run in the environments of other engines import what `make engines` installs
+    # there.
     engines = (ROOT / "Makefile").read_text(encoding="utf-8")
     for module, name in undeclared.items():
-        assert name == "drafts/layouts/speculators_logits.py" and module.replace("_", "-") in engines, (module, name)
+        assert (
+            name == "drafts/layouts/speculators_logits.py" and module.replace("_", "-") in engines
+        ), (module, name)
 
 
 def test_extra_all_is_every_extra_of_the_running_program():
@@ -157,6 +194,8 @@ def test_every_extra_that_users_are_told_to_install_exists():
             for listed in re.findall(r"draftsmith\[([a-z,]+)\]", text):
                 named |= dict.fromkeys(listed.split(","), name)
             for package in re.findall(r"require_package\(\s*\"(\w+)\"", text):
-                named |= {EXTRAS[package]: name} if package in EXTRAS else {}  # else it is installed by its name
+                named |= (
+                    {EXTRAS[package]: name} if package in EXTRAS else {}
+                )  # else it is installed by its name
     assert {"bnb", "deepspeed"} <= set(named), "the search finds nothing"
     assert {extra: name for extra, name in named.items() if extra not in extras} == {}

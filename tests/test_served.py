@@ -1,4 +1,6 @@
-"""`doctor --served`: servers that draft as asked are as predicted, and each planted mistake is named."""
+"""`doctor --served`: servers that draft as asked are as predicted, and each planted mistake is
+named.
+"""
 
 import copy
 import json
@@ -23,7 +25,10 @@ from train.config import HeadOptions, Optim
 TOKENS = 32
 SLOW = pytest.mark.slow
 DEMO = ROOT / "draftsmith" / "demo" / "pair"
-CHATML = "{{ bos_token }}{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{{ '<assistant>' }}"
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor "
+    "%}{{ '<assistant>' }}"
+)
 
 
 def save(path: Path, model: LlamaForCausalLM) -> str:
@@ -39,10 +44,17 @@ def place(tmp_path_factory):
     """`target`, a draft language model `lm`, prompts and chats."""
     path = tmp_path_factory.mktemp("served")
     config = LlamaConfig(
-        vocab_size=290, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=2,
-        max_position_embeddings=128, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+        vocab_size=290,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
         rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
-    )  # fmt: skip
+    )
     torch.manual_seed(1)
     target = redrawn(LlamaForCausalLM(config), 0.25)
     target.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1)
@@ -59,29 +71,65 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """The demo's `target` with an EAGLE-3 head `eagle3` that has learnt its answers to `prompts`."""
+    """The demo's `target` with an EAGLE-3 head `eagle3` that has learnt its answers to
+    `prompts`.
+    """
     path = tmp_path_factory.mktemp("head")
     (path / "target").symlink_to(DEMO / "target")
-    texts = ["Return the value of the", "def __init__(self, name", "If the file is not found,", "import os\nimport 12"]
-    texts += ["The list of all", "class Reader:\n    def", "for key in sorted(", "with open(path) as"]
-    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    texts = [
+        "Return the value of the",
+        "def __init__(self, name",
+        "If the file is not found,",
+        "import os\nimport 12",
+    ]
+    texts += [
+        "The list of all",
+        "class Reader:\n    def",
+        "for key in sorted(",
+        "with open(path) as",
+    ]
+    (path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+    )
     common: dict[str, Any] = {"target": str(path / "target"), "device": "cpu"}
     data = str(path / "set")
-    ds.distill(prompts=str(path / "prompts.jsonl"), out=data, max_new_tokens=TOKENS, temperature=0.0, **common)
+    ds.distill(
+        prompts=str(path / "prompts.jsonl"),
+        out=data,
+        max_new_tokens=TOKENS,
+        temperature=0.0,
+        **common,
+    )
     # Longer than `learn` trains: a fault must cost more than chance.
-    options: dict[str, Any] = {"steps": 100, "eval_every": 100, "batch_size": 8, "max_length": 64, "kind": "eagle3"}
+    options: dict[str, Any] = {
+        "steps": 100,
+        "eval_every": 100,
+        "batch_size": 8,
+        "max_length": 64,
+        "kind": "eagle3",
+    }
     options |= {"draft_vocab_size": 512, "optim": Optim(lr=3e-3), "head": HeadOptions(test_steps=3)}
-    ds.train(data=[data], heldout=[data], out=str(path / "eagle3"), objective="fkl", **common, **options)
+    ds.train(
+        data=[data], heldout=[data], out=str(path / "eagle3"), objective="fkl", **common, **options
+    )
     return path
 
 
-def ask(place: Path, url: str, draft: str = "lm", prompts: str = "prompts", **options: Any) -> dict[str, Any]:
-    options |= {"max_new_tokens": TOKENS, "device": "cpu", "prompts": str(place / f"{prompts}.jsonl")}
+def ask(
+    place: Path, url: str, draft: str = "lm", prompts: str = "prompts", **options: Any
+) -> dict[str, Any]:
+    options |= {
+        "max_new_tokens": TOKENS,
+        "device": "cpu",
+        "prompts": str(place / f"{prompts}.jsonl"),
+    }
     return ds.served(target=str(place / "target"), draft=str(place / draft), served=url, **options)
 
 
 def pair_of(place: Path, draft: str = "lm") -> ds.Pair:
-    return ds.load_pair(str(place / "target"), draft={"draft": str(place / draft)}, device="cpu", fast=False)
+    return ds.load_pair(
+        str(place / "target"), draft={"draft": str(place / draft)}, device="cpu", fast=False
+    )
 
 
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp", "sglang"])
@@ -95,7 +143,10 @@ def test_a_server_that_drafts_as_asked_is_as_predicted(place, engine, temperatur
     assert found["draft_tokens"] == 3 and found["prompts"] == 12
     served, predicted = found["served"], found["predicted"]
     if temperature == 0:
-        assert served["tokens_per_call"] == predicted["tokens_per_call"] and served["tokens_per_call"]["value"] > 1.3
+        assert (
+            served["tokens_per_call"] == predicted["tokens_per_call"]
+            and served["tokens_per_call"]["value"] > 1.3
+        )
         assert all(body.get("sampling_params", body)["temperature"] == 0 for body in server.bodies)
     assert (served["by_depth"] is None) == (engine == "sglang")
     lines, missed = in_words(found)
@@ -146,7 +197,9 @@ PLANTED_IN_HEADS: dict[str, tuple[Callable[..., None], str]] = {
 }
 
 
-@pytest.mark.parametrize("cause", [list(PLANTED)[0], *(pytest.param(cause, marks=SLOW) for cause in list(PLANTED)[1:])])
+@pytest.mark.parametrize(
+    "cause", [list(PLANTED)[0], *(pytest.param(cause, marks=SLOW) for cause in list(PLANTED)[1:])]
+)
 def test_a_planted_cause_is_named(place, cause):
     named(place, "lm", cause, *PLANTED[cause])
 
@@ -170,19 +223,26 @@ def test_the_exit_code_is_3_and_the_last_line_is_json(place, door):
     pair = pair_of(place)
     plain_rope(pair, pair.drafts["draft"])
     with drafting("llamacpp", pair) as (url, _):
-        words = f"--target {place}/target --draft {place}/lm --served {url} --prompts {place}/prompts.jsonl"
+        words = (
+            f"--target {place}/target --draft {place}/lm --served {url} --prompts "
+            f"{place}/prompts.jsonl"
+        )
         words += " --temperature 0 --max_new_tokens 32 --device cpu --json"
         code, out, err = door("doctor", *words.split())
     found = json.loads(out.splitlines()[-1])
     assert code == 3 and found["cause"] == "rope of the draft: theta and scaling dropped"
-    assert f"less than predicted; likely cause: {found['cause']}; give the draft's rope_theta" in err
+    assert (
+        f"less than predicted; likely cause: {found['cause']}; give the draft's rope_theta" in err
+    )
 
 
 @SLOW
 def test_a_draft_that_is_greedy_at_temperature_1_is_named(place):
     with drafting("vllm", pair_of(place), verifier="naive") as (url, _):
         found = ask(place, url, temperature=1)
-    assert found["verdict"] == "less than predicted" and found["cause"].startswith("greedy draft"), found
+    assert found["verdict"] == "less than predicted" and found["cause"].startswith(
+        "greedy draft"
+    ), found
 
 
 @pytest.mark.parametrize(
@@ -191,7 +251,9 @@ def test_a_draft_that_is_greedy_at_temperature_1_is_named(place):
 def test_the_server_s_own_temperature_is_named(place, engine, rule):
     with drafting(engine, pair_of(place), verifier="naive", temperature=0.7) as (url, server):
         found = ask(place, url)
-    assert found["cause"] == f"sampling: temperature 0.7{rule}" and not found["own_texts"], found["tried"]
+    assert found["cause"] == f"sampling: temperature 0.7{rule}" and not found["own_texts"], found[
+        "tried"
+    ]
     assert all("temperature" not in body for body in server.bodies)
 
 
@@ -199,12 +261,17 @@ def test_the_server_s_own_temperature_is_named(place, engine, rule):
 def test_another_chat_template_is_named(place, engine):
     with drafting(engine, pair_of(place), template="Q: {messages}\nA:") as (url, _):
         found = ask(place, url, prompts="chats", temperature=0)
-    assert found["cause"] == "chat template: 12 of 12 prompts have other tokens there" and not found["own_texts"], found
+    assert (
+        found["cause"] == "chat template: 12 of 12 prompts have other tokens there"
+        and not found["own_texts"]
+    ), found
 
 
 @SLOW
 def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
-    """As after a prefix cache that holds the target's keys alone; the counts are of a loop of their own."""
+    """As after a prefix cache that holds the target's keys alone; the counts are of a loop of their
+    own.
+    """
     pair = pair_of(place)
     draft: Any = pair.drafts["draft"]
 
@@ -214,11 +281,20 @@ def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
             calls, text = calls + 1, ids[:at]
             for depth in range(min(ahead, len(ids) - at)):
                 places = torch.arange(len(prompt), len(prompt) + len(text))[None]
-                text = [*text, int(draft(torch.tensor([text]), position_ids=places).logits[0, -1].argmax())]
+                text = [
+                    *text,
+                    int(draft(torch.tensor([text]), position_ids=places).logits[0, -1].argmax()),
+                ]
                 if text[-1] != ids[at + depth]:
                     break
                 accepted[depth] += 1
-            at = at + 1 + next((d for d, token in enumerate(text[at:]) if token != ids[at + d]), len(text) - at)
+            at = (
+                at
+                + 1
+                + next(
+                    (d for d, token in enumerate(text[at:]) if token != ids[at + d]), len(text) - at
+                )
+            )
         return calls, accepted
 
     with drafting("vllm", pair) as (url, server):
@@ -228,7 +304,9 @@ def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
             before, reply = dict(server.counts), post(path, body)
             calls, accepted = counts(body["prompt"], reply["choices"][0]["token_ids"], 3)
             values = [calls, 3 * calls, sum(accepted), *accepted]
-            server.counts = {k: before.get(k, 0) + v for k, v in zip(server.counts, values, strict=True)}
+            server.counts = {
+                k: before.get(k, 0) + v for k, v in zip(server.counts, values, strict=True)
+            }
             return reply
 
         monkeypatch.setattr(server, "post", forgetful)
@@ -250,7 +328,11 @@ def test_an_unknown_cause_is_not_made_up(place):
 @pytest.mark.parametrize(
     ("engine", "mistake", "message"),
     [
-        ("vllm", {"speculates": False}, "drafts nothing, or does not count it; start it with --speculative-config"),
+        (
+            "vllm",
+            {"speculates": False},
+            "drafts nothing, or does not count it; start it with --speculative-config",
+        ),
         ("llamacpp", {"speculates": False}, "start llama-server with -md DRAFT.gguf"),
         ("sglang", {"speculates": False}, "--speculative-algorithm"),
         ("someone", {}, "is no server of vLLM, llama.cpp, SGLang (owned by 'someone')"),
@@ -260,7 +342,10 @@ def test_an_unknown_cause_is_not_made_up(place):
 def test_a_server_that_cannot_be_compared_says_so(place, engine, mistake, message, monkeypatch):
     """A line break in the key is left out: httpx would refuse it, and show the key."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wr\nong")
-    with drafting(engine, pair_of(place), **mistake) as (url, _), pytest.raises(ds.DraftsmithError) as error:
+    with (
+        drafting(engine, pair_of(place), **mistake) as (url, _),
+        pytest.raises(ds.DraftsmithError) as error,
+    ):
         ask(place, url, temperature=0, max_prompts=1)
     assert message in str(error.value) and "\n" not in str(error.value)
 
@@ -273,32 +358,69 @@ def test_nobody_answers(place):
 @pytest.mark.engines
 def test_llama_server_as_predicted_and_at_its_own_sampling(tmp_path):
     server = engine("llama-server")
-    rows = [{"prompt": text} for text in ("Return the value of the", "If the file is not found,", "The list of all")]
+    rows = [
+        {"prompt": text}
+        for text in ("Return the value of the", "If the file is not found,", "The list of all")
+    ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
     for role in ("target", "base"):
         (tmp_path / role).symlink_to(DEMO / role)
-        ds.export(draft=str(DEMO / role), format="gguf", out=str(tmp_path / f"{role}.gguf"), dtype="float32")
-    words = ["-m", f"{tmp_path}/target.gguf/model.gguf", "-md", f"{tmp_path}/base.gguf/model.gguf", "--metrics"]
-    words += "-c 512 -np 1 -t 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --spec-type draft-simple".split()
+        ds.export(
+            draft=str(DEMO / role),
+            format="gguf",
+            out=str(tmp_path / f"{role}.gguf"),
+            dtype="float32",
+        )
+    words = [
+        "-m",
+        f"{tmp_path}/target.gguf/model.gguf",
+        "-md",
+        f"{tmp_path}/base.gguf/model.gguf",
+        "--metrics",
+    ]
+    words += (
+        "-c 512 -np 1 -t 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --spec-type draft-simple"
+    ).split()
     with llama_server(server, words) as port:
         greedy = ask(tmp_path, f"http://127.0.0.1:{port}", "base", temperature=0)
         left = ask(tmp_path, f"http://127.0.0.1:{port}", "base")
     assert greedy["difference"]["value"] == 0 and not greedy["tried"]
-    assert left["cause"] == "sampling: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05", left["tried"]
+    assert left["cause"] == "sampling: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05", left[
+        "tried"
+    ]
 
 
 @pytest.mark.engines
 def test_vllm_with_a_head_that_reads_the_layers_below_its_own(head, tmp_path, monkeypatch):
     python = engine("vllm")
-    for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
+    for name, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }.items():
         monkeypatch.setenv(name, value)
     out, target, key = tmp_path / "out", str(head / "target"), "eagle_aux_hidden_state_layer_ids"
-    ds.export(draft=str(head / "eagle3"), target=target, format="speculators", out=str(out), dtype="float32")
+    ds.export(
+        draft=str(head / "eagle3"),
+        target=target,
+        format="speculators",
+        out=str(out),
+        dtype="float32",
+    )
     config = json.loads((out / "config.json").read_text())
     config[key] = [layer - 1 for layer in config[key]]
     (out / "config.json").write_text(json.dumps(config))
     drafting = {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}
-    words = ["--model", target, "--speculative-config", json.dumps(drafting), "--enforce-eager", "--dtype", "float32"]
+    words = [
+        "--model",
+        target,
+        "--speculative-config",
+        json.dumps(drafting),
+        "--enforce-eager",
+        "--dtype",
+        "float32",
+    ]
     with vllm_server(python, [*words, "--max-model-len", "256", "--max-num-seqs", "4"]) as port:
         found = ask(head, f"http://127.0.0.1:{port}", "eagle3", temperature=0)
-    assert found["cause"] == "auxiliary layers: one earlier" and found["tried"][0]["misfit"] < 0.02, found["tried"]
+    assert (
+        found["cause"] == "auxiliary layers: one earlier" and found["tried"][0]["misfit"] < 0.02
+    ), found["tried"]

@@ -1,4 +1,6 @@
-"""Nobody waits for torch to see a help text, a version or a mistyped option, or to import the package."""
+"""Nobody waits for torch to see a help text, a version or a mistyped option, or to import the
+package.
+"""
 
 import json
 import os
@@ -11,15 +13,25 @@ import pytest
 from draftsmith.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib", "numpy", "pandas", "pyarrow")
-# Processor seconds, not those of the clock: other programs may keep the cores busy. The goal is 0.5; a slow machine
-# gets three times that, and importing torch alone takes longer.
+HEAVY = (
+    "torch",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "matplotlib",
+    "numpy",
+    "pandas",
+    "pyarrow",
+)
+# Processor seconds, not those of the clock: other programs may keep the cores busy. The goal is
+# 0.5; a slow machine gets three times that, and importing torch alone takes longer.
 MOST_S = 1.5
 MEASURE = """
 import contextlib, io, json, sys, time
 began = time.process_time()
 words = json.loads(sys.argv[1])
-with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+out, err = io.StringIO(), io.StringIO()
+with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
     try:
         if words is None:
             import draftsmith
@@ -29,14 +41,19 @@ with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stder
             code = main(words)
     except SystemExit as leaving:
         code = leaving.code or 0
-print(json.dumps([code, time.process_time() - began, sorted({name.partition(".")[0] for name in sys.modules}),
-                  err.getvalue()]))
+seconds = time.process_time() - began
+modules = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps([code, seconds, modules, err.getvalue()]))
 """
 
 
 def measured(words: list[str] | None) -> tuple[int, float, set[str], str]:
-    """(exit code, processor seconds, top-level modules that were imported, standard error) of a command."""
-    done = subprocess.check_output([sys.executable, "-c", MEASURE, json.dumps(words)], cwd=ROOT, text=True)
+    """(exit code, processor seconds, top-level modules that were imported, standard error) of a
+    command.
+    """
+    done = subprocess.check_output(
+        [sys.executable, "-c", MEASURE, json.dumps(words)], cwd=ROOT, text=True
+    )
     code, seconds, modules, err = json.loads(done)
     return code, seconds, set(modules), err
 
@@ -46,7 +63,13 @@ def test_import_is_light():
     assert (code, modules & {*HEAVY, "pydantic"}) == (0, set()) and seconds < 0.3
 
 
-HELP = [["--help"], ["--version"], ["help", "merge"], ["--help", "merge"], *([name, "--help"] for name in COMMANDS)]
+HELP = [
+    ["--help"],
+    ["--version"],
+    ["help", "merge"],
+    ["--help", "merge"],
+    *([name, "--help"] for name in COMMANDS),
+]
 
 
 @pytest.mark.parametrize("words", HELP, ids=" ".join)
@@ -71,13 +94,22 @@ def test_mistakes_are_told_at_once(words):
     assert len(err.strip().splitlines()) == 1 and seconds < MOST_S
 
 
-@pytest.mark.parametrize("words", [["--version"], ["--help"], ["decode", "--help"], ["decode", "--print_config"]])
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["decode", "--help"], ["decode", "--print_config"]]
+)
 def test_output_that_cannot_be_written_is_one_line(words):
-    """Python buffers what goes to a file, so a full disk shows when that is flushed, at the latest at its end."""
+    """Python buffers what goes to a file, so a full disk shows when that is flushed, at the latest
+    at its end.
+    """
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "draftsmith", *words]
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
-    assert (done.returncode, done.stderr) == (1, f"draftsmith {words[0]}: No space left on device\n")
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"draftsmith {words[0]}: No space left on device\n",
+    )

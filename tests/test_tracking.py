@@ -1,4 +1,6 @@
-"""Weights & Biases: curves, tables and checkpoints are logged, secrets are not, and nobody is asked."""
+"""Weights & Biases: curves, tables and checkpoints are logged, secrets are not, and nobody is
+asked.
+"""
 
 import json
 import os
@@ -21,11 +23,18 @@ wandb = pytest.importorskip("wandb")
 
 ROOT = Path(__file__).parents[1]
 SECRET = "0123456789abcdef" * 2 + "deadbeef"
-ENV = {"WANDB_API_KEY": SECRET, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_TOKEN": "hf_" + SECRET}
+ENV = {
+    "WANDB_API_KEY": SECRET,
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "HF_TOKEN": "hf_" + SECRET,
+}
 
 
 def records(path: Path) -> list[Any]:
-    """What an offline run wrote: LevelDB's log format, blocks of 32 KiB, behind a header of 7 bytes."""
+    """What an offline run wrote: LevelDB's log format, blocks of 32 KiB, behind a header of 7
+    bytes.
+    """
     from wandb.proto import wandb_internal_pb2 as messages
 
     content, place, whole, found = path.read_bytes(), 7, b"", []
@@ -55,17 +64,25 @@ def env(tmp_path):
     """An environment with a home of its own, where nobody has logged in."""
     (tmp_path / "home").mkdir()
     keys = ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_ARTIFACT_DIR")
-    return ENV | {key: str(tmp_path / "home") for key in keys} | {"NETRC": str(tmp_path / "home/netrc")}
+    return (
+        ENV
+        | {key: str(tmp_path / "home") for key in keys}
+        | {"NETRC": str(tmp_path / "home/netrc")}
+    )
 
 
 @pytest.fixture
 def trained(target_dir, draft_dir, tmp_path):
     """A training run on text, in W&B, with the target as its teacher."""
     text = "The quick brown fox jumps over the lazy dog and the dog does not mind. " * 3
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text[i:]}) + "\n" for i in range(8)))
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text[i:]}) + "\n" for i in range(8))
+    )
     return (
-        f"train --out draft --data {tmp_path}/texts.jsonl --draft {draft_dir} --target {target_dir} --objective fkl "
-        "--max_length 32 --steps 6 --batch_size 1 --eval_every 2 --save_every 2 --heldout_fraction 0.3 --device cpu "
+        f"train --out draft --data {tmp_path}/texts.jsonl --draft {draft_dir} --target "
+        f"{target_dir} --objective fkl "
+        "--max_length 32 --steps 6 --batch_size 1 --eval_every 2 --save_every 2 "
+        "--heldout_fraction 0.3 --device cpu "
         "--tracker wandb --project mine"
     ).split()
 
@@ -80,22 +97,27 @@ def test_a_killed_run_goes_on_as_the_same_run_and_its_evaluation_is_logged(
     printed = ""
     evaluation = (
         f"eval --target {target_dir} --draft base={draft_dir} mine=draft --id prose={prompts_file} "
-        "--ood code=texts.jsonl --out eval --max_prompts 3 --max_new_tokens 6 --bootstrap 100 --speed_prompts 1 "
+        "--ood code=texts.jsonl --out eval --max_prompts 3 --max_new_tokens 6 --bootstrap 100 "
+        "--speed_prompts 1 "
         "--prompt_tokens 8 --device cpu --tracker wandb --project mine"
     ).split()
     for words in (trained, evaluation):
         printed += "".join(spawn(*words, cwd=tmp_path, env=env).wait())
-    # wandb keeps what it has not flushed to itself and dies with the run, so the second directory must have it all.
+    # wandb keeps what it has not flushed to itself and dies with the run, so the second directory
+    # must have it all.
     first, second = sorted((tmp_path / "draft/run/wandb").glob("offline-run-*"))
     assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2]
     training, evaluated = (
-        records(sorted((tmp_path / out).glob("wandb/offline-run-*/*.wandb"))[-1]) for out in ("draft/run", "eval")
+        records(sorted((tmp_path / out).glob("wandb/offline-run-*/*.wandb"))[-1])
+        for out in ("draft/run", "eval")
     )
     for found, kind in ((training, "train"), (evaluated, "eval")):
         assert (of(found, "run")[0].project, of(found, "run")[0].job_type) == ("mine", kind)
 
     # The curves are those of metrics.jsonl, and the clock's.
-    curves = {line["_step"]: line for line in (items(update.item) for update in of(training, "history"))}
+    curves = {
+        line["_step"]: line for line in (items(update.item) for update in of(training, "history"))
+    }
     written: dict[float, dict[str, float]] = {}
     for line in metrics(tmp_path / "draft"):
         written.setdefault(line.pop("step"), {}).update(line)
@@ -124,7 +146,10 @@ def test_a_killed_run_goes_on_as_the_same_run_and_its_evaluation_is_logged(
     assert summary["alpha/mine/prose/T1"] == pytest.approx(
         alphas.query("draft == 'mine' and domain == 'prose' and temperature == 1").iloc[0]["value"]
     )
-    assert {"tau/mine/ood/T0/chain:4/speculative", "speedup/mine/prose/T1/chain:4/speculative"} <= summary.keys()
+    assert {
+        "tau/mine/ood/T0/chain:4/speculative",
+        "speedup/mine/prose/T1/chain:4/speculative",
+    } <= summary.keys()
 
     paths = [path for path in tmp_path.rglob("*") if path.is_file()]
     for secret in (ENV["WANDB_API_KEY"], ENV["HF_TOKEN"]):
@@ -136,7 +161,11 @@ def test_a_killed_run_goes_on_as_the_same_run_and_its_evaluation_is_logged(
 def test_nobody_is_asked_at_a_terminal_for_a_missing_key(tmp_path, env):
     words = "eval --target t --draft a=b --id c=d --out eval --tracker wandb".split()
     ours, theirs = pty.openpty()
-    clean = {key: value for key, value in (os.environ | env).items() if key not in ("WANDB_MODE", "WANDB_API_KEY")}
+    clean = {
+        key: value
+        for key, value in (os.environ | env).items()
+        if key not in ("WANDB_MODE", "WANDB_API_KEY")
+    }
     child = subprocess.Popen(
         [sys.executable, "-m", "draftsmith", *words],
         cwd=tmp_path,
@@ -155,7 +184,9 @@ def test_nobody_is_asked_at_a_terminal_for_a_missing_key(tmp_path, env):
 
 
 def test_what_wandb_fails_with_is_one_line_without_values():
-    with pytest.raises(InputError, match="^tracker: wandb: no such host; or set WANDB_MODE=offline, which"):
+    with pytest.raises(
+        InputError, match="^tracker: wandb: no such host; or set WANDB_MODE=offline, which"
+    ):
         with wandb_runs.without_prompts():
             raise wandb.errors.CommError("no such\nhost.")
     with pytest.raises(InputError) as refused:
@@ -169,11 +200,14 @@ def test_tensorboard_gets_the_curves(trained, tmp_path, spawn):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     spawn(*trained, "--steps", "3", "--tracker", "tensorboard", cwd=tmp_path).wait()
     curves: dict[str, list[tuple[int, float]]] = {}
-    for directory in {path.parent for path in (tmp_path / "draft/run").rglob("events.out.tfevents*")}:
+    for directory in {
+        path.parent for path in (tmp_path / "draft/run").rglob("events.out.tfevents*")
+    }:
         events = reader.EventAccumulator(str(directory))
         events.Reload()
         curves |= {
-            tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+            tag: [(event.step, event.value) for event in events.Scalars(tag)]
+            for tag in events.Tags()["scalars"]
         }
     losses = {line["step"]: line["loss"] for line in metrics(tmp_path / "draft", "loss")}
     assert dict(curves["loss"]) == pytest.approx(losses, rel=1e-6)

@@ -1,4 +1,5 @@
-"""Training of block drafters: which blocks are drawn, how slots are weighed, and how a confidence is calibrated.
+"""Training of block drafters: which blocks are drawn, how slots are weighed, and how a confidence
+is calibrated.
 
 Legend: M blocks, D depths.
 """
@@ -39,7 +40,10 @@ def test_blocks_are_drawn_by_row_whatever_the_batch(target):
     trainee = trainee_of("dflash", target, anchors=4).train()
     whole = anchors(trainee, seeded(batch_of(LONG), 5, 6))
     assert [len(row) for row in whole] == [4, 4]
-    alone = [anchors(trainee, seeded(batch_of([row]), seed))[0] for row, seed in zip(LONG, (5, 6), strict=True)]
+    alone = [
+        anchors(trainee, seeded(batch_of([row]), seed))[0]
+        for row, seed in zip(LONG, (5, 6), strict=True)
+    ]
     assert whole == alone
     assert (
         anchors(trainee, seeded(batch_of(LONG), 5, 7))[0]
@@ -47,9 +51,16 @@ def test_blocks_are_drawn_by_row_whatever_the_batch(target):
         != anchors(trainee, seeded(batch_of(LONG), 8, 7))[0]
     )
     # The first block starts at the last token of the prompt; the last has a token to draft.
-    drawn = {anchor for seed in range(40) for anchor in anchors(trainee, seeded(batch_of(LONG[:1]), seed))[0]}
+    drawn = {
+        anchor
+        for seed in range(40)
+        for anchor in anchors(trainee, seeded(batch_of(LONG[:1]), seed))[0]
+    }
     assert drawn == set(range(1, 31))
-    assert anchors(trainee.eval(), seeded(batch_of(LONG), 5, 6)) == [list(range(1, 31)), list(range(1, 28))]
+    assert anchors(trainee.eval(), seeded(batch_of(LONG), 5, 6)) == [
+        list(range(1, 31)),
+        list(range(1, 28)),
+    ]
 
 
 def test_drawn_blocks_are_summed_alike_however_rows_are_batched(target):
@@ -71,7 +82,9 @@ def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind, target):
     plain.draft.load_state_dict(trainee.draft.state_dict())
     batch = batch_of(LONG[:1])
     states, _ = trainee.target.read(batch)
-    drafts = join([(depth, *part) for depth, part in enumerate(trainee.drafts(batch, states))], batch)
+    drafts = join(
+        [(depth, *part) for depth, part in enumerate(trainee.drafts(batch, states))], batch
+    )
     paces_N = trainee.paces(drafts, batch)
     # Block by block, from the probabilities of its tokens.
     for anchor in (4, 27, 29):
@@ -91,7 +104,9 @@ def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind, target):
 
 
 def test_calibration_finds_the_temperatures_that_a_confidence_lacks(target):
-    """A confidence whose logits are too large by 4 and 1/2 gets these divisors back, and its error falls."""
+    """A confidence whose logits are too large by 4 and 1/2 gets these divisors back, and its error
+    falls.
+    """
     head = DSparkHead.fresh(target, num_layers=1, block_size=2)
     trainee = TRAINEES["dspark"](head, parse_objective("ce"), target)
     assert isinstance(trainee, BlockTrainee)

@@ -1,4 +1,6 @@
-"""Chunked equals unchunked, in values and gradients, with every teacher and vocabularies padded to different sizes."""
+"""Chunked equals unchunked, in values and gradients, with every teacher and vocabularies padded to
+different sizes.
+"""
 
 import math
 from typing import Any
@@ -24,13 +26,21 @@ SIZES = [7, TARGET, 15]
 
 def problem(size: int = TARGET) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear, Tensor]:
     torch.manual_seed(size)
-    draft, target = nn.Linear(H, size, dtype=torch.float64), nn.Linear(4, TARGET, dtype=torch.float64)
-    hidden, teaching = torch.randn(N, H, dtype=torch.float64), 3 * torch.randn(N, 4, dtype=torch.float64)
+    draft, target = (
+        nn.Linear(H, size, dtype=torch.float64),
+        nn.Linear(4, TARGET, dtype=torch.float64),
+    )
+    hidden, teaching = (
+        torch.randn(N, H, dtype=torch.float64),
+        3 * torch.randn(N, 4, dtype=torch.float64),
+    )
     return hidden, draft, teaching, target, torch.randint(min(size, TARGET), (N,))
 
 
 def plain_distributions(draft_NV: Tensor, target_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of plain models: the target's distribution on the draft's tokens, alpha, and the mass that the draft lacks."""
+    """Of plain models: the target's distribution on the draft's tokens, alpha, and the mass that
+    the draft lacks.
+    """
     size, other = draft_NV.shape[-1], target_NW.shape[-1]
     shared = min(size, other)
     p_NW = target_NW.softmax(-1)
@@ -88,8 +98,12 @@ def test_stored_rows_are_laws_over_the_top_and_one_more():
     tokens = torch.zeros(5, dtype=torch.long)
     for name in ("fkl", "rkl", "tvd", "jsd", "lk_alpha", "lk_hybrid"):
         found = LOSSES[name](draft, target_p.log(), tokens)
-        torch.testing.assert_close(found, LOSSES[name](parts(q).log(), parts(p).log(), tokens), atol=1e-6, rtol=1e-5)
-    assert (LOSSES["fkl"](draft, target_p.log(), tokens) <= LOSSES["fkl"](draft, target, tokens) + 1e-6).all()
+        torch.testing.assert_close(
+            found, LOSSES[name](parts(q).log(), parts(p).log(), tokens), atol=1e-6, rtol=1e-5
+        )
+    assert (
+        LOSSES["fkl"](draft, target_p.log(), tokens) <= LOSSES["fkl"](draft, target, tokens) + 1e-6
+    ).all()
     # Nothing pulls inside the tail: its gradient is in proportion to the draft's own distribution.
     leaf = draft.clone().requires_grad_()
     (slope,) = torch.autograd.grad(LOSSES["fkl"](leaf, target_p.log(), tokens).sum(), leaf)
@@ -111,24 +125,42 @@ def test_stored_rows(size, k):
         for token, p in zip(ids_NK[row].tolist(), top_NK[row].tolist(), strict=True):
             if token < size:
                 assert float(law_NV[row, token]) == pytest.approx(p, abs=1e-6)
-    stored_NV = torch.zeros(N, max(size, TARGET), dtype=torch.bool).scatter(1, ids_NK, True)[:, :size]
+    stored_NV = torch.zeros(N, max(size, TARGET), dtype=torch.bool).scatter(1, ids_NK, True)[
+        :, :size
+    ]
     for name in LOSSES:
         leaf = hidden.clone().requires_grad_()
-        sums = projected(leaf, draft.weight, draft.bias, teacher, tokens, None, parse_objective(name), 4)
+        sums = projected(
+            leaf, draft.weight, draft.bias, teacher, tokens, None, parse_objective(name), 4
+        )
         sums.loss.backward()
         assert sums.loss.isfinite() and leaf.grad is not None and leaf.grad.isfinite().all()
-        # What is known of alpha for certain: the stored tokens alone. The whole distribution can only have more.
+        # What is known of alpha for certain: the stored tokens alone. The whole distribution can
+        # only have more.
         least = torch.minimum(law_NV, q_NV).masked_fill(~stored_NV, 0).sum()
         torch.testing.assert_close(sums.alpha, least, atol=1e-5, rtol=1e-5)
         shared = min(size, TARGET)
-        assert float(sums.alpha) <= float(torch.minimum(p_NW[:, :shared], q_NV[:, :shared]).sum()) + 1e-5
+        assert (
+            float(sums.alpha)
+            <= float(torch.minimum(p_NW[:, :shared], q_NV[:, :shared]).sum()) + 1e-5
+        )
         torch.testing.assert_close(sums.missing, outside_N.sum(), atol=1e-5, rtol=1e-5)
     if k == TARGET:
         live = teacher_for_draft(LiveTeacher(teaching, OutputProjection(target)), TARGET, size)
         teachers: list[Teacher] = [teacher, live]
         both_23N, objective = torch.zeros(2, 3, N), parse_objective("fkl")
         for each, per_token_3N in zip(teachers, both_23N, strict=True):
-            projected(hidden, draft.weight, draft.bias, each, tokens, None, objective, 4, per_token_3N=per_token_3N)
+            projected(
+                hidden,
+                draft.weight,
+                draft.bias,
+                each,
+                tokens,
+                None,
+                objective,
+                4,
+                per_token_3N=per_token_3N,
+            )
         torch.testing.assert_close(both_23N[0, 0], both_23N[1, 0], atol=1e-5, rtol=1e-5)
 
 
@@ -139,7 +171,9 @@ def test_a_row_wholly_outside_is_finite():
     teacher = StoredTeacher(ids, torch.tensor([0.75, 0.25]).log().expand(N, 2), torch.zeros(N))
     for name in LOSSES:
         leaf = hidden.clone().requires_grad_()
-        sums = projected(leaf, draft.weight, draft.bias, teacher, tokens, None, parse_objective(name), 4)
+        sums = projected(
+            leaf, draft.weight, draft.bias, teacher, tokens, None, parse_objective(name), 4
+        )
         sums.loss.backward()
         assert sums.loss.isfinite(), name
         assert leaf.grad is not None and leaf.grad.isfinite().all(), name
@@ -150,14 +184,27 @@ def test_a_row_wholly_outside_is_finite():
 
 @pytest.mark.parametrize("kind", [*FAMILIES, "tied"])
 def test_a_models_own_loss_is_the_trainees(kind):
-    """Every architecture as draft and as target: values and all gradients against the plain whole-batch way."""
-    changes = {"tie_word_embeddings": True} if kind == "tied" else {"word_embed_proj_dim": 8} if kind == "opt" else {}
-    draft, target = (tiny_family("llama" if kind == "tied" else kind, seed, **changes) for seed in (1, 2))
+    """Every architecture as draft and as target: values and all gradients against the plain
+    whole-batch way.
+    """
+    changes = (
+        {"tie_word_embeddings": True}
+        if kind == "tied"
+        else {"word_embed_proj_dim": 8}
+        if kind == "opt"
+        else {}
+    )
+    draft, target = (
+        tiny_family("llama" if kind == "tied" else kind, seed, **changes) for seed in (1, 2)
+    )
     torch.manual_seed(3)
     ids = torch.randint(2, 61, (2, 9))
     labels = torch.where(torch.rand(2, 9) < 0.6, torch.randint(61, (2, 9)), IGNORE)
     batch, valid = Batch(ids, labels), labels != IGNORE
-    draft_NV, target_NV = draft(input_ids=ids).logits[valid], target(input_ids=ids).logits[valid].detach()
+    draft_NV, target_NV = (
+        draft(input_ids=ids).logits[valid],
+        target(input_ids=ids).logits[valid].detach(),
+    )
     plain = LOSSES["fkl"](draft_NV, target_NV, labels[valid]).sum()
     plain.backward()
     wanted = {name: p.grad for name, p in draft.named_parameters()}
@@ -177,7 +224,9 @@ def test_a_model_whose_logits_are_made_otherwise_is_refused():
     model: Any = tiny_family("llama")
     # Llama does not bound its logits, whatever its configuration says.
     model.config.final_logit_softcapping = 0.1
-    with pytest.raises(InputError, match="draft: LlamaForCausalLM has no output projection that gives its logits"):
+    with pytest.raises(
+        InputError, match="draft: LlamaForCausalLM has no output projection that gives its logits"
+    ):
         find_projection(model, "draft")
     with pytest.raises(InputError, match="target: LlamaModel has no output projection"):
         find_projection(model.base_model, "target")

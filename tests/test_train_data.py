@@ -1,4 +1,6 @@
-"""Training data: rows, their order, packing, replay, the teacher's columns; and the schedule of a run."""
+"""Training data: rows, their order, packing, replay, the teacher's columns; and the schedule of a
+run.
+"""
 
 import json
 import math
@@ -60,10 +62,14 @@ def test_the_rate_warms_up_and_follows_a_cosine_down():
 
 
 def test_tau_of_training_is_that_of_the_default_chain():
-    """One alpha is that of every depth of chain:4, 1 + a + ... + a^4; several are cut to as many depths."""
+    """One alpha is that of every depth of chain:4, 1 + a + ... + a^4; several are cut to as many
+    depths.
+    """
 
     def tau(alphas: list[float]) -> float:
-        return _curves([0.0, 0.0, 0.0, 0.0, *alphas, *[1.0] * len(alphas)], "heldout_")["heldout_tau"]
+        return _curves([0.0, 0.0, 0.0, 0.0, *alphas, *[1.0] * len(alphas)], "heldout_")[
+            "heldout_tau"
+        ]
 
     assert tau([0.8]) == pytest.approx((1 - 0.8**5) / 0.2)
     assert tau([1.0]) == 5 and tau([0.0]) == 1
@@ -94,7 +100,9 @@ def test_every_epoch_is_a_permutation_and_a_pure_function():
 
 
 def test_labels_by_hand(tmp_path):
-    examples = examples_of(tmp_path, "set", pairs(([5, 6, 7], [8, 9, 1]), ([], [4, 3, 2]), ([2], [1])))
+    examples = examples_of(
+        tmp_path, "set", pairs(([5, 6, 7], [8, 9, 1]), ([], [4, 3, 2]), ([2], [1]))
+    )
     batch = collate(examples, [0, 1, 2])
     x = IGNORE
     assert batch.ids_BT.tolist() == [[5, 6, 7, 8, 9, 1], [4, 3, 2, 0, 0, 0], [2, 1, 0, 0, 0, 0]]
@@ -119,7 +127,9 @@ def test_text_is_packed_with_its_ends(tmp_path, tokenizer):
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     examples = load_examples([str(path)], tokenizer, 8)
-    stream = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    stream = [
+        token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    ]
     rows = list(examples.rows)
     # A last block of one token would have nothing to predict; this stream leaves none.
     assert len(stream) % 8 != 1
@@ -139,7 +149,10 @@ def test_a_chat_is_trained_on_its_last_answer(tmp_path, tokenizer, monkeypatch):
     path.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in chat]}))
     examples = load_examples([str(path)], tokenizer, 64)
     row = examples.rows[0]
-    assert tokenizer.decode(row["prompt_ids"], skip_special_tokens=True) == "Who?\n\nThe fox\n\nAnd?\n\n"
+    assert (
+        tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
+        == "Who?\n\nThe fox\n\nAnd?\n\n"
+    )
     assert tokenizer.decode(row["response_ids"]) == "the dog</s>"
     labels = collate(examples, [0]).labels_BT[0].tolist()
     first = len(row["prompt_ids"]) - 1
@@ -167,7 +180,9 @@ def random_rows(seed: int, count: int, longest: int = 9) -> list[Row]:
     draw = np.random.default_rng(seed)
     lengths = draw.integers(0, longest, (count, 2)) + [0, 1]
     lengths[lengths.sum(1) < 2] = [1, 2]
-    return pairs(*((draw.integers(2, 61, a).tolist(), draw.integers(2, 61, b).tolist()) for a, b in lengths))
+    return pairs(
+        *((draw.integers(2, 61, a).tolist(), draw.integers(2, 61, b).tolist()) for a, b in lengths)
+    )
 
 
 def test_every_document_is_in_one_row_and_rows_are_full():
@@ -216,25 +231,37 @@ def test_packed_losses_and_gradients_are_the_unpacked_ones(tmp_path, kind):
         sums = trainee(collate(examples, range(len(examples))))
         sums.loss.backward()
         assert int(sums.tokens) == plain.valid_tokens.sum()
-        return sums.loss.detach(), sums.alpha, [p.grad for p in draft.parameters() if p.grad is not None]
+        return (
+            sums.loss.detach(),
+            sums.alpha,
+            [p.grad for p in draft.parameters() if p.grad is not None],
+        )
 
     one, other = totals(plain), totals(together)
     torch.testing.assert_close(other[0], one[0], rtol=1e-5, atol=0)
     torch.testing.assert_close(other[1], one[1], rtol=1e-5, atol=0)
     for ours, theirs in zip(other[2], one[2], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5 * float(theirs.abs().max() + 1))
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-3, atol=2e-5 * float(theirs.abs().max() + 1)
+        )
 
 
 def test_a_recurrent_model_is_refused():
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1))
-    with pytest.raises(InputError, match="packing: target .MambaForCausalLM. cannot .*; set packing to false"):
+    model = AutoModelForCausalLM.from_config(
+        MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1)
+    )
+    with pytest.raises(
+        InputError, match="packing: target .MambaForCausalLM. cannot .*; set packing to false"
+    ):
         packing_method(model, "target")
 
 
 def test_replay_is_spread_evenly_and_a_function_of_the_place(tmp_path):
     main, general = random_rows(3, 10), random_rows(4, 7)
-    examples = with_replay(examples_of(tmp_path, "main", main), examples_of(tmp_path, "general", general))
+    examples = with_replay(
+        examples_of(tmp_path, "main", main), examples_of(tmp_path, "general", general)
+    )
     assert len(examples) == 17
     assert examples.replay_from == 10
     stream = units(examples, 0, 200, seed=5, fraction=0.3)
@@ -261,7 +288,9 @@ def stored_rows() -> list[Row]:
         tokens = np.array(row["response_ids"])
         # An even token is all that is listed: the other place has no mass.
         ids, second = np.stack([tokens, tokens + 1], -1), np.where(tokens % 2 == 1, -2.0, -math.inf)
-        row["teacher"] = teacher_rows.pack(ids, np.stack([np.full(len(tokens), -0.5), second], -1), tokens / 100, 290)
+        row["teacher"] = teacher_rows.pack(
+            ids, np.stack([np.full(len(tokens), -0.5), second], -1), tokens / 100, 290
+        )
     return rows
 
 
@@ -291,8 +320,12 @@ def test_sets_of_different_k_are_read_together(tmp_path):
     other = stored_rows()
     for row in other:
         length = len(row["response_ids"])
-        row["teacher"] = packed_rows([[1, 2, 3]] * length, [[-0.5, -math.inf, -2.0]] * length, [0.25] * length)
-    examples = load_examples([write(tmp_path / "a", stored_rows()), write(tmp_path / "b", other)], None, 16)
+        row["teacher"] = packed_rows(
+            [[1, 2, 3]] * length, [[-0.5, -math.inf, -2.0]] * length, [0.25] * length
+        )
+    examples = load_examples(
+        [write(tmp_path / "a", stored_rows()), write(tmp_path / "b", other)], None, 16
+    )
     stored = collate(examples, range(6)).stored
     assert stored is not None and stored.top_ids_NK.shape[1] == 3
     assert (stored.top_logprobs_NK[:7, 2] == -math.inf).all()

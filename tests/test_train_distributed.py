@@ -1,4 +1,6 @@
-"""Every way to share weights between processes, run for real on two of them: equal to one process, and handed over."""
+"""Every way to share weights between processes, run for real on two of them: equal to one process,
+and handed over.
+"""
 
 import importlib.util
 import json
@@ -17,12 +19,14 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "accelerate"
 NO_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
-    reason="needs DeepSpeed (pip install 'draftsmith[deepspeed]'), and g++, with which it compiles on CPUs",
+    reason="needs DeepSpeed (pip install 'draftsmith[deepspeed]'), and g++, with which it "
+    "compiles on CPUs",
 )
 
-# Run by both processes of one launch: commands in turn, each in a fork of its own, because a launch spends most of its
-# time on imports. Their rendezvous is the launcher's store, where each command has keys of its own. A command may be
-# told to stop by SIGTERM at a step. Leaves JOB.RANK.out, .err and .code.
+# Run by both processes of one launch: commands in turn, each in a fork of its own, because a launch
+# spends most of its time on imports. Their rendezvous is the launcher's store, where each command
+# has keys of its own. A command may be told to stop by SIGTERM at a step. Leaves JOB.RANK.out, .err
+# and .code.
 DRIVER = """
 import json, os, signal, sys
 import torch.distributed
@@ -43,7 +47,7 @@ for number, job in enumerate(json.load(open(sys.argv[1]))):
         continue
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{number}.{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
-    # DeepSpeed names the memory that processes share after the address, and no two commands may have the same.
+    # DeepSpeed names the memory that processes share after the address: one address a command.
     os.environ["MASTER_ADDR"] = f"127.0.0.{number + 1}"
     rendezvous._create_c10d_store = lambda *words, **more: torch.distributed.PrefixStore(
         f"job {number}", store(*words, **more)
@@ -62,16 +66,29 @@ def distilled(answers):
     return answers("A draft model proposes tokens and the target", 3, 2, 20)
 
 
-def words(distilled: str, draft_dir: str, target_dir: str, out: Path, size: int, accumulation: int) -> list[str]:
+def words(
+    distilled: str, draft_dir: str, target_dir: str, out: Path, size: int, accumulation: int
+) -> list[str]:
     """Eight rows a step, however they are divided."""
     return (
-        f"train --out {out} --data {distilled} --heldout {distilled} --draft {draft_dir} --target {target_dir} "
-        f"--objective fkl --max_length 48 --steps 8 --eval_every 4 --save_every 4 --batch_size {size} "
+        f"train --out {out} --data {distilled} --heldout {distilled} --draft {draft_dir} "
+        f"--target {target_dir} "
+        "--objective fkl --max_length 48 --steps 8 --eval_every 4 --save_every 4 --batch_size "
+        f"{size} "
         f"--accumulation {accumulation}"
     ).split()
 
 
-SGD = ["--optim.name", "sgd", "--optim.lr", "0.5", "--optim.clip_norm", "0.2", "--optim.final_lr_fraction", "1"]
+SGD = [
+    "--optim.name",
+    "sgd",
+    "--optim.lr",
+    "0.5",
+    "--optim.clip_norm",
+    "0.2",
+    "--optim.final_lr_fraction",
+    "1",
+]
 ADAM = ["--optim.lr", "0.01", "--optim.weight_decay", "0.1"]
 
 
@@ -109,8 +126,12 @@ OTHERS = {
         pytest.param("cpu2_zero3", "zero3", marks=NO_DEEPSPEED),
     ],
 )
-def test_two_processes_are_one(config, sharing, distilled, draft_dir, target_dir, tmp_path, door, spawn, launch):
-    """Law 6 with SGD, for each kind of draft; and a run that goes from one process to two and back (AdamW)."""
+def test_two_processes_are_one(
+    config, sharing, distilled, draft_dir, target_dir, tmp_path, door, spawn, launch
+):
+    """Law 6 with SGD, for each kind of draft; and a run that goes from one process to two and back
+    (AdamW).
+    """
 
     def run(out: str, size: int, accumulation: int) -> list[str]:
         return words(distilled, draft_dir, target_dir, tmp_path / out, size, accumulation)
@@ -132,11 +153,18 @@ def test_two_processes_are_one(config, sharing, distilled, draft_dir, target_dir
     jobs = [
         {"words": [*run("sgd2", 2, 2), *SGD], "stop_at": None},
         {"words": [*run("adam2", 2, 2), *ADAM], "stop_at": 4},
-        *({"words": other(each, f"other{i}-2", 2, 2), "stop_at": None} for i, each in enumerate(others)),
+        *(
+            {"words": other(each, f"other{i}-2", 2, 2), "stop_at": None}
+            for i, each in enumerate(others)
+        ),
     ]
     (tmp_path / "driver.py").write_text(DRIVER)
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    launch(["--config_file", CONFIGS / f"{config}.yaml"], tmp_path / "driver.py", tmp_path / "jobs.json")
+    launch(
+        ["--config_file", CONFIGS / f"{config}.yaml"],
+        tmp_path / "driver.py",
+        tmp_path / "jobs.json",
+    )
 
     def said(job: int, what: str) -> list[str]:
         return [(tmp_path / f"{job}.{rank}.{what}").read_text() for rank in (0, 1)]
@@ -146,7 +174,9 @@ def test_two_processes_are_one(config, sharing, distilled, draft_dir, target_dir
         said(i, "err") for i in range(len(jobs))
     ]
     assert "".join(said(0, "out") + said(1, "out")).count("8 steps, best held-out") == 1
-    continuing = f"continuing a run of 4 x 2 x 1 processes (single) as 2 x 2 x 2 processes ({sharing})"
+    continuing = (
+        f"continuing a run of 4 x 2 x 1 processes (single) as 2 x 2 x 2 processes ({sharing})"
+    )
     assert continuing in "".join(said(1, "err"))
     record = json.loads((tmp_path / "sgd2" / "draftsmith.json").read_text())
     assert (record["processes"], record["sharing"]) == (2, sharing)
@@ -178,13 +208,23 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "WORLD_SIZE": "2"}
         (FSDP, "sets 1 for fsdp_version"),
         # Nobody else can be found: each would train a copy of its own.
         ({"WORLD_SIZE": "2"}, "could not connect the processes: .*MASTER_ADDR"),
-        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "only 1 of the processes"),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"},
+            "only 1 of the processes",
+        ),
     ],
 )
 @pytest.mark.usefixtures("door")  # which makes accelerate forget its state
 def test_a_launcher_that_would_be_ignored_is_refused(environment, message, monkeypatch):
     # accelerate leaves marks of its own in the environment; all is put back.
-    for name in (*environment, "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "WORLD_SIZE"):
+    for name in (
+        *environment,
+        "RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_PORT",
+        "WORLD_SIZE",
+    ):
         monkeypatch.setenv(name, environment.get(name, "0"))
         if name not in environment:
             monkeypatch.delenv(name)

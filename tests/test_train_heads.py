@@ -1,4 +1,6 @@
-"""Trainees of heads: they see what decoding sees, count what it drafts, and train what is theirs; cached features."""
+"""Trainees of heads: they see what decoding sees, count what it drafts, and train what is theirs;
+cached features.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ from train.objective import parse_objective
 from train.trainees import TRAINEES
 
 V, H = 40, 16
-# (prompt, response): an ordinary row, one without a prompt, a prompt of one token, a response of one token.
+# (prompt, response): an ordinary row, one without a prompt, a prompt of one token, a response of
+# one token.
 ROWS = [
     ([3, 7, 20, 11], [5, 6, 30, 7, 1]),
     ([], [8, 21, 37, 2, 6, 1]),
@@ -33,7 +36,12 @@ ROWS = [
 
 
 def make_target(seed: int = 1) -> Any:
-    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3}
+    more = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+    }
     return tiny_family("llama", seed, 0.0, vocab_size=V, num_hidden_layers=4, **more)
 
 
@@ -62,11 +70,17 @@ every_kind = pytest.mark.parametrize("kind", FRESH)
 
 def trainee_of(kind: str, target: Any, objective: str = "fkl", **options: Any) -> Any:
     return TRAINEES[kind.split("-")[0]](
-        stirred(FRESH[kind](target)), parse_objective(objective), target, chunk=4, **(OPTIONS[kind] | options)
+        stirred(FRESH[kind](target)),
+        parse_objective(objective),
+        target,
+        chunk=4,
+        **(OPTIONS[kind] | options),
     )
 
 
-def batch_of(rows: Sequence[tuple[list[int], list[int]]], width: int | None = None, pad: int = 0) -> Batch:
+def batch_of(
+    rows: Sequence[tuple[list[int], list[int]]], width: int | None = None, pad: int = 0
+) -> Batch:
     width = width or max(len(a) + len(b) for a, b in rows)
     ids_BT, labels_BT = torch.full((len(rows), width), pad), torch.full((len(rows), width), IGNORE)
     for b, (prompt, response) in enumerate(rows):
@@ -96,8 +110,12 @@ def packed_batch(groups: Sequence[Sequence[int]]) -> Batch:
     return Batch(ids_BT, labels_BT, positions_BT, documents_BT)
 
 
-def decoded(head: Any, target: Any, ids: list[int], at: int, depths: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Logits and own features of a draft of the text's tokens behind `at`, one token a forward, as the decoder does."""
+def decoded(
+    head: Any, target: Any, ids: list[int], at: int, depths: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Logits and own features of a draft of the text's tokens behind `at`, one token a forward, as
+    the decoder does.
+    """
     with torch.no_grad():
         out = target(torch.tensor([ids]), output_hidden_states=True)
     states = [out.hidden_states[layer] for layer in head.hidden_layers]
@@ -113,12 +131,16 @@ def decoded(head: Any, target: Any, ids: list[int], at: int, depths: int) -> tup
         near = positions.T - context < (head.config.window or 99)
         own = torch.ones(size, size, dtype=torch.bool).tril(0 if head.config.causal else size)
         mask = torch.cat([near, own], 1)[None, None]
-        block_SH = head.slots(head.states(head.block(torch.tensor([ids[anchor]])), mask, positions, past))[0, :depths]
+        block_SH = head.slots(
+            head.states(head.block(torch.tensor([ids[anchor]])), mask, positions, past)
+        )[0, :depths]
         logits_dV = head.logits(head.raw_logits(block_SH), torch.tensor(drafted))
         return list(logits_dV[:, DRAFT_VOCAB] if head.reduced else logits_dV), list(block_SH)
     if isinstance(head, HydraHeads):
         for d in range(depths):
-            logits.append(head(states[0][:, at : at + 1], torch.tensor([[ids[at + 1 : at + 2 + d]]]))[0, 0])
+            logits.append(
+                head(states[0][:, at : at + 1], torch.tensor([[ids[at + 1 : at + 2 + d]]]))[0, 0]
+            )
         return logits, []
     fused = head.fuse(states) if isinstance(head, Eagle3Head) else states[0]
     cache: Cache = DynamicCache()
@@ -133,13 +155,23 @@ def decoded(head: Any, target: Any, ids: list[int], at: int, depths: int) -> tup
 
 
 def starts(prompt: list[int], response: list[int], depth: int) -> list[int]:
-    """Positions whose feature chooses a root that decoding drafts from, as far as the text tells what comes after."""
+    """Positions whose feature chooses a root that decoding drafts from, as far as the text tells
+    what comes after.
+    """
     count = len(prompt) + len(response)
-    return [t for t in range(count) if max(len(prompt), 1) <= t + 2 and t + 1 + depth < count and t + 1 >= 1]
+    return [
+        t
+        for t in range(count)
+        if max(len(prompt), 1) <= t + 2 and t + 1 + depth < count and t + 1 >= 1
+    ]
 
 
-def reference(kind: str, trainee: Any, target: Any, objective: str) -> tuple[Tensor, list[float], list[int], float]:
-    """Loss, alpha and counts by depth, missing mass: one draft at a time, whole logits, plain formulas."""
+def reference(
+    kind: str, trainee: Any, target: Any, objective: str
+) -> tuple[Tensor, list[float], list[int], float]:
+    """Loss, alpha and counts by depth, missing mass: one draft at a time, whole logits, plain
+    formulas.
+    """
     head = trainee.draft
     total, alpha, counts, missing = torch.zeros(()), [0.0] * 3, [0] * 3, 0.0
     for prompt, response in ROWS:
@@ -168,7 +200,9 @@ def reference(kind: str, trainee: Any, target: Any, objective: str) -> tuple[Ten
                     said = head.confidence_logits(own[-1], torch.tensor(ids[t + 1 + depth]))
                     loss = loss + F.binary_cross_entropy_with_logits(said, overlap)
                 if kind == "eagle":
-                    total = total + (0.1 * loss + F.smooth_l1_loss(own[-1], last_TH[row]) if depth == 0 else 0.0)
+                    total = total + (
+                        0.1 * loss + F.smooth_l1_loss(own[-1], last_TH[row]) if depth == 0 else 0.0
+                    )
                 else:
                     total = total + trainee.step_decay**depth * loss
     return total, alpha, counts, missing
@@ -177,8 +211,9 @@ def reference(kind: str, trainee: Any, target: Any, objective: str) -> tuple[Ten
 @pytest.mark.parametrize(("objective", "make"), [("fkl", make_bounded_target), ("ce", make_target)])
 @every_kind
 def test_sums_and_gradients_are_those_of_one_draft_at_a_time(kind, objective, make):
-    """Law 5: a draft is made one token a forward, as the decoder makes it, and its loss from whole logits. For EAGLE-3
-    this is the training-time test against its slow reference, gradients through all steps included.
+    """Law 5: a draft is made one token a forward, as the decoder makes it, and its loss from whole
+    logits. For EAGLE-3 this is the training-time test against its slow reference, gradients through
+    all steps included.
     """
     target = make()
     trainee = trainee_of(kind, target, objective).eval()
@@ -211,7 +246,11 @@ def gradients(trainee: Any, batches: Sequence[Batch]) -> tuple[float, list[Tenso
     found = [trainee(batch) for batch in batches]
     for sums in found:
         sums.loss.backward()
-    return sum(float(s.loss.detach()) for s in found), [p.grad.clone() for p in trainee.parameters()], found
+    return (
+        sum(float(s.loss.detach()) for s in found),
+        [p.grad.clone() for p in trainee.parameters()],
+        found,
+    )
 
 
 @every_kind
@@ -239,7 +278,11 @@ def test_loss_does_not_depend_on_how_rows_are_batched_padded_or_packed(kind, tar
 def test_a_batch_without_a_draft_that_counts_has_a_loss_of_zero(kind, target):
     sums = trainee_of(kind, target)(batch_of([([], [5, 1])]))
     sums.loss.backward()
-    assert float(sums.loss.detach()) == 0 and int(sums.tokens) == 0 and sums.depth_tokens_D.tolist() == [0, 0, 0]
+    assert (
+        float(sums.loss.detach()) == 0
+        and int(sums.tokens) == 0
+        and sums.depth_tokens_D.tolist() == [0, 0, 0]
+    )
 
 
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
@@ -272,7 +315,12 @@ def states(seed: int, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def cache_at(directory: Path, **changes: Any) -> FeatureCache:
-    options: dict[str, Any] = {"fingerprint": "a" * 16, "layers": (1, -1), "dtype": torch.float32, "max_bytes": 2**20}
+    options: dict[str, Any] = {
+        "fingerprint": "a" * 16,
+        "layers": (1, -1),
+        "dtype": torch.float32,
+        "max_bytes": 2**20,
+    }
     return FeatureCache(directory, **(options | changes))
 
 
@@ -312,7 +360,10 @@ def on_disk(directory: Path) -> int:
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_full_cache_stays_within_its_bound_and_keeps_what_it_has(tmp_path, processes):
     bound = 60_000
-    caches = [cache_at(tmp_path, max_bytes=bound, process=i, processes=processes) for i in range(processes)]
+    caches = [
+        cache_at(tmp_path, max_bytes=bound, process=i, processes=processes)
+        for i in range(processes)
+    ]
     for number in range(90):
         caches[number % processes].put([number] * 10, states(number, 10))
         assert on_disk(tmp_path) <= bound
@@ -344,7 +395,9 @@ def test_training_on_cached_features_is_training_on_features(kind, dtype, target
         packed = found(packed_batch([[1, 0], [2, 3]]))
     finally:
         found.target.model.base_model.forward = asked
-    assert torch.equal(again.loss, first.loss) and torch.equal(again.depth_alpha_D, first.depth_alpha_D)
+    assert torch.equal(again.loss, first.loss) and torch.equal(
+        again.depth_alpha_D, first.depth_alpha_D
+    )
     torch.testing.assert_close(packed.loss, first.loss, atol=1e-4, rtol=1e-4)
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(first.loss, online.loss, atol=0, rtol=tolerance)

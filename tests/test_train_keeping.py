@@ -1,4 +1,6 @@
-"""Several domains in one run, with laws 6 and 7; states of the target that are kept while training."""
+"""Several domains in one run, with laws 6 and 7; states of the target that are kept while
+training.
+"""
 
 from typing import Any
 
@@ -43,16 +45,22 @@ def test_a_small_domain_is_drawn_more_often_and_each_of_its_rows_as_often(domain
     counts = torch.bincount(torch.from_numpy(stream), minlength=36).tolist()
     assert counts[:24] == [10] * 24 and counts[24:] == [20] * 12
     for start, stop in ((0, 7), (7, 8), (100, 333)):
-        assert units(examples, start, stop, 3, temperature=1e9).tolist() == stream[start:stop].tolist()
+        assert (
+            units(examples, start, stop, 3, temperature=1e9).tolist() == stream[start:stop].tolist()
+        )
 
 
 @pytest.mark.parametrize("more", [["--packing", "true"], []], ids=["packed", "plain"])
-def test_held_states_save_forwards_and_change_no_bit(more, answers, draft_dir, target_dir, tmp_path, door, monkeypatch):
+def test_held_states_save_forwards_and_change_no_bit(
+    more, answers, draft_dir, target_dir, tmp_path, door, monkeypatch
+):
     """All held, some, none, and the target's on disk; some three epochs, five evaluations."""
     data = answers("Numbers such as 12, 345 and 6789", 2, 3, 20)
     words = (
-        f"train --data {data} --draft {draft_dir} --target {target_dir} --objective fkl --max_length 48 "
-        "--steps 16 --batch_size 8 --eval_every 4 --save_every 3 --heldout_fraction 0.2 --optim.lr 0.01 --device cpu"
+        f"train --data {data} --draft {draft_dir} --target {target_dir} --objective fkl "
+        "--max_length 48 "
+        "--steps 16 --batch_size 8 --eval_every 4 --save_every 3 --heldout_fraction 0.2 "
+        "--optim.lr 0.01 --device cpu"
     ).split()
     forwards: list[tuple[int, ...]] = []
     real = LlamaModel.forward
@@ -69,7 +77,10 @@ def test_held_states_save_forwards_and_change_no_bit(more, answers, draft_dir, t
         monkeypatch.setattr(draft_setup, "_MEMORY_BYTES", limit)
         cache = ["--head.features", str(tmp_path / "features")] if name == "disk" else []
         door.ok(*words, *more, *cache, "--out", tmp_path / name)
-        made = [(tmp_path / name / file).read_bytes() for file in ("model.safetensors", "run/metrics.jsonl")]
+        made = [
+            (tmp_path / name / file).read_bytes()
+            for file in ("model.safetensors", "run/metrics.jsonl")
+        ]
         files[name], counts[name] = made, len(forwards)
     assert files["some"] == files["all"] == files["none"] == files["disk"]
     assert counts["all"] < counts["some"] < counts["none"]

@@ -35,11 +35,33 @@ OPTIONS: dict[str, list[str]] = {
     "lm": [],
     "eagle": ["--objective", "fkl"],
     "eagle3": ["--objective", "fkl", "--draft_vocab_size", "120", "--head.test_steps", str(DEPTH)],
-    "medusa": ["--objective", "lk_hybrid:eta=10", "--head.num_heads", str(DEPTH), "--head.num_layers", "2"],
+    "medusa": [
+        "--objective",
+        "lk_hybrid:eta=10",
+        "--head.num_heads",
+        str(DEPTH),
+        "--head.num_layers",
+        "2",
+    ],
     "hydra": ["--objective", "fkl", "--head.num_heads", str(DEPTH), "--head.step_decay", "1.0"],
-    "dflash": ["--objective", "ce@dpace", "--head.num_layers", "2", "--head.block_size", str(DEPTH + 1)],
-    "dspark": ["--objective", "0.1*ce+1.8*tvd", "--head.block_size", str(DEPTH), "--head.anchors", "5"],
-    "jetspec": "--objective fkl --draft_vocab_size 120 --head.num_layers 1 --head.block_size 4 --head.window 9".split(),
+    "dflash": [
+        "--objective",
+        "ce@dpace",
+        "--head.num_layers",
+        "2",
+        "--head.block_size",
+        str(DEPTH + 1),
+    ],
+    "dspark": [
+        "--objective",
+        "0.1*ce+1.8*tvd",
+        "--head.block_size",
+        str(DEPTH),
+        "--head.anchors",
+        "5",
+    ],
+    "jetspec": "--objective fkl --draft_vocab_size 120 --head.num_layers 1 --head.block_size 4 "
+    "--head.window 9".split(),
 }
 PARTS = ("eagle3", "jetspec")
 every_kind = pytest.mark.parametrize("kind", TRAINEES)
@@ -48,7 +70,8 @@ every_head = pytest.mark.parametrize("kind", HEADS)
 
 def words(kind: str, target_dir: str, draft_dir: str, distilled: str) -> list[str]:
     run = (
-        f"train --kind {kind} --target {target_dir} --data {distilled} --max_length 48 --steps 24 --batch_size 8 "
+        f"train --kind {kind} --target {target_dir} --data {distilled} --max_length 48 --steps "
+        "24 --batch_size 8 "
         "--eval_every 6 --save_every 4 --heldout_fraction 0.2 --optim.lr 0.01 --device cpu"
     ).split()
     return [*run, *OPTIONS[kind], *(["--draft", draft_dir] if kind == "lm" else [])]
@@ -81,7 +104,9 @@ def test_training_raises_acceptance(kind, trained):
 
 
 class Listening:
-    """A proposer that keeps, for every draft of a row, the text it began from, its tokens and their distributions."""
+    """A proposer that keeps, for every draft of a row, the text it began from, its tokens and their
+    distributions.
+    """
 
     def __init__(self, proposer: Any) -> None:
         self._proposer = proposer
@@ -99,7 +124,9 @@ class Listening:
             def propose(self, u_BN: Tensor | None) -> Proposal:
                 proposal: Proposal = session.propose(u_BN)
                 assert proposal.q_BEV is not None
-                heard.append((list(text), proposal.tokens_BM[0, 1:].tolist(), proposal.q_BEV[0].clone()))
+                heard.append(
+                    (list(text), proposal.tokens_BM[0, 1:].tolist(), proposal.q_BEV[0].clone())
+                )
                 return proposal
 
             def commit(self, outcome: Outcome) -> None:
@@ -114,7 +141,9 @@ class Listening:
 
 @torch.no_grad()
 def training_distributions(trainee: Any, text: list[int], drafted: list[int]) -> list[Tensor]:
-    """Distributions `[V]` that training gives the drafted tokens behind `text`, all in one forward."""
+    """Distributions `[V]` that training gives the drafted tokens behind `text`, all in one
+    forward.
+    """
     ids_T = torch.tensor(text + drafted)
     labels_T = torch.full_like(ids_T, IGNORE)
     labels_T[len(text) - 1 : -1] = ids_T[len(text) :]
@@ -125,7 +154,9 @@ def training_distributions(trainee: Any, text: list[int], drafted: list[int]) ->
         return list(logits_TV.float().softmax(-1))
     states, _ = trainee.target.read(batch)
     found = []
-    for depth, (pairs, hidden_NH) in zip(range(len(drafted)), trainee.drafts(batch, states), strict=False):
+    for depth, (pairs, hidden_NH) in zip(
+        range(len(drafted)), trainee.drafts(batch, states), strict=False
+    ):
         (place,) = (pairs.at_N == len(text) - 2).nonzero()[0].tolist()
         hidden_H = hidden_NH[place]
         if isinstance(draft, BlockHead):
@@ -143,7 +174,9 @@ def training_distributions(trainee: Any, text: list[int], drafted: list[int]) ->
 
 @every_kind
 def test_the_checkpoint_drafts_as_it_was_trained(kind, trained, target_dir):
-    """Law 5, through the files and the decoder: every distribution that a token was drafted from is training's."""
+    """Law 5, through the files and the decoder: every distribution that a token was drafted from is
+    training's.
+    """
     target = load_model(target_dir, device="cpu", dtype="float32")
     draft: Any = load_draft(str(trained), target, device="cpu", dtype="float32")
     name = "draft" if kind == "lm" else kind
@@ -169,7 +202,10 @@ def divided(kind, target_dir, draft_dir, distilled):
     run = words(kind, target_dir, draft_dir, distilled)
 
     def at(out: Path | str, steps: int, size: int = 8, accumulation: int = 1) -> list[str]:
-        more = f"--out {out} --steps {steps} --batch_size {size} --accumulation {accumulation} --save_every 1 --keep 9"
+        more = (
+            f"--out {out} --steps {steps} --batch_size {size} --accumulation {accumulation} "
+            "--save_every 1 --keep 9"
+        )
         return [*run, *more.split()]
 
     return at
@@ -184,15 +220,28 @@ def test_a_step_of_drawn_blocks_is_its_rows(divided, tmp_path, door):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "dspark"])
 def test_a_killed_head_ends_as_one_that_was_not(kind, divided, tmp_path, spawn):
-    """Law 7 for heads that draw at random and whose features are cached: the cache may differ, the run may not."""
+    """Law 7 for heads that draw at random and whose features are cached: the cache may differ, the
+    run may not.
+    """
     options = ["--head.features", "features", *(["--head.noise", "0.2"] if kind == "eagle" else [])]
     train_laws.a_killed_run_ends_as_one_that_was_not(divided, options, tmp_path, spawn)
 
 
 @every_head
-def test_training_goes_on_from_a_head(kind, trained, target_dir, draft_dir, distilled, tmp_path, door):
+def test_training_goes_on_from_a_head(
+    kind, trained, target_dir, draft_dir, distilled, tmp_path, door
+):
     run = words(kind, target_dir, draft_dir, distilled)[: -len(OPTIONS[kind])]
-    run += ["--draft", str(trained), "--out", str(tmp_path / "more"), "--objective", "tvd", "--steps", "2"]
+    run += [
+        "--draft",
+        str(trained),
+        "--out",
+        str(tmp_path / "more"),
+        "--objective",
+        "tvd",
+        "--steps",
+        "2",
+    ]
     door.ok(*run)
     before = json.loads((trained / "draftsmith.json").read_text())["heldout_alpha"]
     assert metrics(tmp_path / "more")[0]["heldout_alpha"] == pytest.approx(before, abs=1e-6)

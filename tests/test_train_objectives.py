@@ -14,9 +14,13 @@ from train.objective import LOSS_OPTIONS, parse_objective
 TARGETED = sorted(set(LOSSES) - {"ce"})
 
 
-def pair(seed: int, rows: int = 6, vocabulary: int = 9, spread: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+def pair(
+    seed: int, rows: int = 6, vocabulary: int = 9, spread: float = 2.0
+) -> tuple[Tensor, Tensor, Tensor]:
     source = torch.Generator().manual_seed(seed)
-    draft, target = (spread * torch.randn(2, rows, vocabulary, generator=source, dtype=torch.float64)).unbind()
+    draft, target = (
+        spread * torch.randn(2, rows, vocabulary, generator=source, dtype=torch.float64)
+    ).unbind()
     return draft, target, torch.randint(vocabulary, (rows,), generator=source)
 
 
@@ -58,7 +62,8 @@ def test_equal_laws_cost_nothing_and_others_something(name):
     assert (LOSSES[name](draft, target, tokens) > 0).all()
 
 
-# lk_hybrid's weight and tvd_pp's advantage are constants to the gradient, so they are checked apart.
+# lk_hybrid's weight and tvd_pp's advantage are constants to the gradient, so they are checked
+# apart.
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"tvd_pp", "lk_hybrid"}))
 def test_gradients_against_differences(name):
     draft, target, tokens = pair(4, rows=3, vocabulary=6)
@@ -75,7 +80,9 @@ def test_gradients_in_closed_form_where_a_part_counts_as_constant():
     tv = slope(LOSSES["tvd"], draft, target, tokens)
     alpha = overlap(draft, target)[:, None]
     weight = (-3 * alpha).exp()
-    torch.testing.assert_close(slope(LOSSES["lk_hybrid"], draft, target, tokens), weight * (q - p) + (1 - weight) * tv)
+    torch.testing.assert_close(
+        slope(LOSSES["lk_hybrid"], draft, target, tokens), weight * (q - p) + (1 - weight) * tv
+    )
     rewarded = (q * (q <= p)).sum(-1, keepdim=True)
     spread = (rewarded * (1 - rewarded)).sqrt()
     assert spread.min() > 0.01
@@ -104,7 +111,8 @@ def test_jsd_between_its_limits():
     torch.testing.assert_close(forth, back)
     for beta in (0.1, 0.7):
         torch.testing.assert_close(
-            jensen_shannon(draft, target, tokens, beta), jensen_shannon(target, draft, tokens, 1 - beta)
+            jensen_shannon(draft, target, tokens, beta),
+            jensen_shannon(target, draft, tokens, 1 - beta),
         )
     assert (forth < math.log(2)).all()
 
@@ -117,7 +125,10 @@ def test_a_target_on_one_token_is_cross_entropy(name):
         wanted = LOSSES["ce"](draft, None, tokens)
         torch.testing.assert_close(LOSSES[name](draft, target, tokens), wanted)
         torch.testing.assert_close(
-            slope(LOSSES[name], draft, target, tokens), slope(LOSSES["ce"], draft, None, tokens), atol=1e-9, rtol=1e-6
+            slope(LOSSES[name], draft, target, tokens),
+            slope(LOSSES["ce"], draft, None, tokens),
+            atol=1e-9,
+            rtol=1e-6,
         )
 
 
@@ -131,7 +142,10 @@ def test_tokens_without_mass_make_no_nan(name, dtype):
     target[:, :2] = -math.inf
     # The last row: distributions that share no token at all.
     target[-1, :5] = -math.inf
-    value, gradient = LOSSES[name](draft, target, tokens), slope(LOSSES[name], draft, target, tokens)
+    value, gradient = (
+        LOSSES[name](draft, target, tokens),
+        slope(LOSSES[name], draft, target, tokens),
+    )
     assert value.isfinite().all()
     assert gradient.isfinite().all()
     assert (gradient[:, 5:] == 0).all()
@@ -161,7 +175,9 @@ def test_temperature(name):
     if name == "ce":
         wanted = LOSSES[name](draft, None, tokens)
     else:
-        wanted = LOSSES[name](draft / 2, target / 2, tokens) * (4 if name in ("fkl", "rkl", "jsd") else 1)
+        wanted = LOSSES[name](draft / 2, target / 2, tokens) * (
+            4 if name in ("fkl", "rkl", "jsd") else 1
+        )
     torch.testing.assert_close(value, wanted)
 
 

@@ -1,4 +1,6 @@
-"""What a training run survives: signals, a full disk, damaged files, numbers that are none. And its options."""
+"""What a training run survives: signals, a full disk, damaged files, numbers that are none. And its
+options.
+"""
 
 import json
 import re
@@ -13,22 +15,59 @@ from tests.train_laws import BEFORE, close, metrics, result
 
 CONTINUES = "; run the same command again to resume$"
 FULL = "OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), 'model.safetensors')"
-TORN = "__import__('safetensors').SafetensorError('I/O error: No space left on device (os error 28)')"
-HOST = "RuntimeError('[enforce fail] DefaultCPUAllocator: can\\'t allocate memory: you tried to allocate 9 bytes')"
+TORN = (
+    "__import__('safetensors').SafetensorError('I/O error: No space left on device (os error 28)')"
+)
+HOST = (
+    "RuntimeError('[enforce fail] DefaultCPUAllocator: can\\'t allocate memory: you tried to "
+    "allocate 9 bytes')"
+)
 CUDA = "__import__('torch').OutOfMemoryError('CUDA out of memory.')"
-MEMORY = r"out of memory on cpu after step \d+, with batch_size 4 and max_length 48 \(peak of the process: .*; lower "
+MEMORY = (
+    r"out of memory on cpu after step \d+, with batch_size 4 and max_length 48 \(peak of "
+    r"the process: .*; lower "
+)
 TWICE = "for _ in (1, 2): before(train.loop, 'collate', 1, send(signal.SIGINT))"
-NAN = "before(train.loop, 'make_batches', 1, lambda: setattr(train.loop, 'learning_rate', lambda *words: float('nan')))"
-# What happens to a run, in turn: the patch, the step of the checkpoint that it adds, exit code and last line.
+NAN = (
+    "before(train.loop, 'make_batches', 1, lambda: setattr(train.loop, 'learning_rate', lambda "
+    "*words: float('nan')))"
+)
+# What happens to a run, in turn: the patch, the step of the checkpoint that it adds, exit code and
+# last line.
 DISTURBED = [
     ("before(train.loop, 'newest', 1, send(signal.SIGTERM))", None, 143, ""),
-    ("before(train.loop, 'learning_rate', 8, send(signal.SIGTERM))", 8, 143, "stopped by SIGTERM" + CONTINUES),
-    ("before(train.loop, 'learning_rate', 2, send(signal.SIGINT))", 10, 130, "train: interrupted" + CONTINUES),
-    ("before(train.loop, 'evaluate', 2, send(signal.SIGTERM))", 16, 143, "stopped by SIGTERM" + CONTINUES),
+    (
+        "before(train.loop, 'learning_rate', 8, send(signal.SIGTERM))",
+        8,
+        143,
+        "stopped by SIGTERM" + CONTINUES,
+    ),
+    (
+        "before(train.loop, 'learning_rate', 2, send(signal.SIGINT))",
+        10,
+        130,
+        "train: interrupted" + CONTINUES,
+    ),
+    (
+        "before(train.loop, 'evaluate', 2, send(signal.SIGTERM))",
+        16,
+        143,
+        "stopped by SIGTERM" + CONTINUES,
+    ),
     (TWICE, None, 130, "train: interrupted" + CONTINUES),
     # Weights, optimizer, best weights and random state go through save_file.
-    (f"before(train.loop, 'save_file', 1, fail({FULL}))", None, 1, "draft/run/.*No space left on device"),
-    (f"before(train.loop, 'save_file', 3, fail({TORN}))", None, 1, "draft/run/.*No space left on device"),
+    (
+        f"before(train.loop, 'save_file', 1, fail({FULL}))",
+        None,
+        1,
+        "draft/run/.*No space left on device",
+    ),
+    (
+        f"before(train.loop, 'save_file', 3, fail({TORN}))",
+        None,
+        1,
+        "draft/run/.*No space left on device",
+    ),
     (f"before(train.parallel, 'backward', 1, fail({HOST}))", None, 1, MEMORY),
     (f"before(train.loop, 'evaluate', 1, fail({CUDA}))", 18, 1, MEMORY),
     ("before(train.parallel, 'gather_optimizer', 1, fail(MemoryError()))", None, 1, MEMORY),
@@ -41,8 +80,10 @@ def words(answers, dropout_dir):
     """A run on 36 rows of unequal length whose every step draws random numbers."""
     distilled = answers("Numbers such as 12, 345 and 6789", 2, 3, 20)
     return (
-        f"train --out draft --data {distilled} --draft {dropout_dir} --max_length 48 --steps 24 --batch_size 4 "
-        "--eval_every 4 --save_every 3 --heldout_fraction 0.2 --optim.lr 0.01 --optim.warmup_steps 3 --device cpu"
+        f"train --out draft --data {distilled} --draft {dropout_dir} --max_length 48 --steps 24 "
+        "--batch_size 4 "
+        "--eval_every 4 --save_every 3 --heldout_fraction 0.2 --optim.lr 0.01 "
+        "--optim.warmup_steps 3 --device cpu"
     ).split()
 
 
@@ -78,7 +119,9 @@ def test_what_stops_a_run_is_one_line_and_the_next_start_continues(words, tmp_pa
 
 @pytest.mark.slow
 def test_the_best_weights_are_those_of_the_path_that_was_taken(words, tmp_path, spawn):
-    """A kill between the best weights of step 8 and the next checkpoint; then step 8 turns out otherwise."""
+    """A kill between the best weights of step 8 and the next checkpoint; then step 8 turns out
+    otherwise.
+    """
     trap = "before(train.loop, 'learning_rate', 9, KILL)"
     spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait(-9)
     expected = load_file(tmp_path / "draft/run/checkpoints/step_00000006/best.safetensors")
@@ -89,7 +132,9 @@ train.loop.evaluate = lambda *words: {name: value + 100 for name, value in real(
     spawn(*words, cwd=tmp_path, patch=BEFORE + worse).wait()
     assert json.loads((tmp_path / "draft/draftsmith.json").read_text())["best_step"] == 4
     found = load_file(tmp_path / "draft/model.safetensors")
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in found
+    )
 
 
 @pytest.mark.slow
@@ -103,24 +148,34 @@ def test_a_damaged_checkpoint_is_passed_over(words, tmp_path, spawn):
     file.write_bytes(content)
     shutil.copytree(tmp_path / "draft", tmp_path / "both" / "draft")
     _, err = spawn(*words, cwd=tmp_path).wait()
-    assert "optimizer.safetensors is not what was written; continuing from the checkpoint before it" in err
-    # When no checkpoint is whole there is nothing to continue from, and nothing is thrown away unasked.
+    assert (
+        "optimizer.safetensors is not what was written; continuing from the checkpoint before it"
+        in err
+    )
+    # When no checkpoint is whole there is nothing to continue from, and nothing is thrown away
+    # unasked.
     (tmp_path / "both/draft/run/checkpoints/step_00000006/state.json").unlink()
     (tmp_path / "both/draft/.lock").unlink()  # of the run that was killed
     before = result(tmp_path / "both")
     out, err = spawn(*words, cwd=tmp_path / "both").wait(1)
-    assert not out and last_line(err).endswith("none of its checkpoints is whole; delete it to start again")
+    assert not out and last_line(err).endswith(
+        "none of its checkpoints is whole; delete it to start again"
+    )
     assert result(tmp_path / "both") == before
 
 
-def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(words, target_dir, tmp_path, door):
+def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(
+    words, target_dir, tmp_path, door
+):
     # A rate so high that the figures go up and down, each in its own way.
     more = ["--target", target_dir, "--optim.lr", "0.1", "--eval_every", "1", "--keep", "3"]
     assert door(*words, *more, "--out", tmp_path / "draft")[0] == 0
     assert checkpoints(tmp_path) == [f"step_{step:08d}" for step in (18, 21, 24)]
     judged = metrics(tmp_path / "draft", "heldout_alpha")
     best = max(judged, key=lambda line: line["heldout_alpha"])
-    assert best["step"] != min(judged, key=lambda line: line["heldout_loss"])["step"], "cannot tell the two apart"
+    assert best["step"] != min(judged, key=lambda line: line["heldout_loss"])["step"], (
+        "cannot tell the two apart"
+    )
     record = json.loads((tmp_path / "draft/draftsmith.json").read_text())
     assert (record["best_step"], record["heldout_alpha"]) == (best["step"], best["heldout_alpha"])
 
@@ -133,13 +188,28 @@ def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(words, targ
             "--compile",
             marks=[
                 pytest.mark.slow,
-                pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU"),
+                pytest.mark.skipif(
+                    shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU"
+                ),
             ],
         ),
     ],
 )
-def test_saving_memory_or_time_does_not_change_what_is_learnt(option, words, draft_dir, tmp_path, spawn):
-    more = ["--draft", draft_dir, "--steps", "2", "--eval_every", "2", "--optim.name", "sgd", "--optim.lr", "0.5"]
+def test_saving_memory_or_time_does_not_change_what_is_learnt(
+    option, words, draft_dir, tmp_path, spawn
+):
+    more = [
+        "--draft",
+        draft_dir,
+        "--steps",
+        "2",
+        "--eval_every",
+        "2",
+        "--optim.name",
+        "sgd",
+        "--optim.lr",
+        "0.5",
+    ]
     for out, options in (("plain", []), ("changed", [option])):
         spawn(*words, *more, *options, "--out", tmp_path / out, cwd=tmp_path).wait()
     close(tmp_path / "changed", tmp_path / "plain")
@@ -150,7 +220,9 @@ def test_bf16_keeps_the_weights_in_fp32(words, draft_dir, tmp_path, door):
     for precision in ("fp32", "bf16"):
         out = tmp_path / precision
         door.ok(*words, "--draft", draft_dir, "--precision", precision, "--out", out)
-        assert {value.dtype for value in load_file(out / "model.safetensors").values()} == {torch.float32}
+        assert {value.dtype for value in load_file(out / "model.safetensors").values()} == {
+            torch.float32
+        }
         found[precision] = [line["loss"] for line in metrics(out, "loss")]
     assert found["fp32"] != found["bf16"]
     assert found["bf16"] == pytest.approx(found["fp32"], rel=0.03)

@@ -50,8 +50,10 @@ def distilled(answers):
 def words(distilled, dropout_dir):
     """A run whose every step draws random numbers, with several evaluations and checkpoints."""
     return (
-        f"train --out draft --data {distilled} --draft {dropout_dir} --max_length 48 --steps 24 --batch_size 4 "
-        "--eval_every 4 --save_every 3 --heldout_fraction 0.2 --optim.lr 0.01 --optim.warmup_steps 3 --device cpu"
+        f"train --out draft --data {distilled} --draft {dropout_dir} --max_length 48 --steps 24 "
+        "--batch_size 4 "
+        "--eval_every 4 --save_every 3 --heldout_fraction 0.2 --optim.lr 0.01 "
+        "--optim.warmup_steps 3 --device cpu"
     ).split()
 
 
@@ -70,20 +72,32 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(words, tmp_path, spawn
     expected, found = result(whole / "draft"), result(killed / "draft")
     assert sorted(found) == sorted(expected)
     assert [name for name in expected if found[name] != expected[name]] == []
-    assert {"model.safetensors", "run/metrics.jsonl", "run/checkpoints/step_00000024/state.json"} < set(found)
+    assert {
+        "model.safetensors",
+        "run/metrics.jsonl",
+        "run/checkpoints/step_00000024/state.json",
+    } < set(found)
 
 
-def test_a_step_is_its_rows_however_they_are_divided(tmp_path, door, monkeypatch, distilled, draft_dir):
-    """Law 6, with SGD, which hides no scale: 8 x 1 == 1 x 8 == 4 x 2; `test_train_distributed` has processes."""
+def test_a_step_is_its_rows_however_they_are_divided(
+    tmp_path, door, monkeypatch, distilled, draft_dir
+):
+    """Law 6, with SGD, which hides no scale: 8 x 1 == 1 x 8 == 4 x 2; `test_train_distributed` has
+    processes.
+    """
     monkeypatch.chdir(tmp_path)
 
     for name, size, accumulation in (("8x1", 8, 1), ("1x8", 1, 8), ("4x2", 4, 2)):
         run = (
-            f"train --out {name} --data {distilled} --heldout {distilled} --draft {draft_dir} --max_length 48 "
-            f"--steps 4 --eval_every 4 --batch_size {size} --accumulation {accumulation} --device cpu"
+            f"train --out {name} --data {distilled} --heldout {distilled} --draft {draft_dir} "
+            "--max_length 48 "
+            f"--steps 4 --eval_every 4 --batch_size {size} --accumulation {accumulation} "
+            "--device cpu"
         ).split()
         assert door(*run, *SGD)[0] == 0
-    start, expected = (load_file(path / "model.safetensors") for path in (Path(draft_dir), tmp_path / "8x1"))
+    start, expected = (
+        load_file(path / "model.safetensors") for path in (Path(draft_dir), tmp_path / "8x1")
+    )
     assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-2
     for other in ("1x8", "4x2"):
         close(tmp_path / other, tmp_path / "8x1", atol=1e-6, rtol=1e-5)
@@ -103,7 +117,9 @@ def test_a_step_is_its_rows_however_they_are_divided(tmp_path, door, monkeypatch
     assert max(float((a - b).abs().max()) for a, b in zip(means, wanted, strict=True)) > 1e-2
 
 
-def my_forward_kl(draft_NV: torch.Tensor, target_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
+def my_forward_kl(
+    draft_NV: torch.Tensor, target_NV: torch.Tensor, tokens_N: torch.Tensor
+) -> torch.Tensor:
     p_NV = target_NV.softmax(-1)
     return (p_NV * (target_NV.log_softmax(-1) - draft_NV.log_softmax(-1))).sum(-1)
 
@@ -111,15 +127,25 @@ def my_forward_kl(draft_NV: torch.Tensor, target_NV: torch.Tensor, tokens_N: tor
 class OwnCrossEntropy:
     needs_target = False
 
-    def __call__(self, draft_NV: torch.Tensor, target_NV: object, tokens_N: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, draft_NV: torch.Tensor, target_NV: object, tokens_N: torch.Tensor
+    ) -> torch.Tensor:
         assert target_NV is None
         return torch.nn.functional.cross_entropy(draft_NV, tokens_N, reduction="none")
 
 
 def test_a_loss_of_ones_own(tmp_path, distilled, draft_dir, target_dir, capsys):
     def config(out: str, **more: Any) -> TrainConfig:
-        sizes: dict[str, Any] = {"max_length": 48, "steps": 3, "eval_every": 3, "batch_size": 4, "device": "cpu"}
-        return TrainConfig(out=str(tmp_path / out), data=[distilled], draft=draft_dir, **sizes, **more)
+        sizes: dict[str, Any] = {
+            "max_length": 48,
+            "steps": 3,
+            "eval_every": 3,
+            "batch_size": 4,
+            "device": "cpu",
+        }
+        return TrainConfig(
+            out=str(tmp_path / out), data=[distilled], draft=draft_dir, **sizes, **more
+        )
 
     for name, loss, target in (("fkl", my_forward_kl, target_dir), ("ce", OwnCrossEntropy(), None)):
         named = train(config(name, objective=name, target=target))
@@ -129,14 +155,25 @@ def test_a_loss_of_ones_own(tmp_path, distilled, draft_dir, target_dir, capsys):
         shown = capsys.readouterr().err
         assert f"train {name}" in shown and "train custom:" in shown
     record = json.loads((tmp_path / "own-fkl/draftsmith.json").read_text())
-    assert record["objective"] == record["config"]["objective"] == f"custom:{__name__}.my_forward_kl"
+    assert (
+        record["objective"] == record["config"]["objective"] == f"custom:{__name__}.my_forward_kl"
+    )
     # The same loss continues the run; another one would be another run.
-    assert train(config("own-fkl", target=target_dir), loss=my_forward_kl)["fingerprint"] == record["fingerprint"]
-    with pytest.raises(InputError, match="objective is .*my_forward_kl.*, now it is .*OwnCrossEntropy"):
+    assert (
+        train(config("own-fkl", target=target_dir), loss=my_forward_kl)["fingerprint"]
+        == record["fingerprint"]
+    )
+    with pytest.raises(
+        InputError, match="objective is .*my_forward_kl.*, now it is .*OwnCrossEntropy"
+    ):
         train(config("own-fkl", target=target_dir), loss=OwnCrossEntropy())
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (my_forward_kl, {}, "target: objective custom:.*my_forward_kl needs the target"),
-        (lambda *given: given[0].sum(), {"target": target_dir}, r"loss: .* returned \[\]; return one value"),
+        (
+            lambda *given: given[0].sum(),
+            {"target": target_dir},
+            r"loss: .* returned \[\]; return one value",
+        ),
     ]
     for wrong, more, message in refused:
         with pytest.raises(InputError, match=message):
@@ -144,7 +181,9 @@ def test_a_loss_of_ones_own(tmp_path, distilled, draft_dir, target_dir, capsys):
         shutil.rmtree(tmp_path / "refused", ignore_errors=True)
 
 
-def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(words, tmp_path, door, monkeypatch):
+def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
+    words, tmp_path, door, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     # A rate so high that the weights get worse after a while.
     more = ["--optim.lr", "0.3", "--optim.warmup_steps", "10", "--patience", "2", "--steps", "200"]
@@ -158,13 +197,20 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(words,
     assert summary["steps"] == best + 8 == max(losses) < 200
     assert f"best held-out loss {summary['heldout_loss']:.4f}" in out
     model = AutoModelForCausalLM.from_pretrained(draft)
-    assert model.num_parameters() == sum(value.numel() for value in load_file(draft / "model.safetensors").values())
+    assert model.num_parameters() == sum(
+        value.numel() for value in load_file(draft / "model.safetensors").values()
+    )
     assert AutoTokenizer.from_pretrained(draft)("The")["input_ids"]
     record = json.loads((draft / "draftsmith.json").read_text())
-    assert record["kind"] == "draft-lm" and record["command"].startswith("draftsmith train --out draft --data ")
+    assert record["kind"] == "draft-lm" and record["command"].startswith(
+        "draftsmith train --out draft --data "
+    )
     assert record["data"]["training"]["rows"] + record["data"]["heldout"]["rows"] == 60
-    # The checkpoint knows its prompts, so that an evaluation can tell that it is asked about them again.
-    rows = datasets.load_dataset("parquet", data_files=f"{words[words.index('--data') + 1]}/*.parquet", split="train")
+    # The checkpoint knows its prompts, so that an evaluation can tell that it is asked about them
+    # again.
+    rows = datasets.load_dataset(
+        "parquet", data_files=f"{words[words.index('--data') + 1]}/*.parquet", split="train"
+    )
     asked, trained = {prompt_hash(ids) for ids in rows["prompt_ids"]}, read_prompt_hashes(draft)
     assert trained is not None and 0 < len(trained) < len(asked) and set(trained.tolist()) < asked
     steps = metrics(draft, "loss")
@@ -174,15 +220,22 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(words,
     before = result(draft)
     code, out, _ = door(*words, *more, "--json")
     assert (code, json.loads(out.splitlines()[-1])) == (0, summary)
-    assert "with other options: optim.lr is 0.3, now it is 0.2" in door.refused(*words, *more, "--optim.lr", "0.2")
+    assert "with other options: optim.lr is 0.3, now it is 0.2" in door.refused(
+        *words, *more, "--optim.lr", "0.2"
+    )
     assert result(draft) == before
     # The same directory without its record could be anyone's.
     os.rename("draft/run", "elsewhere")
-    assert "holds a model that this run did not make" in door.refused(*words, *more) and not Path("draft/run").exists()
+    assert (
+        "holds a model that this run did not make" in door.refused(*words, *more)
+        and not Path("draft/run").exists()
+    )
 
 
 def test_help_fits_three_screens_and_the_drafts_forward_is_near(words, tmp_path, door, monkeypatch):
-    """At most 7 frames of our own from the command to the draft's forward, and 100 lines of 100 columns."""
+    """At most 7 frames of our own from the command to the draft's forward, and 100 lines of 100
+    columns.
+    """
     monkeypatch.setenv("COLUMNS", "100")
     assert len(door("train", "--help")[1].splitlines()) <= 100
     rooms = ("draftsmith_core", "drafts", "decode", "train", "draftsmith")
@@ -206,17 +259,25 @@ def test_help_fits_three_screens_and_the_drafts_forward_is_near(words, tmp_path,
 
 def test_a_fresh_model_learns_text(tmp_path, door, monkeypatch, draft_dir, distilled):
     monkeypatch.chdir(tmp_path)
-    Path("t.jsonl").write_text('{"text": "The quick brown fox jumps over the lazy dog. 12345"}\n' * 20)
+    Path("t.jsonl").write_text(
+        '{"text": "The quick brown fox jumps over the lazy dog. 12345"}\n' * 20
+    )
     words = (
-        f"train --out draft --data t.jsonl --heldout t.jsonl --draft_config {draft_dir}/config.json "
+        "train --out draft --data t.jsonl --heldout t.jsonl --draft_config "
+        f"{draft_dir}/config.json "
         f"--tokenizer {draft_dir} --max_length 24 --steps 40 --optim.lr 0.02 --device cpu"
     ).split()
     door.ok(*words)
     losses = [line["heldout_loss"] for line in metrics(tmp_path / "draft", "heldout_loss")]
     assert losses[0] > 5 and losses[-1] < 1.5
-    assert "brown" in door("decode", "--target", "draft", "--prompt", "The quick", "--max_new_tokens", "8")[1]
+    assert (
+        "brown"
+        in door("decode", "--target", "draft", "--prompt", "The quick", "--max_new_tokens", "8")[1]
+    )
     # A shape that is not the draft's is refused.
     other = json.loads(Path(draft_dir, "config.json").read_text()) | {"hidden_size": 32}
     Path("other.json").write_text(json.dumps(other))
-    code, _, err = door(*f"train --out x --data {distilled} --draft {draft_dir} --draft_config other.json".split())
+    code, _, err = door(
+        *f"train --out x --data {distilled} --draft {draft_dir} --draft_config other.json".split()
+    )
     assert code == 2 and "its hidden_size is 16, other.json says 32" in err

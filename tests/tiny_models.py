@@ -1,4 +1,6 @@
-"""Random models and heads: their distributions are neither flat nor certain, and drafts are near their targets."""
+"""Random models and heads: their distributions are neither flat nor certain, and drafts are near
+their targets.
+"""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +24,9 @@ HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
     "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3),
     "hydra": lambda target: HydraHeads.fresh(target, num_heads=3),
     "dflash": lambda target: DFlashHead.fresh(target, num_layers=2, block_size=5),
-    "dspark": lambda target: DSparkHead.fresh(target, num_layers=1, block_size=4, draft_vocab=range(2, V - 3)),
+    "dspark": lambda target: DSparkHead.fresh(
+        target, num_layers=1, block_size=4, draft_vocab=range(2, V - 3)
+    ),
 }
 
 
@@ -35,14 +39,18 @@ FRESH: dict[str, Callable[[PreTrainedModel], Head]] = {
     "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
     "hydra": lambda target: HydraHeads.fresh(target, num_heads=3, num_layers=2),
     "dflash": lambda target: DFlashHead.fresh(target, num_layers=2, block_size=4),
-    "dflash-part": lambda target: DFlashHead.fresh(target, num_layers=1, block_size=4, draft_vocab=DRAFT_VOCAB),
+    "dflash-part": lambda target: DFlashHead.fresh(
+        target, num_layers=1, block_size=4, draft_vocab=DRAFT_VOCAB
+    ),
     "jetspec": lambda target: JetSpecHead.fresh(target, num_layers=2, block_size=4, window=4),
     "dspark": lambda target: DSparkHead.fresh(target, num_layers=2, block_size=3),
 }
 
 
 def redrawn(model: M, spread: float) -> M:
-    """The model in eval mode, every matrix drawn with this spread: outputs vary instead of repeating one token."""
+    """The model in eval mode, every matrix drawn with this spread: outputs vary instead of
+    repeating one token.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -50,7 +58,9 @@ def redrawn(model: M, spread: float) -> M:
     return model.eval()
 
 
-def tiny_llama(seed: int, vocabulary: int = V, layers: int = 1, spread: float = 0.6) -> LlamaForCausalLM:
+def tiny_llama(
+    seed: int, vocabulary: int = V, layers: int = 1, spread: float = 0.6
+) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,

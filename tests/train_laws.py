@@ -1,4 +1,6 @@
-"""Laws 6 and 7 for any options of a run, what tests read of a run, and tiny models of many families."""
+"""Laws 6 and 7 for any options of a run, what tests read of a run, and tiny models of many
+families.
+"""
 
 import json
 from collections.abc import Callable
@@ -11,7 +13,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 Words = Callable[..., list[str]]
-SGD = ["--optim.name", "sgd", "--optim.lr", "0.5", "--optim.clip_norm", "0", "--optim.final_lr_fraction", "1"]
+SGD = [
+    "--optim.name",
+    "sgd",
+    "--optim.lr",
+    "0.5",
+    "--optim.clip_norm",
+    "0",
+    "--optim.final_lr_fraction",
+    "1",
+]
 # Patch of a process: call `action` before the n-th call of a function.
 BEFORE = """
 import errno, os, pathlib, shutil, signal
@@ -33,7 +44,13 @@ def fail(error):
         raise error
     return action
 """
-SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 ONE_HEAD = {"num_key_value_heads": 1, "head_dim": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -63,7 +80,11 @@ def tiny_family(kind: str, seed: int = 0, spread: float = 0.2, **changes: Any) -
 
 def result(out: Path) -> dict[str, bytes]:
     """Every file of a run."""
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in sorted(out.rglob("*"))
+        if path.is_file()
+    }
 
 
 def metrics(out: Path, key: str = "step") -> list[dict[str, float]]:
@@ -85,8 +106,10 @@ def words_of(data: list[str], draft: str, *more: str) -> Words:
 
     def run(out: Path | str, steps: int, size: int = 8, accumulation: int = 1) -> list[str]:
         return (
-            f"train --out {out} --data {' '.join(data)} --heldout {data[0]} --draft {draft} --max_length 40 "
-            f"--steps {steps} --eval_every {steps} --save_every 1 --keep 9 --device cpu --batch_size {size} "
+            f"train --out {out} --data {' '.join(data)} --heldout {data[0]} --draft {draft} "
+            "--max_length 40 "
+            f"--steps {steps} --eval_every {steps} --save_every 1 --keep 9 --device cpu "
+            f"--batch_size {size} "
             f"--accumulation {accumulation}"
         ).split() + list(more)
 
@@ -97,7 +120,9 @@ def weights(out: Path, step: int) -> dict[str, Tensor]:
     return load_file(out / "run" / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
 
 
-def a_step_is_its_rows_however_they_are_divided(words: Words, options: list[str], tmp_path: Path, door: Any) -> None:
+def a_step_is_its_rows_however_they_are_divided(
+    words: Words, options: list[str], tmp_path: Path, door: Any
+) -> None:
     """Law 6, with SGD."""
     for size, accumulation in ((8, 1), (1, 8)):
         door.ok(*words(tmp_path / f"{size}", 3, size, accumulation), *SGD, *options)
@@ -105,12 +130,18 @@ def a_step_is_its_rows_however_they_are_divided(words: Words, options: list[str]
         torch.testing.assert_close(weights(tmp_path / "1", 3)[name], value, atol=1e-6, rtol=1e-5)
 
 
-def a_killed_run_ends_as_one_that_was_not(words: Words, options: list[str], tmp_path: Path, spawn: Any) -> None:
+def a_killed_run_ends_as_one_that_was_not(
+    words: Words, options: list[str], tmp_path: Path, spawn: Any
+) -> None:
     """Law 7, of weights and of what was counted; in directories `whole` and `killed`."""
     die = BEFORE + "before(train.loop, 'learning_rate', 3, KILL)"
     for name, patch, expected in (("whole", "", 0), ("killed", die, -9), ("killed", "", 0)):
         spawn(*words(name, 4), *options, cwd=tmp_path, patch=patch).wait(expected)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
-    assert (whole / "run" / "metrics.jsonl").read_bytes() == (killed / "run" / "metrics.jsonl").read_bytes()
-    assert all(torch.equal(weights(killed, 4)[name], value) for name, value in weights(whole, 4).items())
+    assert (whole / "run" / "metrics.jsonl").read_bytes() == (
+        killed / "run" / "metrics.jsonl"
+    ).read_bytes()
+    assert all(
+        torch.equal(weights(killed, 4)[name], value) for name, value in weights(whole, 4).items()
+    )

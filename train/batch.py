@@ -2,7 +2,8 @@
 
 Apart from `train.data`, because a step needs only torch.
 
-Legend: B rows of a batch, T tokens of the longest of them, R documents, D depths (depth 1 is the first drafted token).
+Legend: B rows of a batch, T tokens of the longest of them, R documents, D depths (depth 1 is the
+first drafted token).
 """
 
 from dataclasses import dataclass
@@ -22,12 +23,14 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences; `labels_BT[b, t]` is the token that position t must predict, or IGNORE.
+    """Right-padded sequences; `labels_BT[b, t]` is the token that position t must predict, or
+    IGNORE.
 
-    There is no attention mask: under causal attention no valid token attends to padding on its right. Packed rows have
-    `positions_BT`, which restart with each document, and `documents_BT`, its number in the row (-1 for padding).
-    `stored`: the teacher's columns of the data at the valid tokens, in the order of the labels. `seeds_B`: of what is
-    drawn at random for a row of training data, in every pass anew.
+    There is no attention mask: under causal attention no valid token attends to padding on its
+    right. Packed rows have `positions_BT`, which restart with each document, and `documents_BT`,
+    its number in the row (-1 for padding). `stored`: the teacher's columns of the data at the valid
+    tokens, in the order of the labels. `seeds_B`: of what is drawn at random for a row of training
+    data, in every pass anew.
     """
 
     ids_BT: Tensor
@@ -38,18 +41,22 @@ class Batch:
     seeds_B: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        moved: dict[str, Any] = {key: None if part is None else part.to(device) for key, part in vars(self).items()}
+        moved: dict[str, Any] = {
+            key: None if part is None else part.to(device) for key, part in vars(self).items()
+        }
         return Batch(**moved)
 
 
 class LossSums(NamedTuple):
-    """Sums over the valid tokens of one forward; only the loop divides them, once for all processes.
+    """Sums over the valid tokens of one forward; only the loop divides them, once for all
+    processes.
 
-    A tuple, because the wrappers of DDP, ZeRO and FSDP look for tensors in those. loss: scalar, the sum of the weighted
-    losses; all else has no gradient. tokens: number of valid tokens. alpha: sum of sum_x min(p, q) at temperature 1 and
-    depth 1. depth_alpha_D, depth_tokens_D: the same sum and its number of tokens by depth; 0 tokens if not measured.
-    missing: sum of the target's probability of tokens that the draft cannot give, or that stored teacher rows do not
-    list; None if the teacher's whole distribution is known.
+    A tuple, because the wrappers of DDP, ZeRO and FSDP look for tensors in those. loss: scalar, the
+    sum of the weighted losses; all else has no gradient. tokens: number of valid tokens. alpha: sum
+    of sum_x min(p, q) at temperature 1 and depth 1. depth_alpha_D, depth_tokens_D: the same sum and
+    its number of tokens by depth; 0 tokens if not measured.
+    missing: sum of the target's probability of tokens that the draft cannot give, or that stored
+    teacher rows do not list; None if the teacher's whole distribution is known.
     """
 
     loss: Tensor
@@ -68,9 +75,11 @@ PackingMethod = Literal["positions", "mask"]
 
 
 def pack(lengths_R: npt.NDArray[np.int64], width: int, seed: int) -> list[list[int]]:
-    """Rows of at most `width` tokens: lists of document indices that together hold every document once.
+    """Rows of at most `width` tokens: lists of document indices that together hold every document
+    once.
 
-    Documents are shuffled; within a window the longest go first, each into the fullest row that still has room.
+    Documents are shuffled; within a window the longest go first, each into the fullest row that
+    still has room.
     """
     packed: list[list[int]] = []
     shuffled = np.random.default_rng([seed, len(lengths_R)]).permutation(len(lengths_R))
@@ -93,8 +102,12 @@ def pack(lengths_R: npt.NDArray[np.int64], width: int, seed: int) -> list[list[i
     return packed
 
 
-def forward_options(batch: Batch, method: PackingMethod | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of a model's forward beside the ids. method: of this model, if batches are packed."""
+def forward_options(
+    batch: Batch, method: PackingMethod | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Arguments of a model's forward beside the ids. method: of this model, if batches are
+    packed.
+    """
     if batch.positions_BT is None or batch.documents_BT is None:
         return {}
     assert method is not None, "this trainee was not built for packed batches"
@@ -104,16 +117,19 @@ def forward_options(batch: Batch, method: PackingMethod | None, dtype: torch.dty
     causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
     seen_BTT = (batch.documents_BT[:, :, None] == batch.documents_BT[:, None, :]) & causal_TT
     # Additive: 0 where a token may attend (back, in its own document), else the least value.
-    mask_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=device).masked_fill_(~seen_BTT, torch.finfo(dtype).min)
+    mask_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=device).masked_fill_(
+        ~seen_BTT, torch.finfo(dtype).min
+    )
     return {"position_ids": batch.positions_BT, "attention_mask": mask_BTT[:, None]}
 
 
 @torch.no_grad()
 def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
-    """How the model keeps documents apart: by positions that restart alone, or with a mask too; found by trying.
+    """How the model keeps documents apart: by positions that restart alone, or with a mask too;
+    found by trying.
 
-    What a document sees must not change with the document before it, and its hidden states must be those it has alone.
-    Raise InputError for a model that cannot keep them apart (recurrent ones).
+    What a document sees must not change with the document before it, and its hidden states must be
+    those it has alone. Raise InputError for a model that cannot keep them apart (recurrent ones).
     """
     config = model.config.get_text_config(decoder=True)
     size = 5
@@ -135,7 +151,8 @@ def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
                 for before_BT in (alone_BT.flip(1), (alone_BT + 1) % config.vocab_size)
             ]
         except (RuntimeError, ValueError, TypeError, IndexError):
-            continue  # a model that takes no such mask fails on its shape, each family with another error
+            # a model that takes no such mask fails on its shape, each family with another error
+            continue
         scale = wanted.abs().max()
         apart = (after[0] - after[1]).abs().max() <= 1e-5 * scale
         if apart and (after[0] - wanted).abs().max() <= 0.05 * scale:
@@ -144,11 +161,14 @@ def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
     model.train(was_training)
     if working is None:
         raise InputError(
-            f"packing: {name} ({type(model).__name__}) cannot keep packed documents apart; set packing to false"
+            f"packing: {name} ({type(model).__name__}) cannot keep packed documents apart; set "
+            "packing to false"
         )
     return working
 
 
 def _states(model: PreTrainedModel, ids_BT: Tensor, options: dict[str, Any]) -> Tensor:
-    states: Tensor = model.base_model(input_ids=ids_BT, use_cache=False, **options).last_hidden_state
+    states: Tensor = model.base_model(
+        input_ids=ids_BT, use_cache=False, **options
+    ).last_hidden_state
     return states.float()

@@ -1,7 +1,8 @@
-"""Output projection and loss together, a chunk of tokens at a time: the logits of a whole batch are never held.
+"""Output projection and loss together, a chunk of tokens at a time: the logits of a whole batch are
+never held.
 
-The forward takes the gradient of each chunk at once and drops its logits, as Liger Kernel's fused linear cross-entropy
-does (Hsu et al. 2024); here for any loss, with a teacher.
+The forward takes the gradient of each chunk at once and drops its logits, as Liger Kernel's fused
+linear cross-entropy does (Hsu et al. 2024); here for any loss, with a teacher.
 
 Legend: N valid tokens, C tokens of a chunk, H hidden size, R Markov rank, V vocabulary.
 """
@@ -20,15 +21,18 @@ from train.losses import InPlaceFn, overlap
 from train.objective import Objective
 from train.teacher import LiveTeacher, StoredTeacher, Teacher, compute_dtype
 
-# Logits per chunk. On a GPU enough to occupy it. On a CPU few enough to stay near the caches, and at most so many rows
-# that the allocator reuses the memory of the chunk before (measured: 256 rows take two thirds of the time of 4,096).
+# Logits per chunk. On a GPU enough to occupy it. On a CPU few enough to stay near the caches, and
+# at most so many rows that the allocator reuses the memory of the chunk before (measured: 256 rows
+# take two thirds of the time of 4,096).
 _CHUNK_LOGITS = 2**25
 _CPU_CHUNK_LOGITS = 2**23
 _CPU_CHUNK_ROWS = 256
 
 
 def chunk_size(weight_VH: Tensor, teacher: Teacher | None, chunk: int | None) -> int:
-    """Tokens of a chunk: `chunk` if given, else as many as suit the device for the wider of the two vocabularies."""
+    """Tokens of a chunk: `chunk` if given, else as many as suit the device for the wider of the two
+    vocabularies.
+    """
     on_cpu, widest = weight_VH.device.type == "cpu", len(weight_VH)
     if isinstance(teacher, LiveTeacher):
         widest = max(widest, len(teacher.projection.weight_VH))
@@ -50,7 +54,9 @@ class _Task:
     per_token_3N: Tensor | None = None
 
     def note(self, rows: slice, *measures: Tensor | None) -> None:
-        """Write down loss, alpha and missing mass of each token, for a caller that asked for them."""
+        """Write down loss, alpha and missing mass of each token, for a caller that asked for
+        them.
+        """
         if self.per_token_3N is not None:
             for place, measure_C in enumerate(measures):
                 if measure_C is not None:
@@ -73,8 +79,8 @@ class _Task:
         return alpha_C, (1 - p_CV.sum(-1)).clamp_min(0)
 
 
-# A chunk's logits and rows -> its summed loss, summed alpha, summed mass outside the draft's vocabulary, and the
-# gradient of the loss with respect to the logits (None when it is not needed).
+# A chunk's logits and rows -> its summed loss, summed alpha, summed mass outside the draft's
+# vocabulary, and the gradient of the loss with respect to the logits (None when it is not needed).
 ChunkFn = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
@@ -84,9 +90,13 @@ def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
         with torch.set_grad_enabled(wants_gradient):
             logits_CV.requires_grad_(wants_gradient)
             draft_CV = logits_CV if task.projection is None else task.projection.finish(logits_CV)
-            target_CV = None if task.teacher is None else task.teacher.logits(rows, draft_CV.detach())
+            target_CV = (
+                None if task.teacher is None else task.teacher.logits(rows, draft_CV.detach())
+            )
             loss_C = task.objective.loss(draft_CV, target_CV, task.tokens_N[rows])
-            total = loss_C.sum() if task.weights_N is None else (loss_C * task.weights_N[rows]).sum()
+            total = (
+                loss_C.sum() if task.weights_N is None else (loss_C * task.weights_N[rows]).sum()
+            )
             if wants_gradient:
                 (gradient_CV,) = torch.autograd.grad(total, logits_CV)
         alpha = missing = total.new_zeros(())
@@ -100,8 +110,12 @@ def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
     return chunk
 
 
-def _in_place(task: _Task, teacher: Teacher, measure: InPlaceFn, like: Tensor, vocabulary: int) -> ChunkFn:
-    """For an objective with an in-place form, on finite logits: several times fewer passes over memory."""
+def _in_place(
+    task: _Task, teacher: Teacher, measure: InPlaceFn, like: Tensor, vocabulary: int
+) -> ChunkFn:
+    """For an objective with an in-place form, on finite logits: several times fewer passes over
+    memory.
+    """
     scratch = [like.new_empty(min(task.chunk, len(task.tokens_N)), vocabulary) for _ in range(2)]
 
     def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -120,20 +134,28 @@ def _in_place(task: _Task, teacher: Teacher, measure: InPlaceFn, like: Tensor, v
 
 
 class _Projected(torch.autograd.Function):
-    """(task, bias, hidden, weight, ...) -> (loss, alpha, missing), with the gradients of the loss made on the way.
+    """(task, bias, hidden, weight, ...) -> (loss, alpha, missing), with the gradients of the loss
+    made on the way.
 
     The logits are the sum of all `hidden @ weight.T`, each of a width of its own.
     """
 
     @staticmethod
-    def forward(ctx: Any, task: _Task, bias_V: Tensor | None, *factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, task: _Task, bias_V: Tensor | None, *factors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         hidden, weights_given = factors[::2], factors[1::2]
         hidden_NH = hidden[0]
         dtype = compute_dtype(weights_given[0])
-        weights, bias = [weight.to(dtype) for weight in weights_given], None if bias_V is None else bias_V.to(dtype)
+        weights, bias = (
+            [weight.to(dtype) for weight in weights_given],
+            None if bias_V is None else bias_V.to(dtype),
+        )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         needs = [task.wants_gradient and need for need in ctx.needs_input_grad[1:]]
-        grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs[0] and bias_V is not None else None
+        grad_bias = (
+            torch.zeros_like(bias_V, dtype=wide) if needs[0] and bias_V is not None else None
+        )
         grad_factors = [
             torch.zeros_like(factor, dtype=wide if place % 2 else factor.dtype) if need else None
             for place, (factor, need) in enumerate(zip(factors, needs[1:], strict=True))
@@ -143,7 +165,12 @@ class _Projected(torch.autograd.Function):
         linear = task.projection is None or task.projection.is_linear
         in_place = task.objective.in_place
         teacher = task.teacher
-        if linear and in_place is not None and isinstance(teacher, LiveTeacher) and not teacher.further:
+        if (
+            linear
+            and in_place is not None
+            and isinstance(teacher, LiveTeacher)
+            and not teacher.further
+        ):
             chunk = _in_place(task, teacher, in_place, loss, len(weights[0]))
         else:
             chunk = _by_autograd(task, any(needs))
@@ -151,7 +178,9 @@ class _Projected(torch.autograd.Function):
             rows = slice(start, min(start + task.chunk, len(task.tokens_N)))
             parts = [states[rows].to(dtype) for states in hidden]
             # The logits get no name here, so that they are freed when `chunk` returns.
-            chunk_loss, chunk_alpha, chunk_missing, gradient_CV = chunk(_logits(parts, weights, bias).to(wide), rows)
+            chunk_loss, chunk_alpha, chunk_missing, gradient_CV = chunk(
+                _logits(parts, weights, bias).to(wide), rows
+            )
             loss += chunk_loss
             alpha += chunk_alpha
             missing += chunk_missing
@@ -170,7 +199,10 @@ class _Projected(torch.autograd.Function):
                     grad_weight += gradient_CV.T @ part_CH
             del gradient_CV
         ctx.gradients = (grad_bias, *grad_factors)
-        ctx.dtypes = (None if bias_V is None else bias_V.dtype, *(factor.dtype for factor in factors))
+        ctx.dtypes = (
+            None if bias_V is None else bias_V.dtype,
+            *(factor.dtype for factor in factors),
+        )
         ctx.mark_non_differentiable(alpha, missing)
         return loss, alpha, missing
 
@@ -208,11 +240,14 @@ def projected(
 ) -> LossSums:
     """Sum over tokens of weight times loss of the logits `hidden @ weight.T + bias`.
 
-    teacher: None only when the objective needs no target; then alpha is not measured. weights_N: None for all 1.
-    chunk: tokens at a time, by default what suits the device. projection: scales or caps the draft's logits; its
-    weight and bias are the arguments. low_rank: `[N, R]` and `[V, R]` whose product is added to the logits.
-    per_token_3N: is filled with loss, not weighted, alpha and missing mass of each token. Runs in autocast's dtype;
-    losses and the gradient of the weight are accumulated in fp32. `backward` may be called once.
+    teacher: None only when the objective needs no target; then alpha is not measured. weights_N:
+    None for all 1.
+    chunk: tokens at a time, by default what suits the device. projection: scales or caps the
+    draft's logits; its weight and bias are the arguments. low_rank: `[N, R]` and `[V, R]` whose
+    product is added to the logits.
+    per_token_3N: is filled with loss, not weighted, alpha and missing mass of each token. Runs in
+    autocast's dtype; losses and the gradient of the weight are accumulated in fp32. `backward` may
+    be called once.
     """
     size = chunk_size(weight_VH, teacher, chunk)
     gradient = torch.is_grad_enabled()
@@ -222,4 +257,6 @@ def projected(
     count = torch.tensor(len(tokens_N), device=hidden_NH.device)
     measured = count if teacher is not None else torch.zeros_like(count)
     wants_missing = teacher is not None and teacher.is_partial
-    return LossSums(loss, count, overlaps, overlaps[None], measured[None], missing if wants_missing else None)
+    return LossSums(
+        loss, count, overlaps, overlaps[None], measured[None], missing if wants_missing else None
+    )

@@ -71,8 +71,9 @@ class HeadOptions:
     test_steps: AtLeast1 | None = None
     """EAGLE-3: training steps on its own features; 7."""
     step_decay: Rare[Annotated[float, Field(gt=0, le=1)] | None] = None
-    """Weight of the loss of each further step, relative to the one before; 0.8, of a block drafter exp(-1/7) to
-    exp(-1/4) by the size of its block."""
+    """Weight of the loss of each further step, relative to the one before; 0.8, of a block drafter
+    exp(-1/7) to exp(-1/4) by the size of its block.
+    """
     noise: Rare[NonNegative | None] = None
     """EAGLE-1: input features are shifted at random by up to this much; 0.1."""
     block_size: Annotated[int, Field(ge=2)] | None = None
@@ -94,34 +95,49 @@ class TrainConfig(RunOptions, TargetOptions):
     """Fit a draft model to a distilled set (or to text)."""
 
     data: Annotated[list[str], Field(min_length=1)]
-    """Distilled sets (directories), or .jsonl/.parquet files with `text`, or `messages` that end with an answer."""
+    """Distilled sets (directories), or .jsonl/.parquet files with `text`, or `messages` that end
+    with an answer.
+    """
     kind: DraftKind = "lm"
     """What to train: a language model, or a head on the target's hidden states."""
     draft: str | None = None
     """Weights to start from: a directory or hub name. A head without it starts fresh."""
     draft_config: str | None = None
-    """A Hugging Face config.json. Alone: a fresh model of that shape. With `draft`: the shape it must have."""
+    """A Hugging Face config.json. Alone: a fresh model of that shape. With `draft`: the shape it
+    must have.
+    """
     target: str | None = None
-    """The teacher. Needed by heads, and by every objective but `ce` unless `data` has teacher columns."""
+    """The teacher. Needed by heads, and by every objective but `ce` unless `data` has teacher
+    columns.
+    """
     draft_vocab_size: AtLeast1 | None = None
-    """Draft only this many tokens, the most frequent in the responses; null is all. Not for eagle, medusa, hydra."""
+    """Draft only this many tokens, the most frequent in the responses; null is all. Not for eagle,
+    medusa, hydra.
+    """
     tokenizer: Rare[str | None] = None
     """Tokenizer for rows of text, saved with the draft. Default: the target's, else the draft's."""
     objective: str = "ce"
-    """ce, fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha, lk_hybrid:eta=3; or a sum such as `0.9*fkl+0.1*ce`. For
-    block drafters, `@dpace` may follow."""
+    """ce, fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha, lk_hybrid:eta=3; or a sum such as
+    `0.9*fkl+0.1*ce`. For block drafters, `@dpace` may follow.
+    """
     temperature: Rare[Positive] = 1.0
-    """Divides the logits of draft and target in the objective; `ce` and the reported alpha ignore it."""
+    """Divides the logits of draft and target in the objective; `ce` and the reported alpha ignore
+    it.
+    """
     heldout: list[str] = field(default_factory=list)
     """Held-out data, same kinds as `data`. Default: `heldout_fraction` of the prompts in `data`."""
     heldout_fraction: Rare[OpenShare] = 0.05
     """Share of the prompts in `data` that are held out if `heldout` is empty."""
     max_length: AtLeast1 = 512
-    """Tokens of prompt and response; longer rows are truncated, text is cut into blocks of this length."""
+    """Tokens of prompt and response; longer rows are truncated, text is cut into blocks of this
+    length.
+    """
     packing: bool = False
     """Pack several documents into each row of `max_length` tokens; `batch_size` counts rows."""
     replay: list[str] = field(default_factory=list)
-    """General data to mix in, same kinds as `data`, so that the draft keeps its acceptance in other domains."""
+    """General data to mix in, same kinds as `data`, so that the draft keeps its acceptance in other
+    domains.
+    """
     replay_fraction: ShareBelow1 = 0.0
     """Share of the sequences that come from `replay`."""
     mixing_temperature: Rare[Positive] = 1.0
@@ -140,7 +156,9 @@ class TrainConfig(RunOptions, TargetOptions):
     compile: NotIdentity[Rare[bool]] = False
     """torch.compile every layer of the draft; worth it on GPUs, needs a C compiler on CPUs."""
     eval_every: AtLeast1 = 100
-    """Steps between held-out evaluations, which select the best weights by alpha, or without a teacher by the loss."""
+    """Steps between held-out evaluations, which select the best weights by alpha, or without a
+    teacher by the loss.
+    """
     patience: AtLeast0 = 0
     """Stop after this many evaluations in a row without a new best; 0 never stops early."""
     save_every: NotIdentity[AtLeast1] = 100
@@ -149,15 +167,21 @@ class TrainConfig(RunOptions, TargetOptions):
     """Number of checkpoints to keep."""
     optim: Optim = field(default_factory=Optim)
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Autocast of the forward. Weights and optimizer stay fp32. auto: bf16 if an accelerator has it."""
+    """Autocast of the forward. Weights and optimizer stay fp32. auto: bf16 if an accelerator has
+    it.
+    """
     tracker: NotIdentity[Literal["none", "wandb", "tensorboard"]] = "none"
     """Tracker beside metrics.jsonl (WANDB_MODE=offline needs no account)."""
     project: NotIdentity[Rare[str]] = "draftsmith"
     """W&B project."""
     push_to_hub: NotIdentity[Rare[str | None]] = None
-    """Upload the checkpoint to this hub model, owner/name, with the token in HF_TOKEN; a new one is private."""
+    """Upload the checkpoint to this hub model, owner/name, with the token in HF_TOKEN; a new one is
+    private.
+    """
     smoke: bool = False
-    """Try the recipe: tiny random models of the same families, made-up data, a few steps, no downloads."""
+    """Try the recipe: tiny random models of the same families, made-up data, a few steps, no
+    downloads.
+    """
 
     def __post_init__(self) -> None:
         objective = parse_objective(self.objective, self.temperature)
@@ -168,15 +192,27 @@ class TrainConfig(RunOptions, TargetOptions):
         untaught = not self.target and (head or self.head.features)
         unmixed = self.mixing_temperature != 1 and (len(self.data) < 2 or self.packing)
         rules: list[tuple[str, object, str]] = [
-            ("draft", not (head or self.draft or self.draft_config), "give `draft` or `draft_config` (a config.json)"),
+            (
+                "draft",
+                not (head or self.draft or self.draft_config),
+                "give `draft` or `draft_config` (a config.json)",
+            ),
             ("target", untaught, "is missing; heads and head.features need it"),
-            ("objective", objective.paced and self.kind not in BLOCK_KINDS, f"@dpace is for {', '.join(BLOCK_KINDS)}"),
+            (
+                "objective",
+                objective.paced and self.kind not in BLOCK_KINDS,
+                f"@dpace is for {', '.join(BLOCK_KINDS)}",
+            ),
             (
                 "draft_vocab_size",
                 self.draft_vocab_size and self.kind not in ("lm", *VOCABULARY_KINDS),
                 f"is for lm, {', '.join(VOCABULARY_KINDS)}",
             ),
-            ("replay_fraction", bool(self.replay) != (self.replay_fraction > 0), "goes with `replay`; set both"),
+            (
+                "replay_fraction",
+                bool(self.replay) != (self.replay_fraction > 0),
+                "goes with `replay`; set both",
+            ),
             ("mixing_temperature", unmixed, "needs several `data`, and packing false"),
         ]
         for key, wrong, reason in rules:
@@ -185,4 +221,7 @@ class TrainConfig(RunOptions, TargetOptions):
         known = _HEAD_OPTIONS[self.kind] | {"features", "features_gib"}
         for key, value in vars(self.head).items():
             if value is not None and key not in known:
-                raise InputError(f"head.{key}: not an option of kind {self.kind}; it has {', '.join(sorted(known))}")
+                raise InputError(
+                    f"head.{key}: not an option of kind {self.kind}; it has "
+                    f"{', '.join(sorted(known))}"
+                )

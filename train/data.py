@@ -1,9 +1,11 @@
 """Training data: rows of prompt and response tokens, their order, and the batches made of them.
 
-The order is an endless stream of shuffled epochs that depends on the place in it alone. So a resumed run needs to know
-its step and nothing else, and a step has the same units however it is divided (law 6).
+The order is an endless stream of shuffled epochs that depends on the place in it alone. So a
+resumed run needs to know its step and nothing else, and a step has the same units however it is
+divided (law 6).
 
-Legend: B rows of a batch, T tokens of the longest of them, N valid tokens, K stored teacher tokens per position.
+Legend: B rows of a batch, T tokens of the longest of them, N valid tokens, K stored teacher tokens
+per position.
 """
 
 import glob
@@ -36,9 +38,11 @@ from train.teacher import StoredTeacher
 datasets.disable_progress_bars()
 
 Indices = npt.NDArray[np.int64]
-_FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")})
-# The hash of the prompt that a row of a distilled set answers, 16 hex digits, one for all turns of a conversation;
-# empty for other rows.
+_FEATURES = datasets.Features(
+    {name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")}
+)
+# The hash of the prompt that a row of a distilled set answers, 16 hex digits, one for all turns of
+# a conversation; empty for other rows.
 _PROMPT = "prompt_hash"
 _COLUMNS = [*_FEATURES, _PROMPT]
 # The target's distribution at each response token, packed.
@@ -47,13 +51,17 @@ _TEACHER = datasets.Features({COLUMN: datasets.Value("large_binary")})
 
 @dataclass(frozen=True)
 class Examples:
-    """Tokenised rows (`prompt_ids`, `response_ids`; loss on the response only), cut to `max_length` tokens.
+    """Tokenised rows (`prompt_ids`, `response_ids`; loss on the response only), cut to `max_length`
+    tokens.
 
-    A unit is what is shuffled and dealt to processes: a row, or the rows of one of the `groups` if they are packed.
-    lengths: tokens of each row. valid_tokens: predicted tokens of each unit. dropped: number of rows that had none.
-    digest: identifies the data. max_token: the largest token. targets: fingerprints of the targets that wrote the data.
-    stored: whether every row has the teacher's column. Units from `replay_from` on are general data to mix in. domains:
-    the source of each row; None if rows are packed.
+    A unit is what is shuffled and dealt to processes: a row, or the rows of one of the `groups` if
+    they are packed.
+    lengths: tokens of each row. valid_tokens: predicted tokens of each unit. dropped: number of
+    rows that had none.
+    digest: identifies the data. max_token: the largest token. targets: fingerprints of the targets
+    that wrote the data.
+    stored: whether every row has the teacher's column. Units from `replay_from` on are general data
+    to mix in. domains: the source of each row; None if rows are packed.
     """
 
     rows: datasets.Dataset
@@ -81,7 +89,9 @@ class Examples:
 
 
 def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int) -> Examples:
-    """Read distilled sets and files into one table. Raise InputError that names the file, line and key at fault."""
+    """Read distilled sets and files into one table. Raise InputError that names the file, line and
+    key at fault.
+    """
     tables, digests, targets = [], [], set()
     for source in sources:
         if Path(source).is_dir():
@@ -89,7 +99,9 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
             targets |= {target} - {None}
         else:
             if tokenizer is None:
-                raise InputError(f"{source}: is text, and there is no tokenizer; set `tokenizer` or `target`")
+                raise InputError(
+                    f"{source}: is text, and there is no tokenizer; set `tokenizer` or `target`"
+                )
             table, digest = _text(source, tokenizer, max_length)
         if _PROMPT not in table.column_names:
             table = table.add_column(_PROMPT, [""] * len(table))
@@ -126,25 +138,42 @@ def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_lengt
     )
 
 
-def _distilled(directory: Path, tokenizer: Tokenizer | None) -> tuple[datasets.Dataset, str, str | None]:
-    """Rows of a distilled set, the hash of its parts, and the recorded fingerprint of its target."""
+def _distilled(
+    directory: Path, tokenizer: Tokenizer | None
+) -> tuple[datasets.Dataset, str, str | None]:
+    """Rows of a distilled set, the hash of its parts, and the recorded fingerprint of its
+    target.
+    """
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if not manifest.get("complete"):
-        raise InputError(f"{directory}: the distilled set is not finished; run the same distill command again")
+        raise InputError(
+            f"{directory}: the distilled set is not finished; run the same distill command again"
+        )
     if tokenizer is not None:
         check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
     parts = [directory / part["file"] for part in manifest["parts"]]
     for path, part in zip(parts, manifest["parts"], strict=True):
         if not path.is_file() or sha256_file(path) != part["sha256"]:
-            raise InputError(f"{path}: is missing, or not the file in the manifest; copy the whole directory again")
+            raise InputError(
+                f"{path}: is missing, or not the file in the manifest; copy the whole directory "
+                "again"
+            )
     names = [set(pq.read_schema(path).names) for path in parts]
-    features = datasets.Features(_FEATURES | (_TEACHER if all(COLUMN in part for part in names) else {}))
+    features = datasets.Features(
+        _FEATURES | (_TEACHER if all(COLUMN in part for part in names) else {})
+    )
     if all(_PROMPT in part for part in names):
         features[_PROMPT] = datasets.Value("string")
     files = [glob.escape(str(path)) for path in parts]
-    table = datasets.load_dataset("parquet", data_files=files, split="train", columns=list(features))
+    table = datasets.load_dataset(
+        "parquet", data_files=files, split="train", columns=list(features)
+    )
     assert isinstance(table, datasets.Dataset)
-    return table.cast(features), hash_json(manifest["parts"]), manifest.get("identity", {}).get("target_fingerprint")
+    return (
+        table.cast(features),
+        hash_json(manifest["parts"]),
+        manifest.get("identity", {}).get("target_fingerprint"),
+    )
 
 
 def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.Dataset, str]:
@@ -160,28 +189,37 @@ def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.
         elif isinstance(row.get("text"), str):
             stream += with_eos(encode_text(tokenizer, row["text"]), tokenizer)
         else:
-            raise InputError(f"{where}: needs `text`, or `messages` that end with the assistant's answer")
+            raise InputError(
+                f"{where}: needs `text`, or `messages` that end with the assistant's answer"
+            )
     blocks = [stream[i : i + max_length] for i in range(0, len(stream), max_length)]
     table = datasets.Dataset.from_dict(
-        {"prompt_ids": prompts + [[] for _ in blocks], "response_ids": responses + blocks}, features=_FEATURES
+        {"prompt_ids": prompts + [[] for _ in blocks], "response_ids": responses + blocks},
+        features=_FEATURES,
     )
     return table, hash_json([prompts, responses, blocks])
 
 
 def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
-    """Split into training and held-out data: this fraction of the prompts, with all of their rows."""
+    """Split into training and held-out data: this fraction of the prompts, with all of their
+    rows.
+    """
     rows = examples.rows.select_columns(_COLUMNS)
     hashes = np.array([_hash(row, row["response_ids"]) for row in rows], dtype=np.uint64)
     prompts = np.unique(hashes)
     if len(prompts) < 2:
-        raise InputError("data: holds a single prompt, so none can be held out; add prompts or set `heldout`")
+        raise InputError(
+            "data: holds a single prompt, so none can be held out; add prompts or set `heldout`"
+        )
     count = min(max(1, round(fraction * len(prompts))), len(prompts) - 1)
     heldout = np.isin(hashes, prompts[:count])
     return _select(examples, ~heldout, "train"), _select(examples, heldout, "heldout")
 
 
 def trained_prompts(examples: Examples) -> Iterator[int]:
-    """Yield the hash of each row's prompt; for text, of its first 32 tokens, the evaluation's default prompt."""
+    """Yield the hash of each row's prompt; for text, of its first 32 tokens, the evaluation's
+    default prompt.
+    """
     for row in examples.rows.select_columns(_COLUMNS):
         yield _hash(row, row["response_ids"][:32])
 
@@ -209,7 +247,9 @@ def packed(examples: Examples, seed: int) -> Examples:
     return replace(
         examples,
         groups=tuple(map(tuple, groups)),
-        valid_tokens=np.array([examples.valid_tokens[group].sum() for group in groups], dtype=np.int64),
+        valid_tokens=np.array(
+            [examples.valid_tokens[group].sum() for group in groups], dtype=np.int64
+        ),
         digest=hash_json([examples.digest, "packed", seed]),
         domains=None,
     )
@@ -218,13 +258,17 @@ def packed(examples: Examples, seed: int) -> Examples:
 def with_replay(examples: Examples, replay: Examples) -> Examples:
     """Append the units of `replay`, for `units` to mix in. Both are packed, or neither."""
     stored = examples.stored and replay.stored
-    parts = [side.rows if stored else side.rows.select_columns(_COLUMNS) for side in (examples, replay)]
+    parts = [
+        side.rows if stored else side.rows.select_columns(_COLUMNS) for side in (examples, replay)
+    ]
     domains = groups = None
     if examples.domains is not None:
         domains = np.append(examples.domains, np.full(len(replay), examples.domains.max() + 1))
     if examples.groups is not None and replay.groups is not None:
         shift = len(examples.rows)
-        groups = examples.groups + tuple(tuple(shift + row for row in group) for group in replay.groups)
+        groups = examples.groups + tuple(
+            tuple(shift + row for row in group) for group in replay.groups
+        )
     return replace(
         examples,
         rows=datasets.concatenate_datasets(parts),
@@ -247,7 +291,10 @@ def collate(examples: Examples, indices: Iterable[int]) -> Batch:
     groups = [[i] if examples.groups is None else list(examples.groups[i]) for i in chosen]
     documents = [[examples.rows[row] for row in group] for group in groups]
     limit = examples.max_length
-    lengths = [[min(len(row["prompt_ids"] + row["response_ids"]), limit) for row in group] for group in documents]
+    lengths = [
+        [min(len(row["prompt_ids"] + row["response_ids"]), limit) for row in group]
+        for group in documents
+    ]
     width = max(map(sum, lengths))
     ids_BT = torch.zeros(len(groups), width, dtype=torch.long)
     labels_BT = torch.full_like(ids_BT, IGNORE)
@@ -256,13 +303,22 @@ def collate(examples: Examples, indices: Iterable[int]) -> Batch:
     for b, group in enumerate(documents):
         start = 0
         for number, (row, length) in enumerate(zip(group, lengths[b], strict=True)):
-            tokens, first = torch.tensor((row["prompt_ids"] + row["response_ids"])[:length]), len(row["prompt_ids"])
+            tokens, first = (
+                torch.tensor((row["prompt_ids"] + row["response_ids"])[:length]),
+                len(row["prompt_ids"]),
+            )
             place = slice(start, start + length)
-            ids_BT[b, place], positions_BT[b, place], documents_BT[b, place] = tokens, torch.arange(length), number
+            ids_BT[b, place], positions_BT[b, place], documents_BT[b, place] = (
+                tokens,
+                torch.arange(length),
+                number,
+            )
             # The first token of a sequence is not predicted: there is nothing before it.
             labels_BT[b, start + max(first, 1) - 1 : start + length - 1] = tokens[max(first, 1) :]
             start += length
-    stored = _stored([row for group in documents for row in group], limit) if examples.stored else None
+    stored = (
+        _stored([row for group in documents for row in group], limit) if examples.stored else None
+    )
     if examples.groups is None:
         return Batch(ids_BT, labels_BT, stored=stored)
     return Batch(ids_BT, labels_BT, positions_BT, documents_BT, stored)
@@ -280,7 +336,12 @@ def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredTeacher:
     # At least one: a row may list no token, only the tail mass.
     width = max([1, *(ids_RK.shape[1] for ids_RK in ids)])
     padded = [
-        np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill) for part in parts])
+        np.concatenate(
+            [
+                np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill)
+                for part in parts
+            ]
+        )
         for parts, fill in ((ids, 0), (logprobs, -math.inf))
     ]
     return StoredTeacher(*map(torch.from_numpy, (*padded, np.concatenate(tails))))
@@ -296,23 +357,28 @@ def order(count: int, start: int, stop: int, seed: int) -> Indices:
 
 
 def shares(counts: Sequence[int], temperature: float) -> list[float]:
-    """Share of each domain: proportional to size^(1 / temperature) (arXiv 1907.05019, section 4.1)."""
+    """Share of each domain: proportional to size^(1 / temperature) (arXiv 1907.05019, section
+    4.1).
+    """
     # Divide by the largest first: a small temperature would overflow.
     sizes = [(count / max(counts)) ** (1 / temperature) for count in counts]
     return [size / sum(sizes) for size in sizes]
 
 
 def drawn(shares: Sequence[float], start: int, stop: int) -> list[tuple[Indices, int, int]]:
-    """Return for each domain its places in `start`..`stop`, counted from `start`, and how many places it has before
-    `start` and before `stop`.
+    """Return for each domain its places in `start`..`stop`, counted from `start`, and how many
+    places it has before `start` and before `stop`.
 
-    The first domain takes place g if floor((g + 1) p) > floor(g p), so its places are evenly spread; the others divide
-    the remaining places in the same way.
+    The first domain takes place g if floor((g + 1) p) > floor(g p), so its places are evenly
+    spread; the others divide the remaining places in the same way.
     """
     places, left, result = np.arange(stop - start), sum(shares), []
     for share in shares:
-        # How many places this domain has before each remaining one. 1e-9 keeps rounding from lowering a floor by one.
-        before = np.floor(np.arange(start, stop + 1) * min(1.0, share / (left or 1.0)) + 1e-9).astype(np.int64)
+        # How many places this domain has before each remaining one. 1e-9 keeps rounding from
+        # lowering a floor by one.
+        before = np.floor(
+            np.arange(start, stop + 1) * min(1.0, share / (left or 1.0)) + 1e-9
+        ).astype(np.int64)
         taken = np.diff(before) > 0
         result.append((places[taken], int(before[0]), int(before[-1])))
         places, left = places[~taken], left - share
@@ -321,19 +387,33 @@ def drawn(shares: Sequence[float], start: int, stop: int) -> list[tuple[Indices,
 
 
 def units(
-    examples: Examples, start: int, stop: int, seed: int, fraction: float = 0.0, temperature: float = 1.0
+    examples: Examples,
+    start: int,
+    stop: int,
+    seed: int,
+    fraction: float = 0.0,
+    temperature: float = 1.0,
 ) -> Indices:
-    """Unit indices of places `start`..`stop` in the endless stream, `fraction` of them replay, evenly spread.
+    """Unit indices of places `start`..`stop` in the endless stream, `fraction` of them replay,
+    evenly spread.
 
-    Data and replay are each reshuffled in every epoch of their own. temperature: mixes domains of the data (`shares`).
+    Data and replay are each reshuffled in every epoch of their own. temperature: mixes domains of
+    the data (`shares`).
     """
     main = len(examples) if examples.replay_from is None else examples.replay_from
-    # Rows, share and seed of each domain. With one seed for two, the same rows of both would meet in every epoch.
+    # Rows, share and seed of each domain. With one seed for two, the same rows of both would meet
+    # in every epoch.
     domains = [(np.arange(main), 1 - fraction, seed)]
     if temperature != 1 and examples.domains is not None:
-        rows = [np.flatnonzero(examples.domains[:main] == domain) for domain in np.unique(examples.domains[:main])]
+        rows = [
+            np.flatnonzero(examples.domains[:main] == domain)
+            for domain in np.unique(examples.domains[:main])
+        ]
         parts = zip(rows, shares([*map(len, rows)], temperature), strict=True)
-        domains = [(own, (1 - fraction) * part, seed + (n + 2) * 2**32) for n, (own, part) in enumerate(parts)]
+        domains = [
+            (own, (1 - fraction) * part, seed + (n + 2) * 2**32)
+            for n, (own, part) in enumerate(parts)
+        ]
     if examples.replay_from is not None:
         domains.insert(0, (np.arange(main, len(examples)), fraction, seed + 2**32))
     result = np.empty(stop - start, dtype=np.int64)

@@ -1,4 +1,6 @@
-"""The draft of a run: made from its options, put into a trainee, written as a checkpoint of its kind."""
+"""The draft of a run: made from its options, put into a trainee, written as a checkpoint of its
+kind.
+"""
 
 import logging
 from pathlib import Path
@@ -47,7 +49,9 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
     if config.draft is not None:
         kind = "lm" if (kind := draft_kind(config.draft)) == "draft" else kind
         if kind != config.kind:
-            raise InputError(f"{config.draft}: is of kind {kind}, not {config.kind}; set kind to {kind}")
+            raise InputError(
+                f"{config.draft}: is of kind {kind}, not {config.kind}; set kind to {kind}"
+            )
     if config.kind == "lm":
         return _with_draft_vocabulary(config, _build_lm(config, target), target, training)
     assert target is not None
@@ -55,19 +59,25 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
         head = load_head(config.draft, target)
         check_finite(config.draft, head)
     else:
-        options = _head_options(config, "num_heads", "num_layers", "block_size", "target_layers", "window")
+        options = _head_options(
+            config, "num_heads", "num_layers", "block_size", "target_layers", "window"
+        )
         if config.kind not in ("medusa", "hydra"):
             options["seed"] = config.seed
         if config.kind in VOCABULARY_KINDS:
             options["draft_vocab"] = _draft_vocab(config, vocabulary_size(target), training)
         if config.kind in BLOCK_KINDS:
-            options["mask_token_id"] = rarest_token(training.response_counts, borrow(target).embedding_weight)
+            options["mask_token_id"] = rarest_token(
+                training.response_counts, borrow(target).embedding_weight
+            )
         head = HEADS[config.kind].fresh(target, **options)
     return head.to(device="cpu", dtype=torch.float32)
 
 
 def _head_options(config: TrainConfig, *keys: str) -> dict[str, Any]:
-    """Those options of a head that are not null; the others have their defaults in the head or its trainee."""
+    """Those options of a head that are not null; the others have their defaults in the head or its
+    trainee.
+    """
     return {key: value for key in keys if (value := getattr(config.head, key)) is not None}
 
 
@@ -77,20 +87,34 @@ def _build_lm(config: TrainConfig, target: PreTrainedModel | None) -> PreTrained
         shape = read_shape(config.draft_config, None if target is None else target.config)
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
         assert isinstance(model, PreTrainedModel)
-        if target is not None and (warning := too_costly(read_per_token(model), read_per_token(target))):
+        if target is not None and (
+            warning := too_costly(read_per_token(model), read_per_token(target))
+        ):
             log.warning("%s: %s", config.draft_config, warning)
         return model
-    model = load_model(config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code)
+    model = load_model(
+        config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code
+    )
     given = None if config.draft_config is None else read_shape(config.draft_config)
-    for key in ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"):
+    for key in (
+        "model_type",
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "vocab_size",
+    ):
         has, wanted = getattr(model.config, key, None), getattr(given, key, None)
         if given is not None and has != wanted:
-            raise InputError(f"{config.draft}: its {key} is {has}, {config.draft_config} says {wanted}")
+            raise InputError(
+                f"{config.draft}: its {key} is {has}, {config.draft_config} says {wanted}"
+            )
     return model
 
 
 def read_shape(path: str, target: PretrainedConfig | None = None) -> PretrainedConfig:
-    """Read a model shape from a Hugging Face config.json; what it leaves open is the target's, with a warning."""
+    """Read a model shape from a Hugging Face config.json; what it leaves open is the target's, with
+    a warning.
+    """
     values = dict(read_json(Path(path), "a Hugging Face config.json"))
     if target is not None:
         values, taken = filled(values, target)
@@ -102,14 +126,19 @@ def read_shape(path: str, target: PretrainedConfig | None = None) -> PretrainedC
     try:
         return AutoConfig.for_model(values.pop("model_type"), **values)
     except Exception as error:
-        # Configuration classes validate themselves with errors of several types, some of many lines.
-        raise InputError(f"{path}: not a model that transformers can build ({first_line(error)})") from None
+        # Configuration classes validate themselves with errors of several types, some of many
+        # lines.
+        raise InputError(
+            f"{path}: not a model that transformers can build ({first_line(error)})"
+        ) from None
 
 
 def _with_draft_vocabulary(
     config: TrainConfig, model: PreTrainedModel, target: PreTrainedModel | None, training: Examples
 ) -> PreTrainedModel:
-    """Attach the draft vocabulary that the language model has on disk, or that the options ask for."""
+    """Attach the draft vocabulary that the language model has on disk, or that the options ask
+    for.
+    """
     # Either vocabulary may be padded, and a token of the draft's padding is none of the target's.
     whole = min(vocabulary_size(part) for part in (model, target) if part is not None)
     known = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
@@ -155,7 +184,8 @@ def make_trainee(
 ) -> nn.Module:
     """Put the draft into the trainee of its kind, on this process's device.
 
-    comes_back: whether the documents of training batches come back, so that their states are worth holding.
+    comes_back: whether the documents of training batches come back, so that their states are worth
+    holding.
     """
     draft.to(world.device)  # type: ignore[arg-type]
     cache = None
@@ -165,7 +195,9 @@ def make_trainee(
         most = int((config.head.features_gib or _CACHE_GIB) * 2**30)
         process = world.accelerator.process_index
         key = fingerprint(target)
-        cache = FeatureCache(config.head.features, key, layers, target.dtype, most, process, world.size)
+        cache = FeatureCache(
+            config.head.features, key, layers, target.dtype, most, process, world.size
+        )
     if not isinstance(draft, PreTrainedModel):
         options = _head_options(config, "noise", "test_steps", "step_decay", "anchors")
         return TRAINEES[config.kind](draft, objective, target, config.packing, cache, **options)

@@ -1,11 +1,14 @@
-"""The target's hidden states that drafts are trained on: from its forward in the step, from memory, or from disk.
+"""The target's hidden states that drafts are trained on: from its forward in the step, from memory,
+or from disk.
 
-A document's states depend only on the target, the tokens, the layer and the dtype; the key of a cached row is a hash
-of these four, so that drafts that read some of the same layers share them. With a cache, each document is forwarded
-alone, outside autocast, and rounded to the cache's dtype, also when it was not found. So a run trains on the same bits
-whatever was cached when it began, on a like machine.
+A document's states depend only on the target, the tokens, the layer and the dtype; the key of a
+cached row is a hash of these four, so that drafts that read some of the same layers share them.
+With a cache, each document is forwarded alone, outside autocast, and rounded to the cache's dtype,
+also when it was not found. So a run trains on the same bits whatever was cached when it began, on a
+like machine.
 
-    DIR/<hash of (target, dtype)>/<sha256 of the content>.safetensors    one tensor [T, H] per document and layer
+    DIR/<hash of (target, dtype)>/<sha256 of the content>.safetensors    one tensor [T, H] per
+    document and layer
 
 Legend: B rows, T tokens, L layers, H hidden size.
 """
@@ -34,11 +37,12 @@ _SHARD_BYTES = 2**28
 class FeatureCache:
     """Target states of documents, on disk, by content, never more than `max_bytes` of shards.
 
-    directory: may be shared by runs, processes and targets. fingerprint: of the target. layers: which of its
-    `hidden_states`. dtype: of what is stored and given back. processes: divide the room that is left at the start.
+    directory: may be shared by runs, processes and targets. fingerprint: of the target. layers:
+    which of its `hidden_states`. dtype: of what is stored and given back. processes: divide the
+    room that is left at the start.
 
-    A full cache takes nothing more in: rows come back once per epoch, so dropping the oldest would drop each just
-    before it is needed. A shard that is damaged counts as absent.
+    A full cache takes nothing more in: rows come back once per epoch, so dropping the oldest would
+    drop each just before it is needed. A shard that is damaged counts as absent.
     """
 
     def __init__(
@@ -88,7 +92,8 @@ class FeatureCache:
             if file not in self._readers:
                 if sha256_file(file) != file.stem:
                     raise OSError
-                # Kept open: it is memory-mapped, and opening it again would parse its whole index again.
+                # Kept open: it is memory-mapped, and opening it again would parse its whole index
+                # again.
                 self._readers[file] = safe_open(file, framework="pt")
             state_TH: Tensor = self._readers[file].get_tensor(key)
         except (OSError, SafetensorError):
@@ -103,7 +108,9 @@ class FeatureCache:
         file.unlink(missing_ok=True)
 
     def put(self, ids: Sequence[int], states_LTH: Tensor) -> None:
-        """Keep the states of a document, if there is room; write a shard when there is enough for one."""
+        """Keep the states of a document, if there is room; write a shard when there is enough for
+        one.
+        """
         for layer, state_TH in zip(self.layers, states_LTH, strict=True):
             key = self.key(ids, layer)
             if self._room <= 0 or key in self._waiting or key in self._file_of:
@@ -113,14 +120,18 @@ class FeatureCache:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what is in memory as one shard; if it does not fit, drop it and take nothing more in."""
+        """Write what is in memory as one shard; if it does not fit, drop it and take nothing more
+        in.
+        """
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
         content = save(waiting)
         self._room -= len(content)
         if self._room < 0:
-            log.warning("%s: the cache is full; other features are computed in every epoch", self._directory)
+            log.warning(
+                "%s: the cache is full; other features are computed in every epoch", self._directory
+            )
             return
         file = self._directory / f"{hashlib.sha256(content).hexdigest()}.safetensors"
         with writing(file), atomic_file(file) as temporary:
@@ -129,10 +140,12 @@ class FeatureCache:
 
 
 class StateMemory:
-    """Last hidden states of the target, in memory, at the positions of a document whose label counts.
+    """Last hidden states of the target, in memory, at the positions of a document whose label
+    counts.
 
-    Never more than `max_bytes`; a full memory takes nothing more in. training: whether the documents of training
-    batches will come back, and are held; without it only those of held-out data are.
+    Never more than `max_bytes`; a full memory takes nothing more in. training: whether the
+    documents of training batches will come back, and are held; without it only those of held-out
+    data are.
     """
 
     def __init__(self, max_bytes: int, training: bool) -> None:
@@ -147,16 +160,19 @@ class StateMemory:
 
 
 def cached_layers(layers: Sequence[int]) -> tuple[int, ...]:
-    """The layers that a cache must hold for a head that reads `layers`: the last gives the target's logits."""
+    """The layers that a cache must hold for a head that reads `layers`: the last gives the target's
+    logits.
+    """
     return tuple(layers) if -1 in layers else (*layers, -1)
 
 
 class FrozenTarget:
-    """A model that is read and never trained; a plain object, so that a trainee does not register its weights.
+    """A model that is read and never trained; a plain object, so that a trainee does not register
+    its weights.
 
-    layers: of its `hidden_states`. packing: whether batches will be packed. cache: made for this model with
-    `cached_layers(layers)`. memory: for drafts that read the last layer only. Raise InputError if the model cannot be
-    used so.
+    layers: of its `hidden_states`. packing: whether batches will be packed. cache: made for this
+    model with `cached_layers(layers)`. memory: for drafts that read the last layer only. Raise
+    InputError if the model cannot be used so.
     """
 
     def __init__(
@@ -167,23 +183,31 @@ class FrozenTarget:
         cache: FeatureCache | None = None,
         memory: StateMemory | None = None,
     ) -> None:
-        self.model, self.layers, self.cache, self.memory = model.eval(), tuple(layers), cache, memory
+        self.model, self.layers, self.cache, self.memory = (
+            model.eval(),
+            tuple(layers),
+            cache,
+            memory,
+        )
         self.projection = find_projection(model, "target")
         self.packing = packing_method(model, "target") if packing and cache is None else None
 
     @torch.no_grad()
     def read(self, batch: Batch, training: bool = True) -> tuple[list[Tensor], Tensor]:
-        """States `[B, T, H]` of `layers`, in that order, and the last (after the final norm), without gradients.
+        """States `[B, T, H]` of `layers`, in that order, and the last (after the final norm),
+        without gradients.
 
-        training: whether it is a training batch, for `memory`. From the cache states are zero where a batch is padding,
-        from memory wherever no label counts.
+        training: whether it is a training batch, for `memory`. From the cache states are zero where
+        a batch is padding, from memory wherever no label counts.
         """
         if self.cache is not None:
             states = self._kept(batch, self.cache, self.cache.dtype)
         elif self.memory is not None and (self.memory.training or not training):
             states = self._kept(batch, self.memory, self.model.dtype)
         else:
-            states = self._forward(batch.ids_BT, forward_options(batch, self.packing, self.model.dtype))
+            states = self._forward(
+                batch.ids_BT, forward_options(batch, self.packing, self.model.dtype)
+            )
         by_layer = dict(zip(cached_layers(self.layers), states, strict=True))
         return [by_layer[layer] for layer in self.layers], by_layer[-1]
 
@@ -191,9 +215,13 @@ class FrozenTarget:
         wanted = cached_layers(self.layers)
         more = {"output_hidden_states": True} if wanted != (-1,) else {}
         out = self.model.base_model(input_ids=ids_BT, use_cache=False, **more, **options)
-        return [out.last_hidden_state if layer == -1 else out.hidden_states[layer] for layer in wanted]
+        return [
+            out.last_hidden_state if layer == -1 else out.hidden_states[layer] for layer in wanted
+        ]
 
-    def _kept(self, batch: Batch, kept: FeatureCache | StateMemory, dtype: torch.dtype) -> list[Tensor]:
+    def _kept(
+        self, batch: Batch, kept: FeatureCache | StateMemory, dtype: torch.dtype
+    ) -> list[Tensor]:
         size = int(self.model.config.get_text_config(decoder=True).hidden_size)
         shape = len(cached_layers(self.layers)), *batch.ids_BT.shape, size
         states_LBTH = torch.zeros(shape, dtype=dtype, device=batch.ids_BT.device)
@@ -208,7 +236,9 @@ class FrozenTarget:
             if states_LTH is None:
                 # Alone: others in its batch would change its rounding.
                 with torch.autocast(ids_T.device.type, enabled=False):
-                    states_LTH = torch.stack([state[0, first:].to(dtype) for state in self._forward(ids_T[None], {})])
+                    states_LTH = torch.stack(
+                        [state[0, first:].to(dtype) for state in self._forward(ids_T[None], {})]
+                    )
                 kept.put(key, states_LTH)
             states_LBTH[:, row, start + first : stop] = states_LTH.to(states_LBTH.device)
         return list(states_LBTH)

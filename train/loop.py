@@ -1,8 +1,9 @@
-"""The training loop: batches in, loss per valid token, an optimizer step, held-out figures, checkpoints.
+"""The training loop: batches in, loss per valid token, an optimizer step, held-out figures,
+checkpoints.
 
-A killed run continues from `checkpoints/step_N`, bit for bit. A checkpoint holds safetensors files (the best weights so
-far among them) and `state.json` with the position, the layout and the files' hashes. The hashes reveal a damaged
-checkpoint, which is skipped.
+A killed run continues from `checkpoints/step_N`, bit for bit. A checkpoint holds safetensors files
+(the best weights so far among them) and `state.json` with the position, the layout and the files'
+hashes. The hashes reveal a damaged checkpoint, which is skipped.
 
 Legend: D depths of a draft (1 for a language model), V vocabulary.
 """
@@ -50,7 +51,8 @@ log = logging.getLogger(__name__)
 class TrainingJob:
     """All that a run needs. trainee: not wrapped yet.
 
-    identity: settings that must match for a run to resume this one. tokenizer: saved with the draft.
+    identity: settings that must match for a run to resume this one. tokenizer: saved with the
+    draft.
     """
 
     config: TrainConfig
@@ -73,14 +75,18 @@ class TrainingJob:
     def layout(self) -> str:
         """How this run divides the rows of a step."""
         config, world = self.config, self.world
-        return f"{config.batch_size} x {config.accumulation} x {world.size} processes ({world.sharing})"
+        return (
+            f"{config.batch_size} x {config.accumulation} x {world.size} processes "
+            f"({world.sharing})"
+        )
 
 
 @dataclass(frozen=True)
 class Position:
     """How far training is. Data order and schedule follow from `step` alone.
 
-    best: held-out alpha at `best_step`; without a teacher, the negated held-out loss. best_figures: all figures there.
+    best: held-out alpha at `best_step`; without a teacher, the negated held-out loss. best_figures:
+    all figures there.
     """
 
     step: int = 0
@@ -92,7 +98,9 @@ class Position:
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then cosine to the final fraction."""
+    """Learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then cosine to
+    the final fraction.
+    """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     through = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
@@ -116,8 +124,8 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 def make_batches(job: TrainingJob, step: int) -> list[Batch]:
     """Return this process's batches of a step.
 
-    A step takes consecutive rows of the shuffled stream and deals them to (forward, process) in turn, so that its rows
-    do not depend on how they are divided (law 6).
+    A step takes consecutive rows of the shuffled stream and deals them to (forward, process) in
+    turn, so that its rows do not depend on how they are divided (law 6).
     """
     config, world = job.config, job.world
     shape = (config.accumulation, world.size, config.batch_size)
@@ -134,7 +142,8 @@ def make_batches(job: TrainingJob, step: int) -> list[Batch]:
 
 
 def _vector(sums: LossSums) -> Tensor:
-    """Pack the sums into one fp64 vector: loss, tokens, missing mass and its tokens, then alpha and tokens per depth.
+    """Pack the sums into one fp64 vector: loss, tokens, missing mass and its tokens, then alpha and
+    tokens per depth.
 
     fp64, because the sums run over a whole held-out set.
     """
@@ -145,7 +154,9 @@ def _vector(sums: LossSums) -> Tensor:
 
 
 def _curves(vector: list[float], prefix: str) -> dict[str, float]:
-    """Alpha of each measured depth, the tau it gives, and the target's mass on tokens that the draft lacks."""
+    """Alpha of each measured depth, the tau it gives, and the target's mass on tokens that the
+    draft lacks.
+    """
     missing, missing_tokens, *by_depth = vector[2:]
     depths = len(by_depth) // 2
     pairs = zip(by_depth[:depths], by_depth[depths:], strict=True)
@@ -162,8 +173,11 @@ def _curves(vector: list[float], prefix: str) -> dict[str, float]:
     return figures
 
 
-def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: StopSignal) -> dict[str, float]:
-    """Do one optimizer step; return its loss per valid token, gradient norm, rate, tokens, and alpha if there is one.
+def training_step(
+    job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: StopSignal
+) -> dict[str, float]:
+    """Do one optimizer step; return its loss per valid token, gradient norm, rate, tokens, and
+    alpha if there is one.
 
     Afterwards `stop.agreed` is set in every process if `stop.asked` was set in any.
     """
@@ -178,8 +192,9 @@ def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: St
     for index, batch in enumerate(batches):
         with parallel.accumulating(wrapped, last=index == len(batches) - 1):
             sums = wrapped.module(batch)
-            # The wrappers average gradients over processes. Multiply by their number to get the sum, and divide by the
-            # number of valid tokens of all processes: the loss is per token, not per process or batch (law 6).
+            # The wrappers average gradients over processes. Multiply by their number to get the
+            # sum, and divide by the number of valid tokens of all processes: the loss is per token,
+            # not per process or batch (law 6).
             parallel.backward(wrapped, sums.loss * (job.world.size / max(valid, 1)))
         total = _vector(sums) if total is None else total + _vector(sums)
     assert total is not None
@@ -190,7 +205,8 @@ def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: St
     norm = parallel.step(wrapped, config.optim.clip_norm) if math.isfinite(loss) else math.nan
     if not math.isfinite(norm):
         raise RunError(
-            f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; lower optim.lr (now {config.optim.lr})"
+            f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; lower optim.lr (now "
+            f"{config.optim.lr})"
         )
     return {"loss": loss, "lr": rate, "grad_norm": norm, "tokens": valid, **_curves(vector, "")}
 
@@ -199,14 +215,17 @@ def training_step(job: TrainingJob, wrapped: WrappedTrainee, step: int, stop: St
 def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
     """Held-out loss per valid token over all processes; with a teacher, alpha and tau too."""
     job.trainee.eval()
-    # Longest first: rows of similar length share a batch, and if memory runs out, it is in the first batch.
+    # Longest first: rows of similar length share a batch, and if memory runs out, it is in the
+    # first batch.
     longest = np.argsort(-job.heldout.valid_tokens, kind="stable").tolist()
     size, world = job.config.batch_size, job.world.size
     batches = [longest[i : i + size] for i in range(0, len(longest), size)]
     total: Tensor | None = None
-    # Sharded weights require the same number of forwards in every process: one with fewer batches repeats the last
-    # batch, which does not count.
-    for index in range(job.world.accelerator.process_index, math.ceil(len(batches) / world) * world, world):
+    # Sharded weights require the same number of forwards in every process: one with fewer batches
+    # repeats the last batch, which does not count.
+    for index in range(
+        job.world.accelerator.process_index, math.ceil(len(batches) / world) * world, world
+    ):
         rows = batches[min(index, len(batches) - 1)]
         vector = _vector(wrapped.module(collate(job.heldout, rows).to(job.world.device)))
         vector = vector if index < len(batches) else torch.zeros_like(vector)
@@ -215,17 +234,21 @@ def evaluate(job: TrainingJob, wrapped: WrappedTrainee) -> dict[str, float]:
     assert total is not None
     vector = job.world.accelerator.reduce(total, reduction="sum").tolist()
     if not math.isfinite(vector[0]) or vector[1] == 0:
-        raise RunError(f"the held-out loss is {vector[0]} over {vector[1]:g} tokens; check the models and `heldout`")
+        raise RunError(
+            f"the held-out loss is {vector[0]} over {vector[1]:g} tokens; check the models and "
+            "`heldout`"
+        )
     return {"heldout_loss": vector[0] / vector[1], **_curves(vector, "heldout_")}
 
 
 def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]]:
-    """Train to the end, from the newest checkpoint if there is one. Return the last position and the best weights.
+    """Train to the end, from the newest checkpoint if there is one. Return the last position and
+    the best weights.
 
     The weights are by name; outside the main process there are none.
 
-    SIGTERM raises Terminated and Ctrl-C KeyboardInterrupt, with a checkpoint saved. Raise RunError if a number is not
-    finite or memory runs out.
+    SIGTERM raises Terminated and Ctrl-C KeyboardInterrupt, with a checkpoint saved. Raise RunError
+    if a number is not finite or memory runs out.
     """
     config, position = job.config, Position()
     try:
@@ -240,11 +263,15 @@ def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]
                 figures = training_step(job, wrapped, position.step, stop)
                 position = replace(position, step=position.step + 1)
                 speed = figures["tokens"] / (time.perf_counter() - started)
-                clock = {"tokens_per_s": speed, "memory_gib": peak_memory(job.world.device)[0] / 2**30}
+                clock = {
+                    "tokens_per_s": speed,
+                    "memory_gib": peak_memory(job.world.device)[0] / 2**30,
+                }
                 _log(job, position.step, figures, clock)
                 if position.step % config.eval_every == 0 or position.step == job.steps:
                     position, best = _evaluate_and_keep(job, wrapped, position, best)
-                    # An evaluation may be long. Before the next step, agree on any signal received during it.
+                    # An evaluation may be long. Before the next step, agree on any signal received
+                    # during it.
                     asked = torch.tensor(float(stop.asked > 0), device=job.world.device)
                     stop.agreed |= float(job.world.accelerator.reduce(asked, reduction="sum")) > 0
                 if position.step % config.save_every == 0 or position.stopped or stop.agreed:
@@ -259,9 +286,12 @@ def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]
             raise
         peak, kind = peak_memory(job.world.device)
         raise RunError(
-            f"out of memory on {job.world.device.type} after step {position.step}, with batch_size {config.batch_size} "
-            f"and max_length {config.max_length} (peak of the {'device' if kind == 'cuda' else 'process'}: "
-            f"{peak / 2**30:.2f} GiB); lower batch_size and raise accumulation as much, or lower max_length; the run "
+            f"out of memory on {job.world.device.type} after step {position.step}, with "
+            f"batch_size {config.batch_size} "
+            f"and max_length {config.max_length} (peak of the "
+            f"{'device' if kind == 'cuda' else 'process'}: "
+            f"{peak / 2**30:.2f} GiB); lower batch_size and raise accumulation as much, or lower "
+            "max_length; the run "
             f"continues from its newest checkpoint"
         ) from None
     finally:
@@ -273,7 +303,8 @@ def fit(job: TrainingJob, stop: StopSignal) -> tuple[Position, dict[str, Tensor]
 
 
 def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position, dict[str, Tensor]]:
-    """Wrap the trainee and load the newest checkpoint, if there is one; also return the best weights so far.
+    """Wrap the trainee and load the newest checkpoint, if there is one; also return the best
+    weights so far.
 
     Cut metrics.jsonl after the checkpoint's step: the steps after it run again.
     """
@@ -282,7 +313,9 @@ def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position, dict[str, Tensor
     checkpoint, position = newest(job.run_dir), Position()
     if checkpoint is not None:
         parallel.load_weights(draft, load_file(checkpoint / "model.safetensors"))
-    wrapped = parallel.wrap(job.world, job.trainee, lambda model: make_optimizer(model, config.optim), config)
+    wrapped = parallel.wrap(
+        job.world, job.trainee, lambda model: make_optimizer(model, config.optim), config
+    )
     if checkpoint is not None:
         parallel.load_optimizer(wrapped, load_file(checkpoint / "optimizer.safetensors"))
         position = _restore_random_state(job, checkpoint)
@@ -291,15 +324,23 @@ def _start(job: TrainingJob) -> tuple[WrappedTrainee, Position, dict[str, Tensor
     metrics = job.run_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if position.step > 0 and metrics.exists() else []
     # A kill may have cut the last line short; its step is after the checkpoint.
-    done = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= position.step]
+    done = [
+        line for line in lines if line.endswith("}") and json.loads(line)["step"] <= position.step
+    ]
     write_text_atomic(metrics, "".join(line + "\n" for line in done))
-    return wrapped, position, {} if checkpoint is None else load_file(checkpoint / "best.safetensors")
+    return (
+        wrapped,
+        position,
+        {} if checkpoint is None else load_file(checkpoint / "best.safetensors"),
+    )
 
 
 def _evaluate_and_keep(
     job: TrainingJob, wrapped: WrappedTrainee, position: Position, best: dict[str, Tensor]
 ) -> tuple[Position, dict[str, Tensor]]:
-    """Evaluate; return position and best weights. Set `stopped` after `patience` evaluations without a new best."""
+    """Evaluate; return position and best weights. Set `stopped` after `patience` evaluations
+    without a new best.
+    """
     figures = evaluate(job, wrapped)
     _log(job, position.step, figures)
     value = figures.get("heldout_alpha", -figures["heldout_loss"])
@@ -307,11 +348,17 @@ def _evaluate_and_keep(
         position = replace(position, best=value, best_step=position.step, best_figures=figures)
         return replace(position, evaluations_since_best=0), parallel.gather_weights(wrapped)
     since = position.evaluations_since_best + 1
-    return replace(position, evaluations_since_best=since, stopped=0 < job.config.patience <= since), best
+    return replace(
+        position, evaluations_since_best=since, stopped=0 < job.config.patience <= since
+    ), best
 
 
-def _log(job: TrainingJob, step: int, figures: dict[str, float], clock: dict[str, float] | None = None) -> None:
-    """Append figures to metrics.jsonl; only the tracker gets those that depend on the machine (`clock`)."""
+def _log(
+    job: TrainingJob, step: int, figures: dict[str, float], clock: dict[str, float] | None = None
+) -> None:
+    """Append figures to metrics.jsonl; only the tracker gets those that depend on the machine
+    (`clock`).
+    """
     path = job.run_dir / "metrics.jsonl"
     if job.world.accelerator.is_main_process:
         with writing(path), path.open("a") as file:
@@ -319,11 +366,14 @@ def _log(job: TrainingJob, step: int, figures: dict[str, float], clock: dict[str
     job.world.accelerator.log(figures | (clock or {}), step=step)
 
 
-def save(job: TrainingJob, wrapped: WrappedTrainee, position: Position, best: dict[str, Tensor]) -> None:
-    """Write `checkpoints/step_N` whole or not at all, then delete old checkpoints. Every process calls it.
+def save(
+    job: TrainingJob, wrapped: WrappedTrainee, position: Position, best: dict[str, Tensor]
+) -> None:
+    """Write `checkpoints/step_N` whole or not at all, then delete old checkpoints. Every process
+    calls it.
 
-    best: the best weights so far, in the main process. Raise RunError in every process if it cannot be written; the
-    checkpoints before it are then untouched.
+    best: the best weights so far, in the main process. Raise RunError in every process if it cannot
+    be written; the checkpoints before it are then untouched.
     """
     random_state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -347,14 +397,15 @@ def save(job: TrainingJob, wrapped: WrappedTrainee, position: Position, best: di
 
 
 def drop_old(job: TrainingJob) -> None:
-    """Keep the newest `keep` checkpoints of those at multiples of `save_every`, and the very newest.
+    """Keep the newest `keep` checkpoints of those at multiples of `save_every`, and the very
+    newest.
 
     Also delete the staging directory of a killed `publish`.
     """
     shutil.rmtree(job.run_dir / "final", ignore_errors=True)
     checkpoints = _checkpoints(job.run_dir)
-    # A checkpoint made because of a signal does not count, so that a stopped and resumed run leaves the same files as
-    # one that was never stopped.
+    # A checkpoint made because of a signal does not count, so that a stopped and resumed run leaves
+    # the same files as one that was never stopped.
     every = job.config.save_every
     regular = [path for path in checkpoints if int(path.name.removeprefix("step_")) % every == 0]
     for old in checkpoints[:-1]:
@@ -363,7 +414,8 @@ def drop_old(job: TrainingJob) -> None:
 
 
 def newest(run_dir: Path) -> Path | None:
-    """Return the newest undamaged checkpoint, or None if there is no checkpoint. Every process calls this.
+    """Return the newest undamaged checkpoint, or None if there is no checkpoint. Every process
+    calls this.
 
     Raise RunError if all checkpoints are damaged.
     """
@@ -376,11 +428,16 @@ def newest(run_dir: Path) -> Path | None:
                     if sha256_file(path / name) != digest:
                         raise InputError(f"{name} is not what was written")
             except (InputError, OSError) as error:
-                log.warning("%s: %s; continuing from the checkpoint before it", path, one_line(error))
+                log.warning(
+                    "%s: %s; continuing from the checkpoint before it", path, one_line(error)
+                )
             else:
                 return path
         if checkpoints:
-            raise RunError(f"{run_dir / 'checkpoints'}: none of its checkpoints is whole; delete it to start again")
+            raise RunError(
+                f"{run_dir / 'checkpoints'}: none of its checkpoints is whole; delete it to "
+                "start again"
+            )
         return None
 
     return from_main(look)
@@ -400,7 +457,9 @@ def _restore_random_state(job: TrainingJob, checkpoint: Path) -> Position:
             torch.cuda.set_rng_state(random_state["cuda"])
         return position
     if job.world.accelerator.is_main_process:
-        log.warning("continuing a run of %s as %s: results are equal up to rounding", before, job.layout)
+        log.warning(
+            "continuing a run of %s as %s: results are equal up to rounding", before, job.layout
+        )
     torch.manual_seed(row_seed(job.config.seed, f"process {rank} from step {position.step}"))
     return position
 
@@ -414,7 +473,9 @@ def _state(directory: Path) -> dict[str, Any]:
 
 
 def publish(job: TrainingJob, write: Callable[[Path], None], record: dict[str, Any]) -> None:
-    """Write the draft checkpoint into `out`, `config.json` last. write: writes the draft's own files to a directory."""
+    """Write the draft checkpoint into `out`, `config.json` last. write: writes the draft's own
+    files to a directory.
+    """
     out, staging = Path(job.config.out), job.run_dir / "final"
     with writing(out), atomic_dir(staging) as directory:
         write(directory)

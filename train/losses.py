@@ -1,12 +1,14 @@
 """The losses per token that a draft can be trained on.
 
-A loss takes the draft's logits, the target's logits (None only for `ce`) and the tokens of the data, and returns one
-fp32 value per token (float64 for float64); the caller sums them and divides by the number of valid tokens.
+A loss takes the draft's logits, the target's logits (None only for `ce`) and the tokens of the
+data, and returns one fp32 value per token (float64 for float64); the caller sums them and divides
+by the number of valid tokens.
 
-Legend: N tokens, V vocabulary, S sequences, L tokens of the longest; p the target's distribution, q the draft's.
+Legend: N tokens, V vocabulary, S sequences, L tokens of the longest; p the target's distribution, q
+the draft's.
 
-A logit of minus infinity means that the model cannot give a token. No loss turns that into NaN; where a divergence
-would be infinite, its docstring says what is taken instead.
+A logit of minus infinity means that the model cannot give a token. No loss turns that into NaN;
+where a divergence would be infinite, its docstring says what is taken instead.
 """
 
 import math
@@ -16,15 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Draft's logits [N, V], target's logits [N, V], tokens of the data [N] (and options by name) -> loss [N].
+# Draft's logits [N, V], target's logits [N, V], tokens of the data [N] (and options by name) ->
+# loss [N].
 LossFn = Callable[..., Tensor]
-# Draft's and target's logits [N, V], two scratch tensors, and the target's mass on these tokens [N], None for all of it
-# -> loss and alpha [N]. The draft's logits become the gradient.
+# Draft's and target's logits [N, V], two scratch tensors, and the target's mass on these tokens
+# [N], None for all of it -> loss and alpha [N]. The draft's logits become the gradient.
 InPlaceFn = Callable[..., tuple[Tensor, Tensor]]
 
 # exp(-100) underflows in fp32: a log-probability below this is treated as zero probability.
 _FLOOR = -100.0
-# Below this the standard deviation of the reward is rounding noise, which dividing by it would amplify.
+# Below this the standard deviation of the reward is rounding noise, which dividing by it would
+# amplify.
 _LEAST_SPREAD = 1e-2
 
 
@@ -47,7 +51,8 @@ def _kl(log_a_NV: Tensor, log_b_NV: Tensor) -> Tensor:
 
 
 def cross_entropy(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
-    """-log q(token): on the target's own outputs this is sequence-level KD (Kim & Rush 2016, section 3.2).
+    """-log q(token): on the target's own outputs this is sequence-level KD (Kim & Rush 2016,
+    section 3.2).
 
     A token that the draft cannot give costs 100 nats and has no gradient.
     """
@@ -58,24 +63,30 @@ def cross_entropy(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) 
 def forward_kl(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
     """KL(p || q) over the whole vocabulary (Hinton et al. 2015; DistillSpec, section 4).
 
-    By Pinsker's inequality it bounds the rejected share: 1 - alpha = TV(p, q) <= sqrt(KL / 2). Tokens that the draft
-    cannot give are left out: they would add an infinite constant, which has no gradient.
+    By Pinsker's inequality it bounds the rejected share: 1 - alpha = TV(p, q) <= sqrt(KL / 2).
+    Tokens that the draft cannot give are left out: they would add an infinite constant, which has
+    no gradient.
     """
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return _kl(log_p_NV, log_q_NV)
 
 
 def reverse_kl(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
-    """KL(q || p): seeks the target's modes (MiniLLM, Gu et al. 2024, section 2; DistillSpec, section 4).
+    """KL(q || p): seeks the target's modes (MiniLLM, Gu et al. 2024, section 2; DistillSpec,
+    section 4).
 
-    The target's log-probability is clamped at -100, so that draft mass on an impossible token costs much, not infinity.
+    The target's log-probability is clamped at -100, so that draft mass on an impossible token costs
+    much, not infinity.
     """
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return _kl(log_q_NV, log_p_NV.clamp_min(_FLOOR))
 
 
-def jensen_shannon(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor, beta: float = 0.5) -> Tensor:
-    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (GKD, Agarwal et al. 2024, section 2).
+def jensen_shannon(
+    draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor, beta: float = 0.5
+) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (GKD, Agarwal et al. 2024,
+    section 2).
 
     beta in (0, 1): near 0 it is beta KL(p || q), near 1 it is (1 - beta) KL(q || p). At most log 2.
     """
@@ -86,17 +97,21 @@ def jensen_shannon(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor,
 
 
 def total_variation(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
-    """1 - sum_x min(p(x), q(x)): the probability that a draft token is rejected (Leviathan et al. 2023, cor. 3.6)."""
+    """1 - sum_x min(p(x), q(x)): the probability that a draft token is rejected (Leviathan et al.
+    2023, cor. 3.6).
+    """
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return 1 - torch.minimum(log_p_NV.exp(), log_q_NV.exp()).sum(-1)
 
 
 def total_variation_plus(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
-    """TVD++: the value of `tvd`, with the normalised policy gradient of Goel et al. (2024, section 3).
+    """TVD++: the value of `tvd`, with the normalised policy gradient of Goel et al. (2024, section
+    3).
 
-    The gradient of TV is that of a policy q with reward r(x) = 1 where q(x) <= p(x), else 0. TVD++ replaces the reward
-    by (r - mean) / std, taken under q exactly over the vocabulary (the paper samples). The result is the gradient of TV
-    divided by sqrt(m (1 - m)), m = q(r = 1), a divisor of at least 0.01.
+    The gradient of TV is that of a policy q with reward r(x) = 1 where q(x) <= p(x), else 0. TVD++
+    replaces the reward by (r - mean) / std, taken under q exactly over the vocabulary (the paper
+    samples). The result is the gradient of TV divided by sqrt(m (1 - m)), m = q(r = 1), a divisor
+    of at least 0.01.
     """
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     p_NV, q_NV = log_p_NV.exp(), log_q_NV.exp()
@@ -119,10 +134,14 @@ def negative_log_alpha(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Ten
     return -torch.minimum(log_p_NV, log_q_NV).clamp_min(10 * _FLOOR).logsumexp(-1)
 
 
-def hybrid(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor, eta: float = 3.0) -> Tensor:
-    """w KL(p || q) + (1 - w) TV, w = exp(-eta alpha), alpha without gradient (LK losses, arXiv 2602.23881, section 4).
+def hybrid(
+    draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor, eta: float = 3.0
+) -> Tensor:
+    """w KL(p || q) + (1 - w) TV, w = exp(-eta alpha), alpha without gradient (LK losses, arXiv
+    2602.23881, section 4).
 
-    KL dominates while p and q hardly overlap, TV once they do. The paper takes eta 3, and 10 for Medusa heads.
+    KL dominates while p and q hardly overlap, TV once they do. The paper takes eta 3, and 10 for
+    Medusa heads.
     """
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     tv_N = 1 - torch.minimum(log_p_NV.exp(), log_q_NV.exp()).sum(-1)
@@ -132,19 +151,26 @@ def hybrid(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor, eta: fl
 
 @torch.no_grad()
 def overlap(draft_NV: Tensor, target_NV: Tensor) -> Tensor:
-    """alpha `[N]` = sum_x min(p(x), q(x)) at temperature 1: the probability that a draft token is accepted."""
+    """alpha `[N]` = sum_x min(p(x), q(x)) at temperature 1: the probability that a draft token is
+    accepted.
+    """
     wide = [x if x.dtype == torch.float64 else x.float() for x in (draft_NV, target_NV)]
     return torch.minimum(F.softmax(wide[0], -1), F.softmax(wide[1], -1)).sum(-1)
 
 
 @torch.no_grad()
 def forward_kl_in_place(
-    draft_NV: Tensor, target_NV: Tensor, scratch: tuple[Tensor, Tensor], mass_N: Tensor | None = None
+    draft_NV: Tensor,
+    target_NV: Tensor,
+    scratch: tuple[Tensor, Tensor],
+    mass_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`forward_kl` and `overlap`, `[N]` each, of finite logits; `draft_NV` becomes the gradient q - p.
+    """`forward_kl` and `overlap`, `[N]` each, of finite logits; `draft_NV` becomes the gradient q -
+    p.
 
-    All arguments have one dtype, fp32 or wider, and are overwritten; `scratch` are two more tensors `[N, V]`. mass_N:
-    what the target gives to these tokens, if it has others; the overlap is with that part of its distribution.
+    All arguments have one dtype, fp32 or wider, and are overwritten; `scratch` are two more tensors
+    `[N, V]`. mass_N: what the target gives to these tokens, if it has others; the overlap is with
+    that part of its distribution.
     """
     log_q_NV, log_p_NV = scratch
     torch.log_softmax(draft_NV, -1, out=log_q_NV)

@@ -1,8 +1,10 @@
-"""The processes of a run, and a draft trained on them: copies of the weights (DDP), or shards (ZeRO, FSDP2).
+"""The processes of a run, and a draft trained on them: copies of the weights (DDP), or shards
+(ZeRO, FSDP2).
 
-accelerate connects the processes and wraps DDP and DeepSpeed. FSDP2 is torch's `fully_shard`, applied here because
-accelerate applies it on GPUs only and elsewhere silently trains unsynchronised copies. Weights and optimizer states are
-gathered whole and by name, so that a checkpoint does not depend on the processes that wrote it.
+accelerate connects the processes and wraps DDP and DeepSpeed. FSDP2 is torch's `fully_shard`,
+applied here because accelerate applies it on GPUs only and elsewhere silently trains unsynchronised
+copies. Weights and optimizer states are gathered whole and by name, so that a checkpoint does not
+depend on the processes that wrote it.
 """
 
 import logging
@@ -24,25 +26,44 @@ from torch.distributed.tensor import distribute_tensor
 
 from draftsmith_core.errors import RunError, one_line, require_package
 from draftsmith_core.models import resolve_device
-from draftsmith_core.processes import check_process_count, interruptible, launcher_request, process_group_options
+from draftsmith_core.processes import (
+    check_process_count,
+    interruptible,
+    launcher_request,
+    process_group_options,
+)
 from train.config import TrainConfig
 
 # Moments of AdamW, as torch names them; SGD without momentum has none.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Settings of a launcher that are decided elsewhere: variable, the values that agree, and what to set instead. The last
-# three are read under FSDP only.
+# Settings of a launcher that are decided elsewhere: variable, the values that agree, and what to
+# set instead. The last three are read under FSDP only.
 _LAUNCHER = (
-    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1 auto", "gradient_accumulation_steps: set `accumulation` instead"),
-    ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false", "zero3_init_flag: weights are sharded after they are loaded"),
+    (
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        "1 auto",
+        "gradient_accumulation_steps: set `accumulation` instead",
+    ),
+    (
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        "false",
+        "zero3_init_flag: weights are sharded after they are loaded",
+    ),
     ("FSDP_VERSION", "2", "fsdp_version: only 2 is supported"),
-    ("FSDP_ACTIVATION_CHECKPOINTING", "false", "fsdp_activation_checkpointing: set `gradient_checkpointing` instead"),
+    (
+        "FSDP_ACTIVATION_CHECKPOINTING",
+        "false",
+        "fsdp_activation_checkpointing: set `gradient_checkpointing` instead",
+    ),
     ("FSDP_OFFLOAD_PARAMS", "false", "fsdp_offload_params: is not supported"),
 )
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes. sharing: single, ddp, zero1, zero2, zero3 or fsdp. bf16: whether the forward uses autocast."""
+    """The processes. sharing: single, ddp, zero1, zero2, zero3 or fsdp. bf16: whether the forward
+    uses autocast.
+    """
 
     accelerator: Accelerator
     sharing: str
@@ -63,18 +84,26 @@ class World:
 
 
 def make_world(config: TrainConfig) -> World:
-    """Connect the launched processes. Raise RunError if the launcher asks for something that would be ignored."""
+    """Connect the launched processes. Raise RunError if the launcher asks for something that would
+    be ignored.
+    """
     device = resolve_device(config.device)
     on_cpu = device.type == "cpu"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and not on_cpu and torch.cuda.is_bf16_supported())
+    bf16 = config.precision == "bf16" or (
+        config.precision == "auto" and not on_cpu and torch.cuda.is_bf16_supported()
+    )
     sharing: str = launcher_request()
     zero = sharing == "zero"
     if zero:
         advice = "launch with configs/accelerate/ddp.yaml"
         require_package("deepspeed", "the launcher's DeepSpeed configuration", advice)
-    precision = ("ACCELERATE_MIXED_PRECISION", "no bf16" if bf16 else "no", "mixed_precision: set `precision`")
+    precision = (
+        "ACCELERATE_MIXED_PRECISION",
+        "no bf16" if bf16 else "no",
+        "mixed_precision: set `precision`",
+    )
     for variable, agreeing, advice in (precision, *_LAUNCHER):
         value = os.environ.get(variable, agreeing.split()[0]).lower()
         if value not in agreeing.split() and (sharing == "fsdp" or not variable.startswith("FSDP")):
@@ -98,7 +127,8 @@ def make_world(config: TrainConfig) -> World:
     if zero:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        # Else transformers would shard every model while it is created, also one that only the main process creates.
+        # Else transformers would shard every model while it is created, also one that only the main
+        # process creates.
         unset_hf_deepspeed_config()
         sharing = f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
     return World(accelerator, sharing, bf16)
@@ -106,7 +136,9 @@ def make_world(config: TrainConfig) -> World:
 
 @contextmanager
 def _silent(deepspeed: bool) -> Iterator[None]:
-    """Send what DeepSpeed prints to standard error: standard output is for the command's own result."""
+    """Send what DeepSpeed prints to standard error: standard output is for the command's own
+    result.
+    """
     with redirect_stdout(sys.stderr) if deepspeed else nullcontext():
         yield
     if deepspeed:
@@ -115,7 +147,9 @@ def _silent(deepspeed: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class WrappedTrainee:
-    """A trainee and its wrapper. `module(batch)` is its forward; `trainee.draft` holds the weights."""
+    """A trainee and its wrapper. `module(batch)` is its forward; `trainee.draft` holds the
+    weights.
+    """
 
     world: World
     trainee: nn.Module
@@ -124,7 +158,9 @@ class WrappedTrainee:
 
 
 def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> WrappedTrainee:
-    """Wrap the trainee as `world.sharing` says. `optim`: trainee -> optimizer, called when the parameters are final."""
+    """Wrap the trainee as `world.sharing` says. `optim`: trainee -> optimizer, called when the
+    parameters are final.
+    """
     trainee.to(world.device)
     if world.bf16:
         # The method itself, because DeepSpeed switches off an autocast around its engine.
@@ -133,7 +169,11 @@ def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> W
     if world.sharing == "fsdp":
         mesh = init_device_mesh(world.device.type, (world.size,))
         # Whether gathered weights are freed after each layer's forward.
-        reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in ("false", "0", "no")
+        reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in (
+            "false",
+            "0",
+            "no",
+        )
         for layer in repeated_layers(trainee.draft):
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(trainee, mesh=mesh)
@@ -142,7 +182,9 @@ def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> W
         options = accelerator.state.deepspeed_plugin.deepspeed_config
         for name in ("fp16", "bf16"):
             if options.get(name, {}).get("enabled") is True:
-                raise RunError(f"the DeepSpeed config enables {name}; leave it out and set `precision` instead")
+                raise RunError(
+                    f"the DeepSpeed config enables {name}; leave it out and set `precision` instead"
+                )
         options["train_micro_batch_size_per_gpu"] = config.batch_size
         options["gradient_clipping"] = config.optim.clip_norm
     with _silent(world.zero):
@@ -150,19 +192,30 @@ def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> W
     wrappers = {"ddp": "DistributedDataParallel", "single": type(trainee).__name__}
     expected = wrappers.get(world.sharing, "DeepSpeedEngine")
     if type(module).__name__ != expected:
-        raise RunError(f"accelerate gave {type(module).__name__} instead of {expected}; weights would not be shared")
+        raise RunError(
+            f"accelerate gave {type(module).__name__} instead of {expected}; weights would not "
+            "be shared"
+        )
     return WrappedTrainee(world, trainee, module, optimizer.optimizer)
 
 
 def repeated_layers(draft: Any) -> list[nn.Module]:
     """The decoder layers of a draft, in order; empty if there are none."""
-    lists = [module for module in draft.modules() if isinstance(module, nn.ModuleList) and module is not draft]
-    return list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[]))
+    lists = [
+        module
+        for module in draft.modules()
+        if isinstance(module, nn.ModuleList) and module is not draft
+    ]
+    return list(
+        max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[])
+    )
 
 
 @contextmanager
 def accumulating(wrapped: WrappedTrainee, last: bool) -> Iterator[None]:
-    """Around a forward and its backward: gradients are averaged over processes only after the `last` one of a step."""
+    """Around a forward and its backward: gradients are averaged over processes only after the
+    `last` one of a step.
+    """
     sharing = wrapped.world.sharing
     if sharing == "fsdp":
         wrapped.module.set_requires_gradient_sync(last)
@@ -181,9 +234,11 @@ def backward(wrapped: WrappedTrainee, loss: Tensor) -> None:
 
 
 def step(wrapped: WrappedTrainee, clip_norm: float) -> float:
-    """Clip the gradients (0: not at all), update the weights, clear the gradients. Return the norm before clipping.
+    """Clip the gradients (0: not at all), update the weights, clear the gradients. Return the norm
+    before clipping.
 
-    If the norm is not finite, the weights are not updated (DeepSpeed updates them; the run must end either way).
+    If the norm is not finite, the weights are not updated (DeepSpeed updates them; the run must end
+    either way).
     """
     if wrapped.world.zero:
         wrapped.module.step()
@@ -199,13 +254,16 @@ def step(wrapped: WrappedTrainee, clip_norm: float) -> float:
 
 @torch.no_grad()
 def gather_weights(wrapped: WrappedTrainee) -> dict[str, Tensor]:
-    """Parameters and saved buffers of the draft by name, whole, on the CPU of the main process; empty elsewhere."""
+    """Parameters and saved buffers of the draft by name, whole, on the CPU of the main process;
+    empty elsewhere.
+    """
     draft = wrapped.trainee.draft
     assert isinstance(draft, nn.Module)
     main = wrapped.world.accelerator.is_main_process
     weights: dict[str, Tensor] = {}
     if wrapped.world.sharing == "fsdp":
-        # After an evaluation FSDP2 leaves the outermost weights gathered, as plain tensors without `full_tensor`.
+        # After an evaluation FSDP2 leaves the outermost weights gathered, as plain tensors without
+        # `full_tensor`.
         for module in wrapped.module.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
@@ -220,7 +278,11 @@ def gather_weights(wrapped: WrappedTrainee) -> dict[str, Tensor]:
             if main:
                 weights[name] = value.detach().to("cpu", copy=True).contiguous()
     saved = draft.state_dict().keys()
-    buffers = {name: buffer.detach().cpu().contiguous() for name, buffer in draft.named_buffers() if name in saved}
+    buffers = {
+        name: buffer.detach().cpu().contiguous()
+        for name, buffer in draft.named_buffers()
+        if name in saved
+    }
     return weights | buffers if main else {}
 
 
@@ -242,7 +304,9 @@ def _trained(wrapped: WrappedTrainee) -> list[tuple[str, Any]]:
 
 @torch.no_grad()
 def gather_optimizer(wrapped: WrappedTrainee) -> dict[str, Tensor]:
-    """The optimizer's state by `key/parameter`, whole, on the CPU of the main process. Every process calls it."""
+    """The optimizer's state by `key/parameter`, whole, on the CPU of the main process. Every
+    process calls it.
+    """
     main = wrapped.world.accelerator.is_main_process
     if wrapped.world.zero:
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -268,7 +332,9 @@ def gather_optimizer(wrapped: WrappedTrainee) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_optimizer(wrapped: WrappedTrainee, values: dict[str, Tensor]) -> None:
-    """Restore the result of `gather_optimizer`, from however many processes it came. Every process calls it."""
+    """Restore the result of `gather_optimizer`, from however many processes it came. Every process
+    calls it.
+    """
     if not values:
         return
     if wrapped.world.zero:
@@ -276,7 +342,10 @@ def load_optimizer(wrapped: WrappedTrainee, values: dict[str, Tensor]) -> None:
 
         for partition in _partitions(wrapped):
             moments = {key: torch.zeros_like(partition) for key in _MOMENTS}
-            wrapped.optimizer.optimizer.state[partition] = {"step": values["step"].clone(), **moments}
+            wrapped.optimizer.optimizer.state[partition] = {
+                "step": values["step"].clone(),
+                **moments,
+            }
         _partitions(wrapped)
     for name, parameter in _trained(wrapped):
         state = {key: values[f"{key}/{name}"].to(wrapped.world.device) for key in _MOMENTS}
@@ -291,15 +360,17 @@ def load_optimizer(wrapped: WrappedTrainee, values: dict[str, Tensor]) -> None:
 
 
 def _partitions(wrapped: WrappedTrainee) -> list[Tensor]:
-    """This process's flat pieces that DeepSpeed's inner optimizer works on, linked to their parameters."""
+    """This process's flat pieces that DeepSpeed's inner optimizer works on, linked to their
+    parameters.
+    """
     optimizer = wrapped.optimizer
     if wrapped.world.sharing == "zero3":
         return list(optimizer.fp32_partitioned_groups_flat)
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     pieces = list(optimizer.single_partition_of_fp32_groups)
-    # DeepSpeed links them once, after the first group's first step, when the other groups have no state yet; the
-    # states of those could not be read without this.
+    # DeepSpeed links them once, after the first group's first step, when the other groups have no
+    # state yet; the states of those could not be read without this.
     for parameters, piece in zip(optimizer.bit16_groups, pieces, strict=True):
         if optimizer.optimizer.state.get(piece):
             lazy_init_hp_params_optimizer_state(parameters, piece, optimizer.optimizer.state)

@@ -1,15 +1,16 @@
-"""The target's distributions: projected from its hidden states when they are needed, or read from stored rows.
+"""The target's distributions: projected from its hidden states when they are needed, or read from
+stored rows.
 
-A draft may know fewer tokens than its target, or more: vocabularies are padded to different sizes, and an EAGLE-3 head
-keeps the commonest tokens only. Losses compare distributions over the draft's tokens, the target's renormalised there;
-acceptance is against the target's whole distribution.
+A draft may know fewer tokens than its target, or more: vocabularies are padded to different sizes,
+and an EAGLE-3 head keeps the commonest tokens only. Losses compare distributions over the draft's
+tokens, the target's renormalised there; acceptance is against the target's whole distribution.
 
-`logits(rows, draft_CV)` of a teacher returns its logits `[C, V]` for some rows, without gradient; the caller may
-overwrite them. `draft_CV` are the draft's logits at the same rows. A teacher that `is_partial` returns
-log-probabilities, which add up to less than one if the draft lacks tokens.
+`logits(rows, draft_CV)` of a teacher returns its logits `[C, V]` for some rows, without gradient;
+the caller may overwrite them. `draft_CV` are the draft's logits at the same rows. A teacher that
+`is_partial` returns log-probabilities, which add up to less than one if the draft lacks tokens.
 
-Legend: N valid tokens, M selected ones, C tokens of a chunk, H hidden size, V vocabulary of the draft, W of the target,
-K stored tokens per position, T tokens.
+Legend: N valid tokens, M selected ones, C tokens of a chunk, H hidden size, V vocabulary of the
+draft, W of the target, K stored tokens per position, T tokens.
 """
 
 import math
@@ -36,11 +37,12 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class LiveTeacher:
-    """The target itself, as its last hidden states: `[N, H]` is kept, and logits are made per chunk.
+    """The target itself, as its last hidden states: `[N, H]` is kept, and logits are made per
+    chunk.
 
-    ids: the target's tokens that the draft has, in its order, if it lacks some. further: number of tokens that the
-    draft has after the target's; the target never gives them. row_N: the row of each draft, ascending, where several
-    share one; a chunk projects a row once.
+    ids: the target's tokens that the draft has, in its order, if it lacks some. further: number of
+    tokens that the draft has after the target's; the target never gives them. row_N: the row of
+    each draft, ascending, where several share one; a chunk projects a row once.
     """
 
     hidden_NH: Tensor
@@ -56,8 +58,8 @@ class LiveTeacher:
 
     @torch.no_grad()
     def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """`[C, V]`, exactly as the target's own forward gives them; log-probabilities of `ids` if the draft lacks some,
-        minus infinity for `further` tokens.
+        """`[C, V]`, exactly as the target's own forward gives them; log-probabilities of `ids` if
+        the draft lacks some, minus infinity for `further` tokens.
         """
         place_C = None
         if self.row_N is not None:
@@ -65,7 +67,11 @@ class LiveTeacher:
             rows = slice(int(used[0]), int(used[-1]) + 1)
         weight, bias = self.projection.weight_VH, self.projection.bias_V
         dtype = compute_dtype(weight)
-        projected = F.linear(self.hidden_NH[rows].to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        projected = F.linear(
+            self.hidden_NH[rows].to(dtype),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+        )
         logits_CV = self.projection.finish(projected)
         if self.ids is not None:
             whole_CW = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
@@ -77,11 +83,13 @@ class LiveTeacher:
 
 @dataclass(frozen=True, eq=False)
 class StoredTeacher:
-    """Top-k rows of a distilled set: ids, their log-probabilities (-inf where a row has fewer), the mass of the rest.
+    """Top-k rows of a distilled set: ids, their log-probabilities (-inf where a row has fewer), the
+    mass of the rest.
 
-    The rest (the tail) gets the draft's own shape, scaled to the stored tail mass and without gradient. Then every loss
-    is that of the distributions over K + 1 outcomes (the K tokens and "any other"): nothing pulls on the draft inside
-    the tail, and a KL is a lower bound of the true one. Alpha is measured by `overlap` and is a lower bound too.
+    The rest (the tail) gets the draft's own shape, scaled to the stored tail mass and without
+    gradient. Then every loss is that of the distributions over K + 1 outcomes (the K tokens and
+    "any other"): nothing pulls on the draft inside the tail, and a KL is a lower bound of the true
+    one. Alpha is measured by `overlap` and is a lower bound too.
     """
 
     top_ids_NK: Tensor
@@ -101,22 +109,28 @@ class StoredTeacher:
         rest_CV = draft_CV.masked_fill(top_CV > -math.inf, -math.inf)
         norm_C1 = rest_CV.logsumexp(-1, keepdim=True)
         tail_C1 = self.tail_N[rows, None].float().clamp_min(0).log()
-        # Without a stored token that the draft has, the tail must keep some mass: a log_softmax of -inf alone is NaN.
+        # Without a stored token that the draft has, the tail must keep some mass: a log_softmax of
+        # -inf alone is NaN.
         nothing_C1 = logprobs_CK.amax(-1, keepdim=True) == -math.inf
         tail_C1 = torch.where(nothing_C1, tail_C1.clamp_min(_NEGLIGIBLE_LOG_MASS), tail_C1)
-        # A row may list every token, or the draft give zero mass to all others: then there is no tail to place.
+        # A row may list every token, or the draft give zero mass to all others: then there is no
+        # tail to place.
         tail_CV = torch.where(rest_CV > -math.inf, rest_CV - norm_C1 + tail_C1, -math.inf)
         return torch.maximum(top_CV, tail_CV)
 
     @torch.no_grad()
     def overlap(self, rows: slice, draft_CV: Tensor) -> Tensor:
-        """A lower bound of alpha, `[C]`: sum of min(p, q) over the stored tokens, nothing for the tail."""
+        """A lower bound of alpha, `[C]`: sum of min(p, q) over the stored tokens, nothing for the
+        tail.
+        """
         wide_CV = draft_CV if draft_CV.dtype == torch.float64 else draft_CV.float()
         ids_CK = self.top_ids_NK[rows]
         unknown_CK = ids_CK >= draft_CV.shape[-1]
         p_CK = self.top_logprobs_NK[rows].to(wide_CV.dtype).exp().masked_fill(unknown_CK, 0)
         # Padding repeats id 0 with p = 0, so that it adds nothing.
-        return torch.minimum(p_CK, wide_CV.softmax(-1).gather(-1, ids_CK.masked_fill(unknown_CK, 0))).sum(-1)
+        return torch.minimum(
+            p_CK, wide_CV.softmax(-1).gather(-1, ids_CK.masked_fill(unknown_CK, 0))
+        ).sum(-1)
 
     def to(self, device: torch.device) -> "StoredTeacher":
         return StoredTeacher(*(part.to(device) for part in vars(self).values()))
@@ -126,13 +140,21 @@ Teacher = LiveTeacher | StoredTeacher
 
 
 def teacher_for_draft(teacher: LiveTeacher, size: int, draft_size: int) -> LiveTeacher:
-    """The teacher, of a vocabulary of `size` tokens, for a draft with the same tokens padded to `draft_size`."""
-    return replace(teacher, ids=slice(draft_size) if size > draft_size else None, further=max(0, draft_size - size))
+    """The teacher, of a vocabulary of `size` tokens, for a draft with the same tokens padded to
+    `draft_size`.
+    """
+    return replace(
+        teacher,
+        ids=slice(draft_size) if size > draft_size else None,
+        further=max(0, draft_size - size),
+    )
 
 
 @torch.no_grad()
 def find_projection(model: PreTrainedModel, name: str) -> OutputProjection:
-    """The output projection of a causal LM. Raise InputError if it does not give the model's own logits."""
+    """The output projection of a causal LM. Raise InputError if it does not give the model's own
+    logits.
+    """
     module = model.get_output_embeddings()
     if isinstance(module, nn.Module) and model.base_model is not model:
         config = model.config.get_text_config(decoder=True)
@@ -148,4 +170,6 @@ def find_projection(model: PreTrainedModel, name: str) -> OutputProjection:
             logits_TV = LiveTeacher(hidden_TH, projection).logits(slice(None), expected_TV).float()
             if (logits_TV - expected_TV).abs().max() <= 0.02 * expected_TV.abs().max() + 1e-6:
                 return projection
-    raise InputError(f"{name}: {type(model).__name__} has no output projection that gives its logits")
+    raise InputError(
+        f"{name}: {type(model).__name__} has no output projection that gives its logits"
+    )

@@ -22,7 +22,14 @@ from draftsmith_core import wandb_runs
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import remove_leftovers
-from draftsmith_core.models import check_tokenizer, context_length, dtype_name, fingerprint, load_model, vocabulary_size
+from draftsmith_core.models import (
+    check_tokenizer,
+    context_length,
+    dtype_name,
+    fingerprint,
+    load_model,
+    vocabulary_size,
+)
 from draftsmith_core.options import configured, identity as identity_options
 from draftsmith_core.processes import Terminated, is_main, leave_processes, on_main, say
 from draftsmith_core.prompts import write_prompt_hashes
@@ -32,7 +39,15 @@ from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import draft_setup, loop
 from train.config import TrainConfig
-from train.data import Examples, collate, divide, load_examples, packed, trained_prompts, with_replay
+from train.data import (
+    Examples,
+    collate,
+    divide,
+    load_examples,
+    packed,
+    trained_prompts,
+    with_replay,
+)
 from train.loop import Position, TrainingJob, fit
 from train.losses import LossFn
 from train.objective import Objective, custom_objective, loss_digest, parse_objective
@@ -46,14 +61,18 @@ _CALIBRATION_ROWS = 512
 
 
 def train(
-    config: TrainConfig | None = None, command: str | None = None, *, loss: LossFn | None = None, **options: Any
+    config: TrainConfig | None = None,
+    command: str | None = None,
+    *,
+    loss: LossFn | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train to the end, resuming what a killed run left. Return the summary.
 
     command: the command line to record. loss: your own loss in place of `config.objective`
-    (`train.objective.custom_objective`); it is recorded by its name. Raise InputError for input that cannot be used,
-    RunError for what fails while running. SIGTERM ends it with Terminated (exit code 143) and Ctrl-C with
-    KeyboardInterrupt, with a checkpoint of that step.
+    (`train.objective.custom_objective`); it is recorded by its name. Raise InputError for input
+    that cannot be used, RunError for what fails while running. SIGTERM ends it with Terminated
+    (exit code 143) and Ctrl-C with KeyboardInterrupt, with a checkpoint of that step.
     """
     config = configured(TrainConfig, config, options)
     out = Path(f"{config.out}-smoke" if config.smoke else config.out)
@@ -64,7 +83,9 @@ def train(
     with Run(out) as run:
         job = _prepare(config, loss)
         if (out / "config.json").exists() and not (job.run_dir / "run.json").exists():
-            raise InputError(f"{out}: holds a model that this run did not make; choose another `out`")
+            raise InputError(
+                f"{out}: holds a model that this run did not make; choose another `out`"
+            )
         run.begin(job.identity, ("run/run.json",))
         for place in (job.run_dir, job.run_dir / "checkpoints"):
             on_main(partial(remove_leftovers, place))
@@ -94,8 +115,8 @@ def train(
 def _freed(job: TrainingJob) -> TrainingJob:
     """The job without its trainee and the wrappers.
 
-    They must be freed before the process group: their destructors join its threads while they hold Python's global lock
-    and can deadlock.
+    They must be freed before the process group: their destructors join its threads while they hold
+    Python's global lock and can deadlock.
     """
     job = replace(job, trainee=nn.Identity())
     job.world.accelerator.free_memory()
@@ -116,7 +137,9 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     revisions = {config.target: config.revision}
     tokenizer = None
     if name is not None:
-        tokenizer = load_tokenizer(name, config.trust_remote_code, config.chat_template, revisions.get(name))
+        tokenizer = load_tokenizer(
+            name, config.trust_remote_code, config.chat_template, revisions.get(name)
+        )
     options: Any = loading(config) | {"device": str(world.device)}
     target = load_model(config.target, **options) if config.target else None
     with world.accelerator.main_process_first():
@@ -138,26 +161,38 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     }
     if is_main():
         draft_setup.announce_draft_vocabulary(draft, training)
-        if target is not None and (training.targets | heldout.targets) - {identity["target_fingerprint"]}:
-            log.warning("data: was distilled from other weights than those of target %s", config.target)
+        if target is not None and (training.targets | heldout.targets) - {
+            identity["target_fingerprint"]
+        }:
+            log.warning(
+                "data: was distilled from other weights than those of target %s", config.target
+            )
         if dropped := training.dropped + (heldout.dropped if config.heldout else 0):
             fits = f"within max_length {config.max_length}"
             log.warning("data: %d rows have no response token %s and are skipped", dropped, fits)
         if set(config.heldout) & set(config.data):
-            log.warning("heldout: %s is in `data` too; held-out figures will measure memory", config.heldout[0])
+            log.warning(
+                "heldout: %s is in `data` too; held-out figures will measure memory",
+                config.heldout[0],
+            )
     steps = config.steps or math.ceil(config.epochs * len(training) / rows_per_step)
     drawn = steps * rows_per_step * (1 - config.replay_fraction)
     # Data does not come back in a single epoch, nor states that nothing reads.
     comes_back = drawn > (training.replay_from or len(training)) and objective.needs_target
     trainee = draft_setup.make_trainee(config, objective, world, draft, target, comes_back)
-    # From here on random numbers are for dropout and noise; processes with one seed would all drop the same units.
+    # From here on random numbers are for dropout and noise; processes with one seed would all drop
+    # the same units.
     torch.manual_seed(row_seed(config.seed, f"process {world.accelerator.process_index}"))
     # As JSON, because the identity is compared with what was written.
     identity = json.loads(json.dumps(identity))
-    return TrainingJob(config, world, objective, trainee, training, heldout, steps, identity, tokenizer, target)
+    return TrainingJob(
+        config, world, objective, trainee, training, heldout, steps, identity, tokenizer, target
+    )
 
 
-def _publish(job: TrainingJob, position: Position, weights: dict[str, Tensor], command: str) -> dict[str, Any]:
+def _publish(
+    job: TrainingJob, position: Position, weights: dict[str, Tensor], command: str
+) -> dict[str, Any]:
     config, training, heldout, out = job.config, job.training, job.heldout, Path(job.config.out)
     objective = job.objective.spec
     record = {
@@ -166,8 +201,16 @@ def _publish(job: TrainingJob, position: Position, weights: dict[str, Tensor], c
         "target": config.target,
         "target_fingerprint": job.identity["target_fingerprint"],
         "data": {
-            "training": {"rows": len(training.rows), "dropped": training.dropped, "digest": training.digest},
-            "heldout": {"rows": len(heldout.rows), "dropped": heldout.dropped, "digest": heldout.digest},
+            "training": {
+                "rows": len(training.rows),
+                "dropped": training.dropped,
+                "digest": training.digest,
+            },
+            "heldout": {
+                "rows": len(heldout.rows),
+                "dropped": heldout.dropped,
+                "digest": heldout.digest,
+            },
             "response_tokens": int(training.valid_tokens.sum()),
         },
         "processes": job.world.size,
@@ -204,7 +247,9 @@ def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
     rows = range(min(len(heldout), _CALIBRATION_ROWS))
     size = min(config.batch_size, (len(rows) + 1) // 2)
     trainee = BlockTrainee(head.to(target.device), job.objective, target, config.packing)
-    batches = (collate(heldout, rows[at : at + size]).to(target.device) for at in range(0, len(rows), size))
+    batches = (
+        collate(heldout, rows[at : at + size]).to(target.device) for at in range(0, len(rows), size)
+    )
     figures = calibrate(trainee, batches)
     head.to("cpu")
     raw, scaled = figures.values()
@@ -220,7 +265,9 @@ def _check(
     tokenizer: Tokenizer | None,
     data: Sequence[Examples],
 ) -> None:
-    """Raise InputError unless draft, target, tokenizer and data belong together and there is a teacher if needed."""
+    """Raise InputError unless draft, target, tokenizer and data belong together and there is a
+    teacher if needed.
+    """
     # Fresh weights come without a tokenizer that could differ from the target's.
     if config.draft is not None and target is not None and tokenizer is not None:
         check_draft_vocabulary(config.draft, draft, target, tokenizer, config.trust_remote_code)
@@ -230,18 +277,26 @@ def _check(
     for role, model in models.items():
         limit = context_length(model) if isinstance(model, PreTrainedModel) else None
         if limit is not None and config.max_length > limit:
-            raise InputError(f"max_length: {config.max_length} is more than the {limit} positions of the {role}")
-    sizes = {"draft": vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size}
+            raise InputError(
+                f"max_length: {config.max_length} is more than the {limit} positions of the {role}"
+            )
+    sizes = {
+        "draft": vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
+    }
     if target is not None:
         sizes["target"] = vocabulary_size(target)
     token = max(examples.max_token for examples in data)
     for role, size in sizes.items():
         if token >= size:
-            raise InputError(f"data: token {token} exceeds the {role}'s vocabulary of {size}; use data in its tokens")
+            raise InputError(
+                f"data: token {token} exceeds the {role}'s vocabulary of {size}; use data in its "
+                "tokens"
+            )
     stored = all(examples.stored for examples in data)
     if target is None and not stored and objective.needs_target:
         raise InputError(
-            f"target: objective {objective.spec} needs the target as its teacher, or data with teacher columns"
+            f"target: objective {objective.spec} needs the target as its teacher, or data with "
+            "teacher columns"
         )
 
 

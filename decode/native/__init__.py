@@ -1,14 +1,17 @@
-"""A product of a few rows with a large matrix at the cost of reading the matrix: C, compiled where it runs.
+"""A product of a few rows with a large matrix at the cost of reading the matrix: C, compiled where
+it runs.
 
-Decoding multiplies 1 to 60 rows with every weight of the model, so the time of a forward is the time of reading the
-weights from memory. Libraries tuned for square products take 1.3 to 2.4 times as long for 5 to 29 rows as for one, and
-read fp32 where a checkpoint has 16 or 4 bits. `linear.c` is the product, `forward.c` a whole forward
-(`decode.llama_forward`). The machine's own compiler builds them within seconds for its own processor; the library stays
-in the user's cache directory, named by what it was built from. Without a compiler, torch multiplies.
+Decoding multiplies 1 to 60 rows with every weight of the model, so the time of a forward is the
+time of reading the weights from memory. Libraries tuned for square products take 1.3 to 2.4 times
+as long for 5 to 29 rows as for one, and read fp32 where a checkpoint has 16 or 4 bits. `linear.c`
+is the product, `forward.c` a whole forward (`decode.llama_forward`). The machine's own compiler
+builds them within seconds for its own processor; the library stays in the user's cache directory,
+named by what it was built from. Without a compiler, torch multiplies.
 
-4-bit weights of bitsandbytes are read as they are: codes and scales. A value is an entry of a table of 16 (nf4: QLoRA,
-arXiv 2305.14314; fp4 alike) times the scale of its block of inputs, which may be quantised again. The kernel multiplies
-both in fp32 as bitsandbytes does, so that products equal those with the unpacked matrix to the bit.
+4-bit weights of bitsandbytes are read as they are: codes and scales. A value is an entry of a table
+of 16 (nf4: QLoRA, arXiv 2305.14314; fp4 alike) times the scale of its block of inputs, which may be
+quantised again. The kernel multiplies both in fp32 as bitsandbytes does, so that products equal
+those with the unpacked matrix to the bit.
 
 Legend: X rows, I inputs, O outputs of a linear layer.
 """
@@ -35,7 +38,15 @@ from draftsmith_core.errors import first_line
 from draftsmith_core.io import atomic_file
 
 SOURCE = Path(__file__).with_name("forward.c")  # includes linear.c
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-shared",
+    "-fPIC",
+)
 # How a packed matrix keeps its values; the numbers of the C source.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 _MOST_ROWS = 256
@@ -44,7 +55,9 @@ _TABLE_BYTES = 64
 
 
 class Kernel:
-    """The compiled functions: fp32 arithmetic on contiguous CPU tensors, with torch's own threads."""
+    """The compiled functions: fp32 arithmetic on contiguous CPU tensors, with torch's own
+    threads.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -59,7 +72,8 @@ class Kernel:
 
 
 class PackedMatrix:
-    """A matrix `[O, I]` in the order in which the kernel reads it, in the narrowest dtype that holds it exactly.
+    """A matrix `[O, I]` in the order in which the kernel reads it, in the narrowest dtype that
+    holds it exactly.
 
     The kernel widens values to fp32 in registers, so products do not depend on the dtype.
     """
@@ -77,15 +91,25 @@ class PackedMatrix:
 
     @staticmethod
     def of_codes(functions: Kernel, codes: Tensor, scales: Tensor, table: Tensor) -> "PackedMatrix":
-        """codes: uint8 `[O, I / 2]`, the first in a byte's upper half. scales: `[O, I / 64]`. table: 16 values."""
+        """codes: uint8 `[O, I / 2]`, the first in a byte's upper half. scales: `[O, I / 64]`.
+        table: 16 values.
+        """
         made = PackedMatrix.__new__(PackedMatrix)
         outputs, inputs = codes.shape[0], 2 * codes.shape[1]
         width = made._hold(functions, outputs, inputs, torch.uint8)
         surplus = (0, 0, 0, -outputs % width)
         codes_OI = F.pad(torch.stack([codes >> 4, codes & 15], dim=2).flatten(1), surplus)
-        lower, upper = codes_OI.view(-1, width, inputs // _BLOCK, _BLOCK).permute(0, 2, 3, 1).chunk(2, dim=3)
-        columns = F.pad(scales.float(), surplus).view(-1, width, inputs // _BLOCK).transpose(1, 2).contiguous()
-        # The table; then by panel and block a scale for each column, and the codes input by input, two in a byte.
+        lower, upper = (
+            codes_OI.view(-1, width, inputs // _BLOCK, _BLOCK).permute(0, 2, 3, 1).chunk(2, dim=3)
+        )
+        columns = (
+            F.pad(scales.float(), surplus)
+            .view(-1, width, inputs // _BLOCK)
+            .transpose(1, 2)
+            .contiguous()
+        )
+        # The table; then by panel and block a scale for each column, and the codes input by input,
+        # two in a byte.
         made.values[:_TABLE_BYTES] = table.float().contiguous().view(torch.uint8)
         blocks = made.values[_TABLE_BYTES:].view(*columns.shape[:2], -1)
         blocks[..., : 4 * width] = columns.view(torch.uint8)
@@ -103,8 +127,12 @@ class PackedMatrix:
     def __deepcopy__(self, memo: object) -> "PackedMatrix":
         return self  # never written to: copies of a model share it
 
-    def linear(self, x_XI: Tensor, bias_O: Tensor | None = None, other_XO: Tensor | None = None) -> Tensor:
-        """`x W^T + bias + other`, `[X, O]`, of contiguous fp32. A row's bits do not depend on other rows or threads."""
+    def linear(
+        self, x_XI: Tensor, bias_O: Tensor | None = None, other_XO: Tensor | None = None
+    ) -> Tensor:
+        """`x W^T + bias + other`, `[X, O]`, of contiguous fp32. A row's bits do not depend on other
+        rows or threads.
+        """
         rows = x_XI.shape[0]
         y_XO = x_XI.new_empty(rows, self.outputs)
         for begin in range(0, rows, _MOST_ROWS):
@@ -125,7 +153,9 @@ class PackedMatrix:
         """Return rows of the matrix, fp32 `[N, I]`. IndexError for a row that does not exist."""
         ids_N = ids_N.contiguous()
         if ids_N.numel() and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < self.outputs:
-            raise IndexError(f"rows {int(ids_N.min())} to {int(ids_N.max())} of a matrix that has {self.outputs}")
+            raise IndexError(
+                f"rows {int(ids_N.min())} to {int(ids_N.max())} of a matrix that has {self.outputs}"
+            )
         rows_NI = torch.empty(len(ids_N), self.inputs, dtype=torch.float32)
         pointers = (self.values.data_ptr(), ids_N.data_ptr(), rows_NI.data_ptr())
         self._functions.rows(self.kind, *pointers, len(ids_N), self.inputs)
@@ -133,16 +163,28 @@ class PackedMatrix:
 
 
 def four_bit_state(weight: object) -> Any:
-    """Return bitsandbytes' scales and shape of a 4-bit weight that the kernel reads; None for any other.
+    """Return bitsandbytes' scales and shape of a 4-bit weight that the kernel reads; None for any
+    other.
 
     The weight must be on the CPU, multiplied in fp32, and have rows of whole blocks.
     """
     state = getattr(weight, "quant_state", None)
-    if state is None or not isinstance(weight, Tensor) or weight.device.type != "cpu" or weight.dtype != torch.uint8:
+    if (
+        state is None
+        or not isinstance(weight, Tensor)
+        or weight.device.type != "cpu"
+        or weight.dtype != torch.uint8
+    ):
         return None
-    if getattr(state, "packing_format_for_cpu", False) or state.dtype != torch.float32 or len(state.shape) != 2:
+    if (
+        getattr(state, "packing_format_for_cpu", False)
+        or state.dtype != torch.float32
+        or len(state.shape) != 2
+    ):
         return None
-    return state if state.blocksize % _BLOCK == 0 and state.shape[1] % state.blocksize == 0 else None
+    return (
+        state if state.blocksize % _BLOCK == 0 and state.shape[1] % state.blocksize == 0 else None
+    )
 
 
 def pack_four_bits(functions: Kernel, weights: Sequence[Tensor]) -> PackedMatrix:
@@ -154,15 +196,21 @@ def pack_four_bits(functions: Kernel, weights: Sequence[Tensor]) -> PackedMatrix
     for state in states:
         scales = state.absmax.float()
         if state.nested:
-            outer = state.state2.absmax.float().repeat_interleave(state.state2.blocksize)[: scales.numel()]
-            scales = state.state2.code.float()[state.absmax.reshape(-1).long()] * outer + state.offset
+            outer = state.state2.absmax.float().repeat_interleave(state.state2.blocksize)[
+                : scales.numel()
+            ]
+            scales = (
+                state.state2.code.float()[state.absmax.reshape(-1).long()] * outer + state.offset
+            )
         scales = scales.view(-1, inputs // state.blocksize)
         parts.append(scales.repeat_interleave(state.blocksize // _BLOCK, dim=1))
     return PackedMatrix.of_codes(functions, codes, torch.cat(parts), states[0].code)
 
 
 def narrowest(weight_OI: Tensor) -> Tensor:
-    """Return the same values in bf16 or fp16 if that dtype holds each of them to the bit, else `weight_OI` itself."""
+    """Return the same values in bf16 or fp16 if that dtype holds each of them to the bit, else
+    `weight_OI` itself.
+    """
     if weight_OI.dtype == torch.float32:
         for convert in (_to_bfloat16, _to_float16):
             # Most matrices that do not fit show it in their first rows.
@@ -174,7 +222,9 @@ def narrowest(weight_OI: Tensor) -> Tensor:
 def _to_bfloat16(weight_OI: Tensor) -> Tensor | None:
     # bf16 is the upper half of fp32. By bits, because torch's conversion does not keep every NaN.
     bits_OI = weight_OI.contiguous().view(torch.int32)
-    return None if (bits_OI & 0xFFFF).any() else (bits_OI >> 16).to(torch.int16).view(torch.bfloat16)
+    return (
+        None if (bits_OI & 0xFFFF).any() else (bits_OI >> 16).to(torch.int16).view(torch.bfloat16)
+    )
 
 
 def _to_float16(weight_OI: Tensor) -> Tensor | None:
@@ -184,15 +234,23 @@ def _to_float16(weight_OI: Tensor) -> Tensor | None:
 
 
 def kernel() -> Kernel | None:
-    """Return the kernel, built if it is not cached; None if it cannot be built or gives wrong products."""
+    """Return the kernel, built if it is not cached; None if it cannot be built or gives wrong
+    products.
+    """
     kernel_or_reason = _kernel_or_reason()
     return kernel_or_reason if isinstance(kernel_or_reason, Kernel) else None
 
 
 def missing_kernel(device: torch.device | str = "cpu") -> str | None:
-    """Return one line for the user if decoding on this device is slower for want of the kernel, else None."""
+    """Return one line for the user if decoding on this device is slower for want of the kernel,
+    else None.
+    """
     reason = _kernel_or_reason() if torch.device(device).type == "cpu" else None
-    return f"decoding without its compiled kernel, several times slower: {reason}" if isinstance(reason, str) else None
+    return (
+        f"decoding without its compiled kernel, several times slower: {reason}"
+        if isinstance(reason, str)
+        else None
+    )
 
 
 @cache
@@ -211,11 +269,21 @@ def _kernel_or_reason() -> Kernel | str:
 
 
 def _load(compiler: str) -> ctypes.CDLL:
-    """Build the library, or load it from the cache if it is there whole: its last 32 bytes are its hash."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
+    """Build the library, or load it from the cache if it is there whole: its last 32 bytes are its
+    hash.
+    """
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=True, timeout=30
+    ).stdout
     sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c"))]
-    key = hashlib.sha256(b"\0".join([*sources, version, " ".join(_FLAGS).encode(), _processor()])).hexdigest()
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / f"linear-{key[:16]}.so"
+    key = hashlib.sha256(
+        b"\0".join([*sources, version, " ".join(_FLAGS).encode(), _processor()])
+    ).hexdigest()
+    cached = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "draftsmith"
+        / f"linear-{key[:16]}.so"
+    )
     with suppress(OSError):
         content = cached.read_bytes()
         if hashlib.sha256(content[:-32]).digest() == content[-32:]:
@@ -223,9 +291,14 @@ def _load(compiler: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory) / "linear.so"
         command = [compiler, *_FLAGS, "-o", str(library), str(SOURCE)]
-        subprocess.run(command, capture_output=True, check=True, timeout=300)  # seconds, on a busy machine minutes
+        subprocess.run(
+            command, capture_output=True, check=True, timeout=300
+        )  # seconds, on a busy machine minutes
         content = library.read_bytes()
-        with suppress(OSError), atomic_file(cached) as unfinished:  # a directory that cannot be written
+        with (
+            suppress(OSError),
+            atomic_file(cached) as unfinished,
+        ):  # a directory that cannot be written
             unfinished.write_bytes(content + hashlib.sha256(content).digest())
         return ctypes.CDLL(str(library))
 
@@ -240,11 +313,18 @@ def _processor() -> bytes:
 
 
 def _is_right(built: Kernel) -> bool:
-    """Whether it multiplies as torch does: odd sizes, bias and sum, from fp32, bf16, fp16 and 4 bits."""
+    """Whether it multiplies as torch does: odd sizes, bias and sum, from fp32, bf16, fp16 and 4
+    bits.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = ((83, 320), (7, 320), (83,), (7, 83))
-    weight_OI, x_XI, bias_O, other_XO = (torch.randn(shape, generator=generator).float() for shape in shapes)
-    weights = [weight_OI[:, :301].to(dtype).float() for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    weight_OI, x_XI, bias_O, other_XO = (
+        torch.randn(shape, generator=generator).float() for shape in shapes
+    )
+    weights = [
+        weight_OI[:, :301].to(dtype).float()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]
     matrices = [PackedMatrix(built, weight) for weight in weights]
     codes = torch.randint(0, 256, (83, 160), generator=generator, dtype=torch.uint8)
     scales, table = weight_OI[:, :5].abs(), weight_OI[0, :16]
@@ -255,6 +335,8 @@ def _is_right(built: Kernel) -> bool:
     for weight, matrix in zip(weights, matrices, strict=True):
         x = x_XI[:, : matrix.inputs].contiguous()
         wanted = F.linear(x, weight, bias_O) + other_XO
-        right = right and torch.allclose(matrix.linear(x, bias_O, other_XO), wanted, atol=1e-4, rtol=1e-5)
+        right = right and torch.allclose(
+            matrix.linear(x, bias_O, other_XO), wanted, atol=1e-4, rtol=1e-5
+        )
         right = right and torch.equal(matrix.rows(torch.arange(83)), weight)
     return right

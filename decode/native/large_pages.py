@@ -1,8 +1,9 @@
 """Memory for packed weights and caches, in pages of 2 MB where the system has them.
 
-A forward reads every weight once, in order. With pages of 4 KB, the processor's prefetcher stops at the end of each
-page: on a server CPU (AMD EPYC), large pages were 1.25 to 1.6 times as fast. Linux gives them on request
-(`transparent_hugepage` is `madvise` or `always`); elsewhere this is ordinary memory.
+A forward reads every weight once, in order. With pages of 4 KB, the processor's prefetcher stops at
+the end of each page: on a server CPU (AMD EPYC), large pages were 1.25 to 1.6 times as fast. Linux
+gives them on request (`transparent_hugepage` is `madvise` or `always`); elsewhere this is ordinary
+memory.
 """
 
 import math
@@ -37,7 +38,9 @@ def empty_bytes(size: int) -> Tensor:
 
 
 def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return zeros in the dtype and on the device of `like`. On a CPU they take memory only as it is written."""
+    """Return zeros in the dtype and on the device of `like`. On a CPU they take memory only as it
+    is written.
+    """
     size = math.prod(shape) * like.element_size()
     # Less is not worth whole pages.
     if like.device.type != "cpu" or size < 4 * _PAGE:
@@ -50,7 +53,9 @@ def _mapped(size: int) -> Tensor:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
     # Large pages begin at multiples of their size. Not every kernel places a mapping there.
-    memory = mmap.mmap(-1, -(-size // _PAGE) * _PAGE + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(
+        -1, -(-size // _PAGE) * _PAGE + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     with suppress(OSError):  # a kernel that was built without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

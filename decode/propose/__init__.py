@@ -1,8 +1,9 @@
-"""Methods of drafting: `PROPOSERS` maps the name a user writes to what it needs, where it is valid, and how it is made.
+"""Methods of drafting: `PROPOSERS` maps the name a user writes to what it needs, where it is valid,
+and how it is made.
 
-Needs no torch; a proposer's code is imported when it is made. To add one, write a file of this package (see `protocol`;
-with a network `network`, copying from text `text_proposer`) and enter it in the table. From Python, pass a `Proposer`
-to `SpeculativeDecoder`; it needs no table.
+Needs no torch; a proposer's code is imported when it is made. To add one, write a file of this
+package (see `protocol`; with a network `network`, copying from text `text_proposer`) and enter it
+in the table. From Python, pass a `Proposer` to `SpeculativeDecoder`; it needs no table.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ CHAIN = 4  # tokens drafted per step when no tree is named
 
 
 def default_tree(proposer: str = "draft", heads: int | None = None) -> Tree:
-    """Return the tree for a proposer of `PROPOSERS`: a chain of four tokens, fewer if there are fewer `heads`; for
-    lookahead, a tree that holds its window and its candidates.
+    """Return the tree for a proposer of `PROPOSERS`: a chain of four tokens, fewer if there are
+    fewer `heads`; for lookahead, a tree that holds its window and its candidates.
     """
     if proposer == "lookahead":
         from decode.propose.lookahead import LookaheadProposer
@@ -33,8 +34,9 @@ def default_tree(proposer: str = "draft", heads: int | None = None) -> Tree:
 class ProposerKind:
     """A method of drafting. title, trees and paper are shown to users.
 
-    make: takes a list of language models, a head, a suffix index, or None; with models and heads also `fast`. usual:
-    for a proposer of chains only, the one that drafts with the same kind of head on any tree.
+    make: takes a list of language models, a head, a suffix index, or None; with models and heads
+    also `fast`. usual: for a proposer of chains only, the one that drafts with the same kind of
+    head on any tree.
     """
 
     title: str
@@ -58,8 +60,12 @@ def _in(module: str, name: str, **options: Any) -> Callable[..., "Proposer"]:
     return make
 
 
-def _head(title: str, trees: str, paper: str, usual: str | None = None, **options: Any) -> ProposerKind:
-    return ProposerKind(title, trees, paper, "head", _in("head_proposers", "HeadProposer", **options), usual)
+def _head(
+    title: str, trees: str, paper: str, usual: str | None = None, **options: Any
+) -> ProposerKind:
+    return ProposerKind(
+        title, trees, paper, "head", _in("head_proposers", "HeadProposer", **options), usual
+    )
 
 
 PROPOSERS: dict[str, ProposerKind] = {
@@ -70,20 +76,38 @@ PROPOSERS: dict[str, ProposerKind] = {
         "models",
         _in("draft_model", "DraftModelProposer"),
     ),
-    "eagle": _head("EAGLE-1/2 head: the target's next top feature", "any", "Li et al. 2024, arXiv 2401.15077"),
-    "eagle3": _head("EAGLE-3 head: fused low, middle and high features", "any", "Li et al. 2025, arXiv 2503.01840"),
-    "medusa": _head("independent heads, one per depth", "depth up to the heads", "Cai et al. 2024, arXiv 2401.10774"),
+    "eagle": _head(
+        "EAGLE-1/2 head: the target's next top feature", "any", "Li et al. 2024, arXiv 2401.15077"
+    ),
+    "eagle3": _head(
+        "EAGLE-3 head: fused low, middle and high features",
+        "any",
+        "Li et al. 2025, arXiv 2503.01840",
+    ),
+    "medusa": _head(
+        "independent heads, one per depth",
+        "depth up to the heads",
+        "Cai et al. 2024, arXiv 2401.10774",
+    ),
     "hydra": _head(
-        "heads that see the tokens drafted before them", "depth up to the heads", "Ankner et al. 2024, arXiv 2402.05109"
+        "heads that see the tokens drafted before them",
+        "depth up to the heads",
+        "Ankner et al. 2024, arXiv 2402.05109",
     ),
     "dflash": _head(
-        "block drafter: all tokens from one forward", "depth up to the block", "DFlash 2026, arXiv 2602.06036"
+        "block drafter: all tokens from one forward",
+        "depth up to the block",
+        "DFlash 2026, arXiv 2602.06036",
     ),
     "dspark": _head(
-        "block drafter with a Markov head and a confidence", "depth up to the block", "DSpark 2026, arXiv 2607.05147"
+        "block drafter with a Markov head and a confidence",
+        "depth up to the block",
+        "DSpark 2026, arXiv 2607.05147",
     ),
     "jetspec": _head(
-        "block drafter, causal within its block", "depth up to the block", "JetSpec 2026, arXiv 2606.18394"
+        "block drafter, causal within its block",
+        "depth up to the block",
+        "JetSpec 2026, arXiv 2606.18394",
     ),
     "blockwise": _head(
         "independent heads on a chain: blockwise parallel decoding",

@@ -1,9 +1,11 @@
-"""Small language models draft the tree, one forward per level; several of them propose siblings in turn (SpecInfer).
+"""Small language models draft the tree, one forward per level; several of them propose siblings in
+turn (SpecInfer).
 
 Legend: B rows, W pending tokens, e nodes of a level, d drafts, V vocabulary of the target.
 
-A draft's cache lags behind the text by one or two *pending* tokens per row: the target's own token, and the last node
-of a fully accepted path. They are forwarded first in the next step, right-aligned, so that the root is the last.
+A draft's cache lags behind the text by one or two *pending* tokens per row: the target's own token,
+and the last node of a fully accepted path. They are forwarded first in the next step,
+right-aligned, so that the root is the last.
 """
 
 from collections.abc import Sequence
@@ -23,23 +25,30 @@ from decode.tree import TreeShape
 from drafts.vocabulary import VocabularyMap, vocabulary_map
 from draftsmith_core.models import context_length, vocabulary_size
 
-# One target token may be several tokens of a draft with another vocabulary: so many of them are read at most.
+# One target token may be several tokens of a draft with another vocabulary: so many of them are
+# read at most.
 _MOST_PIECES = 4
 
 
 class DraftModelProposer(NetworkProposer):
-    """Drafts with one language model or several that share the target's tokenizer; vocabularies may be padded.
+    """Drafts with one language model or several that share the target's tokenizer; vocabularies may
+    be padded.
 
-    A draft of another tokenizer (`drafts.vocabulary.attach`) drafts the tokens that both have (arXiv 2502.05202): its
-    logits are restricted to them before anything is drawn, so q is exact. With several drafts the child of rank k is
-    drawn from draft `k % len(models)`, independently of its siblings (SpecInfer, arXiv 2305.09781, section 4).
+    A draft of another tokenizer (`drafts.vocabulary.attach`) drafts the tokens that both have
+    (arXiv 2502.05202): its logits are restricted to them before anything is drawn, so q is exact.
+    With several drafts the child of rank k is drawn from draft `k % len(models)`, independently of
+    its siblings (SpecInfer, arXiv 2305.09781, section 4).
     """
 
-    def __init__(self, models: PreTrainedModel | Sequence[PreTrainedModel], *, fast: bool = True) -> None:
+    def __init__(
+        self, models: PreTrainedModel | Sequence[PreTrainedModel], *, fast: bool = True
+    ) -> None:
         super().__init__()
         self.models = [models] if isinstance(models, PreTrainedModel) else list(models)
         self.drafts = len(self.models)
-        self.name = "draft " + " or ".join(model.name_or_path or type(model).__name__ for model in self.models)
+        self.name = "draft " + " or ".join(
+            model.name_or_path or type(model).__name__ for model in self.models
+        )
         self._packs = [packs_of(model) if fast else None for model in self.models]
         self._windows = [attention_windows(model) for model in self.models]
         self._limits = [context_length(model) for model in self.models]
@@ -48,9 +57,15 @@ class DraftModelProposer(NetworkProposer):
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         if self.drafts > 1 and any(self._words):
-            raise ValueError(f"{self.drafts} drafts of which one has another tokenizer cannot draft together; use one")
+            raise ValueError(
+                f"{self.drafts} drafts of which one has another tokenizer cannot draft together; "
+                "use one"
+            )
         if tree.grows and self.drafts > 1:
-            raise ValueError(f"{self.drafts} drafts cannot grow one tree by confidence; use one draft, or kary:4,2,2")
+            raise ValueError(
+                f"{self.drafts} drafts cannot grow one tree by confidence; use one draft, or "
+                "kary:4,2,2"
+            )
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if any(model.training for model in self.models):
@@ -64,8 +79,13 @@ class DraftModelProposer(NetworkProposer):
         networks: list[_OneNetwork] = []
         for place, (model, words) in enumerate(zip(self.models, self._words, strict=True)):
             steps = self.steps[place] if self.steps else None
-            runner = Runner(model, self._windows[place], self._limits[place], self._packs[place], steps)
-            heads, roots = [prompt[:-1] for prompt in setup.prompts], [[prompt[-1]] for prompt in setup.prompts]
+            runner = Runner(
+                model, self._windows[place], self._limits[place], self._packs[place], steps
+            )
+            heads, roots = (
+                [prompt[:-1] for prompt in setup.prompts],
+                [[prompt[-1]] for prompt in setup.prompts],
+            )
             room = setup.max_new_tokens
             if words is None:
                 largest = vocabulary_size(model) - 1
@@ -83,7 +103,11 @@ class _OneNetwork(Network):
     runner: Runner
 
     def __init__(
-        self, runner: Runner, pending: list[list[int]], vocabulary: int, words: VocabularyMap | None = None
+        self,
+        runner: Runner,
+        pending: list[list[int]],
+        vocabulary: int,
+        words: VocabularyMap | None = None,
     ) -> None:
         self.runner, self.device, self.rows, self.words = runner, runner.device, pending, words
         self.vocabulary, self.draft_vocabulary = vocabulary, vocabulary_size(runner.model)
@@ -94,32 +118,45 @@ class _OneNetwork(Network):
         return self._forward(*self._pending(), 1)
 
     def extend(self, frontier: Frontier) -> Tensor:
-        tokens_Be = frontier.tokens_Be if self.words is None else self.draft_of_V[frontier.tokens_Be]
+        tokens_Be = (
+            frontier.tokens_Be if self.words is None else self.draft_of_V[frontier.tokens_Be]
+        )
         return self._forward(tokens_Be, frontier.block, 0)
 
     def static(self, frontier: Frontier | None) -> StaticCall | None:
         if self.runner.steps is None or self.words is not None:
             return None
-        tokens_Bq, block = self._pending() if frontier is None else (frontier.tokens_Be, frontier.block)
+        tokens_Bq, block = (
+            self._pending() if frontier is None else (frontier.tokens_Be, frontier.block)
+        )
         run = self.runner.static(block.offsets_RT.shape[1], 1 if frontier is None else 0)
 
         def forward(tokens_Bq: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             logits, _ = run(self._known(tokens_Bq), *rest)
             return (fit_vocabulary(logits, self.vocabulary),)
 
-        return StaticCall(self.runner.steps, run.name, forward, (tokens_Bq, *self.runner.inputs(block)))
+        return StaticCall(
+            self.runner.steps, run.name, forward, (tokens_Bq, *self.runner.inputs(block))
+        )
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        # The accepted path stays in the cache; emitted tokens that were never forwarded become pending.
+        # The accepted path stays in the cache; emitted tokens that were never forwarded become
+        # pending.
         slots: list[list[int]] = []
         for row, (path, emitted) in enumerate(zip(expanded, outcome.tokens, strict=True)):
             cached = [index for index in path if index is not None]
-            slots.append([*range(self.lead[row], self.width), *(self.width + index for index in cached)])
+            slots.append(
+                [*range(self.lead[row], self.width), *(self.width + index for index in cached)]
+            )
             new = list(emitted[len(cached) :])
             if self.words is not None:
-                # Drafted tokens are shared, one for one. Only the target's own token can be many pieces, of which the
-                # last are read: whatever a draft has read, its guesses are verified.
-                new = [*self.words.translate(new[:-1]), *self.words.translate(new[-1:])[-_MOST_PIECES:]]
+                # Drafted tokens are shared, one for one. Only the target's own token can be many
+                # pieces, of which the last are read: whatever a draft has read, its guesses are
+                # verified.
+                new = [
+                    *self.words.translate(new[:-1]),
+                    *self.words.translate(new[-1:])[-_MOST_PIECES:],
+                ]
             self.rows[row] = new
         self.runner.keep(slots)
 
@@ -130,16 +167,23 @@ class _OneNetwork(Network):
 
     def _forward(self, tokens_Bq: Tensor, block: Block, keep_logits: int) -> Tensor:
         logits, _ = self.runner.forward(self._known(tokens_Bq), block, keep_logits=keep_logits)
-        return fit_vocabulary(logits, self.vocabulary) if self.words is None else self.words.to_target(logits)
+        return (
+            fit_vocabulary(logits, self.vocabulary)
+            if self.words is None
+            else self.words.to_target(logits)
+        )
 
     def _known(self, tokens_Bq: Tensor) -> Tensor:
-        # The target may emit a token that the draft has no embedding for; whatever the draft then guesses is verified.
+        # The target may emit a token that the draft has no embedding for; whatever the draft then
+        # guesses is verified.
         fewer = self.words is None and self.draft_vocabulary < self.vocabulary
         return tokens_Bq.clamp(max=self.draft_vocabulary - 1) if fewer else tokens_Bq
 
 
 class _SeveralNetworks(Network):
-    """Several drafts on one tree; at every node their logits stand side by side. Their forwards are not recorded."""
+    """Several drafts on one tree; at every node their logits stand side by side. Their forwards are
+    not recorded.
+    """
 
     def __init__(self, networks: Sequence[_OneNetwork]) -> None:
         self.networks, self.drafts, self.device = networks, len(networks), networks[0].device

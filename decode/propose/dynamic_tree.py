@@ -1,11 +1,12 @@
-"""Trees that the draft's confidence shapes: expand and rerank (EAGLE-2, arXiv 2406.16858, section 4; with a beam as
-wide as the budget and an early end OPT-Tree, arXiv 2406.17276).
+"""Trees that the draft's confidence shapes: expand and rerank (EAGLE-2, arXiv 2406.16858, section
+4; with a beam as wide as the budget and an early end OPT-Tree, arXiv 2406.17276).
 
-Legend: B rows, N drafted nodes, e nodes expanded in a level, k children of each, C candidates so far, T expanded
-nodes so far, W pending tokens, V vocabulary.
+Legend: B rows, N drafted nodes, e nodes expanded in a level, k children of each, C candidates so
+far, T expanded nodes so far, W pending tokens, V vocabulary.
 
-Children are the most probable tokens. The context determines them, so pruning them is lossless. The confidence of a
-token is its probability in the distribution that is sampled from; at temperature 0, its probability at temperature 1.
+Children are the most probable tokens. The context determines them, so pruning them is lossless. The
+confidence of a token is its probability in the distribution that is sampled from; at temperature 0,
+its probability at temperature 1.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ from draftsmith_core.sampling import Sampling, probs
 class DynamicTreeSession(Session):
     """A network growing a tree for each row of one `generate` call."""
 
-    def __init__(self, network: Network, tree: DynamicTree, sampling: Sampling, device: torch.device) -> None:
+    def __init__(
+        self, network: Network, tree: DynamicTree, sampling: Sampling, device: torch.device
+    ) -> None:
         self.network, self.tree, self.sampling, self.device = network, tree, sampling, device
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
@@ -34,22 +37,32 @@ class DynamicTreeSession(Session):
         rows, device = tokens_Bk.shape[0], tokens_Bk.device
         tokens, values = [tokens_Bk], [values_Bk]
         parents = [torch.full_like(tokens_Bk, -1)]
-        expanded = [torch.full((rows, 1), -1, device=device)]  # candidates that were expanded; the root is -1
+        expanded = [
+            torch.full((rows, 1), -1, device=device)
+        ]  # candidates that were expanded; the root is -1
         sees_BeT = torch.zeros(rows, 1, 0, dtype=torch.bool, device=device)
         growing_B1 = torch.ones(rows, 1, dtype=torch.bool, device=device)
         first, reached = 0, self._expected(values)
         for _ in range(1, shape.depth):
             # In order of the candidates, so that siblings stay side by side and parents in order.
-            best_Be = values[-1].topk(min(shape.beam, values[-1].shape[1]), dim=1).indices.sort(dim=1).values
+            best_Be = (
+                values[-1]
+                .topk(min(shape.beam, values[-1].shape[1]), dim=1)
+                .indices.sort(dim=1)
+                .values
+            )
             inputs_Be, above_Be = tokens[-1].gather(1, best_Be), parents[-1].gather(1, best_Be)
-            # Only nodes of the level before can be parents: here their index in that level, below among all.
+            # Only nodes of the level before can be parents: here their index in that level, below
+            # among all.
             place_Be = (expanded[-1].unsqueeze(1) == above_Be.unsqueeze(2)).int().argmax(2)
             count = inputs_Be.shape[1]
             itself = torch.eye(count, dtype=torch.bool, device=device).expand(rows, -1, -1)
             above_BeT = sees_BeT.gather(1, place_Be.unsqueeze(2).expand(-1, -1, sees_BeT.shape[2]))
             sees_BeT = torch.cat([above_BeT, itself], dim=2)
             offset = sum(level.shape[1] for level in expanded[:-1])
-            frontier = Frontier(inputs_Be.clamp(min=0), place_Be + offset, self._block(sees_BeT, expanded))
+            frontier = Frontier(
+                inputs_Be.clamp(min=0), place_Be + offset, self._block(sees_BeT, expanded)
+            )
             tokens_Bek, new_Bek = self._children(self.network.extend(frontier).unsqueeze(2))
             values.append((new_Bek + values[-1].gather(1, best_Be).unsqueeze(2)).flatten(1))
             tokens.append(tokens_Bek.flatten(1))
@@ -64,11 +77,15 @@ class DynamicTreeSession(Session):
                 if not bool(growing_B1.any()):
                     break
         self._expanded = torch.cat([expanded[0][:, :0], *expanded[1:]], dim=1)
-        return self._rerank(torch.cat(tokens, 1), torch.cat(values, 1), torch.cat(parents, 1), len(values))
+        return self._rerank(
+            torch.cat(tokens, 1), torch.cat(values, 1), torch.cat(parents, 1), len(values)
+        )
 
     def commit(self, outcome: Outcome) -> None:
         expanded = []
-        for path, kept, forwarded in zip(outcome.paths, self._kept_BN.tolist(), self._expanded.tolist(), strict=True):
+        for path, kept, forwarded in zip(
+            outcome.paths, self._kept_BN.tolist(), self._expanded.tolist(), strict=True
+        ):
             number_of = {candidate: number for number, candidate in enumerate(forwarded)}
             expanded.append([number_of.get(kept[m - 1]) for m in path])
         self.network.commit(expanded, outcome)
@@ -77,7 +94,8 @@ class DynamicTreeSession(Session):
         self.network.select_rows(rows)
 
     def _children(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        # The `beam` best tokens below each node and their log-confidences, from logits [B, ..., 1, V].
+        # The `beam` best tokens below each node and their log-confidences, from logits [B, ..., 1,
+        # V].
         logits = logits.squeeze(-2)
         self._finite = self._finite & logits.amax().isfinite().to(self.device)
         if self.sampling.greedy:
@@ -102,9 +120,15 @@ class DynamicTreeSession(Session):
         for depth, level in enumerate(expanded[1:], 1):
             offsets += [width - 1 + depth] * level.shape[1]
         offsets += [width - 1 + len(expanded)] * count
-        return Block(torch.tensor([offsets], device=device), torch.cat([pending, sees_BeT], dim=2), static=False)
+        return Block(
+            torch.tensor([offsets], device=device),
+            torch.cat([pending, sees_BeT], dim=2),
+            static=False,
+        )
 
-    def _rerank(self, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor, depth: int) -> Proposal:
+    def _rerank(
+        self, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor, depth: int
+    ) -> Proposal:
         rows, total = values_BC.shape
         count = min(self.tree.nodes, total)
         ranked_BC = values_BC.sort(dim=1, descending=True, stable=True).indices
@@ -117,5 +141,7 @@ class DynamicTreeSession(Session):
         drafted_BN = tokens_BC.gather(1, kept_BN).masked_fill(~exists_BN, -1)
         self._kept_BN = kept_BN
         tokens_BM = torch.nn.functional.pad(drafted_BN, (1, 0), value=-1).to(self.device)
-        tree = grow_batch(parents_BN.to(self.device), exists_BN.to(self.device), depth, self.tree.beam)
+        tree = grow_batch(
+            parents_BN.to(self.device), exists_BN.to(self.device), depth, self.tree.beam
+        )
         return Proposal(tree, tokens_BM, None, "deterministic", finite=self._finite)

@@ -1,15 +1,16 @@
-"""Heads on the target's features draft the tree: EAGLE, EAGLE-3, Medusa, Hydra, block drafters, and blockwise parallel
-decoding.
+"""Heads on the target's features draft the tree: EAGLE, EAGLE-3, Medusa, Hydra, block drafters, and
+blockwise parallel decoding.
 
-Legend: B rows, W pending tokens, S slots of a block, e nodes of a level, E nodes expanded so far, d depth, K heads, T
-positions, V vocabulary, H feature size.
+Legend: B rows, W pending tokens, S slots of a block, e nodes of a level, E nodes expanded so far, d
+depth, K heads, T positions, V vocabulary, H feature size.
 
-A feature is the target's hidden state at a position; the token after it was chosen from it. EAGLE heads forward drafted
-tokens with features that the head itself predicted, and accepted ones again with true features (arXiv 2401.15077,
-section 3). Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109) heads read the feature from which the root was
-chosen. A block drafter (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147; JetSpec, arXiv 2606.18394) attends to the
-features of all tokens before the root and forwards the root with the slots behind it at once; a Markov head then adds
-what depends on the token above a node.
+A feature is the target's hidden state at a position; the token after it was chosen from it. EAGLE
+heads forward drafted tokens with features that the head itself predicted, and accepted ones again
+with true features (arXiv 2401.15077, section 3). Medusa (arXiv 2401.10774) and Hydra (arXiv
+2402.05109) heads read the feature from which the root was chosen. A block drafter (DFlash, arXiv
+2602.06036; DSpark, arXiv 2607.05147; JetSpec, arXiv 2606.18394) attends to the features of all
+tokens before the root and forwards the root with the slots behind it at once; a Markov head then
+adds what depends on the token above a node.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,9 @@ from drafts.load import depth_limit
 
 
 class HeadProposer(NetworkProposer):
-    """Drafts with a trained head. chains_only: blockwise parallel decoding (Stern et al. 2018, arXiv 1811.03115)."""
+    """Drafts with a trained head. chains_only: blockwise parallel decoding (Stern et al. 2018,
+    arXiv 1811.03115).
+    """
 
     def __init__(self, head: Head, *, chains_only: bool = False, fast: bool = True) -> None:
         super().__init__()
@@ -58,16 +61,28 @@ class HeadProposer(NetworkProposer):
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         width = int(target.config.get_text_config().hidden_size)
         reads = (
-            self.head.config.target_hidden_size if isinstance(self.head, Eagle3Head) else self.head.config.hidden_size
+            self.head.config.target_hidden_size
+            if isinstance(self.head, Eagle3Head)
+            else self.head.config.hidden_size
         )
         if reads != width:
-            raise ValueError(f"head for hidden size {reads}, target has {width}; use its own target")
+            raise ValueError(
+                f"head for hidden size {reads}, target has {width}; use its own target"
+            )
         heads = depth_limit(self.head) or tree.depth
         if tree.depth > heads:
-            what = f"a block drafts {heads} tokens" if isinstance(self.head, BlockHead) else f"there are {heads} heads"
-            raise ValueError(f"tree of depth {tree.depth}, but {what}; use for example chain:{heads}")
+            what = (
+                f"a block drafts {heads} tokens"
+                if isinstance(self.head, BlockHead)
+                else f"there are {heads} heads"
+            )
+            raise ValueError(
+                f"tree of depth {tree.depth}, but {what}; use for example chain:{heads}"
+            )
         if self._chains_only and not tree.is_chain:
-            raise ValueError(f"blockwise decoding drafts chains only; use chain:{tree.depth}, or proposer medusa")
+            raise ValueError(
+                f"blockwise decoding drafts chains only; use chain:{tree.depth}, or proposer medusa"
+            )
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if self.head.training:
@@ -77,7 +92,9 @@ class HeadProposer(NetworkProposer):
         if self._model is None:
             if self._packs is not None and self._packs.owned:
                 self._packs.prepare(self.head)
-            return (_MedusaNetwork if isinstance(self.head, MedusaHeads) else _HydraNetwork)(self.head, setup)
+            return (_MedusaNetwork if isinstance(self.head, MedusaHeads) else _HydraNetwork)(
+                self.head, setup
+            )
         self.steps = steps_for([self._model], setup.compile, False, self.steps)
         steps = self.steps[0] if self.steps else None
         window = self.head.config.window if isinstance(self.head, BlockHead) else None
@@ -87,15 +104,21 @@ class HeadProposer(NetworkProposer):
 
 
 def last_features(prompts: Sequence[Sequence[int]], hidden_BTH: Tensor) -> list[Tensor]:
-    """By row `[H]`: the state that the last prompt token was chosen from; zeros if no token is before it."""
+    """By row `[H]`: the state that the last prompt token was chosen from; zeros if no token is
+    before it.
+    """
     return [
-        hidden_BTH[row, len(prompt) - 2] if len(prompt) > 1 else hidden_BTH.new_zeros(hidden_BTH.shape[2])
+        hidden_BTH[row, len(prompt) - 2]
+        if len(prompt) > 1
+        else hidden_BTH.new_zeros(hidden_BTH.shape[2])
         for row, prompt in enumerate(prompts)
     ]
 
 
 class _HeadAsModel(nn.Module):
-    """A head as a model for a `Runner`, which passes tokens only; `features_BTH` holds the coming features."""
+    """A head as a model for a `Runner`, which passes tokens only; `features_BTH` holds the coming
+    features.
+    """
 
     def __init__(self, head: Any) -> None:
         super().__init__()
@@ -119,27 +142,47 @@ class _HeadAsModel(nn.Module):
         self.features_BTH = coming
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Any, position_ids: Tensor, past_key_values: Any, **_: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Any,
+        position_ids: Tensor,
+        past_key_values: Any,
+        **_: Any,
     ) -> CausalLMOutput:
-        """Forward every token with its coming feature. A head has no use for a runner's other options."""
-        logits, features_BqH = self.head(input_ids, self.features_BTH, attention_mask, position_ids, past_key_values)
+        """Forward every token with its coming feature. A head has no use for a runner's other
+        options.
+        """
+        logits, features_BqH = self.head(
+            input_ids, self.features_BTH, attention_mask, position_ids, past_key_values
+        )
         return CausalLMOutput(logits=logits, hidden_states=(features_BqH,))
 
 
 class _BlockAsModel(_HeadAsModel):
-    """A block drafter as a model: its first tokens are those of the coming features, the rest is one block."""
+    """A block drafter as a model: its first tokens are those of the coming features, the rest is
+    one block.
+    """
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Any, position_ids: Tensor, past_key_values: Any, **_: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Any,
+        position_ids: Tensor,
+        past_key_values: Any,
+        **_: Any,
     ) -> CausalLMOutput:
-        """Cache the features; return, in the place of logits, the states of the slots that draft."""
+        """Cache the features; return, in the place of logits, the states of the slots that
+        draft.
+        """
         known, cache = self.features_BTH.shape[1], past_key_values
         self.head.remember(self.features_BTH, position_ids[:, :known], cache)
         if known == input_ids.shape[1]:
             return CausalLMOutput(logits=self.features_BTH[:, :0])
         if isinstance(cache, TreeCache):
             cache.column += known  # where the block is written
-        states = self.head.states(input_ids[:, known:], attention_mask[:, :, known:], position_ids[:, known:], cache)
+        states = self.head.states(
+            input_ids[:, known:], attention_mask[:, :, known:], position_ids[:, known:], cache
+        )
         return CausalLMOutput(logits=self.head.slots(states))
 
 
@@ -147,14 +190,20 @@ class _EagleNetwork(Network):
     runner: Runner
 
     def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
-        self.head, self.runner, self.device, self.vocabulary = model.head, runner, setup.device, setup.vocabulary
+        self.head, self.runner, self.device, self.vocabulary = (
+            model.head,
+            runner,
+            setup.device,
+            setup.vocabulary,
+        )
         features_BTH = self.head.fuse(setup.hidden_BTH)
         model.features_BTH = features_BTH[:, : max(features_BTH.shape[1] - 1, 0)]
         room = setup.max_new_tokens + slots_per_step(setup.tree)
         runner.prefill([prompt[1:-1] for prompt in setup.prompts], room)
         features = last_features(setup.prompts, features_BTH)
         self.rows = [
-            ([prompt[-1]], feature.unsqueeze(0)) for prompt, feature in zip(setup.prompts, features, strict=True)
+            ([prompt[-1]], feature.unsqueeze(0))
+            for prompt, feature in zip(setup.prompts, features, strict=True)
         ]
 
     def open(self) -> Tensor:
@@ -171,7 +220,9 @@ class _EagleNetwork(Network):
         if self.runner.steps is None:
             return None
         opening = frontier is None
-        tokens_Bq, features_BqH, block = self._pending() if frontier is None else self._level(frontier)
+        tokens_Bq, features_BqH, block = (
+            self._pending() if frontier is None else self._level(frontier)
+        )
         run = self.runner.static(block.offsets_RT.shape[1], 0, (0,))
 
         def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -186,10 +237,14 @@ class _EagleNetwork(Network):
         return StaticCall(self.runner.steps, run.name, forward, inputs, learn)
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        # Only tokens forwarded with true features stay; the emitted ones now have theirs and are pending.
+        # Only tokens forwarded with true features stay; the emitted ones now have theirs and are
+        # pending.
         self.runner.keep([range(lead, self.known) for lead in self.lead])
         for row, (emitted, hidden) in enumerate(zip(outcome.tokens, outcome.hidden, strict=True)):
-            self.rows[row] = list(emitted), self.head.fuse([state.unsqueeze(0) for state in hidden])[0]
+            self.rows[row] = (
+                list(emitted),
+                self.head.fuse([state.unsqueeze(0) for state in hidden])[0],
+            )
 
     def _pending(self) -> tuple[Tensor, Tensor, Block]:
         tokens_BW, self.lead = self.runner.open_pending([tokens for tokens, _ in self.rows])
@@ -199,7 +254,9 @@ class _EagleNetwork(Network):
     def _features(self) -> Tensor:
         # Of the pending tokens, right-aligned as they are.
         pairs = zip(self.rows, self.lead, strict=True)
-        return torch.stack([nn.functional.pad(features, (0, 0, lead, 0)) for (_, features), lead in pairs])
+        return torch.stack(
+            [nn.functional.pad(features, (0, 0, lead, 0)) for (_, features), lead in pairs]
+        )
 
     def _level(self, frontier: Frontier) -> tuple[Tensor, Tensor, Block]:
         # A drafted token goes with the feature that the head predicted for its parent.
@@ -207,8 +264,12 @@ class _EagleNetwork(Network):
         features = self.outputs_BEH.gather(1, index.expand(-1, -1, self.outputs_BEH.shape[2]))
         return frontier.tokens_Be, features, frontier.block
 
-    def _forward(self, tokens_Bq: Tensor, features_BqH: Tensor, block: Block, keep: int) -> tuple[Tensor, Tensor]:
-        logits, (features,) = self.runner.forward(tokens_Bq, block, hidden_layers=(0,), features_BqH=features_BqH)
+    def _forward(
+        self, tokens_Bq: Tensor, features_BqH: Tensor, block: Block, keep: int
+    ) -> tuple[Tensor, Tensor]:
+        logits, (features,) = self.runner.forward(
+            tokens_Bq, block, hidden_layers=(0,), features_BqH=features_BqH
+        )
         return self._logits(logits[:, -keep:]), features
 
     def _logits(self, logits: Tensor) -> Tensor:
@@ -218,18 +279,31 @@ class _EagleNetwork(Network):
 
 
 class _BlockNetwork(_EagleNetwork):
-    """Every step forwards the features of the tokens emitted in the last one, and the block that the newest begins."""
+    """Every step forwards the features of the tokens emitted in the last one, and the block that
+    the newest begins.
+    """
 
     def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
-        self.head, self.runner, self.device, self.vocabulary = model.head, runner, setup.device, setup.vocabulary
+        self.head, self.runner, self.device, self.vocabulary = (
+            model.head,
+            runner,
+            setup.device,
+            setup.vocabulary,
+        )
         model.features_BTH = features_BTH = self.head.fuse(setup.hidden_BTH)
         config = self.head.config
         room = setup.max_new_tokens + slots_per_step(setup.tree) + config.block_size
         runner.prefill([prompt[:-1] for prompt in setup.prompts], room)
         self.masks, self.causal = [config.mask_token_id] * (config.block_size - 1), config.causal
         self.deepest = setup.tree.depth
-        self.draft_rows = self._packed_rows(runner.packs) if self.head.reduced and runner.packs is not None else None
-        self.rows = [([prompt[-1]], features_BTH[row, :0]) for row, prompt in enumerate(setup.prompts)]
+        self.draft_rows = (
+            self._packed_rows(runner.packs)
+            if self.head.reduced and runner.packs is not None
+            else None
+        )
+        self.rows = [
+            ([prompt[-1]], features_BTH[row, :0]) for row, prompt in enumerate(setup.prompts)
+        ]
 
     def open(self) -> Tensor:
         blocks = [[*[0] * len(features), tokens[-1], *self.masks] for tokens, features in self.rows]
@@ -243,8 +317,15 @@ class _BlockNetwork(_EagleNetwork):
         return self._logits_below(self.roots_B1)
 
     def _packed_rows(self, packs: Packs) -> FusedLinear | None:
-        """The target's output projection of the draft vocabulary; torch multiplies up to four rows in bf16 slowly."""
-        linear = nn.Linear(self.head.config.hidden_size, self.head.config.draft_vocab_size, bias=False, device="meta")
+        """The target's output projection of the draft vocabulary; torch multiplies up to four rows
+        in bf16 slowly.
+        """
+        linear = nn.Linear(
+            self.head.config.hidden_size,
+            self.head.config.draft_vocab_size,
+            bias=False,
+            device="meta",
+        )
         linear.weight = nn.Parameter(self.head.rows_DH, requires_grad=False)
         if (bias_V := self.head.borrowed.bias_V) is not None:
             linear.bias = nn.Parameter(bias_V[self.head.target_ids_D], requires_grad=False)
@@ -282,7 +363,9 @@ class _BlockNetwork(_EagleNetwork):
 
 @lru_cache(maxsize=64)
 def _block_behind(width: int, slots: int, causal: bool, device: torch.device) -> Block:
-    """The forward of `width` features, which attend to nothing, and one block, which attends to them and to itself."""
+    """The forward of `width` features, which attend to nothing, and one block, which attends to
+    them and to itself.
+    """
     total = width + slots
     sees_TT = torch.eye(total, dtype=torch.bool, device=device)
     sees_TT[width:] = True
@@ -292,12 +375,16 @@ def _block_behind(width: int, slots: int, causal: bool, device: torch.device) ->
 
 
 class _FeatureNetwork(Network):
-    """Heads without a cache; of each row the root and the feature that it was chosen from. Nothing is recorded."""
+    """Heads without a cache; of each row the root and the feature that it was chosen from. Nothing
+    is recorded.
+    """
 
     def __init__(self, heads: nn.Module, setup: SessionSetup) -> None:
         self.heads, self.device, self.vocabulary = heads, setup.device, setup.vocabulary
         features = last_features(setup.prompts, setup.hidden_BTH[0])
-        self.rows = [(prompt[-1], feature) for prompt, feature in zip(setup.prompts, features, strict=True)]
+        self.rows = [
+            (prompt[-1], feature) for prompt, feature in zip(setup.prompts, features, strict=True)
+        ]
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         pairs = zip(outcome.tokens, outcome.hidden, strict=True)
@@ -317,7 +404,9 @@ class _MedusaNetwork(_FeatureNetwork):
 
     def extend(self, frontier: Frontier) -> Tensor:
         self.depth += 1
-        return self.logits_BKV[:, self.depth : self.depth + 1].expand(-1, frontier.tokens_Be.shape[1], -1)
+        return self.logits_BKV[:, self.depth : self.depth + 1].expand(
+            -1, frontier.tokens_Be.shape[1], -1
+        )
 
 
 class _HydraNetwork(_FeatureNetwork):
@@ -325,8 +414,11 @@ class _HydraNetwork(_FeatureNetwork):
 
     def open(self) -> Tensor:
         self.open_B1H = self.features_B1H()
-        # The tokens from the root down to each node of the newest level, and how many nodes were expanded before it.
-        self.paths_Bed = torch.tensor([root for root, _ in self.rows], device=self.open_B1H.device).view(-1, 1, 1)
+        # The tokens from the root down to each node of the newest level, and how many nodes were
+        # expanded before it.
+        self.paths_Bed = torch.tensor(
+            [root for root, _ in self.rows], device=self.open_B1H.device
+        ).view(-1, 1, 1)
         self.before = 0
         return fit_vocabulary(self.heads(self.open_B1H, self.paths_Bed), self.vocabulary)
 
@@ -334,7 +426,9 @@ class _HydraNetwork(_FeatureNetwork):
         rows, count = frontier.tokens_Be.shape
         above_Be = (frontier.parents_Re - self.before).expand(rows, -1)
         self.before += self.paths_Bed.shape[1]
-        paths_Bed = self.paths_Bed.gather(1, above_Be.unsqueeze(2).expand(-1, -1, self.paths_Bed.shape[2]))
+        paths_Bed = self.paths_Bed.gather(
+            1, above_Be.unsqueeze(2).expand(-1, -1, self.paths_Bed.shape[2])
+        )
         self.paths_Bed = torch.cat([paths_Bed, frontier.tokens_Be.unsqueeze(2)], dim=2)
         logits = self.heads(self.open_B1H.expand(-1, count, -1), self.paths_Bed)
         return fit_vocabulary(logits, self.vocabulary)

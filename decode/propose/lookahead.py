@@ -2,11 +2,12 @@
 
 Legend: B rows, W columns of the window.
 
-The window is `ngram - 1` levels of W guessed tokens; the token at level l in column j stands l + j positions after the
-root (level 0, column 0), and sees the root, level 0 up to its column, and the levels above it in its column. The
-target's tokens after the last level become the next level, the oldest level is dropped, and each column is an n-gram
-for the pool. The pool's n-grams that begin with the root's token are the candidates of a step. Window and candidates
-are one tree, merged where they begin alike, so a right guess in the window is accepted like any candidate.
+The window is `ngram - 1` levels of W guessed tokens; the token at level l in column j stands l + j
+positions after the root (level 0, column 0), and sees the root, level 0 up to its column, and the
+levels above it in its column. The target's tokens after the last level become the next level, the
+oldest level is dropped, and each column is an n-gram for the pool. The pool's n-grams that begin
+with the root's token are the candidates of a step. Window and candidates are one tree, merged where
+they begin alike, so a right guess in the window is accepted like any candidate.
 """
 
 import random
@@ -16,27 +17,43 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.propose.protocol import Outcome, SessionSetup
-from decode.propose.text_proposer import FlatTrie, Forest, TextProposer, TextRow, TextSession, check_static
+from decode.propose.text_proposer import (
+    FlatTrie,
+    Forest,
+    TextProposer,
+    TextRow,
+    TextSession,
+    check_static,
+)
 from decode.tree import Tree, TreeShape
 
 
 class LookaheadProposer(TextProposer):
-    """Drafts with `window` columns, n-grams of `ngram` tokens, and at most `candidates` of them per step.
+    """Drafts with `window` columns, n-grams of `ngram` tokens, and at most `candidates` of them per
+    step.
 
     from_text: also put the n-grams of prompt and output into the pool.
     """
 
     name = "lookahead"
 
-    def __init__(self, window: int = 7, ngram: int = 5, candidates: int = 7, from_text: bool = True) -> None:
-        self.window, self.ngram, self.candidates, self.from_text = window, ngram, candidates, from_text
+    def __init__(
+        self, window: int = 7, ngram: int = 5, candidates: int = 7, from_text: bool = True
+    ) -> None:
+        self.window, self.ngram, self.candidates, self.from_text = (
+            window,
+            ngram,
+            candidates,
+            from_text,
+        )
 
     def default_tree(self) -> Tree:
         """A tree with room at each depth for as many siblings as window and candidates can need."""
         levels = self.ngram - 1
         deep = max(self.window + levels - 2, levels)
         counts = [
-            sum(0 <= depth - level < self.window for level in range(levels)) + self.candidates * (depth <= levels)
+            sum(0 <= depth - level < self.window for level in range(levels))
+            + self.candidates * (depth <= levels)
             for depth in range(1, deep + 1)
         ]
         parents: list[int] = []
@@ -50,9 +67,13 @@ class LookaheadProposer(TextProposer):
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         needed = self.default_tree()
         given, least = check_static(self.name, tree).widths, needed.widths
-        if len(given) < len(least) or any(have < need for have, need in zip(given, least, strict=False)):
+        if len(given) < len(least) or any(
+            have < need for have, need in zip(given, least, strict=False)
+        ):
             room = f"{needed.size} nodes {needed.depth} deep"
-            raise ValueError(f"lookahead needs room for {room}; use its default tree, or a smaller window")
+            raise ValueError(
+                f"lookahead needs room for {room}; use its default tree, or a smaller window"
+            )
 
     def row(self, prompt: Sequence[int]) -> "Window":
         return Window(self, prompt)
@@ -63,7 +84,9 @@ class LookaheadProposer(TextProposer):
 
 
 class Pool:
-    """n-grams by their first token, at most `most` for each; the least recently entered are dropped first."""
+    """n-grams by their first token, at most `most` for each; the least recently entered are dropped
+    first.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -83,12 +106,15 @@ class Pool:
 
 
 class Window(TextRow):
-    """One row: the levels, how often they have moved, and the pool. ends: indices of the columns' last nodes."""
+    """One row: the levels, how often they have moved, and the pool. ends: indices of the columns'
+    last nodes.
+    """
 
     def __init__(self, proposer: LookaheadProposer, prompt: Sequence[int]) -> None:
         self._ngram = proposer.ngram
         self._from_text = proposer.from_text
-        # First guesses, from one generator per row, so that a row does not depend on its batch mates.
+        # First guesses, from one generator per row, so that a row does not depend on its batch
+        # mates.
         pick = random.Random(0)
         self.levels = [pick.choices(prompt, k=proposer.window) for _ in range(proposer.ngram - 1)]
         self.levels[0][0] = prompt[-1]
@@ -104,17 +130,20 @@ class Window(TextRow):
             trie.add(rest)
         chain, deeper = self.levels[0], self.levels[1:]
         ends = [
-            trie.add([*chain[1 : column + 1], *(level[column] for level in deeper)]) for column in range(len(chain))
+            trie.add([*chain[1 : column + 1], *(level[column] for level in deeper)])
+            for column in range(len(chain))
         ]
         flat = trie.flatten()
         self.ends = [flat.indices[end] for end in ends]
         return flat
 
     def advance(self, answers: Sequence[int], emitted: Sequence[int]) -> None:
-        """Move the window on. answers: the target's tokens after `ends`. emitted: what the row now ends with.
+        """Move the window on. answers: the target's tokens after `ends`. emitted: what the row now
+        ends with.
 
-        Columns enter the pool once all their tokens but the first are the target's. As in the paper's code the window
-        moves by one position however many tokens were emitted; else most n-grams would end before they are whole.
+        Columns enter the pool once all their tokens but the first are the target's. As in the
+        paper's code the window moves by one position however many tokens were emitted; else most
+        n-grams would end before they are whole.
         """
         if self._moves >= len(self.levels) - 1:
             for ngram in zip(*self.levels, answers, strict=True):

@@ -1,10 +1,11 @@
 """What a network offers the sessions that draft a tree level by level.
 
-A step begins with `open`, a forward of the text that the network has not seen; `extend` forwards the nodes of one depth
-after another.
+A step begins with `open`, a forward of the text that the network has not seen; `extend` forwards
+the nodes of one depth after another.
 
-Legend: B rows, e nodes of a level, d drafts (distributions per node; 1 but for several draft models), W pending
-tokens (unseen text, the root last, right-aligned), V vocabulary of the target, R = 1 when rows share a tree, else B.
+Legend: B rows, e nodes of a level, d drafts (distributions per node; 1 but for several draft
+models), W pending tokens (unseen text, the root last, right-aligned), V vocabulary of the target, R
+= 1 when rows share a tree, else B.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +26,8 @@ from decode.static_steps import StaticSteps
 class Frontier:
     """The nodes to expand next.
 
-    parents_Re: each one's parent among the nodes expanded so far (0 the root). block: what they attend to.
+    parents_Re: each one's parent among the nodes expanded so far (0 the root). block: what they
+    attend to.
     """
 
     tokens_Be: Tensor
@@ -37,8 +39,8 @@ class Frontier:
 class StaticCall:
     """One forward of a network as a function of tensors, to be recorded or compiled.
 
-    function: returns logits `[B, e * d, V]` and the arguments of `learn`. name: tells it from the network's other
-    forwards.
+    function: returns logits `[B, e * d, V]` and the arguments of `learn`. name: tells it from the
+    network's other forwards.
     """
 
     steps: StaticSteps
@@ -51,8 +53,8 @@ class StaticCall:
 class Network(ABC):
     """Gives logits for the children of any node of a tree.
 
-    rows: the state of each row. width: pending tokens in the present step, padding included. runner: model and cache,
-    if any.
+    rows: the state of each row. width: pending tokens in the present step, padding included.
+    runner: model and cache, if any.
     """
 
     drafts: int = 1
@@ -70,19 +72,22 @@ class Network(ABC):
         """Logits `[B, e * d, V]` at these nodes, node by node."""
 
     def confidence(self, tokens_Bc: Tensor) -> Tensor | None:
-        """For each token of the newest level `[B, c]`, predict the chance that the target accepts its child, without
-        knowing that child. At depth 1, multiply by the chance of the token itself. None if the network predicts none.
+        """For each token of the newest level `[B, c]`, predict the chance that the target accepts
+        its child, without knowing that child. At depth 1, multiply by the chance of the token
+        itself. None if the network predicts none.
         """
         return None
 
     def static(self, frontier: Frontier | None) -> StaticCall | None:
-        """The forward of `open` (None) or `extend` as a function of tensors; None if it is not recorded."""
+        """The forward of `open` (None) or `extend` as a function of tensors; None if it is not
+        recorded.
+        """
         return None
 
     @abstractmethod
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """Learn the outcome. expanded: by row, the numbers of the accepted nodes among those forwarded after the root,
-        from 0; None for a node that was not forwarded.
+        """Learn the outcome. expanded: by row, the numbers of the accepted nodes among those
+        forwarded after the root, from 0; None for a node that was not forwarded.
         """
 
     def select_rows(self, rows: Sequence[int]) -> None:

@@ -1,4 +1,6 @@
-"""The base of proposers that draft with a network: a new one says which network drafts, and what it cannot draft."""
+"""The base of proposers that draft with a network: a new one says which network drafts, and what it
+cannot draft.
+"""
 
 from abc import abstractmethod
 
@@ -25,12 +27,16 @@ class NetworkProposer(Proposer):
         """The network over the prompts of one `generate` call."""
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
-        """Any method for one draft. With several, only independent draws give each sibling its own distribution."""
+        """Any method for one draft. With several, only independent draws give each sibling its own
+        distribution.
+        """
         if tree.grows:
             return frozenset({"deterministic"})
         if self.drafts > 1:
             return frozenset({"with_replacement"})
-        return frozenset({"without_replacement", "with_replacement", "top_and_one", "deterministic"})
+        return frozenset(
+            {"without_replacement", "with_replacement", "top_and_one", "deterministic"}
+        )
 
     def start(self, setup: SessionSetup) -> Session:
         network = self.network(setup)
@@ -39,11 +45,15 @@ class NetworkProposer(Proposer):
         key = (setup.tree, network.device, setup.device)
         if key not in self._plans:
             self._plans[key] = DraftingPlan.build(*key)
-        return StaticTreeSession(network, self._plans[key], setup.drawing, setup.sampling, bool(setup.compile))
+        return StaticTreeSession(
+            network, self._plans[key], setup.drawing, setup.sampling, bool(setup.compile)
+        )
 
 
 def slots_per_step(tree: TreeShape) -> int:
-    """Cache slots that one step needs behind the text: pending tokens and every node that may be expanded."""
+    """Cache slots that one step needs behind the text: pending tokens and every node that may be
+    expanded.
+    """
     if isinstance(tree, DynamicTree):
         return tree.depth + 2 + max(tree.nodes, tree.beam * (tree.depth - 1))
     return tree.depth + 2 + tree.size

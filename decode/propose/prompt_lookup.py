@@ -1,5 +1,6 @@
-"""Prompt lookup: draft again what followed the same few tokens earlier in the row's own text (LLMA, Yang et al. 2023,
-arXiv 2304.04487; Saxena 2023). A step in which no row finds anything costs a plain forward of the target.
+"""Prompt lookup: draft again what followed the same few tokens earlier in the row's own text (LLMA,
+Yang et al. 2023, arXiv 2304.04487; Saxena 2023). A step in which no row finds anything costs a
+plain forward of the target.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,8 @@ from decode.propose.text_proposer import FlatTrie, Forest, TextProposer, TextRow
 class PromptLookupProposer(TextProposer):
     """Drafts from the prompt and the output so far.
 
-    The longest match of the last `max_ngram` to `min_ngram` tokens comes first, then the most recent. A chain copies
-    the best match, a tree several, merged where they begin alike.
+    The longest match of the last `max_ngram` to `min_ngram` tokens comes first, then the most
+    recent. A chain copies the best match, a tree several, merged where they begin alike.
     """
 
     name = "prompt_lookup"
@@ -29,8 +30,8 @@ class PromptLookupProposer(TextProposer):
 class NgramIndex(TextRow):
     """Where each n-gram of a growing text occurred before, for n from `shortest` to `longest`.
 
-    As in a Lempel-Ziv compressor: the latest occurrence of an n-gram, and a link from each occurrence to the one
-    before.
+    As in a Lempel-Ziv compressor: the latest occurrence of an n-gram, and a link from each
+    occurrence to the one before.
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
@@ -40,7 +41,9 @@ class NgramIndex(TextRow):
         self._earlier: dict[int, list[int]] = {n: [] for n in self._lengths}
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append tokens. An n-gram is entered once it has a follower, so the text's end never matches itself."""
+        """Append tokens. An n-gram is entered once it has a follower, so the text's end never
+        matches itself.
+        """
         text = self.text
         for token in tokens:
             at = len(text)
@@ -54,8 +57,8 @@ class NgramIndex(TextRow):
             text.append(token)
 
     def matches(self) -> Iterator[int]:
-        """Yield positions whose preceding n tokens are the last n of the text: the longest n first, then the most
-        recent.
+        """Yield positions whose preceding n tokens are the last n of the text: the longest n first,
+        then the most recent.
         """
         text, seen = self.text, set[int]()
         for n in self._lengths:
@@ -69,15 +72,17 @@ class NgramIndex(TextRow):
                 at = self._earlier[n][at]
 
     def copy_from(self, at: int, length: int) -> list[int]:
-        """The `length` tokens after position `at`. Past the end of the text the copy reads itself."""
+        """The `length` tokens after position `at`. Past the end of the text the copy reads
+        itself.
+        """
         copied = self.text[at : at + length]
         period = len(copied)
         return copied if period == length else [copied[i % period] for i in range(length)]
 
     def draft(self, forest: Forest) -> FlatTrie:
         tree, trie = forest.tree, forest.trie()
-        # Many matches of a frequent token begin alike and add nothing; following all of them would make the cost of a
-        # step grow with the text.
+        # Many matches of a frequent token begin alike and add nothing; following all of them would
+        # make the cost of a step grow with the text.
         for at in islice(self.matches(), 1 if tree.is_chain else 2 * tree.size):
             trie.add(self.copy_from(at, tree.depth))
             if trie.full:

@@ -1,7 +1,7 @@
 """What the engine asks of a proposer, and what it gets back.
 
-Legend: B rows, N drafted nodes, M = N + 1 with the root, E groups of siblings (nodes that have children), V
-vocabulary, T prompt positions, H hidden size.
+Legend: B rows, N drafted nodes, M = N + 1 with the root, E groups of siblings (nodes that have
+children), V vocabulary, T prompt positions, H hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 class Proposal:
     """One step's drafted trees, shared by all rows or one per row.
 
-    tokens_BM: drafted tokens, -1 for the root and for nodes that a row lacks. q_BEV: fp32 distributions that children
-    were drawn from, before any token was removed; None if deterministic. With several drafts the child of rank k was
-    drawn from distribution `tree.groups_RM * drafts + k % drafts`. finite: false if a logit of the draft was NaN or
+    tokens_BM: drafted tokens, -1 for the root and for nodes that a row lacks. q_BEV: fp32
+    distributions that children were drawn from, before any token was removed; None if
+    deterministic. With several drafts the child of rank k was drawn from distribution
+    `tree.groups_RM * drafts + k % drafts`. finite: false if a logit of the draft was NaN or
     infinite.
     """
 
@@ -45,7 +46,8 @@ def padded(proposal: Proposal, rows: int, nodes: int) -> Proposal:
     tree, q_BEV = proposal.tree, proposal.q_BEV
     new = nodes - tree.parents_RN.shape[1]
     pad = torch.nn.functional.pad
-    # A tree that confidence has cut short keeps the group numbers, and so the distributions, of the whole tree.
+    # A tree that confidence has cut short keeps the group numbers, and so the distributions, of the
+    # whole tree.
     missing = 0 if q_BEV is None else max(0, (nodes + 1) * proposal.drafts - q_BEV.shape[1])
     itself_MM = torch.eye(nodes + 1, dtype=torch.bool, device=tree.sees_RMM.device)
     arrays = (
@@ -68,9 +70,10 @@ def padded(proposal: Proposal, rows: int, nodes: int) -> Proposal:
 class Outcome:
     """The result of a proposal, by row.
 
-    paths: accepted nodes (M indices). tokens: their tokens and the target's own. hidden: one `[path + 1, H]` tensor per
-    layer of `hidden_layers`, the target's states at the root and accepted nodes. Of a row that has ended they are not
-    cut where its output is; `select_rows` drops the row.
+    paths: accepted nodes (M indices). tokens: their tokens and the target's own. hidden: one `[path
+    + 1, H]` tensor per layer of `hidden_layers`, the target's states at the root and accepted
+    nodes. Of a row that has ended they are not cut where its output is; `select_rows` drops the
+    row.
     """
 
     paths: Sequence[Sequence[int]]
@@ -88,8 +91,9 @@ class Outcome:
 class SessionSetup:
     """The options of one `generate` call.
 
-    hidden_BTH: the target's states over each prompt but its last token, right-padded, one tensor per layer of
-    `hidden_layers`. device, vocabulary: of the proposals. compile: record or compile a network's forwards too.
+    hidden_BTH: the target's states over each prompt but its last token, right-padded, one tensor
+    per layer of `hidden_layers`. device, vocabulary: of the proposals. compile: record or compile a
+    network's forwards too.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -107,7 +111,9 @@ class Session(Protocol):
     """A proposer at work on the rows of one `generate` call."""
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        """Draft one step. u_BN: float64 uniforms, one per node (`tree.size`); None if drafts are deterministic."""
+        """Draft one step. u_BN: float64 uniforms, one per node (`tree.size`); None if drafts are
+        deterministic.
+        """
 
     def commit(self, outcome: Outcome) -> None:
         """Learn the outcome of the last proposal."""
@@ -117,14 +123,16 @@ class Session(Protocol):
 
 
 class Proposer(Protocol):
-    """A method of drafting. It holds models and settings; what changes while decoding lives in its sessions.
+    """A method of drafting. It holds models and settings; what changes while decoding lives in its
+    sessions.
 
-    Only `start` must be written; the inherited rest suits a proposer whose drafts the context determines, such as one
-    that always drafts the root's token again:
+    Only `start` must be written; the inherited rest suits a proposer whose drafts the context
+    determines, such as one that always drafts the root's token again:
 
         class Repeat(Proposer):
             def start(self, setup):
-                return RepeatSession(TreeBatch.build(setup.tree, setup.device), [ids[-1] for ids in setup.prompts])
+                return RepeatSession(TreeBatch.build(setup.tree, setup.device), [ids[-1] for ids in
+                setup.prompts])
 
         class RepeatSession(Session):
             def __init__(self, tree, last):
@@ -148,10 +156,14 @@ class Proposer(Protocol):
     """Name in error messages."""
 
     drafts: int = 1
-    """Number of distributions that a node's children are drawn from in turn; above 1 for several draft models."""
+    """Number of distributions that a node's children are drawn from in turn; above 1 for several
+    draft models.
+    """
 
     hidden_layers: tuple[int, ...] = ()
-    """Which of the target's `hidden_states` it needs (0 is the embedding, -1 the last); empty for none."""
+    """Which of the target's `hidden_states` it needs (0 is the embedding, -1 the last); empty for
+    none.
+    """
 
     steps: "Sequence[StaticSteps]" = ()
     """Its recorded forwards, if the decoder compiles."""

@@ -1,5 +1,5 @@
-"""Retrieval: draft what most often followed the last tokens in a corpus of the user's (REST, He et al. 2023, arXiv
-2311.08252, and its trie of retrieved continuations).
+"""Retrieval: draft what most often followed the last tokens in a corpus of the user's (REST, He et
+al. 2023, arXiv 2311.08252, and its trie of retrieved continuations).
 """
 
 from collections import Counter
@@ -19,8 +19,8 @@ CONTINUATIONS = 32
 class RetrievalProposer(TextProposer):
     """Drafts from a suffix index of token sequences.
 
-    Looks up the longest end of the text, of `min_suffix` to `max_suffix` tokens, that occurs in the index, and keeps
-    the most frequent prefixes of what followed it.
+    Looks up the longest end of the text, of `min_suffix` to `max_suffix` tokens, that occurs in the
+    index, and keeps the most frequent prefixes of what followed it.
     """
 
     name = "retrieval"
@@ -31,7 +31,9 @@ class RetrievalProposer(TextProposer):
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         super().check(target, tree)
         if self.index.largest >= vocabulary_size(target):
-            raise ValueError(f"retrieval index: the target has no token {self.index.largest}; use its tokenizer")
+            raise ValueError(
+                f"retrieval index: the target has no token {self.index.largest}; use its tokenizer"
+            )
 
     def row(self, prompt: Sequence[int]) -> "RecentTokens":
         return RecentTokens(self, list(prompt[-self.max_suffix :]))
@@ -58,13 +60,16 @@ class RecentTokens(TextRow):
 
 
 def grow(trie: Trie, continuations: Sequence[tuple[tuple[int, ...], int]]) -> None:
-    """Fill a trie with the prefixes of weighted continuations, the heaviest first; of equals the shortest."""
+    """Fill a trie with the prefixes of weighted continuations, the heaviest first; of equals the
+    shortest.
+    """
     weights: Counter[tuple[int, ...]] = Counter()
     for tokens, weight in continuations:
         for end in range(1, len(tokens) + 1):
             weights[tokens[:end]] += weight
     nodes: dict[tuple[int, ...], int] = {(): 0}
-    # A prefix is at most as heavy as the shorter ones that it extends, so these have been tried before it.
+    # A prefix is at most as heavy as the shorter ones that it extends, so these have been tried
+    # before it.
     for prefix in sorted(weights, key=lambda prefix: (-weights[prefix], len(prefix))):
         above = nodes.get(prefix[:-1])
         if above is not None and (child := trie.put(above, len(prefix) - 1, prefix[-1])):

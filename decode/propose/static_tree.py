@@ -1,8 +1,9 @@
-"""Drafting a static tree level by level: one forward of the network per level, children drawn as the verifier needs.
+"""Drafting a static tree level by level: one forward of the network per level, children drawn as
+the verifier needs.
 
-Legend: B rows, N drafted nodes, M = N + 1 with the root, E expanded nodes (those with children), e those of one level,
-d drafts (distributions per node), K children of one node, c children in a level, V vocabulary of the target, R = 1 when
-rows share a tree, else B.
+Legend: B rows, N drafted nodes, M = N + 1 with the root, E expanded nodes (those with children), e
+those of one level, d drafts (distributions per node), K children of one node, c children in a
+level, V vocabulary of the target, R = 1 when rows share a tree, else B.
 """
 
 from collections.abc import Sequence
@@ -44,12 +45,16 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class DraftingPlan:
-    """All indices and masks of drafting one tree. They are the same at every step, so the proposer caches them."""
+    """All indices and masks of drafting one tree. They are the same at every step, so the proposer
+    caches them.
+    """
 
     tree: Tree
     device: torch.device
     levels: tuple[Level, ...]
-    number_of: dict[int, int]  # M indices of the expanded nodes after the root -> their numbers, from 0
+    number_of: dict[
+        int, int
+    ]  # M indices of the expanded nodes after the root -> their numbers, from 0
     batches: tuple[TreeBatch, ...]  # the tree cut to each depth, on the target's device
     blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict)
 
@@ -73,7 +78,10 @@ class DraftingPlan:
                     counts_e=counts,
                     uniform_eK=tensor(
                         [
-                            [tree.children[m][min(k, len(tree.children[m]) - 1)] - 1 for k in range(max(counts))]
+                            [
+                                tree.children[m][min(k, len(tree.children[m]) - 1)] - 1
+                                for k in range(max(counts))
+                            ]
                             for m in parents
                         ]
                     ),
@@ -81,7 +89,9 @@ class DraftingPlan:
                     rank_c=tensor([tree.ranks[m - 1] for m in kids]),
                     expanded_c=None if len(expanded) == len(kids) else tensor(expanded),
                     count=len(expanded),
-                    parents_1e=tensor([[chosen.index(tree.parents[kids[i] - 1] + 1) for i in expanded]]),
+                    parents_1e=tensor(
+                        [[chosen.index(tree.parents[kids[i] - 1] + 1) for i in expanded]]
+                    ),
                 )
             )
             chosen += [kids[i] for i in expanded]
@@ -90,10 +100,14 @@ class DraftingPlan:
             for end in range(tree.depth + 1)
         ]
         batches = tuple(TreeBatch.build(cut, target_device) for cut in cuts)
-        return DraftingPlan(tree, device, tuple(levels), {m: n for n, m in enumerate(chosen[1:])}, batches)
+        return DraftingPlan(
+            tree, device, tuple(levels), {m: n for n, m in enumerate(chosen[1:])}, batches
+        )
 
     def block(self, depth: int, width: int) -> Block:
-        """The forward of the expanded nodes of this depth (from 1) behind `width` pending tokens."""
+        """The forward of the expanded nodes of this depth (from 1) behind `width` pending
+        tokens.
+        """
         if width not in self.blocks:
             self.blocks[width] = self._blocks(width)
         return self.blocks[width][depth - 1]
@@ -117,8 +131,9 @@ class DraftingPlan:
 
 
 class Grown(NamedTuple):
-    """The children drawn in one level, and what the level below needs: the tokens of expanded nodes (-1 for those
-    without children), the probability of their paths if the tree has a stop, and the tokens to forward.
+    """The children drawn in one level, and what the level below needs: the tokens of expanded nodes
+    (-1 for those without children), the probability of their paths if the tree has a stop, and the
+    tokens to forward.
     """
 
     tokens_Bc: Tensor
@@ -133,9 +148,16 @@ class StaticTreeSession(Session):
     """A network drafting one static tree for the rows of one `generate` call."""
 
     def __init__(
-        self, network: Network, plan: DraftingPlan, drawing: Drawing, sampling: Sampling, recorded: bool = False
+        self,
+        network: Network,
+        plan: DraftingPlan,
+        drawing: Drawing,
+        sampling: Sampling,
+        recorded: bool = False,
     ) -> None:
-        """recorded: each forward, with the drawing after it, is one function of tensors of fixed shapes."""
+        """recorded: each forward, with the drawing after it, is one function of tensors of fixed
+        shapes.
+        """
         self.network, self.plan, self.drawing, self.sampling = network, plan, drawing, sampling
         self._origin: Tensor | None = None
         plain = drawing == "deterministic" and plan.tree.is_chain and network.drafts == 1
@@ -172,7 +194,8 @@ class StaticTreeSession(Session):
         return self._proposal(torch.cat([root_B1, *drafted], dim=1), parts_q, len(drafted), finite)
 
     def _most_probable_chain(self) -> Proposal:
-        # On a CPU, reading a tensor does not wait, and lists take less than half the time of small tensors.
+        # On a CPU, reading a tensor does not wait, and lists take less than half the time of small
+        # tensors.
         network, plan, stop = self.network, self.plan, self.plan.tree.stop
         self._forwarded = 0
         drafted: list[list[int]] = []
@@ -185,25 +208,38 @@ class StaticTreeSession(Session):
             finite = finite and all(isfinite(value) for (value,) in best.values.tolist())
             tokens_B1 = best.indices
             drafted.append(
-                [token if alive else -1 for (token,), alive in zip(tokens_B1.tolist(), alive_B, strict=True)]
+                [
+                    token if alive else -1
+                    for (token,), alive in zip(tokens_B1.tolist(), alive_B, strict=True)
+                ]
             )
             if depth + 1 == len(plan.levels):
                 break
             if stop:
                 sure_B1 = network.confidence(tokens_B1)
-                beliefs_B1 = (logits_B1V.float().softmax(-1).amax(-1) if sure_B1 is None else sure_B1).tolist()
-                confidence_B = [before * now for before, (now,) in zip(confidence_B, beliefs_B1, strict=True)]
-                alive_B = [alive and sure >= stop for alive, sure in zip(alive_B, confidence_B, strict=True)]
+                beliefs_B1 = (
+                    logits_B1V.float().softmax(-1).amax(-1) if sure_B1 is None else sure_B1
+                ).tolist()
+                confidence_B = [
+                    before * now for before, (now,) in zip(confidence_B, beliefs_B1, strict=True)
+                ]
+                alive_B = [
+                    alive and sure >= stop
+                    for alive, sure in zip(alive_B, confidence_B, strict=True)
+                ]
                 if not any(alive_B):
                     break
-            # The token at which a row stops is forwarded too: it may be accepted, and is then in the cache.
+            # The token at which a row stops is forwarded too: it may be accepted, and is then in
+            # the cache.
             self._forwarded += 1
             block = plan.block(depth + 1, network.width)
             logits_B1V = network.extend(Frontier(tokens_B1, level.parents_1e, block))
         tokens_BM = torch.tensor([[-1] * rows, *drafted]).T.contiguous()
         return self._proposal(tokens_BM, [], len(drafted), torch.tensor(finite))
 
-    def _level(self, depth: int, frontier: Frontier | None, above: "Grown | None", u_BN: Tensor | None) -> "Grown":
+    def _level(
+        self, depth: int, frontier: Frontier | None, above: "Grown | None", u_BN: Tensor | None
+    ) -> "Grown":
         call = self.network.static(frontier)
         if call is None:
             logits_BeV = self.network.open() if frontier is None else self.network.extend(frontier)
@@ -212,14 +248,22 @@ class StaticTreeSession(Session):
         optional = [u_BN, *before]
         inputs = [*call.inputs, *(tensor for tensor in optional if tensor is not None)]
         # A recorded function must not close over tensors, because every step has others.
-        function, count, present = call.function, len(call.inputs), [tensor is not None for tensor in optional]
+        function, count, present = (
+            call.function,
+            len(call.inputs),
+            [tensor is not None for tensor in optional],
+        )
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             rest = iter(inputs[count:])
             u_BN, live_Be, confidence_Be = (next(rest) if given else None for given in present)
             logits_BeV, *state = function(*inputs[:count])
             finite_B = logits_BeV.amax((1, 2)).isfinite()
-            known = None if live_Be is None else Grown(live_Be, None, finite_B, live_Be, confidence_Be, None)
+            known = (
+                None
+                if live_Be is None
+                else Grown(live_Be, None, finite_B, live_Be, confidence_Be, None)
+            )
             grown = self._grow(depth, logits_BeV, finite_B, known, u_BN)
             return *(tensor for tensor in grown if tensor is not None), *state
 
@@ -232,7 +276,12 @@ class StaticTreeSession(Session):
         return grown
 
     def _grow(
-        self, depth: int, logits_BeV: Tensor, finite: Tensor, above: "Grown | None", u_BN: Tensor | None
+        self,
+        depth: int,
+        logits_BeV: Tensor,
+        finite: Tensor,
+        above: "Grown | None",
+        u_BN: Tensor | None,
     ) -> "Grown":
         plan, level, stop = self.plan, self.plan.levels[depth], self.plan.tree.stop
         if self.drawing == "deterministic":
@@ -241,12 +290,17 @@ class StaticTreeSession(Session):
             assert u_BN is not None
             q_BeV = probs(logits_BeV, self.sampling)
             u_BeK = u_BN.to(q_BeV.device)[:, level.uniform_eK]
-            draws_BeK = draw_children(self.drawing, q_BeV, u_BeK, level.counts_e, self.network.drafts)
+            draws_BeK = draw_children(
+                self.drawing, q_BeV, u_BeK, level.counts_e, self.network.drafts
+            )
         chain = level.parent_c.numel() == 1
         tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.parent_c, level.rank_c]
-        if above is not None and (stop or any(earlier.draws > 1 for earlier in plan.levels[:depth])):
-            # A node that does not exist or was not expanded has no children. Nodes can be missing because of a stop
-            # or because q has fewer tokens than the node has children, so a chain without a stop skips this.
+        if above is not None and (
+            stop or any(earlier.draws > 1 for earlier in plan.levels[:depth])
+        ):
+            # A node that does not exist or was not expanded has no children. Nodes can be missing
+            # because of a stop or because q has fewer tokens than the node has children, so a chain
+            # without a stop skips this.
             assert above.live_Be is not None
             tokens_Bc = tokens_Bc.masked_fill(above.live_Be[:, level.parent_c] < 0, -1)
         if depth + 1 == len(plan.levels):
@@ -262,10 +316,15 @@ class StaticTreeSession(Session):
             if above is not None and above.confidence_Be is not None:
                 confidence_Bc = confidence_Bc * above.confidence_Be[:, level.parent_c]
             live_Bc = tokens_Bc.masked_fill(confidence_Bc < stop, -1)
-            confidence_Be = confidence_Bc if level.expanded_c is None else confidence_Bc[:, level.expanded_c]
+            confidence_Be = (
+                confidence_Bc if level.expanded_c is None else confidence_Bc[:, level.expanded_c]
+            )
         live_Be = live_Bc if level.expanded_c is None else live_Bc[:, level.expanded_c]
-        # A node at which a row stops is forwarded too: it may be accepted, and is then in the cache.
-        inputs_Be = (tokens_Bc if level.expanded_c is None else tokens_Bc[:, level.expanded_c]).clamp(min=0)
+        # A node at which a row stops is forwarded too: it may be accepted, and is then in the
+        # cache.
+        inputs_Be = (
+            tokens_Bc if level.expanded_c is None else tokens_Bc[:, level.expanded_c]
+        ).clamp(min=0)
         return Grown(tokens_Bc, q_BeV, finite, live_Be, confidence_Be, inputs_Be)
 
     def commit(self, outcome: Outcome) -> None:
@@ -283,7 +342,9 @@ class StaticTreeSession(Session):
         number = self.plan.number_of.get(node)
         return number if number is not None and number < self._forwarded else None
 
-    def _proposal(self, tokens_BM: Tensor, parts_q: list[Tensor], depth: int, finite: Tensor) -> Proposal:
+    def _proposal(
+        self, tokens_BM: Tensor, parts_q: list[Tensor], depth: int, finite: Tensor
+    ) -> Proposal:
         batch = self.plan.batches[depth]
         device = batch.parents_RN.device
         self._origin = None
@@ -301,7 +362,9 @@ class StaticTreeSession(Session):
 
 
 def _compact(batch: TreeBatch, tokens_BM: Tensor) -> tuple[TreeBatch, Tensor, Tensor]:
-    """Keep only the nodes that exist in each row: the per-row tree, its tokens, and the index each node had before."""
+    """Keep only the nodes that exist in each row: the per-row tree, its tokens, and the index each
+    node had before.
+    """
     rows = tokens_BM.shape[0]
     exists_BN = tokens_BM[:, 1:] >= 0
     most = int(exists_BN.sum(1).max())
@@ -312,23 +375,40 @@ def _compact(batch: TreeBatch, tokens_BM: Tensor) -> tuple[TreeBatch, Tensor, Te
     )
     above_BN = batch.parents_RN.expand(rows, -1).gather(1, order_BN) + 1
     parents_BN = index_BM.gather(1, above_BN) - 1
-    grown = grow_batch(parents_BN, exists_BN.gather(1, order_BN), batch.depth, batch.children_RMK.shape[2])
+    grown = grow_batch(
+        parents_BN, exists_BN.gather(1, order_BN), batch.depth, batch.children_RMK.shape[2]
+    )
     groups_BM = batch.groups_RM.expand(rows, -1).gather(1, origin_BM)
-    return replace(grown, groups_RM=groups_BM, widths=batch.widths), tokens_BM.gather(1, origin_BM), origin_BM
+    return (
+        replace(grown, groups_RM=groups_BM, widths=batch.widths),
+        tokens_BM.gather(1, origin_BM),
+        origin_BM,
+    )
 
 
-def draw_children(drawing: Drawing, q_BeV: Tensor, u_BeK: Tensor, counts_e: Sequence[int], drafts: int) -> Tensor:
-    """Children `[B, e, K]` of expanded nodes from q (`drafts` distributions per node), -1 where there is none."""
+def draw_children(
+    drawing: Drawing, q_BeV: Tensor, u_BeK: Tensor, counts_e: Sequence[int], drafts: int
+) -> Tensor:
+    """Children `[B, e, K]` of expanded nodes from q (`drafts` distributions per node), -1 where
+    there is none.
+    """
     most = u_BeK.shape[2]
     if drafts > 1:
         assert drawing == "with_replacement"
-        return torch.stack([draw(q_BeV[:, k % drafts :: drafts], u_BeK[:, :, k]) for k in range(most)], dim=2)
+        return torch.stack(
+            [draw(q_BeV[:, k % drafts :: drafts], u_BeK[:, :, k]) for k in range(most)], dim=2
+        )
     if drawing == "top_and_one":
         if len(set(counts_e)) == 1:
             return draw_top_and_one(q_BeV, u_BeK[..., -1], most)
         # The drawn child is the last one, so nodes with fewer children are drawn by themselves.
-        drawn = [draw_top_and_one(q_BeV[:, e], u_BeK[:, e, n - 1], n) for e, n in enumerate(counts_e)]
-        padded = [torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=-1) for tokens in drawn]
+        drawn = [
+            draw_top_and_one(q_BeV[:, e], u_BeK[:, e, n - 1], n) for e, n in enumerate(counts_e)
+        ]
+        padded = [
+            torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=-1)
+            for tokens in drawn
+        ]
         return torch.stack(padded, dim=1)
     if most == 1:
         return draw(q_BeV, u_BeK[..., 0]).unsqueeze(-1)
@@ -340,7 +420,8 @@ def draw_children(drawing: Drawing, q_BeV: Tensor, u_BeK: Tensor, counts_e: Sequ
 def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
     """The `count` most probable tokens of logits `[..., e, V]`, best first, padded with -1.
 
-    Several drafts (`[..., e * d, V]`) take turns; each adds its best token that no draft before it gave.
+    Several drafts (`[..., e * d, V]`) take turns; each adds its best token that no draft before it
+    gave.
     """
     if count == 1 and drafts == 1:
         return logits.max(-1, keepdim=True).indices  # faster than argmax on a CPU

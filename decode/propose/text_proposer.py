@@ -1,4 +1,5 @@
-"""The base of the proposers that copy from text: candidates merged into a trie, and proposals made from tries.
+"""The base of the proposers that copy from text: candidates merged into a trie, and proposals made
+from tries.
 
 Plain Python on short lists: building a handful of nodes takes less time than launching one kernel.
 """
@@ -18,14 +19,21 @@ from decode.tree_batch import TreeBatch, batch_of
 
 
 def check_static(name: str, tree: TreeShape) -> Tree:
-    """Return `tree` if proposer `name` can draft it; raise ValueError if it needs the confidence of a draft."""
+    """Return `tree` if proposer `name` can draft it; raise ValueError if it needs the confidence of
+    a draft.
+    """
     if not isinstance(tree, Tree) or tree.stop:
-        raise ValueError(f"proposer '{name}' has no confidences; use a fixed tree without stop, such as kary:4,1,1")
+        raise ValueError(
+            f"proposer '{name}' has no confidences; use a fixed tree without stop, such as "
+            "kary:4,1,1"
+        )
     return tree
 
 
 class TextProposer(Proposer):
-    """A proposer that copies: prompts may have any length, and trees are static. name: as in `PROPOSERS`."""
+    """A proposer that copies: prompts may have any length, and trees are static. name: as in
+    `PROPOSERS`.
+    """
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         check_static(self.name, tree)
@@ -70,7 +78,9 @@ class TextSession(Session):
 
 @dataclass(frozen=True)
 class FlatTrie:
-    """A trie in breadth-first order. indices: by the numbers that `Trie.add` gave, indices with the root."""
+    """A trie in breadth-first order. indices: by the numbers that `Trie.add` gave, indices with the
+    root.
+    """
 
     parents: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -81,7 +91,8 @@ EMPTY = FlatTrie((), (), (0,))
 
 
 class Trie:
-    """Candidates merged where they begin alike; at most `size` nodes, and `widths[d]` children of a node at depth d.
+    """Candidates merged where they begin alike; at most `size` nodes, and `widths[d]` children of a
+    node at depth d.
 
     The candidate that was added first is ranked first among its siblings.
     """
@@ -95,16 +106,25 @@ class Trie:
         return len(self._below) > self.size
 
     def put(self, node: int, depth: int, token: int) -> int:
-        """Find or add the child of `node`, at `depth`, that carries `token`; 0 if there is no room."""
+        """Find or add the child of `node`, at `depth`, that carries `token`; 0 if there is no
+        room.
+        """
         below = self._below[node]
         child = below.get(token, 0)
-        if not child and len(self._below) <= self.size and depth < len(self.widths) and len(below) < self.widths[depth]:
+        if (
+            not child
+            and len(self._below) <= self.size
+            and depth < len(self.widths)
+            and len(below) < self.widths[depth]
+        ):
             child = below[token] = len(self._below)
             self._below.append({})
         return child
 
     def add(self, tokens: Sequence[int]) -> int:
-        """Add a candidate as far as there is room; return the number of the last node reached (0 is the root)."""
+        """Add a candidate as far as there is room; return the number of the last node reached (0 is
+        the root).
+        """
         node = 0
         for depth, token in enumerate(tokens):
             child = self.put(node, depth, token)
@@ -129,8 +149,8 @@ class Trie:
 class Forest:
     """Turns one trie per row into proposals inside the bounds of `tree`.
 
-    Verifiers assign uniforms by the widths of a proposal, so these are those of `tree`, cut at the deepest row: tighter
-    ones would make a row depend on its batch mates.
+    Verifiers assign uniforms by the widths of a proposal, so these are those of `tree`, cut at the
+    deepest row: tighter ones would make a row depend on its batch mates.
     """
 
     def __init__(self, tree: Tree, device: torch.device) -> None:
@@ -142,10 +162,14 @@ class Forest:
         return Trie(self.tree.widths, self.tree.size)
 
     def proposal(self, rows: Sequence[FlatTrie]) -> Proposal:
-        """One tree per row, no larger than the largest row needs; only the root when no row has candidates."""
+        """One tree per row, no larger than the largest row needs; only the root when no row has
+        candidates.
+        """
         size = max(len(row.tokens) for row in rows)
         padded = [[-1, *row.tokens] + [-1] * (size - len(row.tokens)) for row in rows]
-        return Proposal(self._batch(rows, size), torch.tensor(padded, device=self.device), None, "deterministic")
+        return Proposal(
+            self._batch(rows, size), torch.tensor(padded, device=self.device), None, "deterministic"
+        )
 
     def _batch(self, rows: Sequence[FlatTrie], size: int) -> TreeBatch:
         if size == 0 or self.tree.is_chain:

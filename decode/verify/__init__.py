@@ -1,8 +1,9 @@
-"""Verification rules: `VERIFIERS` maps the name a user writes to the rule, its paper and where it is valid.
+"""Verification rules: `VERIFIERS` maps the name a user writes to the rule, its paper and where it
+is valid.
 
 Needs no torch; the code of a rule is imported when it first runs. To add a rule, write
-`rule(proposal, p_BMV, u_BU)` for temperatures above 0 in a file of this package and enter it in the table. From
-Python, pass a `Verifier` to `SpeculativeDecoder`; it needs no table.
+`rule(proposal, p_BMV, u_BU)` for temperatures above 0 in a file of this package and enter it in the
+table. From Python, pass a `Verifier` to `SpeculativeDecoder`; it needs no table.
 
 Legend: B rows, D depth, M nodes with the root, V vocabulary, U uniforms per row.
 """
@@ -39,10 +40,11 @@ def uniforms_per_depth(tree: "TreeBatch") -> int:
 class Verifier:
     """A verification rule and its domain.
 
-    name, title (at most 60 characters) and paper are shown to users. several_drafts: siblings may come from different
-    distributions. drawings: the valid methods of drawing siblings, the preferred one first. run: takes the target's
-    fp32 distributions at every node, `[B, M, V]`, and float64 uniforms `[B, uniforms(tree)]`; at temperature 0 these
-    are None and p is one-hot, so that every lossless rule comes to `exact`.
+    name, title (at most 60 characters) and paper are shown to users. several_drafts: siblings may
+    come from different distributions. drawings: the valid methods of drawing siblings, the
+    preferred one first. run: takes the target's fp32 distributions at every node, `[B, M, V]`, and
+    float64 uniforms `[B, uniforms(tree)]`; at temperature 0 these are None and p is one-hot, so
+    that every lossless rule comes to `exact`.
     """
 
     name: str
@@ -56,17 +58,28 @@ class Verifier:
     run: Rule
 
     def check(self, tree: TreeShape, drawing: Drawing | None, drafts: int = 1) -> None:
-        """Raise ValueError if the rule is not valid for this tree, drawing (None: temperature 0) or count of drafts."""
+        """Raise ValueError if the rule is not valid for this tree, drawing (None: temperature 0) or
+        count of drafts.
+        """
         if self.chains_only and not tree.is_chain:
-            fix = f"use verifier {'specinfer' if drafts > 1 else 'mcsd'} or exact, or a tree such as chain:{tree.depth}"
+            fix = (
+                f"use verifier {'specinfer' if drafts > 1 else 'mcsd'} or exact, or a tree "
+                f"such as chain:{tree.depth}"
+            )
             raise ValueError(f"verifier '{self.name}' is valid on chains only; {fix}")
         if drawing is None:
             return
         drawing = "deterministic" if tree.grows else drawing
         if drawing not in self.drawings:
-            raise ValueError(f"verifier '{self.name}' is not valid for drafts drawn '{drawing}'; use verifier exact")
+            raise ValueError(
+                f"verifier '{self.name}' is not valid for drafts drawn '{drawing}'; use verifier "
+                "exact"
+            )
         if drafts > 1 and not self.several_drafts:
-            raise ValueError(f"verifier '{self.name}' takes one draft, and there are {drafts}; use specinfer or exact")
+            raise ValueError(
+                f"verifier '{self.name}' takes one draft, and there are {drafts}; use specinfer "
+                "or exact"
+            )
 
 
 def _in(module: str, function: str) -> Rule:
@@ -89,13 +102,15 @@ _RULES = (
         title="draw from the target, accept the child that it hits",
         paper="Yang et al. 2024, arXiv 2401.06706 (naive sampling)",
         several_drafts=True,
-        # Siblings that differ cover more of the vocabulary; beyond that the rule does not ask how they were chosen.
+        # Siblings that differ cover more of the vocabulary; beyond that the rule does not ask how
+        # they were chosen.
         drawings=("without_replacement", "top_and_one", "with_replacement", "deterministic"),
         run=_in("exact", "exact"),
     ),
     Verifier(
-        # EAGLE-2 tries the children in turn with q = 1 and drops each refused token from p. That equals one draw from
-        # p that hits a child or not, so it runs as `exact`; it only prefers other drawings.
+        # EAGLE-2 tries the children in turn with q = 1 and drops each refused token from p. That
+        # equals one draw from p that hits a child or not, so it runs as `exact`; it only prefers
+        # other drawings.
         name="naive",
         title="EAGLE-2's rule: exact, on the most probable children",
         paper="Li et al. 2024, arXiv 2406.16858",
@@ -184,14 +199,16 @@ VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _RULES
 
 
 def default_verifier(tree: TreeShape, *, draws: bool = True, drafts: int = 1) -> str:
-    """Return the lossless rule of `VERIFIERS` for a tree whose tokens are drawn at random (`draws`) by `drafts` drafts.
+    """Return the lossless rule of `VERIFIERS` for a tree whose tokens are drawn at random (`draws`)
+    by `drafts` drafts.
 
-    exact: for tokens that the context determines, such as copied ones and those of growing trees; no rule accepts more
-    (Hu et al., ICLR 2025, arXiv 2502.18779). specinfer: for siblings from several drafts. speculative: for a chain.
+    exact: for tokens that the context determines, such as copied ones and those of growing trees;
+    no rule accepts more (Hu et al., ICLR 2025, arXiv 2502.18779). specinfer: for siblings from
+    several drafts. speculative: for a chain.
     mcsd: for siblings drawn without replacement, on every other static tree.
 
-    `block` on chains and `traversal` on trees accept a little more per target call and take more time per step. The
-    evaluation predicts the acceptance of the default rules.
+    `block` on chains and `traversal` on trees accept a little more per target call and take more
+    time per step. The evaluation predicts the acceptance of the default rules.
     """
     if not draws or tree.grows:
         return "exact"

@@ -1,12 +1,17 @@
 """Rules that decide at one node after another which of its children stays.
 
-* `speculative`: speculative sampling, all depths of a chain at once (Leviathan et al. 2023, arXiv 2211.17192, algorithm
+* `speculative`: speculative sampling, all depths of a chain at once (Leviathan et al. 2023, arXiv
+  2211.17192, algorithm
   1; Chen et al. 2023, arXiv 2302.01318, algorithm 2).
-* `mcsd`: multi-candidate speculative sampling, siblings without replacement (Yang et al. 2024, arXiv 2401.06706).
-* `independent`: the same with replacement; SpecInfer's rule too, where siblings may come from several drafts (Miao et
+* `mcsd`: multi-candidate speculative sampling, siblings without replacement (Yang et al. 2024,
+  arXiv 2401.06706).
+* `independent`: the same with replacement; SpecInfer's rule too, where siblings may come from
+  several drafts (Miao et
   al. 2023, arXiv 2305.09781).
-* `kseq`: SpecTr's sequential selection, one rule for all siblings of one draft (Sun et al. 2023, arXiv 2310.15141).
-* `greedy`: the k - 1 most probable tokens, and one drawn from the others (Hu et al., ICLR 2025, arXiv 2502.18779).
+* `kseq`: SpecTr's sequential selection, one rule for all siblings of one draft (Sun et al. 2023,
+  arXiv 2310.15141).
+* `greedy`: the k - 1 most probable tokens, and one drawn from the others (Hu et al., ICLR 2025,
+  arXiv 2502.18779).
 
 Legend: B rows, D depth, K siblings, M nodes with the root, V vocabulary, U uniforms per row.
 """
@@ -31,11 +36,14 @@ from decode.verify.tree_walk import (
 )
 from draftsmith_core.sampling import draw
 
-HALVINGS = 20  # of [1, k]; rho is then within 1e-5 of its root, which loses about 1e-5 of acceptance, never exactness
+# of [1, k]; rho is then within 1e-5 of its root, which loses about 1e-5 of acceptance, never
+# exactness
+HALVINGS = 20
 
 
 def speculative(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
-    """Accept token x of a chain with probability min(1, p(x)/q(x)); at the first refusal draw from norm((p - q)+).
+    """Accept token x of a chain with probability min(1, p(x)/q(x)); at the first refusal draw from
+    norm((p - q)+).
 
     After a fully accepted chain the last token is drawn from p.
     """
@@ -46,10 +54,17 @@ def speculative(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     rows_B1 = torch.arange(len(p_BMV), device=p_BMV.device).unsqueeze(1)
     # Node d is at depth d, below node d - 1.
     nodes_D = torch.arange(1, depth + 1, device=p_BMV.device)
-    tokens_BD, groups_BD = proposal.tokens_BM[:, 1 : depth + 1], tree.groups_RM[:, :depth].expand(len(p_BMV), -1)
+    tokens_BD, groups_BD = (
+        proposal.tokens_BM[:, 1 : depth + 1],
+        tree.groups_RM[:, :depth].expand(len(p_BMV), -1),
+    )
     offered_BD, x_BD = tokens_BD >= 0, tokens_BD.clamp(min=0)
     p_x_BD = p_BMV[rows_B1, nodes_D - 1, x_BD]
-    q_x_BD = torch.ones_like(p_x_BD) if proposal.q_BEV is None else proposal.q_BEV[rows_B1, groups_BD, x_BD]
+    q_x_BD = (
+        torch.ones_like(p_x_BD)
+        if proposal.q_BEV is None
+        else proposal.q_BEV[rows_B1, groups_BD, x_BD]
+    )
     # u q < p, not u < p / q: no division, and a token with p(x) = 0 is refused even at u = 0.
     taken_BD = (u_BU[:, :depth] * q_x_BD < p_x_BD) & offered_BD
     accepted_B = taken_BD.long().cumprod(1).sum(1)
@@ -64,24 +79,31 @@ def speculative(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
             q_BV = proposal.q_BEV[rows_B1, groups_BD.gather(1, last_B1)].squeeze(1)
         left_BV = torch.where(open_B.unsqueeze(1), residual(left_BV, q_BV), left_BV)
     nodes_BD = torch.where(nodes_D <= accepted_B1, nodes_D, 0)
-    return finish(proposal, list(nodes_BD.unbind(1)), accepted_B, open_B, draw(left_BV, u_BU[:, -1]))
+    return finish(
+        proposal, list(nodes_BD.unbind(1)), accepted_B, open_B, draw(left_BV, u_BU[:, -1])
+    )
 
 
 def mcsd(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """Try the children of each node in drawing order, from the root down.
 
-    Child x is accepted with probability min(1, p(x)/q(x)). At a refusal p becomes norm((p - q)+), and x leaves q, which
-    is renormalised: the next sibling was drawn from that. When all are refused the token is drawn from what p has
-    become; at a leaf, from the target's distribution there. A deterministic child counts as q(x) = 1.
+    Child x is accepted with probability min(1, p(x)/q(x)). At a refusal p becomes norm((p - q)+),
+    and x leaves q, which is renormalised: the next sibling was drawn from that. When all are
+    refused the token is drawn from what p has become; at a leaf, from the target's distribution
+    there. A deterministic child counts as q(x) = 1.
     """
     if proposal.q_BEV is None:
         return walk(proposal, p_BMV, u_BU, hit_by_target, per_node=1)
-    return walk(proposal, p_BMV, u_BU, lambda node: _try_in_turn(node, replacement=False), per_node=None)
+    return walk(
+        proposal, p_BMV, u_BU, lambda node: _try_in_turn(node, replacement=False), per_node=None
+    )
 
 
 def independent(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """`mcsd` for independent siblings: q stays as it is, and a repeated token is refused again."""
-    return walk(proposal, p_BMV, u_BU, lambda node: _try_in_turn(node, replacement=True), per_node=None)
+    return walk(
+        proposal, p_BMV, u_BU, lambda node: _try_in_turn(node, replacement=True), per_node=None
+    )
 
 
 def _try_in_turn(node: Node, replacement: bool) -> tuple[Tensor, Tensor]:
@@ -94,7 +116,8 @@ def _try_in_turn(node: Node, replacement: bool) -> tuple[Tensor, Tensor]:
         x_B1 = x_B1.clamp(min=0)
         if replacement and k:
             q_BV = node.q(k)
-        # u q < p rather than u < p / q: it needs no division, and refuses a token with p(x) = 0 even at u = 0.
+        # u q < p rather than u < p / q: it needs no division, and refuses a token with p(x) = 0
+        # even at u = 0.
         passed_B = node.u_Bn[:, k] * q_BV.gather(1, x_B1)[:, 0] < p_BV.gather(1, x_B1)[:, 0]
         rank_B = rank_B.masked_fill(asked_B & passed_B, k)
         refused_B = asked_B & ~passed_B
@@ -110,26 +133,32 @@ def _try_in_turn(node: Node, replacement: bool) -> tuple[Tensor, Tensor]:
 
 
 def _replace_rows(old_BV: Tensor, rows: Rows, mask_B: Tensor, new_BV: Tensor) -> Tensor:
-    """`old_BV` with the rows of the mask replaced; `new_BV` holds `rows`, which are those of the mask or all."""
+    """`old_BV` with the rows of the mask replaced; `new_BV` holds `rows`, which are those of the
+    mask or all.
+    """
     if isinstance(rows, Tensor):
         return old_BV.index_copy(0, rows, new_BV)
     return torch.where(mask_B.unsqueeze(1), new_BV, old_BV)
 
 
 def without(q_BV: Tensor, x_BK: Tensor) -> Tensor:
-    """q without tokens x (-1 for none), renormalised; all zero (0 / tiny, not NaN) when they hold all its mass."""
+    """q without tokens x (-1 for none), renormalised; all zero (0 / tiny, not NaN) when they hold
+    all its mass.
+    """
     taken_BK = q_BV.gather(1, x_BK.clamp(min=0)).masked_fill(x_BK < 0, 0.0)
     left_BV = q_BV.scatter_add(1, x_BK.clamp(min=0), -taken_BK)
     return left_BV.div_(left_BV.sum(1, keepdim=True).clamp_(min=torch.finfo(q_BV.dtype).tiny))
 
 
 def kseq(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
-    """Accept the first child with u < p(x) / (rho q(x)); when none is, draw from p less what acceptance has taken.
+    """Accept the first child with u < p(x) / (rho q(x)); when none is, draw from p less what
+    acceptance has taken.
 
-    With beta = sum min(q, p / rho), the chance that one child is accepted, k children accept x with probability
-    g min(q(x), p(x) / rho), where g = (1 - (1 - beta)^k) / beta. This leaves p - g min(q, p / rho), which is not
-    negative when g <= rho; the smallest such rho accepts most, at least 1 - 1/e of the best possible. k counts the
-    children on offer; for one this is speculative sampling.
+    With beta = sum min(q, p / rho), the chance that one child is accepted, k children accept x with
+    probability g min(q(x), p(x) / rho), where g = (1 - (1 - beta)^k) / beta. This leaves p - g
+    min(q, p / rho), which is not negative when g <= rho; the smallest such rho accepts most, at
+    least 1 - 1/e of the best possible. k counts the children on offer; for one this is speculative
+    sampling.
     """
     return walk(proposal, p_BMV, u_BU, _decide_kseq, per_node=None)
 
@@ -159,10 +188,11 @@ def _decide_kseq(node: Node) -> tuple[Tensor, Tensor]:
 
 
 def solve_rho(p_BV: Tensor, q_BV: Tensor, count_B1: Tensor) -> Tensor:
-    """The smallest rho in [1, k] with 1 - (1 - beta)^k <= rho beta, by bisection of all rows at once; float64.
+    """The smallest rho in [1, k] with 1 - (1 - beta)^k <= rho beta, by bisection of all rows at
+    once; float64.
 
-    rho beta = sum min(rho q, p) grows with rho and the left side falls, so there is one crossing. The upper end of
-    the last interval is returned: exactness needs the inequality.
+    rho beta = sum min(rho q, p) grows with rho and the left side falls, so there is one crossing.
+    The upper end of the last interval is returned: exactness needs the inequality.
     """
     low_B1 = torch.ones_like(count_B1, dtype=torch.double)
     high_B1 = count_B1.double()
@@ -183,27 +213,33 @@ def _any_accepted(beta_B1: Tensor, count_B1: Tensor) -> Tensor:
 
 
 def greedy(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
-    """At each node one step of speculative sampling for the drawn child; at its refusal a draw from norm((p - r)+),
-    which may hit a top child and then accepts it. r is what the drawn child was drawn from: q without the top tokens,
-    renormalised. With one child per node this is speculative sampling.
+    """At each node one step of speculative sampling for the drawn child; at its refusal a draw from
+    norm((p - r)+), which may hit a top child and then accepts it. r is what the drawn child was
+    drawn from: q without the top tokens, renormalised. With one child per node this is speculative
+    sampling.
     """
     return walk(proposal, p_BMV, u_BU, _decide_greedy, per_node=2)
 
 
 def _decide_greedy(node: Node) -> tuple[Tensor, Tensor]:
-    # The drawn child is the last on offer. If the top tokens had all of q, nothing was drawn: the last top token is
-    # then the only one that the others leave in q, as if it had been drawn with r(x) = 1.
+    # The drawn child is the last on offer. If the top tokens had all of q, nothing was drawn: the
+    # last top token is then the only one that the others leave in q, as if it had been drawn with
+    # r(x) = 1.
     ranks_K = torch.arange(node.offer_BK.shape[1], device=node.offer_BK.device)
     last_B = torch.where(node.offer_BK >= 0, ranks_K, -1).max(1).values
     top_BK = node.offer_BK.masked_fill(ranks_K >= last_B.unsqueeze(1), -1)
     x_B1 = node.offer_BK.gather(1, last_B.clamp(min=0).unsqueeze(1))
     asked_B, x_B1 = x_B1[:, 0] >= 0, x_B1.clamp(min=0)
     r_BV = without(node.q(0), top_BK)
-    taken_B = asked_B & (node.u_Bn[:, 0] * r_BV.gather(1, x_B1)[:, 0] < node.p_BV.gather(1, x_B1)[:, 0])
+    taken_B = asked_B & (
+        node.u_Bn[:, 0] * r_BV.gather(1, x_B1)[:, 0] < node.p_BV.gather(1, x_B1)[:, 0]
+    )
     rank_B = last_B.masked_fill(~taken_B, -1)
     refused_B = asked_B & ~taken_B
     if known_empty(refused_B):
         return rank_B, node.p_BV
     hit_B, left_BV = draw_rank(residual(node.p_BV, r_BV), top_BK, node.u_Bn[:, 1])
     # A row without a refusal had nothing on offer, and p stays whole.
-    return torch.where(refused_B, hit_B, rank_B), torch.where(refused_B.unsqueeze(1), left_BV, node.p_BV)
+    return torch.where(refused_B, hit_B, rank_B), torch.where(
+        refused_B.unsqueeze(1), left_BV, node.p_BV
+    )

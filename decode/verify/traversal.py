@@ -1,14 +1,16 @@
-"""Traversal verification (Weng et al. 2025, arXiv 2505.12398): a tree drawn without replacement is verified from its
-leaves up, whole paths at a time. On a chain this is block verification (Sun et al. 2024, arXiv 2403.10444), than which
-no rule for one path accepts more.
+"""Traversal verification (Weng et al. 2025, arXiv 2505.12398): a tree drawn without replacement is
+verified from its leaves up, whole paths at a time. On a chain this is block verification (Sun et
+al. 2024, arXiv 2403.10444), than which no rule for one path accepts more.
 
-Legend: B rows, D depth, K siblings, M nodes with the root, N drafted nodes, S = 2 N visits of a walk around the tree,
-V vocabulary. At each depth p, q and w belong to the node of that depth which the walk is at or below.
+Legend: B rows, D depth, K siblings, M nodes with the root, N drafted nodes, S = 2 N visits of a
+walk around the tree, V vocabulary. At each depth p, q and w belong to the node of that depth which
+the walk is at or below.
 
-The walk enters each node, visits its children in the order they were drawn, and leaves the node. On entering, w =
-min(1, w p(x)/q(x)) with w, p and q of the node above. On leaving, the node is accepted with probability w, together
-with the path to it, and the token is drawn from its p. If it is refused the node above changes: w becomes
-s / (s + 1 - w) with s the mass of (w p - q)+, p becomes norm((w p - q)+), and q loses the token. The root has w = 1.
+The walk enters each node, visits its children in the order they were drawn, and leaves the node. On
+entering, w = min(1, w p(x)/q(x)) with w, p and q of the node above. On leaving, the node is
+accepted with probability w, together with the path to it, and the token is drawn from its p. If it
+is refused the node above changes: w becomes s / (s + 1 - w) with s the mass of (w p - q)+, p
+becomes norm((w p - q)+), and q loses the token. The root has w = 1.
 """
 
 from collections.abc import Iterator
@@ -20,12 +22,24 @@ from torch import Tensor
 from decode.propose.protocol import Proposal
 from decode.tree_batch import TreeBatch
 from decode.verify.siblings import without
-from decode.verify.tree_walk import ALL, Rows, Verdict, finish_at, hit_by_target, known_empty, recording, rows_of, walk
+from decode.verify.tree_walk import (
+    ALL,
+    Rows,
+    Verdict,
+    finish_at,
+    hit_by_target,
+    known_empty,
+    recording,
+    rows_of,
+    walk,
+)
 from draftsmith_core.sampling import draw
 
 
 def traversal(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
-    """The rule above. For deterministic children (q is one-hot) it equals `exact` and runs as that."""
+    """The rule above. For deterministic children (q is one-hot) it equals `exact` and runs as
+    that.
+    """
     if proposal.q_BEV is None or proposal.tree.depth == 0:
         return walk(proposal, p_BMV, u_BU, hit_by_target, per_node=1)
     return walk_around(proposal, p_BMV, u_BU.to(p_BMV.device))
@@ -36,7 +50,9 @@ Index = int | Tensor
 
 
 def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
-    """Walk around the tree, all rows at once. Node n is decided by uniform n - 1, the token by uniform N."""
+    """Walk around the tree, all rows at once. Node n is decided by uniform n - 1, the token by
+    uniform N.
+    """
     tree, tokens_BM, q_BEV = proposal.tree, proposal.tokens_BM, proposal.q_BEV
     assert q_BEV is not None
     rows, vocab = len(tokens_BM), p_BMV.shape[2]
@@ -68,7 +84,9 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
                 which = rows_of(now_B)
                 place = at(depth, which)
                 p_BDV[place] = torch.where(now_B[which, None], p_BMV[at(node, which)], p_BDV[place])
-                q_BDV[place] = torch.where(now_B[which, None], q_BEV[at(group, which)], q_BDV[place])
+                q_BDV[place] = torch.where(
+                    now_B[which, None], q_BEV[at(group, which)], q_BDV[place]
+                )
         if leaving_B is not None:
             now_B = here_B & leaving_B
             taken_B = now_B & (u_BU[at(node - 1)] < w_BD[at(depth)])
@@ -100,12 +118,16 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
 
 
 def weight(w: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
-    """min(1, w p(x)/q(x)): the weight of a path that ends in token x, from the weight w of the path without x."""
+    """min(1, w p(x)/q(x)): the weight of a path that ends in token x, from the weight w of the path
+    without x.
+    """
     return (w * p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny)).clamp_(max=1)
 
 
 def keep_probability(w: Tensor, mass: Tensor) -> Tensor:
-    """mass / (mass + 1 - w), where mass is that of (w p - q)+: the weight of a node once a child of it is refused."""
+    """mass / (mass + 1 - w), where mass is that of (w p - q)+: the weight of a node once a child of
+    it is refused.
+    """
     lack = 1 - w
     return torch.where(lack > 0, mass / torch.where(lack > 0, mass + lack, 1.0), 1.0)
 
@@ -113,8 +135,9 @@ def keep_probability(w: Tensor, mass: Tensor) -> Tensor:
 def visits(
     tree: TreeBatch, yes_B: Tensor
 ) -> Iterator[tuple[Index, Index, Index, Tensor | None, Tensor | None, Tensor | None]]:
-    """Yield, in order of the walk, each node (0: none), its depth, its group of children, and masks `[B]` of whether
-    it has children, is entered, and is left; None for a mask that is false everywhere. `yes_B` is true everywhere.
+    """Yield, in order of the walk, each node (0: none), its depth, its group of children, and masks
+    `[B]` of whether it has children, is entered, and is left; None for a mask that is false
+    everywhere. `yes_B` is true everywhere.
     """
     if tree.rows == 1 and not recording():
         for node, depth, group, *facts in _shared(tree):
@@ -146,8 +169,8 @@ def _shared(tree: TreeBatch) -> tuple[tuple[int, int, int, bool, bool, bool], ..
 
 
 def _events(tree: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """The walk around the tree `[R, S]`: n where node n is entered, -n where it is left, 0 once it is over; and of all
-    nodes, `[R, M]`, the depths and whether they have children.
+    """The walk around the tree `[R, S]`: n where node n is entered, -n where it is left, 0 once it
+    is over; and of all nodes, `[R, M]`, the depths and whether they have children.
     """
     children_RMK, sees_RMM = tree.children_RMK, tree.sees_RMM
     count, total, most = children_RMK.shape
@@ -161,8 +184,8 @@ def _events(tree: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
     before_RM = torch.zeros_like(sizes_RM).scatter_(1, kids_Rc, earlier_Rc)
     exists_RM = torch.zeros_like(inner_RM).scatter_(1, kids_Rc, True)
     before_RM[:, 0], exists_RM[:, 0] = 0, False
-    # Nodes entered before a node: on its path, and below earlier siblings of its path. Those that are not on the path
-    # have been left as well.
+    # Nodes entered before a node: on its path, and below earlier siblings of its path. Those that
+    # are not on the path have been left as well.
     aside_RM = (sees_RMM * before_RM.unsqueeze(1)).sum(2)
     enter_RM = 2 * aside_RM + depths_RM - 1
     leave_RM = enter_RM + 2 * sizes_RM - 1

@@ -21,8 +21,9 @@ ALL = slice(None)
 class Verdict:
     """The outcome of one step, by row.
 
-    nodes_BD: the accepted path (M indices). tokens_BD1: the path's tokens, then the target's token at index
-    `accepted_B`, then padding. open_B: whether the walk ended at a node with children on offer (a rejection).
+    nodes_BD: the accepted path (M indices). tokens_BD1: the path's tokens, then the target's token
+    at index `accepted_B`, then padding. open_B: whether the walk ended at a node with children on
+    offer (a rejection).
     """
 
     tokens_BD1: Tensor
@@ -35,8 +36,8 @@ class Verdict:
 class Walk:
     """The outcome of one row on the host.
 
-    path: accepted nodes. emitted: their tokens and the target's own. is_open: as in `Verdict`. drafted: number of
-    drafted nodes. offered: depth of the deepest drafted node.
+    path: accepted nodes. emitted: their tokens and the target's own. is_open: as in `Verdict`.
+    drafted: number of drafted nodes. offered: depth of the deepest drafted node.
     """
 
     path: list[int]
@@ -50,8 +51,8 @@ class Walk:
 class Node:
     """The node that each row has reached, for a rule that decides one node at a time.
 
-    p_BV: the target's distribution there. offer_BK: the children's tokens by rank, -1 for none. q: by rank, the
-    distribution `[B, V]` that the child was drawn from. u_Bn: uniforms for this node.
+    p_BV: the target's distribution there. offer_BK: the children's tokens by rank, -1 for none. q:
+    by rank, the distribution `[B, V]` that the child was drawn from. u_Bn: uniforms for this node.
     """
 
     p_BV: Tensor
@@ -60,14 +61,17 @@ class Node:
     q: Callable[[int], Tensor]
 
 
-# Returns the rank of the accepted child `[B]`, -1 for none, and the distribution `[B, V]`, not necessarily normalised,
-# to draw the token from if no child is accepted.
+# Returns the rank of the accepted child `[B]`, -1 for none, and the distribution `[B, V]`, not
+# necessarily normalised, to draw the token from if no child is accepted.
 NodeRule = Callable[[Node], tuple[Tensor, Tensor]]
 
 
-def walk(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor, rule: NodeRule, per_node: int | None) -> Verdict:
-    """Walk from the root to each accepted child. On a rejection, draw the last token from what the rule leaves of p; at
-    a leaf, from p. Each depth takes `per_node` uniforms (None: one per sibling), and the last token takes one.
+def walk(
+    proposal: Proposal, p_BMV: Tensor, u_BU: Tensor, rule: NodeRule, per_node: int | None
+) -> Verdict:
+    """Walk from the root to each accepted child. On a rejection, draw the last token from what the
+    rule leaves of p; at a leaf, from p. Each depth takes `per_node` uniforms (None: one per
+    sibling), and the last token takes one.
     """
     tree = proposal.tree
     u_BU = u_BU.to(p_BMV.device)
@@ -90,11 +94,19 @@ def walk(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor, rule: NodeRule, per_no
 
             def q(k: int, at_B: Tensor = at_B) -> Tensor:
                 assert proposal.q_BEV is not None
-                return proposal.q_BEV[rows_B, groups_BM[rows_B, at_B] * proposal.drafts + k % proposal.drafts]
+                return proposal.q_BEV[
+                    rows_B, groups_BM[rows_B, at_B] * proposal.drafts + k % proposal.drafts
+                ]
 
             rank_B, left_BV = rule(Node(p_BV, offer_BK, u_BU[:, used : used + taking], q))
-            next_B = kids_BK.gather(1, rank_B.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(rank_B < 0, 0)
-            last_BV = left_BV if depth == 0 else torch.where(walking_B.unsqueeze(1), left_BV, last_BV)
+            next_B = (
+                kids_BK.gather(1, rank_B.clamp(min=0).unsqueeze(1))
+                .squeeze(1)
+                .masked_fill(rank_B < 0, 0)
+            )
+            last_BV = (
+                left_BV if depth == 0 else torch.where(walking_B.unsqueeze(1), left_BV, last_BV)
+            )
             open_B = open_B | (offered_B & (next_B == 0))
             walking_B = next_B > 0
             accepted_B = accepted_B + walking_B
@@ -113,22 +125,25 @@ def walk(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor, rule: NodeRule, per_no
 def hit_by_target(node: Node) -> tuple[Tensor, Tensor]:
     """Draw a token from p and accept the child that carries it. Takes one uniform; q is not used.
 
-    Equals trying deterministic children in turn with q = 1, removing each rejected token from p and renormalising.
+    Equals trying deterministic children in turn with q = 1, removing each rejected token from p and
+    renormalising.
     """
     return draw_rank(node.p_BV, node.offer_BK, node.u_Bn[:, 0])
 
 
 def draw_rank(p_BV: Tensor, offer_BK: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token from p: the rank of the sibling that carries it (-1 for none), and p without the siblings' tokens.
+    """Draw a token from p: the rank of the sibling that carries it (-1 for none), and p without the
+    siblings' tokens.
 
-    p need not sum to one, and the rest is not normalised. Siblings are distinct; -1 stands for no sibling.
+    p need not sum to one, and the rest is not normalised. Siblings are distinct; -1 stands for no
+    sibling.
     """
     x_BK = offer_BK.clamp(min=0)
     mass_BK = p_BV.gather(1, x_BK).masked_fill(offer_BK < 0, 0.0)
     left_BV = p_BV.scatter_add(1, x_BK, -mass_BK)
     upto_BK = mass_BK.cumsum(1, dtype=torch.double)
-    # Sum the total from the same parts and keep the point below it. Otherwise, if siblings hold all mass, rounding
-    # could miss them all, and nothing would be left to draw from.
+    # Sum the total from the same parts and keep the point below it. Otherwise, if siblings hold all
+    # mass, rounding could miss them all, and nothing would be left to draw from.
     total_B = upto_BK[:, -1] + left_BV.sum(1, dtype=torch.double)
     point_B = torch.minimum(u_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
     return first(upto_BK > point_B.unsqueeze(1)), left_BV
@@ -141,13 +156,17 @@ def first(hit_BK: Tensor) -> Tensor:
 
 
 def known_empty(mask: Tensor) -> bool:
-    """Whether `mask` is false everywhere; always False on an accelerator, where reading it would make the host wait."""
+    """Whether `mask` is false everywhere; always False on an accelerator, where reading it would
+    make the host wait.
+    """
     return mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any())
 
 
 def recording() -> bool:
     """Whether this code is being compiled or recorded, so that no tensor may be read."""
-    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return torch.compiler.is_compiling() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def rows_of(mask_B: Tensor) -> Rows:
@@ -157,8 +176,12 @@ def rows_of(mask_B: Tensor) -> Rows:
     return mask_B.nonzero()[:, 0]
 
 
-def finish(proposal: Proposal, nodes: list[Tensor], accepted_B: Tensor, open_B: Tensor, last_B: Tensor) -> Verdict:
-    """Build the verdict from the nodes accepted at each depth (0 once the walk has ended) and the target's token."""
+def finish(
+    proposal: Proposal, nodes: list[Tensor], accepted_B: Tensor, open_B: Tensor, last_B: Tensor
+) -> Verdict:
+    """Build the verdict from the nodes accepted at each depth (0 once the walk has ended) and the
+    target's token.
+    """
     rows = last_B.shape[0]
     nodes_BD = torch.stack(nodes, dim=1) if nodes else last_B.new_zeros(rows, 0)
     tokens_BD1 = torch.cat([proposal.tokens_BM.gather(1, nodes_BD), last_B.unsqueeze(1)], dim=1)
@@ -168,12 +191,16 @@ def finish(proposal: Proposal, nodes: list[Tensor], accepted_B: Tensor, open_B: 
 
 
 def finish_at(proposal: Proposal, node_B: Tensor, last_B: Tensor) -> Verdict:
-    """Build the verdict from the last accepted node of each row (0: the root) and the token that the target adds."""
+    """Build the verdict from the last accepted node of each row (0: the root) and the token that
+    the target adds.
+    """
     tree, rows = proposal.tree, len(node_B)
     depths_BM = torch.nn.functional.pad(tree.depths_RN, (1, 0)).expand(rows, -1)
     above_BM = torch.nn.functional.pad(tree.parents_RN + 1, (1, 0)).expand(rows, -1)
     accepted_B = depths_BM.gather(1, node_B.unsqueeze(1)).squeeze(1)
-    kids_BK = tree.children_RMK.expand(rows, -1, -1)[torch.arange(rows, device=node_B.device), node_B]
+    kids_BK = tree.children_RMK.expand(rows, -1, -1)[
+        torch.arange(rows, device=node_B.device), node_B
+    ]
     open_B = (proposal.tokens_BM.gather(1, kids_BK) >= 0).any(1)
     nodes: list[Tensor] = []
     at_B = node_B
@@ -185,7 +212,8 @@ def finish_at(proposal: Proposal, node_B: Tensor, last_B: Tensor) -> Verdict:
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
-    """norm((p - q)+), the distribution left to draw from after a token of q was refused; rows of `[B, V]`.
+    """norm((p - q)+), the distribution left to draw from after a token of q was refused; rows of
+    `[B, V]`.
 
     If p and q differ by rounding only, nothing is left, and p is returned.
     """

@@ -1,4 +1,6 @@
-"""Where the target runs. `ENGINES` names the class of each engine; its module is imported when the engine is chosen."""
+"""Where the target runs. `ENGINES` names the class of each engine; its module is imported when the
+engine is chosen.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,15 +15,16 @@ from draftsmith_core.models import end_tokens
 from draftsmith_core.settings import ResolvedSampling, Sampling, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import Tokenizer
 
-# Batches of answers that a killed run may lose. Batches are refilled from one wave alone, so that its answers are the
-# same bytes when it is asked again; in smaller waves more of the time would pass with batches that empty.
+# Batches of answers that a killed run may lose. Batches are refilled from one wave alone, so that
+# its answers are the same bytes when it is asked again; in smaller waves more of the time would
+# pass with batches that empty.
 WAVE_BATCHES = 8
 
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """One answer to generate. key: (row of the prompts, sample, turn), unique. seed: of the only generator that the
-    answer draws from. temperature: overrides the engine's.
+    """One answer to generate. key: (row of the prompts, sample, turn), unique. seed: of the only
+    generator that the answer draws from. temperature: overrides the engine's.
     """
 
     key: tuple[int, int, int]
@@ -34,8 +37,9 @@ class AnswerRequest:
 class Answer:
     """Token ids, EOS included if the target ended, and why the answer ended: `stop` or `length`.
 
-    tokens_from: `target`; `text` if a server returned text that was encoded again; `text_differs` if those ids cannot
-    be the ones that the target drew. teacher: packed teacher rows, if the options ask for them.
+    tokens_from: `target`; `text` if a server returned text that was encoded again; `text_differs`
+    if those ids cannot be the ones that the target drew. teacher: packed teacher rows, if the
+    options ask for them.
     """
 
     response_ids: tuple[int, ...]
@@ -51,17 +55,18 @@ class Failed:
     reason: str
 
 
-# Called once per request with its outcome, in any order. Returns the request to ask next (the next turn of a chat).
+# Called once per request with its outcome, in any order. Returns the request to ask next (the next
+# turn of a chat).
 Done = Callable[[AnswerRequest, Answer | Failed], AnswerRequest | None]
 
 
 class Engine(Protocol):
     """A target that answers requests.
 
-    identity: fingerprint and dtype, or the served name. max_prompt_tokens: the longest prompt that leaves room for an
-    answer, None if unlimited. takes_ids: prompts reach the target as token ids. wave: number of requests in a group,
-    and of answers that are kept together, because an answer's rounding depends on the batch; None to keep each one at
-    once.
+    identity: fingerprint and dtype, or the served name. max_prompt_tokens: the longest prompt that
+    leaves room for an answer, None if unlimited. takes_ids: prompts reach the target as token ids.
+    wave: number of requests in a group, and of answers that are kept together, because an answer's
+    rounding depends on the batch; None to keep each one at once.
     """
 
     identity: dict[str, Any]
@@ -73,7 +78,8 @@ class Engine(Protocol):
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         """Answer all requests of all groups, each the requests of one part of the set.
 
-        Take a group only when there is room, so that memory does not grow with the number of prompts.
+        Take a group only when there is room, so that memory does not grow with the number of
+        prompts.
         """
 
     def close(self) -> None:
@@ -85,7 +91,9 @@ Maker = Callable[[DistillConfig, Tokenizer], Engine]
 
 
 def _lazy(module: str, name: str, package: str | None = None, instead: str = "") -> Maker:
-    """Import engine `name` of a module of this package when it is made; it may need an optional package."""
+    """Import engine `name` of a module of this package when it is made; it may need an optional
+    package.
+    """
 
     def make(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
         if package is not None:
@@ -128,6 +136,7 @@ class RemoteTarget:
         ids = list(end_tokens(name, self.generation_config.eos_token_id))
         eos = tokenizer.eos_token_id
         if eos is not None and (eos in ids or not ids):
-            # First, because it is appended when a server says `stop` without returning an EOS token.
+            # First, because it is appended when a server says `stop` without returning an EOS
+            # token.
             ids = [eos, *(token for token in ids if token != eos)]
         self.eos_ids = tuple(ids)

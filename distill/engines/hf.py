@@ -1,4 +1,6 @@
-"""The target in this process, decoded on a preallocated cache: batches that are refilled, one generator per row."""
+"""The target in this process, decoded on a preallocated cache: batches that are refilled, one
+generator per row.
+"""
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
@@ -7,7 +9,15 @@ import torch
 
 from decode import SpeculativeDecoder, take_over
 from distill.config import DistillConfig
-from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, Engine, at_temperature, sampling_of
+from distill.engines import (
+    WAVE_BATCHES,
+    Answer,
+    AnswerRequest,
+    Done,
+    Engine,
+    at_temperature,
+    sampling_of,
+)
 from distill.score import score
 from drafts.load import load_pair
 from draftsmith_core.errors import InputError
@@ -19,12 +29,17 @@ from draftsmith_core.tokenization import Tokenizer
 
 
 class HFEngine(Engine):
-    """A transformers model in this process, and the distribution that its answers are drawn from."""
+    """A transformers model in this process, and the distribution that its answers are drawn
+    from.
+    """
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         pair = load_pair(config.target, [], tokenizer=tokenizer, **loading(config))
         self._model = model = pair.target
-        self.identity = {"target_fingerprint": fingerprint(model), "target_dtype": dtype_name(model)}
+        self.identity = {
+            "target_fingerprint": fingerprint(model),
+            "target_dtype": dtype_name(model),
+        }
         self.max_prompt_tokens = room_for_prompts(pair.context, config.max_new_tokens)
         take_over(model)
         try:
@@ -38,16 +53,23 @@ class HFEngine(Engine):
         self._eos_ids = () if config.ignore_eos else eos_ids(model)
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        """Ask group after group, in batches of `batch_size` in which the next request takes the place of one that has
-        ended.
+        """Ask group after group, in batches of `batch_size` in which the next request takes the
+        place of one that has ended.
         """
         for group in groups:
-            for temperature in sorted({request.temperature for request in group}, key=lambda value: value or 0.0):
-                self._ask([request for request in group if request.temperature == temperature], temperature, done)
+            for temperature in sorted(
+                {request.temperature for request in group}, key=lambda value: value or 0.0
+            ):
+                self._ask(
+                    [request for request in group if request.temperature == temperature],
+                    temperature,
+                    done,
+                )
 
     def _ask(self, requests: list[AnswerRequest], temperature: float | None, done: Done) -> None:
-        # Longest first: rows that share a batch are of like lengths, so that little is computed for padding, and what
-        # a batch needs in memory is known with its first rows. The next turns of chats find their place among them.
+        # Longest first: rows that share a batch are of like lengths, so that little is computed for
+        # padding, and what a batch needs in memory is known with its first rows. The next turns of
+        # chats find their place among them.
         waiting = sorted(requests, key=_length)
 
         def source(free: int) -> list[tuple[AnswerRequest, Sequence[int], torch.Generator]]:

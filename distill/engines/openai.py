@@ -1,4 +1,6 @@
-"""The target on a pool of servers with OpenAI's API. Each server has `concurrency` slots; a request takes one."""
+"""The target on a pool of servers with OpenAI's API. Each server has `concurrency` slots; a request
+takes one.
+"""
 
 import asyncio
 import os
@@ -20,10 +22,12 @@ from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.prompts import room_for_prompts
 from draftsmith_core.tokenization import Tokenizer
 
-# Attempts per request that a server may have seen, and the silence of all servers after which the run ends.
+# Attempts per request that a server may have seen, and the silence of all servers after which the
+# run ends.
 ATTEMPTS = 8
 PATIENCE_S = 600.0
-# Longest pause of a slot after its server's first failure in a row, doubled for each further one, and its maximum.
+# Longest pause of a slot after its server's first failure in a row, doubled for each further one,
+# and its maximum.
 BACKOFF_S = (0.5, 60.0)
 # Parts that may wait for their last answers while others are asked: bounds the memory.
 _OPEN_GROUPS = 8
@@ -39,39 +43,60 @@ class OpenAIEngine(Engine):
         target = RemoteTarget(config.target, tokenizer)
         self.sampling = sampling_of(config, target)
         self._completion = Completion(
-            *(config.served_model or "", tokenizer, self.sampling.sampling, config.max_new_tokens, target.eos_ids),
+            *(
+                config.served_model or "",
+                tokenizer,
+                self.sampling.sampling,
+                config.max_new_tokens,
+                target.eos_ids,
+            ),
             *(config.ignore_eos, len(tokenizer), config.teacher_top_k),
         )
         self._servers = [
-            Server(url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1", config.timeout_s)
+            Server(
+                url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1", config.timeout_s
+            )
             for url in config.endpoint
         ]
-        self._certificates = httpx.create_ssl_context()  # takes milliseconds, and every client needs it
+        self._certificates = (
+            httpx.create_ssl_context()
+        )  # takes milliseconds, and every client needs it
         self._spent_requests = self._spent_tokens = 0
         length = _run(self._probe())
-        self.takes_ids = all(server.dialect.ids for server in self._servers if server.dialect is not None)
+        self.takes_ids = all(
+            server.dialect.ids for server in self._servers if server.dialect is not None
+        )
         self.max_prompt_tokens = room_for_prompts(length, config.max_new_tokens)
-        self.identity: dict[str, Any] = {"target_fingerprint": None, "served_model": self._completion.model}
+        self.identity: dict[str, Any] = {
+            "target_fingerprint": None,
+            "served_model": self._completion.model,
+        }
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        """Ask everything in `groups`. Raise RunError if a budget is spent or no server answers any more."""
+        """Ask everything in `groups`. Raise RunError if a budget is spent or no server answers any
+        more.
+        """
         _run(self._ask_all(groups, done))
 
     def _client(self, server: Server) -> httpx.AsyncClient:
         """Return a client for one connection.
 
-        A client with many connections scans all of them at each request, which at 64 costs more than the request.
+        A client with many connections scans all of them at each request, which at 64 costs more
+        than the request.
         """
         return httpx.AsyncClient(
             **client_options(server.url, self._config.api_key_env),
             verify=self._certificates,
-            timeout=httpx.Timeout(self._config.timeout_s, connect=min(10.0, self._config.timeout_s)),
+            timeout=httpx.Timeout(
+                self._config.timeout_s, connect=min(10.0, self._config.timeout_s)
+            ),
         )
 
     async def _probe(self) -> int | None:
         """Try every server. Return the context length that all of them have, if they list one.
 
-        Warn about a server that does not answer, and try it again later. Raise InputError if none answers.
+        Warn about a server that does not answer, and try it again later. Raise InputError if none
+        answers.
         """
         lengths, reasons = [], []
         for server in self._servers:
@@ -84,28 +109,44 @@ class OpenAIEngine(Engine):
                         self._refuse(failure)
                         if attempt == ATTEMPTS or (not failure.counts and not failure.status):
                             reasons.append(failure.reason)
-                            sys.stderr.write(f"draftsmith distill: {failure.reason}; trying it again later\n")
+                            sys.stderr.write(
+                                f"draftsmith distill: {failure.reason}; trying it again later\n"
+                            )
                             break
                         await asyncio.sleep(_pause_s(failure, attempt))
         if not lengths:
-            raise InputError(f"endpoint: no server answers ({reasons[0]}); start one, or check the address")
+            raise InputError(
+                f"endpoint: no server answers ({reasons[0]}); start one, or check the address"
+            )
         return min((length for length in lengths if length is not None), default=None)
 
     async def _wake(self, server: Server, client: httpx.AsyncClient) -> int | None:
-        """Find out what a server serves and how to ask it; return its context length, if it lists one."""
+        """Find out what a server serves and how to ask it; return its context length, if it lists
+        one.
+        """
         models = await server.models(client) if self._config.served_model is None else {}
         name = self._completion.model
         if not name:
             if len(models) != 1:
                 serves = f"serves {', '.join(models)}" if models else "does not list its model"
-                raise InputError(f"{server.url}: {serves}; name the target with --served_model NAME")
+                raise InputError(
+                    f"{server.url}: {serves}; name the target with --served_model NAME"
+                )
             (name,) = models
             self._completion = replace(self._completion, model=name)
         if models and name not in models:
-            raise InputError(f"{server.url}: serves {', '.join(models)}, but {self._servers[0].url} serves {name}")
-        await server.choose_dialect(client, self._completion, {str(entry.get("owned_by")) for entry in models.values()})
+            raise InputError(
+                f"{server.url}: serves {', '.join(models)}, but {self._servers[0].url} serves "
+                f"{name}"
+            )
+        await server.choose_dialect(
+            client, self._completion, {str(entry.get("owned_by")) for entry in models.values()}
+        )
         if not server.dialect.ids:  # type: ignore[union-attr]
-            sys.stderr.write(f"draftsmith distill: {server.url}: returns text, not token ids; tokenising it again\n")
+            sys.stderr.write(
+                f"draftsmith distill: {server.url}: returns text, not token ids; tokenising it "
+                "again\n"
+            )
         entry = models.get(name, {})
         meta = entry.get("meta") or {}  # of llama-server
         length = entry.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
@@ -115,7 +156,11 @@ class OpenAIEngine(Engine):
         """Raise InputError for a refusal that concerns every request."""
         variable = self._config.api_key_env
         if failure.status in (401, 403):
-            fix = "the server rejects the key in" if os.environ.get(variable) else "put the server's key into"
+            fix = (
+                "the server rejects the key in"
+                if os.environ.get(variable)
+                else "put the server's key into"
+            )
             raise InputError(f"{failure.reason}: {fix} {variable}")
         if not failure.retry:
             raise InputError(failure.reason)

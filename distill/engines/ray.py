@@ -25,7 +25,8 @@ from draftsmith_core.processes import require_single_process
 from draftsmith_core.settings import ResolvedSampling
 from draftsmith_core.tokenization import Tokenizer
 
-# Attempts per group before it is taken for the reason of its worker's death, and restarts per worker.
+# Attempts per group before it is taken for the reason of its worker's death, and restarts per
+# worker.
 _RETRIES, _RESTARTS = 3, 20
 # Seconds for a worker to load the target, and for a connection.
 _START_S, _CONNECT_S = 1800.0, 10.0
@@ -35,7 +36,9 @@ LOCAL = "local"  # Ray's name for a cluster that it starts for this process
 
 
 class Worker:
-    """An `hf` engine in its own process. The first call loads it, so that its errors reach the caller."""
+    """An `hf` engine in its own process. The first call loads it, so that its errors reach the
+    caller.
+    """
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
@@ -52,12 +55,16 @@ class Worker:
     def answer(self, requests: Sequence[AnswerRequest]) -> dict[Key, Answer | Failed]:
         """Answer a group; return the outcome of each request by its key."""
         answers: dict[Key, Answer | Failed] = {}
-        self._engine.run(iter([requests]), lambda request, answer: answers.update({request.key: answer}))
+        self._engine.run(
+            iter([requests]), lambda request, answer: answers.update({request.key: answer})
+        )
         return {request.key: answers[request.key] for request in requests}
 
 
 class RayEngine(Engine):
-    """Workers on a cluster: one per GPU, or per node without GPUs, or as many as `--workers` says."""
+    """Workers on a cluster: one per GPU, or per node without GPUs, or as many as `--workers`
+    says.
+    """
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         require_single_process("distill --engine ray")
@@ -68,7 +75,9 @@ class RayEngine(Engine):
         self.wave = WAVE_BATCHES * config.batch_size
         try:
             count, resources = _resources(config)
-            actor = ray.remote(Worker).options(max_restarts=_RESTARTS, max_task_retries=_RETRIES, **resources)
+            actor = ray.remote(Worker).options(
+                max_restarts=_RESTARTS, max_task_retries=_RETRIES, **resources
+            )
             local = replace(config, engine="hf", address=None, workers=None)
             self.workers += [actor.remote(local, tokenizer) for _ in range(count)]
             with _worker_errors():
@@ -87,13 +96,17 @@ class RayEngine(Engine):
             ray.shutdown()
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        """Ask everything in `groups`, one group per worker call. Later turns of a group are asked together."""
+        """Ask everything in `groups`, one group per worker call. Later turns of a group are asked
+        together.
+        """
         pool = ActorPool(self.workers)
         following: deque[Sequence[AnswerRequest]] = deque()
         submitted: dict[Key, Sequence[AnswerRequest]] = {}
 
         def submit() -> None:
-            while len(submitted) < 2 * len(self.workers):  # a worker holds the next group while it works on one
+            while len(submitted) < 2 * len(
+                self.workers
+            ):  # a worker holds the next group while it works on one
                 group = following.popleft() if following else next(groups, None)
                 if group is None:
                     return
@@ -124,17 +137,29 @@ def _join(address: str | None) -> None:
     # Ray installs a SIGTERM handler of its own, and the command has its own way to stop.
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, logging_level=logging.WARNING, include_dashboard=False if address == LOCAL else None)
+        ray.init(
+            address=address,
+            logging_level=logging.WARNING,
+            include_dashboard=False if address == LOCAL else None,
+        )
     except Exception as error:  # Ray has no class of its own for a connection that fails
         # Unless told to, Ray sends no token to a cluster that is named by its address.
-        token = "" if "RAY_AUTH_MODE" in os.environ else "; if it wants a token, set RAY_AUTH_MODE=token"
-        raise InputError(f"address: no Ray cluster at {address}: {first_line(error)}{token}") from None
+        token = (
+            ""
+            if "RAY_AUTH_MODE" in os.environ
+            else "; if it wants a token, set RAY_AUTH_MODE=token"
+        )
+        raise InputError(
+            f"address: no Ray cluster at {address}: {first_line(error)}{token}"
+        ) from None
     finally:
         signal.signal(signal.SIGTERM, handler)
 
 
 def _resources(config: DistillConfig) -> tuple[int, dict[str, float]]:
-    """Choose the number of workers and the GPU or processors of each. Warn if the cluster has room for fewer."""
+    """Choose the number of workers and the GPU or processors of each. Warn if the cluster has room
+    for fewer.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus, cpus = ([int(node.get(name, 0)) for node in nodes] for name in ("GPU", "CPU"))
     if sum(gpus) and config.device != "cpu":
@@ -146,7 +171,12 @@ def _resources(config: DistillConfig) -> tuple[int, dict[str, float]]:
         each = next((size for size in sizes if sum(number // size for number in cpus) >= count), 1)
         room, resources = sum(number // each for number in cpus), {"num_cpus": float(each)}
     if room < count:
-        log.warning("the cluster has room for %d of %d workers, each of which needs %s", room, count, resources)
+        log.warning(
+            "the cluster has room for %d of %d workers, each of which needs %s",
+            room,
+            count,
+            resources,
+        )
     return max(1, min(room, count)), resources
 
 

@@ -1,14 +1,18 @@
-"""One server with a completions API: how to ask it, how to read its replies, and which failures to retry.
+"""One server with a completions API: how to ask it, how to read its replies, and which failures to
+retry.
 
 | dialect | server | request | tokens |
 |---|---|---|---|
 | `llama.cpp` | llama-server | POST /completion, prompt as ids | `tokens` |
-| `openai` | vLLM, others | POST /v1/completions, prompt as ids or text | `token_ids`, else the text's |
+| `openai` | vLLM, others | POST /v1/completions, prompt as ids or text | `token_ids`, else the
+text's |
 
-Teacher rows come from vLLM's `logprobs`, which are the target's own at temperature 1 unless it was started otherwise.
+Teacher rows come from vLLM's `logprobs`, which are the target's own at temperature 1 unless it was
+started otherwise.
 
-Every request states the whole distribution, because servers have defaults of their own. A server that rejects keys
-which OpenAI's API does not have is asked without them if they would change nothing (`plain`).
+Every request states the whole distribution, because servers have defaults of their own. A server
+that rejects keys which OpenAI's API does not have is asked without them if they would change
+nothing (`plain`).
 """
 
 import asyncio
@@ -30,9 +34,11 @@ from draftsmith_core.tokenization import Tokenizer, encode_text
 
 _LIST_TIMEOUT_S = 30.0
 _TRIAL = AnswerRequest((0, 0, 0), (), seed=1)
-# Tokens of a trial answer, and how often a dialect is tried before a garbled reply means that it is not understood.
+# Tokens of a trial answer, and how often a dialect is tried before a garbled reply means that it is
+# not understood.
 _TRIAL_TOKENS, _TRIALS = 16, 3
-# Statuses below 500 after which the same request may succeed: on this server later, or on another one.
+# Statuses below 500 after which the same request may succeed: on this server later, or on another
+# one.
 _NO_FAULT = (*range(300, 400), 402, 404, 405, 409, 410, 425, 429, 503)
 _RETRY = (408, *_NO_FAULT)
 
@@ -41,8 +47,9 @@ _RETRY = (408, *_NO_FAULT)
 class NoAnswer(Exception):
     """A request without an answer.
 
-    retry: the same request may succeed later or elsewhere. counts: the request itself may have been the cause. after_s:
-    the delay that the server asks for. garbled: the server replied, with something that is no completion.
+    retry: the same request may succeed later or elsewhere. counts: the request itself may have been
+    the cause. after_s: the delay that the server asks for. garbled: the server replied, with
+    something that is no completion.
     """
 
     reason: str
@@ -54,7 +61,9 @@ class NoAnswer(Exception):
 
 
 def client_options(url: str, key_variable: str) -> dict[str, Any]:
-    """Options of an httpx client of a server: the key in an environment variable, and whether to use proxies."""
+    """Options of an httpx client of a server: the key in an environment variable, and whether to
+    use proxies.
+    """
     # Of other characters httpx would complain, and show the key.
     key = "".join(letter for letter in os.environ.get(key_variable, "") if "!" <= letter <= "~")
     return {
@@ -66,8 +75,8 @@ def client_options(url: str, key_variable: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Completion:
-    """What all requests of a run share. vocabulary: tokens of the tokenizer. teacher: length of the teacher rows,
-    0 for no teacher rows.
+    """What all requests of a run share. vocabulary: tokens of the tokenizer. teacher: length of the
+    teacher rows, 0 for no teacher rows.
     """
 
     model: str
@@ -82,7 +91,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one server is asked. ids: the prompt goes out, and the answer comes back, as token ids."""
+    """How one server is asked. ids: the prompt goes out, and the answer comes back, as token
+    ids.
+    """
 
     kind: Literal["llama.cpp", "openai"]
     ids: bool = True
@@ -90,27 +101,50 @@ class Dialect:
 
     def body(self, completion: Completion, request: AnswerRequest) -> dict[str, Any]:
         """Return the JSON to post. Seeds are cut to 31 bits, which all servers take."""
-        sampling, most = at_temperature(completion.sampling, request.temperature), completion.max_new_tokens
-        body: dict[str, Any] = {"model": completion.model, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        sampling, most = (
+            at_temperature(completion.sampling, request.temperature),
+            completion.max_new_tokens,
+        )
+        body: dict[str, Any] = {
+            "model": completion.model,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
         body |= {"seed": request.seed & 0x7FFFFFFF, "stream": False}
-        body["prompt"] = list(request.prompt_ids) if self.ids else _text(completion.tokenizer, request.prompt_ids)
+        body["prompt"] = (
+            list(request.prompt_ids)
+            if self.ids
+            else _text(completion.tokenizer, request.prompt_ids)
+        )
         if not self.plain:
             body |= {"top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": 1.0}
             if completion.ignore_eos:
                 body["ignore_eos"] = True
         if self.kind == "llama.cpp":
-            # Its own defaults are top-k 40, top-p 0.95, min-p 0.05, and it scales by the temperature last.
+            # Its own defaults are top-k 40, top-p 0.95, min-p 0.05, and it scales by the
+            # temperature last.
             order = ["temperature", "top_k", "top_p", "min_p"]
-            body |= {"return_tokens": True, "samplers": order, "repeat_penalty": 1.0, "cache_prompt": False}
+            body |= {
+                "return_tokens": True,
+                "samplers": order,
+                "repeat_penalty": 1.0,
+                "cache_prompt": False,
+            }
             return body | {"n_predict": most}
         if self.ids:
             # -1 means "all tokens" in every version of vLLM, 0 only in newer ones.
-            body |= {"return_token_ids": True, "top_k": sampling.top_k or -1, "skip_special_tokens": False}
+            body |= {
+                "return_token_ids": True,
+                "top_k": sampling.top_k or -1,
+                "skip_special_tokens": False,
+            }
         if completion.teacher:
             body |= {"logprobs": completion.teacher, "return_tokens_as_token_ids": True}
         return body | {"max_tokens": most}
 
-    def answer(self, completion: Completion, prompt_ids: Sequence[int], raw: bytes) -> tuple[Answer, int]:
+    def answer(
+        self, completion: Completion, prompt_ids: Sequence[int], raw: bytes
+    ) -> tuple[Answer, int]:
         """Read a reply: the answer, and the tokens of prompt and answer as the server counts them.
 
         Raise ValueError, TypeError, LookupError or AttributeError if the reply is no completion.
@@ -142,8 +176,13 @@ class Dialect:
             if len(rows) != len(ids):
                 raise ValueError(f"log-probabilities of {len(rows)} tokens")
             # By position from "token_id:N". vLLM adds the drawn token to the likeliest.
-            best = [sorted(row.items(), key=lambda item: -item[1])[: completion.teacher] for row in rows]
-            pairs = [[(int(name.removeprefix("token_id:")), logprob) for name, logprob in row] for row in best]
+            best = [
+                sorted(row.items(), key=lambda item: -item[1])[: completion.teacher] for row in rows
+            ]
+            pairs = [
+                [(int(name.removeprefix("token_id:")), logprob) for name, logprob in row]
+                for row in best
+            ]
             teacher = pack_likeliest(pairs, completion.vocabulary)
         return Answer(tuple(ids), reason, tokens_from, teacher), spent
 
@@ -151,10 +190,11 @@ class Dialect:
 def encode_answer(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], text: str, drawn: int | None
 ) -> tuple[list[int], bool]:
-    """Return the token ids of an answer that came as text, and whether they can be the `drawn` tokens of the target.
+    """Return the token ids of an answer that came as text, and whether they can be the `drawn`
+    tokens of the target.
 
-    The answer is encoded behind its prompt, because SentencePiece tokenizers put a space piece before a text that
-    stands alone; then alone, with and without the space that it begins with.
+    The answer is encoded behind its prompt, because SentencePiece tokenizers put a space piece
+    before a text that stands alone; then alone, with and without the space that it begins with.
     """
     before = _text(tokenizer, prompt_ids)
     whole = encode_text(tokenizer, before + text)
@@ -165,21 +205,27 @@ def encode_answer(
     ]
     for ids in candidates:
         # A server may count the end token, which is not in the text.
-        if _text(tokenizer, [*prompt_ids, *ids]).endswith(text) and (drawn is None or int(drawn) - len(ids) in (0, 1)):
+        if _text(tokenizer, [*prompt_ids, *ids]).endswith(text) and (
+            drawn is None or int(drawn) - len(ids) in (0, 1)
+        ):
             return ids, True
     return candidates[0], False
 
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text that a server tokenises to `ids`: without the BOS that its tokenizer adds."""
-    text = str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    text = str(
+        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
     bos = str(tokenizer.bos_token or "")
     adds_bos = bool(bos) and encode_text(tokenizer, "a")[:1] == [tokenizer.bos_token_id]
     return text.removeprefix(bos) if adds_bos else text
 
 
 class Server:
-    """A server of the pool. dialect: None until it has answered a trial request. failures: in a row."""
+    """A server of the pool. dialect: None until it has answered a trial request. failures: in a
+    row.
+    """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url, self.base, self.timeout_s = url, url.rstrip("/") + "/", timeout_s
@@ -197,13 +243,19 @@ class Server:
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise self._failed(error, "/models does not answer") from None
 
-    async def choose_dialect(self, client: httpx.AsyncClient, completion: Completion, owners: set[str]) -> None:
+    async def choose_dialect(
+        self, client: httpx.AsyncClient, completion: Completion, owners: set[str]
+    ) -> None:
         """Find the richest dialect that the server understands, with one short answer each.
 
-        owners: who serves, as /models says; empty if it was not asked. Raise InputError if no dialect works or the
-        server cannot draw from the distribution that the options ask for.
+        owners: who serves, as /models says; empty if it was not asked. Raise InputError if no
+        dialect works or the server cannot draw from the distribution that the options ask for.
         """
-        openai = [Dialect("openai"), Dialect("openai", ids=False), Dialect("openai", ids=False, plain=True)]
+        openai = [
+            Dialect("openai"),
+            Dialect("openai", ids=False),
+            Dialect("openai", ids=False, plain=True),
+        ]
         llama_cpp = [Dialect("llama.cpp")] if not owners or "llamacpp" in owners else []
         dialects = llama_cpp if owners and llama_cpp else [*llama_cpp, *openai]
         if completion.teacher:
@@ -223,40 +275,68 @@ class Server:
                 reason, refused = failure.reason, None if failure.garbled else dialect
                 continue
             sampling = completion.sampling
-            extra = {"top_k": sampling.top_k, "min_p": sampling.min_p, "ignore_eos": completion.ignore_eos}
+            extra = {
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "ignore_eos": completion.ignore_eos,
+            }
             if dialect.plain and (given := [key for key, value in extra.items() if value]):
-                raise InputError(f"{self.url}: does not take {given[0]}; set it to its neutral value")
+                raise InputError(
+                    f"{self.url}: does not take {given[0]}; set it to its neutral value"
+                )
             self.dialect = dialect
             return
         if completion.teacher:
-            needs = f"teacher_top_k: needs vLLM's server, started with --max-logprobs {completion.teacher}"
+            needs = (
+                "teacher_top_k: needs vLLM's server, started with --max-logprobs "
+                f"{completion.teacher}"
+            )
             raise InputError(f"{needs} or more ({reason})")
         raise InputError(f"{reason}: is it a completions server?")
 
     async def ask(
-        self, client: httpx.AsyncClient, completion: Completion, request: AnswerRequest, dialect: Dialect
+        self,
+        client: httpx.AsyncClient,
+        completion: Completion,
+        request: AnswerRequest,
+        dialect: Dialect,
     ) -> tuple[Answer, int]:
         """Return one answer, checked, and the tokens it cost; raise NoAnswer if there is none."""
         path = "../completion" if dialect.kind == "llama.cpp" else "completions"
         try:
             # httpx bounds the wait for the next bytes only, and a server can send some without end.
             async with asyncio.timeout(self.timeout_s):
-                reply = await client.post(urljoin(self.base, path), json=dialect.body(completion, request))
+                reply = await client.post(
+                    urljoin(self.base, path), json=dialect.body(completion, request)
+                )
         except (httpx.HTTPError, TimeoutError) as error:
             raise self._failed(error) from None
         self._check(reply)
         try:
             answer, tokens = dialect.answer(completion, request.prompt_ids, reply.content)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+        ) as error:
             raise self._failed(error, "answered with no completion", reply) from None
         ids = answer.response_ids
-        too_long = answer.tokens_from == "target" and len(ids) > completion.max_new_tokens + 1  # one more for EOS
+        too_long = (
+            answer.tokens_from == "target" and len(ids) > completion.max_new_tokens + 1
+        )  # one more for EOS
         if too_long or not all(0 <= token < completion.vocabulary for token in ids):
-            reason = f"gave {len(ids)} tokens up to id {max(ids)}, which the target cannot have drawn"
+            reason = (
+                f"gave {len(ids)} tokens up to id {max(ids)}, which the target cannot have drawn"
+            )
             raise NoAnswer(f"{self.url}: {reason}", retry=False)
         return answer, tokens
 
-    def _failed(self, error: Exception, what: str = "", reply: httpx.Response | None = None) -> NoAnswer:
+    def _failed(
+        self, error: Exception, what: str = "", reply: httpx.Response | None = None
+    ) -> NoAnswer:
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         no_connection = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         garbled = not isinstance(error, httpx.HTTPError | TimeoutError)
@@ -270,7 +350,9 @@ class Server:
         if status < 300:
             return
         location = reply.headers.get("location")
-        reason = f"{self.url}: status {status} ({f'leads to {location}' if location else _shown(reply)})"
+        reason = (
+            f"{self.url}: status {status} ({f'leads to {location}' if location else _shown(reply)})"
+        )
         try:
             after_s = min(300.0, max(0.0, float(reply.headers["retry-after"])))
         except (KeyError, ValueError):

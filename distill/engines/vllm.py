@@ -7,7 +7,16 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from distill.config import DistillConfig
-from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, RemoteTarget, at_temperature, sampling_of
+from distill.engines import (
+    Answer,
+    AnswerRequest,
+    Done,
+    Engine,
+    Failed,
+    RemoteTarget,
+    at_temperature,
+    sampling_of,
+)
 from draftsmith_core.errors import InputError, RunError, one_line
 from draftsmith_core.processes import require_single_process
 from draftsmith_core.prompts import room_for_prompts
@@ -19,7 +28,9 @@ _TOGETHER = 4096
 
 
 class VLLMEngine(Engine):
-    """A model in vLLM. Every request has its seed, but rounding depends on the batch, so bytes may differ."""
+    """A model in vLLM. Every request has its seed, but rounding depends on the batch, so bytes may
+    differ.
+    """
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
         require_single_process("distill --engine vllm --tensor_parallel_size N")
@@ -38,11 +49,19 @@ class VLLMEngine(Engine):
                 seed=config.seed % 2**32,
             )
         except (OSError, RuntimeError, ValueError) as error:
-            raise InputError(f"{config.target}: vLLM cannot run it: {one_line(error)[:300]}") from None
+            raise InputError(
+                f"{config.target}: vLLM cannot run it: {one_line(error)[:300]}"
+            ) from None
         model = self._llm.llm_engine.model_config
         self.max_prompt_tokens = room_for_prompts(model.max_model_len, config.max_new_tokens)
-        self.identity: dict[str, Any] = {"target_fingerprint": None, "target_dtype": str(model.dtype)}
-        self._max_new_tokens, self._k = config.max_new_tokens, min(config.teacher_top_k, model.get_vocab_size())
+        self.identity: dict[str, Any] = {
+            "target_fingerprint": None,
+            "target_dtype": str(model.dtype),
+        }
+        self._max_new_tokens, self._k = (
+            config.max_new_tokens,
+            min(config.teacher_top_k, model.get_vocab_size()),
+        )
         self._vocabulary = model.get_vocab_size()
         self._stop_ids = [] if config.ignore_eos else list(target.eos_ids)
 
@@ -61,14 +80,23 @@ class VLLMEngine(Engine):
 
     def _generate(self, requests: Sequence[AnswerRequest]) -> list[Answer | Failed]:
         params = [self._params(request) for request in requests]
-        outputs = [output.outputs[0] for output in self._call([request.prompt_ids for request in requests], params)]
-        answers: list[Answer | Failed] = [Failed(f"vLLM ended it with {output.finish_reason!r}") for output in outputs]
+        outputs = [
+            output.outputs[0]
+            for output in self._call([request.prompt_ids for request in requests], params)
+        ]
+        answers: list[Answer | Failed] = [
+            Failed(f"vLLM ended it with {output.finish_reason!r}") for output in outputs
+        ]
         for place, output in enumerate(outputs):
             if output.finish_reason in ("stop", "length"):
                 answers[place] = Answer(tuple(output.token_ids), output.finish_reason)
         if self._k:
-            whole = {place: answer for place, answer in enumerate(answers) if isinstance(answer, Answer)}
-            teachers = self._score([(requests[place].prompt_ids, whole[place].response_ids) for place in whole])
+            whole = {
+                place: answer for place, answer in enumerate(answers) if isinstance(answer, Answer)
+            }
+            teachers = self._score(
+                [(requests[place].prompt_ids, whole[place].response_ids) for place in whole]
+            )
             for (place, answer), teacher in zip(whole.items(), teachers, strict=True):
                 answers[place] = replace(answer, teacher=teacher)
         return answers
@@ -78,7 +106,9 @@ class VLLMEngine(Engine):
             ids = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
             outputs: list[Any] = self._llm.generate(ids, params, use_tqdm=False)
         except Exception as error:  # vLLM's engine has errors of its own
-            raise RunError(f"vllm: {one_line(error)[:300]}; run the same command again to resume") from None
+            raise RunError(
+                f"vllm: {one_line(error)[:300]}; run the same command again to resume"
+            ) from None
         return outputs
 
     def _params(self, request: AnswerRequest) -> SamplingParams:
@@ -91,13 +121,18 @@ class VLLMEngine(Engine):
             seed=request.seed,
             max_tokens=self._max_new_tokens,
             stop_token_ids=self._stop_ids,
-            ignore_eos=True,  # the target's ends are all among the stop tokens, and come with the answer
+            # the target's ends are all among the stop tokens, and come with the answer
+            ignore_eos=True,
             detokenize=False,
         )
 
     def _score(self, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[bytes]:
-        """Teacher rows from a forward over prompt and answer, at temperature 1 and over the whole vocabulary."""
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=self._k, detokenize=False)
+        """Teacher rows from a forward over prompt and answer, at temperature 1 and over the whole
+        vocabulary.
+        """
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=self._k, detokenize=False
+        )
         outputs = self._call([[*prompt, *ids] for prompt, ids in answers], params)
         packed = []
         for (prompt, _), output in zip(answers, outputs, strict=True):

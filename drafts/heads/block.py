@@ -1,10 +1,10 @@
-"""Block drafters: one forward drafts a whole block of tokens from the target's states. DFlash, DSpark and JetSpec are
-presets of one network.
+"""Block drafters: one forward drafts a whole block of tokens from the target's states. DFlash,
+DSpark and JetSpec are presets of one network.
 
-A block is an anchor followed by MASK tokens. The anchor is the newest token; it has no target state yet. The queries of
-a layer come from the block; its keys and values from the block and from the context, H = norm(fc(states of several
-target layers)) of all tokens before the anchor. All layers project the same H. A cache keeps the keys and values of the
-context and nothing of a block.
+A block is an anchor followed by MASK tokens. The anchor is the newest token; it has no target state
+yet. The queries of a layer come from the block; its keys and values from the block and from the
+context, H = norm(fc(states of several target layers)) of all tokens before the anchor. All layers
+project the same H. A cache keeps the keys and values of the context and nothing of a block.
 
 | preset | source | `sample_from_anchor` | `causal` | `markov_rank`, `confidence` |
 |---|---|---|---|---|
@@ -12,18 +12,20 @@ context and nothing of a block.
 | jetspec | arXiv 2606.18394 | no | yes | - |
 | dspark | arXiv 2607.05147 | yes: slot k drafts token anchor + k + 1 | no | both |
 
-With a Markov head (rank 256; in a narrow target a quarter of its width) W2 W1[previous token] is added to a slot's
-logits. A block is then sampled left to right, and q stays exact. The confidence of a slot estimates alpha there, given
-the token before it.
+With a Markov head (rank 256; in a narrow target a quarter of its width) W2 W1[previous token] is
+added to a slot's logits. A block is then sampled left to right, and q stays exact. The confidence
+of a slot estimates alpha there, given the token before it.
 
-MASK is an id of the target's vocabulary, with the target's own embedding, because the layouts of other engines have no
-place for an embedding of the draft's own. Without a reserved id, training takes the rarest token of its data: an unused
-row, if the target has one. Masking goes by slot, not by id, so the MASK token can still occur in text and be drafted.
+MASK is an id of the target's vocabulary, with the target's own embedding, because the layouts of
+other engines have no place for an embedding of the draft's own. Without a reserved id, training
+takes the rarest token of its data: an unused row, if the target has one. Masking goes by slot, not
+by id, so the MASK token can still occur in text and be drafted.
 
-On disk: the names of DeepSpec's and z-lab's checkpoints, without copies of the target's embedding and projection.
+On disk: the names of DeepSpec's and z-lab's checkpoints, without copies of the target's embedding
+and projection.
 
-Legend: B rows, T tokens, A anchors of a row, S slots of a block, N = A * S, P cached tokens, H hidden size, V target
-vocabulary, D draft vocabulary, R Markov rank.
+Legend: B rows, T tokens, A anchors of a row, S slots of a block, N = A * S, P cached tokens, H
+hidden size, V target vocabulary, D draft vocabulary, R Markov rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,20 +46,30 @@ from drafts.heads.eagle3 import aux_layers
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config, vocabulary_size
 
-# Queries of one attention: blocks are forwarded in groups, so that masks grow with the tokens, not with their square.
+# Queries of one attention: blocks are forwarded in groups, so that masks grow with the tokens, not
+# with their square.
 _QUERIES = 1024
 # Keys of config.json that equal field names.
-_SAME_KEYS = ("block_size", "num_target_layers", "draft_vocab_size", "sample_from_anchor", "markov_rank")
+_SAME_KEYS = (
+    "block_size",
+    "num_target_layers",
+    "draft_vocab_size",
+    "sample_from_anchor",
+    "markov_rank",
+)
 
 
 def target_layers_of(layers: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Layers of a target whose outputs a fresh head reads: five as in DFlash, in a small target those of EAGLE-3.
+    """Layers of a target whose outputs a fresh head reads: five as in DFlash, in a small target
+    those of EAGLE-3.
 
     Raises InputError if the layers `chosen` instead are not the target's.
     """
     if chosen is not None:
         if sorted(set(chosen)) != list(chosen) or chosen[-1] >= layers:
-            raise InputError(f"target_layers: {list(chosen)} are not ascending layers from 0 to {layers - 1}")
+            raise InputError(
+                f"target_layers: {list(chosen)} are not ascending layers from 0 to {layers - 1}"
+            )
         return tuple(chosen)
     if layers < 8:
         return tuple(sorted({entering - 1 for entering in aux_layers(layers) if entering}))
@@ -88,9 +100,14 @@ class BlockConfig(LayerConfig):
     """Temperature of the confidence logit, per slot; empty: 1 for all."""
 
     def to_json(self) -> dict[str, Any]:
-        inner: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
+        inner: dict[str, Any] = {
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids),
+        }
         values = super().to_json() | {
-            "architectures": ["Qwen3DSparkModel" if self.markov_rank or self.confidence else "DFlashDraftModel"],
+            "architectures": [
+                "Qwen3DSparkModel" if self.markov_rank or self.confidence else "DFlashDraftModel"
+            ],
             "model_type": "qwen3",
             **{key: getattr(self, key) for key in _SAME_KEYS},
             "dflash_config": inner | {"causal": self.causal},
@@ -100,7 +117,10 @@ class BlockConfig(LayerConfig):
         if self.markov_rank:
             values["markov_head_type"] = "vanilla"
         if self.confidence:
-            values |= {"enable_confidence_head": True, "confidence_head_with_markov": self.markov_rank > 0}
+            values |= {
+                "enable_confidence_head": True,
+                "confidence_head_with_markov": self.markov_rank > 0,
+            }
             values["confidence_temperatures"] = list(self.confidence_temperatures)
         return values
 
@@ -110,9 +130,14 @@ class BlockConfig(LayerConfig):
         layers = int(text_config(target).num_hidden_layers)
         values = dict(values.get("dflash_config") or {}) | dict(values) | {"qk_norm": True}
         if (last := max(values["target_layer_ids"])) >= layers:
-            raise InputError(f"'target_layer_ids' has {last} and the target has {layers} layers; use its own target")
+            raise InputError(
+                f"'target_layer_ids' has {last} and the target has {layers} layers; use its own "
+                "target"
+            )
         if values.get("markov_head_type", "vanilla") != "vanilla":
-            raise InputError(f"'markov_head_type' is {values['markov_head_type']}; only 'vanilla' can be loaded")
+            raise InputError(
+                f"'markov_head_type' is {values['markov_head_type']}; only 'vanilla' can be loaded"
+            )
         return cls.read(
             values,
             block_size=values["block_size"],
@@ -121,7 +146,9 @@ class BlockConfig(LayerConfig):
             mask_token_id=values["mask_token_id"],
             draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
             window=values.get("swa_window_size") if values.get("use_swa") else None,
-            sample_from_anchor=bool(values.get("sample_from_anchor", "DSpark" in values["architectures"][0])),
+            sample_from_anchor=bool(
+                values.get("sample_from_anchor", "DSpark" in values["architectures"][0])
+            ),
             markov_rank=int(values.get("markov_rank") or 0),
             confidence=bool(values.get("enable_confidence_head")),
             causal=bool(values.get("causal", values.get("causal_head", False))),
@@ -130,12 +157,20 @@ class BlockConfig(LayerConfig):
 
 
 class _Layer(Qwen3DecoderLayer):
-    """A layer of Qwen 3. Both uses are calls of it: sharded training gathers weights only when a module is called."""
+    """A layer of Qwen 3. Both uses are calls of it: sharded training gathers weights only when a
+    module is called.
+    """
 
     def forward(
-        self, hidden_states: Tensor, *given: Any, context: tuple[Tensor, Tensor] | None = None, **attending: Any
+        self,
+        hidden_states: Tensor,
+        *given: Any,
+        context: tuple[Tensor, Tensor] | None = None,
+        **attending: Any,
     ) -> Any:
-        """The states of blocks; if `context` (the rotation) is given, the context states' keys and values instead."""
+        """The states of blocks; if `context` (the rotation) is given, the context states' keys and
+        values instead.
+        """
         if context is None:
             return super().forward(hidden_states, *given, **attending)
         attention: Any = self.self_attn
@@ -146,9 +181,11 @@ class _Layer(Qwen3DecoderLayer):
 
 
 class BlockHead(DraftVocabulary):
-    """The network of all presets. `hidden_layers`: indices of the target's `hidden_states` that it fuses.
+    """The network of all presets. `hidden_layers`: indices of the target's `hidden_states` that it
+    fuses.
 
-    `remember` and `states` append to any Cache of transformers; the caller must drop what `states` appended.
+    `remember` and `states` append to any Cache of transformers; the caller must drop what `states`
+    appended.
     """
 
     kind: ClassVar[str]
@@ -173,7 +210,9 @@ class BlockHead(DraftVocabulary):
             w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
             self.markov_head = nn.ModuleDict({"markov_w1": w1, "markov_w2": w2})
         if config.confidence:
-            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(hidden + config.markov_rank, 1)})
+            self.confidence_head = nn.ModuleDict(
+                {"proj": nn.Linear(hidden + config.markov_rank, 1)}
+            )
         self.register_buffer("rows_DH", None, persistent=False)
         self.hold_vocabulary(config.draft_vocab_size, config.vocab_size)
 
@@ -192,8 +231,8 @@ class BlockHead(DraftVocabulary):
     ) -> Self:
         """An untrained head on the target's device, in its dtype and in training mode.
 
-        draft_vocab: sorted ids of the target's tokens to draft; None for all. mask_token_id: by default the last token.
-        Raises InputError for layers that the target does not have.
+        draft_vocab: sorted ids of the target's tokens to draft; None for all. mask_token_id: by
+        default the last token. Raises InputError for layers that the target does not have.
         """
         depth, size = int(text_config(target).num_hidden_layers), vocabulary_size(target)
         preset = dict(cls.preset) | ({} if block_size is None else {"block_size": block_size})
@@ -225,22 +264,30 @@ class BlockHead(DraftVocabulary):
         super().read_draft_vocab()
         if self.reduced:
             weight = self.borrowed.projection.weight_VH.detach()
-            self.rows_DH = weight.index_select(0, self.target_ids_D.to(weight.device)).to(self.fc.weight)
+            self.rows_DH = weight.index_select(0, self.target_ids_D.to(weight.device)).to(
+                self.fc.weight
+            )
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """H `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
         return self.hidden_norm(self.fc(torch.cat(list(hidden), -1).to(dtype_of(self.fc))))
 
     def remember(self, context_BTH: Tensor, positions_BT: Tensor, past_key_values: Any) -> None:
-        """Append the keys and values of H, which stands at these positions, to the cache of every layer."""
+        """Append the keys and values of H, which stands at these positions, to the cache of every
+        layer.
+        """
         rotation = self.rotary(context_BTH, positions_BT)
         for index, layer in enumerate(self.layers):
             past_key_values.update(*layer(context_BTH, context=rotation), index)
 
-    def states(self, ids_BN: Tensor, mask: Tensor | None, positions_BN: Tensor, past_key_values: Any) -> Tensor:
-        """Normed states `[B, N, H]` of blocks over the cached context; the cache gets the blocks' keys and values too.
+    def states(
+        self, ids_BN: Tensor, mask: Tensor | None, positions_BN: Tensor, past_key_values: Any
+    ) -> Tensor:
+        """Normed states `[B, N, H]` of blocks over the cached context; the cache gets the blocks'
+        keys and values too.
 
-        mask: additive or boolean, `[B or 1, 1, N, P + N]`; None for a single block per row that sees all P.
+        mask: additive or boolean, `[B or 1, 1, N, P + N]`; None for a single block per row that
+        sees all P.
         """
         states_BNH = self.borrowed.embed(ids_BN, dtype_of(self.fc))
         if mask is None:
@@ -250,7 +297,10 @@ class BlockHead(DraftVocabulary):
         rotation = self.rotary(states_BNH, positions_BN)
         for layer in self.layers:
             states_BNH = layer(
-                states_BNH, attention_mask=mask, past_key_values=past_key_values, position_embeddings=rotation
+                states_BNH,
+                attention_mask=mask,
+                past_key_values=past_key_values,
+                position_embeddings=rotation,
             )
         return self.norm(states_BNH)
 
@@ -272,9 +322,11 @@ class BlockHead(DraftVocabulary):
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
     ) -> Tensor:
-        """States `[B, A, depths, H]` of blocks at these columns of whole texts: what decoding computes at each of them.
+        """States `[B, A, depths, H]` of blocks at these columns of whole texts: what decoding
+        computes at each of them.
 
-        hidden: the target's states at `hidden_layers`. positions, documents: for packed rows; a block sees its own.
+        hidden: the target's states at `hidden_layers`. positions, documents: for packed rows; a
+        block sees its own.
         """
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
@@ -285,25 +337,39 @@ class BlockHead(DraftVocabulary):
         for group_BG in anchors_BA.split(max(1, _QUERIES // slots), dim=1):
             # Later columns are hidden from all blocks of the group.
             context.shown = int(group_BG.max())
-            positions_BGS = positions_BT.gather(1, group_BG)[..., None] + torch.arange(slots, device=ids_BT.device)
-            mask = self._mask(group_BG, positions_BGS, positions_BT[:, : context.shown], documents_BT)
+            positions_BGS = positions_BT.gather(1, group_BG)[..., None] + torch.arange(
+                slots, device=ids_BT.device
+            )
+            mask = self._mask(
+                group_BG, positions_BGS, positions_BT[:, : context.shown], documents_BT
+            )
             ids_BGS = self.block(ids_BT.gather(1, group_BG))
             states_BNH = self.states(ids_BGS.flatten(1), mask, positions_BGS.flatten(1), context)
             drafted.append(self.slots(states_BNH.unflatten(1, (-1, slots))))
         return torch.cat(drafted, dim=1)
 
     def _mask(
-        self, anchors_BG: Tensor, positions_BGS: Tensor, positions_BP: Tensor, documents_BT: Tensor | None
+        self,
+        anchors_BG: Tensor,
+        positions_BGS: Tensor,
+        positions_BP: Tensor,
+        documents_BT: Tensor | None,
     ) -> Tensor:
-        """Which keys, context then blocks, each query of several blocks sees: `[B, 1, N, P + N]`."""
+        """Which keys, context then blocks, each query of several blocks sees: `[B, 1, N, P +
+        N]`.
+        """
         rows, blocks, slots = positions_BGS.shape
         columns_P = torch.arange(positions_BP.shape[1], device=positions_BP.device)
         sees_BGSP = (columns_P < anchors_BG[..., None, None]).expand(-1, -1, slots, -1)
         if documents_BT is not None:
             own_BG = documents_BT.gather(1, anchors_BG)
-            sees_BGSP = sees_BGSP & (documents_BT[:, None, None, : len(columns_P)] == own_BG[..., None, None])
+            sees_BGSP = sees_BGSP & (
+                documents_BT[:, None, None, : len(columns_P)] == own_BG[..., None, None]
+            )
         if self.config.window is not None:
-            sees_BGSP = sees_BGSP & (positions_BGS[..., None] - positions_BP[:, None, None] < self.config.window)
+            sees_BGSP = sees_BGSP & (
+                positions_BGS[..., None] - positions_BP[:, None, None] < self.config.window
+            )
         inside_SS = torch.ones(slots, slots, dtype=torch.bool, device=columns_P.device)
         inside_SS = inside_SS.tril() if self.config.causal else inside_SS
         inside_NN = torch.block_diag(*[inside_SS] * blocks).expand(rows, -1, -1)
@@ -314,10 +380,13 @@ class BlockHead(DraftVocabulary):
         if not self.reduced:
             return self.borrowed.project(states, finish=False)
         bias_V = self.borrowed.bias_V
-        return F.linear(states, self.rows_DH, None if bias_V is None else bias_V[self.target_ids_D].to(states))
+        return F.linear(
+            states, self.rows_DH, None if bias_V is None else bias_V[self.target_ids_D].to(states)
+        )
 
     def logits(self, raw: Tensor, previous: Tensor | None = None) -> Tensor:
-        """Logits over the target's vocabulary `[..., V]`, -inf for tokens that the head cannot draft.
+        """Logits over the target's vocabulary `[..., V]`, -inf for tokens that the head cannot
+        draft.
 
         previous: tokens `[...]` before those that the slots draft; for the Markov head.
         """
@@ -327,7 +396,9 @@ class BlockHead(DraftVocabulary):
         return self.to_target(self.borrowed.projection.finish(raw))
 
     def confidence_logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Logits `[...]` of the confidence, before its temperatures, from states `[..., H]` and tokens before them."""
+        """Logits `[...]` of the confidence, before its temperatures, from states `[..., H]` and
+        tokens before them.
+        """
         if self.config.markov_rank:
             states = torch.cat([states, self.markov_head["markov_w1"](previous)], dim=-1)
         out: Tensor = self.confidence_head["proj"](states).squeeze(-1)
@@ -336,7 +407,9 @@ class BlockHead(DraftVocabulary):
     def confidence(self, states: Tensor, previous: Tensor, slot: int) -> Tensor:
         """Estimated alpha `[...]` of the token that `slot`, from 0, drafts, given all before it."""
         temperatures = self.config.confidence_temperatures
-        return (self.confidence_logits(states, previous) / (temperatures[slot] if temperatures else 1)).sigmoid()
+        return (
+            self.confidence_logits(states, previous) / (temperatures[slot] if temperatures else 1)
+        ).sigmoid()
 
 
 class _Context:

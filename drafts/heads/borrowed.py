@@ -1,4 +1,5 @@
-"""What a head borrows from its target: the embedding and the output projection, used in place and never trained.
+"""What a head borrows from its target: the embedding and the output projection, used in place and
+never trained.
 
 Legend: H hidden size, V vocabulary; `...` any leading shape.
 """
@@ -17,16 +18,20 @@ from draftsmith_core.models import text_config, vocabulary_size
 
 @dataclass(frozen=True, eq=False)
 class OutputProjection:
-    """A linear module (lm_head), and what some models do to its result: scale (Cohere, Granite) or cap (Gemma 2) it.
+    """A linear module (lm_head), and what some models do to its result: scale (Cohere, Granite) or
+    cap (Gemma 2) it.
 
-    Holds the module and not its weight, because sharded training swaps the parameter under the module.
+    Holds the module and not its weight, because sharded training swaps the parameter under the
+    module.
     """
 
     module: Any
     scale: float = 1.0
     softcap: float | None = None
     rows_D: Tensor | None = None
-    """Only these rows count, for a draft vocabulary: V is D then, and gradients go to the whole weight."""
+    """Only these rows count, for a draft vocabulary: V is D then, and gradients go to the whole
+    weight.
+    """
 
     @property
     def weight_VH(self) -> Tensor:
@@ -53,20 +58,26 @@ class OutputProjection:
 
 
 def dtype_of(module: Any) -> torch.dtype:
-    """The dtype of a module's weight. Decoding packs weights; a packed module has it without unpacking the weight."""
+    """The dtype of a module's weight. Decoding packs weights; a packed module has it without
+    unpacking the weight.
+    """
     return getattr(module, "dtype", None) or module.weight.dtype
 
 
 def output_projection(module: Any, config: Any) -> OutputProjection:
     """`module` as the output projection of a model with this text configuration."""
-    multiplied, divided = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+    multiplied, divided = (
+        getattr(config, "logit_scale", None),
+        getattr(config, "logits_scaling", None),
+    )
     scale = float(multiplied or 1.0) / float(divided or 1.0)
     return OutputProjection(module, scale, getattr(config, "final_logit_softcapping", None))
 
 
 @dataclass(frozen=True, eq=False)
 class Borrowed:
-    """References to modules of the target, in a plain object so that the head does not register their parameters.
+    """References to modules of the target, in a plain object so that the head does not register
+    their parameters.
 
     A copy of a head borrows from the same target.
     """
@@ -83,7 +94,10 @@ class Borrowed:
         """Raise InputError unless these sizes of a head are the target's."""
         for key, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
             if size != (target := getattr(self, key)):
-                raise InputError(f"'{key}' is {size} and the target's is {target}; use the target it was trained for")
+                raise InputError(
+                    f"'{key}' is {size} and the target's is {target}; use the target it was "
+                    "trained for"
+                )
 
     def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Embeddings `[..., H]` of token ids `[...]`, without gradients."""
@@ -98,7 +112,9 @@ class Borrowed:
 
     @property
     def embedding_table(self) -> Tensor:
-        """`[V, H]`, what `embed` gives for each token: scaled for the Gemma family, else the target's own tensor."""
+        """`[V, H]`, what `embed` gives for each token: scaled for the Gemma family, else the
+        target's own tensor.
+        """
         weight = self.embedding_weight
         if not self.scales_embedding:
             return weight
@@ -106,14 +122,17 @@ class Borrowed:
 
     @property
     def scales_embedding(self) -> bool:
-        """Whether the target multiplies its embedding, which other engines do outside of the table."""
+        """Whether the target multiplies its embedding, which other engines do outside of the
+        table.
+        """
         weight = self.embedding_weight
         # Several rows, because one may be zero.
         rows = torch.arange(0, len(weight), max(1, len(weight) // 16), device=weight.device)
         return not torch.equal(self.embed(rows, weight.dtype), weight[rows])
 
     def project(self, states: Tensor, finish: bool = True) -> Tensor:
-        """The target's logits `[..., V]` of states `[..., H]` after its final norm. Gradients reach the states only.
+        """The target's logits `[..., V]` of states `[..., H]` after its final norm. Gradients reach
+        the states only.
 
         finish: scale and cap them as the target does.
         """
@@ -144,17 +163,26 @@ class ReadsLastState:
         return int(self.config.vocab_size)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """The state itself, `[B, T, H]`, under the name that heads on several states give to their fusion."""
+        """The state itself, `[B, T, H]`, under the name that heads on several states give to their
+        fusion.
+        """
         return states[0]
 
 
 def borrow(target: PreTrainedModel) -> Borrowed:
-    """The parts of `target` that heads use. Raises InputError if its embedding has another width than its states."""
+    """The parts of `target` that heads use. Raises InputError if its embedding has another width
+    than its states.
+    """
     config = text_config(target)
     projection = output_projection(target.get_output_embeddings(), config)
-    borrowed = Borrowed(target.get_input_embeddings(), projection, config.hidden_size, vocabulary_size(target))
+    borrowed = Borrowed(
+        target.get_input_embeddings(), projection, config.hidden_size, vocabulary_size(target)
+    )
     widths = {borrowed.embedding_weight.shape[-1], borrowed.projection.weight_VH.shape[-1]}
     if widths != {borrowed.hidden_size}:
-        what = f"{type(target).__name__}: its embedding or output projection is not as wide as its hidden states"
+        what = (
+            f"{type(target).__name__}: its embedding or output projection is not as wide as "
+            "its hidden states"
+        )
         raise InputError(f"{what}, as heads need; use a draft model for this target")
     return borrowed

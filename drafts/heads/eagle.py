@@ -1,10 +1,11 @@
-"""EAGLE-1/2 head: predicts the target's next top feature from a feature and the token after it; and the LLaMA layer
-that it shares with EAGLE-3 heads.
+"""EAGLE-1/2 head: predicts the target's next top feature from a feature and the token after it; and
+the LLaMA layer that it shares with EAGLE-3 heads.
 
 Legend: B rows, T tokens, P cached tokens, H hidden size, V vocabulary.
 
-Source: EAGLE (arXiv 2401.15077, section 4.1). On disk as its authors' checkpoints are: a Llama config of one layer with
-the key `bias` (of `fc`), tensors without a prefix, and a copy of the target's embedding, which is not trained.
+Source: EAGLE (arXiv 2401.15077, section 4.1). On disk as its authors' checkpoints are: a Llama
+config of one layer with the key `bias` (of `fc`), tensors without a prefix, and a copy of the
+target's embedding, which is not trained.
 """
 
 import math
@@ -16,7 +17,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+)
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from drafts.heads.borrowed import ReadsLastState, borrow, dtype_of
@@ -28,13 +33,21 @@ from draftsmith_core.sampling import generator
 _INITIALIZER_RANGE = 0.02
 
 
-_SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+_SIZES = [
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+]
 _SIZES += ["max_position_embeddings", "rms_norm_eps", "rope_parameters"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """A head of LLaMA decoder layers: their sizes, under the names that they have in a Llama config.json."""
+    """A head of LLaMA decoder layers: their sizes, under the names that they have in a Llama
+    config.json.
+    """
 
     one_layer: ClassVar[bool] = True
 
@@ -54,8 +67,12 @@ class LayerConfig:
     qk_norm: bool = False
 
     @classmethod
-    def like(cls, target: PreTrainedModel, changes: Mapping[str, Any] = MappingProxyType({}), **more: Any) -> Self:
-        """A layer as wide as the target's own, for any family of targets; what a family lacks is as in LLaMA."""
+    def like(
+        cls, target: PreTrainedModel, changes: Mapping[str, Any] = MappingProxyType({}), **more: Any
+    ) -> Self:
+        """A layer as wide as the target's own, for any family of targets; what a family lacks is as
+        in LLaMA.
+        """
         values = {key: getattr(text_config(target), key, None) for key in _SIZES}
         return cls.read(values | {"vocab_size": vocabulary_size(target)} | dict(changes), **more)
 
@@ -64,7 +81,9 @@ class LayerConfig:
         """The layer that a config.json of transformers 4 or 5 describes."""
         present = {key: value for key, value in values.items() if value is not None}
         if cls.one_layer and (layers := present.get("num_hidden_layers", 1)) != 1:
-            raise InputError(f"'num_hidden_layers' is {layers}; only heads of one layer can be loaded")
+            raise InputError(
+                f"'num_hidden_layers' is {layers}; only heads of one layer can be loaded"
+            )
         hidden, heads = present["hidden_size"], present["num_attention_heads"]
         rope = dict(present.get("rope_parameters", present.get("rope_scaling", {})))
         if "type" in rope:
@@ -73,15 +92,28 @@ class LayerConfig:
         rope = dict(rope.get("full_attention", rope))
         # A head rotates all dimensions, even if its target rotates a part.
         rope.pop("partial_rotary_factor", None)
-        defaults = {"intermediate_size": 4 * hidden, "num_key_value_heads": heads, "head_dim": hidden // heads}
-        defaults |= {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu", "qk_norm": False}
+        defaults = {
+            "intermediate_size": 4 * hidden,
+            "num_key_value_heads": heads,
+            "head_dim": hidden // heads,
+        }
+        defaults |= {
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "qk_norm": False,
+        }
         defaults |= {"num_hidden_layers": 1}
         o_bias = present.get("attention_bias", False)
         return cls(
             **{key: present.get(key, default) for key, default in defaults.items()},
             hidden_size=hidden,
             num_attention_heads=heads,
-            rope_parameters={"rope_type": "default", "rope_theta": float(present.get("rope_theta", 10000.0))} | rope,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": float(present.get("rope_theta", 10000.0)),
+            }
+            | rope,
             vocab_size=values["vocab_size"],
             qkv_bias=present.get("qkv_bias", o_bias),
             o_bias=o_bias,
@@ -89,7 +121,9 @@ class LayerConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """config.json, with rope also under the names that other engines and transformers 4 read."""
+        """config.json, with rope also under the names that other engines and transformers 4
+        read.
+        """
         values, rope = asdict(self), dict(self.rope_parameters)
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         return {
@@ -108,7 +142,10 @@ class LayerConfig:
 
     def llama(self) -> Any:
         """The config that transformers' modules of LLaMA and Qwen 3 take."""
-        values = {key: getattr(self, key) for key in (*_SIZES, "hidden_act", "vocab_size", "num_hidden_layers")}
+        values = {
+            key: getattr(self, key)
+            for key in (*_SIZES, "hidden_act", "vocab_size", "num_hidden_layers")
+        }
         values["rope_parameters"] = dict(self.rope_parameters)
         config: Any = Qwen3Config(**values, attention_bias=False)
         config.mlp_bias = False
@@ -116,9 +153,16 @@ class LayerConfig:
         return config
 
     def attention(self, inputs: int, layer: int = 0) -> nn.Module:
-        """Self-attention over states `inputs` wide: LLaMA's, with the biases (Qwen 2) or norms (Qwen 3) asked for."""
-        module: nn.Module = (Qwen3Attention if self.qk_norm else LlamaAttention)(self.llama(), layer)
-        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        """Self-attention over states `inputs` wide: LLaMA's, with the biases (Qwen 2) or norms
+        (Qwen 3) asked for.
+        """
+        module: nn.Module = (Qwen3Attention if self.qk_norm else LlamaAttention)(
+            self.llama(), layer
+        )
+        queries, keys = (
+            self.num_attention_heads * self.head_dim,
+            self.num_key_value_heads * self.head_dim,
+        )
         module.q_proj = nn.Linear(inputs, queries, bias=self.qkv_bias)
         module.k_proj = nn.Linear(inputs, keys, bias=self.qkv_bias)
         module.v_proj = nn.Linear(inputs, keys, bias=self.qkv_bias)
@@ -127,7 +171,8 @@ class LayerConfig:
 
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc, unused-ignore]
-    """Rotary embedding whose frequencies stay fp32 when the head goes to half precision, as transformers loads them.
+    """Rotary embedding whose frequencies stay fp32 when the head goes to half precision, as
+    transformers loads them.
 
     In bf16 a frequency is off by up to 0.4 %, which is radians at position 1000.
     """
@@ -144,18 +189,23 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc, unused-ignore]
 
 
 class FeatureHead(nn.Module):
-    """A head that makes its next features, through one LLaMA layer, from features and the tokens after them."""
+    """A head that makes its next features, through one LLaMA layer, from features and the tokens
+    after them.
+    """
 
     fc: nn.Linear
     rotary: Rotary
     states: Callable[..., Tensor]
     logits: Callable[[Tensor], Tensor]
 
-    def forward(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> tuple[Tensor, Tensor]:
-        """Logits of the token after each input token, and the features `[B, T, H]` under them, for a next step.
+    def forward(
+        self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of the token after each input token, and the features `[B, T, H]` under them, for
+        a next step.
 
-        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. `attending`: what the
-        method of this name takes after the states.
+        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`.
+        `attending`: what the method of this name takes after the states.
         """
         states_BTH = self.states(input_ids_BT, features_BTH, *attending)
         return self.logits(states_BTH), states_BTH
@@ -167,9 +217,11 @@ class FeatureHead(nn.Module):
         positions: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> dict[str, Any]:
-        """The arguments of the layer's attention. Default: causal, at positions `[1, T]` after the P cached tokens.
+        """The arguments of the layer's attention. Default: causal, at positions `[1, T]` after the
+        P cached tokens.
 
-        mask: additive or boolean, `[B or 1, 1, T, P + T]`; needed for several tokens after cached ones.
+        mask: additive or boolean, `[B or 1, 1, T, P + T]`; needed for several tokens after cached
+        ones.
         """
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         queries = states_BTH.shape[1]
@@ -184,9 +236,15 @@ class FeatureHead(nn.Module):
 
 
 def draw(fc: nn.Linear, layers: nn.Module, seed: int) -> None:
-    """Draw the weights of `fc`, whose outputs have the scale of its inputs, and those of all maps in `layers`."""
+    """Draw the weights of `fc`, whose outputs have the scale of its inputs, and those of all maps
+    in `layers`.
+    """
     random = generator(seed)
-    maps = [module for module in layers.modules() if isinstance(module, nn.Linear | nn.Embedding) and module is not fc]
+    maps = [
+        module
+        for module in layers.modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and module is not fc
+    ]
     for module in (fc, *maps):
         std = 1 / math.sqrt(fc.in_features) if module is fc else _INITIALIZER_RANGE
         nn.init.normal_(module.weight, 0.0, std, generator=random)
@@ -212,7 +270,9 @@ class EagleConfig(LayerConfig):
 
 
 class EagleHead(ReadsLastState, FeatureHead):
-    """fc over [embedding, feature], one LLaMA layer without input norm, the target's own output projection."""
+    """fc over [embedding, feature], one LLaMA layer without input norm, the target's own output
+    projection.
+    """
 
     kind: ClassVar[str] = "eagle"
     config_type = EagleConfig

@@ -1,11 +1,14 @@
-"""EAGLE-3 head: predicts tokens of a reduced vocabulary from fused states of three target layers, then from its own.
+"""EAGLE-3 head: predicts tokens of a reduced vocabulary from fused states of three target layers,
+then from its own.
 
-Legend: B rows, T tokens, H hidden size, V target vocabulary, D draft vocabulary (Vd in the literature).
+Legend: B rows, T tokens, H hidden size, V target vocabulary, D draft vocabulary (Vd in the
+literature).
 
-Source: EAGLE-3 (arXiv 2503.01840, section 3). On disk as its authors' checkpoints are, and as SGLang and vLLM read
-them: `midlayer.*`, `fc`, `norm`, `lm_head`, and where D < V the offsets `d2t` (target id = draft id + offset) and the
-mask `t2d`. Variants that others publish: an embedding of its own (`embed_tokens`), a width other than the target's
-(`target_hidden_size`), norms in other places (EAGLE-3.1), attention as in Qwen 3.
+Source: EAGLE-3 (arXiv 2503.01840, section 3). On disk as its authors' checkpoints are, and as
+SGLang and vLLM read them: `midlayer.*`, `fc`, `norm`, `lm_head`, and where D < V the offsets `d2t`
+(target id = draft id + offset) and the mask `t2d`. Variants that others publish: an embedding of
+its own (`embed_tokens`), a width other than the target's (`target_hidden_size`), norms in other
+places (EAGLE-3.1), attention as in Qwen 3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +32,11 @@ _VARIANTS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 
 
 def aux_layers(layers: int) -> tuple[int, int, int]:
-    """Indices into `hidden_states` of a target's low, middle and high states: those entering layers 2, n // 2, n - 3.
+    """Indices into `hidden_states` of a target's low, middle and high states: those entering layers
+    2, n // 2, n - 3.
 
-    In a target of fewer than seven layers these coincide or do not exist; the nearest that differ are taken.
+    In a target of fewer than seven layers these coincide or do not exist; the nearest that differ
+    are taken.
     """
     low = min(2, max(layers - 3, 0))
     high = max(layers - 3, low + 2)
@@ -78,11 +83,15 @@ class Eagle3Config(LayerConfig):
         borrow(target).check_sizes(width, vocab_size)
         if width != hidden and not own_embedding:
             sizes = f"'hidden_size' is {hidden} and the target's is {width}"
-            raise InputError(f"{sizes}, and the file holds no 'embed_tokens.weight'; export it again with it")
+            raise InputError(
+                f"{sizes}, and the file holds no 'embed_tokens.weight'; export it again with it"
+            )
         return cls.read(
             values,
             draft_vocab_size=values.get("draft_vocab_size") or vocab_size,
-            eagle_aux_hidden_state_layer_ids=_aux_from_json(values, int(text_config(target).num_hidden_layers)),
+            eagle_aux_hidden_state_layer_ids=_aux_from_json(
+                values, int(text_config(target).num_hidden_layers)
+            ),
             target_hidden_size=width,
             own_embedding=own_embedding,
             **{key: bool(values.get(key)) for key in _VARIANTS},
@@ -95,12 +104,17 @@ def _aux_from_json(values: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     inner = [layer + 1 for layer in (values.get("eagle_config") or {}).get(_AUX) or []]
     ids = values.get(_AUX) or inner or aux_layers(layers)
     if min(ids) < 0 or max(ids) > layers:
-        raise InputError(f"'{_AUX}' is {ids} and the target has {layers} layers; use the target it was trained for")
+        raise InputError(
+            f"'{_AUX}' is {ids} and the target has {layers} layers; use the target it was "
+            "trained for"
+        )
     return tuple(ids)
 
 
 class _MidLayer(nn.Module):
-    """A LLaMA layer whose attention reads the embedding beside the feature, each with its own norm."""
+    """A LLaMA layer whose attention reads the embedding beside the feature, each with its own
+    norm.
+    """
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -122,10 +136,11 @@ class _MidLayer(nn.Module):
 
 
 class Eagle3Head(DraftVocabulary, FeatureHead):
-    """Fused target states or own features in; logits over the draft vocabulary and the next own features out.
+    """Fused target states or own features in; logits over the draft vocabulary and the next own
+    features out.
 
-    The features that it reads are `fuse` of the target's states, or its own. `hidden_layers` are the indices of these
-    states in the target's `hidden_states`, low to high.
+    The features that it reads are `fuse` of the target's states, or its own. `hidden_layers` are
+    the indices of these states in the target's `hidden_states`, low to high.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -151,11 +166,13 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         self.hold_vocabulary(config.draft_vocab_size, config.vocab_size)
 
     @classmethod
-    def fresh(cls, target: PreTrainedModel, *, draft_vocab: Sequence[int] | None = None, seed: int = 0) -> "Eagle3Head":
+    def fresh(
+        cls, target: PreTrainedModel, *, draft_vocab: Sequence[int] | None = None, seed: int = 0
+    ) -> "Eagle3Head":
         """An untrained head on the target's device, in its dtype and in training mode.
 
-        draft_vocab: sorted ids of the target's tokens to draft; None for all. Their rows of the target's output
-        projection start the head's.
+        draft_vocab: sorted ids of the target's tokens to draft; None for all. Their rows of the
+        target's output projection start the head's.
         """
         ids = list(range(vocabulary_size(target)) if draft_vocab is None else draft_vocab)
         config = Eagle3Config.like(
@@ -174,7 +191,9 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         return head.to(device=target.device, dtype=target.dtype)
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
-        """Features `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
+        """Features `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that
+        order.
+        """
         dtype = dtype_of(self.fc)
         states = [state.to(dtype) for state in hidden]
         if self.config.fc_norm:
@@ -187,12 +206,18 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         return states_BTH if self.config.norm_output else self.norm(states_BTH)
 
     def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:
-        """The head's own features `[B, T, H]` of `forward`: before its norm, unless the config has `norm_output`."""
+        """The head's own features `[B, T, H]` of `forward`: before its norm, unless the config has
+        `norm_output`.
+        """
         dtype = dtype_of(self.fc)
         own = self.embed_tokens if self.config.own_embedding else None
-        embedded_BTH = self.borrowed.embed(input_ids_BT, dtype) if own is None else own(input_ids_BT)
+        embedded_BTH = (
+            self.borrowed.embed(input_ids_BT, dtype) if own is None else own(input_ids_BT)
+        )
         features_BTH = features_BTH.to(dtype)
-        g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, **self.attending(features_BTH, *attending))
+        g_BTH: Tensor = self.midlayer(
+            embedded_BTH, features_BTH, **self.attending(features_BTH, *attending)
+        )
         return self.norm(g_BTH) if self.config.norm_output else g_BTH
 
     def logits(self, g_BTH: Tensor) -> Tensor:

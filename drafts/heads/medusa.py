@@ -1,13 +1,15 @@
-"""Medusa and Hydra heads: K predictions, of the tokens two, three, ... places ahead, from one feature of the target.
+"""Medusa and Hydra heads: K predictions, of the tokens two, three, ... places ahead, from one
+feature of the target.
 
 Legend: B rows, T positions, K heads, d a head's number from 0, H hidden size, V vocabulary.
 
-Medusa (arXiv 2401.10774, section 2.1): head i at position t is for token t + 2 + i (t + 1 is the target's own). Tensor
-names are those of the authors' checkpoints: `{i}.{j}.linear.*` for block j of head i, then `{i}.{blocks}.weight`.
+Medusa (arXiv 2401.10774, section 2.1): head i at position t is for token t + 2 + i (t + 1 is the
+target's own). Tensor names are those of the authors' checkpoints: `{i}.{j}.linear.*` for block j of
+head i, then `{i}.{blocks}.weight`.
 
-Hydra (arXiv 2402.05109, section 3), the grounded MLP: head d also reads the embeddings of tokens t + 1 .. t + d + 1.
-Logits go through the target's own output projection; the authors' code gives every head one of its own (V * H
-parameters each), and a checkpoint of theirs keeps them.
+Hydra (arXiv 2402.05109, section 3), the grounded MLP: head d also reads the embeddings of tokens t
++ 1 .. t + d + 1. Logits go through the target's own output projection; the authors' code gives
+every head one of its own (V * H parameters each), and a checkpoint of theirs keeps them.
 
 Fresh heads give the target's own logits at t: blocks begin as the identity.
 """
@@ -41,7 +43,9 @@ class HeadsConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
-        """Read config.json; sizes that it lacks are the target's. Raises InputError if its sizes are others."""
+        """Read config.json; sizes that it lacks are the target's. Raises InputError if its sizes
+        are others.
+        """
         parts = borrow(target)
         sizes: dict[str, Any] = {"hidden_size": parts.hidden_size, "vocab_size": parts.vocab_size}
         sizes = {key: values.get(key) or size for key, size in sizes.items()}
@@ -80,7 +84,9 @@ class ResBlock(nn.Module):
 
 
 class MedusaHeads(ReadsLastState, nn.ModuleList):
-    """K heads side by side; a list of modules, so that tensors carry the names of the authors' checkpoints."""
+    """K heads side by side; a list of modules, so that tensors carry the names of the authors'
+    checkpoints.
+    """
 
     kind: ClassVar[str] = "medusa"
     config_type = HeadsConfig
@@ -98,8 +104,12 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
         self.borrowed = borrow(target)
 
     @classmethod
-    def fresh(cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1) -> "MedusaHeads":
-        """Untrained heads, each the target's own output, on its device, in its dtype and in training mode."""
+    def fresh(
+        cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1
+    ) -> "MedusaHeads":
+        """Untrained heads, each the target's own output, on its device, in its dtype and in
+        training mode.
+        """
         values = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers}
         heads = cls(HeadsConfig.from_json(values, target), target)
         with torch.no_grad():
@@ -150,23 +160,32 @@ class HydraHeads(ReadsLastState, nn.Module):
             for d in range(config.num_heads)
         )
         if config.own_projection:
-            self.projections = nn.ModuleList(nn.Linear(hidden, config.vocab_size) for _ in range(config.num_heads))
+            self.projections = nn.ModuleList(
+                nn.Linear(hidden, config.vocab_size) for _ in range(config.num_heads)
+            )
 
     @classmethod
-    def fresh(cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1) -> "HydraHeads":
+    def fresh(
+        cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1
+    ) -> "HydraHeads":
         """Untrained heads on the target's device, in its dtype and in training mode."""
-        config = HeadsConfig.from_json({"hydra_num_heads": num_heads, "hydra_num_layers": num_layers}, target)
+        config = HeadsConfig.from_json(
+            {"hydra_num_heads": num_heads, "hydra_num_layers": num_layers}, target
+        )
         return cls(config, target).to(device=target.device, dtype=target.dtype)
 
     def forward(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
-        """Logits `[B, T, V]` of head number `tokens_BTd.shape[-1] - 1`, for the token after the last of `tokens_BTd`.
+        """Logits `[B, T, V]` of head number `tokens_BTd.shape[-1] - 1`, for the token after the
+        last of `tokens_BTd`.
 
         `tokens_BTd[:, t, 0]` is the token right after the position of `features_BTH[:, t]`.
         """
         count_d = tokens_BTd.shape[-1]
         dtype = next(self.parameters()).dtype
         embedded_BTX = self.borrowed.embed(tokens_BTd, dtype).flatten(-2)
-        states_BTH = self.heads[count_d - 1](torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1))
+        states_BTH = self.heads[count_d - 1](
+            torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1)
+        )
         if self.config.own_projection:
             return self.borrowed.projection.finish(self.projections[count_d - 1](states_BTH))
         return self.borrowed.project(states_BTH)

@@ -1,4 +1,6 @@
-"""Heads on disk: recognise the directory of one, in our layout or another's; load it onto a target; save it."""
+"""Heads on disk: recognise the directory of one, in our layout or another's; load it onto a target;
+save it.
+"""
 
 import pickle
 import zipfile
@@ -45,9 +47,11 @@ _NOT_WEIGHTS = ("training_args", "training_state", "optimizer", "scheduler", "sc
 
 
 def head_kind(path: str | Path) -> str | None:
-    """The kind of head in a directory or on the hub; None for an ordinary language model, or a name of neither.
+    """The kind of head in a directory or on the hub; None for an ordinary language model, or a name
+    of neither.
 
-    A kind that is not in `HEADS` is that of a head which cannot be loaded; `load_head` then says so.
+    A kind that is not in `HEADS` is that of a head which cannot be loaded; `load_head` then says
+    so.
     """
     directory = _directory(path)
     config, kind = directory / "config.json", read_record(directory).get("kind")
@@ -63,10 +67,16 @@ def head_kind(path: str | Path) -> str | None:
 
 
 def _directory(path: str | Path) -> Path:
-    """Where a head lies: the path itself, or the hub's cache for a name on the hub whose config may be a head's."""
+    """Where a head lies: the path itself, or the hub's cache for a name on the hub whose config may
+    be a head's.
+    """
     if not is_hub_name(str(path)) or (config := cached(str(path), "config.json")) is None:
         return Path(path)
-    return snapshot(str(path)) if may_be_head(read_json(config, "the config of a draft")) else Path(path)
+    return (
+        snapshot(str(path))
+        if may_be_head(read_json(config, "the config of a draft"))
+        else Path(path)
+    )
 
 
 def _layout(directory: Path, values: Mapping[str, Any]) -> Layout | None:
@@ -86,15 +96,21 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
     values = read_json(config, "the config of a head")
     kind = head_kind(directory)
     if kind not in HEADS:
-        what = "a language model; use it as a draft LM" if kind is None else f"a head of kind '{kind}'"
-        raise InputError(f"{config}: describes {what}; heads that can be loaded are {', '.join(HEADS)}")
+        what = (
+            "a language model; use it as a draft LM" if kind is None else f"a head of kind '{kind}'"
+        )
+        raise InputError(
+            f"{config}: describes {what}; heads that can be loaded are {', '.join(HEADS)}"
+        )
     file, tensors = read_tensors(directory)
     layout = _layout(directory, values)
     head_class: Any = HEADS[kind]
     try:
         if layout is not None and layout.kind == kind:
             tensors = renamed(tensors, layout.names, layout.prefix)
-            files = HeadFiles(values=values, tensors=tensors, lm_head_VH=borrow(target).projection.weight_VH)
+            files = HeadFiles(
+                values=values, tensors=tensors, lm_head_VH=borrow(target).projection.weight_VH
+            )
             layout.read(files)
             values, tensors = files.values, files.tensors
         head: Head = head_class(head_class.config_type.from_json(values, target), target)
@@ -102,8 +118,13 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
         raise InputError(f"{config}: {error}") from None
     except (KeyError, TypeError, ValueError) as error:
         # A key that is missing, or a value that transformers does not know, such as a type of rope.
-        raise InputError(f"{config}: describes no head ({type(error).__name__}: {first_line(error)})") from None
-    if isinstance(head, EagleHead | Eagle3Head | BlockHead) and _EMBEDDING in tensors.keys() - head.state_dict().keys():
+        raise InputError(
+            f"{config}: describes no head ({type(error).__name__}: {first_line(error)})"
+        ) from None
+    if (
+        isinstance(head, EagleHead | Eagle3Head | BlockHead)
+        and _EMBEDDING in tensors.keys() - head.state_dict().keys()
+    ):
         _check_embedding(head, file, tensors.pop(_EMBEDDING))
     try:
         head.load_state_dict(tensors)
@@ -120,12 +141,17 @@ def _check_embedding(head: EagleHead | Eagle3Head | BlockHead, file: Path, copy:
     """Raise InputError if the file's copy of the target's embedding is another target's."""
     table = head.borrowed.embedding_table
     step = max(1, len(table) // _COMPARED_ROWS)
-    # Rounding to bf16 changes it by 0.4 %, fine-tuning by a few percent; another model's embedding is unrelated.
-    # Older files of ours hold the bare table of a target that scales it.
+    # Rounding to bf16 changes it by 0.4 %, fine-tuning by a few percent; another model's embedding
+    # is unrelated. Older files of ours hold the bare table of a target that scales it.
     tables = [known[::step].float().cpu() for known in (table, head.borrowed.embedding_weight)]
     rows = copy[::step].float()
-    if copy.shape != table.shape or all((rows - known).norm() > 0.5 * known.norm() for known in tables):
-        raise InputError(f"{file}: '{_EMBEDDING}' is not the target's embedding; use the target it was trained for")
+    if copy.shape != table.shape or all(
+        (rows - known).norm() > 0.5 * known.norm() for known in tables
+    ):
+        raise InputError(
+            f"{file}: '{_EMBEDDING}' is not the target's embedding; use the target it was "
+            "trained for"
+        )
 
 
 def write_head(head: Head, directory: Path) -> None:
@@ -147,7 +173,9 @@ def _tensor_files(directory: Path) -> list[Path]:
     """The files that hold a directory's tensors: safetensors if there are any, else pickles."""
     if safetensors := sorted(directory.glob("*.safetensors")):
         return safetensors
-    pickles = [file for ending in ("*.bin", "*.pt", "*.pth") for file in sorted(directory.glob(ending))]
+    pickles = [
+        file for ending in ("*.bin", "*.pt", "*.pth") for file in sorted(directory.glob(ending))
+    ]
     return [file for file in pickles if not file.name.startswith(_NOT_WEIGHTS)]
 
 
@@ -155,10 +183,14 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     """All tensors, and the file to name in errors."""
     files = _tensor_files(directory)
     if not files:
-        raise InputError(f"{directory / 'model.safetensors'}: no such file; a head's tensors are expected in it")
+        raise InputError(
+            f"{directory / 'model.safetensors'}: no such file; a head's tensors are expected in it"
+        )
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= {name: tensor for name, tensor in _load(file).items() if not name.endswith(_COMPUTED)}
+        tensors |= {
+            name: tensor for name, tensor in _load(file).items() if not name.endswith(_COMPUTED)
+        }
     return files[0], tensors
 
 
@@ -167,20 +199,39 @@ def _load(file: Path, names_only: bool = False) -> dict[str, Any]:
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
-                return {name: None if names_only else opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                return {
+                    name: None if names_only else opened.get_tensor(name) for name in opened.keys()
+                }  # noqa: SIM118
         # Files of torch before 1.6 cannot be mapped.
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        loaded = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+        )
         return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
     except pickle.UnpicklingError:
-        reason = lfs_pointer(file) or "it is no file of torch.save, or has more than tensors, which would run code"
-    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError) as error:
+        reason = (
+            lfs_pointer(file)
+            or "it is no file of torch.save, or has more than tensors, which would run code"
+        )
+    except (
+        SafetensorError,
+        RuntimeError,
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        AttributeError,
+    ) as error:
         reason = lfs_pointer(file) or f"{first_line(error)}; copy it again"
     raise InputError(f"{file}: cannot be read ({reason})")
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+def write_tensors(
+    directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> None:
     """Write `model.safetensors`, then `config.json`, into a directory that exists."""
     # Cloned, because safetensors refuses tensors that share memory, as views of one buffer do.
-    owned = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    owned = {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+    }
     save_file(owned, directory / "model.safetensors", metadata={"format": "pt"})
     write_json_atomic(directory / "config.json", dict(config))

@@ -1,1 +1,3 @@
-"""Layouts of drafts on disk: `table.py` has those of heads, `export.py` writes them and those of language models."""
+"""Layouts of drafts on disk: `table.py` has those of heads, `export.py` writes them and those of
+language models.
+"""

@@ -1,8 +1,10 @@
-"""A language model or an EAGLE-3 head as one GGUF file, which llama.cpp reads, with its tokenizer in it.
+"""A language model or an EAGLE-3 head as one GGUF file, which llama.cpp reads, with its tokenizer
+in it.
 
-The tokenizer avoids two traps of llama.cpp's own converter. For BPE with SentencePiece's spelling it writes one score
-for all tokens, so that text is cut wrongly; here a token's score is minus the rank of its merge. And it knows a
-pre-tokenizer by a hash of its output, so that it refuses tokenizers that it could serve; here the rules are compared.
+The tokenizer avoids two traps of llama.cpp's own converter. For BPE with SentencePiece's spelling
+it writes one score for all tokens, so that text is cut wrongly; here a token's score is minus the
+rank of its merge. And it knows a pre-tokenizer by a hash of its output, so that it refuses
+tokenizers that it could serve; here the rules are compared.
 """
 
 import json
@@ -21,7 +23,8 @@ from draftsmith_core.models import text_config, vocabulary_size
 from draftsmith_core.tokenization import Tokenizer
 
 FILE = "model.gguf"
-# transformers' model type: (llama.cpp's name, whether its rotary embedding pairs neighbouring dimensions).
+# transformers' model type: (llama.cpp's name, whether its rotary embedding pairs neighbouring
+# dimensions).
 ARCHITECTURES = {
     "llama": ("llama", True),
     "mistral": ("llama", True),
@@ -30,20 +33,31 @@ ARCHITECTURES = {
 }
 ROPES = ("default", "linear", "llama3")
 # What heads have and no language model: our name -> llama.cpp's.
-_OF_HEADS = {"midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight", "fc.weight": "fc.weight", "d2t": "d2t"}
+_OF_HEADS = {
+    "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+    "fc.weight": "fc.weight",
+    "d2t": "d2t",
+}
 _PROVEN_TOKENS = 24
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-# llama.cpp's name for the rules that cut text into words. "refact" cuts digits singly and then as GPT-2 does.
-_RULES = {"gpt-2": ["bytes"], "refact": ["digits", "bytes"], "llama-bpe": [_LLAMA3], "qwen2": [_QWEN2]}
+# llama.cpp's name for the rules that cut text into words. "refact" cuts digits singly and then as
+# GPT-2 does.
+_RULES = {
+    "gpt-2": ["bytes"],
+    "refact": ["digits", "bytes"],
+    "llama-bpe": [_LLAMA3],
+    "qwen2": [_QWEN2],
+}
 
 
 def write(source: Source, out: Path, *, matrices: str | None = None) -> Proof:
-    """`model.gguf` with the tokenizer in it; a language model is proven by llama-server if it is installed. matrices:
-    llama.cpp's name of their type, such as Q8_0, in place of the source's; then no engine is run.
+    """`model.gguf` with the tokenizer in it; a language model is proven by llama-server if it is
+    installed. matrices: llama.cpp's name of their type, such as Q8_0, in place of the source's;
+    then no engine is run.
     """
     require_package("gguf", "--format gguf")
     import gguf
@@ -83,7 +97,9 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Proof:
     names_of_types = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     kind_of_matrices = matrices or names_of_types[source.dtype]
     weights, stored = gguf.GGMLQuantizationType, gguf.GGMLQuantizationType[kind_of_matrices]
-    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind_of_matrices == "F32" else f"MOSTLY_{kind_of_matrices}"])
+    writer.add_file_type(
+        gguf.LlamaFileType["ALL_F32" if kind_of_matrices == "F32" else f"MOSTLY_{kind_of_matrices}"]
+    )
     if not isinstance(source.draft, PreTrainedModel):
         writer.add_array("eagle3.target_layers", list(head.hidden_layers))
         writer.add_uint32("eagle3.target_hidden_size", head.config.target_hidden_size)
@@ -96,7 +112,10 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Proof:
         common = name.replace("midlayer.", "layers.0.")
         theirs = _OF_HEADS.get(name) or names.get_name(common, try_suffixes=(".weight", ".bias"))
         if theirs is None:
-            raise InputError(f"--format gguf: {source.name}: its tensor '{name}' has no place in llama.cpp's layout")
+            raise InputError(
+                f"--format gguf: {source.name}: its tensor '{name}' has no place in llama.cpp's "
+                "layout"
+            )
         tensor = tensor.detach().cpu()
         if not tensor.is_floating_point():
             writer.add_tensor(theirs, tensor.long().numpy())
@@ -105,7 +124,9 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Proof:
             tensor = _paired(tensor, heads if "attn_q." in theirs else kv_heads)
         # llama.cpp wants its norms and biases in fp32.
         kind = weights.F32 if tensor.dim() == 1 else stored
-        writer.add_tensor(theirs, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
+        writer.add_tensor(
+            theirs, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind
+        )
     _add_rope(writer, config, size)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -118,13 +139,17 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Proof:
 
 
 def _paired(weight: Tensor, heads: int) -> Tensor:
-    """Rows of queries or keys in the order that pairs dimension 2i with 2i + 1; transformers pairs i with i + n / 2."""
+    """Rows of queries or keys in the order that pairs dimension 2i with 2i + 1; transformers pairs
+    i with i + n / 2.
+    """
     rows = weight.shape[0] // heads // 2
     return weight.reshape(heads, 2, rows, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def _add_rope(writer: Any, config: Any, size: int) -> None:
-    """Keys of the rotary embedding, and the factors `[head_dim / 2]` that llama.cpp's llama3 form needs."""
+    """Keys of the rotary embedding, and the factors `[head_dim / 2]` that llama.cpp's llama3 form
+    needs.
+    """
     import gguf
 
     rope = config.rope_parameters
@@ -151,12 +176,32 @@ def _proof(model: Any, file: Path, server: Path) -> Proof:
     for _ in range(count):
         ours = torch.cat([ours, model(ours).logits[:, -1:].argmax(-1)], dim=1)
     # Plain fp32 attention and cache, as the comparison is token for token.
-    words = ["-m", str(file), "-c", str(limit), "-np", "1", "-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
+    words = [
+        "-m",
+        str(file),
+        "-c",
+        str(limit),
+        "-np",
+        "1",
+        "-t",
+        "1",
+        "-fa",
+        "off",
+        "-ctk",
+        "f32",
+        "-ctv",
+        "f32",
+    ]
     with llama_server(server, words) as port:
         theirs = complete(port, ids[0].tolist(), count)["tokens"]
     if theirs != ours[0, ids.shape[1] :].tolist():
-        raise RunError(f"{file}: llama-server continues a prompt differently from the model; nothing was written")
-    return Proof("llama.cpp (llama-server)", f"loaded it; {count} greedy tokens equal the model's own")
+        raise RunError(
+            f"{file}: llama-server continues a prompt differently from the model; nothing was "
+            "written"
+        )
+    return Proof(
+        "llama.cpp (llama-server)", f"loaded it; {count} greedy tokens equal the model's own"
+    )
 
 
 @dataclass(frozen=True)
@@ -178,7 +223,9 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
     Raises InputError for a tokenizer whose text llama.cpp would cut differently.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    backend: dict[str, Any] = {"model": {"type": "slow"}} if fast is None else json.loads(fast.to_str())
+    backend: dict[str, Any] = (
+        {"model": {"type": "slow"}} if fast is None else json.loads(fast.to_str())
+    )
     model, kind, name, unknown = backend["model"], "llama", "default", ""
     if model["type"] != "BPE":
         unknown = f"its tokens come from a {model['type']} model"
@@ -189,7 +236,8 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
             unknown = f"its pre-tokenizer cuts text by {rules} ('ignore_merges' is {ignores})"
     if unknown:
         raise InputError(
-            f"{tokenizer.name_or_path}: {unknown}, and no rules of llama.cpp that are known here do the same; "
+            f"{tokenizer.name_or_path}: {unknown}, and no rules of llama.cpp that are known here "
+            "do the same; "
             f"use --format hf and llama.cpp's own convert_hf_to_gguf.py"
         )
     empty, bos, eos = tokenizer("")["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -199,9 +247,13 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
     }
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     spaces = json.dumps([backend["normalizer"], backend["pre_tokenizer"]])
-    adds_space = any(sign in spaces for sign in ('"Prepend"', '_scheme": "always"', '_scheme": "first"'))
+    adds_space = any(
+        sign in spaces for sign in ('"Prepend"', '_scheme": "always"', '_scheme": "first"')
+    )
     by_id = {i: token for token, i in tokenizer.get_vocab().items()}
-    return Vocabulary(kind, name, [by_id.get(i, f"[PAD{i}]") for i in range(size)], merges, added, adds_space)
+    return Vocabulary(
+        kind, name, [by_id.get(i, f"[PAD{i}]") for i in range(size)], merges, added, adds_space
+    )
 
 
 def _is_byte(token: str) -> bool:
@@ -227,12 +279,22 @@ def _rules(pre: dict[str, Any] | None) -> list[str]:
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
     from gguf import TokenType
 
-    vocabulary, added, known = described(tokenizer, size), tokenizer.added_tokens_decoder, tokenizer.get_vocab()
-    declared = {i: TokenType.CONTROL if t.special else TokenType.USER_DEFINED for i, t in added.items()}
+    vocabulary, added, known = (
+        described(tokenizer, size),
+        tokenizer.added_tokens_decoder,
+        tokenizer.get_vocab(),
+    )
+    declared = {
+        i: TokenType.CONTROL if t.special else TokenType.USER_DEFINED for i, t in added.items()
+    }
     if tokenizer.unk_token is not None:
         declared[known[tokenizer.unk_token]] = TokenType.UNKNOWN
     by_spelling = [
-        TokenType.UNUSED if token not in known else TokenType.BYTE if _is_byte(token) else TokenType.NORMAL
+        TokenType.UNUSED
+        if token not in known
+        else TokenType.BYTE
+        if _is_byte(token)
+        else TokenType.NORMAL
         for token in vocabulary.tokens
     ]
     # The tokenizer may declare tokens that the model has no row for; those stay out.
@@ -240,11 +302,17 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.rules)
     if vocabulary.model == "llama":
-        # llama.cpp joins the pair whose whole has the highest score; BPE joins the one whose merge stands first.
-        rank = {merge.replace(" ", ""): -float(i) for i, merge in reversed(list(enumerate(vocabulary.merges)))}
+        # llama.cpp joins the pair whose whole has the highest score; BPE joins the one whose merge
+        # stands first.
+        rank = {
+            merge.replace(" ", ""): -float(i)
+            for i, merge in reversed(list(enumerate(vocabulary.merges)))
+        }
         worst = -float(len(vocabulary.merges) + 1)
         pairs = zip(vocabulary.tokens, kinds, strict=True)
-        writer.add_token_scores([rank.get(token, worst) if kind == TokenType.NORMAL else 0.0 for token, kind in pairs])
+        writer.add_token_scores(
+            [rank.get(token, worst) if kind == TokenType.NORMAL else 0.0 for token, kind in pairs]
+        )
         writer.add_add_space_prefix(vocabulary.adds_space)
     else:
         writer.add_token_merges(vocabulary.merges)

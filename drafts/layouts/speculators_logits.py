@@ -1,9 +1,11 @@
-"""Logits that speculators computes from an exported EAGLE-3 head or block drafter; run in its environment.
+"""Logits that speculators computes from an exported EAGLE-3 head or block drafter; run in its
+environment.
 
     python speculators_logits.py DIRECTORY INPUTS.safetensors LOGITS.safetensors
 
-INPUTS has `ids` [1, T] and `states` [1, T, kH] of k layers; LOGITS gets `logits`: [1, T, D] of an EAGLE-3 head, and
-[1, A * depths, D] of the A = T - slots blocks that begin at the first tokens, each followed by those of the text.
+INPUTS has `ids` [1, T] and `states` [1, T, kH] of k layers; LOGITS gets `logits`: [1, T, D] of an
+EAGLE-3 head, and [1, A * depths, D] of the A = T - slots blocks that begin at the first tokens,
+each followed by those of the text.
 """
 
 import importlib.metadata
@@ -54,7 +56,9 @@ def block_logits(model, ids, states):
     if getattr(model, "markov_head", None) is not None:
         # The token before the one that a slot drafts; slot 0 drafts nothing where `first` is 1.
         before = (anchors[:, None] + torch.arange(slots) - first).clamp(min=0)
-        logits = logits + model.markov_head.block_bias(prev_token_ids=ids[0, before], hidden_states=hidden)
+        logits = logits + model.markov_head.block_bias(
+            prev_token_ids=ids[0, before], hidden_states=hidden
+        )
     return logits[:, first:].flatten(0, 1)[None]
 
 
@@ -68,5 +72,8 @@ for layer in model.layers:
 compute = block_logits if hasattr(model, "block_size") else eagle3_logits
 save_file({"logits": compute(model, given["ids"], given["states"]).contiguous()}, out)
 version = f"speculators {importlib.metadata.version('speculators')}"
-layers = getattr(model.config, "aux_hidden_state_layer_ids", None) or model.config.eagle_aux_hidden_state_layer_ids
+layers = (
+    getattr(model.config, "aux_hidden_state_layer_ids", None)
+    or model.config.eagle_aux_hidden_state_layer_ids
+)
 sys.stdout.write("\n" + json.dumps({"engine": version, "aux": layers}) + "\n")

@@ -2,14 +2,16 @@
 
     python vllm_generate.py REQUEST.json      # the last line is one JSON object
 
-The request holds `runs`, from a name to `engine`, the options of `vllm.LLM`, and, to generate, `prompts` (lists of
-token ids), `max_new_tokens` and `ways`, each an object of sampling options such as `temperature`, `seed` and `n`.
-Without `ways` vLLM only checks its configs, which reads no weights. `threads` is torch's number of threads; `logits`
-names a file that gets the draft's logits `[step, drafted token, V]` behind the first prompt.
+The request holds `runs`, from a name to `engine`, the options of `vllm.LLM`, and, to generate,
+`prompts` (lists of token ids), `max_new_tokens` and `ways`, each an object of sampling options such
+as `temperature`, `seed` and `n`. Without `ways` vLLM only checks its configs, which reads no
+weights. `threads` is torch's number of threads; `logits` names a file that gets the draft's logits
+`[step, drafted token, V]` behind the first prompt.
 
-The answer has for each run a list of ways; a way is a list of rows, one per prompt: `tokens` (n lists), `seconds`, and
-with a draft `drafts`, `drafted` and `per_position`, the numbers of drafts, of drafted tokens and of accepted tokens per
-position. A run that vLLM refuses is `{"refused": MESSAGE}`.
+The answer has for each run a list of ways; a way is a list of rows, one per prompt: `tokens` (n
+lists), `seconds`, and with a draft `drafts`, `drafted` and `per_position`, the numbers of drafts,
+of drafted tokens and of accepted tokens per position. A run that vLLM refuses is `{"refused":
+MESSAGE}`.
 """
 
 import json
@@ -20,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-# One process, so that counts are read where they are made. No thread is bound to a processor, which may be busy.
+# One process, so that counts are read where they are made. No thread is bound to a processor, which
+# may be busy.
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -39,13 +42,18 @@ from vllm.utils import cpu_triton_utils  # noqa: E402
 
 # A cached prefix would change how a prompt is computed.
 OPTIONS = {"enforce_eager": True, "enable_prefix_caching": False, "disable_log_stats": False}
-COUNTS = {"drafts": "num_drafts", "drafted": "num_draft_tokens", "per_position": "num_accepted_tokens_per_pos"}
+COUNTS = {
+    "drafts": "num_drafts",
+    "drafted": "num_draft_tokens",
+    "per_position": "num_accepted_tokens_per_pos",
+}
 
 
 def mend() -> None:
-    """Replace two functions of vLLM 0.32 that are wrong on a CPU. Above temperature 0 and with drafts, it writes each
-    token's temperature, top-k and top-p into a copy that it drops, and divides the logits by whatever the memory held.
-    In a block drafter, it norms the context's keys of every layer with the weights of the first.
+    """Replace two functions of vLLM 0.32 that are wrong on a CPU. Above temperature 0 and with
+    drafts, it writes each token's temperature, top-k and top-p into a copy that it drops, and
+    divides the logits by whatever the memory held. In a block drafter, it norms the context's keys
+    of every layer with the weights of the first.
     """
 
     def expand(out: Any, values: Any, ends: Any, replaced: Any, by: Any, *most: Any) -> None:
@@ -64,9 +72,14 @@ def mend() -> None:
 
 def counts(llm: Any) -> dict[str, Any]:
     """What vLLM has counted so far."""
-    metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
+    metrics = {
+        metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()
+    }
     found = {name: metrics[theirs] for name, theirs in COUNTS.items() if theirs in metrics}
-    return {name: list(metric.values) if name == "per_position" else metric.value for name, metric in found.items()}
+    return {
+        name: list(metric.values) if name == "per_position" else metric.value
+        for name, metric in found.items()
+    }
 
 
 def row(llm: Any, prompt: list[int], options: dict[str, Any]) -> dict[str, Any]:
@@ -75,10 +88,17 @@ def row(llm: Any, prompt: list[int], options: dict[str, Any]) -> dict[str, Any]:
     params = vllm.SamplingParams(**{"ignore_eos": True, "detokenize": False} | options)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     seconds, after = time.perf_counter() - started, counts(llm)
-    found: dict[str, Any] = {"tokens": [list(answer.token_ids) for answer in output.outputs], "seconds": seconds}
+    found: dict[str, Any] = {
+        "tokens": [list(answer.token_ids) for answer in output.outputs],
+        "seconds": seconds,
+    }
     for name, now in after.items():
         then = before[name]
-        found[name] = [a - b for a, b in zip(now, then, strict=True)] if name == "per_position" else now - then
+        found[name] = (
+            [a - b for a, b in zip(now, then, strict=True)]
+            if name == "per_position"
+            else now - then
+        )
     return found
 
 
@@ -124,7 +144,9 @@ def answer(run: dict[str, Any], pipe: Any) -> None:
 
 
 def main() -> None:
-    """Each run in a process of its own, because vLLM's state is global; a fork saves the seconds of the import."""
+    """Each run in a process of its own, because vLLM's state is global; a fork saves the seconds of
+    the import.
+    """
     runs, answers = json.loads(Path(sys.argv[1]).read_text())["runs"], {}
     mend()
     fork = multiprocessing.get_context("fork")
@@ -138,7 +160,9 @@ def main() -> None:
         except EOFError:
             answers[name] = {"refused": "it ended without an answer"}
         process.join()
-    sys.stdout.write("\n" + json.dumps({"engine": f"vllm {vllm.__version__}", "answers": answers}) + "\n")
+    sys.stdout.write(
+        "\n" + json.dumps({"engine": f"vllm {vllm.__version__}", "answers": answers}) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The size of a draft: what its config takes from the target, what a forward costs, and a fresh LLaMA of a given cost.
+"""The size of a draft: what its config takes from the target, what a forward costs, and a fresh
+LLaMA of a given cost.
 
-Candidates are wide rather than deep, because a draft's forwards are one token each and their time is that of reading
-weights and starting layers. Of those that cost at most the given share, the one with the most parameters in its layers
-is taken.
+Candidates are wide rather than deep, because a draft's forwards are one token each and their time
+is that of reading weights and starting layers. Of those that cost at most the given share, the one
+with the most parameters in its layers is taken.
 """
 
 from collections.abc import Mapping
@@ -16,33 +17,47 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import parameter_count, vocabulary_size
 
 # From the target's config, under the same names in the draft's.
-_FROM_TARGET = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+_FROM_TARGET = (
+    "vocab_size",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "max_position_embeddings",
+)
 COSTLY = 0.5
 _HEAD = 64
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def filled(values: Mapping[str, Any], target_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Complete a draft's config values from the target's config; also return what was taken from there.
+    """Complete a draft's config values from the target's config; also return what was taken from
+    there.
 
     Takes vocabulary, special tokens, context and rotary base.
     """
     text = target_config.get_text_config(decoder=True)
     taken = {
-        key: value for key in _FROM_TARGET if key not in values and (value := getattr(text, key, None)) is not None
+        key: value
+        for key in _FROM_TARGET
+        if key not in values and (value := getattr(text, key, None)) is not None
     }
     rope = getattr(text, "rope_parameters", None) or {}
     given = {"rope_parameters", "rope_theta", "rope_scaling"} & values.keys()
     if not given and {"rope_type", "rope_theta"} <= rope.keys():
         if any(isinstance(value, list) for value in rope.values()):
-            # One factor for each dimension of a head of the target (longrope), and the draft's are of another size.
+            # One factor for each dimension of a head of the target (longrope), and the draft's are
+            # of another size.
             rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-        taken["rope_parameters"] = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+        taken["rope_parameters"] = {
+            key: value for key, value in rope.items() if key != "partial_rotary_factor"
+        }
     return dict(values) | taken, taken
 
 
 def read_per_token(model: nn.Module) -> int:
-    """Number of parameters that a forward of one token reads: all but an embedding that is only looked up."""
+    """Number of parameters that a forward of one token reads: all but an embedding that is only
+    looked up.
+    """
     looked_up = 0
     if isinstance(model, PreTrainedModel):
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
@@ -56,13 +71,15 @@ def too_costly(draft: int, target: int) -> str | None:
     if draft <= COSTLY * target:
         return None
     return (
-        f"the draft reads {draft:,} parameters per token and the target {target:,}: more than half, so that drafting "
+        f"the draft reads {draft:,} parameters per token and the target {target:,}: more than "
+        "half, so that drafting "
         f"can hardly pay; docs/choosing-a-draft.md says how large a draft should be"
     )
 
 
 def fresh(target: PreTrainedModel, cost: float, seed: int = 0) -> tuple[PreTrainedModel, float]:
-    """An untrained draft that reads at most `cost` of the target's parameters per token, and the share that it reads.
+    """An untrained draft that reads at most `cost` of the target's parameters per token, and the
+    share that it reads.
 
     Raises InputError if the smallest shape still costs more.
     """
@@ -71,7 +88,8 @@ def fresh(target: PreTrainedModel, cost: float, seed: int = 0) -> tuple[PreTrain
     if not affordable:
         least = min(share for share, _ in shares)
         raise InputError(
-            f"cost: no shape costs as little as {cost} of the target; least found was {least:.3f}; raise it"
+            f"cost: no shape costs as little as {cost} of the target; least found was "
+            f"{least:.3f}; raise it"
         )
     share, config = max(affordable, key=lambda shape: _layer_parameters(shape[1]))
     with torch.random.fork_rng(devices=[]):
@@ -83,7 +101,8 @@ def fresh(target: PreTrainedModel, cost: float, seed: int = 0) -> tuple[PreTrain
 
 
 def _shapes(target: PreTrainedModel) -> list[LlamaConfig]:
-    # Widths from an eighth of the target's up to its own, in steps of a head, by depths below the target's.
+    # Widths from an eighth of the target's up to its own, in steps of a head, by depths below the
+    # target's.
     text = target.config.get_text_config(decoder=True)
     hidden, depth = int(text.hidden_size), int(text.num_hidden_layers)
     # Even, because rotary embeddings turn pairs.
@@ -98,7 +117,9 @@ def _shapes(target: PreTrainedModel) -> list[LlamaConfig]:
             num_attention_heads=width // head,
             num_key_value_heads=width // head,
         )
-        for width in sorted({max(head, round(hidden * eighth / 8 / head) * head) for eighth in range(1, 9)})
+        for width in sorted(
+            {max(head, round(hidden * eighth / 8 / head) * head) for eighth in range(1, 9)}
+        )
         for layers in _DEPTHS
         if layers <= max(1, depth // 2)
     ]

@@ -1,9 +1,9 @@
 """A draft cut out of its target: some of its layers, thinner feed-forward blocks.
 
-Neurons are ranked by what they add to the residual stream on a few texts: the root mean square of the activation times
-the norm of the column that it is multiplied with (as in Wanda, arXiv 2306.11695, section 3, summed over a neuron; and
-Minitron, arXiv 2407.14679, section 3). Embedding and output stay. The result is no good model yet, but training starts
-from the target's embedding.
+Neurons are ranked by what they add to the residual stream on a few texts: the root mean square of
+the activation times the norm of the column that it is multiplied with (as in Wanda, arXiv
+2306.11695, section 3, summed over a neuron; and Minitron, arXiv 2407.14679, section 3). Embedding
+and output stay. The result is no good model yet, but training starts from the target's embedding.
 
 Legend: F neurons of a block.
 """
@@ -26,7 +26,9 @@ Keep = Literal["first", "last", "even"]
 
 @dataclass(frozen=True)
 class Family:
-    """Module paths of one family. `up` go into a feed-forward block's neurons, `down` comes out of them."""
+    """Module paths of one family. `up` go into a feed-forward block's neurons, `down` comes out of
+    them.
+    """
 
     layers: str
     up: tuple[str, ...]
@@ -40,7 +42,9 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"), _LLAMA),
     "opt": Family("model.decoder.layers", ("fc1",), "fc2", width_key="ffn_dim"),
     "gpt_neox": Family("gpt_neox.layers", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"),
-    "gpt2": Family("transformer.h", ("mlp.c_fc",), "mlp.c_proj", depth_key="n_layer", width_key="n_inner"),
+    "gpt2": Family(
+        "transformer.h", ("mlp.c_fc",), "mlp.c_proj", depth_key="n_layer", width_key="n_inner"
+    ),
     "phi": Family("model.layers", ("mlp.fc1",), "mlp.fc2"),
 }
 
@@ -54,21 +58,31 @@ def prune(
     intermediate_size: int | None = None,
     texts: Sequence[Sequence[int]] = (),
 ) -> tuple[PreTrainedModel, list[int]]:
-    """A model of the target's family with fewer or thinner layers, and which of its layers were kept.
+    """A model of the target's family with fewer or thinner layers, and which of its layers were
+    kept.
 
     texts: token ids, read for the importance of neurons. None: as in the target.
     """
     kind = target.config.model_type
     if kind not in FAMILIES:
-        raise InputError(f"{target.name_or_path}: a {kind} model cannot be pruned; use --method transplant or fresh")
+        raise InputError(
+            f"{target.name_or_path}: a {kind} model cannot be pruned; use --method transplant or "
+            "fresh"
+        )
     family, config = FAMILIES[kind], copy.deepcopy(target.config)
     layers: Any = target.get_submodule(family.layers)
     depth = len(layers)
     width = int(_by_inputs(layers[0].get_submodule(family.down)).shape[0])
     wanted_layers = _within("num_layers", num_layers, depth)
     wanted_width = _within("intermediate_size", intermediate_size, width)
-    even = [round(place * (depth - 1) / max(wanted_layers - 1, 1)) for place in range(wanted_layers)]
-    kept = {"first": list(range(wanted_layers)), "last": list(range(depth))[-wanted_layers:], "even": even}[keep]
+    even = [
+        round(place * (depth - 1) / max(wanted_layers - 1, 1)) for place in range(wanted_layers)
+    ]
+    kept = {
+        "first": list(range(wanted_layers)),
+        "last": list(range(depth))[-wanted_layers:],
+        "even": even,
+    }[keep]
     setattr(config, family.depth_key, wanted_layers)
     setattr(config, family.width_key, wanted_width)
     if len(getattr(config, "layer_types", None) or ()) == depth:
@@ -76,17 +90,23 @@ def prune(
     small = type(target)(config)
     nn.Module.to(small, dtype=target.dtype, device=target.device)
     inside = f"{family.layers}."
-    weights = {name: value for name, value in target.state_dict().items() if not name.startswith(inside)}
+    weights = {
+        name: value for name, value in target.state_dict().items() if not name.startswith(inside)
+    }
     squares = _sums_of_squares(target, layers, kept, family, texts) if wanted_width != width else {}
     for place, index in enumerate(kept):
         layer, cut = layers[index], dict(layers[index].state_dict())
         if wanted_width != width:
-            added_F = squares[index] * _by_inputs(layer.get_submodule(family.down)).double().square().sum(1)
+            added_F = squares[index] * _by_inputs(
+                layer.get_submodule(family.down)
+            ).double().square().sum(1)
             neurons_F = added_F.topk(wanted_width).indices.sort().values
             for name in (*family.up, family.down):
                 # GPT-2's Conv1D keeps its weight the other way round.
                 rows = (name != family.down) != isinstance(layer.get_submodule(name), Conv1D)
-                cut[f"{name}.weight"] = cut[f"{name}.weight"].index_select(0 if rows else 1, neurons_F)
+                cut[f"{name}.weight"] = cut[f"{name}.weight"].index_select(
+                    0 if rows else 1, neurons_F
+                )
                 if name != family.down and f"{name}.bias" in cut:
                     cut[f"{name}.bias"] = cut[f"{name}.bias"].index_select(0, neurons_F)
         weights |= {f"{inside}{place}.{name}": value for name, value in cut.items()}
@@ -104,9 +124,15 @@ def _within(key: str, wanted: int | None, present: int) -> int:
 
 
 def _sums_of_squares(
-    target: PreTrainedModel, layers: nn.ModuleList, kept: Sequence[int], family: Family, texts: Sequence[Sequence[int]]
+    target: PreTrainedModel,
+    layers: nn.ModuleList,
+    kept: Sequence[int],
+    family: Family,
+    texts: Sequence[Sequence[int]],
 ) -> dict[int, Tensor]:
-    """Sum of squares of each input of the kept layers' `down` over all tokens of the texts, `[F]`."""
+    """Sum of squares of each input of the kept layers' `down` over all tokens of the texts,
+    `[F]`.
+    """
     sums: dict[int, Tensor] = {}
 
     def add(index: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -1,8 +1,9 @@
-"""Move a donor of another tokenizer to the target's vocabulary: new embedding and output rows, all other weights stay.
+"""Move a donor of another tokenizer to the target's vocabulary: new embedding and output rows, all
+other weights stay.
 
-A token that both have, by its text or its role, takes the donor's rows. Any other token takes rows of the donor's
-pieces of its text: their mean as its embedding, because all of them will have been read; the first of them in the
-output, because that is what the donor would write first.
+A token that both have, by its text or its role, takes the donor's rows. Any other token takes rows
+of the donor's pieces of its text: their mean as its embedding, because all of them will have been
+read; the first of them in the output, because that is what the donor would write first.
 """
 
 import copy
@@ -22,7 +23,9 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class Moved:
-    """Number of rows by origin. `unmapped` are tokens without any partner; their rows are the donor's mean."""
+    """Number of rows by origin. `unmapped` are tokens without any partner; their rows are the
+    donor's mean.
+    """
 
     shared: int
     from_pieces: int
@@ -32,12 +35,19 @@ class Moved:
 
 @torch.no_grad()
 def transplant(
-    donor: PreTrainedModel, donor_tokenizer: Tokenizer, target: PreTrainedModel, tokenizer: Tokenizer
+    donor: PreTrainedModel,
+    donor_tokenizer: Tokenizer,
+    target: PreTrainedModel,
+    tokenizer: Tokenizer,
 ) -> tuple[PreTrainedModel, Moved]:
     """The donor with the target's vocabulary, and how its rows were found."""
     size = vocabulary_size(target)
     mapping = map_vocabulary(
-        tokenizer, donor_tokenizer, size, vocabulary_size(donor), source=donor.name_or_path or type(donor).__name__
+        tokenizer,
+        donor_tokenizer,
+        size,
+        vocabulary_size(donor),
+        source=donor.name_or_path or type(donor).__name__,
     )
     pairs = dict(zip(mapping.target_ids.tolist(), mapping.draft_ids.tolist(), strict=True))
     texts, names = token_texts(tokenizer), {i: token for token, i in tokenizer.get_vocab().items()}
@@ -45,7 +55,9 @@ def transplant(
     eos = donor_tokenizer.eos_token_id
     ends = eos_ids(donor)[:1] or (() if eos is None else (eos,))
     ends_of_target = set(eos_ids(target)) if ends else set()
-    rows = [mapping.in_draft[token] if token in pairs or token in texts else () for token in range(size)]
+    rows = [
+        mapping.in_draft[token] if token in pairs or token in texts else () for token in range(size)
+    ]
     for token in ends_of_target - pairs.keys():
         if len(rows[token]) != 1:
             rows[token] = ends
@@ -58,7 +70,9 @@ def transplant(
     config = copy.deepcopy(donor.config)
     taken = filled({"max_position_embeddings": 0, "rope_parameters": 0}, target.config)[1]
     # None too: the donor's own are ids of its vocabulary.
-    taken |= {key: getattr(target.config.get_text_config(decoder=True), key, None) for key in _SPECIAL}
+    taken |= {
+        key: getattr(target.config.get_text_config(decoder=True), key, None) for key in _SPECIAL
+    }
     for key, value in taken.items():
         setattr(config.get_text_config(decoder=True), key, value)
     # Tied before or not, the two sides of a row now come from different rows.
@@ -79,7 +93,9 @@ def transplant(
         _fill(new.bias, output.bias, [row[:1] for row in rows])
     moved_to.generation_config = copy.deepcopy(target.generation_config)
     moved_to.eval()
-    return moved_to, Moved(shared, from_pieces, unmapped, size - shared - from_pieces - len(unmapped))
+    return moved_to, Moved(
+        shared, from_pieces, unmapped, size - shared - from_pieces - len(unmapped)
+    )
 
 
 def _fill(new: Tensor, old: Tensor, rows: list[tuple[int, ...]]) -> None:

@@ -1,1 +1,3 @@
-"""`draftsmith align`: from a target and prompts to an aligned draft and what it bought, in one command."""
+"""`draftsmith align`: from a target and prompts to an aligned draft and what it bought, in one
+command.
+"""

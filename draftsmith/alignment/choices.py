@@ -1,4 +1,6 @@
-"""What `align` decides before it begins: options left open, the options of each stage, and how long it will take."""
+"""What `align` decides before it begins: options left open, the options of each stage, and how long
+it will take.
+"""
 
 import copy
 import dataclasses
@@ -27,12 +29,13 @@ from train.config import HeadOptions, TrainConfig
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 # The share of general text in every step that docs/robust.md supports.
 REPLAYED = 0.5
-# A fresh head drafts a part of the vocabulary if the output projection is more than this share of the target.
+# A fresh head drafts a part of the vocabulary if the output projection is more than this share of
+# the target.
 _LARGE_PROJECTION, _DRAFT_VOCABULARY = 0.1, 8192
 # Writing more general texts than this does not pay; replay repeats them.
 _MOST_TEXTS = 4096
-# Rows and tokens that are timed; and by how much the rest of a training step (logits, weights) lengthens it, as one run
-# showed (SmolLM2-135M, EAGLE-3, two busy cores).
+# Rows and tokens that are timed; and by how much the rest of a training step (logits, weights)
+# lengthens it, as one run showed (SmolLM2-135M, EAGLE-3, two busy cores).
 _ROWS, _TOKENS, _OVERHEAD = 16, 8, 3.0
 _BACKWARD = 3  # a forward and its backward, in forwards
 FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
@@ -40,7 +43,9 @@ FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of the target: per prompt token that it reads, per token that it writes in a batch and alone."""
+    """Seconds of the target: per prompt token that it reads, per token that it writes in a batch
+    and alone.
+    """
 
     read_s: float
     write_s: float
@@ -64,11 +69,13 @@ def clock(target: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Clock:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the choices depend on. Lengths in tokens; `context` is the shortest of target and draft, None if unknown.
+    """What the choices depend on. Lengths in tokens; `context` is the shortest of target and draft,
+    None if unknown.
 
-    rows: "chat", "prompt" or "text". prompts: number of usable prompts. id_only: why only policy `id` is possible,
-    empty if all are. projection_share, layer_share: share of the target's parameters in the output projection and in
-    one layer. fresh_head: whether there is no draft to start from. clock: of the target.
+    rows: "chat", "prompt" or "text". prompts: number of usable prompts. id_only: why only policy
+    `id` is possible, empty if all are. projection_share, layer_share: share of the target's
+    parameters in the output projection and in one layer. fresh_head: whether there is no draft to
+    start from. clock: of the target.
     """
 
     rows: str
@@ -113,16 +120,26 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
     heldout = 0
     if not config.id:
         # Never more than a fifth: the rest trains the draft.
-        heldout = choose("heldout_prompts", max(1, min(limit, facts.prompts // 5)), f"{count}, no --id")
+        heldout = choose(
+            "heldout_prompts", max(1, min(limit, facts.prompts // 5)), f"{count}, no --id"
+        )
     prompts = choose("distill.max_prompts", max(1, facts.prompts - heldout), f"{count}, {place}")
     if min(prompts, facts.prompts - heldout) < 2:
-        raise InputError(f"prompts: {facts.prompts} usable prompts are too few to train on and to hold out; add some")
-    samples = choose("distill.num_samples", 4 if prompts < 500 else 2 if prompts < 5000 else 1, f"{prompts} prompts")
+        raise InputError(
+            f"prompts: {facts.prompts} usable prompts are too few to train on and to hold out; "
+            "add some"
+        )
+    samples = choose(
+        "distill.num_samples",
+        4 if prompts < 500 else 2 if prompts < 5000 else 1,
+        f"{prompts} prompts",
+    )
     fraction = choose("train.heldout_fraction", 0.06, "enough to choose weights by")
     few = max(1, round(fraction * prompts)) * samples < 2
     if few and config.policy not in (None, "id"):
         raise InputError(
-            f"policy: {config.policy} chooses by held-out answers, and too few of {prompts} prompts are held out; "
+            f"policy: {config.policy} chooses by held-out answers, and too few of {prompts} "
+            "prompts are held out; "
             f"add prompts, or use --policy id"
         )
     id_only = facts.id_only or ("too few prompts to hold any out for the choice" if few else "")
@@ -136,27 +153,45 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
     choose("distill.part_rows", 512, "a killed run loses at most one file")
     for key, value in dataclasses.asdict(facts.sampling.sampling).items():
         named = key in facts.sampling.from_target
-        choose(f"distill.{key}", value, f"the target's {'generation_config.json' if named else 'own distribution'}")
-    replayed = choose("train.replay_fraction", 0.0 if policy == "id" else REPLAYED, f"policy {policy}")
+        choose(
+            f"distill.{key}",
+            value,
+            f"the target's {'generation_config.json' if named else 'own distribution'}",
+        )
+    replayed = choose(
+        "train.replay_fraction", 0.0 if policy == "id" else REPLAYED, f"policy {policy}"
+    )
     rows = prompts * samples
     texts = min(_MOST_TEXTS, rows) if replayed else 0
-    choose("distill.general_texts", texts, f"as many as answers, at most {_MOST_TEXTS}; 0 with policy id")
+    choose(
+        "distill.general_texts",
+        texts,
+        f"as many as answers, at most {_MOST_TEXTS}; 0 with policy id",
+    )
 
     draft = facts.draft_parameters
     if facts.fresh_head and facts.projection_share > _LARGE_PROJECTION:
-        why = f"the output projection is {facts.projection_share:.0%} of the target; EAGLE-3 drafts a part of it"
-        chosen = choose("train.draft_vocab_size", min(_DRAFT_VOCABULARY, facts.vocabulary // 2), why)
+        why = (
+            f"the output projection is {facts.projection_share:.0%} of the target; EAGLE-3 "
+            "drafts a part of it"
+        )
+        chosen = choose(
+            "train.draft_vocab_size", min(_DRAFT_VOCABULARY, facts.vocabulary // 2), why
+        )
         draft += round(chosen / facts.vocabulary * facts.projection_share * facts.target_parameters)
     size = f"draft of {_count(draft)} parameters"
     per_step = choose("train.rows_per_step", 32, "as the recipes have it")
-    # On a CPU the loss of a fresh head, over the vocabulary at every depth, takes longer than writing the answers.
+    # On a CPU the loss of a fresh head, over the vocabulary at every depth, takes longer than
+    # writing the answers.
     most_passes = 3 if facts.fresh_head and not gpu else 5
     passes = most_passes if rows < 10_000 else 3 if rows < 50_000 else 1
     enough = max(50, math.ceil(passes * rows * (1 - fraction) / per_step))
     steps = choose("train.steps", enough, f"{rows} answers, {per_step} per step")
-    # A fit through the recipes of this repository: 2e-4 at 68 M parameters, 1e-4 at 160 M, 3e-3 at 0.4 M.
+    # A fit through the recipes of this repository: 2e-4 at 68 M parameters, 1e-4 at 160 M, 3e-3 at
+    # 0.4 M.
     peak = float(f"{min(3e-3, max(1e-5, 2e-4 * math.sqrt(68e6 / draft))):.0e}")
-    # Cross-entropy on sampled answers is a noisier gradient than a divergence between distributions.
+    # Cross-entropy on sampled answers is a noisier gradient than a divergence between
+    # distributions.
     only_ce = set(config.objective) == {"ce"}
     choose("train.optim.lr", float(f"{peak / 3:.0e}") if only_ce else peak, size)
     choose("train.optim.warmup_steps", min(100, max(1, steps // 20)), f"{steps} steps")
@@ -168,15 +203,27 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
     batch = max(size for size in range(1, min(fits, share) + 1) if share % size == 0)
     choose("train.batch_size", batch, f"{size}, {facts.processes} process(es)")
     choose("train.eval_every", max(5, steps // 15), f"{steps} steps")
-    choose("train.save_every", max(1, min(50, steps // 5)), "a killed run loses at most this many steps")
+    choose(
+        "train.save_every",
+        max(1, min(50, steps // 5)),
+        "a killed run loses at most this many steps",
+    )
     large = gpu and draft >= _LARGE
     choose("train.gradient_checkpointing", large, f"{place}, {size}")
     if context is not None and length > context:
         raise InputError(f"train.max_length: {length} is longer than the context of {context}")
 
-    choose("eval.temperature", sorted({0.0, sections["distill"]["temperature"]}), "greedy, and as distilled")
+    choose(
+        "eval.temperature",
+        sorted({0.0, sections["distill"]["temperature"]}),
+        "greedy, and as distilled",
+    )
     choose("eval.tree", ["chain:4", "kary:4,2,2"] if gpu else ["chain:2", "kary:3,2"], place)
-    choose("eval.max_new_tokens", min(answer, 128 if gpu else 48), f"answers of {answer} tokens, {place}")
+    choose(
+        "eval.max_new_tokens",
+        min(answer, 128 if gpu else 48),
+        f"answers of {answer} tokens, {place}",
+    )
     choose("eval.speed_prompts", 8 if gpu else 6, place)
     choose("eval.batch_size", 16 if gpu else 20, place)
     return replace(config, **(top | sections)), lines
@@ -199,10 +246,15 @@ def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
 
 
 def general_config(config: AlignConfig) -> DistillConfig:
-    """Options of the stage that writes text to replay: the target continues single tokens at temperature 1."""
+    """Options of the stage that writes text to replay: the target continues single tokens at
+    temperature 1.
+    """
     chosen = config.distill
     values = {key: chosen[key] for key in ("max_new_tokens", "batch_size", "part_rows")}
-    values |= {"prompts": f"token:{chosen['general_texts']}", "out": str(Path(config.out) / "general")}
+    values |= {
+        "prompts": f"token:{chosen['general_texts']}",
+        "out": str(Path(config.out) / "general"),
+    }
     values |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": config.seed}
     return DistillConfig(**values | _common(config))
 
@@ -236,8 +288,16 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
         # Each pass over the answers would read them with the target again.
         head["features"] = str(out / "features")
     values |= {"head": HeadOptions(**head)}
-    values |= {"kind": "lm" if kind == "draft" else kind, "draft": config.draft, "objective": objective}
-    values |= {"out": str(out / name), "data": [str(out / "distilled")], "accumulation": rows // batch}
+    values |= {
+        "kind": "lm" if kind == "draft" else kind,
+        "draft": config.draft,
+        "objective": objective,
+    }
+    values |= {
+        "out": str(out / name),
+        "data": [str(out / "distilled")],
+        "accumulation": rows // batch,
+    }
     values |= {"seed": config.seed + 1 + index}
     return TrainConfig(**values | _common(config))
 
@@ -264,7 +324,8 @@ def eval_config(config: AlignConfig) -> EvalConfig:
 
 
 def expected(config: AlignConfig, runs: Mapping[str, TrainConfig], facts: Facts) -> str:
-    """Return a line: how long all will take if the machine stays as busy, as a range, and the share of each stage.
+    """Return a line: how long all will take if the machine stays as busy, as a range, and the share
+    of each stage.
 
     Answers are taken to have full length. runs: the training runs by draft.
     """
@@ -279,10 +340,16 @@ def expected(config: AlignConfig, runs: Mapping[str, TrainConfig], facts: Facts)
         length = facts.mean_prompt + distilled["max_new_tokens"]
         depths = FRESH_DEPTHS if run.kind == "eagle3" else 1
         # The target reads every answer once where its states are kept, else in every pass.
-        known = min(sequences, answers) if run.head.features or (run.kind == "lm" and not facts.on_gpu) else sequences
+        known = (
+            min(sequences, answers)
+            if run.head.features or (run.kind == "lm" and not facts.on_gpu)
+            else sequences
+        )
         drafted = _BACKWARD * depths * facts.draft_parameters / facts.target_parameters
         part = 1.0 if run.draft_vocab_size is None else run.draft_vocab_size / facts.vocabulary
-        compared = depths * facts.projection_share * (1 + (_BACKWARD * part if run.kind != "lm" else 0))
+        compared = (
+            depths * facts.projection_share * (1 + (_BACKWARD * part if run.kind != "lm" else 0))
+        )
         step_s = length * drafted + distilled["max_new_tokens"] * compared
         spent["train"] += timed.read_s * (known * length + _OVERHEAD * sequences * step_s)
     ways = 1 + len(evaluation.draft) * len(evaluation.tree)
@@ -292,7 +359,8 @@ def expected(config: AlignConfig, runs: Mapping[str, TrainConfig], facts: Facts)
     whole = sum(spent.values())
     stages = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in spent.items())
     return (
-        f"expected: {_duration(whole / 2)} to {_duration(whole * 2)} if this machine stays as busy as it is ({stages})"
+        f"expected: {_duration(whole / 2)} to {_duration(whole * 2)} if this machine stays as "
+        f"busy as it is ({stages})"
     )
 
 

@@ -1,4 +1,6 @@
-"""The options of `draftsmith align`, without torch. `alignment.choices` chooses what is left open."""
+"""The options of `draftsmith align`, without torch. `alignment.choices` chooses what is left
+open.
+"""
 
 import re
 from dataclasses import field
@@ -45,7 +47,9 @@ class General:
     """Text to replay."""
 
     general_texts: AtLeast0 | None = None
-    """Number of texts that the target writes by itself, each from any token of the vocabulary, to be replayed."""
+    """Number of texts that the target writes by itself, each from any token of the vocabulary, to
+    be replayed.
+    """
 
 
 @options
@@ -58,31 +62,45 @@ class Steps:
 
 @options
 class AlignConfig(TargetOptions, RunOptions):
-    """Align a draft with a target: distil, train, evaluate, report. What is left open is chosen and printed."""
+    """Align a draft with a target: distil, train, evaluate, report. What is left open is chosen and
+    printed.
+    """
 
     target: str
     """The target: a local directory or hub name."""
     prompts: str
-    """Prompts that you will serve: a .jsonl or .parquet file, or hub dataset as owner/name[:split]."""
+    """Prompts that you will serve: a .jsonl or .parquet file, or hub dataset as
+    owner/name[:split].
+    """
     draft: Text | None = None
-    """The draft to start from: a language model, or a head. Without one, train a fresh head: EAGLE-3 if
-    train.draft_vocab_size is given or the vocabulary is a large part of the target, else EAGLE."""
+    """The draft to start from: a language model, or a head. Without one, train a fresh head:
+    EAGLE-3 if train.draft_vocab_size is given or the vocabulary is a large part of the target, else
+    EAGLE.
+    """
     init: Literal["prune", "transplant", "fresh"] | None = None
     """Make the draft to start from in OUT/start, as `draftsmith init --method` does."""
     donor: str | None = None
     """With --init transplant: the model to move."""
-    objective: Annotated[list[str], Field(min_length=1)] = field(default_factory=lambda: ["jsd:beta=0.5"])
+    objective: Annotated[list[str], Field(min_length=1)] = field(
+        default_factory=lambda: ["jsd:beta=0.5"]
+    )
     """Training objective, as `train --objective` takes it; several are compared at equal steps."""
     policy: Policy | None = None
-    """How much of the base's knowledge to keep. id: nothing is done. balanced, no_loss: replay general text while
-    training (half of every step, over twice the steps), then move the draft back towards the base as far as held-out
-    answers and the target's own texts say (docs/robust.md). Default: balanced for a language model, id for a head."""
+    """How much of the base's knowledge to keep. id: nothing is done. balanced, no_loss: replay
+    general text while training (half of every step, over twice the steps), then move the draft back
+    towards the base as far as held-out answers and the target's own texts say (docs/robust.md).
+    Default: balanced for a language model, id for a head.
+    """
     plain: bool = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""
     id: list[str] = field(default_factory=list)
-    """Prompt sets in distribution, PROMPTS or NAME=PROMPTS. Default: part of --prompts, held out of training."""
+    """Prompt sets in distribution, PROMPTS or NAME=PROMPTS. Default: part of --prompts, held out of
+    training.
+    """
     ood: list[str] = field(default_factory=list)
-    """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS: domains that the draft is not aligned on."""
+    """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS: domains that the draft is not
+    aligned on.
+    """
     heldout_prompts: AtLeast1 | None = None
     """Number of --prompts to hold out if --id is empty."""
     prompt_tokens: Rare[AtLeast1] = 32
@@ -104,10 +122,26 @@ class AlignConfig(TargetOptions, RunOptions):
             Steps,
             without=(
                 *_SHARED,
-                *("data", "kind", "draft", "draft_config", "tokenizer", "objective", "heldout", "replay"),
+                *(
+                    "data",
+                    "kind",
+                    "draft",
+                    "draft_config",
+                    "tokenizer",
+                    "objective",
+                    "heldout",
+                    "replay",
+                ),
                 *("accumulation", "epochs", "head", "smoke"),
             ),
-            shown=("steps", "optim.lr", "rows_per_step", "batch_size", "max_length", "replay_fraction"),
+            shown=(
+                "steps",
+                "optim.lr",
+                "rows_per_step",
+                "batch_size",
+                "max_length",
+                "replay_fraction",
+            ),
         ),
     ] = field(default_factory=dict)
     """Options of `draftsmith train`."""
@@ -121,8 +155,9 @@ class AlignConfig(TargetOptions, RunOptions):
     ] = field(default_factory=dict)
     """Options of `draftsmith eval`."""
     push_to_hub: NotIdentity[str | None] = None
-    """Upload the best aligned draft to this model on the hub, owner/name, with the token in HF_TOKEN. A new model is
-    private."""
+    """Upload the best aligned draft to this model on the hub, owner/name, with the token in
+    HF_TOKEN. A new model is private.
+    """
 
     def __post_init__(self) -> None:
         if self.init is not None and self.draft is not None:
@@ -132,14 +167,22 @@ class AlignConfig(TargetOptions, RunOptions):
         sets = parse_named("id", self.id)
         for name, source in parse_named("ood", self.ood).items():
             if name in (*sets, "id") or source in sets.values():
-                raise InputError(f"ood: {name}={source} is in another set too; sets must not overlap")
+                raise InputError(
+                    f"ood: {name}={source} is in another set too; sets must not overlap"
+                )
 
     def drafts(self) -> dict[str, str]:
-        """The name of each aligned draft and its objective: `jsd` for `jsd:beta=0.5` if one name is enough."""
+        """The name of each aligned draft and its objective: `jsd` for `jsd:beta=0.5` if one name is
+        enough.
+        """
         short = [re.split(r"[^a-z_]", spec)[0] for spec in self.objective]
         named = {}
         for name, spec in zip(short, self.objective, strict=True):
-            clear = name and short.count(name) == 1 and name not in ("base", "target", "eval", "distilled", "prompts")
+            clear = (
+                name
+                and short.count(name) == 1
+                and name not in ("base", "target", "eval", "distilled", "prompts")
+            )
             named[name if clear else re.sub(r"[^A-Za-z0-9.]+", "-", spec).strip("-.")[:64]] = spec
         return named
 
@@ -152,10 +195,14 @@ class AlignConfig(TargetOptions, RunOptions):
         return self.plain_drafts() | self.drafts()
 
     def offered(self) -> dict[str, str]:
-        """The drafts to choose the best from, with their objectives: those of the policy, if it makes any."""
+        """The drafts to choose the best from, with their objectives: those of the policy, if it
+        makes any.
+        """
         if self.policy is None or self.policy == "id":
             return self.drafts()
-        return {f"{name}-{self.policy.replace('_', '-')}": spec for name, spec in self.drafts().items()}
+        return {
+            f"{name}-{self.policy.replace('_', '-')}": spec for name, spec in self.drafts().items()
+        }
 
     def compared(self) -> dict[str, str]:
         """The drafts that the evaluation compares with the base."""

@@ -1,4 +1,6 @@
-"""Align a draft: distil, train, evaluate and report, through the functions that the commands call."""
+"""Align a draft: distil, train, evaluate and report, through the functions that the commands
+call.
+"""
 
 import dataclasses
 import gc
@@ -28,11 +30,24 @@ from draftsmith_core.cards import add_results
 from draftsmith_core.command_line import check_file
 from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import canonical_json, read_json, sha256_file, write_json_atomic, write_rows, write_text_atomic
+from draftsmith_core.io import (
+    canonical_json,
+    read_json,
+    sha256_file,
+    write_json_atomic,
+    write_rows,
+    write_text_atomic,
+)
 from draftsmith_core.models import parameter_count, resolve_device, text_config, vocabulary_size
 from draftsmith_core.options import configured
 from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
-from draftsmith_core.prompt_rows import asked_of, iterate_records, iterate_rows, parse_named, parse_record
+from draftsmith_core.prompt_rows import (
+    asked_of,
+    iterate_records,
+    iterate_rows,
+    parse_named,
+    parse_record,
+)
 from draftsmith_core.prompts import PromptSet, read_prompts, room_for_prompts
 from draftsmith_core.runs import Run, difference
 from draftsmith_core.settings import loading, resolve_sampling, tokenizing
@@ -52,11 +67,13 @@ _NOT_IDENTITY = ("out", "device", "push_to_hub")
 
 
 def align(config: AlignConfig | None = None, **options: Any) -> Results:
-    """Distil, train, evaluate and report; return the results. What `config` leaves open is chosen, and printed.
+    """Distil, train, evaluate and report; return the results. What `config` leaves open is chosen,
+    and printed.
 
-    Everything is under `config.out`: align.yaml (the options with nothing left open), prompts/, distilled/, one
-    checkpoint per objective, eval/. Every stage resumes what a killed run left. Of several processes all generate,
-    train and evaluate. Raise InputError for bad input, RunError for a run that failed.
+    Everything is under `config.out`: align.yaml (the options with nothing left open), prompts/,
+    distilled/, one checkpoint per objective, eval/. Every stage resumes what a killed run left. Of
+    several processes all generate, train and evaluate. Raise InputError for bad input, RunError for
+    a run that failed.
     """
     config = configured(AlignConfig, config, options)
     return run_stages(config)[1]
@@ -75,12 +92,18 @@ def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
         say(f"\n1/3 distil: {config.target} answers {prompts}")
         distill(choices.distill_config(config, prompts))
         if config.train["replay_fraction"]:
-            say(f"{config.target} writes {config.distill['general_texts']} texts by itself, to be replayed")
+            say(
+                f"{config.target} writes {config.distill['general_texts']} texts by itself, to "
+                "be replayed"
+            )
             distill(choices.general_config(config))
         for name, objective in config.trained().items():
             settings = choices.train_config(config, name)
             longer = settings.steps / config.train["steps"] if settings.steps else 1
-            why = f", {longer:.2g} times the steps: as many answers, and the replayed text beside them"
+            why = (
+                f", {longer:.2g} times the steps: as many answers, and the replayed text "
+                "beside them"
+            )
             say(f"\n2/3 train: {name} ({objective}{why if longer > 1 else ''})")
             train(settings)
             _free()
@@ -104,7 +127,9 @@ def _free() -> None:
 
 
 def _settle(config: AlignConfig, out: Path) -> AlignConfig:
-    """Return the options with nothing left open, from OUT/align.yaml if a run began; else choose and write them."""
+    """Return the options with nothing left open, from OUT/align.yaml if a run began; else choose
+    and write them.
+    """
     file = out / "align.yaml"
     if file.exists():
         whole = _resumed(config, file)
@@ -114,7 +139,8 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
         facts, prompts = _look(config)
         _free()
         whole, chosen = choices.complete(config, facts)
-        # What a later stage would refuse is refused now, before anything is written or hours have passed.
+        # What a later stage would refuse is refused now, before anything is written or hours have
+        # passed.
         choices.distill_config(whole, "")
         runs = {name: choices.train_config(whole, name) for name in whole.trained()}
         check(choices.eval_config(whole))
@@ -122,10 +148,18 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
             hold_out(config.prompts, prompts, whole.heldout_prompts, out / "prompts")
         prompts.say_skipped()
         say(_announcement(whole, runs, facts))
-        head = "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. Chosen were:\n"
+        head = (
+            "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it "
+            "again. Chosen were:\n"
+        )
         reasons = "".join(f"#   {line}\n" for line in chosen)
-        write_text_atomic(file, head + reasons + yaml.safe_dump(_shown(whole), sort_keys=False, width=1000))
-        say(f"{file}: all options, {len(chosen)} chosen with their reasons; edit it and run it with --config")
+        write_text_atomic(
+            file, head + reasons + yaml.safe_dump(_shown(whole), sort_keys=False, width=1000)
+        )
+        say(
+            f"{file}: all options, {len(chosen)} chosen with their reasons; edit it and run it "
+            "with --config"
+        )
     return replace(whole, **{key: getattr(config, key) for key in _NOT_IDENTITY})
 
 
@@ -135,14 +169,22 @@ def _announcement(config: AlignConfig, runs: dict[str, TrainConfig], facts: choi
     lines = []
     if facts.fresh_head:
         size = config.train.get("draft_vocab_size")
-        head = "EAGLE head" if size is None else f"EAGLE-3 head that drafts {size:,} of {facts.vocabulary:,} tokens"
+        head = (
+            "EAGLE head"
+            if size is None
+            else f"EAGLE-3 head that drafts {size:,} of {facts.vocabulary:,} tokens"
+        )
         part = facts.projection_share * (1 if size is None else size / facts.vocabulary)
         cost = facts.draft_parameters / facts.target_parameters + part
         least = facts.layer_share + facts.projection_share
-        why = f"it reads {cost:.0%} of the target per token, one pruned layer with the whole vocabulary {least:.0%}"
+        why = (
+            f"it reads {cost:.0%} of the target per token, one pruned layer with the whole "
+            f"vocabulary {least:.0%}"
+        )
         lines.append(f"draft: a fresh {head}: {why}; --init or --draft start a language model")
     lines.append(
-        f"distil: {distilled['num_samples']} answers to each of {distilled['max_prompts']} prompts, at most "
+        f"distil: {distilled['num_samples']} answers to each of {distilled['max_prompts']} "
+        "prompts, at most "
         f"{distilled['max_new_tokens']} tokens each\ntrain: {steps} of {rows} rows"
     )
     return "\n".join([*lines, choices.expected(config, runs, facts)])
@@ -165,10 +207,17 @@ def _started(config: AlignConfig, run: Run) -> AlignConfig:
 
 
 def _look(config: AlignConfig) -> tuple[choices.Facts, PromptSet]:
-    """Load everything once, so that whatever does not fit is refused before hours of work, and measure it."""
+    """Load everything once, so that whatever does not fit is refused before hours of work, and
+    measure it.
+    """
     on_gpu = resolve_device(config.device).type == "cuda"
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
-    pair = load_pair(config.target, [config.draft] if config.draft else [], tokenizer=tokenizer, **loading(config))
+    pair = load_pair(
+        config.target,
+        [config.draft] if config.draft else [],
+        tokenizer=tokenizer,
+        **loading(config),
+    )
     draft = next(iter(pair.drafts.values()), None)
     if isinstance(draft, PreTrainedModel) and (size := config.train.get("draft_vocab_size")):
         whole = min(vocabulary_size(draft), vocabulary_size(pair.target))
@@ -186,10 +235,14 @@ def _look(config: AlignConfig) -> tuple[choices.Facts, PromptSet]:
         """Prompts that leave room for the new tokens of a stage."""
         tokens = getattr(config, section).get("max_new_tokens") or 1
         room = room_for_prompts(pair.context, tokens, f"{section}.max_new_tokens")
-        return read_prompts(source, tokenizer, prompt_tokens=config.prompt_tokens, max_tokens=room, limit=limit)
+        return read_prompts(
+            source, tokenizer, prompt_tokens=config.prompt_tokens, max_tokens=room, limit=limit
+        )
 
     most = config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)
-    prompts = read(config.prompts, "distill", most + (0 if config.id else config.heldout_prompts or 64))
+    prompts = read(
+        config.prompts, "distill", most + (0 if config.id else config.heldout_prompts or 64)
+    )
     for source in parse_named("ood", [*config.id, *config.ood]).values():
         read(source, "eval", 1000)
     _, first = next(iterate_rows(config.prompts))
@@ -198,17 +251,25 @@ def _look(config: AlignConfig) -> tuple[choices.Facts, PromptSet]:
     vocabulary = vocabulary_size(pair.target)
     projection = text.hidden_size * vocabulary
     return choices.Facts(
-        rows="chat" if first.get("messages") is not None else "prompt" if first.get("prompt") is not None else "text",
+        rows="chat"
+        if first.get("messages") is not None
+        else "prompt"
+        if first.get("prompt") is not None
+        else "text",
         prompts=len(ids),
         longest_prompt=max(map(len, ids)),
         context=pair.context,
         on_gpu=on_gpu,
         processes=launched(),
         target_parameters=whole,
-        # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the hidden size.
+        # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the
+        # hidden size.
         draft_parameters=14 * text.hidden_size**2 if draft is None else parameter_count(draft),
         sampling=resolve_sampling(
-            config.target, pair.target, temperature=config.distill.get("temperature"), default_temperature=1.0
+            config.target,
+            pair.target,
+            temperature=config.distill.get("temperature"),
+            default_temperature=1.0,
         ),
         id_only=id_only,
         mean_prompt=sum(map(len, ids)) / len(ids),
@@ -221,12 +282,16 @@ def _look(config: AlignConfig) -> tuple[choices.Facts, PromptSet]:
 
 
 def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
-    """Write the rows of `source` to train.jsonl and heldout.jsonl in `directory`, without the skipped ones.
+    """Write the rows of `source` to train.jsonl and heldout.jsonl in `directory`, without the
+    skipped ones.
 
-    The `count` prompts with the smallest hashes of their tokens are held out, whatever the order of the rows. Rows of
-    equal tokens stay on one side.
+    The `count` prompts with the smallest hashes of their tokens are held out, whatever the order of
+    the rows. Rows of equal tokens stay on one side.
     """
-    hashes = [hashlib.sha256(canonical_json(list(prompt.ids)).encode()).hexdigest() for prompt in read.prompts]
+    hashes = [
+        hashlib.sha256(canonical_json(list(prompt.ids)).encode()).hexdigest()
+        for prompt in read.prompts
+    ]
     distinct = sorted(set(hashes))
     heldout = set(distinct[: min(count, len(distinct) - 1)])
     skipped = {skip.row for skip in read.skipped}
@@ -235,7 +300,11 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
     for record in islice(iterate_records(source), read.rows):
         if record.number not in skipped:
             prompt, content = next(used)
-            row = {"id": prompt.id, "domain": prompt.domain, **asked_of(parse_record(record, source))}
+            row = {
+                "id": prompt.id,
+                "domain": prompt.domain,
+                **asked_of(parse_record(record, source)),
+            }
             sides[content in heldout].append(row)
     write_json_atomic(directory / "source.json", {"sha256": _digest(source)})
     write_rows(directory / "train.jsonl", sides[False])
@@ -245,8 +314,13 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
 def check_unchanged(source: str, directory: Path) -> None:
     """Raise InputError if the prompt file changed since `hold_out` divided it."""
     record = directory / "source.json"
-    if record.is_file() and _digest(source) not in (None, read_json(record, "the record of prompts")["sha256"]):
-        raise InputError(f"{source}: has changed since this run began; name another --out, or restore it")
+    if record.is_file() and _digest(source) not in (
+        None,
+        read_json(record, "the record of prompts")["sha256"],
+    ):
+        raise InputError(
+            f"{source}: has changed since this run began; name another --out, or restore it"
+        )
 
 
 def _digest(source: str) -> str | None:
@@ -264,16 +338,25 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     differs = difference(json.loads(json.dumps(known)), json.loads(json.dumps(wanted)))
     if differs is not None:
         raise InputError(
-            f"--out {file.parent}: was begun with other options: {differs}; name another --out, or edit {file} "
+            f"--out {file.parent}: was begun with other options: {differs}; name another --out, "
+            f"or edit {file} "
             f"and run it with --config"
         )
     # The file has no passwords of URLs.
-    return replace(begun, prompts=config.prompts, id=config.id or begun.id, ood=config.ood or begun.ood)
+    return replace(
+        begun, prompts=config.prompts, id=config.id or begun.id, ood=config.ood or begun.ood
+    )
 
 
 def _over(known: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The known options with the given ones in their places; what is null or empty was not given."""
-    groups = {key: _over(known[key], value) for key, value in given.items() if isinstance(known.get(key), dict)}
+    """The known options with the given ones in their places; what is null or empty was not
+    given.
+    """
+    groups = {
+        key: _over(known[key], value)
+        for key, value in given.items()
+        if isinstance(known.get(key), dict)
+    }
     return known | {key: value for key, value in given.items() if value not in (None, [])} | groups
 
 
@@ -306,13 +389,21 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
     }
     for kind in results.kinds:
         rows = {"alpha": results.alpha(best, kind), "gain": results.gain(best, kind)}
-        rows |= {name: results.figure(name, best, kind, None, *method) for name in ("tau", "tau_gain", "speedup")}
-        shown[kind] = {name: row and {key: row[key] for key in ("value", "low", "high")} for name, row in rows.items()}
+        rows |= {
+            name: results.figure(name, best, kind, None, *method)
+            for name in ("tau", "tau_gain", "speedup")
+        }
+        shown[kind] = {
+            name: row and {key: row[key] for key in ("value", "low", "high")}
+            for name, row in rows.items()
+        }
     return shown
 
 
 def lines(config: AlignConfig, results: Results) -> list[str]:
-    """The decision, the table of figures, what was bought, where the checkpoint is, and how to decode with it."""
+    """The decision, the table of figures, what was bought, where the checkpoint is, and how to
+    decode with it.
+    """
     shown = summary(config, results)
     where = f"at temperature {shown['temperature']:g}, decoding with {shown['tree']}"
     bought = [f"{shown['best']} ({shown['objective']}) {where}:"]
@@ -320,10 +411,14 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
         figures = shown[kind]
         parts = [f"alpha {with_interval(figures['alpha'])}"]
         if figures["gain"]:
-            parts.append(f"{with_interval(figures['gain'], sign=True)} over the draft it started from")
+            parts.append(
+                f"{with_interval(figures['gain'], sign=True)} over the draft it started from"
+            )
         if figures["gain"] and kind == "ood" and len(results.domains("ood")) > 1:
             worst = worst_set(results, shown["best"], results.top_temperature)
-            parts += [f"worst on {worst['domain']}, {with_interval(worst, sign=True)}"] if worst else []
+            parts += (
+                [f"worst on {worst['domain']}, {with_interval(worst, sign=True)}"] if worst else []
+            )
         bought.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
     return [
         *headline_and_table(results),

@@ -1,7 +1,7 @@
 """The commands: one table of what each does, its options and its function. Imports nothing heavy.
 
-A command's function takes its options and the command line as typed, and returns the summary of `--json` and the lines
-for a person, and where results miss a requirement the error that says so.
+A command's function takes its options and the command line as typed, and returns the summary of
+`--json` and the lines for a person, and where results miss a requirement the error that says so.
 """
 
 import importlib
@@ -40,7 +40,8 @@ def _distill(config: Any, command: str) -> Done:
         lines += summary[reasons]
     if differing := summary["tokens_from"].get("text_differs"):
         lines.append(
-            f"{differing} rows came as text that does not encode back to the tokens that the target drew; "
+            f"{differing} rows came as text that does not encode back to the tokens that the "
+            "target drew; "
             "serve the target with vLLM or llama-server, which return token ids"
         )
     if own := summary["own_prompts"]:
@@ -56,8 +57,10 @@ def _score(config: Any, command: str) -> Done:
 
     summary = score_set(config, command)
     line = (
-        f"{summary['out']}: {summary['rows']} of {summary['prompts_read']} rows scored, {summary['response_tokens']} "
-        f"response tokens of {summary['bytes_per_token']} bytes; {summary['prompts_skipped']} skipped"
+        f"{summary['out']}: {summary['rows']} of {summary['prompts_read']} rows scored, "
+        f"{summary['response_tokens']} "
+        f"response tokens of {summary['bytes_per_token']} bytes; {summary['prompts_skipped']} "
+        "skipped"
     )
     return summary, [line, *summary["skipped_because"]]
 
@@ -67,7 +70,10 @@ def _train(config: Any, command: str) -> Done:
 
     summary = train(config, command)
     alpha = f", alpha {summary['heldout_alpha']:.4f}" if "heldout_alpha" in summary else ""
-    line = f"{summary['checkpoint']}: {summary['steps']} steps, best held-out loss {summary['heldout_loss']:.4f}"
+    line = (
+        f"{summary['checkpoint']}: {summary['steps']} steps, best held-out loss "
+        f"{summary['heldout_loss']:.4f}"
+    )
     return summary, [f"{line}{alpha} at step {summary['best_step']}"]
 
 
@@ -102,10 +108,15 @@ def _demo(config: Any, command: str) -> Done:
     from eval.summary import summary as eval_summary
 
     started = time.monotonic()
-    options, results = stages.run_stages(demo_run.prepare(Path(config.out), config.short, config.device, config.dtype))
+    options, results = stages.run_stages(
+        demo_run.prepare(Path(config.out), config.short, config.device, config.dtype)
+    )
     large = demo_run.time_large(options, config.short)
     summary = stages.summary(options, results) | {"large": eval_summary(large)}
-    lines = [*stages.lines(options, results), *from_main(lambda: demo_run.write_page(results, large))]
+    lines = [
+        *stages.lines(options, results),
+        *from_main(lambda: demo_run.write_page(results, large)),
+    ]
     return summary, [*lines, f"took {time.monotonic() - started:.0f} s"]
 
 
@@ -153,12 +164,18 @@ def _doctor(config: Any, command: str) -> Done:
     verdicts = examine(config)
     lines = []
     for verdict in verdicts["verdicts"]:
-        word = "serves it" if verdict["serves"] else "loads it" if verdict["loads"] else "refuses it"
+        word = (
+            "serves it" if verdict["serves"] else "loads it" if verdict["loads"] else "refuses it"
+        )
         lines.append(f"{verdict['engine']:<18}{word:<12}{verdict['reason']}")
         if verdict["serves"]:
-            lines += [f"{'':<18}$ {command}" for command in (*verdict["exports"], verdict["command"])]
+            lines += [
+                f"{'':<18}$ {command}" for command in (*verdict["exports"], verdict["command"])
+            ]
     if config.plan is None:
-        lines.append(f"Commands draft {DRAFT_TOKENS} tokens; --plan FILE takes the number from a plan.")
+        lines.append(
+            f"Commands draft {DRAFT_TOKENS} tokens; --plan FILE takes the number from a plan."
+        )
     return verdicts, lines
 
 
@@ -176,9 +193,14 @@ def _export(config: Any, command: str) -> Done:
     summary = export(config)
     proof = summary["proof"]
     engine = proof["engine"] or "proof without running an engine"
-    close = "" if proof["max_difference"] is None else f"; at most {proof['max_difference']:.1e} apart"
+    close = (
+        "" if proof["max_difference"] is None else f"; at most {proof['max_difference']:.1e} apart"
+    )
     size = sum(summary["files"].values()) / 2**20
-    line = f"{config.out}: {summary['kind']} as {config.format}, {len(summary['files'])} files, {size:.1f} MiB"
+    line = (
+        f"{config.out}: {summary['kind']} as {config.format}, {len(summary['files'])} files, "
+        f"{size:.1f} MiB"
+    )
     return summary, [line, f"{engine}: {proof['how']}{close}", *summary["remarks"]]
 
 
@@ -186,7 +208,17 @@ def _plan(config: Any, command: str) -> Done:
     from eval.plan import plan, plan_lines
 
     document = plan(config)
-    keys = ("tree", "name", "verifier", "pays", "speedup", "sampling", "batch_size", "confirmed", "engines")
+    keys = (
+        "tree",
+        "name",
+        "verifier",
+        "pays",
+        "speedup",
+        "sampling",
+        "batch_size",
+        "confirmed",
+        "engines",
+    )
     summary = {"plan": str(config.file), **{key: document[key] for key in keys}}
     tree = "auto" if config.out is None else f"auto:{config.out}"
     return summary, [*plan_lines(document), "", f"plan: {config.file} (--tree {tree})"]
@@ -196,7 +228,8 @@ def _plan(config: Any, command: str) -> Done:
 class Command:
     """A command: its line in `draftsmith --help`, its options ("module:class") and its function.
 
-    parallel: whether it runs on several processes. instead: a key that, when typed, makes it another command.
+    parallel: whether it runs on several processes. instead: a key that, when typed, makes it
+    another command.
     """
 
     what: str
@@ -217,21 +250,41 @@ class Command:
 
 
 COMMANDS = {
-    "demo": Command("align the shipped nano pair, offline, in minutes", "draftsmith.config:DemoConfig", _demo, True),
-    "align": Command(
-        "distil, train, evaluate and report for your pair", "draftsmith.alignment.config:AlignConfig", _align, True
+    "demo": Command(
+        "align the shipped nano pair, offline, in minutes",
+        "draftsmith.config:DemoConfig",
+        _demo,
+        True,
     ),
-    "init": Command("a draft to start from: pruned, transplanted or fresh", "draftsmith.config:InitConfig", _init),
+    "align": Command(
+        "distil, train, evaluate and report for your pair",
+        "draftsmith.alignment.config:AlignConfig",
+        _align,
+        True,
+    ),
+    "init": Command(
+        "a draft to start from: pruned, transplanted or fresh",
+        "draftsmith.config:InitConfig",
+        _init,
+    ),
     "distill": Command(
         "the target's own outputs for a set of prompts",
         "distill.config:DistillConfig",
         _distill,
         True,
-        {"score": Command("add the target's distributions", "distill.config:ScoreConfig", _score, True)},
+        {
+            "score": Command(
+                "add the target's distributions", "distill.config:ScoreConfig", _score, True
+            )
+        },
     ),
     "train": Command("fit a draft to a distilled set", "train.config:TrainConfig", _train, True),
-    "merge": Command("interpolate between drafts, or average them", "drafts.config:MergeConfig", _merge),
-    "decode": Command("generate with target and draft, losslessly", "draftsmith.config:DecodeConfig", _decode),
+    "merge": Command(
+        "interpolate between drafts, or average them", "drafts.config:MergeConfig", _merge
+    ),
+    "decode": Command(
+        "generate with target and draft, losslessly", "draftsmith.config:DecodeConfig", _decode
+    ),
     "eval": Command(
         "what alignment bought, in distribution and out of it",
         "eval.config:EvalConfig",
@@ -239,29 +292,43 @@ COMMANDS = {
         True,
         {
             "render": Command("draw a report again", "eval.config:RenderConfig", _render),
-            "time_again": Command("time an evaluation again", "eval.config:TimeAgainConfig", _time_again),
+            "time_again": Command(
+                "time an evaluation again", "eval.config:TimeAgainConfig", _time_again
+            ),
         },
     ),
     "doctor": Command(
         "which engines load a pair, and how to serve it",
         "drafts.config:DoctorConfig",
         _doctor,
-        instead={"served": Command("ask a running server what it accepts", "draftsmith.config:ServedConfig", _served)},
+        instead={
+            "served": Command(
+                "ask a running server what it accepts", "draftsmith.config:ServedConfig", _served
+            )
+        },
     ),
-    "export": Command("a draft in the layout that another engine reads", "drafts.config:ExportConfig", _export),
-    "plan": Command("the tree with which a draft is fastest on this machine", "eval.config:PlanConfig", _plan),
+    "export": Command(
+        "a draft in the layout that another engine reads", "drafts.config:ExportConfig", _export
+    ),
+    "plan": Command(
+        "the tree with which a draft is fastest on this machine", "eval.config:PlanConfig", _plan
+    ),
 }
 SHELLS = ("bash", "zsh", "tcsh")
 
 
 def run(name: str, argv: list[str]) -> None:
-    """Run the command `name`: lines on standard output, and with `--json` the summary as the last one."""
+    """Run the command `name`: lines on standard output, and with `--json` the summary as the last
+    one.
+    """
     from draftsmith_core.command_line import parse, underscored
     from draftsmith_core.processes import is_main, require_single_process
 
     config: Any
     command, typed = COMMANDS[name], {underscored(word).partition("=")[0] for word in argv}
-    command = next((other for key, other in command.instead.items() if f"--{key}" in typed), command)
+    command = next(
+        (other for key, other in command.instead.items() if f"--{key}" in typed), command
+    )
     try:
         config, as_json = parse(command.options, name, argv, command.modes)
     except SystemExit:
@@ -285,7 +352,9 @@ def run(name: str, argv: list[str]) -> None:
 def print_completion(argv: list[str]) -> None:
     """Print a completion script for a shell, made by shtab."""
     if len(argv) != 1 or argv[0] not in SHELLS:
-        raise InputError(f'expected one of {", ".join(SHELLS)}, such as: eval "$(draftsmith --print_shtab bash)"')
+        raise InputError(
+            f'expected one of {", ".join(SHELLS)}, such as: eval "$(draftsmith --print_shtab bash)"'
+        )
     import argparse
 
     import shtab
@@ -296,6 +365,9 @@ def print_completion(argv: list[str]) -> None:
     parsers = whole.add_subparsers()
     for name, command in COMMANDS.items():
         parsers.add_parser(
-            name, help=command.what, parents=[parser(command.options, name, True, command.modes)], add_help=False
+            name,
+            help=command.what,
+            parents=[parser(command.options, name, True, command.modes)],
+            add_help=False,
         )
     print(shtab.complete(whole, argv[0]))

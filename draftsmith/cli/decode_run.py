@@ -44,10 +44,15 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
         _say(f"warning: {line}")
     if not decoding.lossless:
         name = decoding.decoder.verifier.name
-        _say(f"warning: verifier {name} is lossy; above temperature 0 outputs do not follow the target's distribution")
+        _say(
+            f"warning: verifier {name} is lossy; above temperature 0 outputs do not follow the "
+            "target's distribution"
+        )
     prompts = _prompts(config, pair)
     sampling = resolve_sampling(config.target, pair.target, **sampling_options(config))
-    requests = [(prompt, sample) for prompt in prompts.prompts for sample in range(config.num_samples)]
+    requests = [
+        (prompt, sample) for prompt in prompts.prompts for sample in range(config.num_samples)
+    ]
     draw = partial(
         pair.decode,
         decoding.decoder,
@@ -67,16 +72,25 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
 
     streamed = config.prompt is not None and config.out is None and config.num_samples == 1
     if config.out is not None:
-        settings = [identity(config) | dataclasses.asdict(sampling.sampling), prompts.digest, decoding.identity()]
+        settings = [
+            identity(config) | dataclasses.asdict(sampling.sampling),
+            prompts.digest,
+            decoding.identity(),
+        ]
         outputs = _to_file(Path(config.out), {"identity": hash_json(settings)}, batches)
     elif streamed:
         stream = Stream(pair.tokenizer, sys.stdout)
-        (outputs,) = draw(requests, on_tokens=lambda row, ids, from_draft: stream.add(ids, from_draft))
+        (outputs,) = draw(
+            requests, on_tokens=lambda row, ids, from_draft: stream.add(ids, from_draft)
+        )
         stream.close()
     else:
         outputs = [output for batch in batches(0) for output in batch]
     summary = _summary(config, decoding, prompts, outputs)
-    summary |= {"sampling": dataclasses.asdict(sampling.sampling), "sampling_from_target": sampling.from_target}
+    summary |= {
+        "sampling": dataclasses.asdict(sampling.sampling),
+        "sampling_from_target": sampling.from_target,
+    }
     return summary, _in_words(summary, sampling.note, streamed)
 
 
@@ -85,13 +99,17 @@ def _say(line: str) -> None:
 
 
 def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
-    """Return the pair and its decoder. Whatever options and small files tell is refused before a model is loaded."""
+    """Return the pair and its decoder. Whatever options and small files tell is refused before a
+    model is loaded.
+    """
     kinds = {}
     for name in config.draft:
         check_source(name)  # else a path that does not exist would be looked up on the hub
         kinds[f"{name}#2" if name in kinds else name] = draft_kind(name)
     tree = _planned(config) if config.tree == "auto" else config.tree
-    method = choose_method(kinds, config.proposer, tree, config.verifier, datastore=config.datastore is not None)
+    method = choose_method(
+        kinds, config.proposer, tree, config.verifier, datastore=config.datastore is not None
+    )
     if planned_without_a_draft(tree):
         _say(f"{tree}: no draft is faster here, so the target decodes alone")
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
@@ -100,7 +118,9 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         index = SuffixIndex.build(read_documents(config.datastore, tokenizer))
     pair = load_pair(
         config.target,
-        config.draft if method is not None and PROPOSERS[method.proposer].needs in ("models", "head") else None,
+        config.draft
+        if method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
+        else None,
         **loading(config),
         quantize=config.quantize,
         quantize_draft=config.quantize_draft,
@@ -117,13 +137,19 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
 
 def _planned(config: DecodeConfig) -> str | None:
     if len(config.draft) != 1 or config.proposer is not None:
-        raise InputError("tree: auto reads the plan of a draft; give one --draft and no --proposer, or write a tree")
+        raise InputError(
+            "tree: auto reads the plan of a draft; give one --draft and no --proposer, or write "
+            "a tree"
+        )
     plan = Path(config.draft[0]) / "plan.json"
     if plan.is_file():
         return f"auto:{plan}"
     words = ["draftsmith", "plan", "--target", config.target, "--draft", config.draft[0]]
     words += ["--prompts", config.prompts or "PROMPTS"]
-    _say(f"--tree auto: {plan} is missing, so the default tree drafts; make it with: {shlex.join(words)}")
+    _say(
+        f"--tree auto: {plan} is missing, so the default tree drafts; make it with: "
+        f"{shlex.join(words)}"
+    )
     return None
 
 
@@ -131,24 +157,33 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
     room = room_for_prompts(pair.context, config.max_new_tokens)
     if config.prompts is not None:
         limits: dict[str, Any] = {"max_tokens": room, "limit": config.max_prompts}
-        return read_prompts(config.prompts, pair.tokenizer, prompt_tokens=config.prompt_tokens, **limits)
+        return read_prompts(
+            config.prompts, pair.tokenizer, prompt_tokens=config.prompt_tokens, **limits
+        )
     assert config.prompt is not None
     chat = pair.tokenizer.chat_template is not None and not config.raw
     ids = pair.encode([{"role": "user", "content": config.prompt}] if chat else config.prompt)
     if not 0 < len(ids) <= (room or len(ids)):
-        raise InputError(f"--prompt: has {len(ids)} tokens; write at least 1" + (f", at most {room}" if room else ""))
+        raise InputError(
+            f"--prompt: has {len(ids)} tokens; write at least 1"
+            + (f", at most {room}" if room else "")
+        )
     if chat:
         _say("--prompt is a user's turn in the chat template; --raw continues it as text")
     return PromptSet("--prompt", (Prompt("prompt", "default", tuple(ids)),), (), 1)
 
 
 def _to_file(out: Path, head: dict[str, Any], batches: Batches) -> list[Output]:
-    """Append every batch of outputs to a journal; write their rows to OUT at the end. A killed run resumes."""
+    """Append every batch of outputs to a journal; write their rows to OUT at the end. A killed run
+    resumes.
+    """
     partial = f".{out.name}.partial"
     with Run(out, file=True) as run:
         run.begin()
         with run.journal(partial, head) as journal:
-            outputs = TypeAdapter(list[Output]).validate_python([row for batch in journal.rows for row in batch])
+            outputs = TypeAdapter(list[Output]).validate_python(
+                [row for batch in journal.rows for row in batch]
+            )
             for batch in batches(len(outputs)):
                 outputs += batch
                 journal.append([dataclasses.asdict(output) for output in batch])
@@ -189,10 +224,14 @@ class Stream:
         self._console.print(Text(text, style=DRAFT_STYLE if piece.from_draft else ""), end="")
 
 
-def _summary(config: DecodeConfig, decoding: Decoding, prompts: PromptSet, outputs: list[Output]) -> dict[str, Any]:
+def _summary(
+    config: DecodeConfig, decoding: Decoding, prompts: PromptSet, outputs: list[Output]
+) -> dict[str, Any]:
     method = decoding.method
     stats = sum((output.stats for output in outputs), DecodeStats())
-    prefill_s, decode_s = (sum(getattr(output, key) for output in outputs) for key in ("prefill_s", "decode_s"))
+    prefill_s, decode_s = (
+        sum(getattr(output, key) for output in outputs) for key in ("prefill_s", "decode_s")
+    )
     seconds = prefill_s + decode_s
     peak, kind = peak_memory(decoding.decoder.target.device)
     summary: dict[str, Any] = {
@@ -231,27 +270,36 @@ def _summary(config: DecodeConfig, decoding: Decoding, prompts: PromptSet, outpu
 
 
 def _in_words(summary: dict[str, Any], note: str, shown: bool) -> list[str]:
-    """The summary for a person, with the texts unless they went to a file or were `shown` while decoding."""
+    """The summary for a person, with the texts unless they went to a file or were `shown` while
+    decoding.
+    """
     outputs = [] if shown else summary.get("outputs", [])
     lines = []
     for row in outputs:
         lines += [f"--- {row['id']}, sample {row['sample_index']}"] if len(outputs) > 1 else []
         lines.append(row["text"])
     if summary["prompts_skipped"]:
-        first, skipped = summary["skipped"][0], f"{summary['prompts_skipped']} of {summary['prompts_read']}"
+        first, skipped = (
+            summary["skipped"][0],
+            f"{summary['prompts_skipped']} of {summary['prompts_read']}",
+        )
         lines.append(f"{skipped} prompts skipped (row {first['row']}: {first['reason']})")
     if note:
         lines.append(f"sampling: {note}")
     where = f"{summary['out']}: {summary['rows']} rows, " if "out" in summary else ""
     lines.append(
         f"{where}{summary['tokens']} tokens in {summary['target_calls']} target calls "
-        f"({_number(summary['tau'], 2)} per call), {summary['accepted']} of them drafted, {summary['seconds']:.2f} s "
+        f"({_number(summary['tau'], 2)} per call), {summary['accepted']} of them drafted, "
+        f"{summary['seconds']:.2f} s "
         f"({_number(summary['tokens_per_s'], 1)} tokens/s)"
     )
     method = "the target alone"
     if summary["tree"] is not None:
         by_depth = " ".join(_number(rate, 2) for rate in summary["accept_at"])
-        method = f"{summary['proposer']}, {summary['tree']}, {summary['verifier']}; accepted by depth: {by_depth}"
+        method = (
+            f"{summary['proposer']}, {summary['tree']}, {summary['verifier']}; accepted by "
+            f"depth: {by_depth}"
+        )
     if summary["recorded_steps"]:
         seconds = f"{summary['recording_s']:.1f} s, which are not in the time above"
         lines.append(f"{summary['recorded_steps']} kinds of steps recorded as graphs in {seconds}")

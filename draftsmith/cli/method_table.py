@@ -20,13 +20,21 @@ def method_rows() -> dict[str, list[MethodRow]]:
     """Rows by the option that takes their names."""
     rules = []
     for name, rule in VERIFIERS.items():
-        # A tree that grows by confidence holds the most probable tokens, which not every rule may verify.
+        # A tree that grows by confidence holds the most probable tokens, which not every rule may
+        # verify.
         trees = "any" if "deterministic" in rule.drawings else "chain, kary, static, sequoia"
         trees = "chain" if rule.chains_only else trees
-        rules.append(MethodRow(name, rule.title, "yes" if rule.lossless else "NO", trees, rule.paper))
+        rules.append(
+            MethodRow(name, rule.title, "yes" if rule.lossless else "NO", trees, rule.paper)
+        )
     return {
-        "--proposer": [MethodRow(name, kind.title, "", kind.trees, kind.paper) for name, kind in PROPOSERS.items()],
-        "--tree": [MethodRow(name, kind.title, "", kind.syntax, kind.paper) for name, kind in TREES.items()],
+        "--proposer": [
+            MethodRow(name, kind.title, "", kind.trees, kind.paper)
+            for name, kind in PROPOSERS.items()
+        ],
+        "--tree": [
+            MethodRow(name, kind.title, "", kind.syntax, kind.paper) for name, kind in TREES.items()
+        ],
         "--verifier": rules,
     }
 
@@ -34,21 +42,30 @@ def method_rows() -> dict[str, list[MethodRow]]:
 def _notes() -> list[str]:
     copying = [name for name, kind in PROPOSERS.items() if not kind.draws]
     certain = [name for name, rule in VERIFIERS.items() if "deterministic" in rule.drawings]
-    several = [name for name, rule in VERIFIERS.items() if rule.several_drafts and "with_replacement" in rule.drawings]
+    several = [
+        name
+        for name, rule in VERIFIERS.items()
+        if rule.several_drafts and "with_replacement" in rule.drawings
+    ]
     return [
-        "The proposer decides the speed; the verifier decides whether the output keeps the target's distribution.",
+        "The proposer decides the speed; the verifier decides whether the output keeps the "
+        "target's distribution.",
         f"{', '.join(copying)} go with {', '.join(certain)}.",
         f"Several drafts go with {', '.join(several)}.",
     ]
 
 
 def terminal(columns: int = 100) -> str:
-    """The table as plain text, a paragraph a method, for a terminal of that many columns (80 to 100 are used)."""
+    """The table as plain text, a paragraph a method, for a terminal of that many columns (80 to 100
+    are used).
+    """
     width, indent, lines = min(max(columns, 80), 100), " " * 20, []
     for option, rows in method_rows().items():
         lines.append(option)
         for name, what, _, trees, paper in rows:
-            text = f"  {name:18}{what}; {trees if option == '--tree' else f'trees: {trees}'}; {paper}"
+            text = (
+                f"  {name:18}{what}; {trees if option == '--tree' else f'trees: {trees}'}; {paper}"
+            )
             lines += textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
     for note in _notes():
         lines += ["", *textwrap.wrap(note, width)]
@@ -57,7 +74,10 @@ def terminal(columns: int = 100) -> str:
 
 def markdown() -> str:
     """The table for the README."""
-    lines = ["| name | what it does | lossless | trees | paper |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| name | what it does | lossless | trees | paper |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for option, rows in method_rows().items():
         lines.append(f"| **`{option}`** |  |  |  |  |")
         for name, what, lossless, trees, paper in rows:

@@ -1,12 +1,14 @@
 """Text that every Python carries, in three domains.
 
-- `prose`: the language reference behind `help()` (`pydoc_data.topics`) and the docstrings of the standard library;
+- `prose`: the language reference behind `help()` (`pydoc_data.topics`) and the docstrings of the
+  standard library;
 - `code`: the standard library's source without its docstrings;
 - `unicode`: the names of characters (`unicodedata`), block by block: a list, not language.
 
-A document is a help topic, a module or a run of 128 code points. The hash of its name decides whether it is trained on
-or held out: the same on every machine, and for a module's docstrings and source. Held-out documents that mostly repeat
-training text are dropped. Documents are cut at blank lines into passages, one row `{"id", "domain", "text"}` each.
+A document is a help topic, a module or a run of 128 code points. The hash of its name decides
+whether it is trained on or held out: the same on every machine, and for a module's docstrings and
+source. Held-out documents that mostly repeat training text are dropped. Documents are cut at blank
+lines into passages, one row `{"id", "domain", "text"}` each.
 """
 
 import ast
@@ -23,12 +25,22 @@ from typing import NamedTuple
 
 HELDOUT_PERCENT = 10
 PASSAGE_CHARACTERS = 1200
-# A held-out document is dropped when this share of its 8-word runs stands in training documents too.
+# A held-out document is dropped when this share of its 8-word runs stands in training documents
+# too.
 DUPLICATE_SHARE = 0.2
 SHINGLE_WORDS = 8
 
 _SKIPPED_PARTS = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+    {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "encodings",
+        "pydoc_data",
+    }
 )
 # Left out: tens of thousands of names that follow from the code point by a rule.
 _SYSTEMATIC_NAMES = re.compile(r"CJK |HANGUL SYLLABLE|TANGUT|NUSHU|KHITAN|VARIATION SELECTOR")
@@ -58,7 +70,9 @@ _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @cache
 def _modules() -> tuple[tuple[str, str, str], ...]:
-    """(dotted name, docstrings under their titles, source without them) of every module that parses."""
+    """(dotted name, docstrings under their titles, source without them) of every module that
+    parses.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = []
     for path in sorted(root.rglob("*.py")):
@@ -75,7 +89,9 @@ def _modules() -> tuple[tuple[str, str, str], ...]:
         defined = [node for node in ast.walk(tree) if isinstance(node, _Documented)]
         for node in sorted(defined, key=lambda node: getattr(node, "lineno", 0)):
             if (docstring := ast.get_docstring(node)) is not None:
-                entries.append(f"{name if isinstance(node, ast.Module) else node.name}\n\n{_tidy(docstring)}")
+                entries.append(
+                    f"{name if isinstance(node, ast.Module) else node.name}\n\n{_tidy(docstring)}"
+                )
                 first, last = node.body[0].lineno, node.body[0].end_lineno or 0
                 lines[first - 1 : last] = [""] * (last - first + 1)
         modules.append((name, "\n\n".join(entries), _tidy("\n".join(lines))))
@@ -115,10 +131,17 @@ def is_heldout(name: str) -> bool:
 
 
 def shingles(text: str) -> set[int]:
-    """Hashes of all runs of 8 words, letters and digits only. Near-duplicates share most of them."""
+    """Hashes of all runs of 8 words, letters and digits only. Near-duplicates share most of
+    them.
+    """
     words = re.findall(r"\w+", text.lower())
-    runs = (" ".join(words[i : i + SHINGLE_WORDS]) for i in range(max(1, len(words) - SHINGLE_WORDS + 1)))
-    return {int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "big") for run in runs}
+    runs = (
+        " ".join(words[i : i + SHINGLE_WORDS])
+        for i in range(max(1, len(words) - SHINGLE_WORDS + 1))
+    )
+    return {
+        int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "big") for run in runs
+    }
 
 
 @cache
@@ -129,7 +152,9 @@ def _train_shingles() -> frozenset[int]:
 
 @cache
 def split(domain: str) -> Split:
-    """Training and held-out documents of a domain, without near-duplicates of any training document."""
+    """Training and held-out documents of a domain, without near-duplicates of any training
+    document.
+    """
     documents = DOMAINS[domain]()
     heldout = []
     for document in documents:
@@ -137,13 +162,17 @@ def split(domain: str) -> Split:
             runs = shingles(document.text)
             if len(runs & _train_shingles()) <= DUPLICATE_SHARE * len(runs):
                 heldout.append(document)
-    return Split(tuple(document for document in documents if not is_heldout(document.name)), tuple(heldout))
+    return Split(
+        tuple(document for document in documents if not is_heldout(document.name)), tuple(heldout)
+    )
 
 
 def passages(
     domain: str, documents: tuple[Document, ...], characters: int = PASSAGE_CHARACTERS
 ) -> list[dict[str, str]]:
-    """Rows of about `characters` or more, cut at blank lines, in an order that does not depend on the documents'."""
+    """Rows of about `characters` or more, cut at blank lines, in an order that does not depend on
+    the documents'.
+    """
     rows = []
     for document in documents:
         pieces: list[str] = []

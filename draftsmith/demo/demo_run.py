@@ -1,5 +1,5 @@
-"""The demo: align the shipped pair on text that every Python carries, then time the drafts beside the target padded to
-the cost of a large one (`drafts.make.widen`).
+"""The demo: align the shipped pair on text that every Python carries, then time the drafts beside
+the target padded to the cost of a large one (`drafts.make.widen`).
 """
 
 import shutil
@@ -28,16 +28,19 @@ from eval.summary import headline_and_table
 RECIPES, PAIR = Path(__file__).parent / "recipes", Path(__file__).parent / "pair"
 # The domain that the draft is aligned on; the others are out of distribution.
 ID_DOMAIN = "prose"
-# Alignment prompts are cut short, so that there are thousands of different ones; evaluation prompts come from
-# documents that neither the pair nor the drafts have seen.
+# Alignment prompts are cut short, so that there are thousands of different ones; evaluation prompts
+# come from documents that neither the pair nor the drafts have seen.
 TRAIN_CHARACTERS = 300
 EVAL_CHARACTERS = 400
-# The second target. Four times the width makes the factor of the padded norms one half, so that fp16 holds every value.
+# The second target. Four times the width makes the factor of the padded norms one half, so that
+# fp16 holds every value.
 LARGE = {"hidden_size": 768, "intermediate_size": 2432, "num_hidden_layers": 12}
 
 
 def prepare(out: Path, short: bool, device: str, dtype: str) -> AlignConfig:
-    """Write the prompts and a copy of the pair under `out`; returns the options of the alignment."""
+    """Write the prompts and a copy of the pair under `out`; returns the options of the
+    alignment.
+    """
     join_processes(device)
     on_main(lambda: _write(out))
     prompts = {domain: f"{domain}={out / 'prompts' / domain}.jsonl" for domain in corpus.DOMAINS}
@@ -57,7 +60,11 @@ def prepare(out: Path, short: bool, device: str, dtype: str) -> AlignConfig:
 def recipe(short: bool) -> dict[str, Any]:
     """The demo's choices as `AlignConfig` takes them."""
     values: dict[str, Any] = _read("demo")
-    return values | {key: values[key] | part for key, part in _read("demo_short").items()} if short else values
+    return (
+        values | {key: values[key] | part for key, part in _read("demo_short").items()}
+        if short
+        else values
+    )
 
 
 def _read(name: str) -> Any:
@@ -65,7 +72,8 @@ def _read(name: str) -> Any:
 
 
 def time_large(options: AlignConfig, short: bool) -> Results:
-    """Time the demo's drafts beside the same target padded with zeros: it writes the same and costs as a large one.
+    """Time the demo's drafts beside the same target padded with zeros: it writes the same and costs
+    as a large one.
 
     A draft pays if the target is expensive; the shipped one is too cheap to show it.
     """
@@ -81,11 +89,18 @@ def time_large(options: AlignConfig, short: bool) -> Results:
             load_tokenizer(options.target).save_pretrained(directory)
 
     on_main(make)
-    smaller = {"max_prompts": 2, "max_new_tokens": 8, "speed_prompts": 2, "bootstrap": 200} if short else {}
+    smaller = (
+        {"max_prompts": 2, "max_new_tokens": 8, "speed_prompts": 2, "bootstrap": 200}
+        if short
+        else {}
+    )
     return evaluate(
         EvalConfig(
             target=str(large),
-            draft=[f"base={options.draft}", *(f"{name}={Path(options.out) / name}" for name in options.compared())],
+            draft=[
+                f"base={options.draft}",
+                *(f"{name}={Path(options.out) / name}" for name in options.compared()),
+            ],
             id=options.id,
             ood=options.ood,
             out=str(Path(options.out) / "eval-large"),
@@ -98,19 +113,29 @@ def time_large(options: AlignConfig, short: bool) -> Results:
 
 
 def write_page(small: Results, large: Results) -> list[str]:
-    """Write OUT/report.html, which leads with the target on which drafting can pay; return what it says as lines."""
+    """Write OUT/report.html, which leads with the target on which drafting can pay; return what it
+    says as lines.
+    """
     sizes = [results.document["models"]["target"]["parameters"] / 1e6 for results in (small, large)]
     padded = (
-        f"The target here is the shipped one of {sizes[0]:.1f} M parameters, padded with zeros to {sizes[1]:.0f} M: "
+        f"The target here is the shipped one of {sizes[0]:.1f} M parameters, padded with zeros "
+        f"to {sizes[1]:.0f} M: "
         f"it writes the same and costs as a large one."
     )
     headline, *table = headline_and_table(large)
     note = f"The shipped target of {sizes[0]:.1f} M parameters is too cheap for drafting to pay."
     title, caption = WORDS["figures"]["alpha"]["title"], WORDS["figures"]["alpha"]["caption"]
     figure = FIGURES["alpha"](small, Look(LIGHT, roles_of(small.drafts, small.base)))
-    pictures = [] if figure is None else [Picture(title, caption, inline_svg(figure, "alpha", title))]
+    pictures = (
+        [] if figure is None else [Picture(title, caption, inline_svg(figure, "alpha", title))]
+    )
     page = large.directory.parent / "report.html"
-    values = {"detail": lead(large).detail, "padded": padded, "table": "\n".join(table), "small": note}
+    values = {
+        "detail": lead(large).detail,
+        "padded": padded,
+        "table": "\n".join(table),
+        "small": note,
+    }
     write_text_atomic(page, render_template("demo.html.j2", headline, pictures, **values))
     return ["", padded, headline, *table, f"report: {page.resolve()}"]
 
@@ -118,14 +143,20 @@ def write_page(small: Results, large: Results) -> list[str]:
 def _write(out: Path) -> None:
     make_dir(out, "--out")
     if not (out / "pair").is_dir():
-        # A copy has a path that works in commands typed from here, wherever the package is installed.
+        # A copy has a path that works in commands typed from here, wherever the package is
+        # installed.
         with atomic_dir(out / "pair") as directory:
             shutil.copytree(PAIR, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
     if not (out / "prompts").is_dir():
         say("reading text from this Python's standard library")
         with atomic_dir(out / "prompts") as directory:
             train = corpus.split(ID_DOMAIN).train
-            write_rows(directory / f"{ID_DOMAIN}.train.jsonl", corpus.passages(ID_DOMAIN, train, TRAIN_CHARACTERS))
+            write_rows(
+                directory / f"{ID_DOMAIN}.train.jsonl",
+                corpus.passages(ID_DOMAIN, train, TRAIN_CHARACTERS),
+            )
             for domain in corpus.DOMAINS:
                 heldout = corpus.split(domain).heldout
-                write_rows(directory / f"{domain}.jsonl", corpus.passages(domain, heldout, EVAL_CHARACTERS))
+                write_rows(
+                    directory / f"{domain}.jsonl", corpus.passages(domain, heldout, EVAL_CHARACTERS)
+                )

@@ -1,4 +1,5 @@
-"""The figures of a report: dot plots with a line per draft and set, and panels with a curve per draft.
+"""The figures of a report: dot plots with a line per draft and set, and panels with a curve per
+draft.
 
 Each figure is a function of the results and a look; None if there is nothing to show.
 """
@@ -21,8 +22,8 @@ from eval.schema import Row
 LINE, FRAME = 0.25, 0.75
 NAME = 16  # characters of a name beside the dots
 HEADING = 36
-# Typical drafts: their share of the target's parameters, which is their cost if memory bandwidth is the limit, and
-# the side of the line on which the name stands.
+# Typical drafts: their share of the target's parameters, which is their cost if memory bandwidth is
+# the limit, and the side of the line on which the name stands.
 TYPICAL_COSTS: dict[str, tuple[float, Literal["left", "right"]]] = {
     "68M for 7B": (0.068 / 6.7, "right"),
     "160M for 13B": (0.162 / 13.0, "left"),
@@ -35,7 +36,9 @@ SHARES = (-0.03, 1.03)  # of an axis from 0 to 1, with whole marks at its ends
 
 @dataclass(frozen=True)
 class Line:
-    """One line: a heading if it has no draft; else dots (hollow: out of distribution), a dashed mark, and a number."""
+    """One line: a heading if it has no draft; else dots (hollow: out of distribution), a dashed
+    mark, and a number.
+    """
 
     text: str
     draft: str | None = None
@@ -52,12 +55,14 @@ def _dot_plots(
     reference: float | None = None,
     notes: str = "",
 ) -> Figure:
-    """Draw panels of (label, lines) one above the other. The x limits hold every interval, within `bounds`; a vertical
-    line stands at `reference`, and `notes` above the numbers on the right.
+    """Draw panels of (label, lines) one above the other. The x limits hold every interval, within
+    `bounds`; a vertical line stands at `reference`, and `notes` above the numbers on the right.
     """
     with drawing(look.colours):
         figure = Figure(figsize=(WIDTH, sum(len(lines) * LINE + FRAME for _, lines in panels)))
-        for ax, (label, lines) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+        for ax, (label, lines) in zip(
+            figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
+        ):
             values = [] if reference is None else [reference]
             for y, line in enumerate(lines):
                 values += _draw(ax, look, y, line)
@@ -74,7 +79,9 @@ def _dot_plots(
             ax.grid(visible=False, axis="y")
             ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
             ax.set_xlabel(label)
-            ax.annotate(notes, (1.02, -0.8), xycoords=("axes fraction", "data"), color=look.colours["soft"])
+            ax.annotate(
+                notes, (1.02, -0.8), xycoords=("axes fraction", "data"), color=look.colours["soft"]
+            )
     return figure
 
 
@@ -83,12 +90,22 @@ def _draw(ax: Axes, look: Look, y: int, line: Line) -> list[float]:
     if line.draft is None:
         box = {"facecolor": look.colours["paper"], "lw": 0, "pad": 1}
         text = shortened(line.text, HEADING)
-        ax.annotate(text, (0, y), xycoords=place, fontweight="bold", va="center", bbox=box, zorder=5,
-                    color=look.colours["ink"])  # fmt: skip
+        ax.annotate(
+            text,
+            (0, y),
+            xycoords=place,
+            fontweight="bold",
+            va="center",
+            bbox=box,
+            zorder=5,
+            color=look.colours["ink"],
+        )
         return []
     colour, values = look.colour(line.draft), []
     if line.dashed is not None:
-        ax.plot([line.dashed] * 2, [y - 0.5, y + 0.5], color=look.colours["base"], lw=1, ls=(0, (2, 2)))
+        ax.plot(
+            [line.dashed] * 2, [y - 0.5, y + 0.5], color=look.colours["base"], lw=1, ls=(0, (2, 2))
+        )
     for row in line.dots:
         if row is None or row["value"] is None:
             continue
@@ -97,7 +114,9 @@ def _draw(ax: Axes, look: Look, y: int, line: Line) -> list[float]:
         values.append(row["value"])
         if row["low"] is not None and row["high"] is not None:
             values += [row["low"], row["high"]]
-            ax.plot([row["low"], row["high"]], [at, at], color=colour, lw=1.8, solid_capstyle="round")
+            ax.plot(
+                [row["low"], row["high"]], [at, at], color=colour, lw=1.8, solid_capstyle="round"
+            )
         face = look.colours["paper"] if hollow else colour
         # A mark at the end of the axis, as where everything is accepted, is drawn whole.
         mark = look.marker(line.draft)
@@ -107,7 +126,9 @@ def _draw(ax: Axes, look: Look, y: int, line: Line) -> list[float]:
 
 
 def alpha_figure(results: Results, look: Look) -> Figure | None:
-    """alpha of every draft on every set, ID first; a dashed line carries the base draft through each set."""
+    """alpha of every draft on every set, ID first; a dashed line carries the base draft through
+    each set.
+    """
     panels = []
     for temperature in sorted(results.temperatures):
         lines: list[Line] = []
@@ -115,13 +136,18 @@ def alpha_figure(results: Results, look: Look) -> Figure | None:
             base = results.alpha(results.base, domain, temperature)["value"]
             alphas = [results.alpha(draft, domain, temperature) for draft in results.drafts]
             lines.append(Line(f"{domain} ({results.kind(domain).upper()})"))
-            lines += [Line(row["draft"], row["draft"], [row], number(row["value"]), base) for row in alphas]
+            lines += [
+                Line(row["draft"], row["draft"], [row], number(row["value"]), base)
+                for row in alphas
+            ]
         panels.append((f"expected acceptance α, T = {temperature:g}", lines))
     return _dot_plots(look, panels, (-0.01, 1.01))
 
 
 def gain_figure(results: Results, look: Look) -> Figure | None:
-    """Gain in alpha per aligned draft and set; on the right, the share of the ID gain that transferred."""
+    """Gain in alpha per aligned draft and set; on the right, the share of the ID gain that
+    transferred.
+    """
     if not results.aligned:
         return None
     panels = []
@@ -130,23 +156,35 @@ def gain_figure(results: Results, look: Look) -> Figure | None:
         for draft in results.aligned:
             lines.append(Line(draft))
             for domain in results.domains():
-                gain, transfer = (get(draft, domain, temperature) for get in (results.gain, results.transfer))
-                lines.append(Line(domain, draft, [gain], "ID" if transfer is None else kept(transfer, gain)))
+                gain, transfer = (
+                    get(draft, domain, temperature) for get in (results.gain, results.transfer)
+                )
+                lines.append(
+                    Line(domain, draft, [gain], "ID" if transfer is None else kept(transfer, gain))
+                )
         panels.append((f"gain in α over {shortened(results.base, 14)}, T = {temperature:g}", lines))
     notes = "transfer" if results.domains("ood") else ""
     return _dot_plots(look, panels, (-1.0, 1.0), reference=0.0, notes=notes)
 
 
 def tau_figure(results: Results, look: Look) -> Figure | None:
-    """Tokens per target call and, if timed, speedup, by method: ID and OOD each pooled over their sets."""
+    """Tokens per target call and, if timed, speedup, by method: ID and OOD each pooled over their
+    sets.
+    """
     panels = []
-    for name, title in (("tau", "tokens per target call, τ"), ("speedup", "speed, the target alone = 1")):
+    for name, title in (
+        ("tau", "tokens per target call, τ"),
+        ("speedup", "speed, the target alone = 1"),
+    ):
         lines: list[Line] = []
         for tree, verifier in results.methods if any(results.rows(name)) else ():
             lossy = "" if results.lossless(verifier) else " · lossless: false"
             lines.append(Line(f"{tree_name(tree)} · {verifier}{lossy}"))
             for draft in results.drafts:
-                rows = [results.figure(name, draft, kind, None, tree, verifier) for kind in results.kinds]
+                rows = [
+                    results.figure(name, draft, kind, None, tree, verifier)
+                    for kind in results.kinds
+                ]
                 note = " / ".join(number(row["value"] if row else None, 2) for row in rows)
                 lines.append(Line(draft, draft, rows, note))
         if lines:
@@ -156,9 +194,15 @@ def tau_figure(results: Results, look: Look) -> Figure | None:
 
 
 def _panels(
-    look: Look, titles: dict[str, str], draw: Callable[[Axes, str], object], label: str, height: float = 2.3
+    look: Look,
+    titles: dict[str, str],
+    draw: Callable[[Axes, str], object],
+    label: str,
+    height: float = 2.3,
 ) -> Figure:
-    """Panels two abreast, drawn by their key, with one legend and one label of the horizontal axis."""
+    """Panels two abreast, drawn by their key, with one legend and one label of the horizontal
+    axis.
+    """
     columns = min(2, len(titles))
     lines = -(-len(titles) // columns)
     with drawing(look.colours):
@@ -172,20 +216,32 @@ def _panels(
             ax.set_visible(False)
         figure.supxlabel(label, color=look.colours["soft"], fontsize=11)
         # A draft may be missing from the first panel and not from others.
-        entries = {text: line for ax in axes for line, text in zip(*ax.get_legend_handles_labels(), strict=True)}
+        entries = {
+            text: line
+            for ax in axes
+            for line, text in zip(*ax.get_legend_handles_labels(), strict=True)
+        }
         for abreast in (3, 2, 1):
-            legend = figure.legend(entries.values(), entries.keys(), loc="outside upper left", ncols=abreast)
+            legend = figure.legend(
+                entries.values(), entries.keys(), loc="outside upper left", ncols=abreast
+            )
             if abreast == 1 or legend.get_window_extent().width <= figure.bbox.width:
                 break
             legend.remove()
         # The panels stay as high as they are, however many drafts are named above them.
-        figure.set_figheight(figure.get_figheight() + LEGEND_LINE * (-(-len(entries) // abreast) - 1))
+        figure.set_figheight(
+            figure.get_figheight() + LEGEND_LINE * (-(-len(entries) // abreast) - 1)
+        )
     return figure
 
 
-def _line(ax: Axes, look: Look, draft: str, points: Sequence[tuple[float, float]], **style: Any) -> None:
+def _line(
+    ax: Axes, look: Look, draft: str, points: Sequence[tuple[float, float]], **style: Any
+) -> None:
     named: dict[str, Any] = {"label": shortened(draft, 16), "marker": look.marker(draft), "ms": 4.5}
-    ax.plot([x for x, _ in points], [y for _, y in points], color=look.colour(draft), **(named | style))
+    ax.plot(
+        [x for x, _ in points], [y for _, y in points], color=look.colour(draft), **(named | style)
+    )
 
 
 def _by_depth(rows: Sequence[Row]) -> list[tuple[float, float]]:
@@ -211,7 +267,11 @@ def accept_figure(results: Results, look: Look) -> Figure | None:
             for row in rows:
                 if row["low"] is not None and row["high"] is not None:
                     ax.plot(
-                        [row["at"] or 0] * 2, [row["low"], row["high"]], color=look.colour(draft), lw=1.2, alpha=0.5
+                        [row["at"] or 0] * 2,
+                        [row["low"], row["high"]],
+                        color=look.colour(draft),
+                        lw=1.2,
+                        alpha=0.5,
                     )
             if rows:
                 _line(ax, look, draft, _by_depth(rows))
@@ -219,17 +279,25 @@ def accept_figure(results: Results, look: Look) -> Figure | None:
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
     titles = _sets(results)
-    titles = {name: titles[name] for name in titles if any(series(draft, name) for draft in results.drafts)}
+    titles = {
+        name: titles[name]
+        for name in titles
+        if any(series(draft, name) for draft in results.drafts)
+    }
     return _panels(look, titles, draw, "depth d") if titles else None
 
 
 def calibration_figure(results: Results, look: Look) -> Figure | None:
-    """Confidence of the draft against acceptance, at the highest temperature; the diagonal is a calibrated draft."""
+    """Confidence of the draft against acceptance, at the highest temperature; the diagonal is a
+    calibrated draft.
+    """
 
     def draw(ax: Axes, kind: str) -> None:
         ax.plot([0, 1], [0, 1], color=look.colours["line"], lw=1)
         for draft in results.drafts:
-            sure, taken = (results.series(figure, draft, kind) for figure in ("confidence", "acceptance"))
+            sure, taken = (
+                results.series(figure, draft, kind) for figure in ("confidence", "acceptance")
+            )
             pairs = [(x["value"], y["value"] or 0.0) for x, y in zip(sure, taken, strict=True)]
             _line(ax, look, draft, [(x, y) for x, y in pairs if x is not None])
         ax.set_ylim(*SHARES)
@@ -242,8 +310,18 @@ def candidates_figure(results: Results, look: Look) -> Figure | None:
 
     def draw(ax: Axes, kind: str) -> None:
         for draft in results.drafts:
-            best, drawn = (results.series(figure, draft, kind) for figure in ("candidates_best", "candidates_drawn"))
-            _line(ax, look, draft, _by_depth(best), ls=(0, (3, 2)), **({"label": None} if drawn else {}))
+            best, drawn = (
+                results.series(figure, draft, kind)
+                for figure in ("candidates_best", "candidates_drawn")
+            )
+            _line(
+                ax,
+                look,
+                draft,
+                _by_depth(best),
+                ls=(0, (3, 2)),
+                **({"label": None} if drawn else {}),
+            )
             if drawn:
                 _line(ax, look, draft, _by_depth(drawn))
         ax.set_xscale("log", base=2)
@@ -253,15 +331,21 @@ def candidates_figure(results: Results, look: Look) -> Figure | None:
     return _by_kind(results, look, draw, "candidates_best", "candidates k")
 
 
-def _by_kind(results: Results, look: Look, draw: Callable[[Axes, str], None], needs: str, label: str) -> Figure | None:
-    """A panel for each kind of sets at the highest temperature; None if there are no rows of the figure `needs`."""
+def _by_kind(
+    results: Results, look: Look, draw: Callable[[Axes, str], None], needs: str, label: str
+) -> Figure | None:
+    """A panel for each kind of sets at the highest temperature; None if there are no rows of the
+    figure `needs`.
+    """
     titles: dict[str, str] = {kind: KIND_TITLES[kind] for kind in results.kinds}
     label = f"{label}, T = {results.top_temperature:g}"
     return _panels(look, titles, draw, label) if any(results.rows(needs)) else None
 
 
 def cost_figure(results: Results, look: Look) -> Figure | None:
-    """Expected speedup by measured tau over the cost of a draft call, per draft and set, and this machine's speedup."""
+    """Expected speedup by measured tau over the cost of a draft call, per draft and set, and this
+    machine's speedup.
+    """
     method = next((method for method in results.methods if results.lossless(method[1])), None)
     if method is None:
         return None
@@ -270,30 +354,65 @@ def cost_figure(results: Results, look: Look) -> Figure | None:
         return (row := results.figure(figure, draft, domain, None, *method)) and row["value"]
 
     # As far as this machine's most costly draft, so that its mark stands beside a line.
-    calls = [value("draft_call", draft, domain) or 0.0 for draft in results.drafts for domain in results.domains()]
-    costs = [10 ** (power / 20) for power in range(CHEAPEST, 1 + math.ceil(20 * math.log10(max([1.0, *calls]))))]
+    calls = [
+        value("draft_call", draft, domain) or 0.0
+        for draft in results.drafts
+        for domain in results.domains()
+    ]
+    costs = [
+        10 ** (power / 20)
+        for power in range(CHEAPEST, 1 + math.ceil(20 * math.log10(max([1.0, *calls]))))
+    ]
     highest = [1.0]
 
     def draw(ax: Axes, domain: str) -> None:
         for draft in results.drafts:
-            tau, depth_sum, steps = (value(name, draft, domain) for name in ("tau", "depth_sum", "target_calls"))
+            tau, depth_sum, steps = (
+                value(name, draft, domain) for name in ("tau", "depth_sum", "target_calls")
+            )
             if not tau or not depth_sum or not steps:
                 continue
-            # A tree is drafted level by level, and verifying it costs as much as decoding one token.
+            # A tree is drafted level by level, and verifying it costs as much as decoding one
+            # token.
             depth = depth_sum / steps
-            _line(ax, look, draft, [(cost, tau / (depth * cost + 1)) for cost in costs], markevery=(10, 24))
+            _line(
+                ax,
+                look,
+                draft,
+                [(cost, tau / (depth * cost + 1)) for cost in costs],
+                markevery=(10, 24),
+            )
             highest.append(tau / (depth * costs[0] + 1))
             call, speedup = (value(name, draft, domain) for name in ("draft_call", "speedup"))
             if call is not None and speedup is not None:
                 # A draft too cheap to be told from none stands at the left edge.
-                at, style = max(call, costs[0]), {"label": None, "ms": 9, "mfc": look.colours["paper"], "mew": 1.8}
-                _line(ax, look, draft, [(at, speedup), (at, tau / (depth * at + 1))], marker="", label=None, ls=":")
+                at, style = (
+                    max(call, costs[0]),
+                    {"label": None, "ms": 9, "mfc": look.colours["paper"], "mew": 1.8},
+                )
+                _line(
+                    ax,
+                    look,
+                    draft,
+                    [(at, speedup), (at, tau / (depth * at + 1))],
+                    marker="",
+                    label=None,
+                    ls=":",
+                )
                 _line(ax, look, draft, [(at, speedup)], **style)
                 highest.append(speedup)
         for name, (typical, side) in TYPICAL_COSTS.items():
             ax.axvline(typical, color=look.colours["line"], lw=1, zorder=0)
-            ax.annotate(name, (typical, 0.03), xycoords=ax.get_xaxis_transform(), rotation=90, va="bottom", ha=side,
-                        fontsize=7.5, color=look.colours["soft"])  # fmt: skip
+            ax.annotate(
+                name,
+                (typical, 0.03),
+                xycoords=ax.get_xaxis_transform(),
+                rotation=90,
+                va="bottom",
+                ha=side,
+                fontsize=7.5,
+                color=look.colours["soft"],
+            )
         ax.axhline(1, color=look.colours["soft"], lw=1)
         ax.set_xscale("log")
         ax.set_ylim(0, 1.06 * max(highest))

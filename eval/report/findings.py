@@ -15,10 +15,11 @@ from eval.schema import BUSY, Row
 
 @dataclass(frozen=True)
 class Lead:
-    """The head of a report: the decision, its cells (label, sentence), the changes, and whether outputs differ.
+    """The head of a report: the decision, its cells (label, sentence), the changes, and whether
+    outputs differ.
 
-    `draft` is the decided draft, or the best aligned one; `setting` the decided setting; `command` repeats timings of a
-    busy machine.
+    `draft` is the decided draft, or the best aligned one; `setting` the decided setting; `command`
+    repeats timings of a busy machine.
     """
 
     draft: str
@@ -31,14 +32,17 @@ class Lead:
     lossless: str
 
 
-# The largest logit gap that rounding can flip, by dtype: a few units in the last place of a logit of 32.
+# The largest logit gap that rounding can flip, by dtype: a few units in the last place of a logit
+# of 32.
 TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}
 
 
 def lead(results: Results) -> Lead:
     """The decision, each of its cells, and the changes at each temperature."""
     decision = decide(results)
-    again = shlex.join(["draftsmith", "eval", "--time_again", results.document["config"].get("out", "DIR")])
+    again = shlex.join(
+        ["draftsmith", "eval", "--time_again", results.document["config"].get("out", "DIR")]
+    )
     return Lead(
         command=again if any(cell.busy for cell in decision.cells) else "",
         draft=decision.setting.draft if decision.setting else best_aligned(results),
@@ -64,7 +68,11 @@ def _fill(template: str, decision: Decision, results: Results) -> str:
         whole=WORDS["whole"].format(speed=_range(whole)) if whole else "",
         where=_where(decision, 1),
         elsewhere="" if results.domains("ood") else WORDS["elsewhere"],
-        rest=" ".join(text.format(where) for sign, text in WORDS["rest"].items() if (where := _where(decision, sign))),
+        rest=" ".join(
+            text.format(where)
+            for sign, text in WORDS["rest"].items()
+            if (where := _where(decision, sign))
+        ),
     ).strip()
 
 
@@ -78,7 +86,9 @@ def _setting(setting: Setting) -> str:
 
 
 def _where(decision: Decision, sign: int | None) -> str:
-    """The sets on which the setting has this sign, with the temperatures unless it is all of them."""
+    """The sets on which the setting has this sign, with the temperatures unless it is all of
+    them.
+    """
     parts = []
     for name in dict.fromkeys(cell.domain for cell in decision.cells):
         cells = [cell for cell in decision.cells if cell.domain == name]
@@ -95,7 +105,9 @@ def _detail(decision: Decision, results: Results) -> str:
             text += " " + words.format(base=results.base, figure=with_interval(over, 2))
         text += "" if results.domains("ood") else f" {WORDS['no_ood']}"
     if any(cell.busy for cell in decision.cells):
-        causes = [remark["text"] for remark in results.document["remarks"] if remark["about"] == BUSY]
+        causes = [
+            remark["text"] for remark in results.document["remarks"] if remark["about"] == BUSY
+        ]
         cause = causes[0] if causes else "the machine was busy during timing"
         text += f" {cause[0].upper()}{cause[1:]}. {WORDS['busy']}"
     return text
@@ -104,12 +116,16 @@ def _detail(decision: Decision, results: Results) -> str:
 def _cell(cell: Cell, decision: Decision, results: Results) -> tuple[str, str]:
     text = WORDS["cells"][cell.sign].format(speed=with_interval(cell.speedup, 2))
     if cell.fastest != decision.setting and (cell.fastest_speedup["value"] or 0) > 1:
-        text += f" Fastest there: {_setting(cell.fastest)}, {with_interval(cell.fastest_speedup, 2)}."
+        text += (
+            f" Fastest there: {_setting(cell.fastest)}, {with_interval(cell.fastest_speedup, 2)}."
+        )
     return f"{cell.domain} ({results.kind(cell.domain).upper()}), T = {cell.temperature:g}", text
 
 
 def best_aligned(results: Results) -> str:
-    """The aligned draft that gains most, ID and OOD together: a gain that is lost elsewhere is no gain."""
+    """The aligned draft that gains most, ID and OOD together: a gain that is lost elsewhere is no
+    gain.
+    """
 
     def gains(draft: str) -> float:
         rows = [results.gain(draft, kind) for kind in results.kinds]
@@ -120,13 +136,21 @@ def best_aligned(results: Results) -> str:
 
 def _change(results: Results, temperature: float) -> str:
     draft, base = best_aligned(results), results.base
-    before, after = (percent(results.alpha(name, "id", temperature)["value"]) for name in (base, draft))
+    before, after = (
+        percent(results.alpha(name, "id", temperature)["value"]) for name in (base, draft)
+    )
     if draft == base:
         text = f"the target accepts {before} of what {base} drafts in distribution"
         if "ood" in results.kinds:
-            text += f" and {percent(results.alpha(base, 'ood', temperature)['value'])} out of distribution"
+            text += (
+                f" and {percent(results.alpha(base, 'ood', temperature)['value'])} out of "
+                "distribution"
+            )
         return f"{text}."
-    count, both = len(results.aligned), " in and out of distribution together" * (len(results.kinds) > 1)
+    count, both = (
+        len(results.aligned),
+        " in and out of distribution together" * (len(results.kinds) > 1),
+    )
     who = "alignment" if count == 1 else f"{draft}, the best of {count} alignments{both},"
     change = sign(results.gain(draft, "id", temperature))
     text = str(WORDS["id_change"][change]).format(who=who, before=before, after=after)
@@ -150,7 +174,11 @@ def _lossless(results: Results) -> str:
     parts = [WORDS["lossy"].format(names=", ".join(lossy))] if lossy else []
     sets = results.domains()
     checks, gaps = (
-        [row for row in results.rows(figure) if row["domain"] in sets and results.lossless(row["verifier"])]
+        [
+            row
+            for row in results.rows(figure)
+            if row["domain"] in sets and results.lossless(row["verifier"])
+        ]
         for figure in ("identical", "largest_gap")
     )
     same, total = round(sum(row["value"] or 0.0 for row in checks)), sum(row["n"] for row in checks)
@@ -158,9 +186,14 @@ def _lossless(results: Results) -> str:
         who = "The others are lossless" if lossy else "Lossless"
         parts.append(WORDS["all_same"].format(who=who, same=same, total=total))
     elif checks:
-        gap, dtype = max(row["value"] or 0.0 for row in gaps), results.document["models"]["target"]["dtype"]
+        gap, dtype = (
+            max(row["value"] or 0.0 for row in gaps),
+            results.document["models"]["target"]["dtype"],
+        )
         cause = WORDS["tie" if gap <= TIES.get(dtype, TIES["float32"]) else "no_tie"]
-        parts.append(WORDS["some_same"].format(same=same, total=total, gap=gap, dtype=dtype, cause=cause))
+        parts.append(
+            WORDS["some_same"].format(same=same, total=total, gap=gap, dtype=dtype, cause=cause)
+        )
     elif len(lossy) < len({rule for _, rule in results.methods}):
         parts.append(WORDS["not_compared"])
     return " ".join(parts)

@@ -1,4 +1,6 @@
-"""Write figures as text: numbers, shares, intervals, bytes, names of trees; and the words of a report."""
+"""Write figures as text: numbers, shares, intervals, bytes, names of trees; and the words of a
+report.
+"""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,9 @@ import yaml
 from eval.schema import SuiteKind
 
 # The sentences, captions, notes and columns of a report.
-WORDS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "templates" / "words.yaml").read_text(encoding="utf-8"))
+WORDS: dict[str, Any] = yaml.safe_load(
+    (Path(__file__).parent / "templates" / "words.yaml").read_text(encoding="utf-8")
+)
 MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
 KIND_TITLES: dict[SuiteKind, str] = {"id": "in distribution", "ood": "out of distribution"}
@@ -33,10 +37,16 @@ def percent(value: float | None) -> str:
 
 def points(gain: Figure | None) -> str:
     """The size of a difference of shares in percentage points."""
-    return NONE if gain is None or gain["value"] is None else f"{number(abs(gain['value']) * 100, 1)} points"
+    return (
+        NONE
+        if gain is None or gain["value"] is None
+        else f"{number(abs(gain['value']) * 100, 1)} points"
+    )
 
 
-def with_interval(figure: Figure | None, digits: int = 3, *, sign: bool = False, scale: float = 1.0) -> str:
+def with_interval(
+    figure: Figure | None, digits: int = 3, *, sign: bool = False, scale: float = 1.0
+) -> str:
     """A figure and its interval, 0.15 [0.12, 0.19]."""
     if figure is None or figure["value"] is None:
         return NONE
@@ -48,7 +58,9 @@ def with_interval(figure: Figure | None, digits: int = 3, *, sign: bool = False,
 
 
 def kept(transfer: Figure | None, gain: Figure | None) -> str:
-    """The share of the gain in distribution that a set kept, or the points that the draft lost there."""
+    """The share of the gain in distribution that a set kept, or the points that the draft lost
+    there.
+    """
     if transfer is None or transfer["value"] is None:
         return NONE
     return percent(transfer["value"]) if transfer["value"] >= 0 else f"{points(gain)} lost"

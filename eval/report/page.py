@@ -1,4 +1,6 @@
-"""results.json as one page to read: the answer in words, the figures, the numbers, and how they were made."""
+"""results.json as one page to read: the answer in words, the figures, the numbers, and how they
+were made.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +60,10 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         if name == "accept":
             tree, verifier = results.methods[0]
             lossy = "" if results.lossless(verifier) else " (lossless: false)"
-            caption += f" Tree {tree_name(tree)}, verifier {verifier}{lossy}, temperature {results.top_temperature:g}."
+            caption += (
+                f" Tree {tree_name(tree)}, verifier {verifier}{lossy}, temperature "
+                f"{results.top_temperature:g}."
+            )
         pictures.append(Picture(title, caption, inline_svg(figure, name, f"{title}. {caption}")))
         if png_directory is not None:
             write_png(figure, png_directory / f"{name}.png")
@@ -70,10 +75,15 @@ def render_page(results: Results, png_directory: Path | None = None) -> str:
         pictures,
         results=results.document,
         lead=head,
-        remarks=[remark["text"] for remark in results.document["remarks"] if remark["about"] != BUSY],
+        remarks=[
+            remark["text"] for remark in results.document["remarks"] if remark["about"] != BUSY
+        ],
         tables=tables(results),
         open_rows=OPEN_ROWS,
-        prompts={kind: sum(suite["done"] for suite in suites if suite["kind"] == kind) for kind in ("id", "ood")},
+        prompts={
+            kind: sum(suite["done"] for suite in suites if suite["kind"] == kind)
+            for kind in ("id", "ood")
+        },
     )
 
 
@@ -87,8 +97,10 @@ def render_template(name: str, headline: str, pictures: Sequence[Picture], **val
         lstrip_blocks=True,
     )
     # No line ends inside T = 1 or 37 %.
-    environment.filters["unbroken"] = lambda text: text.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}").replace(
-        " %", "\N{NO-BREAK SPACE}%"
-    )
+    environment.filters["unbroken"] = lambda text: text.replace(
+        " = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"
+    ).replace(" %", "\N{NO-BREAK SPACE}%")
     palettes = {"light": LIGHT, "dark": DARK}
-    return environment.get_template(name).render(headline=headline, pictures=pictures, **palettes, **values)
+    return environment.get_template(name).render(
+        headline=headline, pictures=pictures, **palettes, **values
+    )

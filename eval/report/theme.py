@@ -1,7 +1,8 @@
-"""How figures look: palettes, matplotlib settings, and one drawing as a PNG or as an SVG in the colours of the page.
+"""How figures look: palettes, matplotlib settings, and one drawing as a PNG or as an SVG in the
+colours of the page.
 
-Figures are drawn in the light palette. In an SVG each of its colours becomes the CSS variable of its role, so that the
-page decides between light and dark.
+Figures are drawn in the light palette. In an SVG each of its colours becomes the CSS variable of
+its role, so that the page decides between light and dark.
 """
 
 import io
@@ -18,7 +19,8 @@ from matplotlib.figure import Figure
 
 from draftsmith_core.io import atomic_file
 
-# After Okabe and Ito (2008), told apart with any kind of colour vision; the base draft is always grey.
+# After Okabe and Ito (2008), told apart with any kind of colour vision; the base draft is always
+# grey.
 _ROLES = {
     "ink": ("#1c2024", "#e8eaed"),
     "soft": ("#60666d", "#a2a9b2"),
@@ -33,10 +35,12 @@ _ROLES = {
     "d6": ("#2f93c4", "#9fd3f0"),
 }
 LIGHT, DARK = ({role: pair[index] for role, pair in _ROLES.items()} for index in (0, 1))
-# More of them than colours, so that no two of many drafts have both alike; the base draft has the circle.
+# More of them than colours, so that no two of many drafts have both alike; the base draft has the
+# circle.
 _MARKERS = ("s", "D", "^", "v", "P", "X", "h")
 _FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
-# Inches. One width for every figure: CSS scales it, and at 350 pixels, a phone, its text is still read.
+# Inches. One width for every figure: CSS scales it, and at 350 pixels, a phone, its text is still
+# read.
 WIDTH = 5.2
 STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
 
@@ -71,7 +75,9 @@ def drawing(colours: dict[str, str]) -> Iterator[None]:
         "text.color": colours["ink"],
         "axes.edgecolor": colours["line"],
         "grid.color": colours["line"],
-        **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), colours["soft"]),
+        **dict.fromkeys(
+            ("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), colours["soft"]
+        ),
     }
     with matplotlib.rc_context(coloured, STYLE):
         yield
@@ -84,13 +90,16 @@ def write_png(figure: Figure, path: Path) -> None:
 
 
 def inline_svg(figure: Figure, name: str, label: str) -> Markup:
-    """A figure as an SVG element: text as text, colours as CSS variables, ids that no other figure has.
+    """A figure as an SVG element: text as text, colours as CSS variables, ids that no other figure
+    has.
 
     `label` is what a screen reader says. Text in the drawing was escaped by matplotlib.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "draftsmith"}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     svg = buffer.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     for role, colour in LIGHT.items():
@@ -101,6 +110,7 @@ def inline_svg(figure: Figure, name: str, label: str) -> Markup:
     view = re.search(r'viewBox="[^"]*"', svg)
     assert view is not None
     return Markup(
-        f'<svg {view.group(0)} role="img" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg" '
+        f'<svg {view.group(0)} role="img" aria-label="{escape(label)}" '
+        'xmlns="http://www.w3.org/2000/svg" '
         f'xmlns:xlink="http://www.w3.org/1999/xlink">{svg.split(">", 1)[1]}'
     )

@@ -1,9 +1,11 @@
 """onnxruntime-genai on two Hugging Face directories, greedy, with a draft; run in its environment.
 
-    python onnx_generate.py TARGET_HF DRAFT_HF PLACE REQUEST.json     # the last line is one JSON object
+    python onnx_generate.py TARGET_HF DRAFT_HF PLACE REQUEST.json     # the last line is one JSON
+    object
 
-The models are built in the directory PLACE. The request holds `prompts` (lists of token ids), `max_new_tokens`,
-`threads` and `assistant_tokens`, a list of one number; a row of the answer has `tokens` and the engine's own `stats`.
+The models are built in the directory PLACE. The request holds `prompts` (lists of token ids),
+`max_new_tokens`, `threads` and `assistant_tokens`, a list of one number; a row of the answer has
+`tokens` and the engine's own `stats`.
 """
 
 import json
@@ -31,7 +33,9 @@ def main() -> None:
     request = json.loads(Path(request_file).read_text())
     (ahead,) = request["assistant_tokens"]
     os.environ["OMP_NUM_THREADS"] = str(request["threads"])
-    config, own = (built(name, Path(place) / role) for name, role in ((target, "target"), (draft, "draft")))
+    config, own = (
+        built(name, Path(place) / role) for name, role in ((target, "target"), (draft, "draft"))
+    )
     # Beside the target's files; a path in `draft` is relative to them.
     block = own["model"]["decoder"]
     block["filename"] = f"../draft/{block['filename']}"
@@ -50,7 +54,12 @@ def main() -> None:
             generator.generate_next_token()
         stats = generator.get_speculative_stats()
         tokens = [int(token) for token in generator.get_sequence(0)[len(prompt) :]]
-        rows.append({"tokens": tokens, "stats": {k: v for k, v in stats.items() if isinstance(v, int | float)}})
+        rows.append(
+            {
+                "tokens": tokens,
+                "stats": {k: v for k, v in stats.items() if isinstance(v, int | float)},
+            }
+        )
     engine = f"onnxruntime-genai {onnxruntime_genai.__version__}"
     sys.stdout.write("\n" + json.dumps({"engine": engine, "answers": rows}) + "\n")
 

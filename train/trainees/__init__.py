@@ -1,4 +1,6 @@
-"""The kinds of draft that can be trained. Each trainee owns its draft and returns `LossSums` for a batch."""
+"""The kinds of draft that can be trained. Each trainee owns its draft and returns `LossSums` for a
+batch.
+"""
 
 from torch import nn
 

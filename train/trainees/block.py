@@ -1,9 +1,12 @@
-"""Block drafters: many random blocks of a row in one forward, each slot against the target behind it.
+"""Block drafters: many random blocks of a row in one forward, each slot against the target behind
+it.
 
-A block counts at depth d as a draft from its anchor does in `train.trainees.head`: its pair is the position before the
-anchor. In evaluation, and wherever a row has no seed, every such anchor is used.
+A block counts at depth d as a draft from its anchor does in `train.trainees.head`: its pair is the
+position before the anchor. In evaluation, and wherever a row has no seed, every such anchor is
+used.
 
-Legend: B rows, T tokens, A anchors of a row, D depths, N blocks that count at a depth, M blocks in all, H hidden size.
+Legend: B rows, T tokens, A anchors of a row, D depths, N blocks that count at a depth, M blocks in
+all, H hidden size.
 """
 
 import math
@@ -36,28 +39,38 @@ def decay(block_size: int) -> float:
 
 
 class BlockTrainee(HeadTrainee):
-    """The objective at every slot; slot weights fall by `step_decay`, or follow D-PACE (arXiv 2605.18810).
+    """The objective at every slot; slot weights fall by `step_decay`, or follow D-PACE (arXiv
+    2605.18810).
 
-    anchors: blocks per row and pass, drawn at random (DFlash, arXiv 2602.06036). With D-PACE (`@dpace`) slot j of a
-    block weighs sum_{m >= j} prod_{i <= m} s_i, s = (1 + q(token)) / 2, without gradient. A Markov head reads the
-    data's token before each slot. A confidence learns alpha by binary cross-entropy, beside the objective and weighted
-    like it (DSpark, arXiv 2607.05147); its loss reaches the network too. DSpark's L1 distance is twice `tvd`.
+    anchors: blocks per row and pass, drawn at random (DFlash, arXiv 2602.06036). With D-PACE
+    (`@dpace`) slot j of a block weighs sum_{m >= j} prod_{i <= m} s_i, s = (1 + q(token)) / 2,
+    without gradient. A Markov head reads the data's token before each slot. A confidence learns
+    alpha by binary cross-entropy, beside the objective and weighted like it (DSpark, arXiv
+    2607.05147); its loss reaches the network too. DSpark's L1 distance is twice `tvd`.
     """
 
     draft: BlockHead
 
-    def __init__(self, draft: BlockHead, *arguments: Any, anchors: int = 512, **options: Any) -> None:
-        super().__init__(draft, *arguments, **{"step_decay": decay(draft.config.block_size)} | options)
+    def __init__(
+        self, draft: BlockHead, *arguments: Any, anchors: int = 512, **options: Any
+    ) -> None:
+        super().__init__(
+            draft, *arguments, **{"step_decay": decay(draft.config.block_size)} | options
+        )
         self.anchors = anchors
 
     def blocks(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Columns of the anchors `[B, A]`, padded with 0, and each column's place among them `[B, T]`, -1 for none."""
+        """Columns of the anchors `[B, A]`, padded with 0, and each column's place among them `[B,
+        T]`, -1 for none.
+        """
         pairs = pairs_at(batch, 1)
         rows: list[Tensor] = []
         for row in range(len(batch.ids_BT)):
             columns = pairs.at_N[pairs.row_N == row] + 1
             if self.training and batch.seeds_B is not None and len(columns) > self.anchors:
-                drawn = torch.randperm(len(columns), generator=generator(int(batch.seeds_B[row])))[: self.anchors]
+                drawn = torch.randperm(len(columns), generator=generator(int(batch.seeds_B[row])))[
+                    : self.anchors
+                ]
                 columns = columns[drawn.sort().values.to(columns.device)]
             rows.append(columns)
         anchors_BA = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -71,9 +84,13 @@ class BlockTrainee(HeadTrainee):
         return (self.blocks(batch)[1] >= 0).sum()
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
-        """For every depth the pairs before the anchors that count, and the normed states `[N, H]` of their slots."""
+        """For every depth the pairs before the anchors that count, and the normed states `[N, H]`
+        of their slots.
+        """
         anchors_BA, place_BT = self.blocks(batch)
-        drafted_BADH = self.draft.drafted(batch.ids_BT, states, anchors_BA, batch.positions_BT, batch.documents_BT)
+        drafted_BADH = self.draft.drafted(
+            batch.ids_BT, states, anchors_BA, batch.positions_BT, batch.documents_BT
+        )
         for depth in range(1, self.draft.depths + 1):
             pairs = pairs_at(batch, depth)
             place_N = place_BT[pairs.row_N, pairs.at_N + 1]
@@ -86,26 +103,44 @@ class BlockTrainee(HeadTrainee):
         projection, weight, bias = super().projection_at(depth)
         if not self.draft.reduced:
             return projection, weight, bias
-        return projection, self.draft.rows_DH, None if bias is None else bias[self.draft.target_ids_D]
+        return (
+            projection,
+            self.draft.rows_DH,
+            None if bias is None else bias[self.draft.target_ids_D],
+        )
 
     def forward(self, batch: Batch) -> LossSums:
         return self.slots(batch)[0]
 
     def slots(self, batch: Batch) -> tuple[LossSums, Drafts, Tensor, Tensor | None]:
-        """The sums, the slots that count, their alphas `[N]`, and the logits `[N]` of their confidence."""
+        """The sums, the slots that count, their alphas `[N]`, and the logits `[N]` of their
+        confidence.
+        """
         states, last_BTH = self.target.read(batch)
-        drafts = join([(depth, *part) for depth, part in enumerate(self.drafts(batch, states))], batch)
-        weights_N = self.paces(drafts, batch) if self.objective.paced else self.step_decay**drafts.depth_N
+        drafts = join(
+            [(depth, *part) for depth, part in enumerate(self.drafts(batch, states))], batch
+        )
+        weights_N = (
+            self.paces(drafts, batch) if self.objective.paced else self.step_decay**drafts.depth_N
+        )
         low_rank = self.markov(drafts.pairs, batch)
-        sums, alpha_N = self.sums(drafts, batch, last_BTH, weights_N, self.draft.depths, low_rank=low_rank)
+        sums, alpha_N = self.sums(
+            drafts, batch, last_BTH, weights_N, self.draft.depths, low_rank=low_rank
+        )
         if not self.draft.config.confidence:
             return sums, drafts, alpha_N, None
-        logits_N = self.draft.confidence_logits(drafts.hidden_NH, drafts.pairs.of_targets(batch.ids_BT))
-        loss = F.binary_cross_entropy_with_logits(logits_N, alpha_N.to(logits_N), weights_N, reduction="sum")
+        logits_N = self.draft.confidence_logits(
+            drafts.hidden_NH, drafts.pairs.of_targets(batch.ids_BT)
+        )
+        loss = F.binary_cross_entropy_with_logits(
+            logits_N, alpha_N.to(logits_N), weights_N, reduction="sum"
+        )
         return sums._replace(loss=sums.loss + loss), drafts, alpha_N, logits_N
 
     def markov(self, pairs: Pairs, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """What the Markov head adds to the logits, as factors: W1 of the tokens before the slots, and W2."""
+        """What the Markov head adds to the logits, as factors: W1 of the tokens before the slots,
+        and W2.
+        """
         if not self.draft.config.markov_rank:
             return None
         head: Any = self.draft.markov_head
@@ -119,7 +154,9 @@ class BlockTrainee(HeadTrainee):
         projection, weight, bias = self.projection_at(0)
         per_token_3N = torch.zeros(3, len(tokens_N), device=tokens_N.device)
         given = None, rows_N, None, _CROSS_ENTROPY, self.chunk, projection
-        projected(drafts.hidden_NH, weight, bias, *given, self.markov(drafts.pairs, batch), per_token_3N)
+        projected(
+            drafts.hidden_NH, weight, bias, *given, self.markov(drafts.pairs, batch), per_token_3N
+        )
         steps_MD = torch.zeros(batch.ids_BT.numel(), self.draft.depths, device=tokens_N.device)
         slots = drafts.pairs.block_N(batch), drafts.depth_N
         steps_MD[slots] = (1 + (-per_token_3N[0]).exp() * drafted_N) / 2
@@ -128,11 +165,13 @@ class BlockTrainee(HeadTrainee):
 
 @torch.no_grad()
 def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, float]:
-    """Fit the temperatures of the confidence, slot by slot; return its calibration error before and after.
+    """Fit the temperatures of the confidence, slot by slot; return its calibration error before and
+    after.
 
-    Sequential temperature scaling (DSpark, arXiv 2607.05147, section 3.2.1): each slot takes the temperature that
-    minimises the expected calibration error of the product of confidences up to it, which predicts that all these
-    tokens are accepted. Fitted on every other batch, the errors are those of the others, the mean over slots.
+    Sequential temperature scaling (DSpark, arXiv 2607.05147, section 3.2.1): each slot takes the
+    temperature that minimises the expected calibration error of the product of confidences up to
+    it, which predicts that all these tokens are accepted. Fitted on every other batch, the errors
+    are those of the others, the mean over slots.
     """
     head = trainee.eval().draft
     parts = []
@@ -158,7 +197,9 @@ def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, floa
 
 
 def _error(found_2MD: Tensor, temperatures: Sequence[float]) -> float:
-    """Expected calibration error of the product of confidences over the first slots, in bins of equal width."""
+    """Expected calibration error of the product of confidences over the first slots, in bins of
+    equal width.
+    """
     logits_Md, alphas_Md = found_2MD[:, :, : len(temperatures)]
     said_M, is_M = (logits_Md / torch.tensor(temperatures)).sigmoid().prod(1), alphas_Md.prod(1)
     counts_M = is_M.isfinite()

@@ -1,13 +1,14 @@
-"""The trainees of EAGLE-1, EAGLE-3, Medusa and Hydra, and what they share with block drafters: which drafts count, how
-a head runs on its own features, the sums over depths.
+"""The trainees of EAGLE-1, EAGLE-3, Medusa and Hydra, and what they share with block drafters:
+which drafts count, how a head runs on its own features, the sums over depths.
 
-A pair t is the input of an EAGLE head: the target's feature at position t and the token at t + 1. A draft that starts
-from pair t guesses, at depth d, the token at t + 1 + d, whose distribution by the target is at position t + d. Pair t
-counts at depth d when the tokens at t + 2 and t + 1 + d are response tokens of one document, as in decoding, where
-drafts start from a token of the response or the last of the prompt.
+A pair t is the input of an EAGLE head: the target's feature at position t and the token at t + 1. A
+draft that starts from pair t guesses, at depth d, the token at t + 1 + d, whose distribution by the
+target is at position t + d. Pair t counts at depth d when the tokens at t + 2 and t + 1 + d are
+response tokens of one document, as in decoding, where drafts start from a token of the response or
+the last of the prompt.
 
-Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden size, D depths; in `ids_D`,
-D tokens of the draft vocabulary; d the number of a Medusa or Hydra head, from 0.
+Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden size, D depths; in
+`ids_D`, D tokens of the draft vocabulary; d the number of a Medusa or Hydra head, from 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,18 +32,22 @@ from train.features import FeatureCache, FrozenTarget
 from train.objective import Objective
 from train.teacher import LiveTeacher
 
-# Weight of the loss of each further depth, as a share of the one before (Medusa, section 2.2.1; EAGLE-3's code).
+# Weight of the loss of each further depth, as a share of the one before (Medusa, section 2.2.1;
+# EAGLE-3's code).
 STEP_DECAY = 0.8
 # Of the objective of EAGLE-1, beside the regression of features.
 TOKEN_WEIGHT = 0.1
 
-# tokens [B, W], features [B, W, H], boolean mask or None, positions [B or 1, W], cache -> the head's features [B, W, H]
+# tokens [B, W], features [B, W, H], boolean mask or None, positions [B or 1, W], cache -> the
+# head's features [B, W, H]
 HeadForward = Callable[[Tensor, Tensor, Tensor | None, Tensor, Cache | None], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The pairs that count at a depth: their row and position, and the position of the target's distribution."""
+    """The pairs that count at a depth: their row and position, and the position of the target's
+    distribution.
+    """
 
     row_N: Tensor
     at_N: Tensor
@@ -78,16 +83,22 @@ def pairs_at(batch: Batch, depth: int) -> Pairs:
         # The pair before a document's first position belongs to the document before it.
         counts_BW &= batch.positions_BT[:, 1:] > 0
         if width > 0:
-            counts_BW[:, :width] &= batch.documents_BT[:, depth:] == batch.documents_BT[:, 1 : 1 + width]
+            counts_BW[:, :width] &= (
+                batch.documents_BT[:, depth:] == batch.documents_BT[:, 1 : 1 + width]
+            )
     row_N, at_N = counts_BW.nonzero(as_tuple=True)
     return Pairs(row_N, at_N, at_N + depth)
 
 
-def unroll(head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int) -> Iterator[tuple[Pairs, Tensor]]:
-    """For depth 1, 2, ... the pairs that count, and the head's own features `[N, H]` there, as decoding computes them.
+def unroll(
+    head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int
+) -> Iterator[tuple[Pairs, Tensor]]:
+    """For depth 1, 2, ... the pairs that count, and the head's own features `[N, H]` there, as
+    decoding computes them.
 
-    At depth d pair t goes in with the token at t + d, the feature that it gave at depth d - 1 (the target's at depth
-    1), and position t + d - 1; it attends to the first pass up to t and to its own draft (arXiv 2503.01840, 3.2).
+    At depth d pair t goes in with the token at t + d, the feature that it gave at depth d - 1 (the
+    target's at depth 1), and position t + d - 1; it attends to the first pass up to t and to its
+    own draft (arXiv 2503.01840, 3.2).
     """
     cache = DynamicCache() if depths > 1 else None
     ids_BW = batch.ids_BT[:, 1:]
@@ -97,7 +108,8 @@ def unroll(head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int) -
     attends = torch.ones(1, 1, width, width, dtype=torch.bool, device=ids_BW.device).tril()
     if batch.documents_BT is not None and batch.positions_BT is not None:
         positions_BW = (batch.positions_BT[:, 1:] - 1).clamp_min(0)
-        # Pairs that straddle two packed documents get id -1: they attend only to each other and carry no loss.
+        # Pairs that straddle two packed documents get id -1: they attend only to each other and
+        # carry no loss.
         documents_BW = batch.documents_BT[:, 1:].masked_fill(batch.positions_BT[:, 1:] == 0, -1)
         attends = attends & (documents_BW[:, :, None] == documents_BW[:, None, :])[:, None]
         mask = attends
@@ -138,19 +150,23 @@ def join(parts: Sequence[tuple[int, Pairs, Tensor]], batch: Batch) -> Drafts:
 
 def total(sums: Sequence[LossSums]) -> LossSums:
     """The sums of several groups of depths as one."""
-    added: Any = (None if parts[0] is None else torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
+    added: Any = (
+        None if parts[0] is None else torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)
+    )
     return LossSums(*added)
 
 
 class HeadTrainee(nn.Module):
     """Base of the head trainees: owns the head as `.draft` and sums the objective over its depths.
 
-    A kind of head defines `drafts`, and overrides `projection_at` or `forward` where it differs. packing: whether
-    batches will be packed. cache: of the target's states. chunk: tokens whose logits are held at once, by default what
-    suits the device. step_decay: depth j, from 1, weighs step_decay ** (j - 1).
+    A kind of head defines `drafts`, and overrides `projection_at` or `forward` where it differs.
+    packing: whether batches will be packed. cache: of the target's states. chunk: tokens whose
+    logits are held at once, by default what suits the device. step_decay: depth j, from 1, weighs
+    step_decay ** (j - 1).
     """
 
-    # Whether all depths share an output projection, and with it the passes over the target's distributions.
+    # Whether all depths share an output projection, and with it the passes over the target's
+    # distributions.
     one_projection = True
 
     def __init__(
@@ -170,7 +186,9 @@ class HeadTrainee(nn.Module):
         self.target = FrozenTarget(target, draft.hidden_layers, packing, cache)
 
     def count(self, batch: Batch) -> Tensor:
-        """How many tokens `loss` will be a sum over, a scalar, without the forward: the pairs that count at depth 1."""
+        """How many tokens `loss` will be a sum over, a scalar, without the forward: the pairs that
+        count at depth 1.
+        """
         return torch.tensor(len(pairs_at(batch, 1).row_N), device=batch.ids_BT.device)
 
     def forward(self, batch: Batch) -> LossSums:
@@ -180,22 +198,29 @@ class HeadTrainee(nn.Module):
         sums = []
         for parts in together:
             group = join(parts, batch)
-            sums.append(self.sums(group, batch, last_BTH, self.step_decay**group.depth_N, len(drafts))[0])
+            sums.append(
+                self.sums(group, batch, last_BTH, self.step_decay**group.depth_N, len(drafts))[0]
+            )
         return total(sums)
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
-        """For every depth the pairs that count, and what the output projection reads there, `[N, H]`.
+        """For every depth the pairs that count, and what the output projection reads there, `[N,
+        H]`.
 
         states: of the target, `[B, T, H]` each, at the head's `hidden_layers`.
         """
         raise NotImplementedError
 
     def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
-        """The output projection at a depth, from 0, and the weight and bias to use; here the target's, not trained."""
+        """The output projection at a depth, from 0, and the weight and bias to use; here the
+        target's, not trained.
+        """
         borrowed = self.draft.borrowed
         return borrowed.projection, borrowed.projection.weight_VH.detach(), borrowed.bias_V
 
-    def teaching(self, teacher: LiveTeacher, tokens_N: Tensor) -> tuple[LiveTeacher, Tensor, Tensor | None]:
+    def teaching(
+        self, teacher: LiveTeacher, tokens_N: Tensor
+    ) -> tuple[LiveTeacher, Tensor, Tensor | None]:
         """Teacher, tokens and weights of the loss, in the head's vocabulary.
 
         Tokens that it lacks have weight 0 where the objective reads them.
@@ -208,9 +233,17 @@ class HeadTrainee(nn.Module):
         return replace(teacher, ids=ids_D), rows_N, weights_N
 
     def sums(
-        self, drafts: Drafts, batch: Batch, last_BTH: Tensor, weights_N: Tensor, depths: int, **more: Any
+        self,
+        drafts: Drafts,
+        batch: Batch,
+        last_BTH: Tensor,
+        weights_N: Tensor,
+        depths: int,
+        **more: Any,
     ) -> tuple[LossSums, Tensor]:
-        """The objective with these weights, and acceptance, in all and `[N]`. more: options of `projected`."""
+        """The objective with these weights, and acceptance, in all and `[N]`. more: options of
+        `projected`.
+        """
         pairs = drafts.pairs
         places, row_N = pairs.place_N(batch).unique_consecutive(return_inverse=True)
         live = LiveTeacher(last_BTH.flatten(0, 1)[places], self.target.projection, row_N=row_N)
@@ -230,20 +263,23 @@ class HeadTrainee(nn.Module):
 
 
 class EagleTrainee(HeadTrainee):
-    """Feature regression (smooth L1, mean over H) plus 0.1 times the objective (arXiv 2401.15077, section 4.2).
+    """Feature regression (smooth L1, mean over H) plus 0.1 times the objective (arXiv 2401.15077,
+    section 4.2).
 
-    Pair t, the feature at t with the token at t + 1, must give the feature at t + 1, whose projection is the
-    distribution of the token at t + 2. The objective `fkl` is the paper's soft cross-entropy less the target's own
-    entropy: another value, the same gradient.
+    Pair t, the feature at t with the token at t + 1, must give the feature at t + 1, whose
+    projection is the distribution of the token at t + 2. The objective `fkl` is the paper's soft
+    cross-entropy less the target's own entropy: another value, the same gradient.
 
-    noise: while training, each value of an input feature is shifted by a uniform draw from [-noise, noise], from
-    torch's global generator. depths: how deep acceptance is measured in evaluation, on the head's own features after
-    true tokens; in training it is measured at depth 1 only.
+    noise: while training, each value of an input feature is shifted by a uniform draw from [-noise,
+    noise], from torch's global generator. depths: how deep acceptance is measured in evaluation, on
+    the head's own features after true tokens; in training it is measured at depth 1 only.
     """
 
     draft: EagleHead
 
-    def __init__(self, *arguments: Any, noise: float = 0.1, depths: int = 5, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, noise: float = 0.1, depths: int = 5, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self.noise, self.depths = noise, depths
 
@@ -251,7 +287,9 @@ class EagleTrainee(HeadTrainee):
         (features_BTH,), last_BTH = self.target.read(batch)
         drafts = [(depth, *part) for depth, part in enumerate(self.drafts(batch, [features_BTH]))]
         _, pairs, hidden_NH = drafts[0]
-        apart_NH = F.smooth_l1_loss(hidden_NH.float(), pairs.of_targets(features_BTH).float(), reduction="none")
+        apart_NH = F.smooth_l1_loss(
+            hidden_NH.float(), pairs.of_targets(features_BTH).float(), reduction="none"
+        )
         joined = join(drafts, batch)
         weights_N = TOKEN_WEIGHT * (joined.depth_N == 0)
         sums, _ = self.sums(joined, batch, last_BTH, weights_N, self.depths)
@@ -266,12 +304,14 @@ class EagleTrainee(HeadTrainee):
 
 
 class Eagle3Trainee(HeadTrainee):
-    """The training-time test (arXiv 2503.01840, section 3.2): `test_steps` depths on the head's own features.
+    """The training-time test (arXiv 2503.01840, section 3.2): `test_steps` depths on the head's own
+    features.
 
-    The objective compares the distributions on the draft vocabulary, the target's renormalised there; `fkl` is the
-    paper's soft cross-entropy less the target's own entropy: another value, the same gradient. An objective that reads
-    the tokens of the data (`ce`) leaves out those that the draft vocabulary lacks. Acceptance is against the target's
-    whole distribution, and `missing` is what of it lies outside the draft vocabulary.
+    The objective compares the distributions on the draft vocabulary, the target's renormalised
+    there; `fkl` is the paper's soft cross-entropy less the target's own entropy: another value, the
+    same gradient. An objective that reads the tokens of the data (`ce`) leaves out those that the
+    draft vocabulary lacks. Acceptance is against the target's whole distribution, and `missing` is
+    what of it lies outside the draft vocabulary.
     """
 
     draft: Eagle3Head
@@ -280,7 +320,9 @@ class Eagle3Trainee(HeadTrainee):
         super().__init__(*arguments, **options)
         self.test_steps = test_steps
         self.projection = OutputProjection(
-            self.draft.lm_head, self.draft.borrowed.projection.scale, self.draft.borrowed.projection.softcap
+            self.draft.lm_head,
+            self.draft.borrowed.projection.scale,
+            self.draft.borrowed.projection.softcap,
         )
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
@@ -294,11 +336,13 @@ class Eagle3Trainee(HeadTrainee):
 
 
 class MedusaTrainee(HeadTrainee):
-    """Head d guesses on its own; it weighs step_decay ** d (Medusa-1, arXiv 2401.10774, section 2.2.1).
+    """Head d guesses on its own; it weighs step_decay ** d (Medusa-1, arXiv 2401.10774, section
+    2.2.1).
 
-    From the feature at t it must give the token at t + 2 + d: with `ce` the data's, with other objectives the target's
-    distribution at position t + 1 + d, after the true tokens between. The feature counts where the token at t + 1 may
-    be the root of a draft, as above. Every head trains an output projection of its own.
+    From the feature at t it must give the token at t + 2 + d: with `ce` the data's, with other
+    objectives the target's distribution at position t + 1 + d, after the true tokens between. The
+    feature counts where the token at t + 1 may be the root of a draft, as above. Every head trains
+    an output projection of its own.
     """
 
     draft: MedusaHeads
@@ -313,15 +357,21 @@ class MedusaTrainee(HeadTrainee):
         """The head's own weight; scale, soft cap and bias are the target's."""
         linear = cast(nn.Sequential, self.draft[depth])[-1]
         assert isinstance(linear, nn.Linear)
-        return replace(self.draft.borrowed.projection, module=linear), linear.weight, self.draft.borrowed.bias_V
+        return (
+            replace(self.draft.borrowed.projection, module=linear),
+            linear.weight,
+            self.draft.borrowed.bias_V,
+        )
 
 
 class HydraTrainee(HeadTrainee):
-    """Head d also reads the tokens between the feature and its own; it weighs step_decay ** d (arXiv 2402.05109, 3).
+    """Head d also reads the tokens between the feature and its own; it weighs step_decay ** d
+    (arXiv 2402.05109, 3).
 
-    From the feature at t and the true tokens at t + 1 .. t + 1 + d it must give the token at t + 2 + d. The paper's
-    teacher cross-entropy is `fkl` plus the target's own entropy: another value, the same gradient. The projection is
-    the target's and is not trained, unless the heads came with projections of their own.
+    From the feature at t and the true tokens at t + 1 .. t + 1 + d it must give the token at t + 2
+    + d. The paper's teacher cross-entropy is `fkl` plus the target's own entropy: another value,
+    the same gradient. The projection is the target's and is not trained, unless the heads came with
+    projections of their own.
     """
 
     draft: HydraHeads

@@ -20,12 +20,13 @@ from train.teacher import LiveTeacher, Teacher, find_projection, teacher_for_dra
 class LMTrainee(nn.Module):
     """Owns the draft as `.draft`; the target stays outside its parameters.
 
-    target: the live teacher; None if the objective needs none or batches bring stored rows. packing: whether batches
-    will be packed. chunk: tokens whose logits are held at once; by default what suits the device. cache, memory: hidden
-    states of the target, on disk and in memory.
+    target: the live teacher; None if the objective needs none or batches bring stored rows.
+    packing: whether batches will be packed. chunk: tokens whose logits are held at once; by default
+    what suits the device. cache, memory: hidden states of the target, on disk and in memory.
 
-    With a draft vocabulary, the draft trains on the target's distribution renormalised to it, as EAGLE-3 heads do, and
-    `ce` skips tokens outside it. Raise InputError if a model cannot be trained this way.
+    With a draft vocabulary, the draft trains on the target's distribution renormalised to it, as
+    EAGLE-3 heads do, and `ce` skips tokens outside it. Raise InputError if a model cannot be
+    trained this way.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class LMTrainee(nn.Module):
         self.packing = packing_method(draft, "draft") if packing else None
         self.target = None
         if target is not None:
-            self.target = FrozenTarget(target, layers=(-1,), packing=packing, cache=cache, memory=memory)
+            self.target = FrozenTarget(
+                target, layers=(-1,), packing=packing, cache=cache, memory=memory
+            )
         self.size = vocabulary_size(draft)
 
     def count(self, batch: Batch) -> Tensor:
@@ -60,7 +63,9 @@ class LMTrainee(nn.Module):
         rows_N = (labels != IGNORE).nonzero().squeeze(1)
         tokens_N = labels[rows_N]
         teacher = self._teacher(batch, rows_N)
-        assert teacher is not None or not self.objective.needs_target, "this objective needs a target or stored rows"
+        assert teacher is not None or not self.objective.needs_target, (
+            "this objective needs a target or stored rows"
+        )
         options = forward_options(batch, self.packing, self.draft.dtype)
         # Inlined to keep the stack from the command to the draft's forward short.
         out = self.draft.base_model(input_ids=batch.ids_BT, use_cache=False, **options)
@@ -75,7 +80,8 @@ class LMTrainee(nn.Module):
 
     def _teacher(self, batch: Batch, rows_N: Tensor) -> Teacher | None:
         if self.training and not self.objective.needs_target:
-            return None  # only alpha needs it, which evaluation measures; a teacher would double the step time
+            # only alpha needs it, which evaluation measures; a teacher would double the step time
+            return None
         if self.target is not None:
             states_NH = _at(self.target.read(batch, self.training)[1], rows_N)
             live = LiveTeacher(states_NH, self.target.projection)
