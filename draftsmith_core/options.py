@@ -14,8 +14,8 @@
 
         def __post_init__(self) -> None:
             if ...:
-                raise InputError("beta: needs --objective jsd")  # rules across fields; begin with
-                the key
+                # Rules across fields begin with the key.
+                raise InputError("beta: needs --objective jsd")
 
     config, as_json = command_line.parse(TrainConfig, "train", argv)
 

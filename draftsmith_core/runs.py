@@ -1,15 +1,13 @@
 """A run of a command: it locks its directory, resumes what a killed run left, and records where
 results come from.
 
-    with Run(out) as run:                                         # SIGTERM and Ctrl-C end the block
-    with a note
-        ...                                                       # load and check; nothing is
-        written yet run.begin(identity(config))                               # lock; InputError if
-        another run began here answer = run.step("cells/abc.json", make)                 # the value
-        in the file, or of make(), then written part = run.step("part-00000.parquet", make)
-        # the file, or make(temporary path) draft = run.step("start/", make)
-        # the directory, or make(temporary directory) with run.journal(".answers.jsonl") as journal:
-        # rows appended one by one
+    with Run(out) as run:                              # SIGTERM and Ctrl-C end it with a note
+        ...                                            # load and check; nothing is written yet
+        run.begin(identity(config))                    # lock; InputError if it is another run's
+        answer = run.step("cells/abc.json", make)      # read the value, or write that of make()
+        part = run.step("part-00000.parquet", make)    # the file, or make(temporary path)
+        draft = run.step("start/", make)               # the directory, or make(temporary directory)
+        with run.journal(".answers.jsonl") as journal: # rows appended one by one
             journal.rows, journal.append(row)
 
 A step is written whole (temporary name, fsync, rename), so the next run finds each step finished or

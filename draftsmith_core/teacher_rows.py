@@ -3,11 +3,11 @@ few bytes.
 
 One value of a column `teacher` per answer, little-endian:
 
-    K, B                       two uint16: tokens per position, blocks of 65,536 ids in the
-    vocabulary R positions, each
+    K, B                   two uint16: tokens per position, blocks of 65,536 ids in the vocabulary
+    R positions, each
         K uint16               ids in ascending order, without the number of their block
-        K float16              their natural log-probabilities, at temperature 1 over the whole
-        vocabulary 1 float16              the probability of all other tokens
+        K float16          their natural log-probabilities, temperature 1, the whole vocabulary
+        1 float16          the probability of all other tokens
         B - 1 uint16           how many of the ids are in block 1 or above, in block 2 or above, ...
 
 At K = 128 that is 514 bytes a token for up to 65,536 ids and 520 for up to 262,144.

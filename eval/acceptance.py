@@ -9,13 +9,12 @@ are unrolled to their depth from every root.
 
 The chance that the text's token x was accepted as the candidate of rank k, given that x was output,
 is P(rank k accepted, token x) / p(x):
-    speculative          min(1, q(x) / p(x))                                    (Leviathan et al.
-    2023, theorem 3.5) mcsd, specinfer      E[prod over earlier ranks of their refusal, times
-    min(p_k(x), q_k(x))] / p(x), with p_k and q_k
-                         what earlier refusals left (Yang et al. 2024): one draw of the earlier
-                         candidates, unbiased
+    speculative          min(1, q(x) / p(x)) (Leviathan et al. 2023, theorem 3.5)
+    mcsd, specinfer      E[prod over earlier ranks of their refusal, times min(p_k(x), q_k(x))]
+                         / p(x), with p_k and q_k what earlier refusals left (Yang et al. 2024):
+                         one draw of the earlier candidates, unbiased
     exact                P(the candidate of rank k is x), from the same draw; 0 or 1 for the most
-    probable tokens
+                         probable tokens
 Products of these along a path are unbiased because the draws of different positions are
 independent.
 

@@ -1,7 +1,7 @@
 """Adapt a served draft to what its server logged, and switch to the new draft only if it is better.
 
-    python examples/adapt.py --log requests.jsonl --target T --served drafts/current --out
-    drafts/rounds \
+    python examples/adapt.py --log requests.jsonl --target T --served drafts/current \
+        --out drafts/rounds \
         --keep code=code.jsonl
 
 `--served` is a symlink to the draft's directory; the server loads the draft through it. A row of

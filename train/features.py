@@ -7,8 +7,9 @@ With a cache, each document is forwarded alone, outside autocast, and rounded to
 also when it was not found. So a run trains on the same bits whatever was cached when it began, on a
 like machine.
 
-    DIR/<hash of (target, dtype)>/<sha256 of the content>.safetensors    one tensor [T, H] per
-    document and layer
+    DIR/<hash of (target, dtype)>/<sha256 of the content>.safetensors
+
+One tensor [T, H] per document and layer.
 
 Legend: B rows, T tokens, L layers, H hidden size.
 """

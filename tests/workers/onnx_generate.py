@@ -1,7 +1,8 @@
 """onnxruntime-genai on two Hugging Face directories, greedy, with a draft; run in its environment.
 
-    python onnx_generate.py TARGET_HF DRAFT_HF PLACE REQUEST.json     # the last line is one JSON
-    object
+    python onnx_generate.py TARGET_HF DRAFT_HF PLACE REQUEST.json
+
+The last line of its output is one JSON object.
 
 The models are built in the directory PLACE. The request holds `prompts` (lists of token ids),
 `max_new_tokens`, `threads` and `assistant_tokens`, a list of one number; a row of the answer has
