@@ -50,7 +50,7 @@ def without_bos(tokenizer: Any) -> None:
 
 
 def small_heads(path: Path) -> None:
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 24,
         "num_hidden_layers": 1,
@@ -61,7 +61,7 @@ def small_heads(path: Path) -> None:
         vocab_size=4096,
         max_position_embeddings=512,
         bos_token_id=0,
-        eos_token_id=1,  # type: ignore[arg-type]
+        eos_token_id=1,
     )
     LlamaForCausalLM(config).save_pretrained(path)
 

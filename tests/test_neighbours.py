@@ -92,9 +92,9 @@ def exports(tmp_path_factory):
             if out not in made:
                 config = ds.ExportConfig(
                     draft=str(PAIR / role),
-                    format=form,
+                    format=form,  # type: ignore[arg-type]
                     out=str(out),
-                    dtype="float32",  # type: ignore[arg-type]
+                    dtype="float32",
                 )
                 made[out] = ds.export(config)
                 assert made[out]["proof"]["engine"] is not None
