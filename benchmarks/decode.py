@@ -41,9 +41,10 @@ from drafts.heads import load_head
 from drafts.make.widen import widen
 from draftsmith.demo import corpus
 from draftsmith_core.command_line import parse
+from draftsmith_core.devices import resolve_device
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import write_text_atomic
-from draftsmith_core.models import dtype_name, load_model, resolve_device, vocabulary_size
+from draftsmith_core.models import dtype_name, load_model, vocabulary_size
 from draftsmith_core.runs import git_commit, versions
 from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer
 from eval.measure import machine

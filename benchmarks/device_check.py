@@ -33,8 +33,8 @@ import torch
 
 from benchmarks.device_measure import Check
 from benchmarks.device_sections import SECTIONS
+from draftsmith_core.devices import resolve_device
 from draftsmith_core.io import write_text_atomic
-from draftsmith_core.models import resolve_device
 from draftsmith_core.runs import git_commit, versions
 
 _PATIENCE = 10  # tiny runs are tests, and a busy machine is no reason to fail

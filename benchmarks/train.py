@@ -59,15 +59,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa:
 
 from drafts.heads import HEADS  # noqa: E402
 from draftsmith_core.command_line import parse  # noqa: E402
+from draftsmith_core.devices import peak_memory, reset_peak_memory, resolve_device  # noqa: E402
 from draftsmith_core.errors import InputError  # noqa: E402
-from draftsmith_core.models import (  # noqa: E402
-    load_model,
-    parameter_count,
-    peak_memory,
-    reset_peak_memory,
-    resolve_device,
-    vocabulary_size,
-)
+from draftsmith_core.models import load_model, parameter_count, vocabulary_size  # noqa: E402
 from draftsmith_core.runs import git_commit, versions  # noqa: E402
 from train.batch import IGNORE, Batch  # noqa: E402
 from train.chunked import chunk_size, projected  # noqa: E402

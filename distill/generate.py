@@ -36,8 +36,8 @@ from draftsmith_core import options
 from draftsmith_core.errors import InputError, counted
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import canonical_json, hash_json, read_json, write_text_atomic
+from draftsmith_core.launcher import join_processes
 from draftsmith_core.options import configured
-from draftsmith_core.processes import Terminated, join_processes, on_main
 from draftsmith_core.progress import Advance, progress
 from draftsmith_core.prompt_rows import (
     KEYS,
@@ -48,9 +48,11 @@ from draftsmith_core.prompt_rows import (
     parse_record,
 )
 from draftsmith_core.prompts import Prompt, PromptReader, Skipped, content_id
+from draftsmith_core.ranks import on_main
 from draftsmith_core.runs import Run, command_line
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.settings import tokenizing
+from draftsmith_core.signals import Terminated
 from draftsmith_core.teacher_rows import COLUMN
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 

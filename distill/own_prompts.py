@@ -19,9 +19,9 @@ from distill.engines import Answer, AnswerRequest, Engine, Failed
 from distill.parts import RECORD, Numbered, ask
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import canonical_json, write_json_atomic
-from draftsmith_core.processes import on_main
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Reasons
+from draftsmith_core.ranks import on_main
 from draftsmith_core.runs import Run
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer, chat_text, decode_text

@@ -32,8 +32,8 @@ from draftsmith_core.io import (
     write_text_atomic,
     writing,
 )
-from draftsmith_core.processes import on_main
 from draftsmith_core.prompts import Prompt, Reasons, Skipped, content_id
+from draftsmith_core.ranks import on_main
 from draftsmith_core.runs import Journal, Run, provenance
 from draftsmith_core.teacher_rows import COLUMN
 from draftsmith_core.tokenization import Tokenizer, vocabulary_sample

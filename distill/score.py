@@ -29,6 +29,7 @@ from distill.parts import (
 )
 from draftsmith_core.errors import InputError, RunError, without_secrets
 from draftsmith_core.io import hash_json, read_json, sha256_file
+from draftsmith_core.launcher import join_processes
 from draftsmith_core.models import (
     check_tokenizer,
     context_length,
@@ -39,7 +40,6 @@ from draftsmith_core.models import (
     vocabulary_size,
 )
 from draftsmith_core.options import configured
-from draftsmith_core.processes import join_processes, on_main
 from draftsmith_core.progress import progress
 from draftsmith_core.prompt_rows import (
     Record,
@@ -50,6 +50,7 @@ from draftsmith_core.prompt_rows import (
     text_of,
 )
 from draftsmith_core.prompts import answered, content_id
+from draftsmith_core.ranks import on_main
 from draftsmith_core.runs import Run, command_line
 from draftsmith_core.settings import loading, tokenizing
 from draftsmith_core.teacher_rows import COLUMN, bytes_per_token, pack

@@ -19,7 +19,9 @@ import warnings  # noqa: E402
 from draftsmith import __version__  # noqa: E402
 from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
 from draftsmith_core.errors import InputError, RequirementError, RunError, nearest, one_line  # noqa: E402
-from draftsmith_core.processes import Terminated, is_main, keep_freed_memory, settle_threads  # noqa: E402
+from draftsmith_core.host import keep_freed_memory, settle_threads  # noqa: E402
+from draftsmith_core.ranks import is_main  # noqa: E402
+from draftsmith_core.signals import Terminated  # noqa: E402
 
 
 def usage() -> str:

@@ -33,8 +33,8 @@ from draftsmith_core.models import (
     vocabulary_size,
 )
 from draftsmith_core.options import configured
-from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts, room_for_prompts
+from draftsmith_core.ranks import say
 from draftsmith_core.runs import command_line, provenance
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.settings import loading

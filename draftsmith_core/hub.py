@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 
 from draftsmith_core.errors import InputError, RunError, first_line, one_line
 from draftsmith_core.io import read_json
-from draftsmith_core.processes import from_main
+from draftsmith_core.ranks import from_main
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 

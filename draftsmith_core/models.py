@@ -2,23 +2,20 @@
 memory.
 """
 
-import contextlib
 import hashlib
 import logging
 import math
 import os
-import resource
-import sys
 from collections.abc import Iterable
 from operator import attrgetter
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from draftsmith_core.errors import InputError, first_line, require_package
+from draftsmith_core.devices import resolve_device
+from draftsmith_core.errors import InputError, require_package
 from draftsmith_core.hub import check_source, quiet, why_not
 from draftsmith_core.io import canonical_json
 from draftsmith_core.settings import Quantize as Quantize
@@ -31,27 +28,6 @@ _FINGERPRINT_VALUES = 2**22
 _NOT_ARCHITECTURE = (
     "transformers_version dtype torch_dtype use_cache architectures quantization_config".split()
 )
-
-
-def resolve_device(device: str) -> torch.device:
-    """The device of an option; `auto` is this process's CUDA device, or the CPU without one or if
-    the launcher asks.
-    """
-    if device == "auto":
-        if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
-            "1",
-            "true",
-        ):
-            return torch.device("cpu")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    try:
-        resolved = torch.device(device)
-        torch.zeros(1, device=resolved).item()
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise InputError(
-            f"--device {device}: {first_line(error)}; use auto, cpu, cuda or cuda:N"
-        ) from None
-    return resolved
 
 
 def load_model(
@@ -325,37 +301,3 @@ def check_tokenizer(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> 
         raise InputError(
             f"{name}: its vocabulary has {sizes}; use the tokenizer that the model was trained with"
         )
-
-
-MemoryKind = Literal["cuda", "process_rss"]
-
-
-def peak_memory(device: torch.device | str) -> tuple[int, MemoryKind]:
-    """The most bytes held at once since the process began or `reset_peak_memory`, and what they
-    were measured of.
-
-    "cuda": PyTorch's tensors on that device. "process_rss": resident memory of the process, for any
-    other device.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), "cuda"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (
-        peak if sys.platform == "darwin" else peak * 1024,
-        "process_rss",
-    )  # macOS counts bytes, Linux KiB
-
-
-def reset_peak_memory(device: torch.device | str) -> None:
-    """Count the peak from what is held now. Outside Linux the peak of a process cannot be reset and
-    stays.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(
-            OSError
-        ):  # no /proc (macOS), or one that is mounted read-only (some containers)
-            Path("/proc/self/clear_refs").write_text("5")

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from draftsmith_core.processes import is_main
+from draftsmith_core.ranks import is_main
 
 T = TypeVar("T")
 Advance = Callable[[int, str], None]

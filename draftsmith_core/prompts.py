@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.io import canonical_json
-from draftsmith_core.processes import say
 from draftsmith_core.prompt_rows import (
     KEYS,
     TOKEN,
@@ -27,6 +26,7 @@ from draftsmith_core.prompt_rows import (
     parse_record,
     text_of,
 )
+from draftsmith_core.ranks import say
 from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 _warn_once = cache(logging.getLogger(__name__).warning)

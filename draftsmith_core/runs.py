@@ -45,14 +45,9 @@ from draftsmith_core.io import (
     write_json_atomic,
     writing,
 )
-from draftsmith_core.processes import (
-    StopSignal,
-    Terminated,
-    from_main,
-    on_main,
-    terminable,
-    without_fsdp_variable,
-)
+from draftsmith_core.launcher import without_fsdp_variable
+from draftsmith_core.ranks import from_main, on_main
+from draftsmith_core.signals import StopSignal, Terminated, terminable
 
 log = logging.getLogger(__name__)
 

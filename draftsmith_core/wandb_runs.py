@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith_core.errors import InputError, one_line, require_package
 from draftsmith_core.io import hash_json
-from draftsmith_core.processes import launched, on_main
+from draftsmith_core.ranks import launched, on_main
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -22,7 +22,7 @@ from decode.propose.network import fit_vocabulary
 from drafts.load import Draft
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import vocabulary_size
-from draftsmith_core.processes import divided
+from draftsmith_core.ranks import divided
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from eval.acceptance import Continuation, Positions, draft_logits, model_logits, rank_chances
 from eval.diagnose import (

@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 from drafts.load import LoadedPair
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core import wandb_runs
+from draftsmith_core.devices import reset_peak_memory, resolve_device
 from draftsmith_core.errors import InputError, RunError, without_secrets
 from draftsmith_core.io import hash_json, remove_leftovers
-from draftsmith_core.models import eos_ids, reset_peak_memory, resolve_device
+from draftsmith_core.launcher import join_processes
+from draftsmith_core.models import eos_ids
 from draftsmith_core.options import configured
-from draftsmith_core.processes import from_main, is_main, join_processes, launched, on_main, say
 from draftsmith_core.progress import Advance, Tick, no_tick, progress
+from draftsmith_core.ranks import from_main, is_main, launched, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import Sampling, resolve_sampling, sampling_options
 from eval import remarks, rows

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from decode import PROPOSERS, BatchOutput, Generation, SpeculativeDecoder, Tree, take_over
 from drafts.load import Draft, LoadedPair, draft_fingerprint, kind_of, load_pair
+from draftsmith_core.devices import peak_memory
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json
 from draftsmith_core.models import (
@@ -27,13 +28,12 @@ from draftsmith_core.models import (
     eos_ids,
     memory_bytes,
     parameter_count,
-    peak_memory,
     quantization,
     vocabulary_size,
 )
-from draftsmith_core.processes import divided
 from draftsmith_core.progress import Tick, no_tick
 from draftsmith_core.prompts import Prompt, read_prompts
+from draftsmith_core.ranks import divided
 from draftsmith_core.runs import read_record
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.settings import loading, tokenizing

@@ -24,9 +24,9 @@ from draftsmith_core.errors import counted
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.options import configured
-from draftsmith_core.processes import say
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt
+from draftsmith_core.ranks import say
 from draftsmith_core.runs import provenance
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.settings import resolve_sampling, sampling_options

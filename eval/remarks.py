@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from decode.native import missing_kernel
 from draftsmith_core.errors import InputError, counted
 from draftsmith_core.models import parameter_count
-from draftsmith_core.processes import say
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
+from draftsmith_core.ranks import say
 from eval.measure import Suite
 from eval.schema import BUSY, Conditions, ModelRow, Remark
 

@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from draftsmith.__main__ import main
-from draftsmith_core.processes import divided, launcher_request, on_main, settle_threads
+from draftsmith_core.host import settle_threads
+from draftsmith_core.launcher import launcher_request
+from draftsmith_core.ranks import divided, on_main
 
 
 def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch):
@@ -33,7 +35,7 @@ def test_a_command_of_one_process_is_refused_in_several(line, monkeypatch, tmp_p
 def test_a_process_that_waits_for_others_can_be_ended(number):
     """Waiting happens in torch, where Python's own handlers do not run."""
     program = (
-        "import signal; from draftsmith_core.processes import *\n"
+        "import signal; from draftsmith_core.signals import *\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with terminable(), interruptible():\n"
         "    print(signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), "
@@ -97,7 +99,7 @@ def test_commands_settle_it_before_torch_is_imported():
 def test_freed_memory_serves_the_next_tensors():
     program = (
         "import resource, torch\n"
-        "from draftsmith_core.processes import keep_freed_memory\n"
+        "from draftsmith_core.host import keep_freed_memory\n"
         "keep_freed_memory()\n"
         "def faults():\n"
         "    torch.ones(1 << 24)\n"  # 64 MiB

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 HOLDER = """
 import sys
 from pathlib import Path
-from draftsmith_core.processes import terminable
+from draftsmith_core.signals import terminable
 from draftsmith_core.runs import hold
 with terminable(), hold(Path(sys.argv[1]), file=len(sys.argv) > 2):
     print("held", flush=True)

@@ -29,7 +29,7 @@ from drafts.make.fresh import filled, read_per_token, too_costly
 from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.io import make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
-from draftsmith_core.processes import say
+from draftsmith_core.ranks import say
 from train import parallel
 from train.config import VOCABULARY_KINDS, TrainConfig
 from train.data import Examples

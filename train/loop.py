@@ -29,13 +29,14 @@ from transformers import PreTrainedModel
 from decode.propose import CHAIN
 from decode.stats import independent_tau
 from draftsmith_core.cards import checkpoint_card
+from draftsmith_core.devices import peak_memory
 from draftsmith_core.errors import InputError, RunError, one_line
 from draftsmith_core.io import atomic_dir, read_json, sha256_file, write_text_atomic, writing
-from draftsmith_core.models import peak_memory
-from draftsmith_core.processes import StopSignal, from_main, on_main
 from draftsmith_core.progress import progress
+from draftsmith_core.ranks import from_main, on_main
 from draftsmith_core.runs import RECORD
 from draftsmith_core.sampling import row_seed
+from draftsmith_core.signals import StopSignal
 from draftsmith_core.tokenization import Tokenizer
 from train import parallel
 from train.batch import Batch, LossSums

@@ -24,14 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+from draftsmith_core.devices import resolve_device
 from draftsmith_core.errors import RunError, one_line, require_package
-from draftsmith_core.models import resolve_device
-from draftsmith_core.processes import (
-    check_process_count,
-    interruptible,
-    launcher_request,
-    process_group_options,
-)
+from draftsmith_core.launcher import check_process_count, launcher_request, process_group_options
+from draftsmith_core.signals import interruptible
 from train.config import TrainConfig
 
 # Moments of AdamW, as torch names them; SGD without momentum has none.

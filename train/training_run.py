@@ -22,6 +22,7 @@ from draftsmith_core import wandb_runs
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import remove_leftovers
+from draftsmith_core.launcher import leave_processes
 from draftsmith_core.models import (
     check_tokenizer,
     context_length,
@@ -31,11 +32,12 @@ from draftsmith_core.models import (
     vocabulary_size,
 )
 from draftsmith_core.options import configured, identity as identity_options
-from draftsmith_core.processes import Terminated, is_main, leave_processes, on_main, say
 from draftsmith_core.prompts import write_prompt_hashes
+from draftsmith_core.ranks import is_main, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance, read_record
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.settings import loading
+from draftsmith_core.signals import Terminated
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import draft_setup, loop
 from train.config import TrainConfig

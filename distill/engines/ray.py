@@ -21,7 +21,7 @@ from ray.util import ActorPool
 from distill.config import DistillConfig
 from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, Engine, Failed
 from draftsmith_core.errors import InputError, RunError, first_line
-from draftsmith_core.processes import require_single_process
+from draftsmith_core.ranks import require_single_process
 from draftsmith_core.settings import ResolvedSampling
 from draftsmith_core.tokenization import Tokenizer
 

@@ -18,8 +18,8 @@ from distill.engines import (
     sampling_of,
 )
 from draftsmith_core.errors import InputError, RunError, one_line
-from draftsmith_core.processes import require_single_process
 from draftsmith_core.prompts import room_for_prompts
+from draftsmith_core.ranks import require_single_process
 from draftsmith_core.teacher_rows import pack_likeliest
 from draftsmith_core.tokenization import Tokenizer
 

@@ -17,10 +17,10 @@ from decode import SpeculativeDecoder
 from distill.config import DistillConfig
 from drafts.load import draft_kind
 from draftsmith.alignment.config import AlignConfig
+from draftsmith_core.devices import resolve_device
 from draftsmith_core.errors import InputError
-from draftsmith_core.models import resolve_device
-from draftsmith_core.processes import launched
 from draftsmith_core.prompt_rows import NAME, parse_named
+from draftsmith_core.ranks import launched
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.settings import ResolvedSampling, loading
 from eval.config import EvalConfig

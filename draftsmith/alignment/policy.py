@@ -26,8 +26,8 @@ from drafts.merge import merge, merge_states
 from draftsmith.alignment.config import AlignConfig, Policy
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import dtype_name
-from draftsmith_core.processes import say
 from draftsmith_core.prompts import read_prompts, room_for_prompts
+from draftsmith_core.ranks import say
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import Sampling, loading
 from eval import measure

@@ -28,6 +28,7 @@ from draftsmith.config import InitConfig
 from draftsmith.starting import in_words, init
 from draftsmith_core.cards import add_results
 from draftsmith_core.command_line import check_file
+from draftsmith_core.devices import resolve_device
 from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import (
@@ -38,9 +39,9 @@ from draftsmith_core.io import (
     write_rows,
     write_text_atomic,
 )
-from draftsmith_core.models import parameter_count, resolve_device, text_config, vocabulary_size
+from draftsmith_core.launcher import join_processes
+from draftsmith_core.models import parameter_count, text_config, vocabulary_size
 from draftsmith_core.options import configured
-from draftsmith_core.processes import from_main, join_processes, launched, on_main, say
 from draftsmith_core.prompt_rows import (
     asked_of,
     iterate_records,
@@ -49,6 +50,7 @@ from draftsmith_core.prompt_rows import (
     parse_record,
 )
 from draftsmith_core.prompts import PromptSet, read_prompts, room_for_prompts
+from draftsmith_core.ranks import from_main, launched, on_main, say
 from draftsmith_core.runs import Run, difference
 from draftsmith_core.settings import loading, resolve_sampling, tokenizing
 from draftsmith_core.tokenization import load_tokenizer

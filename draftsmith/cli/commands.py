@@ -104,7 +104,7 @@ def _align(config: Any, command: str) -> Done:
 def _demo(config: Any, command: str) -> Done:
     from draftsmith.alignment import stages
     from draftsmith.demo import demo_run
-    from draftsmith_core.processes import from_main
+    from draftsmith_core.ranks import from_main
     from eval.summary import summary as eval_summary
 
     started = time.monotonic()
@@ -322,7 +322,7 @@ def run(name: str, argv: list[str]) -> None:
     one.
     """
     from draftsmith_core.command_line import parse, underscored
-    from draftsmith_core.processes import is_main, require_single_process
+    from draftsmith_core.ranks import is_main, require_single_process
 
     config: Any
     command, typed = COMMANDS[name], {underscored(word).partition("=")[0] for word in argv}

@@ -20,14 +20,14 @@ from drafts.load import draft_kind
 from draftsmith.config import DecodeConfig
 from draftsmith.drafting import choose_method, planned_without_a_draft, read_documents
 from draftsmith.pair import Decoding, Detokenizer, Output, Pair, Piece, load_pair
+from draftsmith_core.devices import peak_memory
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source
 from draftsmith_core.io import hash_json, jsonl, write_text_atomic, writing
-from draftsmith_core.models import peak_memory
 from draftsmith_core.options import identity
-from draftsmith_core.processes import say
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts, room_for_prompts
+from draftsmith_core.ranks import say
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer

@@ -13,8 +13,9 @@ from drafts.make.widen import widen
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.demo import corpus
 from draftsmith_core.io import atomic_dir, make_dir, write_rows, write_text_atomic
+from draftsmith_core.launcher import join_processes
 from draftsmith_core.models import load_model
-from draftsmith_core.processes import join_processes, on_main, say
+from draftsmith_core.ranks import on_main, say
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import EvalConfig
 from eval.evaluate import evaluate

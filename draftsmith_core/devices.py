@@ -1,0 +1,67 @@
+"""The device that tensors are on, and the memory that they take there."""
+
+import contextlib
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from draftsmith_core.errors import InputError, first_line
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device of an option; `auto` is this process's CUDA device, or the CPU without one or if
+    the launcher asks.
+    """
+    if device == "auto":
+        if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
+            "1",
+            "true",
+        ):
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        resolved = torch.device(device)
+        torch.zeros(1, device=resolved).item()
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise InputError(
+            f"--device {device}: {first_line(error)}; use auto, cpu, cuda or cuda:N"
+        ) from None
+    return resolved
+
+
+MemoryKind = Literal["cuda", "process_rss"]
+
+
+def peak_memory(device: torch.device | str) -> tuple[int, MemoryKind]:
+    """The most bytes held at once since the process began or `reset_peak_memory`, and what they
+    were measured of.
+
+    "cuda": PyTorch's tensors on that device. "process_rss": resident memory of the process, for any
+    other device.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "cuda"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (
+        peak if sys.platform == "darwin" else peak * 1024,
+        "process_rss",
+    )  # macOS counts bytes, Linux KiB
+
+
+def reset_peak_memory(device: torch.device | str) -> None:
+    """Count the peak from what is held now. Outside Linux the peak of a process cannot be reset and
+    stays.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(
+            OSError
+        ):  # no /proc (macOS), or one that is mounted read-only (some containers)
+            Path("/proc/self/clear_refs").write_text("5")

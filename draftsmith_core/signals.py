@@ -1,0 +1,86 @@
+"""SIGTERM and Ctrl-C: end at once, or after what is done has been saved."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from draftsmith_core.ranks import is_main, launched
+
+
+class Terminated(SystemExit):
+    """SIGTERM arrived; the command has kept what it could. Exit code 128 + 15, as a shell reports
+    it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(143)
+
+
+@dataclass
+class StopSignal:
+    """Whether SIGTERM or Ctrl-C arrived. While `held` is true it only sets `asked`; otherwise the
+    program ends at once.
+
+    asked: number of the signal that this process received, 0 for none. agreed: whether all
+    processes know that one of them received a signal. A second Ctrl-C ends the program at once even
+    while `held`.
+    """
+
+    held: bool = False
+    asked: int = 0
+    agreed: bool = False
+
+    def leaving(self) -> BaseException:
+        """The exception to raise once the held work has been saved."""
+        return KeyboardInterrupt() if self.asked == signal.SIGINT else Terminated()
+
+
+def interruptible() -> contextlib.AbstractContextManager[None]:
+    """Let Ctrl-C and SIGTERM end a process that waits for others. torch would block until its
+    timeout of 12 hours.
+    """
+    return _handled_by(signal.SIG_DFL) if launched() > 1 else contextlib.nullcontext()
+
+
+@contextmanager
+def _handled_by(handler: Any) -> Iterator[None]:
+    numbers = (
+        [signal.SIGTERM, signal.SIGINT]
+        if threading.current_thread() is threading.main_thread()
+        else []
+    )
+    # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored for
+    # them.
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextmanager
+def terminable() -> Iterator[StopSignal]:
+    """SIGTERM raises Terminated in the block and Ctrl-C KeyboardInterrupt; `stop.held` leaves them
+    to the block.
+    """
+    stop = StopSignal()
+
+    def arrived(number: int, frame: FrameType | None) -> None:
+        again = number == stop.asked == signal.SIGINT
+        stop.asked = number
+        if again or not stop.held:
+            raise stop.leaving()
+        if number == signal.SIGINT and is_main():
+            # os.write, because the signal may have interrupted a print, which is not reentrant.
+            os.write(2, b"\ninterrupted: keeping what is done (Ctrl-C again: stop at once)\n")
+
+    with _handled_by(arrived):
+        yield stop
