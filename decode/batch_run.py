@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decode.propose.protocol import Outcome, Proposal, Session, SessionSetup, padded
+from decode.recorded.steps import StaticSteps, bucket
 from decode.runner import Runner
-from decode.static_steps import StaticSteps, bucket
 from decode.stats import DecodeStats
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from decode.batch_run import BatchRun, Generation, OnTokens, StopCondition
 from decode.packed_weights import kernel_products, packs_of
 from decode.propose.protocol import Proposer
+from decode.recorded.steps import StaticSteps
 from decode.runner import Block, Runner
-from decode.static_steps import StaticSteps
 from decode.supported_models import attention_windows, check_context
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch

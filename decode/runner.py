@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from decode.cache import TreeCache
 from decode.llama_forward import lean_forward
 from decode.packed_weights import Packs
-from decode.static_steps import StaticForward, StaticSteps, additive, own_forward
+from decode.recorded.steps import StaticForward, StaticSteps, additive, own_forward
 from draftsmith_core.models import text_config
 
 # Tokens of a prompt per forward, which bounds the memory of masks and activations.

@@ -18,8 +18,8 @@ from decode.packed_weights import packs_of
 from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
 from decode.propose.network_proposer import NetworkProposer, slots_per_step
 from decode.propose.protocol import Outcome, SessionSetup
+from decode.recorded.steps import steps_for
 from decode.runner import Block, Runner
-from decode.static_steps import steps_for
 from decode.supported_models import attention_windows, check_context
 from decode.tree import TreeShape
 from drafts.vocabulary import VocabularyMap, vocabulary_map

@@ -28,8 +28,8 @@ from decode.propose import default_tree
 from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
 from decode.propose.network_proposer import NetworkProposer, slots_per_step
 from decode.propose.protocol import Outcome, SessionSetup
+from decode.recorded.steps import steps_for
 from decode.runner import Block, Runner
-from decode.static_steps import steps_for
 from decode.tree import Tree, TreeShape
 from drafts.heads import Head
 from drafts.heads.block import BlockHead

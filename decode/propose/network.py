@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Outcome
+from decode.recorded.steps import StaticSteps
 from decode.runner import Block, Runner
-from decode.static_steps import StaticSteps
 
 
 @dataclass(frozen=True, eq=False)

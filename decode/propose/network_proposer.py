@@ -10,7 +10,7 @@ from decode.propose.dynamic_tree import DynamicTreeSession
 from decode.propose.network import Network
 from decode.propose.protocol import Proposer, Session, SessionSetup
 from decode.propose.static_tree import DraftingPlan, StaticTreeSession
-from decode.static_steps import StaticSteps
+from decode.recorded.steps import StaticSteps
 from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 
 

@@ -19,7 +19,7 @@ from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import Sampling
 
 if TYPE_CHECKING:
-    from decode.static_steps import StaticSteps
+    from decode.recorded.steps import StaticSteps
 
 
 @dataclass(frozen=True, eq=False)
