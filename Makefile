@@ -33,7 +33,7 @@ demo: install
 	@$(BIN)/draftsmith demo --out out/demo
 
 pair: install
-	@$(BIN)/python -m benchmarks.rebuild_pair out/pair
+	@$(BIN)/python -m benchmarks.studies.rebuild_pair out/pair
 
 # Tests of the report skip without a browser. CI installs one if it can.
 browser:

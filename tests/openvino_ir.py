@@ -13,7 +13,7 @@ from drafts.neighbours import how_to_get, program
 from draftsmith_core.engine_commands import SERVING
 
 # What runs there.
-OPENVINO = Path(__file__).parents[1] / "benchmarks" / "peer_openvino.py"
+OPENVINO = Path(__file__).parents[1] / "benchmarks" / "speed" / "peer_openvino.py"
 
 
 def openvino_request(place: Path, prompts: list[list[int]], tokens: int) -> Path:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import lengths, sections, sixteen_bits, train as bench_train
-from benchmarks.methods import Pair, endless
-from benchmarks.sections import Bench
+from benchmarks.speed import lengths, sections, sixteen_bits, train as bench_train
+from benchmarks.speed.methods import Pair, endless
+from benchmarks.speed.sections import Bench
 from decode.native import kernel
 from drafts.heads.eagle import EagleHead
 from drafts.make.widen import widen
@@ -136,7 +136,7 @@ def test_sections_hold_what_the_readme_says(monkeypatch):
 def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch):
     monkeypatch.setattr("decode.packed_weights._SMALLEST", 0)
     monkeypatch.setattr(sixteen_bits, "REPEATS", 2)
-    monkeypatch.setattr("benchmarks.timing._READ_BYTES", 1 << 20)
+    monkeypatch.setattr("benchmarks.lib.timing._READ_BYTES", 1 << 20)
     bench = tiny_bench()
     for pair in (bench.pair, bench.apart):
         for model in (pair.target, pair.draft):
@@ -160,8 +160,8 @@ def test_the_device_check_runs_whole_on_tiny_models(tmp_path):
     for package in ("datasets", "pyarrow", "pydantic", "wandb"):
         (tmp_path / f"{package}.py").write_text("raise ImportError('blocked by a test')\n")
     program = (
-        "import sys, torch\nfrom pathlib import Path\nfrom benchmarks.device_check import main, "
-        "run_here\n"
+        "import sys, torch\nfrom pathlib import Path\n"
+        "from benchmarks.gpu.device_check import main, run_here\n"
         "for name in sys.argv[2:]: run_here(name, torch.device('cpu'), True, Path(sys.argv[1], "
         "name))\n"
         "sys.exit(main(['--sections', 'tests', '--tiny', '--device', 'cpu', '--out', sys.argv[1] "

@@ -2,7 +2,7 @@
 
 import shutil
 
-from benchmarks import figures
+from benchmarks.studies import figures
 
 
 def test_the_tables_of_the_real_pair_are_those_of_the_kept_results(tmp_path, monkeypatch):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import domains, frontier, frontier_tables, objectives, objectives_data
-from benchmarks.frontier_tables import Sets, document_of
-from benchmarks.objectives_data import Pair, PairOptions
-from benchmarks.objectives_figure import write_pictures
-from benchmarks.objectives_tables import above, tables
+from benchmarks.studies import domains, frontier, frontier_tables, objectives, objectives_data
+from benchmarks.studies.frontier_tables import Sets, document_of
+from benchmarks.studies.objectives_data import Pair, PairOptions
+from benchmarks.studies.objectives_figure import write_pictures
+from benchmarks.studies.objectives_tables import above, tables
 from draftsmith.demo import corpus
 from draftsmith_core.io import atomic_dir, write_rows
 from eval.bootstrap import PromptSums, resamples

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import real_speed, real_study
-from benchmarks.real_pair import best, run
-from benchmarks.real_study import TINY, Options, Study, data, keep_set
-from benchmarks.shipped_pair import PAIR
+from benchmarks.lib.shipped_pair import PAIR
+from benchmarks.studies import real_speed, real_study
+from benchmarks.studies.real_pair import best, run
+from benchmarks.studies.real_study import TINY, Options, Study, data, keep_set
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import write_rows
 from eval.results import Results

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import rebuild_pair
+from benchmarks.studies import rebuild_pair
 from draftsmith.demo import corpus
 from draftsmith.demo.corpus import Document
 from draftsmith_core.models import eos_ids, load_model

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.seeds import difference_over_seeds, pool_sums
+from benchmarks.lib.seeds import difference_over_seeds, pool_sums
 from eval.bootstrap import (
     PromptSums,
     Resamples,

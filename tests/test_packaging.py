@@ -80,9 +80,11 @@ def test_sdist_holds_the_repository(built):
     with tarfile.open(built[0]) as sdist:
         found = {name.partition("/")[2] for name in sdist.getnames()}
     # MANIFEST.in says why the kept answers are left out.
-    expected = {name for name in tracked() if not name.startswith((".", "benchmarks/real/"))}
+    expected = {
+        name for name in tracked() if not name.startswith((".", "benchmarks/studies/real/"))
+    }
     assert expected - found == set() and not any(
-        name.startswith("benchmarks/real/") for name in found
+        name.startswith("benchmarks/studies/real/") for name in found
     )
 
 

@@ -1,0 +1,161 @@
+"""Models for the device check: trained small ones in the exact shape of large ones, made on the
+device.
+
+Speed needs the cost of a Llama-3.1-8B, and acceptance needs a pair that was trained. A small
+trained LLaMA therefore takes a corner of a large one and computes there what it did alone;
+everything else adds nothing.
+
+Legend: h, d, n width, head size and layers of the small model; H, E, L those of the large one; G
+query heads that share a key/value head in the large one.
+
+* The residual state is [x, 0]. RMSNorm divides by sqrt(mean(x^2) + eps), and the mean of [x, 0] is
+  h/H of that of x:
+  eps is multiplied by h/H and the norm's weight by sqrt(h/H).
+* Head i becomes query head i G with key/value head i. RoPE turns pair j of d by base^(-2j/d), so
+  that the pair moves to
+  place j E/d, where the large model turns by the same; scores are divided by sqrt(E) there, so that
+  queries are multiplied by sqrt(E/d).
+* Added layers have zero `o_proj` and `down_proj` and random weights elsewhere, like added neurons:
+  multiplying by them
+  costs what any multiplication costs, also in electric power.
+* Added tokens are copies of the token that is least likely on average.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET, DRAFT = (
+    ROOT / "draftsmith" / "demo" / "pair" / "target",
+    ROOT / "configs" / "bench" / "draft",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a LLaMA, as in its config.json."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+
+    def config(self, eps: float = 1e-5, positions: int = 8192) -> LlamaConfig:
+        """The configuration; no token ends a text."""
+        return LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head,
+            max_position_embeddings=positions,
+            rms_norm_eps=eps,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+
+
+LLAMA_8B = Shape(4096, 14336, 32, 32, 8, 128, 128256)  # Llama-3.1-8B
+LLAMA_1B = Shape(2048, 8192, 16, 32, 8, 64, 128256)  # Llama-3.2-1B
+TINY_TARGET = Shape(240, 640, 7, 12, 6, 64, 4160)
+TINY_DRAFT = Shape(216, 128, 3, 12, 6, 32, 4160)
+
+
+def random_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A model of random weights, made on the device in `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(shape.config())
+    finally:
+        torch.set_default_dtype(before)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    model.eval()
+    return model
+
+
+@torch.no_grad()
+def enlarged(
+    source: Path, shape: Shape, device: torch.device, dtype: torch.dtype
+) -> LlamaForCausalLM:
+    """The LLaMA of a directory in a larger shape, computing the same up to rounding."""
+    small = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    old = small.config
+    large = random_model(shape, device, dtype)
+    width, ratio = old.hidden_size, old.hidden_size / shape.hidden
+    group, spacing = shape.heads // shape.kv_heads, shape.head // old.head_dim
+    if (
+        old.num_attention_heads != old.num_key_value_heads
+        or old.num_attention_heads > shape.kv_heads
+    ):
+        raise ValueError(f"{source}: its heads do not fit {shape}")
+    for norm in [module for module in large.modules() if type(module).__name__ == "LlamaRMSNorm"]:
+        norm.variance_epsilon = old.rms_norm_eps * ratio
+    large.config.rms_norm_eps = old.rms_norm_eps * ratio
+    # Where dimension i of a head goes: pairs are (j, j + d/2).
+    half = old.head_dim // 2
+    dims = torch.arange(old.head_dim)
+    places = torch.where(dims < half, dims * spacing, (dims - half) * spacing + shape.head // 2)
+    heads = torch.arange(old.num_attention_heads).unsqueeze(1)
+    queries = (heads * group * shape.head + places).flatten().to(device)
+    values = (heads * shape.head + places).flatten().to(device)
+
+    def put(weight: Tensor, part: Tensor, rows: Tensor | slice, columns: Tensor | slice) -> None:
+        block = weight.new_zeros(weight[rows].shape)
+        block[:, columns] = part.to(weight)
+        weight[rows] = block
+
+    corner = slice(0, width)
+    for index, layer in enumerate(large.model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        # New layers read nothing new and write nothing.
+        attention.o_proj.weight.zero_()
+        mlp.down_proj.weight.zero_()
+        place, added = divmod(index * old.num_hidden_layers, shape.layers)
+        if added >= old.num_hidden_layers:
+            continue
+        trained = small.model.layers[place]
+        theirs = trained.self_attn
+        put(attention.q_proj.weight, theirs.q_proj.weight * spacing**0.5, queries, corner)
+        # else dimensions that no trained head has would add to the scores
+        attention.k_proj.weight.zero_()
+        put(attention.k_proj.weight, theirs.k_proj.weight, values, corner)
+        put(attention.v_proj.weight, theirs.v_proj.weight, values, corner)
+        out = attention.o_proj.weight
+        out[:width, queries] = theirs.o_proj.weight.to(out)
+        inner = old.intermediate_size
+        put(mlp.gate_proj.weight, trained.mlp.gate_proj.weight, slice(0, inner), corner)
+        put(mlp.up_proj.weight, trained.mlp.up_proj.weight, slice(0, inner), corner)
+        mlp.down_proj.weight[:width, :inner] = trained.mlp.down_proj.weight.to(out)
+        for ours, norm in (
+            (layer.input_layernorm, trained.input_layernorm),
+            (layer.post_attention_layernorm, trained.post_attention_layernorm),
+        ):
+            ours.weight[corner] = (norm.weight * ratio**0.5).to(out)
+    large.model.norm.weight[corner] = (small.model.norm.weight * ratio**0.5).to(
+        large.model.norm.weight
+    )
+    rare = int(small(torch.arange(0, old.vocab_size, 7)[None, :256]).logits[0].mean(0).argmin())
+    tokens = torch.arange(shape.vocabulary).where(
+        torch.arange(shape.vocabulary) < old.vocab_size, torch.tensor(rare)
+    )
+    for theirs, ours in (
+        (small.model.embed_tokens.weight, large.model.embed_tokens.weight),
+        (small.lm_head.weight, large.lm_head.weight),
+    ):
+        ours.zero_()
+        ours[:, corner] = theirs[tokens].to(ours)
+    return large

@@ -1,0 +1,373 @@
+"""The sections of `device_check.py`. Each takes a `Check` and reports every figure as soon as it
+has it, so that what was measured before an error or the end of its time is kept.
+
+Legend: B rows of a batch, T tokens of a row; s seconds; memory is the most that was held at once,
+in GB.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from benchmarks.gpu.device_greedy import GREEDY, greedy
+from benchmarks.gpu.device_measure import Check
+from benchmarks.gpu.device_models import (
+    DRAFT,
+    LLAMA_1B,
+    LLAMA_8B,
+    ROOT,
+    TARGET,
+    TINY_DRAFT,
+    TINY_TARGET,
+    Shape,
+    enlarged,
+    random_model,
+)
+from benchmarks.speed.methods import Pair, build, decoder
+from decode import SpeculativeDecoder
+from drafts.heads.eagle3 import Eagle3Head
+from draftsmith.demo import corpus
+from draftsmith_core.errors import is_installed
+from draftsmith_core.sampling import Sampling
+from draftsmith_core.tokenization import encode_text, load_tokenizer
+from train.batch import Batch
+from train.objective import parse_objective
+from train.trainees.head import Eagle3Trainee
+from train.trainees.lm import LMTrainee
+
+# Dense bf16 arithmetic without sparsity, from NVIDIA's data sheets, by a part of the device's name.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+TREES = ("chain:4", "chain:8,stop=0.3", "kary:4,2,2", "eagle2:depth=4,beam=4,nodes=16")
+
+
+def gpu_tests(check: Check) -> None:
+    """(a) The tests marked `gpu`."""
+    if not is_installed("pytest"):
+        check.report("skipped", "pytest is not installed; pip install pytest")
+        return
+    words = [
+        "-m",
+        "pytest",
+        "--noconftest",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        "-rs",
+        "tests/test_gpu.py",
+    ]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    check.report("exit_code", done.returncode)
+    check.report("output", done.stdout[-4000:] + done.stderr[-1000:])
+
+
+def passages(check: Check, count: int, tokens: int) -> list[list[int]]:
+    """`count` held-out prompts of `tokens` tokens each; repeated where there are not so many."""
+    tokenizer = load_tokenizer(str(TARGET))
+    if check.tiny:  # reading the corpus takes longer than all the rest
+        return [list(range(2 + row, 2 + row + tokens)) for row in range(count)]
+    rows = (
+        encode_text(tokenizer, row["text"])[:tokens]
+        for row in corpus.passages("prose", corpus.split("prose").heldout)
+    )
+    found = [ids for ids in rows if len(ids) == tokens][:count]
+    return [found[index % len(found)] for index in range(count)]
+
+
+def shapes(check: Check) -> tuple[Shape, Shape]:
+    """Target and draft."""
+    return (TINY_TARGET, TINY_DRAFT) if check.tiny else (LLAMA_8B, LLAMA_1B)
+
+
+def decoding(check: Check) -> None:
+    """(c) A target of Llama-3.1-8B's shape with a draft of Llama-3.2-1B's, greedy, by batch, eager
+    and compiled.
+    """
+    target_shape, draft_shape = shapes(check)
+    target = enlarged(TARGET, target_shape, check.device, check.dtype)
+    pair = Pair(target, enlarged(DRAFT, draft_shape, check.device, check.dtype))
+    check.report("parameters", [pair.target.num_parameters(), pair.draft.num_parameters()])
+    check.report("dtype", str(check.dtype))
+    new, length, trees = (8, 16, TREES[:1]) if check.tiny else (64, 128, TREES)
+    for batch in (1,) if check.tiny else (1, 8, 32):
+        prompts = passages(check, batch, length)
+        forward = _behind(pair.target, prompts)
+        raw = {queries: 1e3 * check.seconds(partial(forward, queries)) for queries in (1, 5, 17)}
+        check.report(
+            f"batch {batch}, raw forward behind {length} tokens, ms by tokens per row", raw
+        )
+        ways: list[tuple[str, bool | str]] = [
+            ("hf", False),
+            *([("hf-assisted", False)] if batch == 1 else []),
+        ]
+        ways += [(tree, backend) for tree in ("ar", *trees) for backend in (False, check.backend)]
+        if check.device.type == "cuda" and batch == 1:
+            ways += [("ar", "inductor"), ("chain:4", "inductor")]
+        alone: list[list[int]] = []
+        for name, backend in ways:
+            if check.late():
+                check.report("cut", f"out of time before batch {batch}, {name}")
+                return
+            figures, outputs = _speed(check, pair, name, backend, prompts, new)
+            if name == "ar" and not alone:
+                alone = outputs
+            if alone and not name.startswith("hf"):
+                # In half precision a near tie may fall the other way; everything behind it then
+                # differs.
+                figures["outputs_equal_to_ar"] = (
+                    sum(a == b for a, b in zip(outputs, alone, strict=True)) / batch
+                )
+                figures["ties_per_token"] = _ties(outputs, alone)
+            check.report(
+                f"batch {batch}, {name}{f', compiled ({backend})' if backend else ''}", figures
+            )
+    for parameter in target.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    forward = _behind(target, passages(check, 1, length))
+    check.report(
+        "raw forward of random weights, batch 1, ms", 1e3 * check.seconds(partial(forward, 1))
+    )
+
+
+@torch.inference_mode()
+def _behind(model: PreTrainedModel, prompts: list[list[int]]) -> Callable[[int], None]:
+    """What forwards a number of tokens per row through the model, behind prompts that are cached
+    once.
+    """
+    rows = torch.tensor(prompts, device=model.device)
+    cache = model(rows, use_cache=True, logits_to_keep=1).past_key_values
+
+    @torch.inference_mode()
+    def forward(queries: int) -> None:
+        model(rows[:, :queries], past_key_values=cache, use_cache=True)
+        cache.crop(-queries)
+
+    return forward
+
+
+def _speed(
+    check: Check, pair: Pair, name: str, backend: bool | str, prompts: list[list[int]], new: int
+) -> tuple[dict[str, Any], list[list[int]]]:
+    with check.memory() as memory:
+        if name.startswith("hf"):
+            method = build(name, pair, 0.0, new)
+            outputs: list[list[int]] = method.decode(prompts, 0)
+            seconds = check.seconds(lambda: method.decode(prompts, 0), 1)
+            return {"tokens_per_s": len(prompts) * new / seconds, **memory}, outputs
+        made = _compiled(name, pair, backend)
+        first = made.generate(prompts, GREEDY, new, eos_ids=())
+        times, batch = [], first
+        for _ in range(1 if check.tiny else 3):
+            batch = made.generate(prompts, GREEDY, new, eos_ids=())
+            times.append((batch.decode_s, batch.prefill_s))
+    stats = sum((each.stats for each in batch.generations[1:]), batch.generations[0].stats)
+    decode_s, prefill_s = (statistics.median(column) for column in zip(*times, strict=True))
+    figures = {
+        "tokens_per_s": len(prompts) * new / (decode_s + prefill_s),
+        "decode_tokens_per_s": len(prompts) * new / decode_s,
+        "ms_per_step": 1e3 * decode_s / max(each.stats.target_calls for each in batch.generations),
+        "tau": stats.tau,
+        "recording_s": first.compile_s,
+        "recorded_steps": sum(steps.count for steps in made.every_steps),
+        **memory,
+    }
+    return figures, [each.output_ids for each in batch.generations]
+
+
+def _compiled(name: str, pair: Pair, backend: bool | str) -> SpeculativeDecoder:
+    if name == "ar":
+        return SpeculativeDecoder(pair.target, compile=backend)
+    plain = decoder(name, pair)
+    return SpeculativeDecoder(
+        pair.target, plain.proposer, plain.tree, plain.verifier, compile=backend
+    )
+
+
+def _ties(outputs: list[list[int]], alone: list[list[int]]) -> float:
+    """Divergences per token that was compared: a row is compared up to its first difference."""
+    compared = diverged = 0
+    for row, other in zip(outputs, alone, strict=True):
+        same = next(
+            (place for place, (a, b) in enumerate(zip(row, other, strict=True)) if a != b), len(row)
+        )
+        diverged += same < len(row)
+        compared += min(same + 1, len(row))
+    return diverged / compared
+
+
+def training(check: Check) -> None:
+    """(d) One step of training an LM draft (chunked, and plain) and an EAGLE-3 head, behind a
+    target of that shape.
+    """
+    target_shape, draft_shape = shapes(check)
+    target = random_model(target_shape, check.device, check.dtype)
+    rows, length = (1, 32) if check.tiny else (2, 1024)
+    ids = torch.randint(target_shape.vocabulary, (rows, length), device=check.device)
+    batch = Batch(ids, ids.roll(-1, 1))
+    check.report("tokens of a step", ids.numel())
+    _lm_drafts(check, random_model(draft_shape, check.device, torch.float32), target, batch)
+    if check.late():
+        check.report("cut", "out of time before EAGLE-3")
+        return
+    vocabulary = list(range(0, target_shape.vocabulary, 4))
+    head = torch.nn.Module.to(Eagle3Head.fresh(target, draft_vocab=vocabulary), check.device)
+    head.float().train()
+    steps = 2 if check.tiny else 7
+    trainee = Eagle3Trainee(head, parse_objective("fkl"), target, test_steps=steps).train()
+    size = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
+    head_flops = ids.numel() * (2 * target.num_parameters() + steps * 6 * size)
+    _step(
+        check, f"EAGLE-3, {steps} depths", head, lambda each: trainee(each).loss, batch, head_flops
+    )
+
+
+def _lm_drafts(
+    check: Check, draft: LlamaForCausalLM, target: LlamaForCausalLM, batch: Batch
+) -> None:
+    """The draft's step: as this project makes it, as one writes it first, and that over a mesh of
+    one device.
+    """
+    draft.train()
+    objective = parse_objective("fkl")
+    trainee = LMTrainee(draft, objective, target).train()
+
+    def plain(batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            target_BTV = target(input_ids=batch.ids_BT, use_cache=False).logits
+        draft_BTV = draft(input_ids=batch.ids_BT, use_cache=False).logits
+        log_q, log_p = draft_BTV.float().log_softmax(-1), target_BTV.float().log_softmax(-1)
+        return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+
+    flops = batch.ids_BT.numel() * (2 * target.num_parameters() + 6 * draft.num_parameters())
+    _step(check, "LM draft, chunked", draft, lambda each: trainee(each).loss, batch, flops)
+    _step(check, "LM draft, plain", draft, plain, batch, flops)
+    if check.late():
+        check.report("cut", "out of time before FSDP2")
+        return
+    from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
+    from torch.distributed.fsdp import fully_shard
+
+    with tempfile.TemporaryDirectory() as directory:
+        backend = "nccl" if check.device.type == "cuda" else "gloo"
+        init_process_group(backend, init_method=f"file://{directory}/meeting", rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh(check.device.type, (1,))
+            for layer in draft.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(draft, mesh=mesh)
+            _step(check, "LM draft, plain, FSDP2 over one device", draft, plain, batch, flops)
+        finally:
+            destroy_process_group()
+
+
+def _step(
+    check: Check,
+    name: str,
+    draft: torch.nn.Module,
+    loss: Callable[[Batch], torch.Tensor],
+    batch: Batch,
+    flops: float,
+) -> None:
+    """Seconds, memory and MFU (multiply-adds of the linear layers alone) of one step with AdamW
+    under autocast.
+    """
+    optimizer = torch.optim.AdamW(
+        [each for each in draft.parameters() if each.requires_grad], lr=1e-5, foreach=True
+    )
+
+    def step() -> float:
+        with torch.autocast(check.device.type, torch.bfloat16, enabled=check.device.type == "cuda"):
+            value = loss(batch) / batch.ids_BT.numel()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(value.detach())
+
+    try:
+        with check.memory() as memory:
+            value = step()
+            seconds = check.seconds(step, 3)
+    except torch.OutOfMemoryError:
+        check.report(name, "out of memory")
+        return
+    device = torch.cuda.get_device_name(check.device) if check.device.type == "cuda" else ""
+    peak = next((figure for part, figure in PEAK_FLOPS.items() if part in device), None)
+    mfu = None if peak is None else flops / seconds / peak
+    check.report(
+        name,
+        {
+            "s": seconds,
+            "tokens_per_s": batch.ids_BT.numel() / seconds,
+            "mfu": mfu,
+            "loss": value,
+            **memory,
+        },
+    )
+
+
+def distillation(check: Check) -> None:
+    """(e) Answers of a target of that shape at temperature 1 and batch 64: ours, compiled,
+    transformers, vLLM.
+    """
+    target = enlarged(TARGET, shapes(check)[0], check.device, check.dtype)
+    rows, length, new = (4, 16, 8) if check.tiny else (64, 64, 128)
+    prompts = passages(check, rows, length)
+    sampling = Sampling(temperature=1.0)
+    for backend in (False, check.backend):
+        made = SpeculativeDecoder(target, compile=backend)
+        with check.memory() as memory:
+            made.generate(prompts, sampling, new, eos_ids=(), seed=1)
+            batch = made.generate(prompts, sampling, new, eos_ids=(), seed=2)
+        figures = {"tokens_per_s": rows * new / (batch.prefill_s + batch.decode_s), **memory}
+        check.report(f"ours{', compiled' if backend else ''}", figures)
+        del made
+    method = build("hf", Pair(target, target), 1.0, new)
+    with check.memory() as memory:
+        seconds = check.seconds(lambda: method.decode(prompts, 1), 1)
+    check.report("transformers generate", {"tokens_per_s": rows * new / seconds, **memory})
+    if not is_installed("vllm") or check.device.type != "cuda":
+        check.report(
+            "vllm",
+            "skipped: not installed"
+            if check.device.type == "cuda"
+            else "skipped: needs a CUDA device",
+        )
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        target.save_pretrained(directory)
+        del target
+        torch.cuda.empty_cache()
+        from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
+
+        engine = LLM(
+            model=directory,
+            skip_tokenizer_init=True,
+            max_model_len=length + new,
+            gpu_memory_utilization=0.8,
+        )
+        asked = SamplingParams(
+            temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False, seed=1
+        )
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        seconds = check.seconds(lambda: engine.generate(inputs, asked, use_tqdm=False), 1)
+    check.report("vllm", {"tokens_per_s": rows * new / seconds})
+
+
+# Name -> the function and its time limit in seconds; with starting five processes together at most
+# 9 minutes.
+SECTIONS: dict[str, tuple[Callable[[Check], None], int]] = {
+    "tests": (gpu_tests, 60),
+    "greedy": (greedy, 80),
+    "decoding": (decoding, 190),
+    "training": (training, 100),
+    "distillation": (distillation, 80),
+}

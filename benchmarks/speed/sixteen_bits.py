@@ -1,0 +1,223 @@
+"""What weights in 16 and 4 bits bring: same models, prompts and process, matrices packed in 16 bits
+and in fp32 or nf4.
+
+Legend: `fp32` is what this engine does with a checkpoint that 16 bits do not hold: the same kernel
+on fp32 weights.
+"""
+
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.lib.timing import bandwidth, bytes_per_token, medians_s, rotated, runner_forwards
+from benchmarks.speed.methods import Pair, build, endless
+from benchmarks.speed.sections import Bench
+from decode import SpeculativeDecoder, take_over
+from decode.packed_weights import packs_of
+from decode.runner import Runner
+from decode.supported_models import attention_windows
+from draftsmith_core.models import load_model
+from draftsmith_core.sampling import Sampling
+
+ROWS = (1, 2, 5, 9, 17, 29)
+REPEATS = 25
+
+
+@contextmanager
+def kept_in_fp32() -> Iterator[None]:
+    """While this lasts, matrices are packed in fp32 whatever their values."""
+    with mock.patch("decode.native.narrowest", lambda weight_OI: weight_OI):
+        yield
+
+
+def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Forwards by number of rows, tokens per second, and resident memory, each in 16 bits over
+    fp32.
+    """
+    pairs = {"sixteen": bench.pair, "fp32": copy.deepcopy(bench.apart)}
+    for kept, pair in pairs.items():
+        for model in (pair.target, pair.draft):
+            with kept_in_fp32() if kept == "fp32" else nullcontext():
+                take_over(model)
+                Runner(model, attention_windows(model), None, packs_of(model))  # packs
+    found: dict[str, Any] = {
+        "forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)
+    }
+    speeds, outputs, read = _speeds(pairs, bench, names, rounds)
+    found["methods"] = {name: _compared(name, speeds, outputs) for name in names}
+    found["bandwidth_GB_per_s"] = [each / 1e9 for each in read]
+    for kept, pair in pairs.items():
+        weights = bytes_per_token(pair.target)
+        found[f"{kept}_MB_per_token"] = weights / 1e6
+        found[f"{kept}_ar_share_of_memory_limit"] = statistics.median(
+            speed * weights / each for speed, each in zip(speeds["ar", kept], read, strict=True)
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        # As checkpoints are: an fp32 file would stay mapped into memory after the weights were
+        # packed from it.
+        narrow = {matrix.dtype for matrix in _matrices(pairs["sixteen"].target)}
+        dtype = torch.float16 if torch.float16 in narrow else torch.bfloat16
+        copy.deepcopy(bench.apart.target).to(dtype).save_pretrained(directory)
+        memory = {kept: _resident(directory, kept) for kept in pairs}
+    found["resident_MB"] = memory
+    added = {kept: each["decoding"] - each["before"] for kept, each in memory.items()}
+    found["resident_over_fp32"] = {
+        "process": memory["sixteen"]["decoding"] / memory["fp32"]["decoding"],
+        "model": added["sixteen"] / added["fp32"],
+    }
+    return found
+
+
+def four_bits(bench: Bench, rounds: int) -> dict[str, Any]:
+    """The same target rounded to nf4 by bitsandbytes beside 16 bits; another model, so that its
+    outputs differ.
+    """
+    if find_spec("bitsandbytes") is None:
+        return {"skipped": "bitsandbytes is not installed"}
+    with tempfile.TemporaryDirectory() as directory:
+        copy.deepcopy(bench.apart.target).save_pretrained(directory)
+        rounded = endless(load_model(directory, device="cpu", dtype="float32", quantize="nf4"))
+    pairs = {"nf4": Pair(rounded, bench.pair.draft), "sixteen": bench.pair}
+    found: dict[str, Any] = {
+        "forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)
+    }
+    speeds, _, read = _speeds(pairs, bench, ["ar"], rounds)
+    found["ar"] = {kept: statistics.median(speeds["ar", kept]) for kept in pairs}
+    ratios = [a / b for a, b in zip(speeds["ar", "nf4"], speeds["ar", "sixteen"], strict=True)]
+    found["ar"]["nf4_over_sixteen"] = statistics.median(ratios)
+    found["bandwidth_GB_per_s"] = [each / 1e9 for each in read]
+    for kept, pair in pairs.items():
+        packs = packs_of(pair.target)
+        Runner(pair.target, attention_windows(pair.target), None, packs)  # packs
+        found[f"{kept}_MB_per_token"] = (packs.nbytes() or bytes_per_token(pair.target)) / 1e6
+    return found
+
+
+def _forwards(models: dict[str, PreTrainedModel], bench: Bench) -> dict[str, Any]:
+    made = {
+        kept: runner_forwards(model, bench.text[:128], ROWS, True) for kept, model in models.items()
+    }
+    calls = {f"{kept} {rows}": made[kept][rows] for rows in ROWS for kept in made}
+    times_s = medians_s(calls, bench.pair.target.device, REPEATS)
+    return {
+        str(rows): {f"{kept}_ms": 1e3 * times_s[f"{kept} {rows}"] for kept in made}
+        | {
+            f"{kept}_over_one_row": times_s[f"{kept} {rows}"] / times_s[f"{kept} 1"]
+            for kept in made
+        }
+        for rows in ROWS
+    }
+
+
+Speeds = dict[tuple[str, str], list[float]]
+Outputs = dict[tuple[str, str], list[list[int]]]
+
+
+def _compared(name: str, speeds: Speeds, outputs: Outputs) -> dict[str, Any]:
+    """Greedy tokens per second of a method; the gain is the median over rounds of the ratio within
+    a round.
+    """
+    sixteen, fp32 = speeds[name, "sixteen"], speeds[name, "fp32"]
+    return {
+        "sixteen": statistics.median(sixteen),
+        "fp32": statistics.median(fp32),
+        "gain": statistics.median(a / b for a, b in zip(sixteen, fp32, strict=True)),
+        "outputs_equal": outputs[name, "sixteen"] == outputs[name, "fp32"],
+    }
+
+
+def _speeds(
+    pairs: dict[str, Pair], bench: Bench, names: Sequence[str], rounds: int
+) -> tuple[Speeds, Outputs, list[float]]:
+    """By method and pair: tokens per second of every round, in turn within it, and the outputs; and
+    the bandwidth of every round.
+    """
+    made = {
+        (name, kept): build(name, pair, 0.0, bench.max_new_tokens)
+        for name in names
+        for kept, pair in pairs.items()
+    }
+    speeds: Speeds = {key: [] for key in made}
+    outputs: Outputs = {key: [] for key in made}
+    read: list[float] = []
+    for turn, share in enumerate([bench.prompts[:1], *bench.rounds(rounds)], start=-1):
+        seconds = dict.fromkeys(made, 0.0)
+        before = bandwidth(bench.pair.target.device)
+        for place, prompt in enumerate(share):
+            for key in rotated(list(made), turn * len(share) + place):
+                took_s, out = _timed(partial(made[key].decode, [prompt], turn))
+                seconds[key] += took_s
+                if turn >= 0:
+                    outputs[key] += out
+        if turn >= 0:
+            read.append((before + bandwidth(bench.pair.target.device)) / 2)
+            for key in made:
+                speeds[key].append(len(share) * bench.max_new_tokens / seconds[key])
+    return speeds, outputs, read
+
+
+def _timed(call: Any) -> tuple[float, list[list[int]]]:
+    started = time.perf_counter()
+    out = call()
+    return time.perf_counter() - started, out
+
+
+def _matrices(model: PreTrainedModel) -> list[torch.Tensor]:
+    return [
+        place.matrix.values
+        for module in model.modules()
+        if (place := getattr(module, "place", None)) is not None
+    ]
+
+
+def _resident(target: str, kept: str) -> dict[str, float]:
+    """Resident memory of a process of its own, in MB: before it loads the model, and while it
+    decodes.
+    """
+    command = [
+        sys.executable,
+        "-c",
+        f"from benchmarks.speed.sixteen_bits import report; report({target!r}, {kept!r})",
+    ]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        check=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def report(target: str, kept: str) -> None:
+    """Print the JSON of `_resident`; to be run in a process of its own."""
+    torch.zeros(8, 8) @ torch.zeros(8, 8)
+    before = _resident_mb()
+    model = load_model(target, device="cpu", dtype="float32")
+    take_over(model)
+    with kept_in_fp32() if kept == "fp32" else nullcontext():
+        SpeculativeDecoder(model).generate([[1] * 16], Sampling(temperature=0.0), 8, eos_ids=())
+    sys.stdout.write(json.dumps({"before": before, "decoding": _resident_mb()}) + "\n")
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -1,0 +1,377 @@
+r"""What alignment buys on a real chat model: which draft, alignment, how much data, speed.
+
+    python -m benchmarks.studies.real_pair --target DIR_OR_HUB_NAME --data DIR --out DIR \
+        [--only PIECE ...] [--budget HOURS]
+
+--data holds alpaca.jsonl, gsm8k_train.jsonl, gsm8k_test.jsonl, humaneval.jsonl, c4.jsonl and
+wiki.jsonl. The pieces:
+
+data          prompts, and the target's answers: `chat` and `own` (chats whose prompts the target
+              writes itself), `maths`
+which         question 1: drafts of about equal trained parameters on equal tokens of chat, beside
+              methods without weights
+align         question 2: the best language model and the best head of chat, aligned to maths,
+              plain and with replay
+amount        question 3: the best head, on a part of the data and for a part of the steps
+speed         question 4: tokens per second of the best two, and of other engines (`real_speed.py`)
+drafts-speed  tokens per second of every draft, with the same trees
+
+Every step is a command of draftsmith with an --out of its own, so that the same call continues a
+run that was killed. Prints the tables of docs/real.md. With --keep, finished sets go to
+benchmarks/studies/real/ and results to docs/results/.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from benchmarks.studies import figures, frontier_tables, real_figures, real_speed
+from benchmarks.studies.objectives_data import ROOT, write_set
+from benchmarks.studies.real_study import COMMAND, DOMAINS, FULL, TINY, Options, Study, data
+from drafts.heads import write_head
+from drafts.heads.eagle import EagleConfig, EagleHead, draw
+from draftsmith.cli.decode_run import decode
+from draftsmith.config import DecodeConfig, InitConfig
+from draftsmith.starting import init
+from draftsmith_core.command_line import parse
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import atomic_dir, write_json_atomic
+from draftsmith_core.models import load_model
+from eval.evaluate import evaluate
+from eval.results import Results
+from train.config import DraftKind, TrainConfig
+from train.training_run import train
+
+# Piece: which. Every draft has 8 to 14 million trained parameters on SmolLM2-135M, the target's
+# embedding not counted.
+
+
+def pruned(study: Study) -> TrainConfig:
+    """Two of the target's layers."""
+    start = _started(study, "pruned", method="prune", num_layers=2)
+    return study.training(
+        "pruned", "lm", draft=start, lr=6e-4, draft_vocab_size=study.sizes.draft_vocab
+    )
+
+
+def fresh(study: Study) -> TrainConfig:
+    """A small LLaMA."""
+    start = _started(study, "fresh", method="fresh", cost=study.sizes.fresh_cost)
+    return study.training("fresh", "lm", draft=start, draft_vocab_size=study.sizes.draft_vocab)
+
+
+def _started(study: Study, name: str, **options: Any) -> str:
+    start = study.out / "starts" / study.seeded(name)
+    if not start.exists():
+        seed = study.options.seed - 1
+        init(
+            InitConfig(
+                target=study.options.target, out=str(start), device="cpu", seed=seed, **options
+            )
+        )
+    return str(start)
+
+
+def eagle(study: Study) -> TrainConfig:
+    """EAGLE-1 with a wider feed-forward: as published it would have 4 million parameters on
+    SmolLM2-135M.
+    """
+    start = study.out / "starts" / study.seeded("eagle")
+    if not start.exists():
+        target = load_model(study.options.target, device="cpu", dtype="float32")
+        shape = replace(EagleConfig.like(target), intermediate_size=study.sizes.eagle_feed_forward)
+        head = EagleHead(shape, target)
+        draw(head.fc, head.layers, seed=study.options.seed)
+        with atomic_dir(start) as made:
+            write_head(head, made)
+    return study.training("eagle", "eagle", draft=str(start))
+
+
+def eagle3(study: Study) -> TrainConfig:
+    """EAGLE-3, trained on its own features for four steps: as deep as the chains that are
+    decoded.
+    """
+    return study.training(
+        "eagle3", "eagle3", head={"test_steps": 4}, draft_vocab_size=study.sizes.draft_vocab
+    )
+
+
+def hydra(study: Study) -> TrainConfig:
+    """Four heads on the target's own projection."""
+    return study.training("hydra", "hydra")
+
+
+def block(kind: DraftKind, study: Study) -> TrainConfig:
+    """A block drafter of four tokens; DSpark has one layer, because its Markov head has as much as
+    two.
+    """
+    shape = (
+        {"block_size": 4, "num_layers": 1}
+        if kind == "dspark"
+        else {"block_size": 5, "num_layers": 2}
+    )
+    return study.training(
+        kind, kind, head={**shape, "anchors": 64}, draft_vocab_size=study.sizes.draft_vocab
+    )
+
+
+# In the order in which they are trained.
+DRAFTS: dict[str, Callable[[Study], TrainConfig]] = {
+    "eagle3": eagle3,
+    "pruned": pruned,
+    "hydra": hydra,
+    "eagle": eagle,
+    "fresh": fresh,
+    "dflash": partial(block, "dflash"),
+    "jetspec": partial(block, "jetspec"),
+    "dspark": partial(block, "dspark"),
+}
+BASE = "pruned"
+# Methods without weights of their own; `joined` are two language models in one tree.
+WEIGHTLESS: dict[str, dict[str, Any]] = {
+    "prompt_lookup": {"tree": "chain:4"},
+    "lookahead": {},
+    "retrieval": {"tree": "chain:4"},
+}
+
+
+def which(study: Study) -> None:
+    """Train every draft on chat, or those of --drafts, and measure all that are there."""
+    drafts: dict[str, str] = {}
+    for name, config_of in DRAFTS.items():
+        asked = not study.options.drafts or name in study.options.drafts
+        if asked or (study.out / "drafts" / study.seeded(name) / "config.json").exists():
+            drafts[name] = trained(config_of(study))
+    results = evaluate(study.evaluation(study.seeded("which"), _base_first(drafts), "chat"))
+    _keep(study, study.seeded("which"))
+    sys.stdout.write(drafts_table(results))
+    if not study.options.drafts and study.options.seed == 1:
+        found = list(weightless(study, drafts))
+        write_json_atomic(study.out / "weightless" / "results.json", found)
+        _keep(study, "weightless")
+        sys.stdout.write(f"\n{figures.weightless(found)}\n")
+
+
+def trained(config: TrainConfig) -> str:
+    """The directory of a draft, which is trained unless it is there."""
+    if not (Path(config.out) / "config.json").exists():
+        train(config, COMMAND)
+    return config.out
+
+
+def _base_first(drafts: Mapping[str, str]) -> dict[str, str]:
+    return dict(sorted(drafts.items(), key=lambda item: item[0] != BASE))
+
+
+def drafts_table(results: Results) -> str:
+    """The tables of docs/real.md: alpha by domain, and the predicted tau of chains of 4; by
+    temperature.
+    """
+    tables = (figures.acceptance(results, f"draft, T = {at:g}", at) for at in results.temperatures)
+    return "".join(f"\n{each}\n" for each in tables)
+
+
+def weightless(
+    study: Study, drafts: Mapping[str, str]
+) -> Iterator[tuple[str, str, float, float | None]]:
+    """(method, domain, temperature, tau) of what drafts without weights, and of two language models
+    joined.
+    """
+    methods = {name: {"proposer": name, **words} for name, words in WEIGHTLESS.items()}
+    methods["retrieval"]["datastore"] = str(
+        next(Path(study.sets("chat")[0]).glob("part-*.parquet"))
+    )
+    if {"pruned", "fresh"} <= drafts.keys():
+        methods["pruned + fresh"] = {
+            "draft": [drafts["pruned"], drafts["fresh"]],
+            "tree": "chain:4",
+        }
+    for name, words in methods.items():
+        for domain in DOMAINS:
+            for temperature in (0.0, 1.0):
+                config = DecodeConfig(
+                    target=study.options.target,
+                    prompts=study.prompts(domain),
+                    out=str(
+                        study.out
+                        / "weightless"
+                        / f"{name.replace(' ', '')}-{domain}-{temperature:g}.jsonl"
+                    ),
+                    max_prompts=study.sizes.prompts,
+                    max_new_tokens=study.sizes.new_tokens,
+                    temperature=temperature,
+                    batch_size=32,
+                    device="cpu",
+                    **words,
+                )
+                yield name, domain, temperature, decode(config)[0]["tau"]
+
+
+def best(study: Study, *kinds: str) -> str:
+    """The draft among these that --drafts names; else that of question 1 with the highest predicted
+    tau on chat at temperature 1.
+    """
+    if len(asked := [name for name in kinds if name in study.options.drafts]) == 1:
+        return asked[0]
+    results = Results.load(study.out / "which")
+    known = [name for name in results.drafts if name in kinds]
+    if not known:
+        raise InputError(f"{study.out / 'which'}: has none of {', '.join(kinds)}; run --only which")
+    rows = {name: figures.predicted_tau(results, name, "id", 1.0) for name in known}
+    taus = {name: (row and row["value"]) or 0.0 for name, row in rows.items()}
+    return max(known, key=lambda name: taus[name])
+
+
+LANGUAGE_MODELS = ("pruned", "fresh")
+HEADS = tuple(name for name in DRAFTS if name not in LANGUAGE_MODELS)
+
+
+# Piece: align.
+
+# Replay beside the answers to maths. The target's own chats are the anchor; with replay there are
+# twice the steps.
+REPLAY: dict[str, list[str]] = {"plain": [], "balanced": ["own"], "all chats": ["chat", "own"]}
+SEEDED = ("plain", "balanced")
+
+
+def align(study: Study) -> None:
+    """Align the best language model and the best head of chat to maths; what each gains and
+    loses.
+    """
+    # Epochs are over data and replay; steps count the answers alone, so that these are equal.
+    steps = _steps(study, study.sets("maths"))
+    for base in (best(study, *LANGUAGE_MODELS), best(study, *HEADS)):
+        drafts = {"base": str(study.out / "drafts" / base)}
+        first = DRAFTS[base](study)
+        for way, replayed in REPLAY.items():
+            for seed in range(study.options.seeds if way in SEEDED else 1):
+                name = f"{base}-maths-{way.replace(' ', '-')}-{seed}"
+                share = (
+                    {"replay": study.sets(*replayed), "replay_fraction": 0.5} if replayed else {}
+                )
+                config = study.training(
+                    name,
+                    first.kind,
+                    data=study.sets("maths"),
+                    draft=drafts["base"],
+                    lr=first.optim.lr / 2,
+                    seed=seed + 1,
+                    steps=2 * steps if replayed else steps,
+                    head={"test_steps": first.head.test_steps} if first.kind == "eagle3" else {},
+                    **share,
+                )
+                drafts[name] = trained(config)
+        results = evaluate(study.evaluation(f"align-{base}", drafts, "maths"))
+        _keep(study, f"align-{base}")
+        for temperature in results.temperatures:
+            document = real_figures.over_seeds(results, temperature)
+            sys.stdout.write(f"\n{base}, T = {temperature:g}\n\n{frontier_tables.tables(document)}")
+
+
+def _steps(study: Study, sets: list[str]) -> int:
+    rows = sum(
+        pq.read_metadata(part).num_rows for place in sets for part in Path(place).glob("part-*")
+    )
+    return max(1, round(study.sizes.epochs * rows * 0.95 / study.sizes.step_rows))
+
+
+# Piece: amount.
+
+SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+
+
+def amount(study: Study) -> None:
+    """The best head of chat on a share of the data, for as many steps; and on all of it, for a
+    share of the steps.
+    """
+    name = best(study, *HEADS)
+    whole = DRAFTS[name](study)
+    steps = _steps(study, whole.data)
+    rows = [
+        row
+        for place in whole.data
+        for part in sorted(Path(place).glob("part-*"))
+        for row in _rows(part)
+    ]
+    order = np.random.default_rng(0).permutation(len(rows))
+    drafts = {"all": trained(whole)}
+    for share in SHARES:
+        label = f"{share:g}"
+        part = study.out / "data" / f"share-{label}"
+        if not part.is_dir():
+            write_set(part, [rows[index] for index in order[: max(2, round(share * len(rows)))]])
+        runs = {"data": ([str(part)], steps), "steps": (whole.data, max(1, round(share * steps)))}
+        for kind, (data_sets, count) in runs.items():
+            out = str(study.out / "drafts" / f"{name}-{kind}-{label}")
+            drafts[f"{kind}-{label}"] = trained(
+                replace(whole, data=data_sets, steps=count, out=out)
+            )
+    results = evaluate(study.evaluation("amount", drafts, "chat", ("chat", "maths")))
+    _keep(study, "amount")
+    for temperature in results.temperatures:
+        sys.stdout.write(
+            f"\n{figures.amounts(results, f'share, T = {temperature:g}', temperature)}\n"
+        )
+
+
+def _rows(part: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = pq.read_table(
+        part, columns=["prompt_ids", "response_ids"]
+    ).to_pylist()
+    return found
+
+
+# Piece: speed.
+
+
+def speed(study: Study) -> None:
+    """Time the best language model and the best head with planned trees, then the other engines."""
+    found = real_speed.measure(study, best(study, *LANGUAGE_MODELS), best(study, *HEADS))
+    _keep(study, "speed")
+    sys.stdout.write(real_speed.speed_tables(found))
+
+
+def drafts_speed(study: Study) -> None:
+    """Time every draft that is there with the same trees."""
+    rows = real_speed.every_draft(study, list(DRAFTS))
+    _keep(study, "drafts-speed")
+    sys.stdout.write(f"\n{figures.draft_speeds(rows)}\n")
+
+
+def _keep(study: Study, name: str) -> None:
+    if study.options.keep:
+        figures.keep(ROOT, f"real-{name}", study.out / name / "results.json", study.public)
+
+
+PIECES: dict[str, Callable[[Study], None]] = {
+    "data": data,
+    "which": which,
+    "align": align,
+    "amount": amount,
+    "speed": speed,
+    "drafts-speed": drafts_speed,
+}
+
+
+def run(options: Options) -> None:
+    """Run the pieces."""
+    for key, names, known in (("only", options.only, PIECES), ("drafts", options.drafts, DRAFTS)):
+        if unknown := [name for name in names if name not in known]:
+            raise InputError(f"--{key} {unknown[0]}: use any of {', '.join(known)}")
+    study = Study(options, TINY if options.tiny else FULL)
+    for name in options.only or PIECES:
+        sys.stderr.write(f"{COMMAND}: {name}\n")
+        PIECES[name](study)
+
+
+if __name__ == "__main__":
+    try:
+        run(parse(Options, COMMAND, sys.argv[1:])[0])
+    except (InputError, RunError) as error:
+        sys.exit(f"{COMMAND}: {error}")

@@ -1,0 +1,298 @@
+"""The piece `speed` of `real_pair.py`: tokens per second of chats at batch 1 in 16 bits, ours and
+of other engines, and what keeps ours from the limit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.lib.pages import table
+from benchmarks.lib.timing import rotated
+from benchmarks.speed import decode as bench_decode, peers, sections
+from benchmarks.studies.objectives_data import once
+from benchmarks.studies.real_study import Study
+from decode import DecodeStats, SpeculativeDecoder
+from drafts.load import draft_kind
+from draftsmith.pair import load_pair
+from draftsmith_core.io import read_json, write_json_atomic
+from draftsmith_core.prompts import read_prompts
+from draftsmith_core.sampling import Sampling
+from draftsmith_core.tokenization import load_tokenizer
+from eval.config import PlanConfig
+from eval.plan import plan
+from eval.report.formats import number
+
+BITS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
+TEMPERATURES = (0.0, 1.0)
+# Of `every_draft`.
+TREES, ROUNDS, CHATS, WARM_UP = ("chain:2", "chain:4", "kary:4"), 5, 2, 8
+KEYS = ("tokens_per_s", "speed_over_ar", "tau")
+# Few, so that the four plans take minutes.
+PLANNED: dict[str, Any] = {"max_prompts": 8, "confirm_prompts": 4}
+PARTS = ("memory", "one_token", "more_rows", "draft", "prompt", "outside", "step", "limit")
+
+
+def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
+    """Plan the trees of both drafts, time them beside the target alone and transformers, then the
+    other engines. Every part is a file in OUT/speed, and results.json holds all.
+    """
+    place, chats = study.out / "speed", study.prompts("chat")
+    drafts = {
+        "": str(study.out / "drafts" / language_model),
+        "head@": str(study.out / "drafts" / head),
+    }
+    options = bench_decode.Options(
+        target=study.options.target,
+        draft=drafts[""],
+        head=drafts["head@"],
+        rounds=1 if study.options.tiny else 3,
+        prompts=2,
+        max_new_tokens=study.sizes.new_tokens,
+        temperature=list(TEMPERATURES),
+        **BITS,
+    )
+    names: dict[float, list[str]] = {}
+    plans: dict[str, Any] = {}
+    for temperature in TEMPERATURES:
+        names[temperature] = ["hf-assisted", "prompt_lookup@chain:2", "prompt_lookup@chain:4"]
+        for which, draft in drafts.items():
+            file = place / f"{Path(draft).name}-{temperature:g}.plan.json"
+            if not file.exists():
+                words = {
+                    "target": options.target,
+                    "draft": draft,
+                    "prompts": chats,
+                    "out": str(file),
+                }
+                words |= {"temperature": temperature, "max_new_tokens": options.max_new_tokens}
+                plan(PlanConfig(**words, **PLANNED, **BITS))
+            names[temperature] += [
+                f"{which}{tree}" for tree in ("chain:2", "chain:4", f"auto:{file}")
+            ]
+            planned = read_json(file, "a plan")
+            plans[f"{which}planned tree, T = {temperature:g}"] = {
+                key: planned[key] for key in ("name", "speedup")
+            }
+    bench = bench_decode.load_bench(options)
+    read = read_prompts(chats, load_tokenizer(study.options.target)).prompts
+    bench = replace(
+        bench,
+        prompts=[list(prompt.ids) for prompt in islice(read, options.rounds * options.prompts)],
+    )
+
+    def ours() -> dict[str, Any]:
+        found: dict[str, Any] = {"setting": bench_decode.setting(options, bench), "plans": plans}
+        # Without the paths of the machine.
+        found["setting"]["options"] |= {
+            "target": Path(options.target or "").name,
+            "draft": language_model,
+            "head": head,
+        }
+        for temperature in TEMPERATURES:
+            for at, methods in sections.methods(
+                bench, names[temperature], [temperature], options.rounds
+            ).items():
+                found[at] = {_short(name): way for name, way in methods.items()}
+        return found | {"forwards": sections.forwards(bench, sections.FORWARD_CONTEXTS[:1])}
+
+    asked = bench_decode.asked(bench, options)
+    if draft_kind(drafts["head@"]) != "eagle3":
+        asked = replace(asked, head=None)
+    makers: dict[str, Callable[[], dict[str, Any]]] = {"ours": ours}
+    makers |= {
+        name: partial(peers.beside, bench, asked, engine) for name, engine in peers.ENGINES.items()
+    }
+    found: dict[str, Any] = {}
+    for name, make in makers.items():
+        found[name] = once(place / f"{name}.json", make)
+        if found[name].keys() & {"failed", "skipped"}:
+            (place / f"{name}.json").unlink()
+    write_json_atomic(place / "results.json", found)
+    return found
+
+
+def every_draft(study: Study, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Speed of every draft that is there, with the same chain and tree, in
+    OUT/drafts-speed/results.json.
+
+    Rounds alternate between all of them and the target alone; each has other chats. Speeds are
+    medians of the rounds, over the target alone in the same round; the prompt's forward is not
+    counted.
+    """
+    places = {name: study.out / "drafts" / study.seeded(name) for name in names}
+    known = {name: str(place) for name, place in places.items() if (place / "config.json").exists()}
+    pair = load_pair(study.options.target, known, **BITS)
+    ways: dict[tuple[str, str], SpeculativeDecoder] = {("", ""): pair.decoding(draft=[]).decoder}
+    for name in known:
+        for tree in TREES:
+            ways[name, tree] = pair.decoding(draft=name, tree=tree).decoder
+    texts = [
+        prompt.ids
+        for prompt in islice(
+            read_prompts(study.prompts("chat"), pair.tokenizer).prompts, ROUNDS * CHATS
+        )
+    ]
+    rows = []
+    for temperature in TEMPERATURES:
+        spent: dict[tuple[str, str], list[DecodeStats]] = {way: [] for way in ways}
+        speeds: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+        for turn in range(-1, ROUNDS):
+            for way in rotated(list(ways), turn):
+                chats = texts[:1] if turn < 0 else texts[turn * CHATS : (turn + 1) * CHATS]
+                tokens = WARM_UP if turn < 0 else study.sizes.new_tokens
+                made = [
+                    ways[way].generate(
+                        [ids], Sampling(temperature=temperature), tokens, seed=turn + 1
+                    )
+                    for ids in chats
+                ]
+                if turn >= 0:
+                    written = sum(len(batch.generations[0].output_ids) for batch in made)
+                    speeds[way].append(written / sum(batch.decode_s for batch in made))
+                    spent[way] += [batch.generations[0].stats for batch in made]
+        for way, by_round in speeds.items():
+            over = median(
+                speed / alone for speed, alone in zip(by_round, speeds["", ""], strict=True)
+            )
+            tau = sum(spent[way][1:], spent[way][0]).tau
+            row = {
+                "draft": way[0],
+                "tree": way[1],
+                "temperature": temperature,
+                "tau": tau,
+                "over_alone": over,
+            }
+            rows.append(row | {"tokens_per_s": median(by_round)})
+    place = study.out / "drafts-speed" / "results.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(place, rows)
+    return rows
+
+
+def speeds_table(found: dict[str, Any]) -> str:
+    """Speeds of ours and of the others."""
+    heads = [
+        f"{what}, T = {at:g}"
+        for at in TEMPERATURES
+        for what in ("tokens/s", "over ours alone", "tau")
+    ]
+    return table(["one chat at a time", *heads], _speeds(found))
+
+
+def relative(found: dict[str, Any]) -> dict[str, dict[float, float]]:
+    """Speeds over ours alone, by name and temperature."""
+    ways = {at: _ways(found, at) for at in TEMPERATURES}
+    speeds = {
+        _name(found, name): {at: ways[at][name]["speed_over_ar"] for at in TEMPERATURES}
+        for name in ways[0.0]
+    }
+    for engine in peers.ENGINES:
+        for name, way in _served(found, engine).items():
+            speeds[f"{engine}, {name}"] = {at: way[f"T={at:g}"]["over_ar"] for at in TEMPERATURES}
+    return speeds
+
+
+def speed_tables(found: dict[str, Any]) -> str:
+    """Speeds of ours and of the others; the milliseconds of a step of ours; forwards by rows."""
+    text = f"\n{speeds_table(found)}\n"
+    text += "".join(
+        f"\n{which}: {planned['name']}\n" for which, planned in found["ours"]["plans"].items()
+    )
+    for at in TEMPERATURES:
+        ways = _ways(found, at)
+        rows = (
+            [name, *(number(way["parts_of_a_step"][part], 2) for part in PARTS)]
+            for name, way in ways.items()
+            if "parts_of_a_step" in way
+        )
+        alone = ways["ar"]
+        text += _best(found, at)
+        text += f"\nMilliseconds of a step, T = {at:g}\n\n{table(['', *PARTS], rows)}\n"
+        text += (
+            f"\nTarget alone: {alone['share_of_memory_limit']:.2f} of the bandwidth, "
+            f"{alone['share_of_memory_limit_after_prefill']:.2f} behind the prompt; "
+            f"{alone['weight_MB_per_token']:.1f} MB a token.\n"
+        )
+    forwards = found["ours"]["forwards"]
+    kinds = [
+        (name, by_rows)
+        for name, each in forwards.items()
+        if "ours" in each
+        for by_rows in [each["ours"]]
+    ]
+    counts = list(max((by_rows for _, by_rows in kinds), key=len))
+    rows = (
+        [name, *(f"{by_rows[n]['ms']:.2f}" if n in by_rows else "" for n in counts)]
+        for name, by_rows in kinds
+    )
+    return (
+        text + f"\nMilliseconds of a forward by number of tokens\n\n{table(['', *counts], rows)}\n"
+    )
+
+
+def _ways(found: dict[str, Any], temperature: float) -> dict[str, dict[str, Any]]:
+    methods = found["ours"][f"T={temperature:g}"]
+    return {name: way for name, way in methods.items() if isinstance(way, dict) and "tau" in way}
+
+
+def _speeds(found: dict[str, Any]) -> Iterator[list[str]]:
+    cold, hot = (_ways(found, at) for at in TEMPERATURES)
+    for name in cold:
+        yield [
+            _name(found, name),
+            *(number(way[name][key], 2) for way in (cold, hot) for key in KEYS),
+        ]
+    for engine in peers.ENGINES:
+        for name, way in _served(found, engine).items():
+            cells = [
+                [number(way[f"T={at:g}"][key], 2) for key in ("tokens_per_s", "over_ar")]
+                for at in TEMPERATURES
+            ]
+            yield [f"{engine}, {name}", *cells[0], "", *cells[1], ""]
+        for name, way in {"": found[engine], **found[engine]}.items():
+            for key in way.keys() & {"failed", "skipped"} if isinstance(way, dict) else ():
+                yield [f"{engine} {name}", f"{key}: {way[key]}", "", "", "", "", ""]
+
+
+def _name(found: dict[str, Any], method: str) -> str:
+    """What the table calls a method of `decode.py`."""
+    if method.startswith("hf"):
+        return "transformers, " + ("assisted" if method == "hf-assisted" else "alone")
+    proposer, _, tree = method.rpartition("@")
+    options = found["ours"]["setting"]["options"]
+    draft = {"": options["draft"], "head": options["head"]}.get(
+        proposer, proposer.replace("_", " ")
+    )
+    return "draftsmith, alone" if method == "ar" else f"draftsmith, {draft}, {tree}"
+
+
+def _served(found: dict[str, Any], engine: str) -> dict[str, Any]:
+    ways = found[engine].items()
+    return {
+        name: way for name, way in ways if isinstance(way, dict) and "T=0" in way and name != "ar"
+    }
+
+
+def _best(found: dict[str, Any], temperature: float) -> str:
+    """Our best draft, over ours alone and over the best that others do in 16 bits."""
+    ours = {name: way["speed_over_ar"] for name, way in _ways(found, temperature).items()}
+    others = {name: ours.pop(name) for name in list(ours) if name.startswith("hf")}
+    for engine in peers.ENGINES:
+        for name, way in _served(found, engine).items():
+            if not name.startswith("Q8_0"):
+                others[f"{engine}, {name}"] = way[f"T={temperature:g}"]["over_ar"]
+    best, theirs = (max(speeds, key=lambda name: speeds[name]) for speeds in (ours, others))
+    return (
+        f"\nT = {temperature:g}: {best} is {number(ours[best], 2)} times ours alone, and "
+        f"{number(ours[best] / others[theirs], 2)} times the best of the others in 16 bits "
+        f"({theirs}).\n"
+    )
+
+
+def _short(name: str) -> str:
+    which, colon, _ = name.partition("auto:")
+    return f"{which}planned tree" if colon else name

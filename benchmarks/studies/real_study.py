@@ -1,0 +1,257 @@
+"""The study of `real_pair.py`: options, sizes, directories, and the answers it begins with."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from benchmarks.studies.objectives_data import ROOT, pieces, shuffled
+from distill.config import DistillConfig
+from distill.generate import distill
+from draftsmith_core.io import atomic_dir, read_json, write_rows, write_text_atomic
+from draftsmith_core.models import fingerprint, load_model
+from draftsmith_core.prompt_rows import iterate_rows
+from draftsmith_core.tokenization import load_tokenizer
+from eval.config import EvalConfig
+from train.config import DraftKind, HeadOptions, Optim, TrainConfig
+
+COMMAND = "benchmarks/studies/real_pair.py"
+KEPT = ROOT / "benchmarks" / "real"
+PIECE_HOURS = 2.5
+# Drafts are trained and measured in 16 bits, as people serve; answers were made in fp32.
+_MACHINE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16"}
+# What is measured on; each has prompts of its own.
+DOMAINS = ("chat", "maths", "code", "c4", "wiki")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Run the study, or some of its pieces."""
+
+    target: str
+    """The target: a local directory or hub name."""
+    data: str
+    """The directory with the texts."""
+    out: str
+    """Everything that is made."""
+    only: list[str] = field(default_factory=list)
+    """Pieces to run; all when empty."""
+    drafts: list[str] = field(default_factory=list)
+    """which: drafts to train; all when empty. Those trained before are measured too. The others:
+    one language model and one head in place of the best.
+    """
+    budget: float = PIECE_HOURS
+    """Hours that a piece may take on two cores; every 2.5 add as many answers, with other seeds."""
+    seeds: int = 3
+    """align: training seeds."""
+    seed: int = 1
+    """which: the training seed. Drafts and results of another than the first have it in their
+    names.
+    """
+    keep: bool = False
+    """Copy finished sets and results into the repository."""
+    tiny: bool = False
+    """Try the script: a few prompts, steps and tokens."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Prompts of each set, tokens of an answer; rows of a step and passes over the data; prompts
+    and tokens of the evaluation; the draft vocabulary, the parameters of a fresh model as a share
+    of the target's, the feed-forward of EAGLE-1 that gives it as many parameters as the others.
+    """
+
+    answered: Mapping[str, int]
+    answer: int = 256
+    max_length: int = 448
+    step_rows: int = 4
+    epochs: float = 2
+    prompts: int = 60
+    new_tokens: int = 64
+    draft_vocab: int = 8192
+    fresh_cost: float = 0.09
+    eagle_feed_forward: int = 5120
+
+
+FULL = Sizes({"chat": 899, "own": 500, "maths": 800})
+TINY = Sizes({"chat": 12, "own": 4, "maths": 8}, 12, 96, 4, 1, 2, 6, 256, 0.3, 256)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Options and sizes, and where things lie."""
+
+    options: Options
+    sizes: Sizes
+
+    @property
+    def out(self) -> Path:
+        """Where everything lies."""
+        return Path(self.options.out)
+
+    @property
+    def public(self) -> dict[str, str]:
+        """What the paths of this machine are called in kept files."""
+        target = self.options.target
+        return {
+            self.options.out: "out/real",
+            self.options.data: "data",
+            target: Path(target).name,
+            f"{ROOT}/": "",
+        }
+
+    @property
+    def rounds(self) -> int:
+        """How often every prompt is answered."""
+        return max(1, int(self.options.budget / PIECE_HOURS))
+
+    @cached_property
+    def is_chat(self) -> bool:
+        """Whether the target has a chat template to write prompts in."""
+        return load_tokenizer(self.options.target).chat_template is not None
+
+    def seeded(self, name: str) -> str:
+        """The name of what this training seed makes."""
+        return name if self.options.seed == 1 else f"{name}-{self.options.seed}"
+
+    def sets(self, *names: str) -> list[str]:
+        """The directories of distilled sets, all rounds of each."""
+        return [
+            str(self.out / "data" / _round(name, turn))
+            for turn in range(self.rounds)
+            for name in names
+        ]
+
+    def prompts(self, name: str) -> str:
+        """The file of the prompts of this name."""
+        return str(self.out / "prompts" / f"{name}.jsonl")
+
+    def evaluation(
+        self, name: str, drafts: Mapping[str, str], id_set: str, domains: Sequence[str] = DOMAINS
+    ) -> EvalConfig:
+        """Compare drafts; the first is the base. Nothing is decoded: tau is predicted."""
+        texts = {domain: self.prompts(domain) for domain in domains}
+        return EvalConfig(
+            target=self.options.target,
+            draft=[f"{draft}={place}" for draft, place in drafts.items()],
+            id=[f"{id_set}={texts.pop(id_set)}"],
+            ood=[f"{domain}={file}" for domain, file in texts.items()],
+            out=str(self.out / name),
+            max_prompts=self.sizes.prompts,
+            max_new_tokens=self.sizes.new_tokens,
+            tree=["none"],
+            batch_size=32,
+            **_MACHINE,
+        )
+
+    def training(self, name: str, kind: DraftKind, **options: Any) -> TrainConfig:
+        """Train a draft as OUT/drafts/NAME (`seeded`), on all chats unless `data` names other
+        sets.
+        """
+        head = {**options.pop("head", {}), "features": str(self.out / "features")}
+        given: dict[str, Any] = {
+            "data": self.sets("chat", "own"),
+            "objective": "fkl",
+            "epochs": self.sizes.epochs,
+        }
+        given |= {"batch_size": min(8, self.sizes.step_rows), "eval_every": 160, "save_every": 80}
+        given |= {"seed": self.options.seed, "precision": "bf16", **_MACHINE}
+        given["accumulation"] = self.sizes.step_rows // given["batch_size"]
+        return TrainConfig(
+            target=self.options.target,
+            out=str(self.out / "drafts" / self.seeded(name)),
+            kind=kind,
+            max_length=self.sizes.max_length,
+            optim=Optim(lr=options.pop("lr", 1e-3), warmup_steps=10),
+            head=HeadOptions(**head),
+            **given | options,
+        )
+
+
+def _round(name: str, turn: int) -> str:
+    return name if turn == 0 else f"{name}.{turn + 1}"
+
+
+# Piece: data.
+
+
+def data(study: Study) -> None:
+    """Write the prompts; take kept sets, or let the target answer."""
+    write_prompts(study)
+    mark = fingerprint(load_model(study.options.target, device="cpu"))
+    for turn in range(study.rounds):
+        for name, count in study.sizes.answered.items():
+            set_name = _round(name, turn)
+            place, kept = study.out / "data" / set_name, KEPT / set_name
+            fits = not study.options.tiny and (kept / "manifest.json").exists()
+            if fits and not place.exists():
+                manifest = read_json(kept / "manifest.json", "a distilled set")
+                if manifest["identity"]["target_fingerprint"] == mark:
+                    with atomic_dir(place) as made:
+                        shutil.copytree(kept, made, dirs_exist_ok=True)
+            if not (place / "manifest.json").exists():
+                distill(answers(study, name, count, turn), COMMAND)
+            if study.options.keep:
+                keep_set(study, set_name)
+
+
+def write_prompts(study: Study) -> None:
+    """OUT/prompts: DOMAIN.jsonl to measure on, SET.train.jsonl to answer. The last chats are for
+    measuring.
+    """
+    texts, place = Path(study.options.data), study.out / "prompts"
+    if place.is_dir():
+        return
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        return [row for _, row in iterate_rows(str(texts / f"{name}.jsonl"))]
+
+    chats = rows("alpaca")
+    heldout = max(1, len(chats) // 10)
+    with atomic_dir(place) as made:
+        write_rows(made / "chat.train.jsonl", chats[:-heldout])
+        write_rows(made / "chat.jsonl", chats[-heldout:])
+        for name, source in (
+            ("maths.train", "gsm8k_train"),
+            ("maths", "gsm8k_test"),
+            ("code", "humaneval"),
+        ):
+            write_rows(made / f"{name}.jsonl", rows(source))
+        for name in ("c4", "wiki"):
+            write_rows(made / f"{name}.jsonl", shuffled(pieces(texts / f"{name}.jsonl"))[:200])
+
+
+def answers(study: Study, name: str, count: int, turn: int) -> DistillConfig:
+    """The target's answers to `count` prompts; further rounds draw with other seeds."""
+    prompts = study.prompts(f"{name}.train")
+    if name == "own":
+        prompts = f"magpie:{count}" if study.is_chat else f"self:{count}"
+    return DistillConfig(
+        target=study.options.target,
+        prompts=prompts,
+        max_prompts=count,
+        out=str(study.out / "data" / _round(name, turn)),
+        domain="maths" if name == "maths" else "chat",
+        max_new_tokens=study.sizes.answer,
+        temperature=1.0,
+        batch_size=96,
+        seed=turn,
+        device="cpu",
+    )
+
+
+def keep_set(study: Study, name: str) -> None:
+    """benchmarks/studies/real/NAME: the Parquet files and the manifest, without the paths of the
+    machine.
+    """
+    place = study.out / "data" / name
+    manifest = (place / "manifest.json").read_text(encoding="utf-8")
+    for path, word in study.public.items():
+        manifest = manifest.replace(path, word)
+    shutil.rmtree(KEPT / name, ignore_errors=True)
+    with atomic_dir(KEPT / name) as made:
+        for part in place.glob("part-*.parquet"):
+            shutil.copy(part, made)
+        write_text_atomic(made / "manifest.json", manifest)
