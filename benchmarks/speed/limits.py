@@ -1,8 +1,9 @@
-"""What limits decoding, and how far this engine is from it: the table of README.md, from what
+r"""What limits decoding, and how far this engine is from it: the table of README.md, from what
 `decode.py` measured.
 
-    python benchmarks/speed/decode.py --sections methods sixteen_bits four_bits forwards --peers true
-    --out result.json python -m benchmarks.speed.limits result.json [--into benchmarks/README.md]
+    python benchmarks/speed/decode.py --sections methods sixteen_bits four_bits forwards \
+        --peers true --out result.json
+    python -m benchmarks.speed.limits result.json [--into benchmarks/README.md]
 
 Prints the table, or puts it between the markers of a page. What a result does not hold is "not
 measured".
@@ -12,21 +13,24 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.lib.pages import put, table
 
 MARKERS = "<!-- limits: written by benchmarks/speed/limits.py -->", "<!-- end of limits -->"
-_MEMORY, _ARITHMETIC, _TAU = (
-    "bandwidth of the memory",
-    "multiply-adds in fp32",
-    "tau, and the draft's forwards",
-)
+_MEMORY = "bandwidth of the memory"
+_ARITHMETIC = "multiply-adds in fp32"
+_TAU = "tau, and the draft's forwards"
 _CACHE = "calls, and the cache that holds it"
-# What it is, what limits it, how it follows from a result, and the bar, if there is one.
-Row = tuple[str, str, Callable[[], float], str | None]
+
+
+class Row(NamedTuple):
+    """One line of the table: what is measured, what limits it, how it follows from a result."""
+
+    what: str
+    limited_by: str
+    figure: Callable[[], float]
 
 
 def rows_of(result: Any) -> Iterator[Row]:
@@ -71,75 +75,83 @@ def rows_of(result: Any) -> Iterator[Row]:
     def overhead() -> float:
         return float(max(trees(), key=lambda way: way["tokens_per_s"])["overhead_fraction"])
 
-    what = "no draft, share of bytes read over bandwidth"
-    yield what, _MEMORY, lambda: alone("share_of_memory_limit"), ">= 0.85"
-    what = "the same behind the prompt, which is more arithmetic than reading"
-    yield what, _MEMORY, lambda: alone("share_of_memory_limit_after_prefill"), None
-    what = "no draft in fp32, share of bytes read over bandwidth"
-    yield what, _MEMORY, lambda: bits("fp32_ar_share_of_memory_limit"), ">= 0.85"
-    what = "one token's forward alone, share of weights and cache over bandwidth"
-    yield what, _MEMORY, lambda: forward("target", 128), None
-    yield "no draft over llama.cpp, F16", _MEMORY, lambda: 1 / llama(), ">= 0.95"
-    yield "no draft, 16 bits over fp32", _MEMORY, lambda: bits("methods", "ar", "gain"), ">= 1.7"
-    what = "no draft, nf4 over 16 bits"
-    yield what, "decoding the codes", lambda: result["four_bits"]["ar"]["nf4_over_sixteen"], ">= 1"
-    yield "best tree, 16 bits over fp32", _TAU, lambda: drafted("sixteen")["gain"], ">= 1.6"
-    yield "best tree over llama.cpp, F16", _TAU, lambda: best() / llama(), ">= 1.5"
-    what = "best tree in fp32 over OpenVINO GenAI with the same draft"
-    ar = partial(bits, "methods", "ar", "sixteen")
-    yield what, _TAU, lambda: drafted("fp32")["fp32"] / (openvino() * ar()), ">= 1.25"
-    for rows, bar in ((5, "<= 1.15"), (29, "<= 2")):
-        what = f"{rows} tokens in one forward, over one"
-        yield (
-            what,
-            _ARITHMETIC,
-            lambda rows=rows: bits("forwards", str(rows), "sixteen_over_one_row"),
-            bar,
-        )  # type: ignore[misc]
-    what = "one token behind 4096, share of weights and cache over bandwidth"
-    yield what, _MEMORY, lambda: forward("target", 4096), None
-    what = "the draft's forward, share of its weights over bandwidth"
-    yield what, _CACHE, lambda: forward("draft", 128), None
-    yield "best tree, share of a step outside both forwards", "Python", overhead, None
-    what = "resident memory of the process, 16 bits over fp32"
-    yield what, "the libraries themselves", lambda: bits("resident_over_fp32", "process"), "<= 0.6"
-    what = "of that, what the model adds"
-    yield what, "bytes of the weights", lambda: bits("resident_over_fp32", "model"), "<= 0.6"
+    def rows_over_one(rows: int) -> float:
+        return float(bits("forwards", str(rows), "sixteen_over_one_row"))
+
+    def fp32_over_openvino() -> float:
+        alone = float(bits("methods", "ar", "sixteen"))
+        return float(drafted("fp32")["fp32"]) / (openvino() * alone)
+
+    yield Row(
+        "no draft, share of bytes read over bandwidth",
+        _MEMORY,
+        lambda: alone("share_of_memory_limit"),
+    )
+    yield Row(
+        "the same behind the prompt, which is more arithmetic than reading",
+        _MEMORY,
+        lambda: alone("share_of_memory_limit_after_prefill"),
+    )
+    yield Row(
+        "no draft in fp32, share of bytes read over bandwidth",
+        _MEMORY,
+        lambda: bits("fp32_ar_share_of_memory_limit"),
+    )
+    yield Row(
+        "one token's forward alone, share of weights and cache over bandwidth",
+        _MEMORY,
+        lambda: forward("target", 128),
+    )
+    yield Row("no draft over llama.cpp, F16", _MEMORY, lambda: 1 / llama())
+    yield Row("no draft, 16 bits over fp32", _MEMORY, lambda: bits("methods", "ar", "gain"))
+    yield Row(
+        "no draft, nf4 over 16 bits",
+        "decoding the codes",
+        lambda: result["four_bits"]["ar"]["nf4_over_sixteen"],
+    )
+    yield Row("best tree, 16 bits over fp32", _TAU, lambda: drafted("sixteen")["gain"])
+    yield Row("best tree over llama.cpp, F16", _TAU, lambda: best() / llama())
+    yield Row("best tree in fp32 over OpenVINO GenAI with the same draft", _TAU, fp32_over_openvino)
+    yield Row("5 tokens in one forward, over one", _ARITHMETIC, lambda: rows_over_one(5))
+    yield Row("29 tokens in one forward, over one", _ARITHMETIC, lambda: rows_over_one(29))
+    yield Row(
+        "one token behind 4096, share of weights and cache over bandwidth",
+        _MEMORY,
+        lambda: forward("target", 4096),
+    )
+    yield Row(
+        "the draft's forward, share of its weights over bandwidth",
+        _CACHE,
+        lambda: forward("draft", 128),
+    )
+    yield Row("best tree, share of a step outside both forwards", "Python", overhead)
+    yield Row(
+        "resident memory of the process, 16 bits over fp32",
+        "the libraries themselves",
+        lambda: bits("resident_over_fp32", "process"),
+    )
+    yield Row(
+        "of that, what the model adds",
+        "bytes of the weights",
+        lambda: bits("resident_over_fp32", "model"),
+    )
 
 
 def limits(result: Any) -> str:
     """The table as Markdown, and a line that says where and with what it was measured."""
     rows = []
-    for what, limited_by, figure, bar in rows_of(result):
+    for row in rows_of(result):
         try:
-            value: float | None = figure()
+            figure = f"{row.figure():.2f}"
         except (KeyError, ValueError):
-            value = None
-        rows.append(
-            [
-                what,
-                limited_by,
-                "not measured" if value is None else f"{value:.2f}",
-                _judged(value, bar),
-            ]
-        )
+            figure = "not measured"
+        rows.append([row.what, row.limited_by, figure])
     setting = result["setting"]
     versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
     load = setting["load_average_before"][0]
     where = f"{setting['device']}, {setting['threads']} threads, load {load:.1f} before"
-    head = ["", "limited by", "measured", "bar"]
+    head = ["", "limited by", "measured"]
     return f"{table(head, rows)}\n\n{where}; commit {setting['git_commit']}; {versions}."
-
-
-def _judged(value: float | None, bar: str | None) -> str:
-    if bar is None:
-        return ""
-    side, number = bar.split()
-    text = f"at {'least' if side == '>=' else 'most'} {number}"
-    if value is None:
-        return text
-    met = value >= float(number) if side == ">=" else value <= float(number)
-    return f"{text}: {'met' if met else 'missed'}"
 
 
 def main() -> None:
