@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from drafts.heads.eagle import FeatureHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.load import Draft
 from draftsmith_core.models import text_config
 from draftsmith_core.sampling import Sampling
@@ -129,30 +128,6 @@ def _rope(role: Literal["target", "draft"], case: Case) -> Iterator[tuple[str, C
         yield detail, replace(case, **{role: changed})  # type: ignore[arg-type]
 
 
-def _later_states(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Give a head the states of the tokens themselves, where it reads those of the tokens
-    before.
-    """
-    if isinstance(args[-1], Cache) and args[-1].get_seq_length():
-        return None  # the head's own features
-    place = next(
-        i for i, value in enumerate(args) if torch.is_tensor(value) and value.is_floating_point()
-    )
-    states_BTH: Tensor = args[place]
-    return (
-        *args[:place],
-        torch.cat([states_BTH[:, 1:], states_BTH[:, -1:]], dim=1),
-        *args[place + 1 :],
-    )
-
-
-def _first_token(case: Case) -> Iterator[tuple[str, Case]]:
-    if isinstance(case.draft, FeatureHead | MedusaHeads | HydraHeads):
-        draft = copy.deepcopy(case.draft)
-        draft.register_forward_pre_hook(_later_states)
-        yield "the head's states are one token off", replace(case, draft=draft)
-
-
 def _no_prompt(case: Case) -> Iterator[tuple[str, Case]]:
     texts = [[*row.prompt_ids, *row.output_ids] for row in case.rows]
     lengths = [len(row.prompt_ids) - 1 for row in case.rows]
@@ -257,9 +232,6 @@ SUSPECTS: dict[str, Suspect] = {
     "vocabulary map": Suspect(_vocabulary, f"check d2t, or {_EXPORT}"),
     "rope of the draft": Suspect(
         partial(_rope, "draft"), "give the draft's rope_theta and rope_scaling as here"
-    ),
-    "first token": Suspect(
-        _first_token, "update the engine: it pairs tokens with states of another position"
     ),
     "prefix cache": Suspect(_no_prompt, "start the server without prefix caching, or update it"),
     "rope of the target": Suspect(
