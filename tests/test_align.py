@@ -256,9 +256,7 @@ def test_killed_between_stages_ends_as_if_it_had_not_been(
 
 @pytest.mark.slow(25)
 def test_all_stages_on_two_processes(spawn, launch, files, target_dir, draft_dir, tmp_path):
-    """The answers are those of one process, both train a draft, and one chooses by the policy while
-    the other waits.
-    """
+    """The answers are those of one process, and both train a draft."""
     words = [
         "align",
         "--target",
@@ -279,11 +277,11 @@ def test_all_stages_on_two_processes(spawn, launch, files, target_dir, draft_dir
     assert len(parts) > 2
     for name in parts:
         assert (two / "distilled" / name).read_bytes() == (one / "distilled" / name).read_bytes()
-    record = json.loads((two / "jsd" / "draftsmith.json").read_text())
+    record = json.loads((two / "jsd-balanced" / "draftsmith.json").read_text())
     assert (record["processes"], record["sharing"], record["steps"]) == (2, "ddp", 12)
     assert ds.Results.load(two / "eval").drafts == ["base", "jsd-balanced"]
     # Drafts that were trained on the same rows by two processes are the same but for rounding.
-    close(two / "jsd", one / "jsd", atol=1e-3)
+    close(two / "jsd-balanced", one / "jsd-balanced", atol=1e-3)
 
 
 @pytest.mark.slow
@@ -347,19 +345,11 @@ def test_choices_follow_what_is_given():
     assert chosen(prompts=20_000, on_gpu=True).distill["num_samples"] == 1
     with pytest.raises(ds.InputError, match="prompts: 2 usable prompts are too few"):
         chosen(prompts=2)
-    # A policy needs answers to choose by; that is said before anything is drawn.
-    assert chosen(prompts=8).policy == "balanced"
-    config = replace(config, heldout_prompts=1, distill={"num_samples": 1})
-    assert chosen(prompts=8).policy == "id"
-    with pytest.raises(
-        ds.InputError, match="policy: no_loss chooses by held-out answers, and too few of 7 prompts"
-    ):
-        complete(replace(config, policy="no_loss"), facts(prompts=8))
     # A fresh head drafts a part of a vocabulary that is dear, and takes fewer passes on a CPU.
     config = AlignConfig(target="t", prompts="p", out="o")
     fresh: dict[str, Any] = {
         "fresh_head": True,
-        "id_only": "a head",
+        "head": True,
         "vocabulary": 49_152,
         "draft_parameters": 4_600_000,
     }
@@ -373,10 +363,10 @@ def test_choices_follow_what_is_given():
         assert complete(short, facts())[0].train["save_every"] == save_every
     # The rows of a step are shared by the processes.
     assert 32 % (4 * chosen(processes=4).train["batch_size"]) == 0
-    # Knowledge is kept if there is a language model to go back to, and general text to replay.
+    # A language model replays general text, a head does not.
     kept = (usual.policy, usual.train["replay_fraction"], usual.distill["general_texts"])
     assert kept == ("balanced", 0.5, 1920)
-    head = chosen(id_only="a head has no language model to go back to")
+    head = chosen(head=True)
     assert (head.policy, head.train["replay_fraction"], head.distill["general_texts"]) == (
         "id",
         0.0,
@@ -390,7 +380,7 @@ def test_options_of_a_stage_reach_it(draft_dir):
     given: dict[str, Any] = {"optim": {"beta2": 0.9}, "batch_size": 4}
     config = AlignConfig(target="t", draft=draft_dir, prompts="p", out="o", plain=True, train=given)
     whole, _ = complete(config, facts())
-    kept, plain = (train_config(whole, name) for name in ("jsd", "jsd-plain"))
+    kept, plain = (train_config(whole, name) for name in ("jsd-balanced", "jsd-plain"))
     assert (kept.optim.beta2, kept.batch_size) == (0.9, 4)
     assert (kept.accumulation, kept.optim.lr, kept.replay) == (
         8,

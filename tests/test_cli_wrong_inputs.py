@@ -118,12 +118,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--prompts {one}", "too few"),
         ("--ood far={long}", "long.jsonl: none of its 9 rows can be used"),
     ],
-    "align --target {target} --prompts {prompts} --out out": [
-        (
-            "--policy no_loss",
-            "policy: no_loss cannot be followed (a head has no language model to go back to)",
-        )
-    ],
     "init --target {target} --method prune": [("--out .", "is where this command runs")],
     "export --draft {draft} --format hf": [("--out .", "is where this command runs")],
     "merge --base {target}": [("--draft {draft}=0.5 --out .", "where this command runs")],

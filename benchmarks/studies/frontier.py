@@ -23,6 +23,7 @@ cost no training and share the target's forward with it. Everything is a file be
 made again; --runs N stops after N more training runs.
 """
 
+import copy
 import encodings
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from benchmarks.studies.frontier_tables import (
@@ -55,7 +57,7 @@ from benchmarks.studies.objectives_data import (
     shuffled,
     trained,
 )
-from draftsmith.alignment.policy import between
+from drafts.merge import merge_states
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, read_json, write_json_atomic, write_rows
@@ -269,6 +271,16 @@ def alphas_of(
         ).items():
             found[float(weight)][name] = PromptSums.of(each["sum"], each["count"])
     return found
+
+
+@torch.no_grad()
+def between(base: PreTrainedModel, aligned: PreTrainedModel, weight: float) -> PreTrainedModel:
+    """Return the draft at interpolation weight `weight`; the ends are the drafts themselves."""
+    if weight in (0.0, 1.0):
+        return aligned if weight else base
+    draft = copy.deepcopy(base)
+    draft.load_state_dict(merge_states([(aligned.state_dict(), weight)], base.state_dict()))
+    return draft
 
 
 def _measure(

@@ -72,8 +72,8 @@ class Facts:
     """What the choices depend on. Lengths in tokens; `context` is the shortest of target and draft,
     None if unknown.
 
-    rows: "chat", "prompt" or "text". prompts: number of usable prompts. id_only: why only policy
-    `id` is possible, empty if all are. projection_share, layer_share: share of the target's
+    rows: "chat", "prompt" or "text". prompts: number of usable prompts. head: whether the draft is
+    one. projection_share, layer_share: share of the target's
     parameters in the output projection and in one layer. fresh_head: whether there is no draft to
     start from. clock: of the target.
     """
@@ -87,7 +87,7 @@ class Facts:
     target_parameters: int
     draft_parameters: int
     sampling: ResolvedSampling
-    id_only: str = ""
+    head: bool = False
     mean_prompt: float = 0.0
     vocabulary: int = 0
     projection_share: float = 0.0
@@ -135,15 +135,11 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         f"{prompts} prompts",
     )
     fraction = choose("train.heldout_fraction", 0.06, "enough to choose weights by")
-    few = max(1, round(fraction * prompts)) * samples < 2
-    if few and config.policy not in (None, "id"):
-        raise InputError(
-            f"policy: {config.policy} chooses by held-out answers, and too few of {prompts} "
-            "prompts are held out; "
-            f"add prompts, or use --policy id"
-        )
-    id_only = facts.id_only or ("too few prompts to hold any out for the choice" if few else "")
-    policy = choose("policy", "id" if id_only else "balanced", id_only or "docs/robust.md")
+    policy = choose(
+        "policy",
+        "id" if facts.head else "balanced",
+        "the draft is a head" if facts.head else "docs/robust.md",
+    )
     usual = (512 if gpu else 128) if facts.rows == "chat" else (256 if gpu else 96)
     room = usual if context is None else max(1, min(usual, context // 2))
     why = f"{facts.rows} rows, {place}" + (f", context {context}" if room < usual else "")
@@ -310,7 +306,7 @@ def eval_config(config: AlignConfig) -> EvalConfig:
     if not NAME.fullmatch(name) or name in (*parse_named("ood", config.ood), "id", "ood"):
         name = "heldout"
     drafts = {"base": config.draft} if config.draft else {}
-    drafts |= {name: str(out / name) for name in config.compared()}
+    drafts |= {name: str(out / name) for name in config.trained()}
     values: dict[str, Any] = {
         "draft": [f"{name}={source}" for name, source in drafts.items()],
         "id": config.id or [f"{name}={out / 'prompts' / 'heldout.jsonl'}"],

@@ -26,7 +26,7 @@ from eval.config import EvalConfig
 from train.config import TrainConfig
 from train.objective import parse_objective
 
-Policy = Literal["id", "balanced", "no_loss"]
+Policy = Literal["id", "balanced"]
 # Options of the stages that `align` sets itself.
 _SHARED = (
     "target",
@@ -86,10 +86,9 @@ class AlignConfig(TargetOptions, RunOptions):
     )
     """Training objective, as `train --objective` takes it; several are compared at equal steps."""
     policy: Policy | None = None
-    """How much of the base's knowledge to keep. id: nothing is done. balanced, no_loss: replay
-    general text while training (half of every step, over twice the steps), then move the draft back
-    towards the base as far as held-out answers and the target's own texts say (docs/robust.md).
-    Default: balanced for a language model, id for a head.
+    """id: train on the answers alone. balanced: also replay general text, half of every step over
+    twice the steps, to keep what the base knows (docs/robust.md). Default: balanced for a language
+    model, id for a head.
     """
     plain: bool = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""
@@ -172,9 +171,13 @@ class AlignConfig(TargetOptions, RunOptions):
                 )
 
     def drafts(self) -> dict[str, str]:
-        """The name of each aligned draft and its objective: `jsd` for `jsd:beta=0.5` if one name is
-        enough.
+        """Return the objective of each aligned draft by name: `jsd` for `jsd:beta=0.5` if that is
+        clear, `jsd-balanced` with policy balanced.
         """
+        ending = "-balanced" if self.policy == "balanced" else ""
+        return {f"{name}{ending}": spec for name, spec in self._named().items()}
+
+    def _named(self) -> dict[str, str]:
         short = [re.split(r"[^a-z_]", spec)[0] for spec in self.objective]
         named = {}
         for name, spec in zip(short, self.objective, strict=True):
@@ -188,22 +191,8 @@ class AlignConfig(TargetOptions, RunOptions):
 
     def plain_drafts(self) -> dict[str, str]:
         """The drafts that are trained as policy id does, for comparison, with their objectives."""
-        return {f"{name}-plain": spec for name, spec in self.drafts().items()} if self.plain else {}
+        return {f"{name}-plain": spec for name, spec in self._named().items()} if self.plain else {}
 
     def trained(self) -> dict[str, str]:
-        """Every training run and its objective."""
+        """Return the objective of every draft that is trained and compared with the base."""
         return self.plain_drafts() | self.drafts()
-
-    def offered(self) -> dict[str, str]:
-        """The drafts to choose the best from, with their objectives: those of the policy, if it
-        makes any.
-        """
-        if self.policy is None or self.policy == "id":
-            return self.drafts()
-        return {
-            f"{name}-{self.policy.replace('_', '-')}": spec for name, spec in self.drafts().items()
-        }
-
-    def compared(self) -> dict[str, str]:
-        """The drafts that the evaluation compares with the base."""
-        return self.plain_drafts() | self.offered()

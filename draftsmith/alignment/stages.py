@@ -23,7 +23,6 @@ from drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
 from drafts.load import load_pair
 from draftsmith.alignment import choices
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.policy import keep_general
 from draftsmith.config import InitConfig
 from draftsmith.starting import in_words, init
 from draftsmith_core.cards import add_results
@@ -110,12 +109,9 @@ def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
             train(settings)
             _free()
         on_main(lambda: shutil.rmtree(out / "features", ignore_errors=True))
-        if config.policy != "id":
-            on_main(lambda: keep_general(config, run))
-            _free()
         say("\n3/3 evaluate")
         results = evaluate(choices.eval_config(config))
-        for name in config.compared():
+        for name in config.trained():
             on_main(partial(add_results, out / name, out / "eval" / "results.json", name))
         for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
             say(f"uploaded: {url}")
@@ -225,13 +221,6 @@ def _look(config: AlignConfig) -> tuple[choices.Facts, PromptSet]:
         whole = min(vocabulary_size(draft), vocabulary_size(pair.target))
         owner = None if draft_vocabulary(draft) is None else config.draft
         check_draft_vocabulary("train.draft_vocab_size", size, whole, owner)
-    id_only = ""
-    if not isinstance(draft, PreTrainedModel):
-        id_only = "a head has no language model to go back to"
-    elif tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        id_only = "the target has no BOS or EOS to begin a text of its own with"
-    if id_only and config.policy in ("balanced", "no_loss"):
-        raise InputError(f"policy: {config.policy} cannot be followed ({id_only}); use --policy id")
 
     def read(source: str, section: str, limit: int) -> PromptSet:
         """Prompts that leave room for the new tokens of a stage."""
@@ -273,7 +262,7 @@ def _look(config: AlignConfig) -> tuple[choices.Facts, PromptSet]:
             temperature=config.distill.get("temperature"),
             default_temperature=1.0,
         ),
-        id_only=id_only,
+        head=not isinstance(draft, PreTrainedModel),
         mean_prompt=sum(map(len, ids)) / len(ids),
         vocabulary=vocabulary,
         projection_share=projection / whole,
@@ -382,7 +371,7 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
         "results": str(results.directory / "results.json"),
         "report": str(results.directory / "report.html"),
         "best": best,
-        "objective": config.offered()[best],
+        "objective": config.drafts()[best],
         "policy": config.policy,
         "checkpoint": checkpoint,
         "decode": shlex.join([*decode, "--prompt", "TEXT"]),
@@ -432,5 +421,5 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
 
 
 def best_draft(config: AlignConfig, results: Results) -> str:
-    """The offered draft with the highest alpha in distribution at the highest temperature."""
-    return max(config.offered(), key=lambda draft: results.alpha(draft, "id")["value"] or 0.0)
+    """The draft of the policy with the highest alpha in distribution at the highest temperature."""
+    return max(config.drafts(), key=lambda draft: results.alpha(draft, "id")["value"] or 0.0)

@@ -100,7 +100,7 @@ def time_large(options: AlignConfig, short: bool) -> Results:
             target=str(large),
             draft=[
                 f"base={options.draft}",
-                *(f"{name}={Path(options.out) / name}" for name in options.compared()),
+                *(f"{name}={Path(options.out) / name}" for name in options.trained()),
             ],
             id=options.id,
             ood=options.ood,
