@@ -46,7 +46,7 @@ _warn_once = cache(log.warning)
 
 
 @dataclass(frozen=True)
-class LoadedPair:
+class LoadedModels:
     """A target, its tokenizer and drafts that were checked against both. `drafts` by name, in the
     order given.
     """
@@ -73,7 +73,7 @@ class LoadedPair:
         )
 
 
-def load_pair(
+def load_models(
     target: str,
     drafts: Mapping[str, str] | Sequence[str] = (),
     *,
@@ -86,7 +86,7 @@ def load_pair(
     chat_template: str | None = None,
     tokenizer: Tokenizer | None = None,
     heterogeneous_vocab: bool = False,
-) -> LoadedPair:
+) -> LoadedModels:
     """Load a target and any number of drafts, and check that they belong together.
 
     target, drafts: local directories or hub names; drafts as `{name: source}`, or as sources, which
@@ -137,7 +137,7 @@ def load_pair(
                 "drafting cannot pay"
             )
         loaded[name] = draft
-    return LoadedPair(target, model, tokenizer, loaded)
+    return LoadedModels(target, model, tokenizer, loaded)
 
 
 def load_draft(

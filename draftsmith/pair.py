@@ -28,11 +28,11 @@ from decode.batch_run import OnTokens
 from decode.suffix_index import SuffixIndex
 from drafts.load import (
     Draft,
-    LoadedPair,
+    LoadedModels,
     depth_limit,
     draft_fingerprint,
     kind_of,
-    load_pair as load_models,
+    load_models,
 )
 from draftsmith.drafting import DraftingMethod, choose_method, read_documents
 from draftsmith_core.errors import InputError, nearest
@@ -224,7 +224,7 @@ class Pair:
 
     def __init__(
         self,
-        loaded: LoadedPair,
+        loaded: LoadedModels,
         *,
         fast: bool = True,
         compile: bool | str = False,  # noqa: A002

@@ -18,7 +18,7 @@ from drafts.draft_vocabulary import (
     trim,
     write_draft_vocabulary,
 )
-from drafts.load import LoadedPair, load_pair
+from drafts.load import LoadedModels, load_models
 from drafts.make.fresh import fresh, read_per_token, too_costly
 from drafts.make.prune import prune
 from drafts.make.transplant import transplant
@@ -64,7 +64,7 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists and is not empty; name another directory")
     check_out(out)
-    pair = load_pair(config.target, chat_template=config.chat_template, **loading(config))
+    pair = load_models(config.target, chat_template=config.chat_template, **loading(config))
     target, tokenizer = pair.target, pair.tokenizer
     attention_windows(target)  # raises InputError for a target that cannot check drafts
     texts = answer_texts(config, target, tokenizer)
@@ -130,7 +130,7 @@ def in_words(summary: dict[str, Any], temperature: float) -> list[str]:
 
 
 def _make(
-    config: InitConfig, pair: LoadedPair, texts: Sequence[Continuation]
+    config: InitConfig, pair: LoadedModels, texts: Sequence[Continuation]
 ) -> tuple[PreTrainedModel, list[str]]:
     target, keep = pair.target, config.keep or "even"
     if config.method == "fresh":

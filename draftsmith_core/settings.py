@@ -48,7 +48,7 @@ Quantize = Literal["none", "nf4"]
 
 
 def loading(config: Any) -> dict[str, Any]:
-    """Return the options that `load_model` and `load_pair` take for a command's target."""
+    """Return the options that `load_model` and `load_models` take for a command's target."""
     return {
         key: getattr(config, key) for key in ("device", "dtype", "trust_remote_code", "revision")
     }

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from drafts.load import LoadedPair
+from drafts.load import LoadedModels
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core import wandb_runs
 from draftsmith_core.devices import reset_peak_memory, resolve_device
@@ -151,7 +151,9 @@ def without_timings(directory: str | Path) -> EvalConfig:
     return config
 
 
-def _load(config: EvalConfig, request: EvalRequest) -> tuple[list[Suite], LoadedPair, list[Remark]]:
+def _load(
+    config: EvalConfig, request: EvalRequest
+) -> tuple[list[Suite], LoadedModels, list[Remark]]:
     how = {
         "quantize_draft": config.quantize_draft,
         "heterogeneous_vocab": config.heterogeneous_vocab,
@@ -242,7 +244,7 @@ class Evaluation:
     config: EvalConfig
     request: EvalRequest
     suites: list[Suite]
-    pair: LoadedPair
+    pair: LoadedModels
     models: dict[str, ModelRow]
     run: Run
     advance: Advance = no_tick

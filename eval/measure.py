@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode import PROPOSERS, BatchOutput, Generation, SpeculativeDecoder, Tree, take_over
-from drafts.load import Draft, LoadedPair, draft_fingerprint, kind_of, load_pair
+from drafts.load import Draft, LoadedModels, draft_fingerprint, kind_of, load_models
 from draftsmith_core.devices import peak_memory
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json
@@ -106,8 +106,8 @@ def load(
     id_sets: dict[str, str],
     ood_sets: dict[str, str],
     **options: Any,
-) -> tuple[list[Suite], LoadedPair]:
-    """Read the prompts, ID sets first, then load target and drafts. options: as for `load_pair`."""
+) -> tuple[list[Suite], LoadedModels]:
+    """Read the prompts, ID sets first, then load the models. options: as for `load_models`."""
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     suites = []
     for name, source in (id_sets | ood_sets).items():
@@ -116,7 +116,7 @@ def load(
         skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
         kind: SuiteKind = "id" if name in id_sets else "ood"
         suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more))
-    pair = load_pair(
+    pair = load_models(
         config.target,
         drafts,
         quantize=config.quantize,

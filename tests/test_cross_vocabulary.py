@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafts.load import load_pair
+from drafts.load import load_models
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core.sampling import Sampling, probs
 from draftsmith_core.tokenization import load_tokenizer
@@ -22,7 +22,7 @@ def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(
     target_dir, draft_dir, donor_dir, caplog
 ):
     with caplog.at_level(logging.WARNING):
-        pair = load_pair(
+        pair = load_models(
             target_dir,
             {"own": draft_dir, "foreign": donor_dir},
             device="cpu",
@@ -43,7 +43,7 @@ def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(
 @torch.inference_mode()
 def test_its_logits_are_those_behind_every_token_of_the_text(target_dir, donor_dir):
     """In one piece and in chunks of columns, against a forward of each prefix alone."""
-    pair = load_pair(target_dir, [donor_dir], device="cpu", heterogeneous_vocab=True)
+    pair = load_models(target_dir, [donor_dir], device="cpu", heterogeneous_vocab=True)
     draft = pair.drafts[donor_dir]
     words = vocabulary_map(draft)
     assert words is not None
@@ -121,7 +121,7 @@ def test_the_command_decodes_as_the_target_alone(byte_level, door, target_dir, d
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @torch.inference_mode()
 def test_missing_mass_is_what_it_cannot_draft(target_dir, donor_dir, temperature):
-    pair = load_pair(target_dir, [donor_dir], device="cpu", heterogeneous_vocab=True)
+    pair = load_models(target_dir, [donor_dir], device="cpu", heterogeneous_vocab=True)
     draft: Any = pair.drafts[donor_dir]
     words = vocabulary_map(draft)
     assert words is not None

@@ -23,7 +23,7 @@ from drafts.draft_vocabulary import (
     token_counts,
     trim,
 )
-from drafts.load import draft_fingerprint, load_pair
+from drafts.load import draft_fingerprint, load_models
 from draftsmith_core.sampling import Sampling
 from eval.acceptance import Continuation
 from eval.estimate import alpha_sums
@@ -113,7 +113,7 @@ def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(
     moved = (before.lm_head.weight != after.lm_head.weight).any(1)
     assert torch.equal(moved, rows), "rows of tokens that are not drafted stay as they were"
     with caplog.at_level(logging.WARNING):
-        pair = load_pair(target_dir, [str(out)], device="cpu")
+        pair = load_models(target_dir, [str(out)], device="cpu")
     assert f"drafts {KEPT} of its 290 tokens, those that its {FILE} names" in caplog.text
     assert torch.equal(draft_vocabulary(pair.drafts[str(out)]), ids)  # type: ignore[arg-type]
 
@@ -121,7 +121,7 @@ def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(
 def test_alpha_in_training_is_alpha_of_the_loaded_draft(trained, target_dir, distilled):
     """Laws 5 and 10: the target's distribution against a draft that is restricted to its tokens."""
     out = trained
-    pair = load_pair(target_dir, [str(out)], device="cpu")
+    pair = load_models(target_dir, [str(out)], device="cpu")
     draft = pair.drafts[str(out)]
     assert isinstance(draft, PreTrainedModel)
     whole = AutoModelForCausalLM.from_pretrained(out).eval()

@@ -4,28 +4,28 @@ import shutil
 
 import pytest
 
-from drafts.load import load_pair
+from drafts.load import load_models
 from draftsmith_core.errors import InputError
 from draftsmith_core.tokenization import load_tokenizer
 
 
 def test_a_pair_by_name_by_source_and_with_the_same_draft_twice(target_dir, draft_dir):
-    pair = load_pair(target_dir, {"mine": draft_dir}, device="cpu")
+    pair = load_models(target_dir, {"mine": draft_dir}, device="cpu")
     assert pair.target_name == target_dir
     assert list(pair.drafts) == ["mine"]
     assert pair.models == [pair.target, pair.drafts["mine"]]
     assert len(pair.tokenizer) == 290
-    assert list(load_pair(target_dir, [draft_dir], device="cpu").drafts) == [draft_dir]
-    twice = load_pair(target_dir, [draft_dir, draft_dir], device="cpu").drafts
+    assert list(load_models(target_dir, [draft_dir], device="cpu").drafts) == [draft_dir]
+    twice = load_models(target_dir, [draft_dir, draft_dir], device="cpu").drafts
     assert list(twice) == [draft_dir, f"{draft_dir}#2"]
     assert twice[draft_dir] is not twice[f"{draft_dir}#2"]
     tokenizer = load_tokenizer(target_dir)
-    assert load_pair(target_dir, device="cpu", tokenizer=tokenizer).tokenizer is tokenizer
+    assert load_models(target_dir, device="cpu", tokenizer=tokenizer).tokenizer is tokenizer
 
 
 def test_a_draft_larger_than_its_target_is_remarked_once(target_dir, draft_dir, caplog):
     for _ in range(2):
-        load_pair(draft_dir, [target_dir, draft_dir], device="cpu")
+        load_models(draft_dir, [target_dir, draft_dir], device="cpu")
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
         f"{target_dir}: is larger than the target"
     ]
@@ -34,13 +34,13 @@ def test_a_draft_larger_than_its_target_is_remarked_once(target_dir, draft_dir, 
 def test_what_does_not_belong_together_is_refused_by_name(
     target_dir, other_vocabulary_dir, tmp_path
 ):
-    assert load_pair(target_dir, [other_vocabulary_dir], device="cpu").drafts
+    assert load_models(target_dir, [other_vocabulary_dir], device="cpu").drafts
     bare = shutil.copytree(
         other_vocabulary_dir, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*")
     )
     with pytest.raises(
         InputError, match=rf"^{bare}: its vocabulary has 300 tokens and the target's has 290"
     ):
-        load_pair(target_dir, {"other": str(bare)}, device="cpu")
+        load_models(target_dir, {"other": str(bare)}, device="cpu")
     with pytest.raises(InputError, match="no such directory"):
-        load_pair(target_dir, [str(tmp_path / "absent")], device="cpu")
+        load_models(target_dir, [str(tmp_path / "absent")], device="cpu")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import draftsmith as ds
 from drafts.heads import save_head
 from drafts.heads.medusa import HeadsConfig, MedusaHeads
-from drafts.load import load_pair
+from drafts.load import load_models
 from drafts.merge import merge_states
 from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError
@@ -126,7 +126,7 @@ def test_the_merged_draft_decodes_and_says_what_it_is(
 
 
 def test_heads_are_merged_with_their_config(target_dir, tmp_path):
-    target = load_pair(target_dir, device="cpu").target
+    target = load_models(target_dir, device="cpu").target
     for seed in (0, 1):
         torch.manual_seed(seed)
         head = MedusaHeads(HeadsConfig.from_json({"medusa_num_heads": 2}, target), target)
@@ -140,6 +140,6 @@ def test_heads_are_merged_with_their_config(target_dir, tmp_path):
         )
     )
     a, b, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("0", "1", "soup"))
-    assert list(load_pair(target_dir, [str(tmp_path / "soup")], device="cpu").drafts)
+    assert list(load_models(target_dir, [str(tmp_path / "soup")], device="cpu").drafts)
     for name, tensor in merged.items():
         torch.testing.assert_close(tensor, 0.25 * a[name] + 0.75 * b[name])

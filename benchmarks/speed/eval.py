@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.shipped_pair import LARGER_DRAFT, PAIR, answer, heldout_prompts
-from drafts.load import load_pair
+from drafts.load import load_models
 from draftsmith_core.sampling import Sampling
 from eval import measure
 from eval.estimate import measure_alphas
@@ -67,7 +67,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 def run(config: BenchmarkConfig) -> dict[str, Any]:
     """Time everything once, after a warm-up."""
-    pair = load_pair(
+    pair = load_models(
         config.target,
         {Path(path).name: path for path in config.draft},
         device="cpu",

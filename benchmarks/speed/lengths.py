@@ -38,7 +38,7 @@ from benchmarks.lib.shipped_pair import PAIR, heldout_prompts
 from benchmarks.lib.timing import rotated
 from benchmarks.speed.decode import device_name
 from decode import DraftModelProposer, SpeculativeDecoder
-from drafts.load import load_pair
+from drafts.load import load_models
 from draftsmith.demo import corpus
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError
@@ -278,7 +278,7 @@ def run(options: Options) -> dict[str, Any]:
     """Measure every cell that `--out` does not have yet."""
     if unknown := sorted(set(options.sections) - set(SECTIONS)):
         raise InputError(f"--sections {unknown[0]}: use any of {', '.join(SECTIONS)}")
-    pair = load_pair(
+    pair = load_models(
         options.target, {"draft": options.draft}, device=options.device, dtype=options.dtype
     )
     target, draft = pair.target, pair.drafts["draft"]

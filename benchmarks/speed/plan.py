@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.lib.shipped_pair import LARGER_DRAFT, PAIR, answer, heldout_prompts
 from decode import SpeculativeDecoder, Tree, TreeShape, parse_tree
 from decode.tree_spec import kary
-from drafts.load import load_pair
+from drafts.load import load_models
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling
@@ -68,7 +68,7 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     from eval.plan import Planner, plan_pair, tried
     from eval.plan_model import kary_space
 
-    pair = load_pair(config.target, {"draft": config.draft}, device="cpu", dtype="float32")
+    pair = load_models(config.target, {"draft": config.draft}, device="cpu", dtype="float32")
     prompts = heldout_prompts(pair.tokenizer, config.prompts + config.again)
     planner = Planner(
         pair.target,

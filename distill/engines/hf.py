@@ -19,7 +19,7 @@ from distill.engines import (
     sampling_of,
 )
 from distill.score import score
-from drafts.load import load_pair
+from drafts.load import load_models
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
 from draftsmith_core.prompts import room_for_prompts
@@ -34,7 +34,7 @@ class HFEngine(Engine):
     """
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
-        pair = load_pair(config.target, [], tokenizer=tokenizer, **loading(config))
+        pair = load_models(config.target, [], tokenizer=tokenizer, **loading(config))
         self._model = model = pair.target
         self.identity = {
             "target_fingerprint": fingerprint(model),

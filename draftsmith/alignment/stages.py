@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from distill.generate import distill
 from drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
-from drafts.load import load_pair
+from drafts.load import load_models
 from draftsmith.alignment import choices
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.config import InitConfig
@@ -210,7 +210,7 @@ def _look(config: AlignConfig) -> tuple[choices.Facts, PromptSet]:
     """
     on_gpu = resolve_device(config.device).type == "cuda"
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
-    pair = load_pair(
+    pair = load_models(
         config.target,
         [config.draft] if config.draft else [],
         tokenizer=tokenizer,
