@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import draftsmith as ds
 from drafts.neighbours import llama_server, vllm_server
-from draftsmith.served_acceptance import in_words
+from draftsmith.served.acceptance import in_words
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
 from tests.drafting_server import drafting
 from tests.openvino_ir import engine

@@ -180,7 +180,7 @@ def _doctor(config: Any, command: str) -> Done:
 
 
 def _served(config: Any, command: str) -> Done:
-    from draftsmith.served_acceptance import in_words, served
+    from draftsmith.served.acceptance import in_words, served
 
     found = served(config)
     lines, missed = in_words(found)

@@ -1,9 +1,9 @@
-"""`draftsmith doctor --served`: does a running server accept what was predicted, and if not, why?
+"""Compare what a running server accepts with the prediction, and find the likely cause of less.
 
 The prediction replays the draft along the served texts (`eval.predict`), so both sides cover the
 same tokens. Two things can differ: the draft's acceptance, or the texts, if the target did not
-write them (their likelihood shows it). Then each suspect (`draftsmith.suspects`) is replayed; the
-cause is the one whose replay comes closest.
+write them (their likelihood shows it). Then every suspect is replayed. The likely cause is the
+suspect whose replay comes closest.
 
 Legend: P prompts, D depths, N positions, V vocabulary, R resamples.
 """
@@ -20,8 +20,8 @@ from distill.engines.server import Completion
 from drafts.load import depth_limit
 from draftsmith.config import ServedConfig
 from draftsmith.pair import Pair, load_pair
-from draftsmith.running_server import NAMES, RunningServer, ServedAnswer
-from draftsmith.suspects import SUSPECTS, Case
+from draftsmith.served.running_server import NAMES, RunningServer, ServedAnswer
+from draftsmith.served.suspects import SUSPECTS, Case
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.models import eos_ids
 from draftsmith_core.options import configured
