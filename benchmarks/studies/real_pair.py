@@ -210,7 +210,7 @@ def weightless(
                     device="cpu",
                     **words,
                 )
-                yield name, domain, temperature, decode(config)[0]["tau"]
+                yield name, domain, temperature, decode(config).summary["tau"]
 
 
 def best(study: Study, *kinds: str) -> str:

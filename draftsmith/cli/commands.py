@@ -1,7 +1,6 @@
 """The commands: one table of what each does, its options and its function. Imports nothing heavy.
 
-A command's function takes its options and the command line as typed, and returns the summary of
-`--json` and the lines for a person, and where results miss a requirement the error that says so.
+A command's function takes its options and the command line as typed, and returns its `Outcome`.
 """
 
 import importlib
@@ -13,21 +12,28 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from draftsmith.cli.outcome import Outcome
 from draftsmith_core.errors import InputError, RequirementError
 
-Done = tuple[dict[str, Any], list[str]] | tuple[dict[str, Any], list[str], RequirementError | None]
+if TYPE_CHECKING:
+    from distill.config import DistillConfig, ScoreConfig
+    from drafts.config import DoctorConfig, ExportConfig, MergeConfig
+    from draftsmith.alignment.config import AlignConfig
+    from draftsmith.config import DecodeConfig, DemoConfig, InitConfig, ServedConfig
+    from eval.config import EvalConfig, PlanConfig, RenderConfig, TimeAgainConfig
+    from train.config import TrainConfig
 
 
-def _init(config: Any, command: str) -> Done:
+def _init(config: "InitConfig", command: str) -> Outcome:
     from draftsmith.starting import in_words, init
 
     summary = init(config)
-    return summary, [*in_words(summary, config.temperature), f"draft:  {summary['out']}"]
+    return Outcome(summary, [*in_words(summary, config.temperature), f"draft:  {summary['out']}"])
 
 
-def _distill(config: Any, command: str) -> Done:
+def _distill(config: "DistillConfig", command: str) -> Outcome:
     from distill.generate import distill
 
     summary = distill(config, command)
@@ -49,10 +55,10 @@ def _distill(config: Any, command: str) -> Done:
         lines += own["left_out_because"]
     if summary["sampling_from_target"]:
         lines.append(f"sampling: {summary['sampling_from_target']}")
-    return summary, lines
+    return Outcome(summary, lines)
 
 
-def _score(config: Any, command: str) -> Done:
+def _score(config: "ScoreConfig", command: str) -> Outcome:
     from distill.score import score_set
 
     summary = score_set(config, command)
@@ -62,10 +68,10 @@ def _score(config: Any, command: str) -> Done:
         f"response tokens of {summary['bytes_per_token']} bytes; {summary['prompts_skipped']} "
         "skipped"
     )
-    return summary, [line, *summary["skipped_because"]]
+    return Outcome(summary, [line, *summary["skipped_because"]])
 
 
-def _train(config: Any, command: str) -> Done:
+def _train(config: "TrainConfig", command: str) -> Outcome:
     from train.training_run import train
 
     summary = train(config, command)
@@ -74,10 +80,10 @@ def _train(config: Any, command: str) -> Done:
         f"{summary['checkpoint']}: {summary['steps']} steps, best held-out loss "
         f"{summary['heldout_loss']:.4f}"
     )
-    return summary, [f"{line}{alpha} at step {summary['best_step']}"]
+    return Outcome(summary, [f"{line}{alpha} at step {summary['best_step']}"])
 
 
-def _merge(config: Any, command: str) -> Done:
+def _merge(config: "MergeConfig", command: str) -> Outcome:
     from drafts.merge import merge
 
     summary = merge(config, command)
@@ -85,23 +91,23 @@ def _merge(config: Any, command: str) -> Done:
     sums = [f"{weight:g} x {source}" for source, weight in weights.items()]
     if config.base is not None:
         sums.append(f"{1 - sum(weights.values()):g} x {config.base}")
-    return summary, [f"{summary['checkpoint']}: {' + '.join(sums)}"]
+    return Outcome(summary, [f"{summary['checkpoint']}: {' + '.join(sums)}"])
 
 
-def _decode(config: Any, command: str) -> Done:
+def _decode(config: "DecodeConfig", command: str) -> Outcome:
     from draftsmith.cli.decode_run import decode
 
     return decode(config)
 
 
-def _align(config: Any, command: str) -> Done:
+def _align(config: "AlignConfig", command: str) -> Outcome:
     from draftsmith.alignment import stages
 
     config, results = stages.run_stages(config)
-    return stages.summary(config, results), stages.lines(config, results)
+    return Outcome(stages.summary(config, results), stages.lines(config, results))
 
 
-def _demo(config: Any, command: str) -> Done:
+def _demo(config: "DemoConfig", command: str) -> Outcome:
     from draftsmith.alignment import stages
     from draftsmith.demo import demo_run
     from draftsmith_core.ranks import from_main
@@ -117,10 +123,10 @@ def _demo(config: Any, command: str) -> Done:
         *stages.lines(options, results),
         *from_main(lambda: demo_run.write_page(results, large)),
     ]
-    return summary, [*lines, f"took {time.monotonic() - started:.0f} s"]
+    return Outcome(summary, [*lines, f"took {time.monotonic() - started:.0f} s"])
 
 
-def _eval(config: Any, command: str) -> Done:
+def _eval(config: "EvalConfig", command: str) -> Outcome:
     from eval.request import check
 
     check(config)  # before torch is imported
@@ -128,23 +134,23 @@ def _eval(config: Any, command: str) -> Done:
     from eval.results import Results
     from eval.summary import headline_and_table, summary
 
-    missed = _unmet(lambda: evaluate(config))
+    unmet = _unmet(lambda: evaluate(config))
     results = Results.load(config.out)
     shown = summary(results)
     files = [f"results: {shown['results']}", f"report:  {shown['report']}"]
-    return shown, [*headline_and_table(results), *files], missed
+    return Outcome(shown, [*headline_and_table(results), *files], unmet)
 
 
-def _render(config: Any, command: str) -> Done:
+def _render(config: "RenderConfig", command: str) -> Outcome:
     from eval.evaluate import render
     from eval.results import Results
 
-    missed = _unmet(lambda: Results.load(config.render).require(*config.require))
+    unmet = _unmet(lambda: Results.load(config.render).require(*config.require))
     report = str(render(config.render))
-    return {"report": report}, [f"report:  {report}"], missed
+    return Outcome({"report": report}, [f"report:  {report}"], unmet)
 
 
-def _time_again(config: Any, command: str) -> Done:
+def _time_again(config: "TimeAgainConfig", command: str) -> Outcome:
     from eval.evaluate import without_timings
 
     return _eval(without_timings(config.time_again), command)
@@ -158,7 +164,7 @@ def _unmet(check: Callable[[], object]) -> RequirementError | None:
     return None
 
 
-def _doctor(config: Any, command: str) -> Done:
+def _doctor(config: "DoctorConfig", command: str) -> Outcome:
     from drafts.doctor import DRAFT_TOKENS, examine
 
     verdicts = examine(config)
@@ -176,18 +182,18 @@ def _doctor(config: Any, command: str) -> Done:
         lines.append(
             f"Commands draft {DRAFT_TOKENS} tokens; --plan FILE takes the number from a plan."
         )
-    return verdicts, lines
+    return Outcome(verdicts, lines)
 
 
-def _served(config: Any, command: str) -> Done:
+def _served(config: "ServedConfig", command: str) -> Outcome:
     from draftsmith.served.acceptance import in_words, served
 
     found = served(config)
-    lines, missed = in_words(found)
-    return found, lines, missed
+    lines, unmet = in_words(found)
+    return Outcome(found, lines, unmet)
 
 
-def _export(config: Any, command: str) -> Done:
+def _export(config: "ExportConfig", command: str) -> Outcome:
     from drafts.layouts.export import export
 
     summary = export(config)
@@ -201,10 +207,10 @@ def _export(config: Any, command: str) -> Done:
         f"{config.out}: {summary['kind']} as {config.format}, {len(summary['files'])} files, "
         f"{size:.1f} MiB"
     )
-    return summary, [line, f"{engine}: {proof['how']}{close}", *summary["remarks"]]
+    return Outcome(summary, [line, f"{engine}: {proof['how']}{close}", *summary["remarks"]])
 
 
-def _plan(config: Any, command: str) -> Done:
+def _plan(config: "PlanConfig", command: str) -> Outcome:
     from eval.plan import plan, plan_lines
 
     document = plan(config)
@@ -221,7 +227,7 @@ def _plan(config: Any, command: str) -> Done:
     )
     summary = {"plan": str(config.file), **{key: document[key] for key in keys}}
     tree = "auto" if config.out is None else f"auto:{config.out}"
-    return summary, [*plan_lines(document), "", f"plan: {config.file} (--tree {tree})"]
+    return Outcome(summary, [*plan_lines(document), "", f"plan: {config.file} (--tree {tree})"])
 
 
 @dataclass(frozen=True)
@@ -234,7 +240,7 @@ class Command:
 
     what: str
     config: str
-    function: Callable[[Any, str], Done]
+    function: Callable[[Any, str], Outcome]
     parallel: bool = False
     instead: Mapping[str, "Command"] = field(default_factory=dict)
 
@@ -318,17 +324,16 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def run(name: str, argv: list[str]) -> None:
-    """Run the command `name`: lines on standard output, and with `--json` the summary as the last
-    one.
-    """
+    """Run the command `name`: print its lines, and with `--json` its summary as the last line."""
     from draftsmith_core.command_line import parse, underscored
     from draftsmith_core.ranks import is_main, require_single_process
 
     config: Any
-    command, typed = COMMANDS[name], {underscored(word).partition("=")[0] for word in argv}
-    command = next(
-        (other for key, other in command.instead.items() if f"--{key}" in typed), command
-    )
+    command = COMMANDS[name]
+    typed = {underscored(word).partition("=")[0] for word in argv}
+    for key, other in command.instead.items():
+        if f"--{key}" in typed:
+            command = other
     try:
         config, as_json = parse(command.options, name, argv, command.modes)
     except SystemExit:
@@ -339,14 +344,14 @@ def run(name: str, argv: list[str]) -> None:
         raise
     if not command.parallel:
         require_single_process(name)
-    summary, lines, *missed = command.function(config, shlex.join(["draftsmith", name, *argv]))
+    outcome = command.function(config, shlex.join(["draftsmith", name, *argv]))
     if is_main():
-        print("\n".join(lines))
+        print("\n".join(outcome.lines))
         if as_json:
-            print(json.dumps(summary))
+            print(json.dumps(outcome.summary))
         sys.stdout.flush()
-    if missed and missed[0] is not None:
-        raise missed[0]
+    if outcome.unmet is not None:
+        raise outcome.unmet
 
 
 def print_completion(argv: list[str]) -> None:

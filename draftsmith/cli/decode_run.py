@@ -17,6 +17,7 @@ from decode import PROPOSERS, DecodeStats
 from decode.native import missing_kernel
 from decode.suffix_index import SuffixIndex
 from drafts.load import draft_kind
+from draftsmith.cli.outcome import Outcome
 from draftsmith.config import DecodeConfig
 from draftsmith.drafting import choose_method, planned_without_a_draft, read_documents
 from draftsmith.pair import Decoding, Detokenizer, Output, Pair, Piece, load_pair
@@ -37,8 +38,8 @@ DRAFT_STYLE = "bold green"
 Batches = Callable[[int], Iterator[list[Output]]]
 
 
-def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
-    """Decode; return the summary of `--json` and lines for a person."""
+def decode(config: DecodeConfig) -> Outcome:
+    """Decode; print the text while it comes if it goes to the terminal."""
     pair, decoding = load(config)
     if config.fast and (line := missing_kernel(pair.target.device)):
         _say(f"warning: {line}")
@@ -91,7 +92,7 @@ def decode(config: DecodeConfig) -> tuple[dict[str, Any], list[str]]:
         "sampling": dataclasses.asdict(sampling.sampling),
         "sampling_from_target": sampling.from_target,
     }
-    return summary, _in_words(summary, sampling.note, streamed)
+    return Outcome(summary, _in_words(summary, sampling.note, streamed))
 
 
 def _say(line: str) -> None:
