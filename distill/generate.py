@@ -14,24 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from distill.asking import Numbered, ask
 from distill.config import DistillConfig
 from distill.conversations import answer_text, switch_thinking_off, turn_prompt
 from distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed, at_temperature
 from distill.filters import WORDS, Suites, why_dropped
+from distill.manifest import RECORDS, check_empty, copy_set, count_kept, finish
 from distill.own_prompts import draw_prompts, find_opening
-from distill.parts import (
-    RECORDS,
-    SCHEMA,
-    TEACHER,
-    Numbered,
-    Part,
-    ask,
-    check_digest,
-    check_empty,
-    copy_set,
-    count_kept,
-    finish,
-)
+from distill.parts import SCHEMA, TEACHER, Part, check_digest
 from draftsmith_core import options
 from draftsmith_core.errors import InputError, counted
 from draftsmith_core.hub import check_push, pushed

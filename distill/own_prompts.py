@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distill.asking import Numbered, ask
 from distill.config import DistillConfig, magpie
 from distill.engines import Answer, AnswerRequest, Engine, Failed
-from distill.parts import RECORD, Numbered, ask
+from distill.manifest import RECORD
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import canonical_json, write_json_atomic
 from draftsmith_core.progress import progress

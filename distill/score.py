@@ -17,16 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.config import ScoreConfig
-from distill.parts import (
-    RECORDS,
-    SCHEMA,
-    SET_FORMAT,
-    TEACHER,
-    check_digest,
-    check_empty,
-    finish,
-    write_part,
-)
+from distill.manifest import RECORDS, SET_FORMAT, check_empty, finish
+from distill.parts import SCHEMA, TEACHER, check_digest, write_part
 from draftsmith_core.errors import InputError, RunError, without_secrets
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.launcher import join_processes
