@@ -1,109 +1,169 @@
-"""Answers of unfinished parts: kept as they come, and read back by the run that resumes."""
+"""Ask an engine for the answers of unfinished parts, and journal them, so that a killed run
+resumes.
+"""
 
 import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TypedDict
 
-from distill.engines import Answer, AnswerRequest, Done, Engine, Failed
+from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, Key
 from draftsmith_core.prompts import content_id
-from draftsmith_core.runs import Journal, Run
+from draftsmith_core.runs import Journal
 
-# The number of a part, and its requests.
-Numbered = tuple[int, Sequence[AnswerRequest]]
+
+@dataclass(frozen=True)
+class PartRequests:
+    """The first request of each conversation of part number `index`."""
+
+    index: int
+    requests: Sequence[AnswerRequest]
+
+
+class KeptJson(TypedDict):
+    """A `KeptAnswer` in a journal."""
+
+    key: list[int]
+    prompt: str
+    response_ids: list[int]
+    finish_reason: str
+    tokens_from: str
+    teacher: str | None
+
+
+@dataclass(frozen=True)
+class KeptAnswer:
+    """An answer that a journal keeps. prompt: `content_id` of the prompt that it answers."""
+
+    key: Key
+    prompt: str
+    answer: Answer
+
+    @classmethod
+    def from_json(cls, kept: KeptJson) -> "KeptAnswer":
+        teacher = kept["teacher"]
+        answer = Answer(
+            response_ids=tuple(kept["response_ids"]),
+            finish_reason=kept["finish_reason"],
+            tokens_from=kept["tokens_from"],
+            teacher=None if teacher is None else base64.b64decode(teacher),
+        )
+        return cls(Key(*kept["key"]), kept["prompt"], answer)
+
+    def to_json(self) -> KeptJson:
+        teacher = self.answer.teacher
+        return KeptJson(
+            key=list(self.key),
+            prompt=self.prompt,
+            response_ids=list(self.answer.response_ids),
+            finish_reason=self.answer.finish_reason,
+            tokens_from=self.answer.tokens_from,
+            teacher=None if teacher is None else base64.b64encode(teacher).decode(),
+        )
 
 
 @dataclass
-class _Asked:
-    """answers: kept ones by request key, with the hash of their prompt. open: requests without an
-    outcome.
-    """
+class _OpenPart:
+    """A part with unfinished conversations. kept: answers of an earlier run. open: how many."""
 
     journal: Journal
-    answers: dict[tuple[int, ...], tuple[str, Answer]]
+    kept: dict[Key, KeptAnswer]
     open: int
 
 
 @dataclass
 class _Wave:
-    """Requests that are asked together. rows: answers to keep once all are there. open: requests
-    without an outcome.
-    """
+    """Conversations that are asked together. open: unfinished ones. answers: kept once it is 0."""
 
     open: int
-    rows: list[Any] = field(default_factory=list)
+    answers: list[KeptAnswer] = field(default_factory=list)
 
 
-def ask(engine: Engine, run: Run, parts: Iterator[Numbered], done: Done, where: str = "") -> None:
-    """Run `engine` over the requests of `parts` that have no kept answer.
+class Asking:
+    """Answers of unfinished parts, journalled under `out` until their part is done.
 
-    Keep answers in a journal per part, in directory `where` of the run, until the part is done:
-    each at once, or those of a wave together. A row of a journal is a list of answers.
+    Each answer is journalled at once, or per wave if the engine has waves. A row of a journal is a
+    list of answers.
     """
-    part_of: dict[tuple[int, int], _Asked] = {}  # by row and sample, which later turns share
-    wave_of: dict[tuple[int, int], _Wave] = {}
 
-    def pass_on(request: AnswerRequest, answer: Answer | Failed | None) -> AnswerRequest | None:
-        """Pass on the answer, if any, and the kept ones of the turns after it; return the request
-        to ask next.
-        """
-        part = part_of[request.key[:2]]
-        while True:
-            if answer is None:
-                prompt, answer = part.answers.pop(request.key, ("", None))
-                if answer is None or prompt != content_id(request.prompt_ids):
-                    return request
-            following = done(request, answer)
-            if following is None:
+    def __init__(self, engine: Engine, out: Path, done: Done) -> None:
+        self._engine = engine
+        self._out = out
+        self._done = done
+        self._parts: dict[tuple[int, int], _OpenPart] = {}  # by conversation
+        self._waves: dict[tuple[int, int], _Wave] = {}
+
+    def run(self, parts: Iterator[PartRequests]) -> None:
+        """Pass an outcome for every request to `done`; ask the engine for those not kept."""
+        try:
+            self._engine.run(self._groups(parts), self._answered)
+        finally:
+            for part in self._parts.values():
+                part.journal.close()
+
+    def _groups(self, parts: Iterator[PartRequests]) -> Iterator[Sequence[AnswerRequest]]:
+        """Yield groups of requests without a kept answer."""
+        for part in parts:
+            requests = part.requests
+            self._open(part)
+            size = self._engine.wave or len(requests)
+            for start in range(0, len(requests), size):
+                left = [self._unanswered(request) for request in requests[start : start + size]]
+                group = [request for request in left if request is not None]
+                if self._engine.wave is not None:
+                    wave = _Wave(len(group))
+                    self._waves |= {request.conversation: wave for request in group}
+                if group:
+                    yield group
+
+    def _open(self, part: PartRequests) -> None:
+        journal = Journal(self._out / f".part-{part.index:05d}.answers.jsonl")
+        kept: dict[Key, KeptAnswer] = {}
+        for row in journal.rows:
+            for values in row:
+                answer = KeptAnswer.from_json(values)
+                kept[answer.key] = answer
+        opened = _OpenPart(journal, kept, len(part.requests))
+        self._parts |= {request.conversation: opened for request in part.requests}
+
+    def _answered(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
+        """Keep a new answer and pass it on; return the request to ask next."""
+        if isinstance(answer, Answer):
+            kept = KeptAnswer(request.key, content_id(request.prompt_ids), answer)
+            wave = self._waves.get(request.conversation)
+            if wave is not None:
+                wave.answers.append(kept)
+            else:
+                self._parts[request.conversation].journal.append([kept.to_json()])
+        following = self._pass_on(request, answer)
+        return None if following is None else self._unanswered(following)
+
+    def _unanswered(self, request: AnswerRequest) -> AnswerRequest | None:
+        """Pass on the kept answers from `request` on; return the first request without one."""
+        kept = self._parts[request.conversation].kept
+        following: AnswerRequest | None = request
+        while following is not None:
+            answer = kept.pop(following.key, None)
+            if answer is None or answer.prompt != content_id(following.prompt_ids):
                 break
-            request, answer = following, None
-        if (wave := wave_of.pop(request.key[:2], None)) is not None:
+            following = self._pass_on(following, answer.answer)
+        return following
+
+    def _pass_on(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
+        following = self._done(request, answer)
+        if following is None:
+            self._end(request.conversation)
+        return following
+
+    def _end(self, conversation: tuple[int, int]) -> None:
+        """Journal a complete wave, and remove the journal of a complete part."""
+        part = self._parts.pop(conversation)
+        wave = self._waves.pop(conversation, None)
+        if wave is not None:
             wave.open -= 1
-            if not wave.open and wave.rows:
-                part.journal.append(wave.rows)
-        del part_of[request.key[:2]]
+            if not wave.open and wave.answers:
+                part.journal.append([answer.to_json() for answer in wave.answers])
         part.open -= 1
         if not part.open:
             part.journal.remove()
-        return None
-
-    def missing() -> Iterator[Sequence[AnswerRequest]]:
-        for number, requests in parts:
-            journal = run.journal(f"{where}.part-{number:05d}.answers.jsonl")
-            part = _Asked(journal, {}, len(requests))
-            for key, prompt, ids, reason, tokens_from, teacher in (
-                answer for row in journal.rows for answer in row
-            ):
-                packed = None if teacher is None else base64.b64decode(teacher)
-                part.answers[tuple(key)] = prompt, Answer(tuple(ids), reason, tokens_from, packed)
-            part_of.update({request.key[:2]: part for request in requests})
-            size = engine.wave or len(requests)
-            for start in range(0, len(requests), size):
-                left = [pass_on(request, None) for request in requests[start : start + size]]
-                if group := [request for request in left if request is not None]:
-                    if engine.wave is not None:
-                        wave = _Wave(len(group))
-                        wave_of.update({request.key[:2]: wave for request in group})
-                    yield group
-
-    def answered(request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
-        place = request.key[:2]
-        if isinstance(answer, Answer):
-            teacher = None if answer.teacher is None else base64.b64encode(answer.teacher).decode()
-            ids, reason, prompt = (
-                answer.response_ids,
-                answer.finish_reason,
-                content_id(request.prompt_ids),
-            )
-            row = [request.key, prompt, ids, reason, answer.tokens_from, teacher]
-            if place in wave_of:
-                wave_of[place].rows.append(row)
-            else:
-                part_of[place].journal.append([row])
-        return pass_on(request, answer)
-
-    try:
-        engine.run(missing(), answered)
-    finally:
-        for part in part_of.values():
-            part.journal.close()

@@ -1,6 +1,6 @@
 """The options of `draftsmith distill`. Needs no torch."""
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -23,7 +23,25 @@ from draftsmith_core.options import (
 )
 from draftsmith_core.settings import Sampling
 
+# Options that one engine has.
+_ENGINE_OF = {
+    "endpoint": "openai",
+    "served_model": "openai",
+    "max_requests": "openai",
+    "max_tokens": "openai",
+    "address": "ray",
+    "workers": "ray",
+    "tensor_parallel_size": "vllm",
+}
 TeacherTopK = Annotated[int, Field(ge=0, le=65535)]
+
+
+@dataclass(frozen=True)
+class MixturePart:
+    """upto: the shares of this part and of those before it, of 1 in all."""
+
+    temperature: float
+    upto: float
 
 
 def magpie(prompts: str) -> int | None:
@@ -145,14 +163,10 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
                 "temperatures: a mixture replaces --temperature; leave one of them out"
             )
         self.mixture()
-        needs = dict.fromkeys(
-            ("endpoint", "served_model", "max_requests", "max_tokens"), ["openai"]
-        )
-        needs |= {"address": ["ray"], "workers": ["ray"], "tensor_parallel_size": ["vllm"]}
-        for key, engines in needs.items():
+        for key, engine in _ENGINE_OF.items():
             default = 1 if key == "tensor_parallel_size" else None
-            if getattr(self, key) not in (default, []) and self.engine not in engines:
-                raise InputError(f"{key}: needs --engine {' or '.join(engines)}")
+            if getattr(self, key) not in (default, []) and self.engine != engine:
+                raise InputError(f"{key}: needs --engine {engine}")
         if self.engine == "openai" and not self.endpoint:
             raise InputError(
                 "endpoint: --engine openai needs at least one, such as http://localhost:8000/v1"
@@ -168,23 +182,26 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
                     f"{self.api_key_env}"
                 )
 
-    def mixture(self) -> list[tuple[float, float]]:
-        """Return (temperature, cumulative share) of each part of `temperatures`; the last share is
-        1.
-        """
-        pairs = []
+    def mixture(self) -> list[MixturePart]:
+        """Return the parts of `temperatures`."""
+        temperatures: list[float] = []
+        shares: list[float] = []
         for part in self.temperatures:
             value, _, share = part.partition(":")
             try:
-                pairs.append((Sampling(temperature=float(value)).temperature, float(share)))
-                if not pairs[-1][1] > 0:
+                temperatures.append(Sampling(temperature=float(value)).temperature)
+                shares.append(float(share))
+                if not shares[-1] > 0:
                     raise ValueError
             except ValueError:
                 raise InputError(
                     f"temperatures: {part!r}: expected TEMPERATURE:SHARE, such as 0.7:0.4"
                 ) from None
-        sums = list(accumulate(share for _, share in pairs))
-        return [(value, upto / sums[-1]) for (value, _), upto in zip(pairs, sums, strict=True)]
+        sums = list(accumulate(shares))
+        return [
+            MixturePart(temperature, upto / sums[-1])
+            for temperature, upto in zip(temperatures, sums, strict=True)
+        ]
 
 
 @options

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import fsspec
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from distill.parts import names_of, read_record, reading
+from distill.parts import OUTCOMES, Outcome, PartRecord, empty_path, part_path, read_record, reading
 from draftsmith_core.cards import distilled_set_card
 from draftsmith_core.errors import InputError, RunError, one_line, without_secrets
 from draftsmith_core.io import (
@@ -27,33 +28,42 @@ from draftsmith_core.ranks import on_main
 from draftsmith_core.runs import provenance
 from draftsmith_core.tokenization import Tokenizer, vocabulary_sample
 
-# Of prompts that the target wrote: the number of texts drawn, of those kept, and why the others
-# were left out.
-RECORD = "own_prompts.json"
-KINDS = ("part-*.parquet", "empty-*.json")
+# Prompts that the target wrote: number of texts drawn and kept, and why the others were left out.
+OWN_PROMPTS = "own_prompts.json"
+# The directory of those texts, a distilled set in the making.
+DRAWN = ".prompts"
 SET_FORMAT = "draftsmith distilled set"
 # `manifest.json` of a finished set, `run.json` of one in the making.
 RECORDS = ("manifest.json", "run.json")
-JOURNALS = (".part-*.answers.jsonl", ".prompts/.part-*.answers.jsonl")
+_PARTS = "part-*.parquet"
+_EMPTY = "empty-*.json"
+# Columns of a part that the manifest sums over.
+_COLUMNS = ["response_ids", "finish_reason", "tokens_from"]
 
 
 def count_kept(out: Path) -> int:
     """Count the answers in the finished parts and the journals of an unfinished set."""
-    rows: int = sum(pq.read_metadata(path).num_rows for path in out.glob("part-*.parquet"))
-    journals = [path for pattern in JOURNALS for path in out.glob(pattern)]
-    return rows + sum(len(json.loads(line)) for path in journals for line in path.open())
+    answers = 0
+    for directory in (out, out / DRAWN):
+        for part in directory.glob(_PARTS):
+            answers += pq.read_metadata(part).num_rows
+        for journal in directory.glob(".part-*.answers.jsonl"):
+            answers += sum(len(json.loads(line)) for line in journal.open())
+    return answers
 
 
 def check_empty(out: Path) -> None:
     """Raise InputError if `out` holds another set or a model, which this run would overwrite or mix
     up.
     """
-    if not any((out / name).exists() for name in RECORDS):
-        for pattern in (KINDS[0], "README.md", "config.json"):
-            if foreign := next(out.glob(pattern), None):
-                raise InputError(
-                    f"--out {out}: holds {foreign.name} of something else; choose another --out"
-                )
+    if any((out / name).exists() for name in RECORDS):
+        return
+    for pattern in (_PARTS, "README.md", "config.json"):
+        foreign = next(out.glob(pattern), None)
+        if foreign is not None:
+            raise InputError(
+                f"--out {out}: holds {foreign.name} of something else; choose another --out"
+            )
 
 
 def finish(
@@ -62,81 +72,97 @@ def finish(
     """Add up the parts and write card and manifest, which finishes the set. Raise RunError if no
     row is left.
     """
-    expected = {name for index in range(parts) for name in names_of(index)}
-    if beyond := sorted(
-        path.name for kind in KINDS for path in out.glob(kind) if path.name not in expected
-    ):
+    beyond = {*out.glob(_PARTS), *out.glob(_EMPTY)}
+    for index in range(parts):
+        beyond -= {part_path(out, index), empty_path(out, index)}
+    if beyond:
         raise InputError(
-            f"{out / beyond[0]}: the prompts have fewer rows now; choose another --out or delete "
-            f"{out}"
+            f"{min(beyond)}: the prompts have fewer rows now; choose another --out or delete {out}"
         )
     with writing(out / "manifest.json"):
         sums = _add_up(out, parts)
         if not sums["parts"]:
-            for empty in out.glob("empty-*.json"):
+            for empty in out.glob(_EMPTY):
                 empty.unlink()
             reasons = [*sums["failed_because"], *sums["skipped_because"], "there were none"]
             raise RunError(f"{out}: no row is left: {reasons[0]}")
-        drawn = (
-            read_json(out / RECORD, "the record of prompts") if (out / RECORD).exists() else None
-        )
-        manifest = {"format": SET_FORMAT, "version": 2, "complete": True} | sums
-        manifest |= {
+        drawn = out / OWN_PROMPTS
+        manifest = {
+            "format": SET_FORMAT,
+            "version": 2,
+            "complete": True,
+            **sums,
             "identity": identity,
             **provenance(command, identity["config"]),
-            "own_prompts": drawn,
+            "own_prompts": read_json(drawn, "the record of prompts") if drawn.exists() else None,
+            "vocabulary": vocabulary_sample(tokenizer),
         }
-        manifest |= {"vocabulary": vocabulary_sample(tokenizer)}
         write_text_atomic(out / "README.md", distilled_set_card(manifest))
         write_json_atomic(out / "manifest.json", manifest)
         (out / "run.json").unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class _RowError:
+    """A prompt that gave less than it should. Its JSON is a line of `errors.jsonl`."""
+
+    row: int
+    outcome: Outcome
+    reason: str
+
+
+def _row_errors(record: PartRecord) -> list[_RowError]:
+    errors: list[_RowError] = []
+    for outcome in OUTCOMES:
+        errors += [_RowError(row, outcome, reason) for row, reason in record.get(outcome, [])]
+    return sorted(errors, key=lambda error: (error.row, error.outcome, error.reason))
+
+
 def _add_up(out: Path, parts: int) -> dict[str, Any]:
-    """Return the sums over all parts, as the manifest has them. Write a line of `errors.jsonl` per
-    prompt that gave less than it should.
-    """
-    files, digests = [], []
-    reasons = {name: Reasons() for name in ("skipped", "failed", "shortened", "dropped")}
-    ends, tokens_from = Counter(stop=0, length=0), Counter[str]()
-    read = rows = tokens = 0
+    """Return the sums over all parts, as the manifest has them. Write `errors.jsonl`."""
+    files: list[dict[str, str | int]] = []
+    digests: list[str] = []
+    reasons = {outcome: Reasons() for outcome in OUTCOMES}
+    ends = Counter(stop=0, length=0)
+    tokens_from: Counter[str] = Counter()
+    read = 0
+    rows = 0
+    tokens = 0
     path = out / "errors.jsonl"
-    with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8") as errors:
+    with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8") as lines:
         for index in range(parts):
-            part, record = out / names_of(index)[0], read_record(out, index)
+            part = part_path(out, index)
+            record = read_record(out, index)
             assert record is not None, f"{part} was deleted while the run wrote others"
             if part.exists():
                 with reading(part):
-                    table = pq.read_table(
-                        part, columns=["response_ids", "finish_reason", "tokens_from"]
-                    )
-                files.append({"file": part.name, "rows": len(table), "sha256": sha256_file(part)})
+                    table = pq.read_table(part, columns=_COLUMNS)
+                digest = sha256_file(part)
+                files.append({"file": part.name, "rows": len(table), "sha256": digest})
                 rows += len(table)
                 tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py() or 0
                 ends.update(table["finish_reason"].to_pylist())
                 tokens_from.update(table["tokens_from"].to_pylist())
             read += record["read"]
             digests.append(record["digest"])
-            for row, outcome, reason in sorted(
-                (row, name, why) for name in reasons for row, why in record.get(name, [])
-            ):
-                reasons[outcome].add(row, reason)
-                errors.write(
-                    canonical_json({"row": row, "outcome": outcome, "reason": reason}) + "\n"
-                )
+            for error in _row_errors(record):
+                reasons[error.outcome].add(error.row, error.reason)
+                lines.write(canonical_json(asdict(error)) + "\n")
     if not path.stat().st_size:
         path.unlink()
-    skipped, failed = reasons["skipped"].total(), reasons["failed"].total()
-    counts = {
-        "prompts_read": read,
-        "prompts_done": read - skipped - failed,
-        "prompts_skipped": skipped,
-    }
-    counts |= {"prompts_failed": failed, "rows": rows, "rows_dropped": reasons["dropped"].total()}
+    skipped = reasons["skipped"].total()
+    failed = reasons["failed"].total()
     return {
         "parts": files,
-        "counts": counts,
-        **{f"{name}_because": reasons[name].lines(name) for name in reasons},
+        "counts": {
+            "prompts_read": read,
+            "prompts_done": read - skipped - failed,
+            "prompts_skipped": skipped,
+            "prompts_failed": failed,
+            "rows": rows,
+            "rows_dropped": reasons["dropped"].total(),
+        },
+        **{f"{outcome}_because": reasons[outcome].lines(outcome) for outcome in OUTCOMES},
         "finish_reasons": dict(ends),
         "tokens_from": dict(tokens_from),
         "response_tokens": tokens,
@@ -154,10 +180,11 @@ def copy_set(out: Path, url: str | None) -> dict[str, str]:
 
     def copy() -> None:
         files = [path for path in out.iterdir() if path.is_file() and not path.name.startswith(".")]
+        files.sort(key=lambda path: (path.name == "manifest.json", path.name))
         try:
             store, directory = fsspec.core.url_to_fs(url)
             store.makedirs(directory, exist_ok=True)
-            for path in sorted(files, key=lambda path: (path.name == "manifest.json", path.name)):
+            for path in files:
                 store.put_file(str(path), f"{directory.rstrip('/')}/{path.name}")
         except Exception as error:  # every store's package has errors of its own
             raise RunError(

@@ -1,53 +1,64 @@
 """Prompts that the target writes itself, as the user of its chat template (`magpie:N`; Xu et al.
 2024, 2406.08464).
 
-The target continues the template from where a user's text begins. All processes draw groups of
-texts, each a file in OUT/.prompts; the first process joins them into OUT/prompts.jsonl. The files
-depend on the options alone.
+The target continues the template from where a user's text begins. These continuations are an
+ordinary distilled set, in OUT/.prompts; the first process turns them into OUT/prompts.jsonl, from
+which the set itself is distilled.
 """
 
+import dataclasses
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from distill.asking import Numbered, ask
+import pyarrow.parquet as pq
+
 from distill.config import DistillConfig, magpie
-from distill.engines import Answer, AnswerRequest, Engine, Failed
-from distill.manifest import RECORD
+from distill.engines import Engine
+from distill.manifest import DRAWN, OWN_PROMPTS
+from distill.part_maker import Job, make_parts
+from distill.parts import part_path, read_record
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import canonical_json, write_json_atomic
-from draftsmith_core.progress import progress
-from draftsmith_core.prompts import Reasons
+from draftsmith_core.prompt_rows import Record
+from draftsmith_core.prompts import Prompt, Reasons
 from draftsmith_core.ranks import on_main
 from draftsmith_core.runs import Run
-from draftsmith_core.sampling import row_seed
 from draftsmith_core.tokenization import Tokenizer, chat_text, decode_text
 
-if TYPE_CHECKING:
-    from accelerate import PartialState
-
 PROMPTS = "prompts.jsonl"
-_GROUPS = ".prompts"
 # Stands in for a user's text, to find what a chat template writes around it.
 _CONTENT = "USER-TEXT-STANDS-HERE"
 
 
 @dataclass(frozen=True)
-class Opening:
-    """count: texts to draw. ids: what they continue. end: the text that ends a user's turn ("":
-    only a token does).
+class Openings:
+    """A prompt source: `rows` times the start of a user's turn.
+
+    ids: what the target continues. end: the text that ends a user's turn, "" if only a token does.
     """
 
-    count: int
+    name: str
+    rows: int
     ids: tuple[int, ...]
     end: str
 
+    def count(self) -> int:
+        return self.rows
 
-def find_opening(config: DistillConfig, engine: Engine, tokenizer: Tokenizer) -> Opening | None:
+    def records(self) -> Iterator[Record]:
+        return (Record(number, {}) for number in range(1, self.rows + 1))
+
+    def read(self, record: Record) -> Prompt:
+        return Prompt("magpie", "general", self.ids, record.number, own_id=True)
+
+    def sample_name(self, prompt: Prompt, sample: int) -> str:
+        return f"magpie/{prompt.row - 1}"
+
+
+def find_openings(config: DistillConfig, engine: Engine, tokenizer: Tokenizer) -> Openings | None:
     """Return how the target writes its prompts; None if prompts are data. Raise InputError if it
     cannot.
     """
@@ -59,128 +70,110 @@ def find_opening(config: DistillConfig, engine: Engine, tokenizer: Tokenizer) ->
         raise InputError(
             f"{where}: needs servers that take token ids (vLLM, llama-server); these take text"
         )
-    before, _, after = chat_text(
-        tokenizer, [{"role": "user", "content": _CONTENT}], where
-    ).partition(_CONTENT)
+    chat = chat_text(tokenizer, [{"role": "user", "content": _CONTENT}], where)
+    before, _, after = chat.partition(_CONTENT)
     ids = tokenizer(before, add_special_tokens=False)["input_ids"]
     if not ids:
         raise InputError(
             f"{where}: the chat template puts nothing before a user's text to go on from; use "
             "self:N"
         )
-    return Opening(count, tuple(ids), (after.strip().splitlines() or [""])[0])
+    lines = after.strip().splitlines()
+    return Openings(config.prompts, count, tuple(ids), lines[0] if lines else "")
 
 
-def draw_prompts(
-    opening: Opening,
-    config: DistillConfig,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    run: Run,
-    processes: "PartialState",
-) -> Path:
+def draw_prompts(job: Job, openings: Openings, run: Run) -> Path:
     """Write the prompts, or resume a killed run's; return their file. Every process calls this.
 
     Raise RunError if no text can be a prompt.
     """
-    draws = range(opening.count)
-    groups = [
-        draws[start : start + config.part_rows]
-        for start in range(0, opening.count, config.part_rows)
-    ]
-    own = range(len(groups))[processes.process_index :: processes.num_processes]
-    # At temperature 0 all texts would be equal.
-    temperature = 1.0 if engine.sampling.sampling.greedy else None
-    texts: dict[int, dict[int, tuple[str, str]]] = {
-        index: {} for index in own
-    }  # with the reason to leave it out
-
-    def requests() -> Iterator[Numbered]:
-        for index in own:
-            if (run.out / _group(index)).exists():
-                advance(len(groups[index]), "")
-            else:
-                seeds = {draw: row_seed(config.seed, f"magpie/{draw}") for draw in groups[index]}
-                yield (
-                    index,
-                    [
-                        AnswerRequest((draw, 0, 0), opening.ids, seeds[draw], temperature)
-                        for draw in seeds
-                    ],
-                )
-
-    def record(request: AnswerRequest, answer: Answer | Failed) -> None:
-        draw = request.key[0]
-        index = draw // config.part_rows
-        group = texts[index]
-        group[draw] = (
-            ("", answer.reason) if isinstance(answer, Failed) else _text(opening, tokenizer, answer)
-        )
-        advance(1, "")
-        if len(group) == len(groups[index]):
-            lines = "".join(canonical_json([n, *group[n]]) + "\n" for n in sorted(group))
-            run.step(
-                _group(index), lambda file: file.write_text(lines, encoding="utf-8"), who="each"
-            )
-            del texts[index]
-
+    config = dataclasses.replace(
+        job.config,
+        num_samples=1,
+        max_prompts=None,
+        turns="last",
+        thinking="keep",
+        drop=[],
+        min_response_tokens=None,
+        max_response_tokens=None,
+        teacher_top_k=0,
+        temperature=None,
+        # At temperature 0 all texts would be equal.
+        temperatures=["1:1"] if job.engine.sampling.sampling.greedy else [],
+    )
+    drawn = run.out / DRAWN
     if not (run.out / PROMPTS).exists():
-        with progress("prompts", sum(len(groups[index]) for index in own)) as advance:
-            ask(engine, run, requests(), record, f"{_GROUPS}/")
-        processes.wait_for_everyone()
-    prompts: Path = run.step(PROMPTS, lambda file: _join(opening, config, run.out, file))
-    on_main(lambda: shutil.rmtree(run.out / _GROUPS, ignore_errors=True))
+        make_parts(dataclasses.replace(job, config=config), openings, drawn, "prompts")
+        job.processes.wait_for_everyone()
+    prompts: Path = run.step(PROMPTS, lambda file: _write_prompts(job, openings, run.out, file))
+    on_main(lambda: shutil.rmtree(drawn, ignore_errors=True))
     return prompts
 
 
-def _text(opening: Opening, tokenizer: Tokenizer, answer: Answer) -> tuple[str, str]:
-    """Return the prompt in an answer and the reason to leave it out ("": keep)."""
-    ids = list(answer.response_ids)
-    text = decode_text(tokenizer, ids)
-    whole = str(
-        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
-    if opening.end and opening.end in whole:
-        text = whole.partition(opening.end)[0]
-        if any(token in text for token in tokenizer.all_special_tokens):
-            return "", "holds a special token"
-    elif answer.finish_reason != "stop":
-        return "", f"had no end within {len(ids)} tokens"
-    return (text.strip(), "") if text.strip() else ("", "empty")
+@dataclass(frozen=True)
+class _Drawn:
+    """A text that the target drew, or why it cannot be a prompt."""
+
+    text: str = ""
+    unfit: str = ""
 
 
-def _group(index: int) -> str:
-    return f"{_GROUPS}/{index:05d}.jsonl"
-
-
-def _join(opening: Opening, config: DistillConfig, out: Path, prompts: Path) -> None:
-    """Write the prompts of all groups into one file, each text once, and count the reasons of the
-    others.
-    """
-    reasons, hashes, kept = Reasons(), set(), 0
-    groups = range(-(-opening.count // config.part_rows))
+def _write_prompts(job: Job, openings: Openings, out: Path, prompts: Path) -> None:
+    """Write each text that can be a prompt once, and count the reasons of the others."""
+    reasons = Reasons()
+    hashes: set[bytes] = set()
     with prompts.open("w", encoding="utf-8") as file:
-        for line in (
-            line for index in groups for line in (out / _group(index)).open(encoding="utf-8")
-        ):
-            draw, text, reason = json.loads(line)
-            content = hashlib.blake2b(
-                " ".join(text.lower().split()).encode(), digest_size=16
-            ).digest()
-            if reason or content in hashes:
-                reasons.add(draw + 1, reason or "was drawn before")
+        for row, drawn in enumerate(_drawn_texts(out / DRAWN, openings, job.tokenizer), 1):
+            words = " ".join(drawn.text.lower().split())
+            content = hashlib.blake2b(words.encode(), digest_size=16).digest()
+            if drawn.unfit or content in hashes:
+                reasons.add(row, drawn.unfit or "was drawn before")
                 continue
             hashes.add(content)
-            kept += 1
-            turn = {"role": "user", "content": text}
-            row = {"id": f"magpie-{draw}", "domain": config.domain, "messages": [turn]}
-            file.write(canonical_json(row) + "\n")
+            turn = {"role": "user", "content": drawn.text}
+            prompt = {
+                "id": f"magpie-{row - 1}",
+                "domain": job.config.domain,
+                "messages": [turn],
+            }
+            file.write(canonical_json(prompt) + "\n")
     because = reasons.lines("left out")
-    if not kept:
+    if not hashes:
         raise RunError(
-            f"{out}: none of the {opening.count} texts that the target drew can be a prompt: "
+            f"{out}: none of the {openings.rows} texts that the target drew can be a prompt: "
             f"{because[0]}"
         )
-    write_json_atomic(
-        out / RECORD, {"drawn": opening.count, "kept": kept, "left_out_because": because}
-    )
+    record = {"drawn": openings.rows, "kept": len(hashes), "left_out_because": because}
+    write_json_atomic(out / OWN_PROMPTS, record)
+
+
+def _drawn_texts(drawn: Path, openings: Openings, tokenizer: Tokenizer) -> Iterator[_Drawn]:
+    """Yield all draws in their order."""
+    index = 0
+    first = 1
+    while (record := read_record(drawn, index)) is not None:
+        part = part_path(drawn, index)
+        answers = iter(pq.read_table(part).to_pylist() if part.exists() else [])
+        failed = dict(record["failed"])
+        for row in range(first, first + record["read"]):
+            if row in failed:
+                yield _Drawn(unfit=failed[row])
+                continue
+            answer = next(answers)
+            ends = answer["finish_reason"] == "stop"
+            yield _drawn(openings, tokenizer, answer["response_ids"], ends)
+        index += 1
+        first += record["read"]
+
+
+def _drawn(openings: Openings, tokenizer: Tokenizer, ids: list[int], ends: bool) -> _Drawn:
+    text = decode_text(tokenizer, ids)
+    whole = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if openings.end and openings.end in whole:
+        text = str(whole).partition(openings.end)[0]
+        if any(token in text for token in tokenizer.all_special_tokens):
+            return _Drawn(unfit="holds a special token")
+    elif not ends:
+        return _Drawn(unfit=f"had no end within {len(ids)} tokens")
+    text = text.strip()
+    return _Drawn(text) if text else _Drawn(unfit="empty")

@@ -1,28 +1,22 @@
-"""The files of a distilled set: parts with the rows of a fixed number of prompts each, answers of
-unfinished parts, and the manifest that the parts add up to.
+"""The Parquet parts of a distilled set: the rows of a fixed number of prompts each.
 
-The Parquet metadata records those prompts and why some gave nothing, so the parts alone add up to
-the set. Answers are kept as they come, and the run that resumes reads them back.
+Each part's metadata lists its prompts and why some were skipped, so the set can be rebuilt from its
+parts.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal, NotRequired, TypedDict, cast, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from distill.engines import Key
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import (
-    atomic_file,
-    canonical_json,
-    read_json,
-    write_json_atomic,
-    writing,
-)
+from draftsmith_core.io import atomic_file, canonical_json, read_json, write_json_atomic, writing
 from draftsmith_core.prompts import Prompt, Skipped
 from draftsmith_core.teacher_rows import COLUMN
 
@@ -42,24 +36,62 @@ SCHEMA = pa.schema(
         pa.field("tokens_from", pa.string()),
     ]
 )
-# With `teacher_top_k`.
-TEACHER = [pa.field(COLUMN, pa.large_binary())]
+TEACHER_SCHEMA = SCHEMA.append(pa.field(COLUMN, pa.large_binary()))
 _METADATA = b"draftsmith"
 
 
-def names_of(index: int) -> tuple[str, str]:
-    """Return the file names of a part with rows, and of one without, because `datasets` refuses a
-    file without rows.
+class SetRow(TypedDict):
+    """A row of a distilled set, as `SCHEMA` has it."""
+
+    id: str
+    prompt_id: str
+    prompt_hash: str
+    domain: str
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    finish_reason: str
+    temperature: float | None
+    seed: int | None
+    sample_index: int
+    turn: int
+    tokens_from: str
+    teacher: NotRequired[bytes]
+
+
+Outcome = Literal["skipped", "failed", "shortened", "dropped"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+
+class PartRecord(TypedDict):
+    """What a part says of its prompts: their number and digest, and rows with reasons.
+
+    shortened: rows of which later turns have no answer. dropped: a row for each answer left out.
     """
-    return f"part-{index:05d}.parquet", f"empty-{index:05d}.json"
+
+    read: int
+    digest: str
+    skipped: Sequence[tuple[int, str]]
+    failed: Sequence[tuple[int, str]]
+    shortened: Sequence[tuple[int, str]]
+    dropped: NotRequired[Sequence[tuple[int, str]]]
+
+
+def part_path(out: Path, index: int) -> Path:
+    """Path of a part with rows."""
+    return out / f"part-{index:05d}.parquet"
+
+
+def empty_path(out: Path, index: int) -> Path:
+    """Path of a part without rows, because `datasets` refuses a Parquet file without rows."""
+    return out / f"empty-{index:05d}.json"
 
 
 @dataclass
 class Part:
     """An unfinished part.
 
-    left: unfinished samples by row of the source. failed, shortened: reasons by row that has no
-    answer, or not to all turns. dropped: reasons by answer that is not written.
+    left: number of unfinished samples by row of the prompts. failed, shortened: reasons by row that
+    has no answer, or not to all turns. dropped: reasons by answer that is not written.
     """
 
     index: int
@@ -70,81 +102,76 @@ class Part:
     left: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     shortened: dict[int, str] = field(default_factory=dict)
-    rows: dict[tuple[int, int, int], dict[str, Any]] = field(default_factory=dict)
-    dropped: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    rows: dict[Key, SetRow] = field(default_factory=dict)
+    dropped: dict[Key, str] = field(default_factory=dict)
 
-    def write(self, out: Path, schema: pa.Schema) -> Path:
-        """Write the rows in the order of the prompts; return the file.
+    def write(self, out: Path, schema: pa.Schema) -> None:
+        """Write the rows in the order of the prompts.
 
         A prompt without any answer left is skipped, with the reason of its first one.
         """
-        keys = sorted(self.rows.keys() - self.dropped.keys())
-        rows = {key[0] for key in keys} | self.failed.keys()
-        empty = {
-            key[0]: self.dropped[key]
-            for key in sorted(self.dropped, reverse=True)
-            if key[0] not in rows
-        }
-        skipped = [
-            *self.skipped,
-            *(Skipped(row, f"every answer dropped: {why}") for row, why in sorted(empty.items())),
-        ]
-        record = {
-            "read": self.read,
-            "digest": self.digest,
-            "skipped": [[skip.row, skip.reason] for skip in skipped],
-            "failed": sorted(self.failed.items()),
-            "shortened": sorted(self.shortened.items()),
-            "dropped": [[key[0], why] for key, why in sorted(self.dropped.items())],
-        }
-        return write_part(out, self.index, record, [self.rows[key] for key in keys], schema)
+        kept = sorted(self.rows.keys() - self.dropped.keys())
+        dropped = sorted(self.dropped.items())
+        answered = {key.row for key in kept} | self.failed.keys()
+        skipped = [(skip.row, skip.reason) for skip in self.skipped]
+        for key, reason in dropped:
+            if key.row not in answered:
+                answered.add(key.row)
+                skipped.append((key.row, f"every answer dropped: {reason}"))
+        record = PartRecord(
+            read=self.read,
+            digest=self.digest,
+            skipped=skipped,
+            failed=sorted(self.failed.items()),
+            shortened=sorted(self.shortened.items()),
+            dropped=[(key.row, reason) for key, reason in dropped],
+        )
+        write_part(out, self.index, record, [self.rows[key] for key in kept], schema)
 
 
 def write_part(
-    out: Path, index: int, record: dict[str, Any], rows: list[dict[str, Any]], schema: pa.Schema
-) -> Path:
-    """Write a part and return its path. record: digest of its prompts, and what was left out and
-    why.
-    """
-    path, empty = (out / name for name in names_of(index))
+    out: Path, index: int, record: PartRecord, rows: Sequence[SetRow], schema: pa.Schema
+) -> None:
+    """Write a part with its record; one without rows is a JSON file with the record alone."""
     if not rows:
+        empty = empty_path(out, index)
         with writing(empty):
             write_json_atomic(empty, record)
-        return empty
-    columns = {name: [row[name] for row in rows] for name in schema.names}
-    table = pa.table(
-        columns, schema=schema.with_metadata({_METADATA: canonical_json(record).encode()})
-    )
+        return
+    path = part_path(out, index)
+    metadata = {_METADATA: canonical_json(record).encode()}
+    table = pa.Table.from_pylist(rows, schema=schema.with_metadata(metadata))
     with writing(path), atomic_file(path) as temporary:
         pq.write_table(table, temporary)
-    return path
 
 
-def check_digest(out: Path, index: int, digest: str, source: str) -> int | None:
+def prompts_of_finished(out: Path, index: int, digest: str, prompts: str) -> int | None:
     """Return the number of prompts of a finished part, None if it is not finished.
 
-    Raise InputError if it was made from other prompts than `source` has now.
+    Raise InputError if it was made from other rows than `prompts` has now.
     """
     record = read_record(out, index)
-    if record is not None and record["digest"] != digest:
+    if record is None:
+        return None
+    if record["digest"] != digest:
         raise InputError(
-            f"{source}: its rows changed since {out / names_of(index)[0]} was made; choose "
-            "another --out or "
-            f"delete the directory"
+            f"{prompts}: its rows changed since {part_path(out, index)} was made; choose another "
+            "--out or delete the directory"
         )
-    return None if record is None else int(record["read"])
+    return record["read"]
 
 
-def read_record(out: Path, index: int) -> dict[str, Any] | None:
-    """Return the record of a part (see `write_part`), None if it is not finished."""
-    path, empty = (out / name for name in names_of(index))
+def read_record(out: Path, index: int) -> PartRecord | None:
+    """Return the record of a part, None if it is not finished."""
+    path = part_path(out, index)
+    empty = empty_path(out, index)
     if empty.exists():
-        return read_json(empty, "the record of prompts that gave no rows")
+        return cast(PartRecord, read_json(empty, "the record of prompts that gave no rows"))
     if not path.exists():
         return None
     with reading(path):
-        record: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_METADATA])
-    return record
+        metadata = pq.read_schema(path).metadata or {}
+        return cast(PartRecord, json.loads(metadata[_METADATA]))
 
 
 @contextmanager

@@ -4,21 +4,27 @@ without generating.
 Legend: P prompt tokens, R response tokens, C positions of a chunk, V vocabulary, K kept tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import accumulate, islice
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedModel
 
 from distill.config import ScoreConfig
 from distill.manifest import RECORDS, SET_FORMAT, check_empty, finish
-from distill.parts import SCHEMA, TEACHER, check_digest, write_part
+from distill.parts import (
+    SCHEMA,
+    TEACHER_SCHEMA,
+    PartRecord,
+    SetRow,
+    prompts_of_finished,
+    write_part,
+)
 from draftsmith_core.errors import InputError, RunError, without_secrets
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.launcher import join_processes
@@ -41,11 +47,11 @@ from draftsmith_core.prompt_rows import (
     parse_record,
     text_of,
 )
-from draftsmith_core.prompts import answered, content_id
+from draftsmith_core.prompts import Skipped, answered, content_id
 from draftsmith_core.ranks import on_main
 from draftsmith_core.runs import Run, command_line
 from draftsmith_core.settings import loading, tokenizing
-from draftsmith_core.teacher_rows import COLUMN, bytes_per_token, pack
+from draftsmith_core.teacher_rows import bytes_per_token, pack
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, load_tokenizer
 
 # Bounds the memory of the float64 copy of a chunk's logits.
@@ -66,33 +72,59 @@ def score(
     ids_1T = torch.tensor([[*prompt_ids, *response_ids]], device=model.device)
     # The last position predicts what follows the answer. Some models ignore `logits_to_keep` and
     # return all positions.
-    logits_TV = model(
-        input_ids=ids_1T, use_cache=False, logits_to_keep=len(response_ids) + 1
-    ).logits[0]
-    logits_RV = (
-        logits_TV[-len(response_ids) - 1 : -1]
-        if prompt_ids
-        else logits_TV[[0, *range(len(response_ids) - 1)]]
-    )
+    length = len(response_ids)
+    output = model(input_ids=ids_1T, use_cache=False, logits_to_keep=length + 1)
+    logits_TV = output.logits[0]
+    if prompt_ids:
+        logits_RV = logits_TV[-length - 1 : -1]
+    else:
+        logits_RV = logits_TV[[0, *range(length - 1)]]
     if not logits_RV.amax(-1).isfinite().all():
         raise RunError(
             f"{model.name_or_path}: gives logits that are NaN or infinite on an answer; try "
             "--dtype float32"
         )
     vocabulary = logits_RV.shape[-1]
-    chunks = []
+    ids, logprobs, tails = [], [], []
     for logits_CV in logits_RV.split(max(1, _CHUNK_VALUES // vocabulary)):
         top = logits_CV.double().log_softmax(-1).topk(min(k, vocabulary), dim=-1)
         tail_C = (1 - top.values.exp().sum(-1)).clamp_min(0)
-        chunks.append((top.indices.cpu().numpy(), top.values.cpu().numpy(), tail_C.cpu().numpy()))
-    ids_RK, logprobs_RK, tail_R = (np.concatenate(chunk) for chunk in zip(*chunks, strict=True))
-    return pack(ids_RK, logprobs_RK, tail_R, vocabulary)
+        ids.append(top.indices.cpu().numpy())
+        logprobs.append(top.values.cpu().numpy())
+        tails.append(tail_C.cpu().numpy())
+    return pack(np.concatenate(ids), np.concatenate(logprobs), np.concatenate(tails), vocabulary)
 
 
-# Rows with their number in the source; a row that cannot be read is the reason.
-Rows = list[tuple[int, dict[str, Any] | str]]
-# Digest and reader of each part.
-Parts = Iterator[tuple[str, Callable[[], Rows]]]
+@dataclass(frozen=True)
+class NumberedRow:
+    """An answer to score, with its row number in its file or set."""
+
+    number: int
+    row: SetRow
+
+
+class AnswerPart(Protocol):
+    """Rows that become one part. digest: of what they are read from."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def read(self) -> list[NumberedRow | Skipped]:
+        """Read the rows, with the reasons of those that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to score.
+
+    identity: of the file or set, for the run. count: number of rows, None if unknown. config:
+    options that the manifest records.
+    """
+
+    identity: dict[str, str | None]
+    count: int | None
+    config: dict[str, Any]
+    parts: Iterator[AnswerPart]
 
 
 def score_set(
@@ -103,165 +135,199 @@ def score_set(
     """
     config = configured(ScoreConfig, config, options)
     with Run(config.out) as run:
-        processes, out = join_processes(config.device), run.out
+        out = run.out
+        processes = join_processes(config.device)
         tokenizer = load_tokenizer(config.target, **tokenizing(config))
         model = load_model(config.target, **loading(config))
         check_tokenizer(config.target, model, tokenizer)
-        scored, count, values, source = (_of_set if Path(config.score).is_dir() else _of_file)(
-            config, tokenizer, model
-        )
+        if Path(config.score).is_dir():
+            answers = _of_set(Path(config.score), tokenizer)
+        else:
+            answers = _of_file(config, tokenizer, eos_ids(model))
         size = vocabulary_size(model)
         identity = {
-            "config": values | {"target": config.target, "teacher_top_k": config.teacher_top_k},
-            "scored": scored,
+            "config": answers.config
+            | {"target": config.target, "teacher_top_k": config.teacher_top_k},
+            "scored": answers.identity,
             "target_fingerprint": fingerprint(model),
             "target_dtype": dtype_name(model),
         }
         on_main(lambda: check_empty(out))
         run.begin(identity, RECORDS)
+        count = answers.count if processes.num_processes == 1 else None
         parts = 0
-        with progress("score", count if processes.num_processes == 1 else None) as advance:
-            for index, (digest, read) in enumerate(source):
+        with progress("score", count) as advance:
+            for index, part in enumerate(answers.parts):
                 parts += 1
                 if index % processes.num_processes != processes.process_index:
                     continue
-                if (finished := check_digest(out, index, digest, config.score)) is None:
-                    rows = read()
-                    _write_scored(out, index, digest, rows, model, config.teacher_top_k)
+                finished = prompts_of_finished(out, index, part.digest, config.score)
+                if finished is None:
+                    rows = part.read()
+                    _write_scored(out, index, part.digest, rows, model, config.teacher_top_k)
                     finished = len(rows)
                 advance(finished, "")
         processes.wait_for_everyone()
-        on_main(
-            lambda: finish(
-                out, parts, identity, command or command_line("distill", config), tokenizer
-            )
-        )
+        line = command or command_line("distill", config)
+        on_main(lambda: finish(out, parts, identity, line, tokenizer))
         manifest = read_json(out / "manifest.json", "the manifest that this run has written")
-        token_bytes = bytes_per_token(min(config.teacher_top_k, size), size)
-        sums = {key: manifest[key] for key in ("response_tokens", "skipped_because")}
-        return {"out": config.out, **manifest["counts"], **sums, "bytes_per_token": token_bytes}
+        return {
+            "out": config.out,
+            **manifest["counts"],
+            "response_tokens": manifest["response_tokens"],
+            "skipped_because": manifest["skipped_because"],
+            "bytes_per_token": bytes_per_token(min(config.teacher_top_k, size), size),
+        }
 
 
 def _write_scored(
-    out: Path, index: int, digest: str, rows: Rows, model: PreTrainedModel, k: int
+    out: Path,
+    index: int,
+    digest: str,
+    rows: list[NumberedRow | Skipped],
+    model: PreTrainedModel,
+    k: int,
 ) -> None:
     skipped: list[tuple[int, str]] = []
-    scored = []
-    limit, size = context_length(model), vocabulary_size(model)
-    for number, row in rows:
-        if isinstance(row, str):
-            skipped.append((number, row))
+    scored: list[SetRow] = []
+    for entry in rows:
+        if isinstance(entry, Skipped):
+            skipped.append((entry.row, entry.reason))
             continue
-        prompt, response = row["prompt_ids"], row["response_ids"]
-        if not response:
-            skipped.append((number, "no answer"))
-        elif limit is not None and len(prompt) + len(response) > limit:
-            skipped.append(
-                (number, f"{len(prompt) + len(response)} tokens, more than the {limit} that fit")
-            )
-        elif not all(0 <= token < size for token in [*prompt, *response]):
-            skipped.append((number, f"holds a token that the target, with {size}, does not have"))
+        row = entry.row
+        reason = _why_not_scored(row, model)
+        if reason:
+            skipped.append((entry.number, reason))
         else:
-            scored.append({**row, COLUMN: score(model, prompt, response, k)})
-    record = {
-        "read": len(rows),
-        "digest": digest,
-        "skipped": skipped,
-        "failed": [],
-        "shortened": [],
-    }
-    write_part(out, index, record, scored, pa.schema([*SCHEMA, *TEACHER]))
+            teacher = score(model, row["prompt_ids"], row["response_ids"], k)
+            scored.append({**row, "teacher": teacher})
+    record = PartRecord(read=len(rows), digest=digest, skipped=skipped, failed=[], shortened=[])
+    write_part(out, index, record, scored, TEACHER_SCHEMA)
 
 
-# A source of answers: its identity, its number of rows (None if unknown), its options and its
-# parts.
-Source = tuple[dict[str, Any], int | None, dict[str, Any], Parts]
+def _why_not_scored(row: SetRow, model: PreTrainedModel) -> str:
+    """Return the reason to skip a row, "" to score it."""
+    tokens = [*row["prompt_ids"], *row["response_ids"]]
+    longest = context_length(model)
+    size = vocabulary_size(model)
+    if not row["response_ids"]:
+        return "no answer"
+    if longest is not None and len(tokens) > longest:
+        return f"{len(tokens)} tokens, more than the {longest} that fit"
+    if not all(0 <= token < size for token in tokens):
+        return f"holds a token that the target, with {size}, does not have"
+    return ""
 
 
-def _of_set(config: ScoreConfig, tokenizer: Tokenizer, model: PreTrainedModel) -> Source:
-    directory = Path(config.score)
+@dataclass(frozen=True)
+class _SetPart:
+    """A part of a distilled set. first: number of its first row."""
+
+    path: Path
+    digest: str
+    first: int
+
+    def read(self) -> list[NumberedRow | Skipped]:
+        if not self.path.is_file() or sha256_file(self.path) != self.digest:
+            raise InputError(
+                f"{self.path}: is not the file that the manifest describes; copy it again"
+            )
+        rows: list[NumberedRow | Skipped] = []
+        for number, stored in enumerate(pq.read_table(self.path).to_pylist(), self.first):
+            row = {name: stored.get(name) for name in SCHEMA.names}
+            rows.append(NumberedRow(number, cast(SetRow, row)))
+        return rows
+
+
+def _of_set(directory: Path, tokenizer: Tokenizer) -> Answers:
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if manifest.get("format") != SET_FORMAT:
         raise InputError(f"{directory}: its manifest.json is not that of a distilled set")
     check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
-
-    def read(path: Path, digest: str, start: int) -> Rows:
-        if not path.is_file() or sha256_file(path) != digest:
-            raise InputError(f"{path}: is not the file that the manifest describes; copy it again")
-        rows = [
-            {name: row.get(name) for name in SCHEMA.names}
-            for row in pq.read_table(path).to_pylist()
-        ]
-        return list(enumerate(rows, start))
-
-    starts = list(accumulate((part["rows"] for part in manifest["parts"]), initial=1))
-    parts = (
-        (part["sha256"], partial(read, directory / part["file"], part["sha256"], start))
-        for part, start in zip(manifest["parts"], starts, strict=False)
-    )
+    parts: list[AnswerPart] = []
+    first = 1
+    for part in manifest["parts"]:
+        parts.append(_SetPart(directory / part["file"], part["sha256"], first))
+        first += part["rows"]
     identity = {
         "set": hash_json(manifest["parts"]),
         "target_fingerprint": manifest.get("identity", {}).get("target_fingerprint"),
     }
-    return identity, starts[-1] - 1, dict(manifest.get("config", {})), parts
+    return Answers(identity, first - 1, dict(manifest.get("config", {})), iter(parts))
 
 
-def _of_file(config: ScoreConfig, tokenizer: Tokenizer, model: PreTrainedModel) -> Source:
-    ends = eos_ids(model)
+@dataclass(frozen=True)
+class _FilePart:
+    """Some records of a file. ends: the target's EOS ids."""
 
-    def parts() -> Parts:
+    records: list[Record]
+    config: ScoreConfig
+    tokenizer: Tokenizer
+    ends: Sequence[int]
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.records)
+
+    def read(self) -> list[NumberedRow | Skipped]:
+        return [_row(record, self.config, self.tokenizer, self.ends) for record in self.records]
+
+
+def _of_file(config: ScoreConfig, tokenizer: Tokenizer, ends: Sequence[int]) -> Answers:
+    def parts() -> Iterator[AnswerPart]:
         records = iterate_records(config.score)
         while group := list(islice(records, config.part_rows)):
-            yield digest_of(group), partial(read, group)
+            yield _FilePart(group, config, tokenizer, ends)
 
-    def read(group: list[Record]) -> Rows:
-        return [(record.number, _row(record, config, tokenizer, ends)) for record in group]
-
-    keys = ("num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
     name = without_secrets(config.score)
-    values = dict.fromkeys(keys) | {
-        "prompts": name,
-        "part_rows": config.part_rows,
-        "domain": config.domain,
-    }
-    return {"file": name}, count_rows(config.score), values, parts()
+    # What is known of answers that `distill` made is unknown here.
+    unknown = ("num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
+    known = {"prompts": name, "part_rows": config.part_rows, "domain": config.domain}
+    return Answers(
+        {"file": name}, count_rows(config.score), dict.fromkeys(unknown) | known, parts()
+    )
 
 
 def _row(
     record: Record, config: ScoreConfig, tokenizer: Tokenizer, ends: Sequence[int]
-) -> dict[str, Any] | str:
+) -> NumberedRow | Skipped:
     """Return the answer in a row of a file, or why it cannot be read."""
     source = without_secrets(config.score)
     where = f"{source}:{record.number}"
     try:
         stored = parse_record(record, source)
         own_id = text_of(stored, "id")
-        if stored.get("messages") is not None:
-            prompt, response = answered(
-                stored["messages"], where, tokenizer, stored.get("tools") or None
-            )
+        is_chat = stored.get("messages") is not None
+        if is_chat:
+            tools = stored.get("tools") or None
+            prompt, response = answered(stored["messages"], where, tokenizer, tools)
         else:
-            sides: list[Any] = [stored.get("prompt_ids"), stored.get("response_ids")]
-            for ids in sides:
-                if not isinstance(ids, list) or not all(
-                    type(token) is int and 0 <= token < 2**31 for token in ids
-                ):
-                    needs = "needs `messages` that end with the assistant's answer, or token ids in"
-                    raise InputError(f"{where}: {needs} prompt_ids and response_ids")
-            prompt, response = sides
+            prompt = _token_ids(stored, "prompt_ids", where)
+            response = _token_ids(stored, "response_ids", where)
     except InputError as error:
-        return str(error).removeprefix(f"{where}: ")
-    return {
-        "id": own_id or content_id([*prompt, *response]),
-        "prompt_id": own_id or content_id(prompt),
-        "prompt_hash": content_id(prompt),
-        "domain": text_of(stored, "domain") or config.domain,
-        "prompt_ids": prompt,
-        "response_ids": response,
-        "finish_reason": "stop" if response and response[-1] in ends else "length",
-        "temperature": None,
-        "seed": None,
-        "sample_index": 0,
-        "turn": 0,
-        "tokens_from": "target" if stored.get("messages") is None else "text",
-    }
+        return Skipped(record.number, str(error).removeprefix(f"{where}: "))
+    row = SetRow(
+        id=own_id or content_id([*prompt, *response]),
+        prompt_id=own_id or content_id(prompt),
+        prompt_hash=content_id(prompt),
+        domain=text_of(stored, "domain") or config.domain,
+        prompt_ids=prompt,
+        response_ids=response,
+        finish_reason="stop" if response and response[-1] in ends else "length",
+        temperature=None,
+        seed=None,
+        sample_index=0,
+        turn=0,
+        tokens_from="text" if is_chat else "target",
+    )
+    return NumberedRow(record.number, row)
+
+
+def _token_ids(stored: dict[str, Any], key: str, where: str) -> list[int]:
+    ids = stored.get(key)
+    if not isinstance(ids, list) or not all(
+        type(token) is int and 0 <= token < 2**31 for token in ids
+    ):
+        needs = "needs `messages` that end with the assistant's answer, or token ids in"
+        raise InputError(f"{where}: {needs} prompt_ids and response_ids")
+    return ids

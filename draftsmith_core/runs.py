@@ -138,7 +138,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     dropped.
     """
 
-    def __init__(self, path: Path, head: Any) -> None:
+    def __init__(self, path: Path, head: Any = None) -> None:
         self.path = path
         data = path.read_bytes() if path.exists() else b""
         lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)

@@ -16,7 +16,7 @@ Legend: R positions (response tokens), K kept tokens, B blocks.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,14 @@ _HEADER = 4
 _LEAST = -65504.0
 
 
+class TeacherRows(NamedTuple):
+    """int64 ids, ascending; float32 log-probabilities; float32 mass of the other tokens."""
+
+    ids_RK: Array
+    logprobs_RK: Array
+    tail_R: Array
+
+
 def bytes_per_token(k: int, vocabulary: int) -> int:
     """Bytes that one position takes: `k` tokens of a vocabulary of this size, and the mass of the
     rest.
@@ -42,45 +50,48 @@ def _blocks(vocabulary: int) -> int:
     return max(1, -(-vocabulary // _BLOCK))
 
 
+def _float16(values: Array) -> Array:
+    """The bits of float16 values, as integers."""
+    return np.asarray(values).astype("<f2").view("<u2")
+
+
 def pack(ids_RK: Array, logprobs_RK: Array, tail_R: Array, vocabulary: int) -> bytes:
     """Positions as bytes; the ids of a position may come in any order, each once."""
     order = np.argsort(ids_RK, axis=-1)
-    ids_RK, logprobs_RK = (
-        np.take_along_axis(ids_RK, order, -1),
-        np.take_along_axis(logprobs_RK, order, -1),
-    )
-    k, blocks = ids_RK.shape[1], _blocks(vocabulary)
-    above = [(ids_RK >= block * _BLOCK).sum(-1) for block in range(1, blocks)]
-    whole = np.concatenate(
-        [
-            (ids_RK % _BLOCK).astype("<u2"),
-            np.maximum(logprobs_RK, _LEAST).astype("<f2").view("<u2"),
-            np.asarray(tail_R).astype("<f2").view("<u2")[:, None],
-            *(count[:, None].astype("<u2") for count in above),
-        ],
-        axis=-1,
-    )
-    return np.array([k, blocks], dtype="<u2").tobytes() + whole.tobytes()
+    ids_RK = np.take_along_axis(ids_RK, order, -1)
+    logprobs_RK = np.take_along_axis(logprobs_RK, order, -1)
+    k = ids_RK.shape[1]
+    blocks = _blocks(vocabulary)
+    columns = [(ids_RK % _BLOCK).astype("<u2"), _float16(np.maximum(logprobs_RK, _LEAST))]
+    columns.append(_float16(tail_R)[:, None])
+    for block in range(1, blocks):
+        above_R = (ids_RK >= block * _BLOCK).sum(-1)
+        columns.append(above_R[:, None].astype("<u2"))
+    header = np.array([k, blocks], dtype="<u2")
+    return header.tobytes() + np.concatenate(columns, axis=-1).tobytes()
 
 
 def pack_likeliest(rows: Sequence[Sequence[tuple[int, float]]], vocabulary: int) -> bytes:
     """Pack the likeliest tokens of each position, as (id, log-probability); other tokens have the
     rest of the mass.
     """
-    ids_RK = np.array([[token for token, _ in row] for row in rows])
-    logprobs_RK = np.array([[logprob for _, logprob in row] for row in rows])
-    return pack(ids_RK, logprobs_RK, np.maximum(0, 1 - np.exp(logprobs_RK).sum(-1)), vocabulary)
+    pairs = np.array(rows)
+    ids_RK = pairs[..., 0].astype(np.int64)
+    logprobs_RK = pairs[..., 1]
+    tail_R = np.maximum(0, 1 - np.exp(logprobs_RK).sum(-1))
+    return pack(ids_RK, logprobs_RK, tail_R, vocabulary)
 
 
-def unpack(data: bytes) -> tuple[Array, Array, Array]:
-    """ids `[R, K]` int64 ascending, log-probabilities `[R, K]` float32, tail mass `[R]` float32."""
-    k, blocks = (int(value) for value in np.frombuffer(data, "<u2", 2))
+def unpack(data: bytes) -> TeacherRows:
+    """The rows in a value of `pack`."""
+    k, blocks = np.frombuffer(data, "<u2", 2).tolist()
     width = 2 * k + blocks
     whole = np.frombuffer(data, "<u2", offset=_HEADER).reshape(-1, width)
     ids_RK = whole[:, :k].astype(np.int64)
     for above_R in whole[:, 2 * k + 1 :].T:
         # Ids ascend, so those of a higher block are the last ones.
-        ids_RK += _BLOCK * (np.arange(k) >= k - above_R[:, None].astype(np.int64))
+        first_R = k - above_R.astype(np.int64)
+        ids_RK += _BLOCK * (np.arange(k) >= first_R[:, None])
     logprobs_RK = np.ascontiguousarray(whole[:, k : 2 * k]).view("<f2").astype(np.float32)
     tail_R = np.ascontiguousarray(whole[:, 2 * k]).view("<f2").astype(np.float32)
-    return ids_RK, logprobs_RK, tail_R
+    return TeacherRows(ids_RK, logprobs_RK, tail_R)

@@ -66,7 +66,7 @@ from benchmarks.speed.decode import TARGET_SHAPE  # noqa: E402
 from decode import SpeculativeDecoder  # noqa: E402
 from decode.batch_run import BatchRun  # noqa: E402
 from distill.config import DistillConfig  # noqa: E402
-from distill.engines import ENGINES, Answer, AnswerRequest, Done  # noqa: E402
+from distill.engines import ENGINES, Answer, AnswerRequest, Done, Key  # noqa: E402
 from distill.engines.hf import HFEngine  # noqa: E402
 from distill.generate import distill  # noqa: E402
 from drafts.make.widen import widen  # noqa: E402
@@ -279,7 +279,7 @@ def _ways(target: str, prompts: int, bounds: tuple[int, int], options: Options) 
     starts = torch.randint(0, len(words) - bounds[1] - 1, (prompts,), generator=draws).tolist()
     requests = [
         AnswerRequest(
-            (row, 0, 0), tuple(words[start : start + length].tolist()), row_seed(0, str(row))
+            Key(row, 0, 0), tuple(words[start : start + length].tolist()), row_seed(0, str(row))
         )
         for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
     ]

@@ -22,7 +22,7 @@ def main() -> None:
     os.dup2(2, 1)
     sys.path[:] = [request["root"], *sys.path, *request["path"]]
     from distill.config import DistillConfig
-    from distill.engines import ENGINES, Answer, AnswerRequest, Failed
+    from distill.engines import ENGINES, Answer, AnswerRequest, Failed, Key
     from draftsmith_core.sampling import row_seed
     from draftsmith_core.tokenization import load_tokenizer
 
@@ -31,7 +31,7 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         requests = [
-            AnswerRequest((row, 0, 0), tuple(ids), row_seed(asked["seed"], str(row)))
+            AnswerRequest(Key(row, 0, 0), tuple(ids), row_seed(asked["seed"], str(row)))
             for row, ids in enumerate(asked["prompts"])
         ]
         answers: list[Answer | Failed] = []

@@ -5,7 +5,7 @@ engine is chosen.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from transformers import GenerationConfig
 
@@ -15,22 +15,35 @@ from draftsmith_core.models import end_tokens
 from draftsmith_core.settings import ResolvedSampling, Sampling, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import Tokenizer
 
-# Batches of answers that a killed run may lose. Batches are refilled from one wave alone, so that
-# its answers are the same bytes when it is asked again; in smaller waves more of the time would
-# pass with batches that empty.
+# Batches of answers that a killed run may lose. A wave is refilled only from itself, so that a
+# repeated wave gives the same bytes. Smaller waves waste more time on batches that run empty.
 WAVE_BATCHES = 8
+
+
+class Key(NamedTuple):
+    """Identifies a request: row of the prompts (from 1), sample and turn (from 0)."""
+
+    row: int
+    sample: int
+    turn: int
 
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """One answer to generate. key: (row of the prompts, sample, turn), unique. seed: of the only
-    generator that the answer draws from. temperature: overrides the engine's.
+    """One answer to generate.
+
+    seed: of the only generator that the answer draws from. temperature: overrides the engine's.
     """
 
-    key: tuple[int, int, int]
+    key: Key
     prompt_ids: tuple[int, ...]
     seed: int
     temperature: float | None = None
+
+    @property
+    def conversation(self) -> tuple[int, int]:
+        """Row and sample, which all turns of a conversation share."""
+        return self.key[:2]
 
 
 @dataclass(frozen=True)
@@ -120,8 +133,9 @@ def at_temperature(sampling: Sampling, temperature: float | None) -> Sampling:
 def sampling_of(config: DistillConfig, target: Any) -> ResolvedSampling:
     """Resolve sampling: options first, then the target's generation config, then temperature 1."""
     options = sampling_options(config)
-    if mixture := [temperature for temperature, _ in config.mixture()]:
-        options["temperature"] = max(mixture)
+    mixture = config.mixture()
+    if mixture:
+        options["temperature"] = max(part.temperature for part in mixture)
     return resolve_sampling(config.target, target, **options, default_temperature=1.0)
 
 

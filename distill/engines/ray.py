@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util import ActorPool
 
 from distill.config import DistillConfig
-from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, Engine, Failed
+from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, Engine, Failed, Key
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.ranks import require_single_process
 from draftsmith_core.settings import ResolvedSampling
@@ -31,7 +31,6 @@ _RETRIES, _RESTARTS = 3, 20
 # Seconds for a worker to load the target, and for a connection.
 _START_S, _CONNECT_S = 1800.0, 10.0
 log = logging.getLogger(__name__)
-Key = tuple[int, int, int]
 LOCAL = "local"  # Ray's name for a cluster that it starts for this process
 
 

@@ -26,14 +26,14 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from distill.engines import Answer, AnswerRequest, at_temperature
+from distill.engines import Answer, AnswerRequest, Key, at_temperature
 from draftsmith_core.errors import InputError
 from draftsmith_core.settings import Sampling
 from draftsmith_core.teacher_rows import pack_likeliest
 from draftsmith_core.tokenization import Tokenizer, encode_text
 
 _LIST_TIMEOUT_S = 30.0
-_TRIAL = AnswerRequest((0, 0, 0), (), seed=1)
+_TRIAL = AnswerRequest(Key(0, 0, 0), (), seed=1)
 # Tokens of a trial answer, and how often a dialect is tried before a garbled reply means that it is
 # not understood.
 _TRIAL_TOKENS, _TRIALS = 16, 3

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from distill.engines import AnswerRequest
+from distill.engines import AnswerRequest, Key
 from distill.engines.server import Completion, Dialect, client_options
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.prompts import Prompt, check_messages
@@ -115,7 +115,7 @@ class RunningServer:
             read = list(self._json("tokenize", text)["tokens"])
         dialect = Dialect("llama.cpp" if self.engine == "llamacpp" else "openai")
         body = dialect.body(
-            completion, AnswerRequest((prompt.row, 0, 0), tuple(read), seed=prompt.row)
+            completion, AnswerRequest(Key(prompt.row, 0, 0), tuple(read), seed=prompt.row)
         )
         if not states_sampling:
             body = {key: value for key, value in body.items() if key not in _SAMPLING}

@@ -1,0 +1,195 @@
+"""Prompts to parts: read, ask, write.
+
+Groups of consecutive rows become parts. The options alone decide which rows a part has, whatever
+the number of processes or kills.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distill.asking import Asking, PartRequests
+from distill.config import DistillConfig
+from distill.conversations import answer_text, turn_prompt
+from distill.engines import Answer, AnswerRequest, Engine, Failed, Key, at_temperature
+from distill.filters import why_dropped
+from distill.parts import SCHEMA, TEACHER_SCHEMA, Part, SetRow, prompts_of_finished
+from distill.prompt_sources import PromptSource
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import canonical_json
+from draftsmith_core.progress import Advance, progress
+from draftsmith_core.prompt_rows import Record, digest_of
+from draftsmith_core.prompts import Prompt, Skipped, content_id
+from draftsmith_core.sampling import row_seed
+from draftsmith_core.tokenization import Tokenizer
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a distillation works with."""
+
+    config: DistillConfig
+    engine: Engine
+    tokenizer: Tokenizer
+    processes: "PartialState"
+
+    @property
+    def group_rows(self) -> int:
+        """Number of prompts of a part."""
+        return max(1, self.config.part_rows // self.config.num_samples)
+
+
+def make_parts(job: Job, prompts: PromptSource, out: Path, title: str) -> int:
+    """Make every part of this process that is not finished; return the number of all parts."""
+    rows = prompts.count()
+    if rows is not None:
+        starts = range(0, rows, job.group_rows)
+        own = starts[job.processes.process_index :: job.processes.num_processes]
+        rows = sum(min(job.group_rows, rows - start) for start in own)
+    with progress(title, rows) as advance:
+        maker = _PartMaker(job, prompts, out, advance)
+        Asking(job.engine, out, maker.record).run(maker.unfinished())
+    return maker.count
+
+
+class _PartMaker:
+    """Parts number i, i + n, i + 2 n, ... in process i of n.
+
+    count: number of parts of all processes that were met so far.
+    """
+
+    def __init__(self, job: Job, prompts: PromptSource, out: Path, advance: Advance) -> None:
+        self._job = job
+        self._prompts = prompts
+        self._out = out
+        self._advance = advance
+        self._schema = TEACHER_SCHEMA if job.config.teacher_top_k else SCHEMA
+        self._mixture = job.config.mixture()
+        self._part_of: dict[int, Part] = {}  # by row
+        self._tokens = 0
+        self.count = 0
+
+    def unfinished(self) -> Iterator[PartRequests]:
+        """Yield the parts to make. Check a finished part against the prompts."""
+        processes = self._job.processes
+        records = self._prompts.records()
+        while group := list(islice(records, self._job.group_rows)):
+            index = self.count
+            self.count += 1
+            if index % processes.num_processes != processes.process_index:
+                continue
+            digest = digest_of(group)
+            finished = prompts_of_finished(self._out, index, digest, self._prompts.name)
+            if finished is not None:
+                self._advance(finished, "")
+                continue
+            requests = self._begin(index, digest, group)
+            if requests:
+                yield PartRequests(index, requests)
+
+    def _begin(self, index: int, digest: str, group: list[Record]) -> list[AnswerRequest]:
+        """Read the prompts of a part; return what to ask first."""
+        rows = [self._prompts.read(record) for record in group]
+        prompts = {row.row: row for row in rows if isinstance(row, Prompt)}
+        skipped = [row for row in rows if isinstance(row, Skipped)]
+        part = Part(index, digest, len(group), skipped, prompts)
+        self._part_of |= dict.fromkeys(prompts, part)
+        first: list[AnswerRequest] = []
+        for prompt in prompts.values():
+            count = self._job.config.num_samples
+            samples = [self._request(prompt, sample, turn=0) for sample in range(count)]
+            requests = [request for request in samples if request is not None]
+            if requests:
+                first += requests
+                part.left[prompt.row] = count
+            else:
+                part.skipped.append(Skipped(prompt.row, part.shortened.pop(prompt.row)))
+        self._advance(len(part.skipped), "")
+        if not part.left:
+            part.write(self._out, self._schema)
+        return first
+
+    def _request(self, prompt: Prompt, sample: int, turn: int) -> AnswerRequest | None:
+        """Return the request for a turn; None if there is no such turn or it does not fit."""
+        ids = self._turn_ids(prompt, sample, turn)
+        if ids is None:
+            return None
+        name = self._prompts.sample_name(prompt, sample)
+        seed = row_seed(self._job.config.seed, f"{name}/{turn}" if turn else name)
+        key = Key(prompt.row, sample, turn)
+        return AnswerRequest(key, tuple(ids), seed, self._temperature(name))
+
+    def _turn_ids(self, prompt: Prompt, sample: int, turn: int) -> Sequence[int] | None:
+        if prompt.chat is None or self._job.config.turns == "last":
+            return prompt.ids if turn == 0 else None
+        tokenizer = self._job.tokenizer
+        longest = self._job.engine.max_prompt_tokens
+        part = self._part_of[prompt.row]
+        where = f"turn {turn + 1}"
+        keys = [Key(prompt.row, sample, earlier) for earlier in range(turn)]
+        try:
+            answers = [answer_text(tokenizer, part.rows[key]["response_ids"]) for key in keys]
+            ids = turn_prompt(prompt.chat, answers, tokenizer, where)
+            if ids is not None and longest is not None and len(ids) > longest:
+                raise InputError(f"{where}: {len(ids)} tokens, more than the {longest} that fit")
+        except InputError as error:
+            part.shortened.setdefault(prompt.row, str(error))
+            return None
+        return ids
+
+    def _temperature(self, name: str) -> float | None:
+        """Choose the temperature of a sample from the mixture, if there is one, for all turns."""
+        point = row_seed(self._job.config.seed, f"temperature of {name}") / 2**63
+        return next((part.temperature for part in self._mixture if point <= part.upto), None)
+
+    def record(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
+        """Put an answer into its part, and write a complete part; return the next request."""
+        key = request.key
+        part = self._part_of[key.row]
+        following = None
+        if isinstance(answer, Failed):
+            part.failed.setdefault(key.row, answer.reason)
+        else:
+            self._keep(part, request, answer)
+            following = self._request(part.prompts[key.row], key.sample, key.turn + 1)
+        if following is None:
+            part.left[key.row] -= 1
+            if not part.left[key.row]:
+                del part.left[key.row], self._part_of[key.row]
+                self._advance(1, f"{self._tokens:,} tokens")
+            if not part.left:
+                part.write(self._out, self._schema)
+        return following
+
+    def _keep(self, part: Part, request: AnswerRequest, answer: Answer) -> None:
+        key = request.key
+        prompt = part.prompts[key.row]
+        content = canonical_json([prompt.id, list(request.prompt_ids), list(key)])
+        sampling = at_temperature(self._job.engine.sampling.sampling, request.temperature)
+        row = SetRow(
+            id=hashlib.sha256(content.encode()).hexdigest()[:16],
+            prompt_id=prompt.id,
+            prompt_hash=content_id(prompt.ids),
+            domain=prompt.domain,
+            prompt_ids=request.prompt_ids,
+            response_ids=answer.response_ids,
+            finish_reason=answer.finish_reason,
+            temperature=sampling.temperature,
+            seed=request.seed,
+            sample_index=key.sample,
+            turn=key.turn,
+            tokens_from=answer.tokens_from,
+        )
+        part.rows[key] = row
+        self._tokens += len(answer.response_ids)
+        reason = why_dropped(self._job.config, self._job.tokenizer, answer)
+        if reason:
+            part.dropped[key] = reason
+        elif answer.teacher is not None:
+            row["teacher"] = answer.teacher
