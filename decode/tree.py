@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 MAX_NODES = 1024
+CHAIN = 4  # tokens drafted per step when no tree is named
 
 # How the children of one node were chosen. A verifier is correct only for the drawings that it
 # names: without_replacement  drawn from q one after another, each removed from q before the next
@@ -107,6 +108,11 @@ class Tree:
     def is_chain(self) -> bool:
         """True when no node has more than one child."""
         return self.size == self.depth
+
+
+def chain(length: int) -> Tree:
+    """The tree of `length` nodes, one below the other."""
+    return Tree(tuple(range(-1, length - 1)))
 
 
 def tree_of_paths(paths: Collection[tuple[int, ...]]) -> Tree:

@@ -1,22 +1,18 @@
-"""Methods of drafting: `PROPOSERS` maps the name a user writes to what it needs, where it is valid,
-and how it is made.
+"""Methods of drafting: `PROPOSERS` maps the name a user writes to a `ProposerKind`.
 
 Needs no torch; a proposer's code is imported when it is made. To add one, write a file of this
 package (see `protocol`; with a network `network`, copying from text `text_proposer`) and enter it
 in the table. From Python, pass a `Proposer` to `SpeculativeDecoder`; it needs no table.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from decode.tree import Tree
+from decode.tree import CHAIN as CHAIN, Tree, chain
 
 if TYPE_CHECKING:
     from decode.propose.protocol import Proposer
-
-CHAIN = 4  # tokens drafted per step when no tree is named
 
 
 def default_tree(proposer: str = "draft", heads: int | None = None) -> Tree:
@@ -27,23 +23,22 @@ def default_tree(proposer: str = "draft", heads: int | None = None) -> Tree:
         from decode.propose.lookahead import LookaheadProposer
 
         return LookaheadProposer().default_tree()
-    return Tree(tuple(range(-1, min(CHAIN, heads or CHAIN) - 1)))
+    return chain(min(CHAIN, heads or CHAIN))
 
 
 @dataclass(frozen=True)
 class ProposerKind:
     """A method of drafting. title, trees and paper are shown to users.
 
-    make: takes a list of language models, a head, a suffix index, or None; with models and heads
-    also `fast`. usual: for a proposer of chains only, the one that drafts with the same kind of
-    head on any tree.
+    needs: what `make` takes. proposer: module and class. usual: for a proposer of chains only, the
+    one that drafts with the same kind of head on any tree.
     """
 
     title: str
     trees: str
     paper: str
-    needs: Literal["models", "head", "index", "nothing"]
-    make: Callable[..., "Proposer"]
+    needs: Literal["models", "head", "index", "nothing"] = "head"
+    proposer: str = "head_proposers.HeadProposer"
     usual: str | None = None
 
     @property
@@ -51,21 +46,16 @@ class ProposerKind:
         """Whether it can draw tokens at random; what copies from a text cannot."""
         return self.needs in ("models", "head")
 
+    def make(self, thing: object, **options: bool) -> "Proposer":
+        """Return the proposer for a list of language models, a head, a suffix index, or None.
 
-def _in(module: str, name: str, **options: Any) -> Callable[..., "Proposer"]:
-    def make(thing: Any, **more: Any) -> "Proposer":
-        proposer: Callable[..., Proposer] = getattr(import_module(f"decode.propose.{module}"), name)
-        return proposer(**options) if thing is None else proposer(thing, **options, **more)
-
-    return make
-
-
-def _head(
-    title: str, trees: str, paper: str, usual: str | None = None, **options: Any
-) -> ProposerKind:
-    return ProposerKind(
-        title, trees, paper, "head", _in("head_proposers", "HeadProposer", **options), usual
-    )
+        options: for models and heads, `fast`.
+        """
+        module, name = self.proposer.split(".")
+        proposer: type = getattr(import_module(f"decode.propose.{module}"), name)
+        if self.usual is not None:
+            options |= {"chains_only": True}
+        return proposer() if thing is None else proposer(thing, **options)
 
 
 PROPOSERS: dict[str, ProposerKind] = {
@@ -74,67 +64,66 @@ PROPOSERS: dict[str, ProposerKind] = {
         "any; several drafts: chain, kary, static",
         "Leviathan et al. 2023, arXiv 2211.17192; SpecInfer, arXiv 2305.09781",
         "models",
-        _in("draft_model", "DraftModelProposer"),
+        "draft_model.DraftModelProposer",
     ),
-    "eagle": _head(
+    "eagle": ProposerKind(
         "EAGLE-1/2 head: the target's next top feature", "any", "Li et al. 2024, arXiv 2401.15077"
     ),
-    "eagle3": _head(
+    "eagle3": ProposerKind(
         "EAGLE-3 head: fused low, middle and high features",
         "any",
         "Li et al. 2025, arXiv 2503.01840",
     ),
-    "medusa": _head(
+    "medusa": ProposerKind(
         "independent heads, one per depth",
         "depth up to the heads",
         "Cai et al. 2024, arXiv 2401.10774",
     ),
-    "hydra": _head(
+    "hydra": ProposerKind(
         "heads that see the tokens drafted before them",
         "depth up to the heads",
         "Ankner et al. 2024, arXiv 2402.05109",
     ),
-    "dflash": _head(
+    "dflash": ProposerKind(
         "block drafter: all tokens from one forward",
         "depth up to the block",
         "DFlash 2026, arXiv 2602.06036",
     ),
-    "dspark": _head(
+    "dspark": ProposerKind(
         "block drafter with a Markov head and a confidence",
         "depth up to the block",
         "DSpark 2026, arXiv 2607.05147",
     ),
-    "jetspec": _head(
+    "jetspec": ProposerKind(
         "block drafter, causal within its block",
         "depth up to the block",
         "JetSpec 2026, arXiv 2606.18394",
     ),
-    "blockwise": _head(
+    "blockwise": ProposerKind(
         "independent heads on a chain: blockwise parallel decoding",
         "chain, up to the heads",
         "Stern et al. 2018, arXiv 1811.03115",
-        "medusa",
-        chains_only=True,
+        usual="medusa",
     ),
     "prompt_lookup": ProposerKind(
         "what followed the same n-gram earlier in the text",
         "chain, kary, static",
         "Saxena 2023; Yang et al. 2023, arXiv 2304.04487",
         "nothing",
-        _in("prompt_lookup", "PromptLookupProposer"),
+        "prompt_lookup.PromptLookupProposer",
     ),
     "lookahead": ProposerKind(
         "a Jacobi window and the n-grams it has produced",
         "its own",
         "Fu et al. 2024, arXiv 2402.02057",
         "nothing",
-        _in("lookahead", "LookaheadProposer"),
+        "lookahead.LookaheadProposer",
     ),
     "retrieval": ProposerKind(
         "what followed the same suffix in a text of yours",
         "chain, kary, static",
         "REST, He et al. 2023, arXiv 2311.08252",
         "index",
-        _in("retrieval", "RetrievalProposer"),
+        "retrieval.RetrievalProposer",
     ),
 }

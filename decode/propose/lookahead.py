@@ -12,19 +12,13 @@ they begin alike, so a right guess in the window is accepted like any candidate.
 
 import random
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from transformers import PreTrainedModel
 
 from decode.propose.protocol import Outcome, SessionSetup
-from decode.propose.text_proposer import (
-    FlatTrie,
-    Forest,
-    TextProposer,
-    TextRow,
-    TextSession,
-    check_static,
-)
+from decode.propose.text_proposer import TextProposer, TextRow, TextSession, Trie, check_static
 from decode.tree import Tree, TreeShape
 
 
@@ -40,36 +34,32 @@ class LookaheadProposer(TextProposer):
     def __init__(
         self, window: int = 7, ngram: int = 5, candidates: int = 7, from_text: bool = True
     ) -> None:
-        self.window, self.ngram, self.candidates, self.from_text = (
-            window,
-            ngram,
-            candidates,
-            from_text,
-        )
+        self.window = window
+        self.ngram = ngram
+        self.candidates = candidates
+        self.from_text = from_text
 
     def default_tree(self) -> Tree:
-        """A tree with room at each depth for as many siblings as window and candidates can need."""
+        """Return a tree with room at each depth for the siblings that window and candidates can
+        need.
+        """
         levels = self.ngram - 1
-        deep = max(self.window + levels - 2, levels)
-        counts = [
-            sum(0 <= depth - level < self.window for level in range(levels))
-            + self.candidates * (depth <= levels)
-            for depth in range(1, deep + 1)
-        ]
         parents: list[int] = []
         above = -1
-        for count in counts:
+        for depth in range(1, max(self.window + levels - 2, levels) + 1):
+            # Level l of the window holds depths l to l + window - 1.
+            siblings = min(depth, levels - 1) - max(depth - self.window, -1)
+            if depth <= levels:
+                siblings += self.candidates
             first = len(parents)
-            parents += [above] * count
+            parents += [above] * siblings
             above = first
         return Tree(tuple(parents))
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         needed = self.default_tree()
-        given, least = check_static(self.name, tree).widths, needed.widths
-        if len(given) < len(least) or any(
-            have < need for have, need in zip(given, least, strict=False)
-        ):
+        given = check_static(self.name, tree).widths
+        if any(have < need for have, need in zip_longest(given, needed.widths, fillvalue=0)):
             room = f"{needed.size} nodes {needed.depth} deep"
             raise ValueError(
                 f"lookahead needs room for {room}; use its default tree, or a smaller window"
@@ -79,14 +69,11 @@ class LookaheadProposer(TextProposer):
         return Window(self, prompt)
 
     def start(self, setup: SessionSetup) -> "LookaheadSession":
-        forest = Forest(check_static(self.name, setup.tree), setup.device)
-        return LookaheadSession([self.row(prompt) for prompt in setup.prompts], forest)
+        return LookaheadSession(self, setup)
 
 
 class Pool:
-    """n-grams by their first token, at most `most` for each; the least recently entered are dropped
-    first.
-    """
+    """At most `most` n-grams for each first token; the least recently entered are dropped first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -101,13 +88,13 @@ class Pool:
             del rests[next(iter(rests))]
 
     def get(self, token: int) -> list[tuple[int, ...]]:
-        """What followed `token`, the most recent first."""
+        """Return what followed `token`, the most recent first."""
         return list(reversed(self._rests.get(token, {})))
 
 
 class Window(TextRow):
-    """One row: the levels, how often they have moved, and the pool. ends: indices of the columns'
-    last nodes.
+    """One row: the levels, how often they have moved, and the pool. ends: numbers of the columns'
+    last nodes in the trie.
     """
 
     def __init__(self, proposer: LookaheadProposer, prompt: Sequence[int]) -> None:
@@ -124,22 +111,18 @@ class Window(TextRow):
         self.read(prompt)
         self.ends: list[int] = []
 
-    def draft(self, forest: Forest) -> FlatTrie:
-        trie = forest.trie()
-        for rest in self.pool.get(self.levels[0][0]):
+    def draft(self, trie: Trie) -> None:
+        chain, *deeper = self.levels
+        for rest in self.pool.get(chain[0]):
             trie.add(rest)
-        chain, deeper = self.levels[0], self.levels[1:]
-        ends = [
-            trie.add([*chain[1 : column + 1], *(level[column] for level in deeper)])
-            for column in range(len(chain))
-        ]
-        flat = trie.flatten()
-        self.ends = [flat.indices[end] for end in ends]
-        return flat
+        self.ends = []
+        for column in range(len(chain)):
+            above = [level[column] for level in deeper]
+            self.ends.append(trie.add(chain[1 : column + 1] + above))
 
     def advance(self, answers: Sequence[int], emitted: Sequence[int]) -> None:
-        """Move the window on. answers: the target's tokens after `ends`. emitted: what the row now
-        ends with.
+        """Move the window on. answers: the target's tokens after `ends`. emitted: the row's new
+        tokens.
 
         Columns enter the pool once all their tokens but the first are the target's. As in the
         paper's code the window moves by one position however many tokens were emitted; else most
@@ -165,11 +148,16 @@ class Window(TextRow):
 class LookaheadSession(TextSession):
     """A session whose rows are lookahead windows."""
 
+    rows: Sequence[Window]
+
     def commit(self, outcome: Outcome) -> None:
         device = outcome.p_BMV.device
-        rows_B1 = torch.arange(len(self.rows), device=device).unsqueeze(1)
-        ends_BW = torch.tensor([row.ends for row in self.rows], device=device)
+        ends: list[list[int]] = []
+        for row, drafted in zip(self.rows, self.drafted, strict=True):
+            ends.append([drafted.indices[end] for end in row.ends])
+        ends_BW = torch.tensor(ends, device=device)
+        rows_B1 = torch.arange(len(ends), device=device).unsqueeze(1)
         # max is several times faster than argmax on a CPU.
-        answers = outcome.p_BMV[rows_B1, ends_BW].max(-1).indices.tolist()
-        for row, answer, emitted in zip(self.rows, answers, outcome.tokens, strict=True):
-            row.advance(answer, emitted)
+        best_BW = outcome.p_BMV[rows_B1, ends_BW].max(-1).indices
+        for row, answers, emitted in zip(self.rows, best_BW.tolist(), outcome.tokens, strict=True):
+            row.advance(answers, emitted)

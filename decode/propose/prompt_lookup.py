@@ -6,7 +6,7 @@ plain forward of the target.
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from decode.propose.text_proposer import FlatTrie, Forest, TextProposer, TextRow
+from decode.propose.text_proposer import TextProposer, TextRow, Trie
 
 
 class PromptLookupProposer(TextProposer):
@@ -19,7 +19,8 @@ class PromptLookupProposer(TextProposer):
     name = "prompt_lookup"
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
-        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self.max_ngram = max_ngram
+        self.min_ngram = min_ngram
 
     def row(self, prompt: Sequence[int]) -> "NgramIndex":
         index = NgramIndex(self.max_ngram, self.min_ngram)
@@ -28,17 +29,12 @@ class PromptLookupProposer(TextProposer):
 
 
 class NgramIndex(TextRow):
-    """Where each n-gram of a growing text occurred before, for n from `shortest` to `longest`.
-
-    As in a Lempel-Ziv compressor: the latest occurrence of an n-gram, and a link from each
-    occurrence to the one before.
-    """
+    """The positions after each n-gram of a growing text, for n from `shortest` to `longest`."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.text: list[int] = []
         self._lengths = range(longest, shortest - 1, -1)
-        self._latest: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in self._lengths}
-        self._earlier: dict[int, list[int]] = {n: [] for n in self._lengths}
+        self._after: dict[tuple[int, ...], list[int]] = {}
 
     def read(self, tokens: Sequence[int]) -> None:
         """Append tokens. An n-gram is entered once it has a follower, so the text's end never
@@ -48,43 +44,34 @@ class NgramIndex(TextRow):
         for token in tokens:
             at = len(text)
             for n in self._lengths:
-                if at < n:
-                    self._earlier[n].append(-1)
-                    continue
-                ngram, latest = tuple(text[at - n :]), self._latest[n]
-                self._earlier[n].append(latest.get(ngram, -1))
-                latest[ngram] = at
+                if n <= at:
+                    self._after.setdefault(tuple(text[at - n :]), []).append(at)
             text.append(token)
 
     def matches(self) -> Iterator[int]:
         """Yield positions whose preceding n tokens are the last n of the text: the longest n first,
         then the most recent.
         """
-        text, seen = self.text, set[int]()
+        seen = set[int]()
         for n in self._lengths:
-            if len(text) < n:
-                continue
-            at = self._latest[n].get(tuple(text[-n:]), -1)
-            while at >= 0:
+            for at in reversed(self._after.get(tuple(self.text[-n:]), [])):
                 if at not in seen:
                     seen.add(at)
                     yield at
-                at = self._earlier[n][at]
 
     def copy_from(self, at: int, length: int) -> list[int]:
-        """The `length` tokens after position `at`. Past the end of the text the copy reads
+        """Return the `length` tokens after position `at`. Past the end of the text the copy reads
         itself.
         """
         copied = self.text[at : at + length]
         period = len(copied)
         return copied if period == length else [copied[i % period] for i in range(length)]
 
-    def draft(self, forest: Forest) -> FlatTrie:
-        tree, trie = forest.tree, forest.trie()
+    def draft(self, trie: Trie) -> None:
+        tree = trie.tree
         # Many matches of a frequent token begin alike and add nothing; following all of them would
         # make the cost of a step grow with the text.
         for at in islice(self.matches(), 1 if tree.is_chain else 2 * tree.size):
             trie.add(self.copy_from(at, tree.depth))
             if trie.full:
                 break
-        return trie.flatten()

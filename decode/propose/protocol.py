@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose import default_tree
-from decode.tree import Drawing, Tree, TreeShape
+from decode.tree import CHAIN, Drawing, Tree, TreeShape, chain
 from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import Sampling
 
@@ -170,7 +169,7 @@ class Proposer(Protocol):
 
     def default_tree(self) -> Tree:
         """The tree that is drafted when none is named."""
-        return default_tree()
+        return chain(CHAIN)
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         """The methods by which it can choose children on such a tree above temperature 0."""

@@ -1,5 +1,5 @@
-"""Retrieval: draft what most often followed the last tokens in a corpus of the user's (REST, He et
-al. 2023, arXiv 2311.08252, and its trie of retrieved continuations).
+"""Retrieval: draft what most often followed the last tokens in the user's corpus (REST, He et al.
+2023, arXiv 2311.08252, and its trie of retrieved continuations).
 """
 
 from collections import Counter
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from decode.propose.text_proposer import EMPTY, FlatTrie, Forest, TextProposer, TextRow, Trie
+from decode.propose.text_proposer import TextProposer, TextRow, Trie
 from decode.suffix_index import SuffixIndex
 from decode.tree import TreeShape
 from draftsmith_core.models import vocabulary_size
@@ -26,7 +26,9 @@ class RetrievalProposer(TextProposer):
     name = "retrieval"
 
     def __init__(self, index: SuffixIndex, max_suffix: int = 16, min_suffix: int = 2) -> None:
-        self.index, self.max_suffix, self.min_suffix = index, max_suffix, min_suffix
+        self.index = index
+        self.max_suffix = max_suffix
+        self.min_suffix = min_suffix
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         super().check(target, tree)
@@ -40,19 +42,18 @@ class RetrievalProposer(TextProposer):
 
 
 class RecentTokens(TextRow):
-    """The last tokens of a row, as many as are searched for."""
+    """The last `max_suffix` tokens of a row."""
 
     def __init__(self, proposer: RetrievalProposer, tokens: list[int]) -> None:
-        self.proposer, self.tokens = proposer, tokens
+        self.proposer = proposer
+        self.tokens = tokens
 
-    def draft(self, forest: Forest) -> FlatTrie:
+    def draft(self, trie: Trie) -> None:
         index = self.proposer.index
         length = index.match(self.tokens)
-        if length < self.proposer.min_suffix:
-            return EMPTY
-        trie = forest.trie()
-        grow(trie, index.continuations(self.tokens[-length:], forest.tree.depth, CONTINUATIONS))
-        return trie.flatten()
+        if length >= self.proposer.min_suffix:
+            suffix = self.tokens[-length:]
+            grow(trie, index.continuations(suffix, trie.tree.depth, CONTINUATIONS))
 
     def read(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
@@ -68,9 +69,11 @@ def grow(trie: Trie, continuations: Sequence[tuple[tuple[int, ...], int]]) -> No
         for end in range(1, len(tokens) + 1):
             weights[tokens[:end]] += weight
     nodes: dict[tuple[int, ...], int] = {(): 0}
-    # A prefix is at most as heavy as the shorter ones that it extends, so these have been tried
-    # before it.
+    # A prefix is at most as heavy as the shorter ones that it extends, so it is tried after them.
     for prefix in sorted(weights, key=lambda prefix: (-weights[prefix], len(prefix))):
         above = nodes.get(prefix[:-1])
-        if above is not None and (child := trie.put(above, len(prefix) - 1, prefix[-1])):
+        if above is None:
+            continue
+        child = trie.put(above, len(prefix) - 1, prefix[-1])
+        if child:
             nodes[prefix] = child

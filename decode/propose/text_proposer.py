@@ -7,14 +7,13 @@ Plain Python on short lists: building a handful of nodes takes less time than la
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
-from decode.tree import Tree, TreeShape
+from decode.tree import Tree, TreeShape, chain
 from decode.tree_batch import TreeBatch, batch_of
 
 
@@ -40,40 +39,22 @@ class TextProposer(Proposer):
 
     @abstractmethod
     def row(self, prompt: Sequence[int]) -> "TextRow":
-        """What to keep of one prompt."""
+        """Return the state of a row that begins with this prompt."""
 
     def start(self, setup: SessionSetup) -> Session:
-        forest = Forest(check_static(self.name, setup.tree), setup.device)
-        return TextSession([self.row(prompt) for prompt in setup.prompts], forest)
+        return TextSession(self, setup)
 
 
 class TextRow(ABC):
     """The text of one row, as its proposer keeps it."""
 
     @abstractmethod
-    def draft(self, forest: "Forest") -> "FlatTrie":
-        """Draft the candidates of one step."""
+    def draft(self, trie: "Trie") -> None:
+        """Add the candidates of one step to an empty trie."""
 
     @abstractmethod
     def read(self, tokens: Sequence[int]) -> None:
         """Append emitted tokens."""
-
-
-class TextSession(Session):
-    """The rows of one `generate` call."""
-
-    def __init__(self, rows: list[Any], forest: "Forest") -> None:
-        self.rows, self.forest = rows, forest
-
-    def propose(self, u_BN: Tensor | None) -> Proposal:
-        return self.forest.proposal([row.draft(self.forest) for row in self.rows])
-
-    def commit(self, outcome: Outcome) -> None:
-        for row, emitted in zip(self.rows, outcome.tokens, strict=True):
-            row.read(emitted)
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -87,23 +68,72 @@ class FlatTrie:
     indices: tuple[int, ...]
 
 
-EMPTY = FlatTrie((), (), (0,))
+class TextSession(Session):
+    """The rows of one `generate` call.
+
+    Verifiers assign uniforms by the widths of a proposal, so these are those of `tree`, cut at the
+    deepest row: tighter ones would make a row depend on its batch mates.
+    """
+
+    rows: Sequence[TextRow]
+
+    def __init__(self, proposer: TextProposer, setup: SessionSetup) -> None:
+        self.tree = check_static(proposer.name, setup.tree)
+        self.device = setup.device
+        self.rows = [proposer.row(prompt) for prompt in setup.prompts]
+        self.drafted: list[FlatTrie] = []
+        self._chains: dict[int, TreeBatch] = {}
+        self._last: tuple[list[tuple[int, ...]], TreeBatch] | None = None
+
+    def propose(self, u_BN: Tensor | None) -> Proposal:
+        """Draft one tree per row, no larger than the largest row needs; only the root if no row has
+        candidates.
+        """
+        self.drafted = []
+        for row in self.rows:
+            trie = Trie(self.tree)
+            row.draft(trie)
+            self.drafted.append(trie.flatten())
+        size = max(len(drafted.tokens) for drafted in self.drafted)
+        tokens = [
+            [-1, *drafted.tokens] + [-1] * (size - len(drafted.tokens)) for drafted in self.drafted
+        ]
+        tokens_BM = torch.tensor(tokens, device=self.device)
+        return Proposal(self._batch(size), tokens_BM, None, "deterministic")
+
+    def commit(self, outcome: Outcome) -> None:
+        for row, emitted in zip(self.rows, outcome.tokens, strict=True):
+            row.read(emitted)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+    def _batch(self, size: int) -> TreeBatch:
+        if size == 0 or self.tree.is_chain:
+            # Rows share the longest chain; in a shorter row the tokens behind its end are -1.
+            if size not in self._chains:
+                self._chains[size] = TreeBatch.build(chain(size), self.device)
+            return self._chains[size]
+        parents = [drafted.parents for drafted in self.drafted]
+        if self._last is None or self._last[0] != parents:
+            self._last = parents, batch_of(parents, self.tree.widths, self.device)
+        return self._last[1]
 
 
 class Trie:
-    """Candidates merged where they begin alike; at most `size` nodes, and `widths[d]` children of a
-    node at depth d.
+    """Candidates merged where they begin alike, inside the bounds of `tree`: at most `tree.size`
+    nodes, and `tree.widths[d]` children of a node at depth d.
 
     The candidate that was added first is ranked first among its siblings.
     """
 
-    def __init__(self, widths: Sequence[int], size: int) -> None:
-        self.widths, self.size = widths, size
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
         self._below: list[dict[int, int]] = [{}]
 
     @property
     def full(self) -> bool:
-        return len(self._below) > self.size
+        return len(self._below) > self.tree.size
 
     def put(self, node: int, depth: int, token: int) -> int:
         """Find or add the child of `node`, at `depth`, that carries `token`; 0 if there is no
@@ -111,12 +141,8 @@ class Trie:
         """
         below = self._below[node]
         child = below.get(token, 0)
-        if (
-            not child
-            and len(self._below) <= self.size
-            and depth < len(self.widths)
-            and len(below) < self.widths[depth]
-        ):
+        widths = self.tree.widths
+        if not child and not self.full and depth < len(widths) and len(below) < widths[depth]:
             child = below[token] = len(self._below)
             self._below.append({})
         return child
@@ -134,7 +160,8 @@ class Trie:
         return node
 
     def flatten(self) -> FlatTrie:
-        indices, queue = [0] * len(self._below), [0]
+        indices = [0] * len(self._below)
+        queue = [0]
         parents: list[int] = []
         tokens: list[int] = []
         for above, node in enumerate(queue):
@@ -144,40 +171,3 @@ class Trie:
                 queue.append(child)
                 indices[child] = len(tokens)
         return FlatTrie(tuple(parents), tuple(tokens), tuple(indices))
-
-
-class Forest:
-    """Turns one trie per row into proposals inside the bounds of `tree`.
-
-    Verifiers assign uniforms by the widths of a proposal, so these are those of `tree`, cut at the
-    deepest row: tighter ones would make a row depend on its batch mates.
-    """
-
-    def __init__(self, tree: Tree, device: torch.device) -> None:
-        self.tree, self.device = tree, device
-        self._chains: dict[int, TreeBatch] = {}
-        self._last: tuple[tuple[tuple[int, ...], ...], TreeBatch] | None = None
-
-    def trie(self) -> Trie:
-        return Trie(self.tree.widths, self.tree.size)
-
-    def proposal(self, rows: Sequence[FlatTrie]) -> Proposal:
-        """One tree per row, no larger than the largest row needs; only the root when no row has
-        candidates.
-        """
-        size = max(len(row.tokens) for row in rows)
-        padded = [[-1, *row.tokens] + [-1] * (size - len(row.tokens)) for row in rows]
-        return Proposal(
-            self._batch(rows, size), torch.tensor(padded, device=self.device), None, "deterministic"
-        )
-
-    def _batch(self, rows: Sequence[FlatTrie], size: int) -> TreeBatch:
-        if size == 0 or self.tree.is_chain:
-            # Rows share the longest chain; in a shorter row the tokens behind its end are -1.
-            if size not in self._chains:
-                self._chains[size] = TreeBatch.build(Tree(tuple(range(-1, size - 1))), self.device)
-            return self._chains[size]
-        key = tuple(row.parents for row in rows)
-        if self._last is None or self._last[0] != key:
-            self._last = key, batch_of(key, self.tree.widths, self.device)
-        return self._last[1]
