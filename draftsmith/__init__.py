@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from eval.config import EvalConfig as EvalConfig, PlanConfig as PlanConfig
     from eval.decision import decide as decide
     from eval.evaluate import evaluate as evaluate
-    from eval.plan import plan as plan
+    from eval.planning.plan import plan as plan
     from eval.results import Results as Results
     from train.config import TrainConfig as TrainConfig
     from train.losses import LOSSES as losses  # noqa: N811

@@ -39,7 +39,7 @@ from draftsmith_core.runs import command_line, provenance
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from eval import measure
+from eval import measuring
 from eval.acceptance import Continuation
 from eval.estimate import alpha_sums
 from train.data import load_examples
@@ -183,7 +183,7 @@ def answer_texts(
     read = read_prompts(config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, **limits)
     read.say_skipped()
     options = {"max_new_tokens": config.max_new_tokens, "batch_size": _BATCH, "seed": config.seed}
-    return measure.answers(
+    return measuring.answers(
         target, read.prompts, Sampling(temperature=config.temperature), **options
     )
 

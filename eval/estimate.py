@@ -25,7 +25,7 @@ from draftsmith_core.models import vocabulary_size
 from draftsmith_core.ranks import divided
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from eval.acceptance import Continuation, Positions, draft_logits, model_logits, rank_chances
-from eval.diagnose import (
+from eval.diagnosis.diagnose import (
     Diagnosis,
     RootMeasurement,
     RootStep,
@@ -33,8 +33,8 @@ from eval.diagnose import (
     positions_per_prompt,
     root_sums,
 )
+from eval.method import Method
 from eval.predict import PredictedCounts, Traces, predict, ranks_needed
-from eval.request import Method
 
 # Logits held at once, as a number of elements (256 MiB in fp32). Fewer rows are read at once to
 # fit.
@@ -45,8 +45,8 @@ class AlphaMeasurement(TypedDict):
     """Per prompt, summed over `count` response positions: sum_x min(p, q) (`sum`), p(argmax q)
     (`greedy`), sum_x p q (`match`) and p of the tokens that the draft cannot draft (`missing`).
 
-    `roots`: by root step, what `eval.diagnose` found at some of these positions. `predicted`: by
-    method, the counts expected of decoding with it. `diagnosis`: `eval.diagnose`, if asked for.
+    `roots`: by root step, what `eval.diagnosis.diagnose` found at some of these positions.
+    `predicted`: by method, the counts expected of decoding with it. `diagnosis`: if asked for.
     """
 
     sum: list[float]
@@ -298,7 +298,7 @@ def measure_alphas(
     expected of decoding with `methods`.
 
     `rows` hold the target's own continuations at this sampling, so the mean over positions is over
-    its own distribution. `roots` are simulated at some of the positions (`eval.diagnose`). options:
+    its own distribution. `roots` are simulated at some of the positions. options:
     as for `read_traces`.
     """
     size = len(rows), vocabulary_size(target)

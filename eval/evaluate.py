@@ -29,28 +29,20 @@ from draftsmith_core.settings import Sampling, resolve_sampling, sampling_option
 from eval import remarks, rows
 from eval.acceptance import Continuation
 from eval.config import EvalConfig
-from eval.diagnose import RootStep
-from eval.diagnosis_rows import diagnosis_rows
+from eval.diagnosis.diagnose import RootStep
+from eval.diagnosis.rows import diagnosis_rows
 from eval.estimate import AlphaMeasurement, measure_alphas
-from eval.measure import (
-    SpeedMeasurement,
-    Suite,
-    Task,
-    clock,
-    continuations,
-    decoder_of,
-    identity,
-    load,
-    machine,
-    model_row,
-)
+from eval.facts import clock, identity, machine, model_row
+from eval.measuring import SpeedMeasurement, Task, continuations, decoder_of
+from eval.method import Method
 from eval.predict import predicted_methods
 from eval.remarks import announce
 from eval.report.page import write_report
-from eval.request import EvalRequest, Method, check
+from eval.request import EvalRequest, check
 from eval.results import Results
 from eval.rows import Measured
 from eval.schema import ModelRow, Remark
+from eval.suites import Suite, load
 
 # Part of the name of every cell: raise it when a code change makes the same request measure
 # something else.

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from decode import VERIFIERS, Tree, TreeShape
 from draftsmith_core.settings import Sampling
 from eval.bootstrap import PromptSums, Resamples, interval, pooled_ratios
-from eval.request import Method
+from eval.method import Method
 
 Floats = NDArray[np.float64]
 # Rules whose chance by rank is drawn (`acceptance.rank_chances`) where a node has several

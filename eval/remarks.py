@@ -18,8 +18,8 @@ from draftsmith_core.errors import InputError, counted
 from draftsmith_core.models import parameter_count
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
 from draftsmith_core.ranks import say
-from eval.measure import Suite
 from eval.schema import BUSY, Conditions, ModelRow, Remark
+from eval.suites import Suite
 
 # Two prompts are near-duplicates if they share this much of their token n-grams (Jaccard
 # similarity).

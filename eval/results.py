@@ -256,10 +256,10 @@ class Results:
 
     def require(self, *requirements: str) -> None:
         """Raise RequirementError, with one line per unmet figure, unless all requirements hold on
-        the bounds of their 95 % intervals (see `eval.request.Requirement`):
+        the bounds of their 95 % intervals (see `eval.requirement.Requirement`):
         `results.require("alpha[code] >= 0.4")`.
         """
-        from eval.request import Requirement  # which reads Results
+        from eval.requirement import Requirement  # which reads Results
 
         parsed = [Requirement.parse(text) for text in requirements]
         if unmet := [line for requirement in parsed for line in requirement.judge(self)]:

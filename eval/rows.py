@@ -14,7 +14,7 @@ from decode.stats import independent_tau
 from draftsmith_core.errors import without_secrets
 from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.sampling import row_seed
-from eval import measure
+from eval import measuring
 from eval.bootstrap import (
     PromptSums,
     Resamples,
@@ -25,12 +25,12 @@ from eval.bootstrap import (
     resamples,
     transfer,
 )
-from eval.diagnose import RootStep
+from eval.diagnosis.diagnose import RootStep
 from eval.estimate import AlphaMeasurement
-from eval.measure import BaselineMeasurement, SpeedMeasurement, Suite
+from eval.measuring import BaselineMeasurement, SpeedMeasurement
+from eval.method import Method
 from eval.predict import predicted_methods, run_interval
 from eval.remarks import conditions
-from eval.request import Method
 from eval.schema import (
     KINDS,
     SCHEMA_VERSION,
@@ -46,6 +46,7 @@ from eval.schema import (
     SuiteRow,
     definitions,
 )
+from eval.suites import Suite
 
 # Figures of alpha by the key of their per-prompt sums.
 ALPHAS = {"alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}
@@ -217,7 +218,7 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                         how,
                         at=depth,
                     )
-                for key in measure.COUNTED:
+                for key in measuring.COUNTED:
                     yield group.row(key, draft, sum(joined(parts, key)), how)
                 step, alphas = RootStep.of(method), group.parts(measured.alphas, draft)
                 if step is not None and all(step.name in alpha["roots"] for alpha in alphas):
@@ -355,7 +356,7 @@ def counts(setting: Setting, measured: Measured) -> list[Counts]:
             add("alpha", measured.alphas[suite, temperature, draft], ("sum", "count"), draft)
             for method in setting.methods:
                 decoded = measured.decodings[suite, temperature, draft, method]
-                keys = (*measure.COUNTED, *measure.COUNTED_BY_DEPTH)
+                keys = (*measuring.COUNTED, *measuring.COUNTED_BY_DEPTH)
                 add("decoding", decoded, keys, draft, (method.tree, method.verifier))
         timed = measured.speeds.get((suite, temperature))
         for run in timed["runs"] if timed else ():
@@ -405,7 +406,7 @@ def assemble(
     remarks: Sequence[Remark] = (),
     diagnosis: Sequence[Row] = (),
 ) -> ResultsDocument:
-    """Make results.json. `diagnosis` are the rows of `eval.diagnosis_rows`."""
+    """Make results.json. `diagnosis` are the rows of `eval.diagnosis.rows`."""
     makers = (alpha_rows, decoding_rows, prediction_rows, speed_rows, cost_rows)
     return ResultsDocument(
         schema_version=SCHEMA_VERSION,

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from draftsmith_core.prompts import Prompt
-from eval.diagnose import RootMeasurement, RootStep
-from eval.measure import Suite
-from eval.request import Method
+from eval.diagnosis.diagnose import RootMeasurement, RootStep
+from eval.method import Method
 from eval.results import Results
 from eval.rows import Measured, Setting, assemble
 from eval.schema import CLOCK, ModelRow, ResultsDocument, SuiteKind, Training
+from eval.suites import Suite
 
 
 def _model(name: str) -> ModelRow:

@@ -12,14 +12,14 @@ from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
 from eval.acceptance import Continuation, Positions
 from eval.bootstrap import signs
-from eval.diagnose import CANDIDATES, Diagnosis, diagnosis_of, drawn_acceptance
-from eval.diagnosis_rows import diagnosis_rows, similarities, token_class
-from eval.measure import Suite
+from eval.diagnosis.diagnose import CANDIDATES, Diagnosis, diagnosis_of, drawn_acceptance
+from eval.diagnosis.rows import diagnosis_rows, similarities, token_class
+from eval.method import Method
 from eval.report.page import render_page
-from eval.request import Method
 from eval.results import Results
 from eval.rows import Measured, Setting
 from eval.schema import Row, SuiteKind
+from eval.suites import Suite
 from tests.results_made_up import BASE, BOTH, made_up
 
 V, N = 9, 6

@@ -9,9 +9,9 @@ from transformers import LlamaForCausalLM
 from draftsmith_core.errors import RunError
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
 from eval.acceptance import Continuation
-from eval.diagnose import RootStep, root_acceptance
+from eval.diagnosis.diagnose import RootStep, root_acceptance
 from eval.estimate import alpha_sums
-from eval.request import Method
+from eval.method import Method
 from tests.tiny_models import near, tiny_llama
 
 VOCAB = 17

@@ -15,8 +15,8 @@ import pytest
 from decode import DynamicTree, Tree, parse_tree
 from decode.tree_spec import kary
 from eval.bootstrap import PromptSums, quotient, resamples
-from eval.plan import _engines, _pays
-from eval.plan_model import JointRuns, fit, isotonic, kary_space, shapes, time_shapes
+from eval.planning.plan import _engines, _pays
+from eval.planning.plan_model import JointRuns, fit, isotonic, kary_space, shapes, time_shapes
 
 
 def _runs(chances: list[list[float]]) -> JointRuns:
@@ -152,7 +152,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     """On a busy machine, and with no time, the plan is short and gives engines no advice."""
     monkeypatch.setattr("os.getloadavg", lambda: (99.0 if busy else 0.0, 0.0, 0.0))
     monkeypatch.setattr("eval.remarks.SPREAD", 1e9)  # the machine of the tests may be busy or not
-    monkeypatch.setattr("eval.plan.LIMIT_S", 0.0 if busy else 900.0)
+    monkeypatch.setattr("eval.planning.plan.LIMIT_S", 0.0 if busy else 900.0)
     draft = shutil.copytree(draft_dir, tmp_path / "draft")
     words = [
         "--target",

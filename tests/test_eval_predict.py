@@ -16,12 +16,12 @@ from drafts.heads.medusa import MedusaHeads
 from draftsmith_core.models import load_model
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling
-from eval import measure
+from eval import measuring
 from eval.config import EvalConfig
 from eval.estimate import measure_alphas
 from eval.evaluate import evaluate
+from eval.method import Method
 from eval.predict import predictable
-from eval.request import Method
 from tests.tiny_models import HEADS, near, stirred_head, tiny_llama
 
 PROMPTS = [Prompt(f"p{i}", "d", (1, 3 + i % 13, 3 + i // 13 % 20)) for i in range(300)]
@@ -64,9 +64,11 @@ def _compare(
     errors of each.
     """
     prompts = PROMPTS[:count]
-    task = measure.Task(target, prompts, sampling, (2,), max_new_tokens=14, batch_size=100, seed=3)
+    task = measuring.Task(
+        target, prompts, sampling, (2,), max_new_tokens=14, batch_size=100, seed=3
+    )
     ours = task.baseline()
-    rows = measure.continuations(prompts, ours)
+    rows = measuring.continuations(prompts, ours)
     cell = measure_alphas(target, {"d": draft}, rows, sampling, [method], batch_size=64)["d"]  # type: ignore[dict-item]
     found = cell["predicted"][method.name]
     ran = task.decoding(draft, method, ours)  # type: ignore[arg-type]
@@ -104,10 +106,10 @@ def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(name, tr
 
 def test_three_rules_from_one_forward_coincide_at_temperature_zero(pair):
     for sampling in (COLD, HOT):
-        ours = measure.Task(
+        ours = measuring.Task(
             pair[0], PROMPTS[:20], sampling, (), max_new_tokens=8, batch_size=20, seed=1
         ).baseline()
-        rows = measure.continuations(PROMPTS[:20], ours)
+        rows = measuring.continuations(PROMPTS[:20], ours)
         both = measure_alphas(
             pair[0], {"a": pair[1], "b": near(pair[0], 0.1, 7)}, rows, sampling, batch_size=8
         )

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafts.make.widen import widen
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
 from eval import remarks
-from eval.measure import Suite
 from eval.schema import Conditions, ModelRow, SuiteKind
+from eval.suites import Suite
 
 TEXT = tuple(range(100, 140))
 

@@ -17,7 +17,7 @@ from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.sampling import Sampling
 from eval.acceptance import Continuation
 from eval.estimate import measure_alphas
-from eval.request import Method
+from eval.method import Method
 from tests.learnt_heads import AHEAD, TOKENS, learn
 from tests.openvino_ir import engine
 

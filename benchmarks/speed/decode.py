@@ -47,7 +47,7 @@ from draftsmith_core.io import write_text_atomic
 from draftsmith_core.models import dtype_name, load_model, vocabulary_size
 from draftsmith_core.runs import git_commit, versions
 from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer
-from eval.measure import machine
+from eval.facts import machine
 
 TARGET, DRAFT = (
     ROOT / "draftsmith" / "demo" / "pair" / "target",

@@ -4,9 +4,9 @@
 
 A cell is one draft with one tree and verifier on one set of prompts at one temperature. The
 estimate is `measure_alphas`: one forward of the target over its own texts, one of every draft, and
-all cells from them. Decoding is `measure.Task.decoding` of every cell, at batch 16 and, on some of
-the prompts, at batch 1. The target's texts are a cost of their own (`baseline_s`): decoding needs
-none, and an evaluation has them anyway. Without arguments the pair is the demo's.
+all cells from them. Decoding is `measuring.Task.decoding` of every cell, at batch 16 and, on some
+of the prompts, at batch 1. The target's texts are a cost of their own (`baseline_s`): decoding
+needs none, and an evaluation has them anyway. Without arguments the pair is the demo's.
 """
 
 # ruff: noqa: E402
@@ -30,10 +30,10 @@ import torch
 from benchmarks.lib.shipped_pair import LARGER_DRAFT, PAIR, answer, heldout_prompts
 from drafts.load import load_models
 from draftsmith_core.sampling import Sampling
-from eval import measure
+from eval import measuring
 from eval.estimate import measure_alphas
+from eval.method import Method
 from eval.predict import predicted_methods
-from eval.request import Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,11 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     prompts = heldout_prompts(pair.tokenizer, config.prompts)
     trees = [Method(tree, "exact" if tree.startswith("opt") else "mcsd") for tree in config.tree]
     methods = predicted_methods(trees, sampling.greedy)
-    task = measure.Task(
+    task = measuring.Task(
         pair.target, prompts, sampling, (), config.max_new_tokens, seed=0, batch_size=16
     )
     ours, baseline_s = timed(task.baseline)
-    texts = measure.continuations(prompts, ours)
+    texts = measuring.continuations(prompts, ours)
 
     def estimate() -> Any:
         return measure_alphas(pair.target, pair.drafts, texts, sampling, methods, batch_size=16)
@@ -93,7 +93,7 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
         seconds = 0.0
         for draft in pair.drafts.values():
             for method in methods:
-                some = measure.BaselineMeasurement(
+                some = measuring.BaselineMeasurement(
                     output_ids=ours["output_ids"][:count],
                     finish_reason=ours["finish_reason"][:count],
                 )

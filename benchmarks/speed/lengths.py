@@ -50,7 +50,7 @@ from draftsmith_core.tokenization import Tokenizer, encode_text
 from eval import bootstrap
 from eval.bootstrap import PromptSums, resamples
 from eval.estimate import read_traces
-from eval.measure import Task, continuations
+from eval.measuring import Task, continuations
 from eval.remarks import conditions, of_timing
 from eval.report.formats import with_interval
 

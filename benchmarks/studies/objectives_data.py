@@ -33,7 +33,7 @@ from draftsmith_core.prompts import Prompt
 from draftsmith_core.runs import Run
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import decode_text, encode_text, load_tokenizer
-from eval import measure
+from eval import measuring
 from eval.acceptance import Continuation
 from eval.evaluate import MEASUREMENT_VERSION
 from train.config import Optim, TrainConfig
@@ -407,10 +407,10 @@ def continued(
     }
     asked |= {"prompts": [list(prompt.ids) for prompt in prompts], "seed": seed}
     sampling = Sampling(temperature=temperature)
-    task = measure.Task(
+    task = measuring.Task(
         target, prompts, sampling, eos_ids(target), options.new_tokens, seed=seed, batch_size=32
     )
-    return asked, measure.continuations(prompts, store.get(asked, task.baseline))
+    return asked, measuring.continuations(prompts, store.get(asked, task.baseline))
 
 
 def make_data(options: PairOptions, pair: Pair) -> None:

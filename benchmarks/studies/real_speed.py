@@ -23,7 +23,7 @@ from draftsmith_core.prompts import read_prompts
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import PlanConfig
-from eval.plan import plan
+from eval.planning.plan import plan
 from eval.report.formats import number
 
 BITS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}

@@ -211,7 +211,7 @@ def _export(config: "ExportConfig", command: str) -> Outcome:
 
 
 def _plan(config: "PlanConfig", command: str) -> Outcome:
-    from eval.plan import plan, plan_lines
+    from eval.planning.plan import plan, plan_lines
 
     document = plan(config)
     keys = (

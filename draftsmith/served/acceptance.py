@@ -41,9 +41,9 @@ from eval.bootstrap import (
     resamples,
 )
 from eval.estimate import read_traces
+from eval.method import Method
 from eval.predict import predict
 from eval.report.formats import with_interval
-from eval.request import Method
 from eval.schema import Estimate
 
 # Ignore smaller differences: in accepted tokens per call, and in the likelihood of the texts.

@@ -30,15 +30,16 @@ from draftsmith_core.ranks import say
 from draftsmith_core.runs import provenance
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from draftsmith_core.settings import resolve_sampling, sampling_options
-from eval import measure, remarks
+from eval import measuring, remarks
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums, estimate, quotient, resamples, signs
 from eval.config import PlanConfig
 from eval.estimate import read_traces
-from eval.measure import machine, model_row
-from eval.plan_model import Costs, JointRuns, fit, kary_space, time_shapes
+from eval.facts import machine, model_row
+from eval.method import Method
+from eval.planning.plan_model import Costs, JointRuns, fit, kary_space, time_shapes
 from eval.predict import Traces, chances, predict
-from eval.request import Method
+from eval.suites import load
 
 SCHEMA_VERSION = 1
 NODES, DEPTH, LONGEST_CHAIN = 64, 16, 16
@@ -188,7 +189,7 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
         rows: list[Continuation] = []
         while len(rows) < len(planner.prompts) and (not rows or within(0.3)):
             part = planner.prompts[len(rows) : len(rows) + TEXT_BATCH]
-            rows += measure.answers(planner.target, part, sampling, **options)
+            rows += measuring.answers(planner.target, part, sampling, **options)
         positions = sum(len(row.output_ids) for row in rows)
         ranks = (
             RANKS
@@ -417,7 +418,7 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     """
     config = configured(PlanConfig, config, options)
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
-    (suite,), pair = measure.load(config, {"draft": config.draft}, {"prompts": config.prompts}, {})
+    (suite,), pair = load(config, {"draft": config.draft}, {"prompts": config.prompts}, {})
     draft = pair.drafts["draft"]
     remarks.announce(remarks.of_target(config.target, pair.target), strict=False)
     for place, reason in suite.skipped:

@@ -1,5 +1,5 @@
 """Make the rows of results.json that explain acceptance, from the measurements of
-`eval.diagnose`.
+`eval.diagnosis.diagnose`.
 """
 
 import math
@@ -11,11 +11,11 @@ import numpy as np
 import pandas as pd
 
 from eval.bootstrap import PromptSums, difference, estimate, interval
-from eval.diagnose import BINS, Diagnosis
-from eval.measure import Suite
+from eval.diagnosis.diagnose import BINS, Diagnosis
 from eval.remarks import overlaps
 from eval.rows import Group, Measured, Setting, joined
 from eval.schema import Estimate, Row
+from eval.suites import Suite
 
 # Properties that positions are grouped by, and the edges of their bins.
 ENTROPY, PLACE, CLASS = (

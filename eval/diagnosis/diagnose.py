@@ -26,7 +26,7 @@ from decode.tree import Drawing, Tree
 from decode.tree_batch import TreeBatch
 from draftsmith_core.sampling import Sampling, acceptance, generator, row_seed, uniforms
 from eval.acceptance import Continuation, Positions, refusals
-from eval.request import Method
+from eval.method import Method
 
 # Most positions per prompt. The bound costs far more than alpha.
 PER_PROMPT = 16

@@ -1,46 +1,28 @@
-"""Prompt sets, and decoding for real on them: the target alone, then every draft against it,
-counted and timed; and the facts of the models, the machine and the run.
+"""Decode prompt sets for real: the target alone, then every draft against it, counted and timed.
 
 Each result is plain JSON, kept on disk as one measurement of the evaluation. Lists are in the order
 of the prompts.
 """
 
 import os
-import platform
-import re
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, BatchOutput, Generation, SpeculativeDecoder, Tree, take_over
-from drafts.load import Draft, LoadedModels, draft_fingerprint, kind_of, load_models
-from draftsmith_core.devices import peak_memory
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import hash_json
+from decode import PROPOSERS, BatchOutput, Generation, SpeculativeDecoder, Tree
+from drafts.load import Draft, kind_of
 from draftsmith_core.models import (
-    context_length,
-    dtype_name,
     eos_ids,
-    memory_bytes,
-    parameter_count,
-    quantization,
-    vocabulary_size,
 )
 from draftsmith_core.progress import Tick, no_tick
-from draftsmith_core.prompts import Prompt, read_prompts
+from draftsmith_core.prompts import Prompt
 from draftsmith_core.ranks import divided
-from draftsmith_core.runs import read_record
 from draftsmith_core.sampling import Sampling, generator, row_seed
-from draftsmith_core.settings import loading, tokenizing
-from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation
-from eval.request import Method
-from eval.schema import ModelRow, SuiteKind, Training
+from eval.method import Method
 
 WARM_UP_TOKENS = 8
 # Trees of one level separate the cost of drafting from that of verifying. The number of prompts
@@ -49,82 +31,6 @@ COST_PROMPTS, MOST_NODES = 2, 64
 # Counts of `decode.stats` that are kept per prompt.
 COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
 COUNTED_BY_DEPTH = ("accepted_by_depth", "reached_by_depth")
-
-
-@dataclass(frozen=True)
-class Suite:
-    """A named prompt set. `len(prompts) + len(skipped) == rows`; a skip is (row or prompt, reason).
-
-    more: as in `PromptSet`.
-    """
-
-    name: str
-    kind: SuiteKind
-    source: str
-    prompts: tuple[Prompt, ...]
-    skipped: tuple[tuple[str, str], ...]
-    rows: int
-    more: bool = False
-
-    @property
-    def digest(self) -> str:
-        """Hash of prompt ids and tokens, which kept measurements depend on."""
-        return hash_json([[prompt.id, list(prompt.ids)] for prompt in self.prompts])
-
-
-def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> list[Suite]:
-    """Skip the prompts that leave no room for `max_new_tokens` in `context`, the shortest context
-    of all models.
-
-    All drafts skip the same prompts, because they are compared on the same ones.
-    """
-    fitted = []
-    for suite in suites:
-        skips = {
-            prompt: f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed a context of "
-            f"{context}"
-            for prompt in suite.prompts
-            if context is not None and len(prompt.ids) + max_new_tokens > context
-        }
-        prompts = tuple(prompt for prompt in suite.prompts if prompt not in skips)
-        if skips and not prompts:
-            reason = next(iter(skips.values()))
-            raise InputError(
-                f"{suite.source}: {reason}; lower --max_new_tokens or use shorter prompts"
-            )
-        skipped = (
-            *suite.skipped,
-            *((f"prompt {prompt.id}", reason) for prompt, reason in skips.items()),
-        )
-        fitted.append(replace(suite, prompts=prompts, skipped=skipped))
-    return fitted
-
-
-def load(
-    config: Any,
-    drafts: dict[str, str],
-    id_sets: dict[str, str],
-    ood_sets: dict[str, str],
-    **options: Any,
-) -> tuple[list[Suite], LoadedModels]:
-    """Read the prompts, ID sets first, then load the models. options: as for `load_models`."""
-    tokenizer = load_tokenizer(config.target, **tokenizing(config))
-    suites = []
-    for name, source in (id_sets | ood_sets).items():
-        limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}
-        read = read_prompts(source, tokenizer, domain=name, **limits)
-        skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
-        kind: SuiteKind = "id" if name in id_sets else "ood"
-        suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more))
-    pair = load_models(
-        config.target,
-        drafts,
-        quantize=config.quantize,
-        tokenizer=tokenizer,
-        **loading(config) | options,
-    )
-    take_over(pair.target, *pair.drafts.values())
-    return fit(suites, config.max_new_tokens, pair.context), pair
 
 
 class BaselineMeasurement(TypedDict):
@@ -337,88 +243,3 @@ def answers(
     return continuations(
         prompts, Task(target, prompts, sampling, eos_ids(target), **options).baseline()
     )
-
-
-def model_row(name: str, model: Draft) -> ModelRow:
-    """The facts of a loaded model; `name` is its directory or hub name."""
-    weight = next(model.parameters())
-    if isinstance(model, PreTrainedModel):
-        family, vocabulary, context = (
-            str(model.config.model_type),
-            vocabulary_size(model),
-            context_length(model),
-        )
-        dtype = dtype_name(model)
-    else:
-        family, vocabulary, context = model.kind, model.vocab_size, None
-        dtype = str(weight.dtype).removeprefix("torch.")
-    return ModelRow(
-        name=name,
-        kind=kind_of(model),
-        fingerprint=draft_fingerprint(model),
-        model_type=family,
-        parameters=parameter_count(model),
-        memory_bytes=memory_bytes(model),
-        vocabulary=vocabulary,
-        context=context,
-        dtype=dtype,
-        quantize=quantization(model),
-        device=str(weight.device),
-        training=_training(Path(name)),
-    )
-
-
-def _training(checkpoint: Path) -> Training | None:
-    """Read the record of a checkpoint's alignment; None if `train` did not align it."""
-    record = read_record(checkpoint)
-    try:
-        config, data, steps = record["config"], record["data"], record["steps"]
-        batch = config["batch_size"] * config["accumulation"] * record["processes"]
-        return Training(
-            objective=record["objective"],
-            response_tokens=data["response_tokens"],
-            epochs=steps * batch / data["training"]["rows"],
-            steps=steps,
-            best_step=record["best_step"],
-        )
-    except KeyError:
-        return None
-
-
-def identity(model: ModelRow) -> list[str]:
-    """What decides a model's numbers: weights, dtype and device."""
-    return [model["fingerprint"], model["dtype"], model["device"]]
-
-
-def machine(model: PreTrainedModel) -> dict[str, Any]:
-    """The processor, threads, GPU and system that the timings hold for."""
-    info, on_gpu = Path("/proc/cpuinfo"), model.device.type == "cuda"
-    named = re.search(
-        r"^model name\s*:\s*(.+)$", info.read_text() if info.is_file() else "", re.MULTILINE
-    )
-    return {
-        "cpu": named[1] if named else platform.processor() or platform.machine(),
-        "cpus": os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(model.device) if on_gpu else None,
-        "system": platform.system(),
-    }
-
-
-def clock(started: float, reused: int, measured: int, target: PreTrainedModel) -> dict[str, Any]:
-    """Start (given in seconds since 1970) and end of the run, cells reused and measured, machine
-    and peak memory.
-    """
-    finished = time.time()
-    begun, ended = (
-        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at)) for at in (started, finished)
-    )
-    return {
-        "started": begun,
-        "finished": ended,
-        "seconds": round(finished - started, 3),
-        "cells_reused": reused,
-        "cells_measured": measured,
-        "machine": machine(target),
-        "peak_memory_bytes": peak_memory(target.device)[0],
-    }

@@ -1,0 +1,1 @@
+"""Explain why drafted tokens are accepted or not."""

@@ -1,0 +1,109 @@
+"""The facts of the models, the machine and the run."""
+
+import os
+import platform
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from drafts.load import Draft, draft_fingerprint, kind_of
+from draftsmith_core.devices import peak_memory
+from draftsmith_core.models import (
+    context_length,
+    dtype_name,
+    memory_bytes,
+    parameter_count,
+    quantization,
+    vocabulary_size,
+)
+from draftsmith_core.runs import read_record
+from eval.schema import ModelRow, Training
+
+
+def model_row(name: str, model: Draft) -> ModelRow:
+    """The facts of a loaded model; `name` is its directory or hub name."""
+    weight = next(model.parameters())
+    if isinstance(model, PreTrainedModel):
+        family, vocabulary, context = (
+            str(model.config.model_type),
+            vocabulary_size(model),
+            context_length(model),
+        )
+        dtype = dtype_name(model)
+    else:
+        family, vocabulary, context = model.kind, model.vocab_size, None
+        dtype = str(weight.dtype).removeprefix("torch.")
+    return ModelRow(
+        name=name,
+        kind=kind_of(model),
+        fingerprint=draft_fingerprint(model),
+        model_type=family,
+        parameters=parameter_count(model),
+        memory_bytes=memory_bytes(model),
+        vocabulary=vocabulary,
+        context=context,
+        dtype=dtype,
+        quantize=quantization(model),
+        device=str(weight.device),
+        training=_training(Path(name)),
+    )
+
+
+def _training(checkpoint: Path) -> Training | None:
+    """Read the record of a checkpoint's alignment; None if `train` did not align it."""
+    record = read_record(checkpoint)
+    try:
+        config, data, steps = record["config"], record["data"], record["steps"]
+        batch = config["batch_size"] * config["accumulation"] * record["processes"]
+        return Training(
+            objective=record["objective"],
+            response_tokens=data["response_tokens"],
+            epochs=steps * batch / data["training"]["rows"],
+            steps=steps,
+            best_step=record["best_step"],
+        )
+    except KeyError:
+        return None
+
+
+def identity(model: ModelRow) -> list[str]:
+    """What decides a model's numbers: weights, dtype and device."""
+    return [model["fingerprint"], model["dtype"], model["device"]]
+
+
+def machine(model: PreTrainedModel) -> dict[str, Any]:
+    """The processor, threads, GPU and system that the timings hold for."""
+    info, on_gpu = Path("/proc/cpuinfo"), model.device.type == "cuda"
+    named = re.search(
+        r"^model name\s*:\s*(.+)$", info.read_text() if info.is_file() else "", re.MULTILINE
+    )
+    return {
+        "cpu": named[1] if named else platform.processor() or platform.machine(),
+        "cpus": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(model.device) if on_gpu else None,
+        "system": platform.system(),
+    }
+
+
+def clock(started: float, reused: int, measured: int, target: PreTrainedModel) -> dict[str, Any]:
+    """Start (given in seconds since 1970) and end of the run, cells reused and measured, machine
+    and peak memory.
+    """
+    finished = time.time()
+    begun, ended = (
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at)) for at in (started, finished)
+    )
+    return {
+        "started": begun,
+        "finished": ended,
+        "seconds": round(finished - started, 3),
+        "cells_reused": reused,
+        "cells_measured": measured,
+        "machine": machine(target),
+        "peak_memory_bytes": peak_memory(target.device)[0],
+    }

@@ -1,0 +1,1 @@
+"""Find the tree with which a draft is fastest on this machine."""
