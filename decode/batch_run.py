@@ -11,15 +11,17 @@ U uniforms per row.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from torch.nn.functional import pad
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.propose.protocol import Outcome, Proposal, Session, SessionSetup, padded
-from decode.recorded.steps import StaticSteps, bucket
-from decode.runner import Runner
+from decode.llama_forward import Forwarded
+from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
+from decode.recorded.proposal import in_bucket
+from decode.runner import Block, Runner
 from decode.stats import DecodeStats
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
@@ -30,10 +32,6 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.sampling import Sampling, draw, probs, uniforms
 
-if TYPE_CHECKING:
-    from decode.engine import SpeculativeDecoder
-
-_TREE_ARRAYS = 5  # how many tensors a `TreeBatch` has
 _ALL_FINITE = 3  # `_finite` of a row whose target and draft have finite logits
 OnTokens = Callable[[int, list[int], list[bool]], None]
 # `stop(ids, new)` returns how many of the last `new` tokens of a row's output `ids` to keep, None
@@ -124,6 +122,43 @@ class _NoDraft:
         self._tokens_BM = self._tokens_BM[: len(rows)]
 
 
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a decoder decodes with. drawing: how children are chosen above temperature 0."""
+
+    target: PreTrainedModel
+    proposer: Proposer | None
+    tree: TreeShape
+    drawing: Drawing
+    verifier: Verifier
+    compile: bool | str
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to continue prompts; see `SpeculativeDecoder.generate`."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    eos_ids: frozenset[int]
+    on_tokens: OnTokens | None = None
+    stop: StopCondition | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Judged:
+    """The outcome of one step on the host.
+
+    finite_B: see `_finite`. states: the target's at the root and on the accepted path, `[B, D + 1,
+    H]` per layer. distributions: returns the target's, `[B, M, V]`.
+    """
+
+    finite_B: list[int]
+    walks: list[Walk]
+    states: Sequence[Tensor]
+    distributions: Callable[[], Tensor]
+
+
 class BatchRun:
     """Prompts that are decoded together. `rows` are those it began with, `batch` all that have not
     ended, in the order of the tensors.
@@ -131,54 +166,57 @@ class BatchRun:
 
     def __init__(
         self,
-        decoder: "SpeculativeDecoder",
+        parts: Parts,
+        runner: Runner,
+        options: Options,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        max_new_tokens: int,
         generators: Sequence[torch.Generator],
-        eos_ids: frozenset[int],
-        on_tokens: OnTokens | None = None,
-        stop: StopCondition | None = None,
         first: int = 0,
-        runner: Runner | None = None,
     ) -> None:
-        """first: the index of the first prompt. runner: an empty one of the same target, to share
-        its weights.
-        """
-        self.decoder, self.sampling, self.max_new_tokens = decoder, sampling, max_new_tokens
-        self.eos_ids, self.on_tokens, self.stop = eos_ids, on_tokens, stop
-        tree, proposer = decoder.tree, decoder.proposer
-        # At temperature 0 every proposer takes the most probable tokens.
-        drawing: Drawing = "deterministic" if sampling.greedy else decoder.drawing
-        pairs = enumerate(zip(prompts, generators, strict=True), first)
+        """runner: the target with an empty cache. first: the index of the first prompt."""
+        self.parts, self.runner, self.options = parts, runner, options
         self.rows = [
-            _Row(index, prompt, generator, tree.depth) for index, (prompt, generator) in pairs
+            _Row(index, prompt, generator, parts.tree.depth)
+            for index, (prompt, generator) in enumerate(
+                zip(prompts, generators, strict=True), first
+            )
         ]
         self.batch = list(self.rows)
-        self.hidden_layers = proposer.hidden_layers if proposer else ()
-        self.runner = runner or decoder.new_runner()
-        hidden = self.runner.prefill(
-            [p[:-1] for p in prompts], max_new_tokens + tree.size + 1, self.hidden_layers
+        self.hidden_layers = parts.proposer.hidden_layers if parts.proposer else ()
+        # At temperature 0 every proposer takes the most probable tokens.
+        greedy = options.sampling.greedy
+        drawing: Drawing = "deterministic" if greedy else parts.drawing
+        self.num_draft_uniforms = 0 if drawing == "deterministic" else parts.tree.size
+        most = parts.verifier.uniforms(_widest(parts.tree))
+        self.num_uniforms = self.num_draft_uniforms + most
+        self.session = self._start(prompts, drawing)
+        self._judge = self._judge_on_device
+        if parts.compile:
+            return
+        if parts.proposer is None and not greedy:
+            self._judge = self._judge_undrafted
+        known = VERIFIERS.get(parts.verifier.name) is parts.verifier
+        if greedy and known and runner.device.type == "cpu":
+            self._judge = self._judge_greedily
+
+    def _start(self, prompts: Sequence[Sequence[int]], drawing: Drawing) -> Session:
+        parts, options = self.parts, self.options
+        room = options.max_new_tokens + parts.tree.size + 1
+        hidden = self.runner.prefill([p[:-1] for p in prompts], room, self.hidden_layers)
+        if parts.proposer is None:
+            return _NoDraft(len(prompts), self.runner.device)
+        setup = SessionSetup(
+            prompts=prompts,
+            tree=parts.tree,
+            drawing=drawing,
+            sampling=options.sampling,
+            max_new_tokens=options.max_new_tokens,
+            hidden_BTH=hidden,
+            device=self.runner.device,
+            vocabulary=vocabulary_size(parts.target),
+            compile=parts.compile,
         )
-        device = self.runner.device
-        self.session: Session
-        if proposer is None:
-            self.session = _NoDraft(len(self.rows), device)
-        else:
-            setup = SessionSetup(
-                prompts=prompts,
-                tree=tree,
-                drawing=drawing,
-                sampling=sampling,
-                max_new_tokens=max_new_tokens,
-                hidden_BTH=hidden,
-                device=device,
-                vocabulary=vocabulary_size(decoder.target),
-                compile=decoder.compile,
-            )
-            self.session = proposer.start(setup)
-        self.num_draft_uniforms = 0 if drawing == "deterministic" else tree.size
-        self.num_uniforms = self.num_draft_uniforms + decoder.verifier.uniforms(_widest(tree))
+        return parts.proposer.start(setup)
 
     def join(self, other: "BatchRun") -> None:
         """Append the rows of another run without drafts, of the same options, which has made no
@@ -192,109 +230,102 @@ class BatchRun:
         """Draft, score, verify and record, with one forward of the target. Return the rows that
         ended.
         """
-        u_BU = None
-        if not self.sampling.greedy:
+        draft_u_BN = verify_u_BU = None
+        if not self.options.sampling.greedy:
             # One transfer for all uniforms of a step, so that no rule waits for the host.
-            u_BU = uniforms([row.generator for row in self.batch], self.num_uniforms).to(
-                self.runner.device
-            )
-        split = self.num_draft_uniforms
-        proposal = self.session.propose(u_BU[:, :split] if u_BU is not None and split else None)
-        u_BU = None if u_BU is None else u_BU[:, split:]
-        last_B = [row.last for row in self.batch]
+            u_BU = uniforms([row.generator for row in self.batch], self.num_uniforms)
+            u_BU = u_BU.to(self.runner.device)
+            verify_u_BU = u_BU[:, self.num_draft_uniforms :]
+            if self.num_draft_uniforms:
+                draft_u_BN = u_BU[:, : self.num_draft_uniforms]
+        proposal = self.session.propose(draft_u_BN)
         self.runner.open()
-        if self.runner.steps is not None:
-            facts, p_BMV, states = self._static_step(self.runner.steps, proposal, last_B, u_BU)
-            return self._record(*_on_host(facts, proposal.tree.depth), states, lambda: p_BMV)
-        tokens_BM = proposal.tokens_BM.clamp(min=0)
-        tokens_BM[:, 0] = (
-            torch.tensor(last_B, device=tokens_BM.device) if len(last_B) > 1 else last_B[0]
-        )
-        block = self.decoder.block(proposal.tree)
-        logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
-        # A proposer may draft nothing in a step, which not every rule can verify: `exact` then
-        # draws the token. A row must get the same rule whether or not its batch mates drafted,
-        # because rules use uniforms differently.
-        takes = proposal.tree.depth or proposal.drawing in self.decoder.verifier.drawings
-        verifier = self.decoder.verifier if takes else VERIFIERS["exact"]
-        if (
-            self.sampling.greedy
-            and logits_BMV.device.type == "cpu"
-            and VERIFIERS.get(verifier.name) is verifier
-        ):
-            judged = _judge_greedily(proposal, logits_BMV, hidden)
-            return self._record(*judged, lambda: probs(logits_BMV, self.sampling))
-        if (
-            u_BU is not None
-            and not proposal.tree.depth
-            and verifier is VERIFIERS["exact"]
-            and not hidden
-        ):
-            return self._draw(logits_BMV, u_BU, proposal.finite)
-        facts, p_BMV, states = _judge(verifier, self.sampling, proposal, logits_BMV, hidden, u_BU)
-        return self._record(*_on_host(facts, proposal.tree.depth), states, lambda: p_BMV)
+        return self._record(self._judge(proposal, verify_u_BU))
 
-    def _draw(self, logits_B1V: Tensor, u_BU: Tensor, finite: Tensor | None) -> list[_Row]:
-        """Record a token from the target at every root, where nothing was drafted."""
-        p_B1V = probs(logits_B1V, self.sampling)
-        tokens_B = draw(p_B1V[:, 0], u_BU[:, 0].to(p_B1V.device))
-        facts_B2 = torch.stack([_finite(logits_B1V, finite), tokens_B], dim=1).tolist()
-        walks = [Walk([], [token], False, 0, 0) for _, token in facts_B2]
-        return self._record([finite for finite, _ in facts_B2], walks, [], lambda: p_B1V)
-
-    def _static_step(
-        self, steps: StaticSteps, proposal: Proposal, last_B: list[int], u_BU: Tensor | None
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The target's forward and `_judge` as one function of tensors with static shapes."""
-        rows, nodes = len(last_B), proposal.tokens_BM.shape[1]
-        proposal = padded(proposal, rows, bucket(nodes - 1))
-        tree, drawing, drafts = proposal.tree, proposal.drawing, proposal.drafts
-        widths, verifier, sampling = tree.widths, self.decoder.verifier, self.sampling
-        run = self.runner.static(proposal.tokens_BM.shape[1], 0, self.hidden_layers)
-        optional = {"u": u_BU, "q": proposal.q_BEV, "finite": proposal.finite}
-        given = {key: value for key, value in optional.items() if value is not None}
-        keys = tuple(given)
+    def _judge_on_device(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
+        """Score and verify in one function of tensors, which can be recorded."""
+        nodes = proposal.tokens_BM.shape[1]
+        if self.parts.compile:
+            proposal = in_bucket(proposal, len(self.batch))
+        verifier, sampling = self._rule_for(proposal), self.options.sampling
+        bound = self.runner.bind(self._block(proposal.tree), hidden_layers=self.hidden_layers)
 
         def step(
-            last_B1: Tensor, state_B3: Tensor, tokens_BM: Tensor, *rest: Tensor
-        ) -> tuple[Tensor, ...]:
-            parents, depths, children, groups, sees = rest[:_TREE_ARRAYS]
-            now = TreeBatch(parents, depths, children, groups, sees, widths)
-            extra = dict(zip(keys, rest[_TREE_ARRAYS:], strict=True))
-            drafted = Proposal(now, tokens_BM, extra.get("q"), drawing, drafts, extra.get("finite"))
-            inputs_BM = torch.cat([last_B1, tokens_BM[:, 1:].clamp(min=0)], dim=1)
-            offsets_BM = torch.nn.functional.pad(now.depths_RN, (1, 0))
-            logits_BMV, hidden = run(inputs_BM, offsets_BM, now.sees_RMM, state_B3)
-            facts, p_BMV, states = _judge(
-                verifier, sampling, drafted, logits_BMV, hidden, extra.get("u")
-            )
-            return facts, p_BMV, *states
+            last_B1: Tensor, proposal: Proposal, inputs: tuple[Tensor, ...], u_BU: Tensor | None
+        ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+            forwarded = bound.run(_target_inputs(last_B1, proposal), inputs)
+            return _verify(verifier, sampling, proposal, forwarded, u_BU)
 
-        last_B1 = torch.tensor(last_B, device=self.runner.device).unsqueeze(1)
-        arrays = (tree.parents_RN, tree.depths_RN, tree.children_RMK, tree.groups_RM, tree.sees_RMM)
-        name = ("verify", run.name, widths, drawing, drafts, keys, sampling, verifier.name)
-        facts, p_BMV, *states = steps.call(
-            name,
-            step,
-            rows,
-            last_B1,
-            self.runner.state_B3,
-            proposal.tokens_BM,
-            *arrays,
-            *given.values(),
+        name = ("verify", bound.name, sampling, verifier.name)
+        facts, p_BMV, states = self.runner.call(
+            name, step, self._last_B1(), proposal, bound.inputs, u_BU
         )
-        return facts, p_BMV[:, :nodes], states
+        finite_B: list[int] = []
+        walks: list[Walk] = []
+        depth = proposal.tree.depth
+        # One transfer, so that a step waits only once.
+        for finite, accepted, is_open, drafted, offered, *rest in facts.tolist():
+            finite_B.append(finite)
+            emitted = rest[depth : depth + accepted + 1]
+            walks.append(Walk(rest[:accepted], emitted, bool(is_open), drafted, offered))
+        return _Judged(finite_B, walks, states, lambda: p_BMV[:, :nodes])
 
-    def _record(
-        self,
-        finite_B: list[int],
-        walks: list[Walk],
-        hidden: Sequence[Tensor],
-        distributions: Callable[[], Tensor],
-    ) -> list[_Row]:
-        for row, finite, walk in zip(self.batch, finite_B, walks, strict=True):
+    def _judge_greedily(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
+        """At temperature 0 on a CPU, where all of `VERIFIERS` follow the target's own tokens. Lists
+        are faster than many small tensors.
+        """
+        logits_BMV, hidden = self._scored(proposal)
+        best = logits_BMV.max(-1)  # of equal logits the first, as argmax, and faster
+        walks = follow(proposal, best.indices.tolist())
+        target_B = [all(map(math.isfinite, values)) for values in best.values.tolist()]
+        draft_B = [True] if proposal.finite is None else proposal.finite.view(-1).tolist()
+        draft_B *= len(target_B) // len(draft_B)
+        finite_B = [target + 2 * draft for target, draft in zip(target_B, draft_B, strict=True)]
+        if hidden:
+            depth = proposal.tree.depth
+            paths = [[*walk.path, *[0] * (depth - len(walk.path))] for walk in walks]
+            hidden = _on_path(hidden, torch.tensor(paths, dtype=torch.long))
+        sampling = self.options.sampling
+        return _Judged(finite_B, walks, hidden, lambda: probs(logits_BMV, sampling))
+
+    def _judge_undrafted(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
+        """Draw a token from the target at every root, where nothing is ever drafted."""
+        assert u_BU is not None
+        logits_B1V, _ = self._scored(proposal)
+        p_B1V = probs(logits_B1V, self.options.sampling)
+        tokens_B = draw(p_B1V[:, 0], u_BU[:, 0].to(p_B1V.device))
+        facts_B2 = torch.stack([_finite(logits_B1V, None), tokens_B], dim=1).tolist()
+        walks = [Walk([], [token], False, 0, 0) for _, token in facts_B2]
+        return _Judged([finite for finite, _ in facts_B2], walks, (), lambda: p_B1V)
+
+    def _scored(self, proposal: Proposal) -> Forwarded:
+        tokens_BM = _target_inputs(self._last_B1(), proposal)
+        block = self._block(proposal.tree)
+        return self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
+
+    def _last_B1(self) -> Tensor:
+        return torch.tensor([[row.last] for row in self.batch], device=self.runner.device)
+
+    def _block(self, tree: TreeBatch) -> Block:
+        if tree.rows == 1 and not self.parts.tree.grows:
+            return _static_block(tree)
+        return _block_of(tree, static=False)
+
+    def _rule_for(self, proposal: Proposal) -> Verifier:
+        """Return the rule for all rows of a step: `exact` if the proposer drafts nothing and the
+        verifier cannot verify that.
+
+        A row must get the same rule whether or not its batch mates drafted, because rules use
+        uniforms differently.
+        """
+        verifier = self.parts.verifier
+        takes = proposal.tree.depth or proposal.drawing in verifier.drawings
+        return verifier if takes else VERIFIERS["exact"]
+
+    def _record(self, judged: _Judged) -> list[_Row]:
+        for row, finite, walk in zip(self.batch, judged.finite_B, judged.walks, strict=True):
             if finite != _ALL_FINITE:
-                target, proposer = self.decoder.target, self.decoder.proposer
+                target, proposer = self.parts.target, self.parts.proposer
                 name = f"target {target.name_or_path or type(target).__name__}"
                 if finite & 1 and proposer is not None:
                     name = proposer.name
@@ -305,37 +336,39 @@ class BatchRun:
                 )
             self._emit(row, walk)
         places = [place for place, row in enumerate(self.batch) if row.finish_reason]
-        ended_rows = [self.batch[place] for place in places]
-        if len(ended_rows) == len(self.batch):
+        ended = [self.batch[place] for place in places]
+        if len(ended) == len(self.batch):
             self.batch = []
-            return ended_rows
-        paths = [walk.path for walk in walks]
+            return ended
+        paths = [walk.path for walk in judged.walks]
         self.runner.keep([[0, *path] for path in paths])
         states = [
-            [layer[place, : len(path) + 1] for layer in hidden] for place, path in enumerate(paths)
+            [layer[place, : len(path) + 1] for layer in judged.states]
+            for place, path in enumerate(paths)
         ]
-        self.session.commit(Outcome(paths, [walk.emitted for walk in walks], states, distributions))
+        emitted = [walk.emitted for walk in judged.walks]
+        self.session.commit(Outcome(paths, emitted, states, judged.distributions))
         if places:
             left = self.runner.remove(places)
             self.batch = [self.batch[place] for place in left]
             self.session.select_rows(left)
-        return ended_rows
+        return ended
 
     def _emit(self, row: _Row, walk: Walk) -> None:
         """Cut a block at EOS and at `max_new_tokens`, count it, and pass it to `on_tokens`."""
-        room = self.max_new_tokens - len(row.ids)
+        options = self.options
+        room = options.max_new_tokens - len(row.ids)
         accepted, tokens = len(walk.path), walk.emitted[:room]
         for place, token in enumerate(tokens):
-            if token in self.eos_ids:
+            if token in options.eos_ids:
                 tokens = tokens[: place + 1]
                 row.finish_reason = "stop"
                 break
-        if (
-            self.stop is not None
-            and (count := self.stop(row.ids + tokens, len(tokens))) is not None
-        ):
-            tokens = tokens[:count]
-            row.finish_reason = "stop"
+        if options.stop is not None:
+            count = options.stop(row.ids + tokens, len(tokens))
+            if count is not None:
+                tokens = tokens[:count]
+                row.finish_reason = "stop"
         row.ids += tokens
         if not row.finish_reason and len(tokens) == room:
             row.finish_reason = "length"
@@ -345,91 +378,52 @@ class BatchRun:
         # The depth after the last accepted one was reached only if the target's token in its place
         # was not cut off.
         reached = drafted + int(walk.is_open and len(tokens) == accepted + 1)
-        counts = (1, len(tokens), walk.drafted, drafted, walk.offered)
         row.stats += DecodeStats(
-            *counts, accepted_by_depth=(1,) * drafted, reached_by_depth=(1,) * reached
+            target_calls=1,
+            emitted=len(tokens),
+            proposed=walk.drafted,
+            accepted=drafted,
+            depth_sum=walk.offered,
+            accepted_by_depth=(1,) * drafted,
+            reached_by_depth=(1,) * reached,
         )
         row.last = tokens[-1]
-        if self.on_tokens is not None:
-            self.on_tokens(row.index, tokens, from_draft)
+        if options.on_tokens is not None:
+            options.on_tokens(row.index, tokens, from_draft)
 
 
-def _judge(
+def _target_inputs(last_B1: Tensor, proposal: Proposal) -> Tensor:
+    return torch.cat([last_B1, proposal.tokens_BM[:, 1:].clamp(min=0)], dim=1)
+
+
+def _verify(
     verifier: Verifier,
     sampling: Sampling,
     proposal: Proposal,
-    logits_BMV: Tensor,
-    hidden: Sequence[Tensor],
+    forwarded: Forwarded,
     u_BU: Tensor | None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Verify a scored proposal. Return the facts that the host needs, integers `[B, ...]`; the
     target's distributions `[B, M, V]`; and its states at the root and on the accepted path, `[B, D
     + 1, H]` per layer.
     """
+    logits_BMV, hidden = forwarded
     p_BMV = probs(logits_BMV, sampling)
     verdict = verifier.run(proposal, p_BMV, u_BU)
     exists_BM = proposal.tokens_BM >= 0
-    drafted_B = exists_BM.sum(1)
-    offered_B = (
-        (exists_BM[:, 1:] * proposal.tree.depths_RN).amax(1)
-        if exists_BM.shape[1] > 1
-        else drafted_B
-    )
-    facts = torch.cat(
-        [
-            torch.stack(
-                [_finite(logits_BMV, proposal.finite), verdict.accepted_B, verdict.open_B], dim=1
-            ),
-            torch.stack([drafted_B, offered_B], dim=1),
-            verdict.nodes_BD,
-            verdict.tokens_BD1,
-        ],
-        dim=1,
-    )
-    path_BD1 = torch.nn.functional.pad(verdict.nodes_BD, (1, 0)).unsqueeze(2)
-    return (
-        facts,
-        p_BMV,
-        [layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden],
-    )
+    depths_RM = pad(proposal.tree.depths_RN, (1, 0))
+    finite_B = _finite(logits_BMV, proposal.finite)
+    drafted_B, offered_B = exists_BM.sum(1), (exists_BM * depths_RM).amax(1)
+    counts = [finite_B, verdict.accepted_B, verdict.open_B, drafted_B, offered_B]
+    counts_B5 = torch.stack(counts, dim=1)
+    facts = torch.cat([counts_B5, verdict.nodes_BD, verdict.tokens_BD1], dim=1)
+    return facts, p_BMV, _on_path(hidden, verdict.nodes_BD)
 
 
-def _judge_greedily(
-    proposal: Proposal, logits_BMV: Tensor, hidden: Sequence[Tensor]
-) -> tuple[list[int], list[Walk], list[Tensor]]:
-    """`_judge` at temperature 0 on a CPU, where all of `VERIFIERS` follow the target's own tokens.
-    Lists are faster than many small tensors.
-    """
-    best = logits_BMV.max(-1)  # of equal logits the first, as argmax, and faster
-    walks = follow(proposal, best.indices.tolist())
-    target_B = [all(map(math.isfinite, values)) for values in best.values.tolist()]
-    draft_B = [True] if proposal.finite is None else proposal.finite.view(-1).tolist()
-    draft_B *= len(target_B) // len(draft_B)
-    finite_B = [target + 2 * draft for target, draft in zip(target_B, draft_B, strict=True)]
-    if not hidden:
-        return finite_B, walks, []
-    depth = proposal.tree.depth
-    path_BD1 = torch.tensor(
-        [[0, *walk.path, *[0] * (depth - len(walk.path))] for walk in walks]
-    ).unsqueeze(2)
-    return (
-        finite_B,
-        walks,
-        [layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden],
-    )
-
-
-def _on_host(facts: Tensor, depth: int) -> tuple[list[int], list[Walk]]:
-    """Return each row's `_finite` and walk from the `facts` of `_judge`: one transfer, so a step
-    waits only once.
-    """
-    finite_B: list[int] = []
-    walks: list[Walk] = []
-    for finite, accepted, is_open, drafted, offered, *rest in facts.tolist():
-        finite_B.append(finite)
-        emitted = rest[depth : depth + accepted + 1]
-        walks.append(Walk(rest[:accepted], emitted, bool(is_open), drafted, offered))
-    return finite_B, walks
+def _on_path(hidden: Sequence[Tensor], nodes_BD: Tensor) -> tuple[Tensor, ...]:
+    """Return states at the root and at these nodes."""
+    path_BD1 = pad(nodes_BD, (1, 0)).unsqueeze(2)
+    return tuple(layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden)
 
 
 def _finite(logits_BMV: Tensor, draft: Tensor | None) -> Tensor:
@@ -440,11 +434,19 @@ def _finite(logits_BMV: Tensor, draft: Tensor | None) -> Tensor:
     return target_B + 2 if draft is None else target_B + 2 * draft
 
 
+def _block_of(tree: TreeBatch, *, static: bool) -> Block:
+    return Block(pad(tree.depths_RN, (1, 0)), tree.sees_RMM, static=static)
+
+
+@lru_cache(maxsize=64)
+def _static_block(tree: TreeBatch) -> Block:
+    """Return the target's block of a tree. A static proposer passes the same few objects again: its
+    tree, and that tree cut to a depth.
+    """
+    return _block_of(tree, static=True)
+
+
 def _widest(tree: TreeShape) -> TreeBatch:
     """Return a tree that takes at least as many uniforms as any drafted on this shape."""
-    if isinstance(tree, Tree) and not tree.size:
-        return TreeBatch.build(tree, torch.device("cpu"))
-    return replace(
-        TreeBatch.build(Tree((-1,) * tree.size), torch.device("cpu")),
-        widths=(tree.size,) * tree.depth,
-    )
+    flat = TreeBatch.build(Tree((-1,) * tree.size), torch.device("cpu"))
+    return replace(flat, widths=(tree.size,) * tree.depth)

@@ -8,27 +8,26 @@ the steps of one call.
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
-from decode.batch_run import BatchRun, Generation, OnTokens, StopCondition
+from decode.batch_run import BatchRun, Generation, OnTokens, Options, Parts, StopCondition
 from decode.packed_weights import kernel_products, packs_of
 from decode.propose.protocol import Proposer
+from decode.recorded import make_runner
 from decode.recorded.steps import StaticSteps
-from decode.runner import Block, Runner
+from decode.runner import Runner
 from decode.supported_models import attention_windows, check_context
 from decode.tree import Drawing, Tree, TreeShape
-from decode.tree_batch import TreeBatch
 from decode.tree_spec import parse_tree
 from decode.verify import VERIFIERS, Verifier, default_verifier
 from draftsmith_core.models import context_length, eos_ids as eos_of, vocabulary_size
 from draftsmith_core.sampling import Sampling, generator, row_seed
 
-_CACHED_BLOCKS = 64
 Key = TypeVar("Key")
 # Takes the number of free places; returns at most that many prompts, each as (key, token ids,
 # generator).
@@ -103,9 +102,16 @@ class SpeculativeDecoder:
             )
         self._windows = attention_windows(target)
         self._limit = context_length(target)
-        self._blocks: dict[TreeBatch, Block] = {}
+        self._parts = Parts(
+            target=target,
+            proposer=proposer,
+            tree=self.tree,
+            drawing=self.drawing,
+            verifier=self.verifier,
+            compile=compile,
+        )
         self.steps = StaticSteps(target, compile, lean=fast) if compile else None
-        self.compile, self.compile_s = compile, 0.0
+        self.compile_s = 0.0
         # Recorded steps share one set of buffers, so threads take turns.
         self._turn = threading.Lock() if compile else nullcontext()
         self._packs = packs_of(target) if fast and not compile else None
@@ -138,19 +144,10 @@ class SpeculativeDecoder:
         if not prompts:
             return BatchOutput([], 0.0, 0.0)
         self._check(prompts, max_new_tokens)
+        options = Options(sampling, max_new_tokens, frozenset(eos_ids), on_tokens, stop)
         began = self._clock()
-        # The caller's autocast would run some parts of a step in another dtype.
-        with self._turn, torch.autocast(self.target.device.type, enabled=False), self._products():
-            run = BatchRun(
-                self,
-                prompts,
-                sampling,
-                max_new_tokens,
-                generators,
-                frozenset(eos_ids),
-                on_tokens,
-                stop,
-            )
+        with self._turn, self._products():
+            run = BatchRun(self._parts, self._new_runner(), options, prompts, generators)
             prefilled = self._clock()
             while run.batch:
                 run.step()
@@ -181,7 +178,8 @@ class SpeculativeDecoder:
             raise ValueError(
                 "continuous() takes neither a proposer nor compile; make the decoder without them"
             )
-        eos = frozenset(eos_of(self.target) if eos_ids is None else eos_ids)
+        ends = eos_of(self.target) if eos_ids is None else eos_ids
+        options = Options(sampling, max_new_tokens, frozenset(ends))
         run: BatchRun | None = None
         keys: dict[int, Key] = {}
         count = 0
@@ -191,27 +189,16 @@ class SpeculativeDecoder:
             joining = source(free) if not live or free >= max(1, rows * _FREE) else ()
             if not joining and not live:
                 return
-            with torch.autocast(self.target.device.type, enabled=False), self._products():
+            with self._products():
                 if joining:
-                    prompts, generators = (
-                        [ids for _, ids, _ in joining],
-                        [source for _, _, source in joining],
-                    )
+                    prompts = [prompt for _, prompt, _ in joining]
+                    generators = [generator for _, _, generator in joining]
                     self._check(prompts, max_new_tokens)
                     keys |= {index: key for index, (key, _, _) in enumerate(joining, count)}
-                    runner = run.runner.fresh() if run is not None else None
+                    runner = run.runner.fresh() if run is not None else self._new_runner()
                     if not live:
                         run = None  # frees its cache before another is made
-                    joins = BatchRun(
-                        self,
-                        prompts,
-                        sampling,
-                        max_new_tokens,
-                        generators,
-                        eos,
-                        first=count,
-                        runner=runner,
-                    )
+                    joins = BatchRun(self._parts, runner, options, prompts, generators, count)
                     count += len(joining)
                     if run is None:
                         run = joins
@@ -228,37 +215,22 @@ class SpeculativeDecoder:
         """Recorded or compiled steps of the target and of the proposer's models; empty without
         `compile`.
         """
-        return (
-            []
-            if self.steps is None
-            else [self.steps, *(self.proposer.steps if self.proposer is not None else ())]
-        )
+        if self.steps is None:
+            return []
+        return [self.steps, *(self.proposer.steps if self.proposer is not None else ())]
 
-    def _products(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _products(self) -> Iterator[None]:
         """Multiply packed weights with the kernel, also between forwards, where heads have products
         of their own.
         """
-        return nullcontext() if self._packs is None else kernel_products()
+        # The caller's autocast would run some parts of a step in another dtype.
+        with torch.autocast(self.target.device.type, enabled=False):
+            with nullcontext() if self._packs is None else kernel_products():
+                yield
 
-    def new_runner(self) -> Runner:
-        """Return the target with an empty cache."""
-        return Runner(self.target, self._windows, self._limit, self._packs, self.steps)
-
-    def block(self, tree: TreeBatch) -> Block:
-        """Return the target's block of [root] + tree; cached for trees that all rows share."""
-        block = self._blocks.get(tree)
-        if block is None:
-            static = tree.rows == 1 and not self.tree.grows
-            block = Block(
-                torch.nn.functional.pad(tree.depths_RN, (1, 0)), tree.sees_RMM, static=static
-            )
-            if static:
-                # A static proposer passes the same few objects again: its tree, and that tree cut
-                # to a depth.
-                if len(self._blocks) >= _CACHED_BLOCKS:
-                    self._blocks.clear()
-                self._blocks[tree] = block
-        return block
+    def _new_runner(self) -> Runner:
+        return make_runner(self.target, self._windows, self._limit, self._packs, self.steps)
 
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if self.target.training:

@@ -15,7 +15,7 @@ a linear layer.
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from decode.packed_weights import FusedLinear, PackedEmbedding, PackedLinear, Pa
 from drafts.draft_vocabulary import draft_vocabulary, to_target
 from draftsmith_core.models import vocabulary_size
 
+# Logits, and the hidden states of the layers asked for.
+Forwarded: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
 _FAMILY: dict[type, Any] = {
     modeling_llama.LlamaForCausalLM: modeling_llama,
     modeling_mistral.MistralForCausalLM: modeling_mistral,
@@ -246,7 +248,7 @@ class LeanForward:
         hidden_layers: Sequence[int] = (),
         *,
         prefill: bool = False,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> Forwarded:
         """Return logits `[B, kept, V]` and hidden states `[B, q, D]` of one forward behind
         `cache.column`.
 
@@ -312,7 +314,7 @@ class LeanForward:
         cache: TreeCache,
         keep_logits: int,
         hidden_layers: Sequence[int],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> Forwarded:
         """Do what `run` does in one call of the kernel. IndexError for a token outside the
         vocabulary.
         """

@@ -12,23 +12,39 @@ therefore built once; each step takes a view.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from decode.cache import TreeCache
-from decode.llama_forward import lean_forward
+from decode.llama_forward import Forwarded, lean_forward
 from decode.packed_weights import Packs
-from decode.recorded.steps import StaticForward, StaticSteps, additive, own_forward
 from draftsmith_core.models import text_config
 
 # Tokens of a prompt per forward, which bounds the memory of masks and activations.
 _CHUNK = 256
+Result = TypeVar("Result")
+
+
+def call_directly(name: Hashable, function: Callable[..., Result], *inputs: object) -> Result:
+    """`Runner.call` where nothing is recorded."""
+    return function(*inputs)
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where allowed, else the most negative finite value. Eager attention adds its mask, so a
+    bool would be wrong.
+    """
+    least = torch.finfo(dtype).min
+    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return zeros.masked_fill_(~allowed, least)
 
 
 class Block:
@@ -43,7 +59,8 @@ class Block:
         self.sees_RqT = sees_RqT
         self.offsets_RT = offsets_RT
         self.queries = sees_RqT.shape[1]
-        self.offsets_Rq = offsets_RT[:, offsets_RT.shape[1] - self.queries :].contiguous()
+        self.slots = offsets_RT.shape[1]
+        self.offsets_Rq = offsets_RT[:, self.slots - self.queries :].contiguous()
         self.static = static
         self._views: dict[tuple[int | None, torch.dtype], tuple[int, Tensor]] = {}
 
@@ -71,12 +88,26 @@ class Block:
             near_qP = torch.ones(self.queries, room, dtype=torch.bool, device=far_1P.device)
             if window is not None:
                 near_qP = self.offsets_Rq[0].unsqueeze(1) + far_1P < window
-            mask = additive(torch.cat([near_qP, self.within(window)[0]], dim=1)[None, None], dtype)
+            allowed_qS = torch.cat([near_qP, self.within(window)[0]], dim=1)
+            mask = additive(allowed_qS[None, None], dtype)
             self._views[window, dtype] = (room, mask)
         view = mask[..., room - prefix :]
         # CUDA's memory-efficient attention checks the strides of a mask but not the address it
         # begins at.
         return view if view.device.type == "cpu" else view.contiguous()
+
+
+@dataclass(frozen=True)
+class BlockForward:
+    """The forward of one block as a function of tensors, for `Runner.call`.
+
+    run(tokens_Bq, inputs, features_BqH): as `Runner.forward`. name: differs if `run` differs in
+    anything but the shapes of what it is given.
+    """
+
+    run: Callable[..., Forwarded]
+    inputs: tuple[Tensor, ...] = ()
+    name: tuple[object, ...] = ()
 
 
 class Runner:
@@ -92,25 +123,23 @@ class Runner:
         windows: dict[str, int | None],
         limit: int | None,
         packs: Packs | None = None,
-        steps: StaticSteps | None = None,
     ) -> None:
-        """packs: `packs_of(model)`; None for the model's own forward only. steps: record or compile
-        forwards.
-        """
-        self.model, self.windows, self.limit = model, windows, limit
+        """packs: `packs_of(model)`; None for the model's own forward only."""
+        self.model = model
+        self.windows = windows
+        self.limit = limit
+        self.packs = packs
         self.device: torch.device = next(model.get_input_embeddings().parameters()).device
+        self.dtype: torch.dtype = model.dtype  # of masks
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
-        self.steps = steps
-        self.packs = packs if steps is None else None
-        self._lean = None if self.packs is None else lean_forward(model, self.packs)
-        if self.packs is not None:
-            if self._lean is None:
-                self.packs.prepare(model)
-            self.packs.settle()
-        self.dtype: torch.dtype = (
-            model.dtype if self._lean is None else self._lean.dtype
-        )  # of masks
+        self._lean = None if packs is None else lean_forward(model, packs)
+        if self._lean is not None:
+            self.dtype = self._lean.dtype
+        elif packs is not None:
+            packs.prepare(model)
+        if packs is not None:
+            packs.settle()
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], room: int, hidden_layers: Sequence[int] = ()
@@ -123,57 +152,51 @@ class Runner:
         """
         self.lengths = [len(prompt) for prompt in prompts]
         longest = max(self.lengths)
-        layers = int(text_config(self.model).num_hidden_layers)
-        if self.steps is None:
-            self.cache = TreeCache(layers, longest + room)
-        else:
-            self.cache = self.steps.begin(len(prompts), layers, longest + room, self.limit)
-            self._lean = self.steps.lean
+        config = text_config(self.model)
+        self.cache = self._new_cache(int(config.num_hidden_layers), longest + room)
         if longest == 0:
-            shape = len(prompts), 0, int(text_config(self.model).hidden_size)
-            return (torch.zeros(shape, dtype=self.model.dtype, device=self.device),) * len(
-                hidden_layers
-            )
-        padded = [
-            [*prompt, *[prompt[-1] if prompt else 0] * (longest - len(prompt))]
-            for prompt in prompts
-        ]
+            shape = (len(prompts), 0, int(config.hidden_size))
+            nothing = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+            return (nothing,) * len(hidden_layers)
+        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         tokens_BT = torch.tensor(padded, device=self.device)
-        parts = []
         # A head wrapped as a model takes its features for the whole prompt at once.
         step = _CHUNK if isinstance(self.model, PreTrainedModel) else longest
-        for begin in range(0, longest, step):
-            end = min(begin + step, longest)
-            self.cache.column = begin
-            positions_1T = torch.arange(begin, end, device=self.device).unsqueeze(0)
-            tokens = tokens_BT[:, begin:end]
-            # The logits are not used: the last prompt token is forwarded in the first step.
-            if self._lean is None:
-                _, hidden = self._own(tokens, positions_1T, {"": None}, 1, hidden_layers)
-            else:
-                masks = {
-                    kind: self._causal_mask(begin, end, window)
-                    for kind, window in self.windows.items()
-                }
-                lean = self._lean.run(
-                    tokens, positions_1T, end - 1, masks, self.cache, 1, hidden_layers, prefill=True
-                )
-                hidden = lean[1]
-            parts.append(hidden)
-        return (
-            parts[0]
-            if len(parts) == 1
-            else tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
+        parts = [
+            self._prefill_chunk(tokens_BT[:, begin : begin + step], begin, hidden_layers)
+            for begin in range(0, longest, step)
+        ]
+        return tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
+
+    def _new_cache(self, layers: int, capacity: int) -> TreeCache:
+        return TreeCache(layers, capacity)
+
+    def _prefill_chunk(
+        self, tokens_BT: Tensor, begin: int, hidden_layers: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        end = begin + tokens_BT.shape[1]
+        self.cache.column = begin
+        positions_1T = torch.arange(begin, end, device=self.device).unsqueeze(0)
+        # The logits are not used: the last prompt token is forwarded in the first step.
+        if self._lean is None:
+            _, hidden = self._own(tokens_BT, positions_1T, {"": None}, self.cache, 1, hidden_layers)
+            return hidden
+        masks = {
+            kind: self._causal_mask(begin, end, window) for kind, window in self.windows.items()
+        }
+        _, hidden = self._lean.run(
+            tokens_BT, positions_1T, end - 1, masks, self.cache, 1, hidden_layers, prefill=True
         )
+        return hidden
 
     def _causal_mask(self, begin: int, end: int, window: int | None) -> Tensor | None:
         if not begin and (window is None or end <= window):
             return None
         slots_C = torch.arange(end, device=self.device)
         distance_qC = slots_C[begin:].unsqueeze(1) - slots_C
-        allowed_qC = (
-            (distance_qC >= 0) if window is None else (distance_qC >= 0) & (distance_qC < window)
-        )
+        allowed_qC = distance_qC >= 0
+        if window is not None:
+            allowed_qC &= distance_qC < window
         return additive(allowed_qC[None, None], self.dtype)
 
     def open(self, lead: Sequence[int] | None = None) -> None:
@@ -181,23 +204,16 @@ class Runner:
         `draft_model`).
         """
         self.column = max(self.lengths)
-        self._prefix_B1P: Tensor | None = None
-        self._lead = lead if lead is not None and any(lead) else None
-        if self.steps is not None:
-            leads = lead if lead is not None else [0] * len(self.lengths)
-            state = [
-                [length, ahead, self.column]
-                for length, ahead in zip(self.lengths, leads, strict=True)
-            ]
-            self.state_B3 = torch.tensor(state, device=self.device)
-            return
-        self._aligned = self._lead is None and min(self.lengths) == self.column
+        self._lead_B11 = None
+        if lead is not None and any(lead):
+            self._lead_B11 = torch.tensor(lead, device=self.device).view(-1, 1, 1)
+        self._aligned = self._lead_B11 is None and min(self.lengths) == self.column
         if not self._aligned:
             self._length_B11 = torch.tensor(self.lengths, device=self.device).view(-1, 1, 1)
-            self._base_B1 = self._length_B11.view(-1, 1)
-            if self._lead is not None:
-                self._lead_B11 = torch.tensor(list(self._lead), device=self.device).view(-1, 1, 1)
-                self._base_B1 = self._base_B1 - self._lead_B11.view(-1, 1)
+            base_B11 = self._length_B11
+            if self._lead_B11 is not None:
+                base_B11 = base_B11 - self._lead_B11
+            self._base_B1 = base_B11.view(-1, 1)
 
     def open_pending(self, pending: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
         """Begin a step with uncached tokens of each row. Return them right-aligned, `[B, W]`, and
@@ -216,32 +232,15 @@ class Runner:
         keep_logits: int = 0,
         hidden_layers: Sequence[int] = (),
         features_BqH: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> Forwarded:
         """Forward and cache the queries of `block`. Return logits `[B, keep_logits or q, V]` and
         hidden states.
 
         features_BqH: one feature per token; only for a head wrapped as a model.
         """
-        if self.steps is not None:
-            run = self.static(block.offsets_RT.shape[1], keep_logits, hidden_layers)
-
-            def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-                logits, hidden = run(*inputs)
-                return (logits, *hidden)
-
-            inputs = (
-                tokens_Bq,
-                *self.inputs(block),
-                *(() if features_BqH is None else (features_BqH,)),
-            )
-            logits, *hidden = self.steps.call(
-                ("forward", run.name), forward, len(self.lengths), *inputs
-            )
-            return logits, tuple(hidden)
         if features_BqH is not None:
             self.model.features_BTH = features_BqH
-        total = block.offsets_RT.shape[1]
-        self.cache.column = self.column + total - block.queries
+        self.cache.column = self.column + block.slots - block.queries
         if self._aligned:
             positions = block.offsets_Rq + self.column
         else:
@@ -257,38 +256,38 @@ class Runner:
             return self._lean.run(
                 tokens_Bq, positions, top, masks, self.cache, keep_logits, hidden_layers
             )
-        return self._own(tokens_Bq, positions, masks, keep_logits, hidden_layers)
+        return self._own(tokens_Bq, positions, masks, self.cache, keep_logits, hidden_layers)
 
-    def static(
-        self, total: int, keep_logits: int = 0, hidden_layers: Sequence[int] = ()
-    ) -> StaticForward:
-        """Return the forward of a block of `total` slots as a function of tensors: tokens, `inputs`
-        and features.
-        """
-        assert self.steps is not None
-        slots = self.steps.slots(self.column, total)
-        return StaticForward(
-            self.steps, slots, self.windows, self.limit, keep_logits, tuple(hidden_layers)
-        )
+    def bind(
+        self, block: Block, keep_logits: int = 0, hidden_layers: Sequence[int] = ()
+    ) -> BlockForward:
+        """Return `forward` of this block as a function that `call` can record."""
 
-    def inputs(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a static forward's inputs: the block, expanded to the batch, and the rows'
-        state.
-        """
-        rows = len(self.lengths)
-        return block.offsets_RT.expand(rows, -1), block.sees_RqT.expand(rows, -1, -1), self.state_B3
+        def run(
+            tokens_Bq: Tensor, _: tuple[Tensor, ...], features_BqH: Tensor | None = None
+        ) -> Forwarded:
+            return self.forward(
+                tokens_Bq,
+                block,
+                keep_logits,
+                hidden_layers=hidden_layers,
+                features_BqH=features_BqH,
+            )
+
+        return BlockForward(run)
+
+    def call(self, name: Hashable, function: Callable[..., Result], *inputs: object) -> Result:
+        """Return `function(*inputs)`. `decode.recorded` records it under its name."""
+        return function(*inputs)
 
     def keep(self, slots: Sequence[Sequence[int]]) -> None:
         """Append each row's listed slots to its prefix, in order; drop the step's other slots."""
-        moves = [
-            (row, slot, length + index)
-            for row, (path, length) in enumerate(zip(slots, self.lengths, strict=True))
-            for index, slot in enumerate(path)
-        ]
+        moves = []
+        for row, path in enumerate(slots):
+            length = self.lengths[row]
+            moves += [(row, slot, length + index) for index, slot in enumerate(path)]
+            self.lengths[row] = length + len(path)
         self.cache.keep(self.column, moves)
-        self.lengths = [
-            length + len(path) for path, length in zip(slots, self.lengths, strict=True)
-        ]
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Continue with these rows, in this order. No row may move towards the end of the batch."""
@@ -299,10 +298,9 @@ class Runner:
         """Remove rows from the batch; the last rows move into the gaps. Return the old indices in
         the new order.
         """
-        gone = set(ended)
-        rows = len(self.lengths) - len(gone)
-        movers = [row for row in range(rows, len(self.lengths)) if row not in gone]
-        order = [movers.pop() if row in gone else row for row in range(rows)]
+        rows = len(self.lengths) - len(ended)
+        movers = [row for row in range(rows, len(self.lengths)) if row not in ended]
+        order = [movers.pop() if row in ended else row for row in range(rows)]
         self.select_rows(order)
         return order
 
@@ -318,47 +316,54 @@ class Runner:
         self.lengths += other.lengths
 
     def _mask(self, block: Block, window: int | None) -> Tensor | None:
-        total = block.offsets_RT.shape[1]
-        if self._aligned and total == 1 and (window is None or self.column + 1 <= window):
+        if self._aligned and block.slots == 1 and (window is None or self.column + 1 <= window):
             # One query that sees everything needs no mask, which allows the fastest kernel.
             return None
         if self._aligned and block.static:
             return block.aligned_mask(self.column, self.cache.capacity, window, self.dtype)
         sees_RqT = block.within(window)
-        if self._lead is not None:
-            slot_T = torch.arange(total, device=self.device)
+        if self._lead_B11 is not None:
+            slot_T = torch.arange(block.slots, device=self.device)
             # A padding slot is seen by itself only: a query with nothing to see would give NaN.
-            itself_qT = slot_T[total - block.queries :].unsqueeze(1) == slot_T
+            itself_qT = slot_T[block.slots - block.queries :].unsqueeze(1) == slot_T
             sees_RqT = sees_RqT & ((slot_T >= self._lead_B11) | itself_qT)
-        tree_RqT = additive(sees_RqT, self.dtype)
+        slot_P = torch.arange(self.column, device=self.device)
+        if self._aligned:
+            prefix_RqP = torch.ones(1, 1, self.column, dtype=torch.bool, device=self.device)
+            base_R1: Tensor | int = self.column
+        else:
+            prefix_RqP = slot_P < self._length_B11
+            base_R1 = self._base_B1
         if window is not None:
             # With a sliding window, the visible prefix slots depend on each query's position.
-            query_Rq = block.offsets_Rq + (self.column if self._aligned else self._base_B1)
-            slot_P = torch.arange(self.column, device=self.device)
-            near_RqP = query_Rq.unsqueeze(2) - slot_P < window
-            prefix_RqP = additive(
-                near_RqP if self._aligned else near_RqP & (slot_P < self._length_B11), self.dtype
-            )
-        elif self._aligned:
-            return F.pad(tree_RqT, (self.column, 0)).unsqueeze(1)
-        else:
-            if self._prefix_B1P is None:
-                slot_P = torch.arange(self.column, device=self.device)
-                self._prefix_B1P = additive(slot_P < self._length_B11, self.dtype)
-            prefix_RqP = self._prefix_B1P
-        rows = max(prefix_RqP.shape[0], tree_RqT.shape[0])
-        parts = [part.expand(rows, block.queries, -1) for part in (prefix_RqP, tree_RqT)]
-        return torch.cat(parts, dim=2).unsqueeze(1)
+            distance_RqP = (block.offsets_Rq + base_R1).unsqueeze(2) - slot_P
+            prefix_RqP = prefix_RqP & (distance_RqP < window)
+        rows = max(prefix_RqP.shape[0], sees_RqT.shape[0])
+        parts = [part.expand(rows, block.queries, -1) for part in (prefix_RqP, sees_RqT)]
+        return additive(torch.cat(parts, dim=2).unsqueeze(1), self.dtype)
 
     def _own(
         self,
-        tokens: Tensor,
-        positions: Tensor,
+        tokens_Bq: Tensor,
+        positions_Bq: Tensor,
         masks: Mapping[str, Tensor | None],
-        keep: int,
-        hidden: Sequence[int],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        options = {"logits_to_keep": keep} if self._trims_logits else {}
-        return own_forward(
-            self.model, tokens, positions, masks, self.cache, keep, hidden, **options
+        cache: Cache,
+        keep_logits: int,
+        hidden_layers: Sequence[int],
+    ) -> Forwarded:
+        """The model's own forward. masks: by kind of layer."""
+        options: dict[str, int] = {}
+        if self._trims_logits:
+            options["logits_to_keep"] = keep_logits
+        if hidden_layers:
+            options["output_hidden_states"] = True
+        output = self.model(
+            input_ids=tokens_Bq,
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            position_ids=positions_Bq,
+            past_key_values=cache,
+            use_cache=True,
+            **options,
         )
+        hidden = tuple(output.hidden_states[layer] for layer in hidden_layers)
+        return output.logits[:, -keep_logits:], hidden

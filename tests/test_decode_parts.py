@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder
-from decode.batch_run import BatchRun
+from decode.batch_run import BatchRun, Options
 from decode.cache import TreeCache
 from decode.runner import Runner
 from draftsmith_core.sampling import Sampling, generator
@@ -31,7 +31,8 @@ def watched_run(
     """Bytes moved by the target's cache in each step, and the storage addresses after each."""
     generators = [generator(row) for row in range(len(prompts))]
     with torch.inference_mode():
-        run = BatchRun(decoder, prompts, GREEDY, 40, generators, eos, None, None)
+        options = Options(GREEDY, 40, eos)
+        run = BatchRun(decoder._parts, decoder._new_runner(), options, prompts, generators)
         cache, moved, places = run.runner.cache, [0], []
         while run.batch:
             run.step()
@@ -69,16 +70,9 @@ def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most():
     for eos in range(17):
         generators = [generator(0)] * len(prompts)
         with torch.inference_mode():
-            run = BatchRun(
-                SpeculativeDecoder(target),
-                prompts,
-                GREEDY,
-                40,
-                generators,
-                frozenset({eos}),
-                None,
-                None,
-            )
+            decoder = SpeculativeDecoder(target)
+            options = Options(GREEDY, 40, frozenset({eos}))
+            run = BatchRun(decoder._parts, decoder._new_runner(), options, prompts, generators)
         while run.batch:
             rows, moved = len(run.batch), run.runner.cache.bytes_moved
             with torch.inference_mode():

@@ -384,10 +384,10 @@ def _busy(way: Callable[[], Any], prompts: int) -> float | None:
         return step(run)
 
     def counting(
-        run: BatchRun, decoder: Any, asked: Sequence[Any], *rest: Any, **named: Any
+        run: BatchRun, parts: Any, runner: Any, options: Any, asked: Sequence[Any], *rest: Any
     ) -> None:
         begun[0] += len(asked)
-        join(run, decoder, asked, *rest, **named)
+        join(run, parts, runner, options, asked, *rest)
 
     BatchRun.step, BatchRun.__init__ = counted, counting  # type: ignore[method-assign]
     try:

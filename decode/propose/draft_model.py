@@ -15,11 +15,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.packed_weights import packs_of
-from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
+from decode.propose.network import (
+    CachedNetwork,
+    Frontier,
+    Network,
+    NetworkForward,
+    fit_vocabulary,
+    pending_block,
+)
 from decode.propose.network_proposer import NetworkProposer, slots_per_step
 from decode.propose.protocol import Outcome, SessionSetup
+from decode.recorded import make_runner
 from decode.recorded.steps import steps_for
-from decode.runner import Block, Runner
+from decode.runner import Runner
 from decode.supported_models import attention_windows, check_context
 from decode.tree import TreeShape
 from drafts.vocabulary import VocabularyMap, vocabulary_map
@@ -79,7 +87,7 @@ class DraftModelProposer(NetworkProposer):
         networks: list[_OneNetwork] = []
         for place, (model, words) in enumerate(zip(self.models, self._words, strict=True)):
             steps = self.steps[place] if self.steps else None
-            runner = Runner(
+            runner = make_runner(
                 model, self._windows[place], self._limits[place], self._packs[place], steps
             )
             heads, roots = (
@@ -99,9 +107,7 @@ class DraftModelProposer(NetworkProposer):
         return networks[0] if len(networks) == 1 else _SeveralNetworks(networks)
 
 
-class _OneNetwork(Network):
-    runner: Runner
-
+class _OneNetwork(CachedNetwork):
     def __init__(
         self,
         runner: Runner,
@@ -114,30 +120,30 @@ class _OneNetwork(Network):
         if words is not None:
             self.draft_of_V = words.draft_of_V.to(runner.device)
 
-    def open(self) -> Tensor:
-        return self._forward(*self._pending(), 1)
+    def forward(self, frontier: Frontier | None) -> NetworkForward:
+        words = self.words
+        if frontier is None:
+            tokens_Bq, self.lead = self.runner.open_pending(self.rows)
+            self.width = tokens_Bq.shape[1]
+            bound = self.runner.bind(pending_block(self.width, self.device), keep_logits=1)
+        else:
+            tokens_Bq = frontier.tokens_Be
+            if words is not None:
+                tokens_Bq = self.draft_of_V[tokens_Bq]
+            bound = self.runner.bind(frontier.block)
 
-    def extend(self, frontier: Frontier) -> Tensor:
-        tokens_Be = (
-            frontier.tokens_Be if self.words is None else self.draft_of_V[frontier.tokens_Be]
-        )
-        return self._forward(tokens_Be, frontier.block, 0)
+        def run(tokens_Bq: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, None]:
+            if words is not None:
+                logits, _ = bound.run(tokens_Bq, inputs)
+                return words.to_target(logits), None
+            # The target may emit a token that the draft has no embedding for; whatever the draft
+            # then guesses is verified.
+            if self.draft_vocabulary < self.vocabulary:
+                tokens_Bq = tokens_Bq.clamp(max=self.draft_vocabulary - 1)
+            logits, _ = bound.run(tokens_Bq, inputs)
+            return fit_vocabulary(logits, self.vocabulary), None
 
-    def static(self, frontier: Frontier | None) -> StaticCall | None:
-        if self.runner.steps is None or self.words is not None:
-            return None
-        tokens_Bq, block = (
-            self._pending() if frontier is None else (frontier.tokens_Be, frontier.block)
-        )
-        run = self.runner.static(block.offsets_RT.shape[1], 1 if frontier is None else 0)
-
-        def forward(tokens_Bq: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            logits, _ = run(self._known(tokens_Bq), *rest)
-            return (fit_vocabulary(logits, self.vocabulary),)
-
-        return StaticCall(
-            self.runner.steps, run.name, forward, (tokens_Bq, *self.runner.inputs(block))
-        )
+        return NetworkForward(run, (tokens_Bq, bound.inputs), bound.name, call=self.runner.call)
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         # The accepted path stays in the cache; emitted tokens that were never forwarded become
@@ -160,29 +166,10 @@ class _OneNetwork(Network):
             self.rows[row] = new
         self.runner.keep(slots)
 
-    def _pending(self) -> tuple[Tensor, Block]:
-        tokens_BW, self.lead = self.runner.open_pending(self.rows)
-        self.width = tokens_BW.shape[1]
-        return tokens_BW, pending_block(self.width, self.device)
-
-    def _forward(self, tokens_Bq: Tensor, block: Block, keep_logits: int) -> Tensor:
-        logits, _ = self.runner.forward(self._known(tokens_Bq), block, keep_logits=keep_logits)
-        return (
-            fit_vocabulary(logits, self.vocabulary)
-            if self.words is None
-            else self.words.to_target(logits)
-        )
-
-    def _known(self, tokens_Bq: Tensor) -> Tensor:
-        # The target may emit a token that the draft has no embedding for; whatever the draft then
-        # guesses is verified.
-        fewer = self.words is None and self.draft_vocabulary < self.vocabulary
-        return tokens_Bq.clamp(max=self.draft_vocabulary - 1) if fewer else tokens_Bq
-
 
 class _SeveralNetworks(Network):
-    """Several drafts on one tree; at every node their logits stand side by side. Their forwards are
-    not recorded.
+    """Several drafts on one tree; at every node their logits stand side by side. Each records its
+    own forwards.
     """
 
     def __init__(self, networks: Sequence[_OneNetwork]) -> None:

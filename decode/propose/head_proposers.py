@@ -25,9 +25,17 @@ from transformers.modeling_outputs import CausalLMOutput
 from decode.cache import TreeCache
 from decode.packed_weights import FusedLinear, Packs, packs_of
 from decode.propose import default_tree
-from decode.propose.network import Frontier, Network, StaticCall, fit_vocabulary, pending_block
+from decode.propose.network import (
+    CachedNetwork,
+    Frontier,
+    Network,
+    NetworkForward,
+    fit_vocabulary,
+    pending_block,
+)
 from decode.propose.network_proposer import NetworkProposer, slots_per_step
 from decode.propose.protocol import Outcome, SessionSetup
+from decode.recorded import make_runner
 from decode.recorded.steps import steps_for
 from decode.runner import Block, Runner
 from decode.tree import Tree, TreeShape
@@ -98,7 +106,7 @@ class HeadProposer(NetworkProposer):
         self.steps = steps_for([self._model], setup.compile, False, self.steps)
         steps = self.steps[0] if self.steps else None
         window = self.head.config.window if isinstance(self.head, BlockHead) else None
-        runner = Runner(self._model, {"full_attention": window}, None, self._packs, steps)  # type: ignore[arg-type]
+        runner = make_runner(self._model, {"full_attention": window}, None, self._packs, steps)  # type: ignore[arg-type]
         kind = _BlockNetwork if isinstance(self._model, _BlockAsModel) else _EagleNetwork
         return kind(self._model, runner, setup)
 
@@ -186,9 +194,7 @@ class _BlockAsModel(_HeadAsModel):
         return CausalLMOutput(logits=self.head.slots(states))
 
 
-class _EagleNetwork(Network):
-    runner: Runner
-
+class _EagleNetwork(CachedNetwork):
     def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
         self.head, self.runner, self.device, self.vocabulary = (
             model.head,
@@ -206,35 +212,39 @@ class _EagleNetwork(Network):
             for prompt, feature in zip(setup.prompts, features, strict=True)
         ]
 
-    def open(self) -> Tensor:
-        logits, features_BWH = self._forward(*self._pending(), 1)
-        self.outputs_BEH = features_BWH[:, -1:]
-        return logits
-
-    def extend(self, frontier: Frontier) -> Tensor:
-        logits, features_BeH = self._forward(*self._level(frontier), 0)
-        self.outputs_BEH = torch.cat([self.outputs_BEH, features_BeH], dim=1)
-        return logits
-
-    def static(self, frontier: Frontier | None) -> StaticCall | None:
-        if self.runner.steps is None:
-            return None
+    def forward(self, frontier: Frontier | None) -> NetworkForward:
         opening = frontier is None
-        tokens_Bq, features_BqH, block = (
-            self._pending() if frontier is None else self._level(frontier)
-        )
-        run = self.runner.static(block.offsets_RT.shape[1], 0, (0,))
+        if frontier is None:
+            tokens_Bq, self.lead = self.runner.open_pending([tokens for tokens, _ in self.rows])
+            self.known = self.width = tokens_Bq.shape[1]
+            features_BqH = self._features()
+            self.outputs_BEH = features_BqH[:, :0]
+            block = pending_block(self.width, self.runner.device)
+        else:
+            tokens_Bq, block = frontier.tokens_Be, frontier.block
+            # A drafted token goes with the feature that the head predicted for its parent.
+            parents_Be1 = frontier.parents_Re.expand(len(tokens_Bq), -1).unsqueeze(2)
+            size = self.outputs_BEH.shape[2]
+            features_BqH = self.outputs_BEH.gather(1, parents_Be1.expand(-1, -1, size))
+        bound = self.runner.bind(block, hidden_layers=(0,))
 
-        def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-            logits, (features_BqH,) = run(*inputs)
-            return self._logits(logits[:, -1:] if opening else logits), features_BqH
+        def run(
+            tokens_Bq: Tensor, inputs: tuple[Tensor, ...], features_BqH: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            logits, (features_BqH,) = bound.run(tokens_Bq, inputs, features_BqH)
+            if opening:
+                logits, features_BqH = logits[:, -1:], features_BqH[:, -1:]
+            if isinstance(self.head, Eagle3Head):
+                logits = self.head.to_target(logits)
+            return fit_vocabulary(logits, self.vocabulary), features_BqH
 
-        def learn(features_BqH: Tensor) -> None:
-            new = [features_BqH[:, -1:]] if opening else [self.outputs_BEH, features_BqH]
-            self.outputs_BEH = torch.cat(new, dim=1)
+        inputs = (tokens_Bq, bound.inputs, features_BqH)
+        name = (opening, bound.name)
+        return NetworkForward(run, inputs, name, learn=self._learn, call=self.runner.call)
 
-        inputs = (tokens_Bq, *self.runner.inputs(block), features_BqH)
-        return StaticCall(self.runner.steps, run.name, forward, inputs, learn)
+    def _learn(self, features_BqH: Tensor | None) -> None:
+        assert features_BqH is not None
+        self.outputs_BEH = torch.cat([self.outputs_BEH, features_BqH], dim=1)
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         # Only tokens forwarded with true features stay; the emitted ones now have theirs and are
@@ -246,36 +256,12 @@ class _EagleNetwork(Network):
                 self.head.fuse([state.unsqueeze(0) for state in hidden])[0],
             )
 
-    def _pending(self) -> tuple[Tensor, Tensor, Block]:
-        tokens_BW, self.lead = self.runner.open_pending([tokens for tokens, _ in self.rows])
-        self.known = self.width = tokens_BW.shape[1]
-        return tokens_BW, self._features(), pending_block(self.width, self.runner.device)
-
     def _features(self) -> Tensor:
         # Of the pending tokens, right-aligned as they are.
         pairs = zip(self.rows, self.lead, strict=True)
         return torch.stack(
             [nn.functional.pad(features, (0, 0, lead, 0)) for (_, features), lead in pairs]
         )
-
-    def _level(self, frontier: Frontier) -> tuple[Tensor, Tensor, Block]:
-        # A drafted token goes with the feature that the head predicted for its parent.
-        index = frontier.parents_Re.expand(frontier.tokens_Be.shape[0], -1).unsqueeze(2)
-        features = self.outputs_BEH.gather(1, index.expand(-1, -1, self.outputs_BEH.shape[2]))
-        return frontier.tokens_Be, features, frontier.block
-
-    def _forward(
-        self, tokens_Bq: Tensor, features_BqH: Tensor, block: Block, keep: int
-    ) -> tuple[Tensor, Tensor]:
-        logits, (features,) = self.runner.forward(
-            tokens_Bq, block, hidden_layers=(0,), features_BqH=features_BqH
-        )
-        return self._logits(logits[:, -keep:]), features
-
-    def _logits(self, logits: Tensor) -> Tensor:
-        if isinstance(self.head, Eagle3Head):
-            logits = self.head.to_target(logits)
-        return fit_vocabulary(logits, self.vocabulary)
 
 
 class _BlockNetwork(_EagleNetwork):
@@ -310,7 +296,10 @@ class _BlockNetwork(_EagleNetwork):
         tokens_BT, self.lead = self.runner.open_pending(blocks)
         self.known = tokens_BT.shape[1] - len(self.masks) - 1
         block = _block_behind(self.known, len(self.masks) + 1, self.causal, self.runner.device)
-        states_BSH, _ = self.runner.forward(tokens_BT, block, features_BqH=self._features())
+        bound = self.runner.bind(block)
+        states_BSH, _ = self.runner.call(
+            ("forward", bound.name), bound.run, tokens_BT, bound.inputs, self._features()
+        )
         self.depth, self.states_BDH = 0, states_BSH[:, : self.deepest]
         self.raw_BDV = self._raw_logits()
         self.roots_B1 = tokens_BT[:, self.known : self.known + 1]
@@ -343,8 +332,8 @@ class _BlockNetwork(_EagleNetwork):
         self.depth += 1
         return self._logits_below(frontier.tokens_Be)
 
-    def static(self, frontier: Frontier | None) -> StaticCall | None:
-        return None  # the runner records the forward; what depends on the tree is a few products
+    # `open` records the one forward; what depends on the tree is a few products.
+    forward = Network.forward
 
     def confidence(self, tokens_Bc: Tensor) -> Tensor | None:
         if not self.head.config.confidence:

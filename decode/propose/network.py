@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from decode.propose.protocol import Outcome
-from decode.recorded.steps import StaticSteps
-from decode.runner import Block, Runner
+from decode.runner import Block, Runner, call_directly
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,30 +35,34 @@ class Frontier:
 
 
 @dataclass(frozen=True)
-class StaticCall:
-    """One forward of a network as a function of tensors, to be recorded or compiled.
+class NetworkForward:
+    """One forward of a network as a function that can be recorded, alone or with what follows it.
 
-    function: returns logits `[B, e * d, V]` and the arguments of `learn`. name: tells it from the
-    network's other forwards.
+    run(*inputs): logits `[B, e * d, V]` and new state, which `learn` takes. name: tells it from the
+    network's other forwards. call: as `Runner.call`.
     """
 
-    steps: StaticSteps
-    name: object
-    function: Callable[..., tuple[Tensor, ...]]
-    inputs: tuple[Tensor, ...]
-    learn: Callable[..., None] = lambda *_: None
+    run: Callable[..., tuple[Tensor, Tensor | None]]
+    inputs: tuple[object, ...] = ()
+    name: object = None
+    learn: Callable[[Tensor | None], None] = lambda _: None
+    call: Callable[..., Any] = call_directly
+
+    def logits(self) -> Tensor:
+        logits_BeV, state = self.call(("forward", self.name), self.run, *self.inputs)
+        self.learn(state)
+        logits: Tensor = logits_BeV
+        return logits
 
 
 class Network(ABC):
     """Gives logits for the children of any node of a tree.
 
     rows: the state of each row. width: pending tokens in the present step, padding included.
-    runner: model and cache, if any.
     """
 
     drafts: int = 1
     width: int = 1
-    runner: Runner | None = None
     rows: list[Any]
     device: torch.device
 
@@ -78,11 +81,15 @@ class Network(ABC):
         """
         return None
 
-    def static(self, frontier: Frontier | None) -> StaticCall | None:
-        """The forward of `open` (None) or `extend` as a function of tensors; None if it is not
-        recorded.
+    def forward(self, frontier: Frontier | None) -> NetworkForward:
+        """The forward of `open` (None) or `extend`. Here it calls them: nothing is recorded with
+        it.
         """
-        return None
+
+        def run() -> tuple[Tensor, None]:
+            return self.open() if frontier is None else self.extend(frontier), None
+
+        return NetworkForward(run)
 
     @abstractmethod
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
@@ -91,9 +98,27 @@ class Network(ABC):
         """
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        if self.runner is not None:
-            self.runner.select_rows(rows)
         self.rows = [self.rows[row] for row in rows]
+
+
+class CachedNetwork(Network):
+    """A network with a cache: `open` and `extend` are what `forward` says."""
+
+    runner: Runner
+
+    @abstractmethod
+    def forward(self, frontier: Frontier | None) -> NetworkForward:
+        """The forward of `open` (None) or `extend`."""
+
+    def open(self) -> Tensor:
+        return self.forward(None).logits()
+
+    def extend(self, frontier: Frontier) -> Tensor:
+        return self.forward(frontier).logits()
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.runner.select_rows(rows)
+        super().select_rows(rows)
 
 
 def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:

@@ -5,7 +5,7 @@ children), V vocabulary, T prompt positions, H hidden size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,31 +38,6 @@ class Proposal:
     drawing: Drawing
     drafts: int = 1
     finite: Tensor | None = None
-
-
-def padded(proposal: Proposal, rows: int, nodes: int) -> Proposal:
-    """Pad a proposal to `nodes` drafted nodes, the new ones missing, and to one tree per row."""
-    tree, q_BEV = proposal.tree, proposal.q_BEV
-    new = nodes - tree.parents_RN.shape[1]
-    pad = torch.nn.functional.pad
-    # A tree that confidence has cut short keeps the group numbers, and so the distributions, of the
-    # whole tree.
-    missing = 0 if q_BEV is None else max(0, (nodes + 1) * proposal.drafts - q_BEV.shape[1])
-    itself_MM = torch.eye(nodes + 1, dtype=torch.bool, device=tree.sees_RMM.device)
-    arrays = (
-        pad(tree.parents_RN, (0, new), value=-1).expand(rows, -1),
-        pad(tree.depths_RN, (0, new), value=1).expand(rows, -1),
-        pad(tree.children_RMK, (0, 0, 0, new)).expand(rows, -1, -1),
-        pad(tree.groups_RM, (0, new)).expand(rows, -1),
-        (pad(tree.sees_RMM, (0, new, 0, new)) | itself_MM).expand(rows, -1, -1),
-    )
-    return replace(
-        proposal,
-        tree=TreeBatch(*arrays, tree.widths),
-        tokens_BM=pad(proposal.tokens_BM, (0, new), value=-1),
-        q_BEV=None if q_BEV is None else pad(q_BEV, (0, 0, 0, missing)),
-        finite=None if proposal.finite is None else proposal.finite.expand(rows),
-    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,18 +130,23 @@ class DraftingPlan:
         return tuple(blocks)
 
 
-class Grown(NamedTuple):
-    """The children drawn in one level, and what the level below needs: the tokens of expanded nodes
-    (-1 for those without children), the probability of their paths if the tree has a stop, and the
-    tokens to forward.
+class Expanded(NamedTuple):
+    """Nodes of one level that have children: their tokens (-1 for those that a row lacks), the
+    probability of their paths if the tree has a stop, and the tokens to forward.
     """
+
+    live_Be: Tensor
+    confidence_Be: Tensor | None
+    inputs_Be: Tensor
+
+
+class Grown(NamedTuple):
+    """The children drawn in one level, and those that have children; None at the deepest level."""
 
     tokens_Bc: Tensor
     q_BeV: Tensor | None
-    finite: Tensor
-    live_Be: Tensor | None
-    confidence_Be: Tensor | None
-    inputs_Be: Tensor | None
+    finite_B: Tensor
+    expanded: Expanded | None
 
 
 class StaticTreeSession(Session):
@@ -173,22 +178,20 @@ class StaticTreeSession(Session):
         drafted: list[Tensor] = []
         parts_q: list[Tensor] = []
         finite: Tensor | None = None
-        above: Grown | None = None
+        above: Expanded | None = None
         frontier: Frontier | None = None
         for depth, level in enumerate(plan.levels):
             grown = self._level(depth, frontier, above, u_BN)
-            finite = grown.finite if finite is None else finite & grown.finite
+            finite = grown.finite_B if finite is None else finite & grown.finite_B
             if grown.q_BeV is not None:
                 parts_q.append(grown.q_BeV)
             drafted.append(grown.tokens_Bc)
-            if depth + 1 == len(plan.levels):
-                break
-            assert grown.live_Be is not None and grown.inputs_Be is not None
-            if stop and not bool((grown.live_Be >= 0).any()):
+            above = grown.expanded
+            if above is None or (stop and not bool((above.live_Be >= 0).any())):
                 break
             self._forwarded += level.count
             block = plan.block(depth + 1, network.width)
-            above, frontier = grown, Frontier(grown.inputs_Be, level.parents_1e, block)
+            frontier = Frontier(above.inputs_Be, level.parents_1e, block)
         assert finite is not None
         root_B1 = torch.full((drafted[0].shape[0], 1), -1, device=drafted[0].device)
         return self._proposal(torch.cat([root_B1, *drafted], dim=1), parts_q, len(drafted), finite)
@@ -238,52 +241,33 @@ class StaticTreeSession(Session):
         return self._proposal(tokens_BM, [], len(drafted), torch.tensor(finite))
 
     def _level(
-        self, depth: int, frontier: Frontier | None, above: "Grown | None", u_BN: Tensor | None
-    ) -> "Grown":
-        call = self.network.static(frontier)
-        if call is None:
-            logits_BeV = self.network.open() if frontier is None else self.network.extend(frontier)
-            return self._grow(depth, logits_BeV, logits_BeV.amax().isfinite(), above, u_BN)
-        before = (None, None) if above is None else (above.live_Be, above.confidence_Be)
-        optional = [u_BN, *before]
-        inputs = [*call.inputs, *(tensor for tensor in optional if tensor is not None)]
+        self, depth: int, frontier: Frontier | None, above: Expanded | None, u_BN: Tensor | None
+    ) -> Grown:
+        forward = self.network.forward(frontier)
+        run = forward.run
+
         # A recorded function must not close over tensors, because every step has others.
-        function, count, present = (
-            call.function,
-            len(call.inputs),
-            [tensor is not None for tensor in optional],
-        )
+        def step(
+            inputs: tuple[object, ...], above: Expanded | None, u_BN: Tensor | None
+        ) -> tuple[Grown, Tensor | None]:
+            logits_BeV, state = run(*inputs)
+            return self._grow(depth, logits_BeV, above, u_BN), state
 
-        def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-            rest = iter(inputs[count:])
-            u_BN, live_Be, confidence_Be = (next(rest) if given else None for given in present)
-            logits_BeV, *state = function(*inputs[:count])
-            finite_B = logits_BeV.amax((1, 2)).isfinite()
-            known = (
-                None
-                if live_Be is None
-                else Grown(live_Be, None, finite_B, live_Be, confidence_Be, None)
-            )
-            grown = self._grow(depth, logits_BeV, finite_B, known, u_BN)
-            return *(tensor for tensor in grown if tensor is not None), *state
-
-        name = ("level", depth, self.plan, self.drawing, self.sampling, tuple(present), call.name)
-        outputs = iter(call.steps.call(name, step, len(call.inputs[0]), *inputs))
-        last, stop = depth + 1 == len(self.plan.levels), self.plan.tree.stop > 0
-        fields = (True, u_BN is not None, True, not last, not last and stop, not last)
-        grown = Grown(*(next(outputs) if used else None for used in fields))  # type: ignore[arg-type]
-        call.learn(*outputs)
-        return grown
+        name = ("level", depth, self.plan, self.drawing, self.sampling, forward.name)
+        grown, state = forward.call(name, step, forward.inputs, above, u_BN)
+        forward.learn(state)
+        drafted: Grown = grown
+        return drafted
 
     def _grow(
         self,
         depth: int,
         logits_BeV: Tensor,
-        finite: Tensor,
-        above: "Grown | None",
+        above: Expanded | None,
         u_BN: Tensor | None,
-    ) -> "Grown":
+    ) -> Grown:
         plan, level, stop = self.plan, self.plan.levels[depth], self.plan.tree.stop
+        finite_B = logits_BeV.amax((1, 2)).isfinite()
         if self.drawing == "deterministic":
             draws_BeK, q_BeV = most_probable(logits_BeV, level.draws, self.network.drafts), None
         else:
@@ -301,10 +285,9 @@ class StaticTreeSession(Session):
             # A node that does not exist or was not expanded has no children. Nodes can be missing
             # because of a stop or because q has fewer tokens than the node has children, so a chain
             # without a stop skips this.
-            assert above.live_Be is not None
             tokens_Bc = tokens_Bc.masked_fill(above.live_Be[:, level.parent_c] < 0, -1)
         if depth + 1 == len(plan.levels):
-            return Grown(tokens_Bc, q_BeV, finite, None, None, None)
+            return Grown(tokens_Bc, q_BeV, finite_B, None)
         live_Bc, confidence_Be = tokens_Bc, None
         if stop:
             confidence_Bc = self.network.confidence(tokens_Bc)
@@ -325,7 +308,8 @@ class StaticTreeSession(Session):
         inputs_Be = (
             tokens_Bc if level.expanded_c is None else tokens_Bc[:, level.expanded_c]
         ).clamp(min=0)
-        return Grown(tokens_Bc, q_BeV, finite, live_Be, confidence_Be, inputs_Be)
+        expanded = Expanded(live_Be, confidence_Be, inputs_Be)
+        return Grown(tokens_Bc, q_BeV, finite_B, expanded)
 
     def commit(self, outcome: Outcome) -> None:
         origin = None if self._origin is None else self._origin.tolist()
