@@ -218,7 +218,7 @@ def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def tables(results: Mapping[str, Any]) -> str:
-    """The table of docs/robust.md, in Markdown, and what it is measured on."""
+    """The table of all methods, in Markdown, and what it is measured on."""
     sets, base = results["sets"], results["base"]
     said = ", ".join(f"{place} {base[place]:.3f}" for place in ("id", "ood", "near", "far"))
     on = f"ID: {sets['own']}; near: {', '.join(sets['near'])}; far: {', '.join(sets['far'])}"
@@ -231,44 +231,14 @@ def tables(results: Mapping[str, Any]) -> str:
 
 
 def by_method(results: Mapping[str, Any], first: str) -> str:
-    """Changes of alpha over the base by method, and the bar."""
+    """Changes of alpha over the base by method."""
     rows = []
     for method, row in results["rows"].items():
         words = [method, row["setting"], str(row["seeds"]), gap(row["id"]["change"]), share_of(row)]
         words += [worst_of(row), gap(row["ood"]["change"])]
-        rows.append(
-            [
-                *words,
-                "" if row["area"] is None else f"{row['area']:.2f}",
-                "met" if row["met"] else "not met",
-            ]
-        )
-    heading = [
-        first,
-        "setting",
-        "seeds",
-        "ID",
-        "of the plain gain",
-        "worst OOD set",
-        "OOD",
-        "area",
-        "bar",
-    ]
-    return table(heading, rows)
-
-
-def balanced(documents: Mapping[str, Mapping[str, Any]], first: str) -> str:
-    """Plain and balanced (`BALANCED`) side by side, a row per domain in distribution."""
-    rows = []
-    for domain, document in documents.items():
-        plain, new = (document["rows"][method] for method in ("plain", BALANCED))
-        cells = [gap(row["id"]["change"]) for row in (plain, new)] + [share_of(new)]
-        cells += [gap(row["ood"]["change"]) for row in (plain, new)] + [
-            worst_of(row) for row in (plain, new)
-        ]
-        rows.append([domain, str(new["seeds"]), *cells])
-    by_way = [f"{way}: {place}" for place in ("OOD", "worst set") for way in ("plain", "balanced")]
-    return table([first, "seeds", "plain: ID", "balanced: ID", "of the plain gain", *by_way], rows)
+        rows.append([*words, "" if row["area"] is None else f"{row['area']:.2f}"])
+    heading = ["setting", "seeds", "ID", "share of plain's gain", "worst OOD set", "OOD", "area"]
+    return table([first, *heading], rows)
 
 
 def share_of(row: Mapping[str, Any]) -> str:

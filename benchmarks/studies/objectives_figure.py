@@ -1,4 +1,4 @@
-"""The picture of docs/objectives.md: what a gain in distribution cost out of it, by objective and
+"""The picture of objectives: what a gain in distribution cost out of it, by objective and
 learning rate.
 """
 

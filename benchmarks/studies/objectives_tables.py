@@ -85,7 +85,7 @@ def above(new: Sequence[PromptSums], old: Sequence[PromptSums], picks: Resamples
 
 
 def tables(results: dict[str, Any]) -> str:
-    """The tables of docs/objectives.md, in Markdown."""
+    """All tables of a pair, in Markdown."""
     own, *others = results["domains"]
     parts = []
     objectives = list(results["by_rate"])
@@ -160,6 +160,11 @@ def in_short(results: dict[str, Any], first: str) -> str:
         rows.append([name, *(word for pair in words for word in pair)])
     over = f"over {ALIKE}"
     return table([first, "ID", over, "OOD", over, "ID, T = 0", over], rows)
+
+
+def over_fkl(cell: dict[str, Any]) -> str:
+    """A figure over that of fkl; empty if there is none."""
+    return _above(cell.get(f"above_{ALIKE}"))
 
 
 def _above(change: dict[str, Any] | None) -> str:

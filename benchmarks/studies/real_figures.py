@@ -1,5 +1,5 @@
-"""The pictures of docs/real.md and docs/blocks.md: acceptance by draft, change by alignment,
-acceptance by depth.
+"""The pictures of SmolLM2: acceptance by draft, change by alignment, amounts of training,
+acceptance by depth, speed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +80,11 @@ def change_on(row: Mapping[str, Any], domain: str) -> Any:
     return row[{"maths": "id", "ood": "ood"}.get(domain, f"set {domain}")]["change"]
 
 
+def amount(results: Results, out: Path) -> None:
+    """OUT/real-amount: alpha on chat by the share of the answers, and of the steps."""
+    write(out, "real-amount", ["steps", "data"], "data", partial(_shares, results))
+
+
 def depths(results: Results, names: Mapping[str, str], out: Path) -> None:
     """OUT/real-depths: the chance that a token is accepted, given that those before it are, by its
     depth.
@@ -152,6 +157,23 @@ def _changes(
         )
         ax.set_title(f"{names[base]}, T = 1")
     panels[0].set_ylabel("change of α over the draft of chat")
+    _legend(figure, panels[0])
+
+
+def _shares(results: Results, figure: Figure, look: Look) -> None:
+    """A panel per temperature; a line per kind of share, from 1/16 to all."""
+    panels: Any = figure.subplots(1, len(results.temperatures), sharey=True)
+    labels = {"steps": "share of the steps, all answers", "data": "share of the answers, all steps"}
+    for ax, temperature in zip(panels, results.temperatures, strict=True):
+        for kind in labels:
+            shares = [draft for draft in results.drafts if draft.startswith(kind)]
+            drafts = sorted(shares, key=lambda draft: float(draft.partition("-")[2])) + ["all"]
+            rows = [results.figure("alpha", draft, "id", temperature) for draft in drafts]
+            _points(ax, list(range(len(rows))), rows, kind, labels, look, joined=True)
+        ax.set_xticks(range(5), ["1/16", "1/8", "1/4", "1/2", "all"])
+        ax.set_xlabel("share")
+        ax.set_title(f"T = {temperature:g}")
+    panels[0].set_ylabel("expected acceptance α on chat")
     _legend(figure, panels[0])
 
 

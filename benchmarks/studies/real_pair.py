@@ -17,7 +17,7 @@ speed         question 4: tokens per second of the best two, and of other engine
 drafts-speed  tokens per second of every draft, with the same trees
 
 Every step is a command of draftsmith with an --out of its own, so that the same call continues a
-run that was killed. Prints the tables of docs/real.md. With --keep, finished sets go to
+run that was killed. Prints the tables of docs/evidence/. With --keep, finished sets go to
 benchmarks/studies/real/ and results to docs/results/.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from benchmarks.studies import figures, frontier_tables, real_figures, real_speed
+from benchmarks.studies import figures, frontier_tables, real_figures, real_speed, real_tables
 from benchmarks.studies.objectives_data import ROOT, write_set
 from benchmarks.studies.real_study import COMMAND, DOMAINS, FULL, TINY, Options, Study, data
 from drafts.heads import write_head
@@ -155,7 +155,7 @@ def which(study: Study) -> None:
         found = list(weightless(study, drafts))
         write_json_atomic(study.out / "weightless" / "results.json", found)
         _keep(study, "weightless")
-        sys.stdout.write(f"\n{figures.weightless(found)}\n")
+        sys.stdout.write(f"\n{real_tables.weightless(found)}\n")
 
 
 def trained(config: TrainConfig) -> str:
@@ -170,10 +170,12 @@ def _base_first(drafts: Mapping[str, str]) -> dict[str, str]:
 
 
 def drafts_table(results: Results) -> str:
-    """The tables of docs/real.md: alpha by domain, and the predicted tau of chains of 4; by
+    """Print alpha by domain, and the predicted tau of chains of 4; by
     temperature.
     """
-    tables = (figures.acceptance(results, f"draft, T = {at:g}", at) for at in results.temperatures)
+    tables = (
+        real_tables.acceptance(results, f"draft, T = {at:g}", at) for at in results.temperatures
+    )
     return "".join(f"\n{each}\n" for each in tables)
 
 
@@ -223,7 +225,7 @@ def best(study: Study, *kinds: str) -> str:
     known = [name for name in results.drafts if name in kinds]
     if not known:
         raise InputError(f"{study.out / 'which'}: has none of {', '.join(kinds)}; run --only which")
-    rows = {name: figures.predicted_tau(results, name, "id", 1.0) for name in known}
+    rows = {name: real_tables.predicted_tau(results, name, "id", 1.0) for name in known}
     taus = {name: (row and row["value"]) or 0.0 for name, row in rows.items()}
     return max(known, key=lambda name: taus[name])
 
@@ -316,7 +318,7 @@ def amount(study: Study) -> None:
     _keep(study, "amount")
     for temperature in results.temperatures:
         sys.stdout.write(
-            f"\n{figures.amounts(results, f'share, T = {temperature:g}', temperature)}\n"
+            f"\n{real_tables.amounts(results, f'share, T = {temperature:g}', temperature)}\n"
         )
 
 
@@ -341,7 +343,7 @@ def drafts_speed(study: Study) -> None:
     """Time every draft that is there with the same trees."""
     rows = real_speed.every_draft(study, list(DRAFTS))
     _keep(study, "drafts-speed")
-    sys.stdout.write(f"\n{figures.draft_speeds(rows)}\n")
+    sys.stdout.write(f"\n{real_tables.draft_speeds(rows)}\n")
 
 
 def _keep(study: Study, name: str) -> None:

@@ -1,0 +1,226 @@
+"""The tables of docs/evidence/: one on each page, and all others in docs/results/."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from benchmarks.lib.pages import gap, table
+from benchmarks.studies import (
+    domains,
+    frontier_tables,
+    heads_tables,
+    objectives_tables,
+    real_figures,
+    real_speed,
+    real_tables,
+)
+from eval.report.formats import number, with_interval
+from eval.results import Results
+
+# A document of one of the studies.
+Document = Mapping[str, Any]
+# Base drafts that every way to keep what they knew was tried on.
+FRONTIERS = ("nano", "stories", "pruned")
+# Domains that the demo's draft was aligned to; nothing was chosen on the last two.
+ALIGNED_TO = {
+    "prose": "prose",
+    "code": "code",
+    "gsm8k": "gsm8k, held back",
+    "unicode": "unicode, held back",
+}
+# Longer runs of the study of objectives, as their tables name them.
+LONGER = ("nano, 320 steps", "stories, 480 steps")
+WAYS = ("plain", "balanced")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a page is made of. name: of the page, and of the file with all tables. sections: by
+    heading, Markdown.
+    """
+
+    name: str
+    title: str
+    table: str
+    sections: Mapping[str, str]
+
+    def details(self) -> str:
+        """Return the file with all tables."""
+        parts = [
+            f"# Tables: {self.title}\n\n`python -m benchmarks.studies.figures` makes them from the "
+            f"results in this folder. [What they show](../evidence/{self.name}.md)."
+        ]
+        parts += [f"## {heading}\n\n{text.strip()}" for heading, text in self.sections.items()]
+        return "\n\n".join(parts) + "\n"
+
+
+def in_one_table(demo: Results, large: Results, head: Results) -> str:
+    """Return the README's table. large: the demo's drafts beside the padded target, for speed.
+    head: the EAGLE-1 head of SmolLM2, aligned to maths.
+    """
+    rows = []
+    for draft in demo.drafts:
+        name = f"demo, {draft.removeprefix('jsd-')}"
+        alphas = [_value(demo.figure("alpha", draft, kind, 1.0)) for kind in ("id", "ood")]
+        tau = _value(demo.figure("tau", draft, "id", 1.0, "chain:2", "speculative"))
+        speed = _value(large.figure("speedup", draft, "id", 1.0, "chain:2", "speculative"))
+        rows.append([name, *map(number, alphas), number(tau, 2), number(speed, 2)])
+    document = real_figures.over_seeds(head, 1.0)
+    own, other = document["base"]["id"], document["base"]["ood"]
+    tau = _value(real_tables.predicted_tau(head, head.base, "id", 1.0))
+    rows.append(["SmolLM2, base", number(own), number(other), number(tau, 2), "–"])
+    for way in WAYS:
+        row = document["rows"][way]
+        seeds = [draft for draft in head.aligned if real_figures.way_of(draft) == way]
+        taus = [_value(real_tables.predicted_tau(head, draft, "id", 1.0)) for draft in seeds]
+        alphas = [row[kind]["alpha"] for kind in ("id", "ood")]
+        rows.append([f"SmolLM2, {way}", *map(number, alphas), number(fmean(taus), 2), "–"])
+    for row in rows:
+        row[0] = row[0].replace("balanced", "**balanced**")
+    return table(["draft", "ID", "OOD", "tokens per call", "speed"], rows)
+
+
+def _value(figure: Mapping[str, Any] | None) -> float:
+    """The value of a figure that every draft of a kept evaluation has."""
+    assert figure is not None
+    return float(figure["value"])
+
+
+def which_draft(first: Results, second: Results, weightless: Sequence[Any]) -> Evidence:
+    """Return the tables of the drafts of SmolLM2. first, second: the two training seeds."""
+    rows = []
+    for draft in first.drafts:
+        alphas = [first.figure("alpha", draft, kind, 1.0) for kind in ("id", "ood")]
+        taus = [
+            real_tables.predicted_tau(first, draft, kind, at)
+            for at in (1.0, 0.0)
+            for kind in ("id", "ood")
+        ]
+        cells = [with_interval(alpha) for alpha in alphas]
+        cells += [with_interval(tau, 2) for tau in taus]
+        rows.append([real_tables.NAMES[draft], *cells])
+    places = [f"{what}, T = {at}" for at in (1, 0) for what in ("tau chat", "tau elsewhere")]
+    sections = {
+        f"Acceptance by set, T = {at:g}": real_tables.acceptance(first, "draft", at)
+        for at in (1.0, 0.0)
+    }
+    sections["Two training seeds"] = real_tables.over_seeds([first, second], "draft")
+    sections["Methods without weights, tokens per call, decoded"] = real_tables.weightless(
+        weightless
+    )
+    return Evidence(
+        name="which-draft",
+        title="which draft",
+        table=table(["draft", "alpha chat, T = 1", "alpha elsewhere, T = 1", *places], rows),
+        sections=sections,
+    )
+
+
+def alignment(
+    bases: Mapping[str, Results],
+    balanced: Mapping[str, Document],
+    frontiers: Mapping[str, Document],
+    several: Document,
+) -> Evidence:
+    """Return the tables of alignment. bases: drafts of SmolLM2's chats aligned to maths. balanced:
+    the demo's draft aligned to a domain. frontiers: all ways, by pair. several: several domains.
+    """
+    documents = {
+        f"SmolLM2, {real_tables.NAMES[base]}, maths": real_figures.over_seeds(results, 1.0)
+        for base, results in bases.items()
+    }
+    documents |= {f"demo, {ALIGNED_TO[name]}": document for name, document in balanced.items()}
+    rows = []
+    for name, document in documents.items():
+        ways = dict(zip(WAYS, ("plain", frontier_tables.BALANCED), strict=True))
+        for way, method in ways.items():
+            row = document["rows"].get(method) or document["rows"][way]
+            cells = [gap(row["id"]["change"]), gap(row["ood"]["change"])]
+            cells += [frontier_tables.worst_of(row), frontier_tables.share_of(row)]
+            rows.append([name, way, *cells])
+    heading = [
+        "draft, aligned to",
+        "way",
+        "change ID",
+        "all other sets",
+        "worst other set",
+        "share of plain's gain",
+    ]
+    sections = {
+        f"SmolLM2, {real_tables.NAMES[base]}": real_tables.changes_over_seeds(results, "way")
+        for base, results in bases.items()
+    }
+    sections |= {
+        f"Every way, {pair} pair": frontier_tables.by_method(document, "method")
+        for pair, document in frontiers.items()
+    }
+    sections["Several domains at once, demo"] = domains.gains(several)
+    return Evidence(
+        name="alignment", title="alignment", table=table(heading, rows), sections=sections
+    )
+
+
+def how_much(results: Results) -> Evidence:
+    """Return the tables of the head that was trained on shares of the data, and of the steps."""
+    hot, cold = (real_tables.amounts(results, "share", at) for at in (1.0, 0.0))
+    return Evidence(
+        name="how-much",
+        title="how much training",
+        table=hot,
+        sections={"T = 1": hot, "T = 0": cold},
+    )
+
+
+def how_fast(drafts: Sequence[Mapping[str, Any]], engines: dict[str, Any]) -> Evidence:
+    """Return the tables of speed. drafts: every draft of SmolLM2 by tree. engines: two drafts here
+    and in other engines.
+    """
+    return Evidence(
+        name="how-fast",
+        title="how fast",
+        table=real_tables.draft_speeds(drafts),
+        sections={"Beside other engines": real_speed.speeds_table(engines)},
+    )
+
+
+def objectives(pairs: Mapping[str, Any], longer: Mapping[str, Any]) -> Evidence:
+    """Return the tables of objectives and data modes, each over `fkl`."""
+    places = [(pair, "ID", "1") for pair in pairs] + [("nano", "OOD", "1")]
+    places += [(pair, "ID", "0") for pair in pairs]
+    rows = []
+    for name in pairs["nano"]["cells"]:
+        cells = []
+        for pair, place, at in places:
+            document = pairs[pair]
+            by_place = document["figures"][at].get(name, {})
+            cell = by_place.get(document["domains"][0] if place == "ID" else "ood", {})
+            cells.append(objectives_tables.over_fkl(cell))
+        if name != objectives_tables.ALIKE:
+            rows.append([f"`{name}`", *cells])
+    heading = [f"{pair}: {place}, T = {at}" for pair, place, at in places]
+    sections = {
+        f"{pair.capitalize()} pair": objectives_tables.tables(document)
+        for pair, document in pairs.items()
+    }
+    sections |= {
+        f"Longer runs: {name}": objectives_tables.in_short(document, "objective")
+        for name, document in longer.items()
+    }
+    return Evidence(
+        name="objectives",
+        title="objectives",
+        table=table(["alpha over `fkl`", *heading], rows),
+        sections=sections,
+    )
+
+
+def block_drafters(which: Results, small: Mapping[str, Results]) -> Evidence:
+    """Return the tables of acceptance by depth. small: heads of equal parameters, by pair."""
+    hot, cold = (real_tables.by_depth(which, "token", at) for at in (1.0, 0.0))
+    sections = {"SmolLM2, T = 1": hot, "SmolLM2, T = 0": cold}
+    for pair, results in small.items():
+        figures, depths = heads_tables.heads(results, "head")
+        sections[f"Heads of equal parameters, {pair} pair"] = figures
+        sections[f"Acceptance by depth, {pair} pair, T = 1"] = depths
+    return Evidence(name="block-drafters", title="block drafters", table=hot, sections=sections)
