@@ -22,7 +22,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     sys.path.insert(0, str(ROOT))
     pages: dict[str, str | bytes] = {
         "reference-commands.md": commands(),
-        "reference-methods.md": methods(),
         "reference-figures.md": figures(),
         "contributing.md": of_the_root("CONTRIBUTING.md"),
         "changelog.md": of_the_root("CHANGELOG.md"),
@@ -89,19 +88,6 @@ def options(cls: type) -> list[tuple[str, str, str, str]]:
         meaning = option.help.replace("|", "\\|")
         rows.append((f"`--{option.key}`", kind + " ..." * option.many, shown, meaning))
     return rows
-
-
-def methods() -> str:
-    """The table of proposers, trees and verifiers."""
-    from draftsmith.cli.method_table import markdown
-
-    return (
-        "# Decoding methods\n\nA proposer guesses ahead, a tree says how many guesses and in "
-        "which shape, a verifier "
-        "says which of them stay. [Decode with it](decoding.md) says how to choose. Combinations "
-        "that are not valid "
-        f"are refused before a model is loaded, where that can be known.\n\n{markdown()}\n"
-    )
 
 
 def figures() -> str:

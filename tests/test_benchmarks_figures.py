@@ -5,18 +5,19 @@ import shutil
 from benchmarks.studies import figures
 
 
-def test_the_tables_of_the_real_pair_are_those_of_the_kept_results(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)  # no pictures
-    shutil.copytree(figures.ROOT / "docs" / "results", tmp_path / "docs" / "results")
-    # By page, how some of its intervals begin, but none of other pairs.
-    pages = {"README.md": "[+0.1", "docs/real.md": "[0.2", "docs/blocks.md": "[0.20"}
-    before = {page: (figures.ROOT / page).read_text() for page in pages}
-    for page, text in before.items():
-        assert pages[page] in text
-        (tmp_path / page).write_text(text.replace(pages[page], "[?"))
-    figures.demo(tmp_path)
-    figures.real(tmp_path)
-    assert {page: (tmp_path / page).read_text() for page in pages} == before
+def test_the_tables_of_the_docs_are_those_of_the_kept_results(tmp_path):
+    shutil.copytree(figures.ROOT / "docs", tmp_path / "docs")
+    shutil.copy(figures.ROOT / "README.md", tmp_path)
+    evidence = {page.name: page.table for page in figures.pages(figures.ROOT)}
+    for name, table in evidence.items():
+        (tmp_path / "docs" / "results" / f"{name}.md").unlink()
+        emptied = "\n".join(table.split("\n")[:2])
+        figures.put(tmp_path / "docs" / "evidence" / f"{name}.md", emptied)
+    figures.put(tmp_path / "README.md", "| draft | ID |\n| --- | --- |")
+    figures.tables(tmp_path)
+    pages = [f"docs/{folder}/{name}.md" for folder in ("evidence", "results") for name in evidence]
+    for page in ("README.md", "docs/evidence/reproduction.md", *pages):
+        assert (tmp_path / page).read_text() == (figures.ROOT / page).read_text(), page
 
 
 def test_results_are_kept_without_the_paths_of_the_machine(tmp_path):

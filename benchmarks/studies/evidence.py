@@ -137,7 +137,8 @@ def alignment(
         for way, method in ways.items():
             row = document["rows"].get(method) or document["rows"][way]
             cells = [gap(row["id"]["change"]), gap(row["ood"]["change"])]
-            cells += [frontier_tables.worst_of(row), frontier_tables.share_of(row)]
+            share = "" if way == "plain" else frontier_tables.share_of(row)
+            cells += [frontier_tables.worst_of(row), share]
             rows.append([name, way, *cells])
     heading = [
         "draft, aligned to",
@@ -224,3 +225,19 @@ def block_drafters(which: Results, small: Mapping[str, Results]) -> Evidence:
         sections[f"Heads of equal parameters, {pair} pair"] = figures
         sections[f"Acceptance by depth, {pair} pair, T = 1"] = depths
     return Evidence(name="block-drafters", title="block drafters", table=hot, sections=sections)
+
+
+def claims(verdicts: str) -> str:
+    """Return the verdict of every claim by pair, of the page that `reproduction.py` writes."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    pairs = ("demo", "stories", "SmolLM2")
+    for line in verdicts.split("\n"):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        pair = cells[2].partition(",")[0] if len(cells) == 5 else ""
+        if pair in pairs:
+            rows.setdefault((cells[0], cells[1]), {})[pair] = cells[4]
+    lines = [
+        [claim, paper, *(by_pair.get(pair, "") for pair in pairs)]
+        for (claim, paper), by_pair in rows.items()
+    ]
+    return table(["claim", "paper", *pairs], lines)

@@ -20,7 +20,6 @@ from typing import Any
 
 from benchmarks.studies import (
     evidence,
-    frontier_tables,
     objectives_figure,
     real_figures,
     real_speed,
@@ -114,6 +113,8 @@ def tables(root: Path) -> None:
     for page in pages(root):
         put(root / "docs" / "evidence" / f"{page.name}.md", page.table)
         (root / "docs" / "results" / f"{page.name}.md").write_text(page.details(), encoding="utf-8")
+    verdicts = (root / "docs" / "results" / "reproduction.md").read_text(encoding="utf-8")
+    put(root / "docs" / "evidence" / "reproduction.md", evidence.claims(verdicts))
     small, large = results_of(root, "demo"), results_of(root, "demo-large")
     head = alignments(root)["eagle"]
     put(root / "README.md", evidence.in_one_table(small, large, head))
@@ -128,7 +129,6 @@ def pictures(root: Path) -> None:
     real_figures.depths(which, real_tables.NAMES, out)
     real_figures.speed(real_speed.relative(kept(root, "real-speed")), out)
     objectives_figure.write_pictures(kept(root, "objectives-nano"), out, "objectives-nano")
-    frontier_tables.write_pictures(kept(root, "frontier-nano"), out, "frontier-nano")
 
 
 def demo_report(root: Path) -> None:

@@ -8,7 +8,7 @@ Every head is trained with one objective on the same answers, for as many steps 
 sequences, at one learning rate; nothing is chosen by a figure. With equal seconds, a head makes as
 many steps as fit into the processor time of EAGLE-3's. OUT/eval has the evaluation; a killed run
 continues. `python -m benchmarks.studies.figures --keep heads-PAIR=OUT/eval/results.json` keeps it
-and remakes the tables of docs/blocks.md.
+and remakes the tables of docs/results/block-drafters.md.
 """
 
 import sys

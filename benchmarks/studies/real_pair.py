@@ -170,9 +170,7 @@ def _base_first(drafts: Mapping[str, str]) -> dict[str, str]:
 
 
 def drafts_table(results: Results) -> str:
-    """Print alpha by domain, and the predicted tau of chains of 4; by
-    temperature.
-    """
+    """Alpha by domain, and the predicted tau of chains of 4, by temperature."""
     tables = (
         real_tables.acceptance(results, f"draft, T = {at:g}", at) for at in results.temperatures
     )
