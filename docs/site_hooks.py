@@ -80,7 +80,7 @@ def options(cls: type) -> list[tuple[str, str, str, str]]:
     """(option, type, default, meaning) of every option of a command."""
     rows = []
     for option in options_of(cls):
-        kind = ", ".join(f"`{choice}`" for choice in option.choices) or option.kind.replace(
+        kind = ", ".join(f"`{choice}`" for choice in option.choices) or option.metavar.replace(
             "|", " or "
         )
         default = "**required**" if option.default is dataclasses.MISSING else option.default_text

@@ -13,16 +13,17 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING
 from pathlib import Path
-from types import NoneType
 from typing import Any, NoReturn, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from draftsmith_core.errors import InputError, one_line
-from draftsmith_core.options import Option, options_of, partial_of, parts, put, reason_of, value_at
+from draftsmith_core.options import Option, options_of, partial_of, put, reason_of, value_at
 
 C = TypeVar("C")
+# Options of every command.
+_COMMON = ("config", "json", "help", "print_config")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,37 +40,24 @@ def parse(
     modes: by key, what the command does when that option is typed, for the help.
     """
     table = {option.key: option for option in options_of(cls)}
-    words: list[str] = []
-    known = {"-h", "--help", "--config", "--json", "--print_config", *(f"--{key}" for key in table)}
-    for word in argv:
-        option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
-        single = option is not None and not (option.many or option.switch)
-        if single and underscored(word).partition("=")[0] not in known:
-            words[-1] += (
-                f"={word}"  # else argparse takes a value that begins with a dash for an option
-            )
-        else:
-            words.append(underscored(word))
-    if asked := {"-h", "--help", "--help=all"} & set(words):
-        everything = "--help=all" in asked or words[-2:] == ["--help", "all"]
-        sys.stdout.write(parser(cls, command, everything, modes).format_help())
+    words = _joined(argv, table)
+    wants_all = "--help=all" in words or words[-2:] == ["--help", "all"]
+    if wants_all or "-h" in words or "--help" in words:
+        sys.stdout.write(parser(cls, command, wants_all, modes).format_help())
         raise SystemExit(0)
     parsed, unknown = parser(cls, command, everything=False).parse_known_args(words)
     typed = vars(parsed)
     if unknown:
         key = unknown[0].partition("=")[0]
-        is_option = key.startswith("--")
-        raise InputError(
-            f"{key}: unknown option{_nearest(key[2:], table, '--')}"
-            if is_option
-            else f"{key!r}: unexpected word"
-        )
+        if not key.startswith("--"):
+            raise InputError(f"{key!r}: unexpected word")
+        raise InputError(f"{key}: unknown option{_nearest(key[2:], table, '--')}")
     values: dict[str, Any] = {}
-    places: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for name in typed.get("config", []):
-        places |= _read_file(name, table, values)
+        lines |= _read_file(name, table, values)
     for key in typed.keys() & table.keys():
-        is_null = typed[key] in ("null", "~") and NoneType in parts(table[key].hint)
+        is_null = typed[key] in ("null", "~") and table[key].nullable
         put(values, key, None if is_null else typed[key])
     try:
         if "print_config" in typed:
@@ -80,9 +68,28 @@ def parse(
                 raise InputError(f"--{option.key}: is missing; --help says what it means")
         return TypeAdapter(cls).validate_python(values), "json" in typed
     except ValidationError as error:
-        key, line = reason_of(error)
-        where = "--" if key in typed else f"{places[key]}: " if key in places else ""
-        raise InputError(where + line.removeprefix("--")) from None
+        reason = reason_of(error)
+        line = reason.line.removeprefix("--")
+        if reason.key in typed:
+            raise InputError(f"--{line}") from None
+        raise InputError(f"{lines[reason.key]}: {line}" if reason.key in lines else line) from None
+
+
+def _joined(argv: list[str], table: Mapping[str, Option]) -> list[str]:
+    """Return the words with `_` for `-` in names, and a value joined to its option by `=`.
+
+    Otherwise argparse takes a value that begins with a dash for an option.
+    """
+    known = {"-h", *(f"--{key}" for key in (*_COMMON, *table))}
+    words: list[str] = []
+    for word in argv:
+        option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
+        is_value = underscored(word).partition("=")[0] not in known
+        if option is not None and is_value and not option.many and not option.switch:
+            words[-1] += f"={word}"
+        else:
+            words.append(underscored(word))
+    return words
 
 
 def underscored(word: str) -> str:
@@ -100,53 +107,52 @@ def check_file(cls: type, file: Path) -> None:
 
 
 def _nearest(key: str, table: Iterable[str], dashes: str = "") -> str:
-    known = ["config", "json", "help", "print_config", *table]
+    known = [*_COMMON, *table]
     # `--lrr` means `optim.lr`: the part behind the dot is what people remember.
     by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
-    close = [
-        by_last[last] for last in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)
-    ]
-    close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    lasts = difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if lasts:
+        close = [by_last[lasts[0]]]
     return f"; did you mean {dashes}{close[0]}?" if close else "; --help=all lists them"
 
 
 def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> dict[str, str]:
-    """Merge a YAML file into `values`; return where each key stands: `{dotted key:
-    "file:line"}`.
-    """
+    """Merge a YAML file into `values`; return the line of each key: `{dotted key: "file:line"}`."""
     try:
         text = Path(name).read_text(encoding="utf-8")
-        root, document = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        document = yaml.safe_load(text)
     except OSError as error:
         raise InputError(f"--config {name}: cannot be read ({error.strerror})") from None
     except (ValueError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark else name
-        raise InputError(
-            f"{where}: not valid YAML ({getattr(error, 'problem', None) or one_line(error)})"
-        ) from None
-    if not isinstance(document, dict):
+        problem = getattr(error, "problem", None) or one_line(error)
+        raise InputError(f"{where}: not valid YAML ({problem})") from None
+    if not isinstance(root, yaml.MappingNode):
         raise InputError(f"--config {name}: expected `key: value` lines")
-    places: dict[str, str] = {}
+    lines: dict[str, str] = {}
 
-    def read(mapping: Any, prefix: str) -> None:
+    def read(mapping: yaml.MappingNode, prefix: str) -> None:
         for key_node, node in mapping.value:
-            key, where = f"{prefix}{key_node.value}", f"{name}:{key_node.start_mark.line + 1}"
-            if key in places:
+            key = f"{prefix}{key_node.value}"
+            line = f"{name}:{key_node.start_mark.line + 1}"
+            if key in lines:
                 raise InputError(
-                    f"{where}: {key}: appears twice in the file ({places[key]}); keep one"
+                    f"{line}: {key}: appears twice in the file ({lines[key]}); keep one"
                 )
             is_group = any(known.startswith(f"{key}.") for known in table)
             if key not in table and not is_group:
-                raise InputError(f"{where}: {key}: unknown key{_nearest(key, table)}")
-            places[key] = where
+                raise InputError(f"{line}: {key}: unknown key{_nearest(key, table)}")
+            lines[key] = line
             if is_group and isinstance(node, yaml.MappingNode):
                 read(node, f"{key}.")
             else:
                 put(values, key, value_at(document, key))
 
     read(root, "")
-    return places
+    return lines
 
 
 def _print_config(table: dict[str, Option], values: dict[str, Any]) -> None:
@@ -172,22 +178,16 @@ def parser(
         allow_abbrev=False,
     )
     table = sorted(options_of(cls), key=lambda option: option.default is not MISSING)
-    groups: dict[str, Any] = {}
+    groups: dict[str, argparse._ArgumentGroup] = {}
     for option in table:
         section = "Required" if option.default is MISSING else option.section
-        group = groups[section] = groups.get(section) or arguments.add_argument_group(section)
-        default = "" if option.default is MISSING else option.default_text
-        text = f"{option.help} (default: {default})" if default else option.help
-        words: dict[str, Any] = {"metavar": option.kind, "help": text.replace("%", "%%")}
-        if option.rare and not everything:
-            words["help"] = argparse.SUPPRESS
-        if option.many:
-            words |= {"nargs": "+", "action": "extend"}
-        elif option.switch:
-            words |= {"nargs": "?", "const": "true"}
-        if option.choices:
-            words["choices"] = [*option.choices, *["null"] * (NoneType in parts(option.hint))]
-        group.add_argument(f"--{option.key}", **words)
+        if section not in groups:
+            groups[section] = arguments.add_argument_group(section)
+        shown = everything or not option.rare
+        text = _help_of(option) if shown else argparse.SUPPRESS
+        groups[section].add_argument(
+            f"--{option.key}", metavar=option.metavar, help=text, **_words_of(option)
+        )
     if modes:
         group = arguments.add_argument_group("Other uses; add --help to one for its options")
         for key, what in modes.items():
@@ -202,8 +202,24 @@ def parser(
         "--json", action="store_true", help="End standard output with one JSON object, the summary."
     )
     hidden = sum(option.rare for option in table)
-    text = "Show this" + (
-        f"; --help=all lists {hidden} rarely used options as well." if hidden else "."
-    )
-    common.add_argument("-h", "--help", nargs="?", const="", metavar="all", help=text)
+    more = f"; --help=all lists {hidden} rarely used options as well." if hidden else "."
+    common.add_argument("-h", "--help", nargs="?", const="", metavar="all", help=f"Show this{more}")
     return arguments
+
+
+def _help_of(option: Option) -> str:
+    default = "" if option.default is MISSING else option.default_text
+    text = f"{option.help} (default: {default})" if default else option.help
+    return text.replace("%", "%%")
+
+
+def _words_of(option: Option) -> dict[str, Any]:
+    """How many words the option takes, and which, for `add_argument`."""
+    words: dict[str, Any] = {}
+    if option.many:
+        words = {"nargs": "+", "action": "extend"}
+    elif option.switch:
+        words = {"nargs": "?", "const": "true"}
+    if option.choices:
+        words["choices"] = [*option.choices, "null"] if option.nullable else option.choices
+    return words

@@ -32,13 +32,20 @@ import inspect
 import os
 import re
 import typing
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform
 
 import pydantic.dataclasses
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+)
 from typing_extensions import TypedDict
 
 from draftsmith_core.errors import InputError, without_secrets
@@ -49,7 +56,7 @@ T = TypeVar("T")
 
 
 class Given:
-    """Marks a dict that holds those options of other configs that were given.
+    """Marker: a dict of options for inner configs, with only the keys that the user set.
 
     without: fields that the outer config sets. shown: options for the short --help.
     """
@@ -57,35 +64,40 @@ class Given:
     def __init__(
         self, *configs: type, without: Sequence[str] = (), shown: Sequence[str] = ()
     ) -> None:
-        self.configs, self.without, self.shown = configs, without, shown
+        self.configs = configs
+        self.without = without
+        self.shown = shown
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+    def __get_pydantic_core_schema__(
+        self, marked: object, handler: GetCoreSchemaHandler
+    ) -> Mapping[str, object]:
         """Check the values by the types of the configs; a null leaves the option open."""
-        partial: Any = Annotated[
-            partial_of(self.configs, self.without), BeforeValidator(_without_nulls)
-        ]
-        return handler.generate_schema(partial)
+        partial = partial_of(self.configs, self.without)
+        return handler.generate_schema(Annotated[partial, BeforeValidator(_without_nulls)])
 
 
-def _without_nulls(values: Any) -> Any:
+def _without_nulls(values: object) -> object:
     if not isinstance(values, dict):
         return values
     return {key: _without_nulls(value) for key, value in values.items() if value is not None}
 
 
-def partial_of(configs: Sequence[Any], without: Sequence[str] = ()) -> Any:
+def partial_of(configs: Sequence[type], without: Sequence[str] = ()) -> type:
     """A TypedDict of the fields of configs, none of them required."""
-    types: dict[str, Any] = {}
+    types: dict[str, object] = {}
     for config in configs:
         hints = typing.get_type_hints(config, include_extras=True)
-        for name in [
-            field.name for field in dataclasses.fields(config) if field.name not in without
-        ]:
-            group, _ = _split(hints[name])
-            types[name] = partial_of([group]) if dataclasses.is_dataclass(group) else hints[name]
-    partial: Any = TypedDict("partial", types, total=False)  # type: ignore[misc]
+        for name in _field_names(config):
+            if name not in without:
+                group = _split(hints[name]).hint
+                types[name] = partial_of([group]) if _is_group(group) else hints[name]
+    partial = TypedDict("partial", types, total=False)  # type: ignore[misc]
     partial.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]
-    return partial
+    return typing.cast(type, partial)
+
+
+def _field_names(config: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(config)]
 
 
 NotIdentity = Annotated[T, "not identity"]
@@ -117,34 +129,30 @@ Out = Annotated[Text, AfterValidator(os.path.expanduser)]
 )
 def options(cls: type[C]) -> type[C]:
     """Make a configuration class of a command or a group; see the module."""
-    decorated: Any = pydantic.dataclasses.dataclass(
-        frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False)
-    )(cls)
-    validating_init = decorated.__init__
+    settings = ConfigDict(extra="forbid", allow_inf_nan=False)
+    decorate = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=settings)
+    decorated = typing.cast(type[C], decorate(cls))
+    validating_init: Callable[..., None] = decorated.__init__
 
     @functools.wraps(validating_init)
-    def init(self: Any, **values: Any) -> None:
+    def init(self: C, **values: object) -> None:
         try:
             validating_init(self, **{key: _plain(value) for key, value in values.items()})
         except ValidationError as error:
-            raise InputError(reason_of(error)[1]) from None
+            raise InputError(reason_of(error).line) from None
 
-    decorated.__init__ = init
-    return typing.cast(type[C], decorated)
+    decorated.__init__ = init  # type: ignore[method-assign, assignment]
+    return decorated
 
 
-def configured(cls: type[C], config: C | None, given: dict[str, Any]) -> C:
-    """The configuration of a call: made of the given options, or `config` with these laid over
-    it.
-    """
+def configured(cls: type[C], config: C | None, given: Mapping[str, Any]) -> C:
+    """Return `config` with `given` replaced; build one from `given` alone if `config` is None."""
     if config is None:
         return cls(**given)
-    return (
-        typing.cast(C, dataclasses.replace(typing.cast(Any, config), **given)) if given else config
-    )
+    return dataclasses.replace(config, **given) if given else config  # type: ignore[type-var]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -222,40 +230,63 @@ class RunOptions:
     """Base seed. Each output derives its own seed from it."""
 
 
-@dataclasses.dataclass
+@dataclass(frozen=True)
 class Option:
     """One option of a command, with dotted key, for parsing, help, completion and the
     documentation.
     """
 
     key: str
-    hint: Any
-    default: Any
+    hint: object
+    default: object
     help: str
     section: str
     rare: bool
     identity: bool
 
-    def __post_init__(self) -> None:
-        item = next(part for part in parts(self.hint) if part is not NoneType)
-        self.many = typing.get_origin(item) is list  # whether it takes several values
-        item = parts(typing.get_args(item)[0])[0] if self.many else item
-        self.switch = item is bool  # whether it may stand without a value
-        self.choices = list(typing.get_args(item)) if typing.get_origin(item) is Literal else []
-        self.kind = "|".join(self.choices) or {int: "N", float: "F", bool: "true|false"}.get(
-            item, "TEXT"
-        )
+    @property
+    def nullable(self) -> bool:
+        return NoneType in parts(self.hint)
+
+    @property
+    def many(self) -> bool:
+        """Whether it takes several values."""
+        return typing.get_origin(self._value_type) is list
+
+    @property
+    def switch(self) -> bool:
+        """Whether it may stand without a value."""
+        return self._item_type is bool
+
+    @property
+    def choices(self) -> list[str]:
+        item = self._item_type
+        return list(typing.get_args(item)) if typing.get_origin(item) is Literal else []
+
+    @property
+    def metavar(self) -> str:
+        """What stands for its value in the help."""
+        names = {int: "N", float: "F", bool: "true|false"}
+        return "|".join(self.choices) or names.get(self._item_type, "TEXT")  # type: ignore[call-overload]
+
+    @property
+    def _value_type(self) -> object:
+        return next(part for part in parts(self.hint) if part is not NoneType)
+
+    @property
+    def _item_type(self) -> object:
+        """The type of a value; of a list, that of its items."""
+        value = self._value_type
+        return parts(typing.get_args(value)[0])[0] if self.many else value
 
     @property
     def default_text(self) -> str:
         """The default as it is typed; empty if there is nothing to say."""
         if isinstance(self.default, list):
             return " ".join(map(str, self.default))
-        return (
-            ""
-            if self.default is None
-            else str(self.default).replace("True", "true").replace("False", "false")
-        )
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return "" if self.default is None else str(self.default)
 
 
 def options_of(cls: type) -> list[Option]:
@@ -265,59 +296,81 @@ def options_of(cls: type) -> list[Option]:
     return sorted(_walk(cls), key=lambda option: "." in option.key)
 
 
-def _walk(
-    cls: type, prefix: str = "", rare: bool = False, same: bool = True, without: Sequence[str] = ()
-) -> Iterator[Option]:
+def _walk(cls: type, prefix: str = "", rare: bool = False, same: bool = True) -> Iterator[Option]:
+    """Yield the options of a configuration class, by class that declares them.
+
+    rare, same: the marks of the group that `cls` is in; `same` is false for `NotIdentity`.
+    """
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for owner in cls.__mro__:
         helps = _field_docstrings(owner)
-        for name in [
-            name
-            for name in inspect.get_annotations(owner)
-            if name in fields and name not in without
-        ]:
-            hint, marks = _split(hints[name])
-            is_rare = rare or "rare" in marks
-            is_identity = same and "not identity" not in marks
-            field = fields.pop(name)
-            if dataclasses.is_dataclass(hint):
-                yield from _walk(typing.cast(type, hint), f"{prefix}{name}.", is_rare, is_identity)
+        if prefix:
+            section = _summary(cls)
+        else:
+            section = "Options" if owner is cls else _summary(owner)
+        for name in inspect.get_annotations(owner):
+            field = fields.pop(name, None)
+            if field is None:
                 continue
-            if given := next((mark for mark in marks if isinstance(mark, Given)), None):
-                for option in [
-                    o
-                    for c in given.configs
-                    for o in _walk(c, f"{name}.", rare, same, given.without)
-                ]:
-                    shown = option.key.partition(".")[2] in given.shown
-                    yield dataclasses.replace(option, default=None, rare=not shown)
-                continue
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            section = (
-                "Options" if owner is cls and not prefix else _summary(owner if not prefix else cls)
-            )
-            yield Option(
-                f"{prefix}{name}", hint, default, helps.get(name, ""), section, is_rare, is_identity
-            )
+            marked = _split(hints[name])
+            is_rare = rare or "rare" in marked.marks
+            is_identity = same and "not identity" not in marked.marks
+            given = next((mark for mark in marked.marks if isinstance(mark, Given)), None)
+            if given is not None:
+                yield from _given_options(name, given)
+            elif _is_group(marked.hint):
+                yield from _walk(marked.hint, f"{prefix}{name}.", is_rare, is_identity)
+            else:
+                default = field.default
+                if field.default_factory is not MISSING:
+                    default = field.default_factory()
+                yield Option(
+                    key=f"{prefix}{name}",
+                    hint=marked.hint,
+                    default=default,
+                    help=helps.get(name, ""),
+                    section=section,
+                    rare=is_rare,
+                    identity=is_identity,
+                )
 
 
-def _split(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+def _given_options(name: str, given: Given) -> Iterator[Option]:
+    for config in given.configs:
+        for option in _walk(config, f"{name}."):
+            inner = option.key.removeprefix(f"{name}.")
+            if inner.partition(".")[0] not in given.without:
+                yield dataclasses.replace(option, default=None, rare=inner not in given.shown)
+
+
+@dataclass(frozen=True)
+class _Marked:
     """A type without its outer marks, and the marks."""
-    return (
-        (hint.__origin__, hint.__metadata__) if typing.get_origin(hint) is Annotated else (hint, ())
-    )
+
+    hint: Any
+    marks: tuple[object, ...]
 
 
-def parts(hint: Any) -> list[Any]:
+def _split(hint: Any) -> _Marked:
+    if typing.get_origin(hint) is Annotated:
+        return _Marked(hint.__origin__, hint.__metadata__)
+    return _Marked(hint, ())
+
+
+def _is_group(hint: object) -> typing.TypeGuard[type]:
+    return dataclasses.is_dataclass(hint)
+
+
+def parts(hint: object) -> list[object]:
     """The members of a union, without bounds."""
-    plain, _ = _split(hint)
-    is_union = typing.get_origin(plain) in (Union, UnionType)
-    return (
-        [part for member in typing.get_args(plain) for part in parts(member)]
-        if is_union
-        else [plain]
-    )
+    plain = _split(hint).hint
+    if typing.get_origin(plain) not in (Union, UnionType):
+        return [plain]
+    members: list[object] = []
+    for member in typing.get_args(plain):
+        members += parts(member)
+    return members
 
 
 @functools.cache
@@ -338,19 +391,19 @@ def _summary(cls: type) -> str:
     return paragraph.partition(". ")[0].rstrip(".:")
 
 
-def identity(config: Any) -> dict[str, Any]:
+def identity(config: object) -> dict[str, Any]:
     """The options that decide what a run makes, as plain values without secrets: all but those
     marked `NotIdentity`.
     """
     values: dict[str, Any] = {}
-    plain = without_secrets(dataclasses.asdict(config))
+    plain = without_secrets(dataclasses.asdict(config))  # type: ignore[call-overload]
     for option in options_of(type(config)):
         if option.identity:
             put(values, option.key, value_at(plain, option.key))
     return values
 
 
-def put(values: dict[str, Any], key: str, value: Any) -> None:
+def put(values: dict[str, Any], key: str, value: object) -> None:
     """Set a dotted key in nested dictionaries."""
     *groups, name = key.split(".")
     for group in groups:
@@ -358,27 +411,37 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def value_at(values: Any, key: str, default: Any = None) -> Any:
+def value_at(values: object, key: str, default: object = None) -> object:
     """The value of a dotted key in nested dictionaries."""
-    try:
-        return functools.reduce(lambda group, name: group[name], key.split("."), values)
-    except (KeyError, TypeError):
-        return default
+    for name in key.split("."):
+        if not isinstance(values, dict) or name not in values:
+            return default
+        values = values[name]
+    return values
 
 
-def reason_of(error: ValidationError) -> tuple[str, str]:
-    """The dotted key of the first error of a validation, and one line that begins with it."""
+@dataclass(frozen=True)
+class Reason:
+    """Why a configuration is invalid. line: begins with the dotted key."""
+
+    key: str
+    line: str
+
+
+def reason_of(error: ValidationError) -> Reason:
+    """The first error of a validation."""
     first = error.errors()[0]
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
-    if isinstance(raised := first.get("ctx", {}).get("error"), InputError):
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, InputError):
         # Raised by a __post_init__, with the key in its message.
         line = f"{key}.{raised}" if key else str(raised)
-        return line.partition(":")[0].removeprefix("--").split()[0], line
-    got = "null" if first["input"] is None else repr(first["input"])[:200]
+        key = line.partition(":")[0].removeprefix("--").split()[0]
+        return Reason(key, line)
+    text = first["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
     # Pydantic's "Input should be a valid number, unable to parse string as a number" says it twice.
-    text = re.sub(
-        r", (unable to|got a number with) .*", "", first["msg"].removeprefix("Value error, ")
-    )
-    return key, f"{key}: {text.replace('Input should', 'must', 1)}" + (
-        "" if "missing" in first["type"] else f", got {got}"
-    )
+    line = f"{key}: " + re.sub(r", (unable to|got a number with) .*", "", text)
+    if "missing" not in first["type"]:
+        got = "null" if first["input"] is None else repr(first["input"])[:200]
+        line += f", got {got}"
+    return Reason(key, line)
