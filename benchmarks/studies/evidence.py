@@ -63,7 +63,7 @@ def in_one_table(demo: Results, large: Results, head: Results) -> str:
     for draft in demo.drafts:
         name = f"demo, {draft.removeprefix('jsd-')}"
         alphas = [_value(demo.figure("alpha", draft, kind, 1.0)) for kind in ("id", "ood")]
-        tau = _value(demo.figure("tau", draft, "id", 1.0, "chain:2", "speculative"))
+        tau = _value(demo.figure("tau_predicted", draft, "id", 1.0, "chain:2", "speculative"))
         speed = _value(large.figure("speedup", draft, "id", 1.0, "chain:2", "speculative"))
         rows.append([name, *map(number, alphas), number(tau, 2), number(speed, 2)])
     document = real_figures.over_seeds(head, 1.0)
