@@ -38,6 +38,7 @@ RUN = [
     "docs/decoding.md",
     "docs/blocks.md",
     "docs/evaluation.md",
+    "docs/read-results.md",
     "docs/planning.md",
     "docs/publishing.md",
     "docs/reference-python.md",
