@@ -14,7 +14,7 @@ Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "dflash", "gg
 
 @options
 class ExportConfig(RevisionOptions):
-    """Write a draft in the layout that another engine reads, and say how that was proven."""
+    """Write a draft in the layout that another engine reads, and read it back."""
 
     draft: str
     """The draft: a local directory or hub name of a language model, or a directory of a head."""

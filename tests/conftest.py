@@ -47,7 +47,7 @@ from filelock import FileLock  # noqa: E402
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from drafts.neighbours import PROGRAMS  # noqa: E402
+from benchmarks.lib.engines import PROGRAMS  # noqa: E402
 from draftsmith.__main__ import main  # noqa: E402
 from draftsmith_core.tokenization import load_tokenizer  # noqa: E402
 from tests.door import Door, forget_processes  # noqa: E402
@@ -119,9 +119,7 @@ def pytest_runtest_call() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_neighbours(request, monkeypatch):
-    """Without the mark `engines`, exports are proven by their layout: starting an engine takes
-    seconds to minutes.
-    """
+    """Without the mark `engines` no engine is found: starting one takes seconds to minutes."""
     if request.node.get_closest_marker("engines") is None:
         monkeypatch.setenv("DRAFTSMITH_ENGINES", "none")
         for variable, _ in PROGRAMS.values():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drafts.neighbours import how_to_get, program
+from benchmarks.lib.engines import how_to_get, program
 from draftsmith_core.engine_commands import SERVING
 
 # What runs there.

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as Tokenizers, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import distill.engines.openai as openai
+from benchmarks.lib.engines import how_to_get, llama_server, program
 from distill.engines.server import encode_answer
-from drafts.neighbours import how_to_get, llama_server, program
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.teacher_rows import unpack
 from draftsmith_core.tokenization import load_tokenizer

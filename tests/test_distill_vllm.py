@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.lib.engines import VLLM_ON_A_CPU, vllm_server
 from decode import SpeculativeDecoder
 from distill.config import DistillConfig
 from distill.generate import distill
-from drafts.neighbours import VLLM_ON_A_CPU, vllm_server
 from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.models import load_model

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import draftsmith as ds
+from benchmarks.lib.engines import PROGRAMS, complete, llama_server, vllm_answers, work
 from drafts.doctor import PATH_TRAPS
 from drafts.heads import HEADS, save_head
-from drafts.neighbours import PROGRAMS, complete, llama_server, vllm_answers, work
 from draftsmith.__main__ import main
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.models import load_model

@@ -3,11 +3,13 @@ that says why not.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -31,6 +33,7 @@ from drafts.heads import Head, load_head, save_head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
+from drafts.heads.store import write_tensors
 from drafts.layouts.export import WRITERS, check_layout
 from drafts.layouts.table import LAYOUTS
 from draftsmith.__main__ import main
@@ -58,14 +61,6 @@ HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
     "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
     "hydra": lambda target: HydraHeads.fresh(target, num_heads=2),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_llama_server(monkeypatch):
-    """Exports of this file are proven by their layout, although a llama-server may be on the
-    PATH.
-    """
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
 
 
 @pytest.fixture
@@ -114,7 +109,7 @@ def exported(tmp_path: Path, form: str, draft: str = "head", **more: Any) -> dic
 def test_heads_come_back_from_what_other_engines_read(name, form, target, tmp_path):
     head = head_of(name, target, tmp_path / "head")
     summary = exported(tmp_path, form)
-    assert summary["proof"]["engine"] is None and "published layout" in summary["proof"]["how"]
+    assert "read back as" in summary["check"]["how"] and summary["check"]["max_difference"] < 1e-6
     back = load_head(tmp_path / "out", target)
     theirs, ours = back.state_dict(), head.state_dict()
     assert theirs.keys() - {"fc.bias"} == ours.keys() and all(
@@ -141,18 +136,50 @@ def test_heads_come_back_from_what_other_engines_read(name, form, target, tmp_pa
         assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
 
 
+@pytest.mark.parametrize("form", ["speculators", "gguf"])
+def test_a_file_that_reads_back_as_another_draft_is_not_kept(form, target, tmp_path, monkeypatch):
+    head_of("eagle3", target, tmp_path / "head")
+    wrong = torch.tensor(0.5)
+    if form == "gguf":
+        quantize = gguf.quants.quantize
+        name = "gguf.quants.quantize"
+        monkeypatch.setattr(name, lambda values, kind: quantize(values * 0 + 0.5, kind))
+    else:
+        monkeypatch.setattr(
+            "drafts.layouts.export.write_tensors",
+            lambda out, tensors, config: write_tensors(
+                out, tensors | {"norm.weight": tensors["norm.weight"] + wrong}, config
+            ),
+        )
+    with pytest.raises(RunError, match="read back"):
+        exported(tmp_path, form)
+    written = ("config.json", "model.safetensors", "model.gguf", "draftsmith.json")
+    assert not any((tmp_path / "out" / name).exists() for name in written)
+
+
+def test_the_engines_that_proved_a_layout_are_those_that_make_engines_installs():
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
+    installed = {
+        "vllm": re.search(r"^VLLM := (.+)$", makefile, re.M),
+        "speculators": re.search(r"speculators==(\S+)$", makefile, re.M),
+        "llama-cpp-python": re.search(r"^LLAMA_CPP := (.+)$", makefile, re.M),
+    }
+    versions = {f"{name} {found[1]}" for name, found in installed.items() if found}
+    proven = {writer.proven_in for writer in WRITERS.values()} - {None}
+    assert len(versions) == 3
+    assert {text.removeprefix("llama.cpp of ") for text in proven if text} == versions
+
+
 def test_a_language_model_as_a_directory(target, saved, tmp_path):
     summary = exported(tmp_path, "hf", draft="target", target=None, dtype="bfloat16")
-    assert summary["proof"]["max_difference"] == 0 and summary["proof"]["engine"].startswith(
-        "transformers"
-    )
+    assert summary["check"] == {"how": "read back by transformers", "max_difference": 0}
     assert {"config.json", "model.safetensors", "tokenizer.json", "draftsmith.json"} <= set(
         summary["files"]
     )
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert again.dtype == torch.bfloat16
     record = read_json(tmp_path / "out" / "draftsmith.json", "")
-    assert record["kind"] == "draft-lm" and record["export"]["proof"] == summary["proof"]
+    assert record["kind"] == "draft-lm" and record["export"]["check"] == summary["check"]
     # A second export replaces the first, and tied weights are written once.
     tied = LlamaForCausalLM(
         LlamaConfig(**SHAPE | {"tie_word_embeddings": True, "num_hidden_layers": 1})
@@ -262,7 +289,9 @@ def test_a_name_that_an_engine_would_skip_is_never_written(target, tmp_path):
     config = read_json(tmp_path / "out" / "config.json", "")
     file = tmp_path / "out" / "model.safetensors"
     layout = LAYOUTS["eagle"]
-    assert check_layout(file, layout.expected(config, embedding=True)) == 10
+    expected = layout.expected(config, embedding=True)
+    assert len(expected) == 10
+    check_layout(file, expected)
     with pytest.raises(RunError, match="'fc.bias' is None and the engine reads \\(32,\\)"):
         check_layout(file, layout.expected(config | {"bias": True}, embedding=True))
 

@@ -3,12 +3,12 @@ what we accept.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,11 +21,16 @@ from transformers import (
 )
 
 import draftsmith as ds
-from drafts.heads import save_head
+from benchmarks.lib.engines import ask, complete, llama_server, work
+from drafts.heads import Head, save_head
+from drafts.heads.block import DFlashHead, DSparkHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.neighbours import PROGRAMS, ask, complete, llama_server, work
+from drafts.layouts.gguf_file import FILE
+from drafts.layouts.table import LAYOUTS
+from drafts.load import load_source
 from draftsmith_core.models import load_model
 from draftsmith_core.tokenization import load_tokenizer
+from tests.engine_proofs import proven_by_llama_cpp, proven_by_speculators
 from tests.learnt_heads import AHEAD, TOKENS, learn
 from tests.openvino_ir import OPENVINO, engine, openvino_ir, openvino_request
 from tests.tiny_models import stirred
@@ -97,7 +102,6 @@ def exports(tmp_path_factory):
                     dtype="float32",
                 )
                 made[out] = ds.export(config)
-                assert made[out]["proof"]["engine"] is not None
         return {role: place / f"{role}.{form}" for role in ("target", "base")}
 
     return export
@@ -300,14 +304,15 @@ FAMILIES: dict[str, Any] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_continues_as_models_of_every_family_do(family, tmp_path):
-    """`export` itself compares 24 greedy tokens, and raises where they differ."""
-    engine("llama-server")
-    stirred(FAMILIES[family](), 0.3).save_pretrained(tmp_path / "model")
+    server = engine("llama-server")
+    model = stirred(FAMILIES[family](), 0.3)
+    model.save_pretrained(tmp_path / "model")
     load_tokenizer(str(PAIR / "target")).save_pretrained(tmp_path / "model")
     config = ds.ExportConfig(
         draft=str(tmp_path / "model"), format="gguf", out=str(tmp_path / "out")
     )
-    assert ds.export(config)["proof"]["engine"].startswith("llama.cpp")
+    ds.export(config)
+    proven_by_llama_cpp(model.eval(), tmp_path / "out" / FILE, server)
 
 
 @pytest.fixture(scope="module")
@@ -320,43 +325,24 @@ def eagle3(tmp_path_factory):
     return head.eval(), path
 
 
-@pytest.fixture
-def without_vllm(monkeypatch):
-    """Where both are here, vLLM proves the layout (test_neighbours_vllm.py)."""
-    monkeypatch.setitem(PROGRAMS, "vllm", ("-", "-"))
+SPECULATORS_HEADS: dict[str, Callable[[Any], Head]] = {
+    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(0, 4096, 2)),
+    "dflash": lambda target: DFlashHead.fresh(target, num_layers=2, block_size=4),
+    "dspark": lambda target: DSparkHead.fresh(target, num_layers=2, block_size=4),
+}
 
 
-@pytest.mark.usefixtures("without_vllm")
-def test_speculators(eagle3, tmp_path):
-    engine("speculators")
-    out = tmp_path / "out"
-    summary = ds.export(
+@pytest.mark.parametrize("kind", SPECULATORS_HEADS)
+def test_speculators(kind, tmp_path):
+    python, out = engine("speculators"), tmp_path / "out"
+    target = str(PAIR / "target")
+    head = SPECULATORS_HEADS[kind](load_model(target, device="cpu"))
+    save_head(stirred(head, 0.02), tmp_path / "head")
+    draft = str(tmp_path / "head")
+    ds.export(
         ds.ExportConfig(
-            draft=str(eagle3[1]), format="speculators", out=str(out), target=str(PAIR / "target")
+            draft=draft, format="speculators", out=str(out), target=target, dtype="float32"
         )
     )
-    assert (
-        summary["proof"]["engine"].startswith("speculators")
-        and summary["proof"]["max_difference"] < 1e-4
-    )
-
-
-@pytest.mark.usefixtures("without_vllm")
-def test_an_engine_that_computes_something_else_stops_the_export(eagle3, tmp_path, monkeypatch):
-    engine("speculators")
-
-    def other(*words: Any) -> dict[str, Any]:
-        found = work(*words)
-        save_file({"logits": torch.zeros(1, 23, 2048)}, words[-1])
-        return found
-
-    monkeypatch.setattr("drafts.layouts.export.work", other)
-    config = ds.ExportConfig(
-        draft=str(eagle3[1]),
-        format="speculators",
-        out=str(tmp_path / "out"),
-        target=str(PAIR / "target"),
-    )
-    with pytest.raises(ds.RunError, match="computes other logits"):
-        ds.export(config)
-    assert not (tmp_path / "out" / "config.json").exists()
+    proof = proven_by_speculators(load_source(draft, target, "float32"), out, python)
+    assert proof.engine == LAYOUTS["speculators-dspark"].proven_in

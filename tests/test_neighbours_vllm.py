@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 
 import draftsmith as ds
-from drafts.neighbours import vllm_answers
+from benchmarks.lib.engines import vllm_answers
+from drafts.layouts.export import WRITERS
+from drafts.load import load_source
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.sampling import Sampling
 from eval.acceptance import Continuation
 from eval.estimate import measure_alphas
 from eval.method import Method
+from tests.engine_proofs import Proof, proven_by_vllm
 from tests.learnt_heads import AHEAD, TOKENS, learn
 from tests.openvino_ir import engine
 
@@ -59,7 +62,7 @@ class Served:
 
     def __init__(self, target: str, place: Path) -> None:
         self.target, self.place = target, place
-        self.proofs: dict[str, dict[str, Any]] = {}
+        self.proofs: dict[str, Proof] = {}
         self.runs: dict[str, dict[str, Any]] = {}
         self.answers: dict[str, Any] = {}
         self.engine = {
@@ -84,7 +87,10 @@ class Served:
             out=str(out),
             dtype="float32",
         )
-        self.proofs[name] = ds.export(config)["proof"]
+        ds.export(config)
+        if kind != "lm" and form in ("eagle", SERVING["vllm"][kind].draft_format):
+            source = load_source(str(self.place / kind), self.target, "float32")
+            self.proofs[name] = proven_by_vllm(source, out, engine("vllm"))
         self.add(
             name,
             {"method": method, "model": str(out)},
@@ -159,14 +165,10 @@ def served(tmp_path_factory):
 
 
 def test_exports_are_proven_by_vllm(served):
+    assert served.proofs.keys() == {"eagle", "eagle3", "medusa", "dflash", "jetspec"}
     for name, proof in served.proofs.items():
         kind, form, _ = SERVED[name]
-        if kind != "lm" and form == SERVING["vllm"][kind].draft_format:
-            assert (
-                proof["engine"].startswith("vllm")
-                and proof["max_difference"] < 1e-4
-                and "drafts" in proof["how"]
-            )
+        assert proof.engine == WRITERS[form, kind].proven_in
 
 
 def test_greedy_outputs_are_the_targets_own(served):
@@ -251,4 +253,4 @@ def test_a_real_chat_model_is_served_as_we_decode_it(smollm2, tmp_path):
         assert real.as_we_accept(name, TOKENS) > len(prompts), (
             "hardly anything was accepted, so nothing was compared"
         )
-        assert name == "lm" or real.proofs[name]["max_difference"] < 1e-4
+    assert real.proofs.keys() == {"eagle3", "eagle3 of its authors"}

@@ -169,14 +169,7 @@ def test_every_package_that_is_imported_is_declared():
                 imported |= {module.split(".")[0]: name for module in found}
     assert {"torch", "wandb"} <= imported.keys()
     ours = names | sys.stdlib_module_names | set(PACKAGES)
-    undeclared = {module: name for module, name in imported.items() if module not in ours}
-    # Programs that run in the environments of other engines import what `make engines` installs
-    # there.
-    engines = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for module, name in undeclared.items():
-        assert (
-            name == "drafts/layouts/speculators_logits.py" and module.replace("_", "-") in engines
-        ), (module, name)
+    assert not {module: name for module, name in imported.items() if module not in ours}
 
 
 def test_extra_all_is_every_extra_of_the_running_program():

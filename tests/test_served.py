@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import draftsmith as ds
-from drafts.neighbours import llama_server, vllm_server
+from benchmarks.lib.engines import llama_server, vllm_server
 from draftsmith.served.acceptance import in_words
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
 from tests.drafting_server import drafting

@@ -22,13 +22,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.lib.engines import VLLM_ON_A_CPU, how_to_get, llama_server, program, vllm_server
 from benchmarks.lib.timing import rotated
 from benchmarks.speed.peers import gguf
 from distill.config import DistillConfig
 from distill.engines import ENGINES, AnswerRequest, Done
 from distill.engines.openai import OpenAIEngine
 from distill.generate import distill
-from drafts.neighbours import VLLM_ON_A_CPU, how_to_get, llama_server, program, vllm_server
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import load_model
 from draftsmith_core.tokenization import load_tokenizer

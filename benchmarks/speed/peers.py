@@ -1,8 +1,8 @@
 """Other engines on the same models, prompts and threads, for `decode.py --peers true` and the speed
 of `real_pair.py`.
 
-`make engines` installs them (`drafts.neighbours`), in environments of their own, because they need
-other versions of the same libraries. An engine that is not there is left out with the reason.
+`make engines` installs them (`benchmarks.lib.engines`), in environments of their own, because they
+need other versions of the same libraries. An engine that is not there is left out with the reason.
 """
 
 import json
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 import draftsmith as ds
+from benchmarks.lib.engines import complete, how_to_get, llama_server, program, vllm_answers, work
 from benchmarks.speed.methods import Method, Pair
 from benchmarks.speed.sections import Bench
 from drafts.layouts import gguf_file
 from drafts.load import Source, load_source
-from drafts.neighbours import complete, how_to_get, llama_server, program, vllm_answers, work
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.tokenization import Tokenizer
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drafts.layouts.read_back import Check
 from drafts.load import Source
-from drafts.neighbours import Proof, complete, llama_server, probe_ids, program
 from draftsmith_core.errors import InputError, RunError, require_package
-from draftsmith_core.models import text_config, vocabulary_size
+from draftsmith_core.models import text_config
 from draftsmith_core.tokenization import Tokenizer
 
 FILE = "model.gguf"
@@ -38,7 +38,8 @@ _OF_HEADS = {
     "fc.weight": "fc.weight",
     "d2t": "d2t",
 }
-_PROVEN_TOKENS = 24
+# llama.cpp as llama-cpp-python of this version has it.
+PROVEN_IN = "llama.cpp of llama-cpp-python 0.3.36"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -54,10 +55,10 @@ _RULES = {
 }
 
 
-def write(source: Source, out: Path, *, matrices: str | None = None) -> Proof:
-    """`model.gguf` with the tokenizer in it; a language model is proven by llama-server if it is
-    installed. matrices: llama.cpp's name of their type, such as Q8_0, in place of the source's;
-    then no engine is run.
+def write(source: Source, out: Path, *, matrices: str | None = None) -> Check:
+    """Write `model.gguf` with the tokenizer in it, and read it back.
+
+    matrices: llama.cpp's name of their type, such as Q8_0, in place of the source's.
     """
     require_package("gguf", "--format gguf")
     import gguf
@@ -106,6 +107,7 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Proof:
         writer.add_bool("eagle3.norm_before_residual", head.config.norm_before_residual)
         writer.add_bool("eagle3.norm_before_fc", False)
     _add_tokenizer(writer, source.tokenizer, config.vocab_size)
+    written: dict[str, Tensor] = {}
     # Qwen 3's names include those of the other families.
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
     for name, tensor in tensors.items():
@@ -118,24 +120,49 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Proof:
             )
         tensor = tensor.detach().cpu()
         if not tensor.is_floating_point():
+            written[theirs] = tensor.long()
             writer.add_tensor(theirs, tensor.long().numpy())
             continue
         if paired and ("attn_q." in theirs or "attn_k." in theirs):
             tensor = _paired(tensor, heads if "attn_q." in theirs else kv_heads)
+        written[theirs] = tensor
         # llama.cpp wants its norms and biases in fp32.
         kind = weights.F32 if tensor.dim() == 1 else stored
         writer.add_tensor(
             theirs, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind
         )
-    _add_rope(writer, config, size)
+    if (factors := _add_rope(writer, config, size)) is not None:
+        written["rope_freqs.weight"] = factors
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    server = program("llama-server") if isinstance(source.draft, PreTrainedModel) else None
-    if server is not None and matrices is None:
-        return _proof(source.draft, file, server)
-    return Proof(None, f"published layout: {len(tensors)} tensors under llama.cpp's names")
+    return _read_back(file, written, exact=matrices is None)
+
+
+def _read_back(file: Path, written: dict[str, Tensor], *, exact: bool) -> Check:
+    """Compare the tensors of a GGUF file with what was to be written; RunError if they differ.
+
+    exact: whether the file's types hold the values as they are; quantised matrices are rounded.
+    """
+    import gguf
+
+    integers = (gguf.GGMLQuantizationType.I32, gguf.GGMLQuantizationType.I64)
+    read: dict[str, Tensor] = {}
+    for stored in gguf.GGUFReader(file).tensors:
+        whole = stored.tensor_type in integers
+        values = stored.data if whole else gguf.quants.dequantize(stored.data, stored.tensor_type)
+        read[stored.name] = torch.tensor(values)
+    if read.keys() != written.keys():
+        differing = sorted(read.keys() ^ written.keys())
+        raise RunError(f"{file}: read back, its tensors differ: {', '.join(differing)}")
+    largest = 0.0
+    for name, tensor in written.items():
+        difference = float((read[name].float() - tensor.float()).abs().max())
+        if exact and difference != 0:
+            raise RunError(f"{file}: read back, '{name}' is off by {difference:.2g}")
+        largest = max(largest, difference)
+    return Check(f"{len(read)} tensors read back by gguf", largest)
 
 
 def _paired(weight: Tensor, heads: int) -> Tensor:
@@ -146,9 +173,9 @@ def _paired(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, rows, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _add_rope(writer: Any, config: Any, size: int) -> None:
-    """Keys of the rotary embedding, and the factors `[head_dim / 2]` that llama.cpp's llama3 form
-    needs.
+def _add_rope(writer: Any, config: Any, size: int) -> Tensor | None:
+    """Add the keys of the rotary embedding; return the factors `[head_dim / 2]` of llama3's form,
+    which llama.cpp wants as a tensor.
     """
     import gguf
 
@@ -163,45 +190,10 @@ def _add_rope(writer: Any, config: Any, size: int) -> None:
 
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
         plain = 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
-        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
-
-
-@torch.no_grad()
-def _proof(model: Any, file: Path, server: Path) -> Proof:
-    """llama-server's greedy answer to one prompt, which must be the model's own."""
-    limit = getattr(text_config(model), "max_position_embeddings", 2048)
-    ids = probe_ids(model, min(8, vocabulary_size(model)))
-    count = min(_PROVEN_TOKENS, limit - ids.shape[1] - 1)
-    ours = ids
-    for _ in range(count):
-        ours = torch.cat([ours, model(ours).logits[:, -1:].argmax(-1)], dim=1)
-    # Plain fp32 attention and cache, as the comparison is token for token.
-    words = [
-        "-m",
-        str(file),
-        "-c",
-        str(limit),
-        "-np",
-        "1",
-        "-t",
-        "1",
-        "-fa",
-        "off",
-        "-ctk",
-        "f32",
-        "-ctv",
-        "f32",
-    ]
-    with llama_server(server, words) as port:
-        theirs = complete(port, ids[0].tolist(), count)["tokens"]
-    if theirs != ours[0, ids.shape[1] :].tolist():
-        raise RunError(
-            f"{file}: llama-server continues a prompt differently from the model; nothing was "
-            "written"
-        )
-    return Proof(
-        "llama.cpp (llama-server)", f"loaded it; {count} greedy tokens equal the model's own"
-    )
+        factors = plain / scaled
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+        return factors
+    return None
 
 
 @dataclass(frozen=True)

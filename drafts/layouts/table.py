@@ -59,6 +59,7 @@ class Layout:
     names: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     format: str | None = None
+    proven_in: str | None = None
     embedding: str = "never"
     known: Callable[[Values, Names], bool] = lambda values, names: False
     """Whether config.json describes such a head; asks for tensor names only if the config does not

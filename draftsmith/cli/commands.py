@@ -197,17 +197,16 @@ def _export(config: "ExportConfig", command: str) -> Outcome:
     from drafts.layouts.export import export
 
     summary = export(config)
-    proof = summary["proof"]
-    engine = proof["engine"] or "proof without running an engine"
-    close = (
-        "" if proof["max_difference"] is None else f"; at most {proof['max_difference']:.1e} apart"
-    )
+    check = summary["check"]
+    checked = f"{check['how']}; at most {check['max_difference']:.1e} apart"
+    if summary["proven_in"] is not None:
+        checked += f"; our tests ran such a file in {summary['proven_in']}"
     size = sum(summary["files"].values()) / 2**20
     line = (
         f"{config.out}: {summary['kind']} as {config.format}, {len(summary['files'])} files, "
         f"{size:.1f} MiB"
     )
-    return Outcome(summary, [line, f"{engine}: {proof['how']}{close}", *summary["remarks"]])
+    return Outcome(summary, [line, checked, *summary["remarks"]])
 
 
 def _plan(config: "PlanConfig", command: str) -> Outcome:

@@ -1,5 +1,4 @@
-"""Other engines on this machine: where their programs are, running them, and what that proves of an
-export.
+"""Other engines on this machine, for tests and benchmarks: where their programs are, running them.
 
 `make engines` installs them. They need other versions of our libraries, so each lives in an
 environment of its own.
@@ -15,16 +14,10 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
-
 from draftsmith_core.errors import RunError
-from draftsmith_core.models import vocabulary_size
 
 # Engine: (environment variable that names its program, that program in the directory of engines).
 PROGRAMS = {
@@ -52,7 +45,7 @@ def program(engine: str) -> Path | None:
     if variable in os.environ:
         return Path(os.environ[variable])
     installed = (
-        Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[1] / ".engines")) / place
+        Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[2] / ".engines")) / place
     )
     if installed.is_file():
         return installed
@@ -81,12 +74,12 @@ def work(python: Path, script: str | Path, *words: str | Path) -> dict[str, Any]
 
 def vllm_answers(python: Path, runs: dict[str, Any]) -> dict[str, Any]:
     """What vLLM answers to `runs`: `engine`, its version, and `answers` by run
-    (`layouts/vllm_generate.py`).
+    (`vllm_generate.py`).
     """
     with tempfile.TemporaryDirectory() as place:
         request = Path(place) / "request.json"
         request.write_text(json.dumps({"runs": runs}))
-        return work(python, Path(__file__).parent / "layouts" / "vllm_generate.py", request)
+        return work(python, Path(__file__).with_name("vllm_generate.py"), request)
 
 
 def llama_server(server: Path, words: Sequence[str]) -> AbstractContextManager[int]:
@@ -169,36 +162,3 @@ def complete(
         "return_tokens": True,
     }
     return ask(port, "completion", wanted | {"temperature": 0, "cache_prompt": False} | sampling)
-
-
-# The largest difference of an engine's logits from ours.
-TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What shows that an engine reads an export as it was meant. `engine` is None if only the
-    layout was compared.
-    """
-
-    engine: str | None
-    how: str
-    max_difference: float | None = None
-    """The largest difference of the engine's logits from ours, in fp32."""
-
-
-def compared(out: Path, engine: str, theirs: Tensor, ours: Tensor, how: str) -> Proof:
-    """The proof that an engine computes our logits from `out`. Raises RunError if it does not."""
-    difference = float((theirs - ours).abs().max())
-    if not difference <= TOLERANCE:
-        raise RunError(
-            f"{out}: {engine} computes other logits from it (off by {difference:.2g}); nothing "
-            "was written"
-        )
-    return Proof(engine, f"loaded it; logits of {ours.shape[1]} {how}", difference)
-
-
-def probe_ids(model: PreTrainedModel, count: int = 24) -> Tensor:
-    """Token ids `[1, T]` spread over the vocabulary, for comparing logits."""
-    size = vocabulary_size(model)
-    return (torch.arange(count) * max(1, size // count) + 7)[None] % size
