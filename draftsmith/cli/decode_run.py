@@ -19,8 +19,9 @@ from decode.suffix_index import SuffixIndex
 from drafts.load import draft_kind
 from draftsmith.cli.outcome import Outcome
 from draftsmith.config import DecodeConfig
+from draftsmith.detokenizer import Detokenizer, Piece
 from draftsmith.drafting import choose_method, planned_without_a_draft, read_documents
-from draftsmith.pair import Decoding, Detokenizer, Output, Pair, Piece, load_pair
+from draftsmith.pair import Decoding, Output, Pair, load_pair
 from draftsmith_core.devices import peak_memory
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source
