@@ -6,24 +6,22 @@ from draftsmith_core.tokenization import Tokenizer, decode_text
 
 
 class Piece(str):
-    """Text of one token, or of the tokens that make one character. `from_draft`: whether the last
-    one was drafted.
+    """Text of one token, or of the tokens that make one character.
+
+    from_draft: whether the last of these tokens was drafted.
     """
 
     from_draft = False
 
 
 class Detokenizer:
-    """Tokens to text as they come. No piece ends inside a character, as long as more tokens
-    follow.
-    """
+    """Turn tokens into pieces of text. A piece never ends inside a character, except the last."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        # Tokens before `_read` are text already. Those from `_anchor` on are decoded again with
-        # each new token, because the text of a token can depend on the one before it. So a step
-        # costs the same however long the text is.
+        # Tokens before `_read` are text already. Decode again from `_anchor`: a token's text may
+        # depend on the token before it. The cost per step is constant.
         self._anchor = self._read = 0
 
     def add(self, ids: list[int], from_draft: list[bool]) -> Iterator[Piece]:
@@ -31,13 +29,13 @@ class Detokenizer:
         for token, drafted in zip(ids, from_draft, strict=True):
             self._ids.append(token)
             piece = self.rest()
-            # A character of several tokens is not whole yet; the next token brings it.
+            # Wait for the next token if the character is not complete.
             if not piece.endswith("\ufffd"):
                 piece.from_draft = drafted
                 yield piece
                 self._anchor, self._read = self._read, len(self._ids)
 
     def rest(self) -> Piece:
-        """The text that was not yielded yet."""
+        """Return the text that was not yielded yet."""
         known = decode_text(self._tokenizer, self._ids[self._anchor : self._read])
         return Piece(decode_text(self._tokenizer, self._ids[self._anchor :])[len(known) :])

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -121,8 +122,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Decoding:
-    """A decoder, and how it drafts. `method` is None for the target alone; retrieval drafts from
-    `index`.
+    """A decoder and how it drafts.
+
+    method: None for the target alone. index: text that retrieval drafts from.
     """
 
     decoder: SpeculativeDecoder
@@ -135,13 +137,14 @@ class Decoding:
         """Whether the outputs follow the target's own distribution."""
         return self.method is None or self.decoder.verifier.lossless
 
-    def identity(self) -> list[Any]:
-        """Everything that may change outputs, hashed; reads all weights."""
-        method, target = self.method, self.decoder.target
+    def identity(self) -> list[object]:
+        """Return hashes of everything that may change outputs. This reads all weights."""
+        target, how = self.decoder.target, None
+        if self.method is not None:
+            shape = dataclasses.asdict(self.method.shape)
+            how = [self.method.proposer, shape, self.method.verifier.name]
         return [
-            None
-            if method is None
-            else [method.proposer, dataclasses.asdict(method.shape), method.verifier.name],
+            how,
             fingerprint(target),
             dtype_name(target),
             [draft_fingerprint(draft) for draft in self.drafts.values()],
@@ -183,7 +186,7 @@ def load_pair(
 
 
 class Pair:
-    """A target, its tokenizer and its drafts (by name), ready to decode. `load_pair` makes one."""
+    """A target, its tokenizer and its drafts by name, ready to decode. Made by `load_pair`."""
 
     def __init__(
         self,
@@ -197,16 +200,15 @@ class Pair:
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.drafts: dict[str, Draft] = loaded.drafts
         self.context: int | None = loaded.context
-        self._how: dict[str, Any] = {"fast": fast, "compile": compile}
+        self._fast = fast
+        self._decoder = partial(SpeculativeDecoder, self.target, fast=fast, compile=compile)
         if fast and not compile:
             take_over(self.target, *self.drafts.values())
         self._last: tuple[object, Decoding] | None = None
 
     def __repr__(self) -> str:
-        return (
-            f"Pair({self.target_name!r}, "
-            f"drafts={ {name: kind_of(draft) for name, draft in self.drafts.items()} })"
-        )
+        kinds = {name: kind_of(draft) for name, draft in self.drafts.items()}
+        return f"Pair({self.target_name!r}, drafts={kinds})"
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts
@@ -217,48 +219,84 @@ class Pair:
         self, prompts: Sequence[OnePrompt], **options: Unpack[GenerateOptions]
     ) -> list[Output]: ...
     def generate(
-        self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        *,
+        draft: str | Sequence[str] | None = None,
+        proposer: str | Proposer | None = None,
+        tree: str | TreeShape | None = None,
+        verifier: str | Verifier | None = None,
+        datastore: str | SuffixIndex | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        max_new_tokens: int = 128,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        batch_size: int = 8,
+        on_tokens: OnTokens | None = None,
+        **unknown: object,
     ) -> Output | list[Output]:
-        """Continue one prompt, or each of a list. Return an `Output`, or a list of them in the same
-        order.
+        """Continue one prompt, or each of a list. Return an `Output`, or a list of them in order.
 
-        prompts: texts, token ids or chats. With the same seed, `draftsmith decode` gives the same
-        outputs for one --prompt, or for a file of these prompts. An output does not depend on its
-        batch mates.
-        draft: which of the pair's drafts, by name; all by default. proposer, tree, verifier: names
-        as in `draftsmith decode --help`, or objects of your own; chosen to suit where left out.
-        datastore: a file to retrieve from. temperature (0 is greedy), top_p, top_k (0 keeps every
-        token), min_p: None takes the target's generation_config.json, and greedy without one. stop:
-        texts; an output ends after the token that completes one.
-        max_new_tokens: 128 by default. batch_size: prompts decoded together, 8 by default.
+        With the same seed, `draftsmith decode` gives the same outputs. An output does not depend on
+        its batch. Raise InputError for options that do not go together.
+
+        prompts: texts, token ids or chats.
+        draft: names of the pair's drafts to use; default all.
+        proposer, tree, verifier: names as in `draftsmith decode --help`, or objects of your own;
+        default: what suits the drafts.
+        datastore: file to retrieve from.
+        temperature, top_p, top_k, min_p: default as in the target's generation_config.json, else
+        greedy. Temperature 0 is greedy; top_k 0 keeps every token.
+        stop: texts; an output ends after the token that completes one.
+        batch_size: prompts decoded together.
         on_tokens(row of its batch, ids, from_draft): called after each step with its new tokens.
-        Raise InputError for an invalid combination.
         """
-        for name in [name for name in options if name not in GenerateOptions.__annotations__]:
-            fix = (
-                f"use {_THEIRS[name]}"
-                if name in _THEIRS
-                else nearest(name, GenerateOptions.__annotations__)
-            )
+        for name in unknown:
+            known = GenerateOptions.__annotations__
+            fix = f"use {_THEIRS[name]}" if name in _THEIRS else nearest(name, known)
             raise TypeError(f"generate: no option {name!r}; {fix}")
-        methods = ("draft", "proposer", "tree", "verifier", "datastore")
-        decoding = self.decoding(**{key: options.pop(key, None) for key in methods})
-        chosen = {key: options.pop(key, None) for key in ("temperature", "top_k", "top_p", "min_p")}
-        sampling = resolve_sampling(self.target_name, self.target, **chosen).sampling
-        one, repeats = _is_one_prompt(prompts), Counter[str]()
+        decoding = self.decoding(
+            draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore
+        )
+        resolved = resolve_sampling(
+            self.target_name,
+            self.target,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+        )
+        one = _is_one_prompt(prompts)
         if one:
             named = [Prompt("prompt", "default", tuple(self.encode(prompts)))]  # type: ignore[arg-type]
         else:
-            encoded = [self.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]  # type: ignore[arg-type]
-            named = [
-                Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids))
-                for ids in encoded
-            ]
+            named = self._named(prompts)  # type: ignore[arg-type]
         batches = self.decode(
-            decoding.decoder, [(prompt, 0) for prompt in named], sampling, **options
+            decoding.decoder,
+            [(prompt, 0) for prompt in named],
+            resolved.sampling,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            batch_size=batch_size,
+            on_tokens=on_tokens,
         )
         outputs = [output for batch in batches for output in batch]
         return outputs[0] if one else outputs
+
+    def _named(self, prompts: Sequence[OnePrompt]) -> list[Prompt]:
+        """Encode prompts, named by their tokens as in a file."""
+        repeats = Counter[str]()
+        named = []
+        for i, prompt in enumerate(prompts):
+            ids = self.encode(prompt, f"prompts[{i}]")
+            named.append(Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)))
+        return named
 
     def stream(self, prompt: OnePrompt, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
         """Continue one prompt as `generate` does; yield its text piece by piece as it is decoded.
@@ -295,14 +333,14 @@ class Pair:
             thread.join()
 
     def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
-        """Token ids of a text (with the special tokens that the tokenizer adds), of a chat, or as
-        they are.
+        """Return the token ids of a text, with the tokenizer's special tokens, or of a chat.
+
+        Token ids are returned as they are.
         """
         if isinstance(prompt, str):
             return encode_text(self.tokenizer, prompt)
-        items: Any = (
-            prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-        )  # an array or tensor of ids
+        # An array or tensor of ids has `tolist`.
+        items: Any = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
         if items and isinstance(items[0], Mapping):
             return encode_messages(self.tokenizer, check_messages(items, where), where)
         return [int(item) for item in items]
@@ -316,64 +354,70 @@ class Pair:
         verifier: str | Verifier | None = None,
         datastore: str | SuffixIndex | None = None,
     ) -> Decoding:
-        """A decoder for this method of drafting, as `generate` describes it; the last one if the
-        method is the same.
-        """
-        names = (
-            tuple(self.drafts)
-            if draft is None
-            else (draft,)
-            if isinstance(draft, str)
-            else tuple(draft)
-        )
-        if unknown := [name for name in names if name not in self.drafts]:
-            known = ", ".join(self.drafts) or "none"
-            raise InputError(f"draft: {unknown[0]!r} is not a draft of this pair; it has {known}")
-        key = (names, proposer, tree, verifier, datastore)
-        if self._last is None or self._last[0] != key:
-            self._last = None
-            drafts = {name: self.drafts[name] for name in names}
-            try:
-                self._last = (key, self._decoding(drafts, proposer, tree, verifier, datastore))
-            except ValueError as error:
-                raise InputError(str(error)) from None
-        return self._last[1]
+        """Return a decoder for this method of drafting, as `generate` describes it.
 
-    def _decoding(
+        The last decoder is kept and returned again if the method is the same.
+        """
+        chosen = list(self.drafts) if draft is None else draft
+        names = [chosen] if isinstance(chosen, str) else list(chosen)
+        for name in names:
+            if name not in self.drafts:
+                known = ", ".join(self.drafts) or "none"
+                raise InputError(f"draft: {name!r} is not a draft of this pair; it has {known}")
+        key = (*names, proposer, tree, verifier, datastore)
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        self._last = None
+        drafts = {name: self.drafts[name] for name in names}
+        try:
+            if proposer is None or isinstance(proposer, str):
+                decoding = self._by_name(drafts, proposer, tree, verifier, datastore)
+            else:
+                decoding = self._with_proposer(drafts, proposer, tree, verifier)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        self._last = key, decoding
+        return decoding
+
+    def _with_proposer(
         self,
         drafts: dict[str, Draft],
-        proposer: Any,
-        tree: Any,
-        verifier: Any,
+        proposer: Proposer,
+        tree: str | TreeShape | None,
+        verifier: str | Verifier | None,
+    ) -> Decoding:
+        decoder = self._decoder(proposer, tree, verifier)
+        spec = tree if isinstance(tree, str) else f"{decoder.tree.size} nodes"
+        method = DraftingMethod(type(proposer).__name__, spec, decoder.tree, decoder.verifier)
+        return Decoding(decoder, method, drafts)
+
+    def _by_name(
+        self,
+        drafts: dict[str, Draft],
+        proposer: str | None,
+        tree: str | TreeShape | None,
+        verifier: str | Verifier | None,
         datastore: str | SuffixIndex | None,
     ) -> Decoding:
-        if proposer is not None and not isinstance(proposer, str):
-            decoder = SpeculativeDecoder(self.target, proposer, tree, verifier, **self._how)
-            spec = tree if isinstance(tree, str) else f"{decoder.tree.size} nodes"
-            method = DraftingMethod(type(proposer).__name__, spec, decoder.tree, decoder.verifier)
-            return Decoding(decoder, method, drafts)
         kinds = {name: kind_of(draft) for name, draft in drafts.items()}
-        heads = min(
-            (count for draft in drafts.values() if (count := depth_limit(draft))), default=None
-        )
-        chosen = choose_method(
+        limits = [depth_limit(draft) for draft in drafts.values()]
+        heads = min((limit for limit in limits if limit), default=None)
+        method = choose_method(
             kinds, proposer, tree, verifier, datastore=datastore is not None, heads=heads
         )
-        if chosen is None:
-            return Decoding(SpeculativeDecoder(self.target, **self._how))
+        if method is None:
+            return Decoding(self._decoder())
         if isinstance(datastore, str):
             datastore = SuffixIndex.build(read_documents(datastore, self.tokenizer))
-        kind, models = PROPOSERS[chosen.proposer], list(drafts.values())
-        if kind.needs in ("models", "head"):
-            drafter = kind.make(
-                models if kind.needs == "models" else models[0], fast=self._how["fast"]
-            )
+        kind, models = PROPOSERS[method.proposer], list(drafts.values())
+        if kind.needs == "models":
+            drafter = kind.make(models, fast=self._fast)
+        elif kind.needs == "head":
+            drafter = kind.make(models[0], fast=self._fast)
         else:
             drafter = kind.make(datastore)
-        decoder = SpeculativeDecoder(
-            self.target, drafter, chosen.shape, chosen.verifier, **self._how
-        )
-        return Decoding(decoder, chosen, drafts, datastore)
+        decoder = self._decoder(drafter, method.shape, method.verifier)
+        return Decoding(decoder, method, drafts, datastore)
 
     def decode(
         self,
@@ -389,19 +433,19 @@ class Pair:
         on_tokens: OnTokens | None = None,
     ) -> Iterator[list[Output]]:
         """Decode requests batch by batch; yield the outputs of each batch in order."""
+        texts = [stop] if isinstance(stop, str) else stop
         for start in range(0, len(requests), batch_size):
             rows = requests[start : start + batch_size]
+            seeds = [row_seed(seed, f"{prompt.id}/{sample}") for prompt, sample in rows]
             try:
                 batch = decoder.generate(
                     [prompt.ids for prompt, _ in rows],
                     sampling,
                     max_new_tokens,
-                    [generator(row_seed(seed, f"{prompt.id}/{sample}")) for prompt, sample in rows],
-                    () if ignore_eos else eos_ids(self.target),
-                    on_tokens,
-                    StopStrings(self.tokenizer, [stop] if isinstance(stop, str) else stop)
-                    if stop
-                    else None,
+                    generators=[generator(row) for row in seeds],
+                    eos_ids=() if ignore_eos else eos_ids(self.target),
+                    on_tokens=on_tokens,
+                    stop=StopStrings(self.tokenizer, texts) if texts else None,
                 )
             except ValueError as error:
                 raise InputError(str(error)) from None
