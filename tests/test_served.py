@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import draftsmith as ds
 from benchmarks.lib.engines import llama_server, vllm_server
-from draftsmith.served.acceptance import in_words
+from draftsmith.served.report import in_words
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
 from tests.drafting_server import drafting
 from tests.openvino_ir import engine
@@ -335,7 +335,7 @@ def test_an_unknown_cause_is_not_made_up(place):
         ),
         ("llamacpp", {"speculates": False}, "start llama-server with -md DRAFT.gguf"),
         ("sglang", {"speculates": False}, "--speculative-algorithm"),
-        ("someone", {}, "is no server of vLLM, llama.cpp, SGLang (owned by 'someone')"),
+        ("someone", {}, "is not vLLM, SGLang or llama.cpp (owned_by: 'someone')"),
         ("vllm", {"others": 50}, "counted tokens of other requests"),
     ],
 )

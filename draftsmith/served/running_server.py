@@ -1,12 +1,9 @@
-"""A running server of a target with a draft: its engine, its answers, and what it counts of the
-drafts.
+"""A running server of a target with a draft: its engine, its answers, and its counts of drafts.
 
 | engine | `owned_by` | prompts | counts |
 |---|---|---|---|
-| vLLM | vllm | /v1/completions, chats to /v1/chat/completions | /metrics before and after each
-prompt |
-| llama.cpp | llamacpp | /completion, chats through /apply-template | `timings` of the answer;
-positions in /metrics |
+| vLLM | vllm | v1/completions, chats to v1/chat/completions | /metrics, before and after |
+| llama.cpp | llamacpp | /completion, chats through /apply-template | `timings`, /metrics by position |
 | SGLang | sglang | /generate, chats by the tokenizer here | `meta_info` of the answer |
 
 All three take the first token from the prompt's forward. From then on, a target call emits one
@@ -23,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from distill.engines import AnswerRequest, Key
+from distill.engines import AnswerRequest
 from distill.engines.server import Completion, Dialect, client_options
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.prompts import Prompt, check_messages
@@ -67,9 +64,7 @@ class ServedAnswer:
 
 
 class RunningServer:
-    """A vLLM, SGLang or llama.cpp server. Raise InputError if nothing answers at `url`, or another
-    engine.
-    """
+    """A vLLM, SGLang or llama.cpp server. Raise InputError if `url` is none, or does not answer."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -79,8 +74,7 @@ class RunningServer:
         self.model, self.engine = str(models[0].get("id")), str(models[0].get("owned_by"))
         if self.engine not in NAMES:
             raise InputError(
-                f"--served {url}: is no server of {', '.join(NAMES.values())} (owned by "
-                f"{self.engine!r})"
+                f"--served {url}: is not vLLM, SGLang or llama.cpp (owned_by: {self.engine!r})"
             )
 
     def draft_tokens(self, answers: list[ServedAnswer]) -> int:
@@ -95,83 +89,84 @@ class RunningServer:
         return max(positions, drafted)
 
     def answer(self, prompt: Prompt, completion: Completion, states_sampling: bool) -> ServedAnswer:
-        """Answer one prompt. states_sampling: whether to send the sampling, or to leave it to the
-        server.
-        """
-        chat: dict[str, Any] = {}
-        if prompt.chat:
-            chat["messages"] = check_messages(prompt.chat.messages, f"row {prompt.row}")
-            if prompt.chat.tools:
-                chat["tools"] = prompt.chat.tools
+        """Answer one prompt. If not `states_sampling`, leave the sampling to the server."""
         if self.engine == "sglang":
             return self._sglang(list(prompt.ids), completion, states_sampling)
-        read = list(prompt.ids)
-        if chat and self.engine == "llamacpp":
-            text = {
-                "content": self._json("apply-template", chat)["prompt"],
-                "add_special": True,
-                "parse_special": True,
-            }
-            read = list(self._json("tokenize", text)["tokens"])
-        dialect = Dialect("llama.cpp" if self.engine == "llamacpp" else "openai")
-        body = dialect.body(
-            completion, AnswerRequest(Key(prompt.row, 0, 0), tuple(read), seed=prompt.row)
-        )
-        if not states_sampling:
-            body = {key: value for key, value in body.items() if key not in _SAMPLING}
-        before = self._counters()
         if self.engine == "vllm":
-            if chat:
-                del body["prompt"]
-            reply = self._json("v1/chat/completions" if chat else "v1/completions", body | chat)
-            read = list(reply.get("prompt_token_ids") or read)
-        else:
-            reply = self._json("completion", body)
+            return self._vllm(prompt, completion, states_sampling)
+        return self._llamacpp(prompt, completion, states_sampling)
+
+    def _vllm(self, prompt: Prompt, completion: Completion, states_sampling: bool) -> ServedAnswer:
+        dialect, read = Dialect("openai"), list(prompt.ids)
+        body = _body(dialect, completion, prompt.row, read, states_sampling)
+        path = "v1/completions"
+        if prompt.chat:
+            del body["prompt"]
+            body |= _chat(prompt)
+            path = "v1/chat/completions"
+        before = self._counters()
+        reply = self._json(path, body)
+        read = list(reply.get("prompt_token_ids") or read)
+        return self._counted(read, self._ids(dialect, completion, read, reply), before)
+
+    def _llamacpp(
+        self, prompt: Prompt, completion: Completion, states_sampling: bool
+    ) -> ServedAnswer:
+        dialect, read = Dialect("llama.cpp"), list(prompt.ids)
+        if prompt.chat:
+            text = self._json("apply-template", _chat(prompt))["prompt"]
+            tokenize = {"content": text, "add_special": True, "parse_special": True}
+            read = list(self._json("tokenize", tokenize)["tokens"])
+        body = _body(dialect, completion, prompt.row, read, states_sampling)
+        before = self._counters()
+        reply = self._json("completion", body)
+        timings, settings = reply["timings"], reply["generation_settings"]
+        counts = self._counters()
+        counts.subtract(before)
+        keys = ("temperature", "top_k", "top_p", "min_p")
+        return ServedAnswer(
+            prompt_ids=read,
+            output_ids=self._ids(dialect, completion, read, reply),
+            calls=timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0),
+            drafted=timings.get("draft_n", 0),
+            accepted_by_depth=_by_depth(counts) or None,
+            sampling=Sampling(**{key: round(settings[key], 6) for key in keys}),
+        )
+
+    def _ids(
+        self, dialect: Dialect, completion: Completion, read: list[int], reply: dict[str, Any]
+    ) -> list[int]:
         try:
-            ids = list(dialect.answer(completion, read, json.dumps(reply).encode())[0].response_ids)
+            return list(
+                dialect.answer(completion, read, json.dumps(reply).encode())[0].response_ids
+            )
         except (ValueError, LookupError, TypeError) as error:
             raise RunError(
                 f"{self.url}: gave no token ids ({first_line(error)}); use a newer server"
             ) from None
-        if self.engine == "vllm":
-            return self._counted(read, ids, before)
-        timings, said = reply["timings"], reply["generation_settings"]
-        accepted = timings.get("draft_n_accepted", 0)
-        counts = self._counters()
-        counts.subtract(before)
-        return ServedAnswer(
-            read,
-            ids,
-            timings["predicted_n"] - 1 - accepted,
-            timings.get("draft_n", 0),
-            _by_depth(counts) or None,
-            Sampling(
-                **{key: round(said[key], 6) for key in ("temperature", "top_k", "top_p", "min_p")}
-            ),
-        )
 
     def _sglang(
         self, ids: list[int], completion: Completion, states_sampling: bool
     ) -> ServedAnswer:
         sampling = completion.sampling
-        how: dict[str, Any] = {"max_new_tokens": completion.max_new_tokens}
+        settings: dict[str, Any] = {"max_new_tokens": completion.max_new_tokens}
         if states_sampling:
-            how |= {
+            settings |= {
                 "temperature": sampling.temperature,
                 "top_k": sampling.top_k or -1,
                 "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "repetition_penalty": 1.0,
             }
-            how |= {"min_p": sampling.min_p, "repetition_penalty": 1.0}
-        reply = self._json("generate", {"input_ids": ids, "sampling_params": how})
+        reply = self._json("generate", {"input_ids": ids, "sampling_params": settings})
         info = self._json("get_server_info")
         if (info.get("speculative_eagle_topk") or 1) > 1:
             raise InputError(
                 f"--served {self.url}: drafts a tree; start it with --speculative-eagle-topk 1"
             )
         calls = int(reply["meta_info"].get("spec_verify_ct") or 0)
-        return ServedAnswer(
-            ids, reply["output_ids"], calls, calls * int(info.get("speculative_num_steps") or 0)
-        )
+        drafted = calls * int(info.get("speculative_num_steps") or 0)
+        return ServedAnswer(ids, reply["output_ids"], calls, drafted)
 
     def _counted(self, prompt_ids: list[int], ids: list[int], before: Counter[str]) -> ServedAnswer:
         """Wait until the counters hold this answer. vLLM counts after it has answered."""
@@ -179,7 +174,8 @@ class RunningServer:
         while True:
             counts = self._counters()
             counts.subtract(before)
-            emitted, by_depth = counts["drafts"] + counts["accepted_tokens"], _by_depth(counts)
+            emitted = counts["drafts"] + counts["accepted_tokens"]
+            by_depth = _by_depth(counts)
             if emitted >= len(ids) - 1 or time.monotonic() > end or not by_depth:
                 break
             time.sleep(0.02)
@@ -216,14 +212,35 @@ class RunningServer:
                 f"--served {self.url}/{path}: {first_line(error)}: {reply.text[:200]}"
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            fix = (
-                "start the server, with the command that `draftsmith doctor` prints without "
-                "--served"
-            )
             raise InputError(
-                f"--served {self.url}: does not answer ({first_line(error)}); {fix}"
+                f"--served {self.url}: does not answer ({first_line(error)}); start the server, "
+                "with the command that `draftsmith doctor` prints without --served"
             ) from None
         return value
+
+
+def _chat(prompt: Prompt) -> dict[str, Any]:
+    assert prompt.chat is not None
+    chat: dict[str, Any] = {
+        "messages": check_messages(prompt.chat.messages, f"row {prompt.row}"),
+    }
+    if prompt.chat.tools:
+        chat["tools"] = prompt.chat.tools
+    return chat
+
+
+def _body(
+    dialect: Dialect,
+    completion: Completion,
+    row: int,
+    prompt_ids: list[int],
+    states_sampling: bool,
+) -> dict[str, Any]:
+    request = AnswerRequest((row, 0, 0), tuple(prompt_ids), seed=row)
+    body = dialect.body(completion, request)
+    if states_sampling:
+        return body
+    return {key: value for key, value in body.items() if key not in _SAMPLING}
 
 
 def _by_depth(counts: Counter[str]) -> list[int]:

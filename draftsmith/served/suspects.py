@@ -1,17 +1,16 @@
 """Why a served draft accepts less than predicted: each suspect changes what a prediction is made
 from.
 
-A change is a generator of (detail, changed case); it yields nothing where it does not apply. Models
-are copied before they are changed. Add a suspect as a function and an entry of `SUSPECTS`.
+A change yields (detail, changed case), or nothing if it does not apply. It copies a model before it
+changes it. To add a suspect, write a function and enter it in `SUSPECTS`.
 
 Legend: B rows, T tokens, H hidden size, P keys, D draft vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,54 +18,30 @@ from transformers import PreTrainedModel
 
 from drafts.heads.eagle import FeatureHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.load import Draft
+from draftsmith.served.replay import Case
 from draftsmith_core.models import text_config
 from draftsmith_core.sampling import Sampling
-from eval.acceptance import Continuation
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a prediction is made from: models, texts, the sampling, and the rule by which drafted
-    tokens stay.
-
-    rows: the served texts. read_ids: the prompts as the server read them. samplings: other ones it
-    may draw from.
-    """
-
-    target: PreTrainedModel
-    draft: Draft
-    rows: Sequence[Continuation]
-    sampling: Sampling
-    rule: str
-    read_ids: Sequence[Sequence[int]]
-    samplings: Sequence[Sampling]
-
 
 Change = Callable[[Case], Iterator[tuple[str, Case]]]
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A cause, and what to do about it. of_text: it changes the texts that the target gives,
-    too.
-    """
+    """A possible cause and its remedy."""
 
     change: Change
     remedy: str
-    of_text: bool = False
+    changes_target_text: bool = False
 
 
 def _layers(case: Case) -> Iterator[tuple[str, Case]]:
     if isinstance(case.draft, PreTrainedModel) or len(case.draft.hidden_layers) == 1:
         return
     for detail, step in (("one later", 1), ("one earlier", -1)):
-        draft: Any = copy.deepcopy(case.draft)
-        draft.hidden_layers = tuple(layer + step for layer in draft.hidden_layers)
-        if (
-            min(draft.hidden_layers) >= 0
-            and max(draft.hidden_layers) <= text_config(case.target).num_hidden_layers
-        ):
+        layers = tuple(layer + step for layer in case.draft.hidden_layers)
+        if min(layers) >= 0 and max(layers) <= text_config(case.target).num_hidden_layers:
+            draft: Any = copy.deepcopy(case.draft)
+            draft.hidden_layers = layers
             yield detail, replace(case, draft=draft)
 
 
@@ -96,80 +71,92 @@ def _vocabulary(case: Case) -> Iterator[tuple[str, Case]]:
         yield detail, replace(case, draft=draft)
 
 
-def _rotary_modules(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    return [
-        (m, name, c)
-        for m in model.modules()
-        for name, c in m.named_children()
-        if hasattr(c, "inv_freq")
-    ]
+def _rope_of_draft(case: Case) -> Iterator[tuple[str, Case]]:
+    for detail, draft in _other_ropes(case.draft):
+        yield detail, replace(case, draft=draft)
 
 
-def _rope(role: Literal["target", "draft"], case: Case) -> Iterator[tuple[str, Case]]:
-    model: nn.Module = getattr(case, role)
-    rope: dict[str, Any] = next(
-        (rotary.config.rope_parameters for _, _, rotary in _rotary_modules(model)), {}
-    )
+def _rope_of_target(case: Case) -> Iterator[tuple[str, Case]]:
+    for detail, target in _other_ropes(case.target):
+        yield detail, replace(case, target=target)
+
+
+def _other_ropes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield copies of the model without scaling, and without scaling and theta."""
+    first = next(_rotary_modules(model), None)
+    rope = {} if first is None else getattr(*first).config.rope_parameters
+    if "rope_type" not in rope:
+        return
     plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta")}
     losses = {
         "scaling dropped": plain,
         "theta and scaling dropped": plain | {"rope_theta": 10000.0},
     }
     for detail, left in losses.items():
-        if "rope_type" not in rope or left == {key: rope.get(key) for key in left}:
+        if all(rope.get(key) == value for key, value in left.items()):
             continue
+        kept = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
         changed = copy.deepcopy(model)
-        for parent, name, rotary in _rotary_modules(changed):
+        for parent, name in list(_rotary_modules(changed)):
+            rotary = getattr(parent, name)
             config = copy.deepcopy(rotary.config)
-            config.rope_parameters = {
-                key: rope[key] for key in ("partial_rotary_factor",) if key in rope
-            } | left
+            config.rope_parameters = kept | left
             setattr(parent, name, type(rotary)(config).to(rotary.inv_freq.device))
-        yield detail, replace(case, **{role: changed})  # type: ignore[arg-type]
+        yield detail, changed
+
+
+def _rotary_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the parent and the name of every rotary embedding."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if hasattr(child, "inv_freq"):
+                yield parent, name
 
 
 def _no_prompt(case: Case) -> Iterator[tuple[str, Case]]:
-    texts = [[*row.prompt_ids, *row.output_ids] for row in case.rows]
-    lengths = [len(row.prompt_ids) - 1 for row in case.rows]
-
-    def in_prompt(ids_BT: Tensor) -> Tensor:
-        """Whether a column `[B, T]` is in the prompt, before the token that was answered first."""
-        read = [row[: ids_BT.shape[1]] for row in ids_BT.tolist()]
-        hidden = [
-            next((n for n, t in zip(lengths, texts, strict=True) if r[: len(t) - 1] == t[:-1]), 0)
-            for r in read
-        ]
-        return (
-            torch.arange(ids_BT.shape[1], device=ids_BT.device)
-            < torch.tensor(hidden, device=ids_BT.device)[:, None]
-        )
-
-    def of_head(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        ids_BT, features_BTH, sees_B1TP, *rest = args
-        if not rest[-1].get_seq_length():
-            hidden.append(in_prompt(ids_BT))
-        columns = hidden[-1].shape[1]
-        outside_B11P = nn.functional.pad(
-            ~hidden[-1], (0, sees_B1TP.shape[-1] - columns), value=True
-        )[:, None, None]
-        itself_TP = torch.eye(columns, sees_B1TP.shape[-1], dtype=torch.bool, device=ids_BT.device)
-        return ids_BT, features_BTH, sees_B1TP & (outside_B11P | itself_TP), *rest
-
-    def of_model(
-        module: nn.Module, args: Any, options: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        mask_BT = options["attention_mask"] * ~in_prompt(options["input_ids"])
-        return args, options | {"attention_mask": mask_BT}
-
-    hidden: list[Tensor] = []
     draft: Any = copy.deepcopy(case.draft)
+    hides = _HiddenPrompt(case)
     if isinstance(draft, PreTrainedModel):
-        draft.register_forward_pre_hook(of_model, with_kwargs=True)
+        draft.register_forward_pre_hook(hides.from_model, with_kwargs=True)
     elif isinstance(draft, FeatureHead):
-        draft.register_forward_pre_hook(of_head)
+        draft.register_forward_pre_hook(hides.from_head)
     else:
         return
     yield "the draft has not read the prompt", replace(case, draft=draft)
+
+
+class _HiddenPrompt:
+    """Hooks that keep a draft from attending to the prompt, up to the token answered first."""
+
+    def __init__(self, case: Case) -> None:
+        self.texts = [[*row.prompt_ids, *row.output_ids] for row in case.rows]
+        self.lengths = [len(row.prompt_ids) - 1 for row in case.rows]
+        self.hidden_BT = torch.zeros(0, 0, dtype=torch.bool)
+
+    def in_prompt(self, ids_BT: Tensor) -> Tensor:
+        """Return which columns of `[B, T]` are hidden. Rows are recognised by their text."""
+        hidden_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+        for row, ids in enumerate(ids_BT.tolist()):
+            for text, length in zip(self.texts, self.lengths, strict=True):
+                if ids[: len(text) - 1] == text[:-1]:
+                    hidden_BT[row, :length] = True
+                    break
+        return hidden_BT
+
+    def from_head(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids_BT, features_BTH, sees_B1TP, *rest = args
+        # The cache is empty at the first depth; later depths see the same columns.
+        if not rest[-1].get_seq_length():
+            self.hidden_BT = self.in_prompt(ids_BT)
+        columns, keys = self.hidden_BT.shape[1], sees_B1TP.shape[-1]
+        outside_BP = nn.functional.pad(~self.hidden_BT, (0, keys - columns), value=True)
+        itself_TP = torch.eye(columns, keys, dtype=torch.bool, device=ids_BT.device)
+        allowed_B1TP = outside_BP[:, None, None] | itself_TP
+        return ids_BT, features_BTH, sees_B1TP & allowed_B1TP, *rest
+
+    def from_model(self, module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+        mask_BT = options["attention_mask"] * ~self.in_prompt(options["input_ids"])
+        return args, options | {"attention_mask": mask_BT}
 
 
 def _greedy_draft(case: Case) -> Iterator[tuple[str, Case]]:
@@ -178,49 +165,53 @@ def _greedy_draft(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _template(case: Case) -> Iterator[tuple[str, Case]]:
-    rows = [
-        replace(row, prompt_ids=[*read, row.prompt_ids[-1]])
-        for row, read in zip(case.rows, case.read_ids, strict=True)
-    ]
-    if changed := sum(
-        a.prompt_ids != list(b.prompt_ids) for a, b in zip(rows, case.rows, strict=True)
-    ):
-        yield f"{changed} of {len(rows)} prompts have other tokens there", replace(case, rows=rows)
+    rows, differing = [], 0
+    for row, read_ids in zip(case.rows, case.read_ids, strict=True):
+        prompt_ids = [*read_ids, row.prompt_ids[-1]]
+        differing += prompt_ids != list(row.prompt_ids)
+        rows.append(replace(row, prompt_ids=prompt_ids))
+    if differing:
+        detail = f"{differing} of {len(rows)} prompts have other tokens there"
+        yield detail, replace(case, rows=rows)
 
 
 def _sampling(case: Case) -> Iterator[tuple[str, Case]]:
+    usual = Sampling()
     for sampling in case.samplings:
-        if sampling != case.sampling:
-            values = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-            more = [
-                f"{key} {value:g}"
-                for key, value in values.items()
-                if value != getattr(Sampling(), key)
-            ]
-            yield (
-                ", ".join([f"temperature {sampling.temperature:g}", *more]),
-                replace(case, sampling=sampling),
-            )
+        if sampling == case.sampling:
+            continue
+        parts = [f"temperature {sampling.temperature:g}"]
+        for key in ("top_k", "top_p", "min_p"):
+            value = getattr(sampling, key)
+            if value != getattr(usual, key):
+                parts.append(f"{key} {value:g}")
+        yield ", ".join(parts), replace(case, sampling=sampling)
 
 
 def _rounded(case: Case) -> Iterator[tuple[str, Case]]:
-    if case.target.dtype != torch.bfloat16:
-        yield "bfloat16", replace(case, target=copy.deepcopy(case.target).to(torch.bfloat16))  # type: ignore[arg-type]
+    target: Any = copy.deepcopy(case.target)
+    if target.dtype != torch.bfloat16:
+        yield "bfloat16", replace(case, target=target.to(torch.bfloat16))
     target = copy.deepcopy(case.target)
     for name, module in target.named_modules():
-        if (
-            isinstance(module, nn.Linear)
-            and module.in_features % 32 == 0
-            and not name.endswith("lm_head")
-        ):
-            blocks = module.weight.data.view(-1, 32)
-            scale = blocks.gather(1, blocks.abs().argmax(1, keepdim=True)) / -8
-            blocks.copy_((blocks / scale).nan_to_num().add(0.5).floor().clamp(-8, 7) * scale)
+        if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
+            _round_to_four_bits(module.weight.data)
     yield "four bits (Q4_0)", replace(case, target=target)
 
 
+def _round_to_four_bits(weight: Tensor) -> None:
+    """Round as llama.cpp's Q4_0: 32 weights share a scale, and the largest of them is -8."""
+    if weight.shape[1] % 32:
+        return
+    blocks = weight.view(-1, 32)
+    largest = blocks.abs().argmax(1, keepdim=True)
+    scale = blocks.gather(1, largest) / -8
+    levels = (blocks / scale).nan_to_num().add(0.5).floor().clamp(-8, 7)
+    blocks.copy_(levels * scale)
+
+
 _EXPORT = "write the draft again with `draftsmith export` for this engine"
-# Of two that fit alike, the earlier one is named.
+# If two fit equally well, the earlier one is named.
 SUSPECTS: dict[str, Suspect] = {
     "greedy draft": Suspect(
         _greedy_draft, 'let the draft sample: "draft_sample_method": "probabilistic" in vLLM'
@@ -231,19 +222,27 @@ SUSPECTS: dict[str, Suspect] = {
     ),
     "vocabulary map": Suspect(_vocabulary, f"check d2t, or {_EXPORT}"),
     "rope of the draft": Suspect(
-        partial(_rope, "draft"), "give the draft's rope_theta and rope_scaling as here"
+        _rope_of_draft, "give the draft's rope_theta and rope_scaling as here"
     ),
     "prefix cache": Suspect(_no_prompt, "start the server without prefix caching, or update it"),
     "rope of the target": Suspect(
-        partial(_rope, "target"), "give the target's rope_theta and rope_scaling as here", True
+        _rope_of_target,
+        "give the target's rope_theta and rope_scaling as here",
+        changes_target_text=True,
     ),
     "chat template": Suspect(
-        _template, "serve with the target's own chat template, or train with the server's", True
+        _template,
+        "serve with the target's own chat template, or train with the server's",
+        changes_target_text=True,
     ),
     "sampling": Suspect(
-        _sampling, "give the temperature with each request, or mend the server's defaults", True
+        _sampling,
+        "give the temperature with each request, or mend the server's defaults",
+        changes_target_text=True,
     ),
     "rounding of the target": Suspect(
-        _rounded, "serve the target in the type that the draft was trained for", True
+        _rounded,
+        "serve the target in the type that the draft was trained for",
+        changes_target_text=True,
     ),
 }

@@ -1,0 +1,60 @@
+"""What `draftsmith doctor --served` prints."""
+
+from typing import Any
+
+from draftsmith_core.errors import RequirementError
+from eval.report.formats import with_interval
+
+# Suspects that are printed; --json has all.
+_SHOWN = 6
+
+
+def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]:
+    """Return the lines, and the error of exit code 3 if less is accepted than predicted."""
+    served, predicted = found["served"], found["predicted"]
+    lines = [
+        f"{found['engine']} at {found['url']} drafts {found['draft_tokens']} tokens; "
+        f"{found['prompts']} prompts, temperature {found['temperature']:g}",
+        f"{'':<18}{'served':<24}predicted",
+        _row("tokens per call", served["tokens_per_call"], predicted["tokens_per_call"]),
+    ]
+    for depth in range(found["draft_tokens"]):
+        counted = served["by_depth"] and served["by_depth"][depth]
+        lines.append(_row(f"position {depth + 1}", counted, predicted["by_depth"][depth]))
+    lines += _tried(found["tried"][:_SHOWN])
+    verdict = _verdict(found)
+    if found["verdict"] == "as predicted":
+        return [*lines, verdict], None
+    return lines, RequirementError([verdict])
+
+
+def _row(name: str, served: Any, predicted: Any) -> str:
+    return f"{name:<18}{with_interval(served):<24}{with_interval(predicted)}"
+
+
+def _tried(tried: list[dict[str, Any]]) -> list[str]:
+    if not tried:
+        return []
+    names = [f"{row['suspect']}: {row['detail']}" for row in tried]
+    width = 4 + max(map(len, names))
+    lines = [f"{'tried':<{width}}tokens per call  texts  misfit"]
+    for name, row in zip(names, tried, strict=True):
+        marked = f"{'*' if row['fits'] else ' '} {name}"
+        figures = f"{row['tokens_per_call']:>15.3f}{row['likelihood']:>7.0%}{row['misfit']:>8.3f}"
+        lines.append(f"{marked:<{width}}{figures}")
+    return lines
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    verdict: str = found["verdict"]
+    if not found["own_texts"]:
+        share = f"{found['likelihood']['value']:.0%}"
+        verdict += (
+            f", but not this target's texts (their tokens have {share} of the probability expected "
+            "of its own)"
+        )
+    if found["cause"]:
+        return f"{verdict}; likely cause: {found['cause']}; {found['remedy']}"
+    if found["tried"]:
+        return f"{verdict}; no suspect fits, the closest is '{found['tried'][0]['suspect']}'"
+    return verdict
