@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from draftsmith.alignment.stages import align as align
     from draftsmith.config import InitConfig as InitConfig, ServedConfig as ServedConfig
     from draftsmith.pair import Output as Output, Pair as Pair, load_pair as load_pair
-    from draftsmith.served.acceptance import served as served
+    from draftsmith.serving.acceptance import served as served
     from draftsmith.starting import init as init
     from draftsmith_core.errors import (
         DraftsmithError as DraftsmithError,

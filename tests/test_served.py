@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import draftsmith as ds
 from benchmarks.lib.engines import llama_server, vllm_server
-from draftsmith.served.report import in_words
+from draftsmith.serving.report import in_words
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
 from tests.drafting_server import drafting
 from tests.openvino_ir import engine

@@ -186,8 +186,8 @@ def _doctor(config: "DoctorConfig", command: str) -> Outcome:
 
 
 def _served(config: "ServedConfig", command: str) -> Outcome:
-    from draftsmith.served.acceptance import served
-    from draftsmith.served.report import in_words
+    from draftsmith.serving.acceptance import served
+    from draftsmith.serving.report import in_words
 
     found = served(config)
     lines, unmet = in_words(found)

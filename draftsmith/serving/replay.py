@@ -16,7 +16,7 @@ from eval.acceptance import Continuation, Positions
 from eval.bootstrap import Floats, PromptSums
 from eval.estimate import read_traces
 from eval.predict import predict
-from eval.request import Method
+from eval.method import Method
 
 _BATCH = 8
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from drafts.heads.eagle import FeatureHead
 from drafts.heads.eagle3 import Eagle3Head
-from draftsmith.served.replay import Case
+from draftsmith.serving.replay import Case
 from draftsmith_core.models import text_config
 from draftsmith_core.sampling import Sampling
 

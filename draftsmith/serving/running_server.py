@@ -3,7 +3,7 @@
 | engine | `owned_by` | prompts | counts |
 |---|---|---|---|
 | vLLM | vllm | v1/completions, chats to v1/chat/completions | /metrics, before and after |
-| llama.cpp | llamacpp | /completion, chats through /apply-template | `timings`, /metrics by position |
+| llama.cpp | llamacpp | /completion, chats by /apply-template | `timings`, /metrics by position |
 | SGLang | sglang | /generate, chats by the tokenizer here | `meta_info` of the answer |
 
 All three take the first token from the prompt's forward. From then on, a target call emits one
@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from distill.engines import AnswerRequest
+from distill.engines import AnswerRequest, Key
 from distill.engines.server import Completion, Dialect, client_options
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.prompts import Prompt, check_messages
@@ -236,7 +236,7 @@ def _body(
     prompt_ids: list[int],
     states_sampling: bool,
 ) -> dict[str, Any]:
-    request = AnswerRequest((row, 0, 0), tuple(prompt_ids), seed=row)
+    request = AnswerRequest(Key(row, 0, 0), tuple(prompt_ids), seed=row)
     body = dialect.body(completion, request)
     if states_sampling:
         return body

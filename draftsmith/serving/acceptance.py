@@ -18,9 +18,9 @@ from distill.engines.server import Completion
 from drafts.load import depth_limit
 from draftsmith.config import ServedConfig
 from draftsmith.pair import Pair, load_pair
-from draftsmith.served.replay import Case, Replay, replay
-from draftsmith.served.running_server import NAMES, RunningServer, ServedAnswer
-from draftsmith.served.suspects import SUSPECTS, Suspect
+from draftsmith.serving.replay import Case, Replay, replay
+from draftsmith.serving.running_server import NAMES, RunningServer, ServedAnswer
+from draftsmith.serving.suspects import SUSPECTS, Suspect
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import eos_ids
 from draftsmith_core.options import configured
