@@ -12,9 +12,11 @@ import pytest
 import yaml
 
 import draftsmith as ds
-from draftsmith.alignment.choices import Facts, complete, train_config
+from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.stages import check_unchanged, hold_out
+from draftsmith.alignment.facts import Facts
+from draftsmith.alignment.prompt_split import check_unchanged, hold_out
+from draftsmith.alignment.stage_configs import train_config
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.settings import ResolvedSampling, Sampling
 from draftsmith_core.tokenization import load_tokenizer
@@ -299,7 +301,7 @@ def test_without_a_draft_a_fresh_head_is_trained(door, files, target_dir, tmp_pa
         "draft: a fresh EAGLE-3 head that drafts" in begun
         and "one pruned layer with the whole vocabulary" in begun
     )
-    assert re.search(r"expected: \d+ (s|min) to \d+ (s|min) if this machine stays as busy", begun)
+    assert re.search(r"expected: distil \d+ (s|min), evaluate \d+ (s|min) \(one step each", begun)
     assert not (out / "features").exists()
     assert "jsd (jsd:beta=0.5) at temperature 1" in printed and "over the draft" not in printed
 

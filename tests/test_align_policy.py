@@ -9,7 +9,7 @@ import yaml
 import draftsmith as ds
 from drafts.draft_vocabulary import FILE
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.stages import lines
+from draftsmith.alignment.summary import lines
 from eval.schema import SuiteKind
 from tests.distilled import write_rows
 from tests.results_made_up import BASE, view

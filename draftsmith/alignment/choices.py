@@ -1,366 +1,284 @@
-"""What `align` decides before it begins: options left open, the options of each stage, and how long
-it will take.
-"""
+"""The options that `align` chooses if they were left open: one table, in the order of choosing."""
 
-import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-import torch
-from transformers import PreTrainedModel
-
-from decode import SpeculativeDecoder
-from distill.config import DistillConfig
-from drafts.load import draft_kind
 from draftsmith.alignment.config import AlignConfig
-from draftsmith_core.devices import resolve_device
+from draftsmith.alignment.facts import Facts
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import NAME, parse_named
-from draftsmith_core.ranks import launched
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.settings import ResolvedSampling, loading
-from eval.config import EvalConfig
-from train.config import HeadOptions, TrainConfig
+from draftsmith_core.options import put, value_at
 
+T = TypeVar("T")
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 # The share of general text in every step that docs/robust.md supports.
-REPLAYED = 0.5
+_REPLAYED = 0.5
 # A fresh head drafts a part of the vocabulary if the output projection is more than this share of
 # the target.
 _LARGE_PROJECTION, _DRAFT_VOCABULARY = 0.1, 8192
 # Writing more general texts than this does not pay; replay repeats them.
 _MOST_TEXTS = 4096
-# Rows and tokens that are timed; and by how much the rest of a training step (logits, weights)
-# lengthens it, as one run showed (SmolLM2-135M, EAGLE-3, two busy cores).
-_ROWS, _TOKENS, _OVERHEAD = 16, 8, 3.0
-_BACKWARD = 3  # a forward and its backward, in forwards
-FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Seconds of the target: per prompt token that it reads, per token that it writes in a batch
-    and alone.
-    """
+class Known:
+    """The facts, and the options that are given or chosen so far: `known["train.steps"]`."""
 
-    read_s: float
-    write_s: float
-    alone_s: float
+    facts: Facts
+    values: dict[str, Any]
 
+    def __getitem__(self, key: str) -> Any:
+        return value_at(self.values, key)
 
-@torch.no_grad()
-def clock(target: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Clock:
-    """Time the target for some seconds."""
-    decoder, found = SpeculativeDecoder(target), {}
-    # The first call also packs weights.
-    decoder.generate([prompts[0]], Sampling(), 1)
-    for rows in (1, min(_ROWS, len(prompts))):
-        batch = decoder.generate(prompts[:rows], Sampling(), _TOKENS)
-        written = sum(len(generation.output_ids) for generation in batch.generations)
-        tokens = sum(len(prompt) for prompt in prompts[:rows])
-        found[rows] = batch.prefill_s / tokens, batch.decode_s / max(1, written - rows)
-    read_s, write_s = min(found.values(), key=lambda pair: pair[1])
-    return Clock(read_s, write_s, found[1][1])
+    def by_device(self, on_gpu: T, on_cpu: T) -> T:
+        """Return one value on a GPU and another on a CPU."""
+        return on_gpu if self.facts.on_gpu else on_cpu
+
+    @property
+    def place(self) -> str:
+        return "GPU" if self.facts.on_gpu else "CPU"
+
+    @property
+    def usable(self) -> int:
+        """Number of prompts that are not held out."""
+        return self.facts.prompts - (self["heldout_prompts"] or 0)
+
+    @property
+    def answers(self) -> int:
+        return int(self["distill.max_prompts"] * self["distill.num_samples"])
+
+    @property
+    def draft_parameters(self) -> int:
+        """Parameters of the draft, with the output projection of a fresh EAGLE-3 head."""
+        facts, size = self.facts, self["train.draft_vocab_size"]
+        if size is None or not self.large_projection:
+            return facts.draft_parameters
+        projection = facts.projection_share * facts.target_parameters
+        return facts.draft_parameters + round(size / facts.vocabulary * projection)
+
+    @property
+    def large_projection(self) -> bool:
+        return self.facts.fresh_head and self.facts.projection_share > _LARGE_PROJECTION
+
+    @property
+    def draft_size(self) -> str:
+        return f"draft of {_count(self.draft_parameters)} parameters"
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the choices depend on. Lengths in tokens; `context` is the shortest of target and draft,
-    None if unknown.
+class Choice:
+    """An option with the rule that chooses it.
 
-    rows: "chat", "prompt" or "text". prompts: number of usable prompts. head: whether the draft is
-    one. projection_share, layer_share: share of the target's
-    parameters in the output projection and in one layer. fresh_head: whether there is no draft to
-    start from. clock: of the target.
+    value: returns None to leave the option open. reason: text with `{known}` and its parts.
     """
 
-    rows: str
-    prompts: int
-    longest_prompt: int
-    context: int | None
-    on_gpu: bool
-    processes: int
-    target_parameters: int
-    draft_parameters: int
-    sampling: ResolvedSampling
-    head: bool = False
-    mean_prompt: float = 0.0
-    vocabulary: int = 0
-    projection_share: float = 0.0
-    layer_share: float = 0.0
-    fresh_head: bool = False
-    clock: Clock = Clock(0.0, 0.0, 0.0)
+    key: str
+    value: Callable[[Known], object]
+    reason: str | Callable[[Known], str]
+
+    def why(self, known: Known) -> str:
+        """Return the reason in words."""
+        if callable(self.reason):
+            return self.reason(known)
+        return self.reason.format(known=known, facts=known.facts)
 
 
 def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]:
     """Return the options with nothing left open, and one line per choice: key, value and reason."""
-    sections = {name: copy.deepcopy(getattr(config, name)) for name in ("distill", "train", "eval")}
-    top: dict[str, Any] = {"policy": config.policy, "heldout_prompts": config.heldout_prompts}
-    lines: list[str] = []
-
-    def choose(key: str, value: Any, why: str) -> Any:
-        """Return the option `key` (dotted) as it was given, or choose `value`."""
-        *groups, name = key.split(".")
-        options = sections[groups[0]] if groups else top
-        for group in groups[1:]:
-            options = options.setdefault(group, {})
-        if options.get(name) in (None, []):
-            options[name] = value
+    known = Known(facts, dataclasses.asdict(config))
+    lines = []
+    for choice in CHOICES:
+        if known[choice.key] not in (None, []):
+            continue
+        value = choice.value(known)
+        if value is not None:
+            put(known.values, choice.key, value)
             shown = " ".join(map(str, value)) if isinstance(value, list) else value
-            lines.append(f"{key} {shown}   ({why})")
-        return options[name]
-
-    gpu, place, context = facts.on_gpu, "GPU" if facts.on_gpu else "CPU", facts.context
-    count = f"{facts.prompts} prompts"
-    limit = choose("eval.max_prompts", 64 if gpu else 40, place)
-    heldout = 0
-    if not config.id:
-        # Never more than a fifth: the rest trains the draft.
-        heldout = choose(
-            "heldout_prompts", max(1, min(limit, facts.prompts // 5)), f"{count}, no --id"
-        )
-    prompts = choose("distill.max_prompts", max(1, facts.prompts - heldout), f"{count}, {place}")
-    if min(prompts, facts.prompts - heldout) < 2:
+            lines.append(f"{choice.key} {shown}   ({choice.why(known)})")
+    if min(known["distill.max_prompts"], known.usable) < 2:
         raise InputError(
             f"prompts: {facts.prompts} usable prompts are too few to train on and to hold out; "
             "add some"
         )
-    samples = choose(
-        "distill.num_samples",
-        4 if prompts < 500 else 2 if prompts < 5000 else 1,
-        f"{prompts} prompts",
-    )
-    fraction = choose("train.heldout_fraction", 0.06, "enough to choose weights by")
-    policy = choose(
-        "policy",
-        "id" if facts.head else "balanced",
-        "the draft is a head" if facts.head else "docs/robust.md",
-    )
-    usual = (512 if gpu else 128) if facts.rows == "chat" else (256 if gpu else 96)
-    room = usual if context is None else max(1, min(usual, context // 2))
-    why = f"{facts.rows} rows, {place}" + (f", context {context}" if room < usual else "")
-    answer = choose("distill.max_new_tokens", room, why)
-    size = f"target of {_count(facts.target_parameters)} parameters"
-    choose("distill.batch_size", 16 if facts.target_parameters >= _LARGE else 64, size)
-    choose("distill.part_rows", 512, "a killed run loses at most one file")
-    for key, value in dataclasses.asdict(facts.sampling.sampling).items():
-        named = key in facts.sampling.from_target
-        choose(
-            f"distill.{key}",
-            value,
-            f"the target's {'generation_config.json' if named else 'own distribution'}",
+    length = known["train.max_length"]
+    if facts.context is not None and length > facts.context:
+        raise InputError(
+            f"train.max_length: {length} is longer than the context of {facts.context}"
         )
-    replayed = choose(
-        "train.replay_fraction", 0.0 if policy == "id" else REPLAYED, f"policy {policy}"
-    )
-    rows = prompts * samples
-    texts = min(_MOST_TEXTS, rows) if replayed else 0
-    choose(
-        "distill.general_texts",
-        texts,
-        f"as many as answers, at most {_MOST_TEXTS}; 0 with policy id",
-    )
+    return AlignConfig(**known.values), lines
 
-    draft = facts.draft_parameters
-    if facts.fresh_head and facts.projection_share > _LARGE_PROJECTION:
-        why = (
-            f"the output projection is {facts.projection_share:.0%} of the target; EAGLE-3 "
-            "drafts a part of it"
-        )
-        chosen = choose(
-            "train.draft_vocab_size", min(_DRAFT_VOCABULARY, facts.vocabulary // 2), why
-        )
-        draft += round(chosen / facts.vocabulary * facts.projection_share * facts.target_parameters)
-    size = f"draft of {_count(draft)} parameters"
-    per_step = choose("train.rows_per_step", 32, "as the recipes have it")
+
+def _heldout(known: Known) -> int | None:
+    # Never more than a fifth: the rest trains the draft.
+    fifth = known.facts.prompts // 5
+    return None if known["id"] else max(1, min(known["eval.max_prompts"], fifth))
+
+
+def _samples(known: Known) -> int:
+    prompts = known["distill.max_prompts"]
+    return 4 if prompts < 500 else 2 if prompts < 5000 else 1
+
+
+def _usual_answer(known: Known) -> int:
+    chat = known.facts.rows == "chat"
+    return known.by_device(512, 128) if chat else known.by_device(256, 96)
+
+
+def _answer(known: Known) -> int:
+    usual, context = _usual_answer(known), known.facts.context
+    return usual if context is None else max(1, min(usual, context // 2))
+
+
+def _why_answer(known: Known) -> str:
+    facts = known.facts
+    cut = f", context {facts.context}" if _answer(known) < _usual_answer(known) else ""
+    return f"{facts.rows} rows, {known.place}{cut}"
+
+
+def _sampled(key: str) -> Choice:
+    """Choose the target's own value of a sampling option."""
+
+    def why(known: Known) -> str:
+        named = key in known.facts.sampling.from_target
+        return f"the target's {'generation_config.json' if named else 'own distribution'}"
+
+    return Choice(f"distill.{key}", lambda known: getattr(known.facts.sampling.sampling, key), why)
+
+
+def _draft_vocabulary(known: Known) -> int | None:
+    size = min(_DRAFT_VOCABULARY, known.facts.vocabulary // 2)
+    return size if known.large_projection else None
+
+
+def _steps(known: Known) -> int:
     # On a CPU the loss of a fresh head, over the vocabulary at every depth, takes longer than
     # writing the answers.
-    most_passes = 3 if facts.fresh_head and not gpu else 5
-    passes = most_passes if rows < 10_000 else 3 if rows < 50_000 else 1
-    enough = max(50, math.ceil(passes * rows * (1 - fraction) / per_step))
-    steps = choose("train.steps", enough, f"{rows} answers, {per_step} per step")
+    most = 3 if known.facts.fresh_head and not known.facts.on_gpu else 5
+    passes = most if known.answers < 10_000 else 3 if known.answers < 50_000 else 1
+    rows = passes * known.answers * (1 - known["train.heldout_fraction"])
+    return max(50, math.ceil(rows / known["train.rows_per_step"]))
+
+
+def _learning_rate(known: Known) -> float:
     # A fit through the recipes of this repository: 2e-4 at 68 M parameters, 1e-4 at 160 M, 3e-3 at
     # 0.4 M.
-    peak = float(f"{min(3e-3, max(1e-5, 2e-4 * math.sqrt(68e6 / draft))):.0e}")
+    fitted = 2e-4 * math.sqrt(68e6 / known.draft_parameters)
+    peak = _rounded(min(3e-3, max(1e-5, fitted)))
     # Cross-entropy on sampled answers is a noisier gradient than a divergence between
     # distributions.
-    only_ce = set(config.objective) == {"ce"}
-    choose("train.optim.lr", float(f"{peak / 3:.0e}") if only_ce else peak, size)
-    choose("train.optim.warmup_steps", min(100, max(1, steps // 20)), f"{steps} steps")
-    tokens = math.ceil((facts.longest_prompt + answer) / 32) * 32
-    why = f"longest prompt {facts.longest_prompt}, answers {answer}, context {context or 'unknown'}"
-    length = choose("train.max_length", min(tokens, 2048, context or tokens), why)
-    fits = 2 if draft >= _LARGE else 8 if draft * length >= 10**10 else 32
-    share = max(1, per_step // facts.processes)
-    batch = max(size for size in range(1, min(fits, share) + 1) if share % size == 0)
-    choose("train.batch_size", batch, f"{size}, {facts.processes} process(es)")
-    choose("train.eval_every", max(5, steps // 15), f"{steps} steps")
-    choose(
-        "train.save_every",
-        max(1, min(50, steps // 5)),
-        "a killed run loses at most this many steps",
-    )
-    large = gpu and draft >= _LARGE
-    choose("train.gradient_checkpointing", large, f"{place}, {size}")
-    if context is not None and length > context:
-        raise InputError(f"train.max_length: {length} is longer than the context of {context}")
+    return _rounded(peak / 3) if set(known["objective"]) == {"ce"} else peak
 
-    choose(
-        "eval.temperature",
-        sorted({0.0, sections["distill"]["temperature"]}),
-        "greedy, and as distilled",
-    )
-    choose("eval.tree", ["chain:4", "kary:4,2,2"] if gpu else ["chain:2", "kary:3,2"], place)
-    choose(
-        "eval.max_new_tokens",
-        min(answer, 128 if gpu else 48),
-        f"answers of {answer} tokens, {place}",
-    )
-    choose("eval.speed_prompts", 8 if gpu else 6, place)
-    choose("eval.batch_size", 16 if gpu else 20, place)
-    return replace(config, **(top | sections)), lines
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.0e}")
+
+
+def _max_length(known: Known) -> int:
+    whole = known.facts.longest_prompt + known["distill.max_new_tokens"]
+    tokens = math.ceil(whole / 32) * 32
+    return min(tokens, 2048, known.facts.context or tokens)
+
+
+def _batch_size(known: Known) -> int:
+    size = known.draft_parameters
+    fits = 2 if size >= _LARGE else 8 if size * known["train.max_length"] >= 10**10 else 32
+    share = max(1, known["train.rows_per_step"] // known.facts.processes)
+    return max(rows for rows in range(1, min(fits, share) + 1) if share % rows == 0)
 
 
 def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f} B" if parameters >= _LARGE else f"{parameters / 1e6:.1f} M"
 
 
-def _common(config: AlignConfig) -> dict[str, Any]:
-    return {"target": config.target, "chat_template": config.chat_template, **loading(config)}
-
-
-def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
-    """Options of the stage that distils the answers to `prompts` (a file)."""
-    values = {key: value for key, value in config.distill.items() if key != "general_texts"}
-    values |= {"prompts": prompts, "out": str(Path(config.out) / "distilled")}
-    values |= {"prompt_tokens": config.prompt_tokens, "seed": config.seed}
-    return DistillConfig(**values | _common(config))
-
-
-def general_config(config: AlignConfig) -> DistillConfig:
-    """Options of the stage that writes text to replay: the target continues single tokens at
-    temperature 1.
-    """
-    chosen = config.distill
-    values = {key: chosen[key] for key in ("max_new_tokens", "batch_size", "part_rows")}
-    values |= {
-        "prompts": f"token:{chosen['general_texts']}",
-        "out": str(Path(config.out) / "general"),
-    }
-    values |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": config.seed}
-    return DistillConfig(**values | _common(config))
-
-
-def train_config(config: AlignConfig, name: str) -> TrainConfig:
-    """Options of the training run of the draft `name`, one of `config.trained()`."""
-    out, objective = Path(config.out), config.trained()[name]
-    index = config.objective.index(objective)
-    values = dict(config.train)
-    rows = values.pop("rows_per_step")
-    if name in config.plain_drafts():
-        values["replay_fraction"] = 0.0
-    else:
-        values["replay"] = [str(out / "general")] if values["replay_fraction"] else []
-        # As many sequences of answers as without replay.
-        values["steps"] = round(values["steps"] / (1 - values["replay_fraction"]))
-    batch = values["batch_size"] * launched()
-    if rows % batch:
-        raise InputError(
-            f"train.batch_size: {values['batch_size']} on {launched()} processes does not divide "
-            f"train.rows_per_step, {rows}; change one of them"
-        )
-    head: dict[str, Any] = {}
-    if config.draft is not None:
-        kind = draft_kind(config.draft)
-    elif values.get("draft_vocab_size"):
-        kind, head = "eagle3", {"test_steps": FRESH_DEPTHS}
-    else:
-        kind = "eagle"
-    if kind != "draft" and resolve_device(config.device).type == "cpu":
-        # Each pass over the answers would read them with the target again.
-        head["features"] = str(out / "features")
-    values |= {"head": HeadOptions(**head)}
-    values |= {
-        "kind": "lm" if kind == "draft" else kind,
-        "draft": config.draft,
-        "objective": objective,
-    }
-    values |= {
-        "out": str(out / name),
-        "data": [str(out / "distilled")],
-        "accumulation": rows // batch,
-    }
-    values |= {"seed": config.seed + 1 + index}
-    return TrainConfig(**values | _common(config))
-
-
-def eval_config(config: AlignConfig) -> EvalConfig:
-    """Options of the evaluation of the drafts that are compared with the base."""
-    out = Path(config.out)
-    # Held-out prompts are named as their file, unless that is no name or another set has it.
-    name = Path(config.prompts.partition(":")[0]).stem
-    if not NAME.fullmatch(name) or name in (*parse_named("ood", config.ood), "id", "ood"):
-        name = "heldout"
-    drafts = {"base": config.draft} if config.draft else {}
-    drafts |= {name: str(out / name) for name in config.trained()}
-    values: dict[str, Any] = {
-        "draft": [f"{name}={source}" for name, source in drafts.items()],
-        "id": config.id or [f"{name}={out / 'prompts' / 'heldout.jsonl'}"],
-        "ood": config.ood,
-        "out": str(out / "eval"),
-        "prompt_tokens": config.prompt_tokens,
-        "seed": config.seed + 1 + len(config.objective),
-    }
-    values |= {key: config.distill[key] for key in ("top_p", "top_k", "min_p")}
-    return EvalConfig(**values | config.eval | _common(config))
-
-
-def expected(config: AlignConfig, runs: Mapping[str, TrainConfig], facts: Facts) -> str:
-    """Return a line: how long all will take if the machine stays as busy, as a range, and the share
-    of each stage.
-
-    Answers are taken to have full length. runs: the training runs by draft.
-    """
-    evaluation, sets = eval_config(config), max(1, len(config.id)) + len(config.ood)
-    distilled, timed = config.distill, facts.clock
-    answers = distilled["max_prompts"] * distilled["num_samples"]
-    read = facts.mean_prompt * timed.read_s
-    write = distilled["max_new_tokens"] * timed.write_s
-    spent = {"distil": answers * (read + write) + distilled["general_texts"] * write, "train": 0.0}
-    for run in runs.values():
-        sequences = (run.steps or 0) * config.train["rows_per_step"]
-        length = facts.mean_prompt + distilled["max_new_tokens"]
-        depths = FRESH_DEPTHS if run.kind == "eagle3" else 1
-        # The target reads every answer once where its states are kept, else in every pass.
-        known = (
-            min(sequences, answers)
-            if run.head.features or (run.kind == "lm" and not facts.on_gpu)
-            else sequences
-        )
-        drafted = _BACKWARD * depths * facts.draft_parameters / facts.target_parameters
-        part = 1.0 if run.draft_vocab_size is None else run.draft_vocab_size / facts.vocabulary
-        compared = (
-            depths * facts.projection_share * (1 + (_BACKWARD * part if run.kind != "lm" else 0))
-        )
-        step_s = length * drafted + distilled["max_new_tokens"] * compared
-        spent["train"] += timed.read_s * (known * length + _OVERHEAD * sequences * step_s)
-    ways = 1 + len(evaluation.draft) * len(evaluation.tree)
-    tokens = sets * len(evaluation.temperature) * evaluation.max_new_tokens
-    clocked = evaluation.speed_prompts * timed.alone_s
-    spent["evaluate"] = tokens * ways * (evaluation.max_prompts * timed.write_s + clocked)
-    whole = sum(spent.values())
-    stages = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in spent.items())
-    return (
-        f"expected: {_duration(whole / 2)} to {_duration(whole * 2)} if this machine stays as "
-        f"busy as it is ({stages})"
-    )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+CHOICES = (
+    Choice("eval.max_prompts", lambda known: known.by_device(64, 40), "{known.place}"),
+    Choice("heldout_prompts", _heldout, "{facts.prompts} prompts, no --id"),
+    Choice(
+        "distill.max_prompts",
+        lambda known: max(1, known.usable),
+        "{facts.prompts} prompts, {known.place}",
+    ),
+    Choice("distill.num_samples", _samples, "{known[distill.max_prompts]} prompts"),
+    Choice("train.heldout_fraction", lambda known: 0.06, "enough to choose weights by"),
+    Choice(
+        "policy",
+        lambda known: "id" if known.facts.head else "balanced",
+        lambda known: "the draft is a head" if known.facts.head else "docs/robust.md",
+    ),
+    Choice("distill.max_new_tokens", _answer, _why_answer),
+    Choice(
+        "distill.batch_size",
+        lambda known: 16 if known.facts.target_parameters >= _LARGE else 64,
+        lambda known: f"target of {_count(known.facts.target_parameters)} parameters",
+    ),
+    Choice("distill.part_rows", lambda known: 512, "a killed run loses at most one file"),
+    _sampled("temperature"),
+    _sampled("top_k"),
+    _sampled("top_p"),
+    _sampled("min_p"),
+    Choice(
+        "train.replay_fraction",
+        lambda known: 0.0 if known["policy"] == "id" else _REPLAYED,
+        "policy {known[policy]}",
+    ),
+    Choice(
+        "distill.general_texts",
+        lambda known: min(_MOST_TEXTS, known.answers) if known["train.replay_fraction"] else 0,
+        f"as many as answers, at most {_MOST_TEXTS}; 0 with policy id",
+    ),
+    Choice(
+        "train.draft_vocab_size",
+        _draft_vocabulary,
+        "the output projection is {facts.projection_share:.0%} of the target; EAGLE-3 drafts a "
+        "part of it",
+    ),
+    Choice("train.rows_per_step", lambda known: 32, "as the recipes have it"),
+    Choice("train.steps", _steps, "{known.answers} answers, {known[train.rows_per_step]} per step"),
+    Choice("train.optim.lr", _learning_rate, "{known.draft_size}"),
+    Choice(
+        "train.optim.warmup_steps",
+        lambda known: min(100, max(1, known["train.steps"] // 20)),
+        "{known[train.steps]} steps",
+    ),
+    Choice(
+        "train.max_length",
+        _max_length,
+        "longest prompt {facts.longest_prompt}, answers {known[distill.max_new_tokens]}, context "
+        "{facts.context}",
+    ),
+    Choice("train.batch_size", _batch_size, "{known.draft_size}, {facts.processes} process(es)"),
+    Choice(
+        "train.eval_every",
+        lambda known: max(5, known["train.steps"] // 15),
+        "{known[train.steps]} steps",
+    ),
+    Choice(
+        "train.save_every",
+        lambda known: max(1, min(50, known["train.steps"] // 5)),
+        "a killed run loses at most this many steps",
+    ),
+    Choice(
+        "train.gradient_checkpointing",
+        lambda known: known.facts.on_gpu and known.draft_parameters >= _LARGE,
+        "{known.place}, {known.draft_size}",
+    ),
+    Choice(
+        "eval.temperature",
+        lambda known: sorted({0.0, known["distill.temperature"]}),
+        "greedy, and as distilled",
+    ),
+    Choice(
+        "eval.tree",
+        lambda known: known.by_device(["chain:4", "kary:4,2,2"], ["chain:2", "kary:3,2"]),
+        "{known.place}",
+    ),
+    Choice(
+        "eval.max_new_tokens",
+        lambda known: min(known["distill.max_new_tokens"], known.by_device(128, 48)),
+        "answers of {known[distill.max_new_tokens]} tokens, {known.place}",
+    ),
+    Choice("eval.speed_prompts", lambda known: known.by_device(8, 6), "{known.place}"),
+    Choice("eval.batch_size", lambda known: known.by_device(16, 20), "{known.place}"),
+)

@@ -101,29 +101,30 @@ def _decode(config: "DecodeConfig", command: str) -> Outcome:
 
 
 def _align(config: "AlignConfig", command: str) -> Outcome:
-    from draftsmith.alignment import stages
+    from draftsmith.alignment.stages import run_stages
+    from draftsmith.alignment.summary import lines, summary
 
-    config, results = stages.run_stages(config)
-    return Outcome(stages.summary(config, results), stages.lines(config, results))
+    config, results = run_stages(config)
+    return Outcome(summary(config, results), lines(config, results))
 
 
 def _demo(config: "DemoConfig", command: str) -> Outcome:
-    from draftsmith.alignment import stages
+    from draftsmith.alignment import summary
+    from draftsmith.alignment.stages import run_stages
     from draftsmith.demo import demo_run
     from draftsmith_core.ranks import from_main
     from eval.summary import summary as eval_summary
 
     started = time.monotonic()
-    options, results = stages.run_stages(
-        demo_run.prepare(Path(config.out), config.short, config.device, config.dtype)
-    )
+    prepared = demo_run.prepare(Path(config.out), config.short, config.device, config.dtype)
+    options, results = run_stages(prepared)
     large = demo_run.time_large(options, config.short)
-    summary = stages.summary(options, results) | {"large": eval_summary(large)}
-    lines = [
-        *stages.lines(options, results),
-        *from_main(lambda: demo_run.write_page(results, large)),
-    ]
-    return Outcome(summary, [*lines, f"took {time.monotonic() - started:.0f} s"])
+    page = from_main(lambda: demo_run.write_page(results, large))
+    took = f"took {time.monotonic() - started:.0f} s"
+    return Outcome(
+        summary.summary(options, results) | {"large": eval_summary(large)},
+        [*summary.lines(options, results), *page, took],
+    )
 
 
 def _eval(config: "EvalConfig", command: str) -> Outcome:

@@ -1,0 +1,119 @@
+"""What `align` finds out before it chooses options."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
+from drafts.load import LoadedModels, load_models
+from draftsmith.alignment.config import AlignConfig
+from draftsmith_core.devices import resolve_device
+from draftsmith_core.models import parameter_count, text_config, vocabulary_size
+from draftsmith_core.prompt_rows import iterate_rows, parse_named
+from draftsmith_core.prompts import PromptSet, read_prompts, room_for_prompts
+from draftsmith_core.ranks import launched
+from draftsmith_core.settings import ResolvedSampling, loading, resolve_sampling, tokenizing
+from draftsmith_core.tokenization import load_tokenizer
+
+# The key of a row by what it makes the row.
+_ROW_KINDS = {"chat": "messages", "prompt": "prompt"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the choices depend on.
+
+    rows: "chat", "prompt" or "text". prompts: number of usable prompts. longest_prompt, context: in
+    tokens; the context is the shortest of all models, None if unknown. head: whether the draft is a
+    head; fresh_head: whether there is no draft to start from. projection_share, layer_share: share
+    of the target's parameters in the output projection and in one layer.
+    """
+
+    rows: str
+    prompts: int
+    longest_prompt: int
+    context: int | None
+    on_gpu: bool
+    processes: int
+    target_parameters: int
+    draft_parameters: int
+    sampling: ResolvedSampling
+    head: bool = False
+    fresh_head: bool = False
+    vocabulary: int = 0
+    projection_share: float = 0.0
+    layer_share: float = 0.0
+
+
+def load(config: AlignConfig) -> LoadedModels:
+    """Load target and draft; refuse a draft vocabulary that the draft cannot take."""
+    models = load_models(
+        config.target,
+        [config.draft] if config.draft else [],
+        tokenizer=load_tokenizer(config.target, **tokenizing(config)),
+        **loading(config),
+    )
+    size = config.train.get("draft_vocab_size")
+    for draft in models.drafts.values():
+        if isinstance(draft, PreTrainedModel) and size is not None:
+            whole = min(vocabulary_size(draft), vocabulary_size(models.target))
+            owner = None if draft_vocabulary(draft) is None else config.draft
+            check_draft_vocabulary("train.draft_vocab_size", size, whole, owner)
+    return models
+
+
+def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
+    """Read all prompts, so that what does not fit is refused before hours of work."""
+    target, draft = models.target, next(iter(models.drafts.values()), None)
+    on_gpu = resolve_device(config.device).type == "cuda"
+    most = config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)
+    if not config.id:
+        most += config.heldout_prompts or 64
+    prompts = _read(config, models, config.prompts, "distill", most)
+    for source in parse_named("ood", [*config.id, *config.ood]).values():
+        _read(config, models, source, "eval", 1000)
+    _, first = next(iterate_rows(config.prompts))
+    ids = [prompt.ids for prompt in prompts.prompts]
+    whole, vocabulary = parameter_count(target), vocabulary_size(target)
+    text = text_config(target)
+    projection = text.hidden_size * vocabulary
+    # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the
+    # hidden size.
+    size = 14 * text.hidden_size**2 if draft is None else parameter_count(draft)
+    facts = Facts(
+        rows=next((key for key in _ROW_KINDS if first.get(_ROW_KINDS[key]) is not None), "text"),
+        prompts=len(ids),
+        longest_prompt=max(map(len, ids)),
+        context=models.context,
+        on_gpu=on_gpu,
+        processes=launched(),
+        target_parameters=whole,
+        draft_parameters=size,
+        sampling=resolve_sampling(
+            config.target,
+            target,
+            temperature=config.distill.get("temperature"),
+            default_temperature=1.0,
+        ),
+        head=not isinstance(draft, PreTrainedModel),
+        fresh_head=draft is None,
+        vocabulary=vocabulary,
+        projection_share=projection / whole,
+        layer_share=(whole - projection) / text.num_hidden_layers / whole,
+    )
+    return facts, prompts
+
+
+def _read(
+    config: AlignConfig, models: LoadedModels, source: str, stage: str, limit: int
+) -> PromptSet:
+    """Read the prompts that leave room for the new tokens of a stage."""
+    new_tokens = getattr(config, stage).get("max_new_tokens") or 1
+    room = room_for_prompts(models.context, new_tokens, f"{stage}.max_new_tokens")
+    return read_prompts(
+        source,
+        models.tokenizer,
+        prompt_tokens=config.prompt_tokens,
+        max_tokens=room,
+        limit=limit,
+    )

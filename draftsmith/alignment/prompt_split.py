@@ -1,0 +1,53 @@
+"""The prompts of `align`, divided into a part to train on and a part that is held out."""
+
+import hashlib
+from itertools import islice
+from pathlib import Path
+
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import canonical_json, read_json, sha256_file, write_json_atomic, write_rows
+from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
+from draftsmith_core.prompts import PromptSet
+
+
+def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
+    """Write the rows of `source` to train.jsonl and heldout.jsonl, without the skipped ones.
+
+    Hold out the `count` prompts with the smallest hashes of their tokens, whatever the order of the
+    rows. Rows of equal tokens stay on one side.
+    """
+    hashes = [
+        hashlib.sha256(canonical_json(list(prompt.ids)).encode()).hexdigest()
+        for prompt in read.prompts
+    ]
+    distinct = sorted(set(hashes))
+    heldout_hashes = set(distinct[: min(count, len(distinct) - 1)])
+    skipped = {skip.row for skip in read.skipped}
+    used = iter(zip(read.prompts, hashes, strict=True))
+    train: list[dict[str, object]] = []
+    heldout: list[dict[str, object]] = []
+    for record in islice(iterate_records(source), read.rows):
+        if record.number in skipped:
+            continue
+        prompt, content = next(used)
+        asked = asked_of(parse_record(record, source))
+        side = heldout if content in heldout_hashes else train
+        side.append({"id": prompt.id, "domain": prompt.domain, **asked})
+    write_json_atomic(directory / "source.json", {"sha256": _digest(source)})
+    write_rows(directory / "train.jsonl", train)
+    write_rows(directory / "heldout.jsonl", heldout)
+
+
+def check_unchanged(source: str, directory: Path) -> None:
+    """Raise InputError if the prompt file changed since `hold_out` divided it."""
+    record, digest = directory / "source.json", _digest(source)
+    if digest is None or not record.is_file():
+        return
+    if digest != read_json(record, "the record of prompts")["sha256"]:
+        raise InputError(
+            f"{source}: has changed since this run began; name another --out, or restore it"
+        )
+
+
+def _digest(source: str) -> str | None:
+    return sha256_file(Path(source)) if Path(source).is_file() else None

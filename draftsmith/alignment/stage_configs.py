@@ -1,0 +1,121 @@
+"""The options of each stage: real configurations, made from those of `align`."""
+
+from pathlib import Path
+from typing import Any
+
+from distill.config import DistillConfig
+from drafts.load import draft_kind
+from draftsmith.alignment.config import AlignConfig
+from draftsmith_core.devices import resolve_device
+from draftsmith_core.errors import InputError
+from draftsmith_core.prompt_rows import NAME, parse_named
+from draftsmith_core.ranks import launched
+from draftsmith_core.settings import loading
+from eval.config import EvalConfig
+from train.config import HeadOptions, TrainConfig
+
+_FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
+
+
+def _common(config: AlignConfig) -> dict[str, Any]:
+    return {"target": config.target, "chat_template": config.chat_template, **loading(config)}
+
+
+def _without(options: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in keys}
+
+
+def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
+    """Return the options of distilling the answers to `prompts` (a file)."""
+    return DistillConfig(
+        **_without(config.distill, "general_texts"),
+        **_common(config),
+        prompts=prompts,
+        out=str(Path(config.out) / "distilled"),
+        prompt_tokens=config.prompt_tokens,
+        seed=config.seed,
+    )
+
+
+def general_config(config: AlignConfig) -> DistillConfig:
+    """Return the options of writing text to replay: the target continues single tokens freely."""
+    return DistillConfig(
+        **_common(config),
+        prompts=f"token:{config.distill['general_texts']}",
+        out=str(Path(config.out) / "general"),
+        max_new_tokens=config.distill["max_new_tokens"],
+        batch_size=config.distill["batch_size"],
+        part_rows=config.distill["part_rows"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        seed=config.seed,
+    )
+
+
+def train_config(config: AlignConfig, name: str) -> TrainConfig:
+    """Return the options of training the draft `name`, one of `config.trained()`."""
+    out, objective = Path(config.out), config.trained()[name]
+    options = config.train
+    replayed = 0.0 if name in config.plain_drafts() else options["replay_fraction"]
+    rows, batch = options["rows_per_step"], options["batch_size"] * launched()
+    if rows % batch:
+        raise InputError(
+            f"train.batch_size: {options['batch_size']} on {launched()} processes does not divide "
+            f"train.rows_per_step, {rows}; change one of them"
+        )
+    kind = _kind(config)
+    # On a CPU, cache the target's states: else it would read the answers in every pass.
+    cached = kind != "lm" and resolve_device(config.device).type == "cpu"
+    head = HeadOptions(
+        features=str(out / "features") if cached else None,
+        test_steps=_FRESH_DEPTHS if kind == "eagle3" and config.draft is None else None,
+    )
+    return TrainConfig(
+        **_without(options, "rows_per_step", "steps", "replay_fraction"),
+        **_common(config),
+        out=str(out / name),
+        kind=kind,
+        draft=config.draft,
+        objective=objective,
+        data=[str(out / "distilled")],
+        replay=[str(out / "general")] if replayed else [],
+        replay_fraction=replayed,
+        # As many sequences of answers as without replay.
+        steps=round(options["steps"] / (1 - replayed)),
+        accumulation=rows // batch,
+        head=head,
+        seed=config.seed + 1 + config.objective.index(objective),
+    )
+
+
+def _kind(config: AlignConfig) -> Any:
+    if config.draft is None:
+        return "eagle3" if config.train.get("draft_vocab_size") else "eagle"
+    kind = draft_kind(config.draft)
+    return "lm" if kind == "draft" else kind
+
+
+def eval_config(config: AlignConfig) -> EvalConfig:
+    """Return the options of evaluating the trained drafts beside the base."""
+    out = Path(config.out)
+    # Name held-out prompts as their file, unless that is no name or another set has it.
+    heldout = Path(config.prompts.partition(":")[0]).stem
+    if not NAME.fullmatch(heldout) or heldout in (*parse_named("ood", config.ood), "id", "ood"):
+        heldout = "heldout"
+    drafts = {"base": config.draft} if config.draft else {}
+    drafts |= {name: str(out / name) for name in config.trained()}
+    return EvalConfig(
+        **config.eval,
+        **_common(config),
+        draft=[f"{name}={source}" for name, source in drafts.items()],
+        id=config.id or [f"{heldout}={out / 'prompts' / 'heldout.jsonl'}"],
+        ood=config.ood,
+        out=str(out / "eval"),
+        top_p=config.distill["top_p"],
+        top_k=config.distill["top_k"],
+        min_p=config.distill["min_p"],
+        prompt_tokens=config.prompt_tokens,
+        seed=config.seed + 1 + len(config.objective),
+    )
