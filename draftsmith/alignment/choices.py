@@ -17,7 +17,8 @@ _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch
 _REPLAYED = 0.5
 # A fresh head drafts a part of the vocabulary if the output projection is more than this share of
 # the target.
-_LARGE_PROJECTION, _DRAFT_VOCABULARY = 0.1, 8192
+_LARGE_PROJECTION = 0.1
+_DRAFT_VOCABULARY = 8192
 # Writing more general texts than this does not pay; replay repeats them.
 _MOST_TEXTS = 4096
 
@@ -38,7 +39,11 @@ class Known:
 
     @property
     def place(self) -> str:
-        return "GPU" if self.facts.on_gpu else "CPU"
+        return self.by_device("GPU", "CPU")
+
+    @property
+    def context(self) -> str:
+        return str(self.facts.context or "unknown")
 
     @property
     def usable(self) -> int:
@@ -52,7 +57,8 @@ class Known:
     @property
     def draft_parameters(self) -> int:
         """Parameters of the draft, with the output projection of a fresh EAGLE-3 head."""
-        facts, size = self.facts, self["train.draft_vocab_size"]
+        facts = self.facts
+        size = self["train.draft_vocab_size"]
         if size is None or not self.large_projection:
             return facts.draft_parameters
         projection = facts.projection_share * facts.target_parameters
@@ -121,20 +127,11 @@ def _samples(known: Known) -> int:
     return 4 if prompts < 500 else 2 if prompts < 5000 else 1
 
 
-def _usual_answer(known: Known) -> int:
-    chat = known.facts.rows == "chat"
-    return known.by_device(512, 128) if chat else known.by_device(256, 96)
-
-
 def _answer(known: Known) -> int:
-    usual, context = _usual_answer(known), known.facts.context
+    chat = known.facts.rows == "chat"
+    usual = known.by_device(512, 128) if chat else known.by_device(256, 96)
+    context = known.facts.context
     return usual if context is None else max(1, min(usual, context // 2))
-
-
-def _why_answer(known: Known) -> str:
-    facts = known.facts
-    cut = f", context {facts.context}" if _answer(known) < _usual_answer(known) else ""
-    return f"{facts.rows} rows, {known.place}{cut}"
 
 
 def _sampled(key: str) -> Choice:
@@ -183,7 +180,11 @@ def _max_length(known: Known) -> int:
 
 def _batch_size(known: Known) -> int:
     size = known.draft_parameters
-    fits = 2 if size >= _LARGE else 8 if size * known["train.max_length"] >= 10**10 else 32
+    fits = 32
+    if size >= _LARGE:
+        fits = 2
+    elif size * known["train.max_length"] >= 10**10:
+        fits = 8
     share = max(1, known["train.rows_per_step"] // known.facts.processes)
     return max(rows for rows in range(1, min(fits, share) + 1) if share % rows == 0)
 
@@ -207,7 +208,11 @@ CHOICES = (
         lambda known: "id" if known.facts.head else "balanced",
         lambda known: "the draft is a head" if known.facts.head else "docs/robust.md",
     ),
-    Choice("distill.max_new_tokens", _answer, _why_answer),
+    Choice(
+        "distill.max_new_tokens",
+        _answer,
+        "{facts.rows} rows, {known.place}, context {known.context}",
+    ),
     Choice(
         "distill.batch_size",
         lambda known: 16 if known.facts.target_parameters >= _LARGE else 64,
@@ -246,7 +251,7 @@ CHOICES = (
         "train.max_length",
         _max_length,
         "longest prompt {facts.longest_prompt}, answers {known[distill.max_new_tokens]}, context "
-        "{facts.context}",
+        "{known.context}",
     ),
     Choice("train.batch_size", _batch_size, "{known.draft_size}, {facts.processes} process(es)"),
     Choice(

@@ -64,7 +64,8 @@ def load(config: AlignConfig) -> LoadedModels:
 
 def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
     """Read all prompts, so that what does not fit is refused before hours of work."""
-    target, draft = models.target, next(iter(models.drafts.values()), None)
+    target = models.target
+    draft = next(iter(models.drafts.values()), None)
     on_gpu = resolve_device(config.device).type == "cuda"
     most = config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)
     if not config.id:
@@ -74,7 +75,8 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         _read(config, models, source, "eval", 1000)
     _, first = next(iterate_rows(config.prompts))
     ids = [prompt.ids for prompt in prompts.prompts]
-    whole, vocabulary = parameter_count(target), vocabulary_size(target)
+    whole = parameter_count(target)
+    vocabulary = vocabulary_size(target)
     text = text_config(target)
     projection = text.hidden_size * vocabulary
     # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the

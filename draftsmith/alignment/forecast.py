@@ -1,8 +1,7 @@
 """How long a run of `align` will take, from one measured step of each stage."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -14,50 +13,49 @@ from draftsmith.alignment.stage_configs import eval_config
 from draftsmith_core.sampling import Sampling
 from train.config import TrainConfig
 
-_TOKENS = 8  # tokens of an answer that are timed
+_TOKENS = 8  # tokens of each answer that is timed
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one measured step of each stage.
+def expected(
+    config: AlignConfig,
+    runs: Iterable[TrainConfig],
+    models: LoadedModels,
+    prompts: Sequence[Sequence[int]],
+) -> str:
+    """Return a line with the time of each stage, for answers of full length.
 
-    prompt_s, token_s: a prompt and a token of an answer, in a batch. alone_s: a token of an answer
-    decoded alone. row_s: a row that a draft language model is trained on; None for a head.
+    Training a head is not timed; its progress line tells.
     """
+    options = config.distill
+    token_s = _token_s(models.target, prompts[: options["batch_size"]])
+    answers = options["max_prompts"] * options["num_samples"] + options["general_texts"]
+    parts = [f"distil {_duration(answers * options['max_new_tokens'] * token_s)}"]
+    for draft in models.drafts.values():
+        if isinstance(draft, PreTrainedModel):
+            row_s = _row_s(models.target, draft, config.train["max_length"])
+            rows = sum(run.steps or 0 for run in runs) * config.train["rows_per_step"]
+            parts.append(f"train {_duration(rows * row_s)}")
+    evaluation = eval_config(config)
+    ways = 1 + len(evaluation.draft) * len(evaluation.tree)
+    sets = len(evaluation.id) + len(evaluation.ood)
+    outputs = sets * evaluation.max_prompts * len(evaluation.temperature) * ways
+    parts.append(f"evaluate {_duration(outputs * evaluation.max_new_tokens * token_s)}")
+    return f"expected: {', '.join(parts)} (one step of each was timed)"
 
-    prompt_s: float
-    token_s: float
-    alone_s: float
-    row_s: float | None
 
-
-def time_steps(
-    config: AlignConfig, models: LoadedModels, prompts: Sequence[Sequence[int]]
-) -> StepTimes:
-    """Time a batch of answers, one answer alone, and a row of training."""
-    decoder = SpeculativeDecoder(models.target)
+def _token_s(target: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> float:
+    """Time the target: seconds per token of a batch of answers."""
+    decoder = SpeculativeDecoder(target)
     # The first call also packs weights.
     decoder.generate([prompts[0]], Sampling(), 1)
-    rows = prompts[: config.distill["batch_size"]]
-    batch = decoder.generate(rows, Sampling(), _TOKENS)
-    written = sum(len(answer.output_ids) for answer in batch.generations)
-    alone = decoder.generate([prompts[0]], Sampling(), _TOKENS)
-    draft, row_s = next(iter(models.drafts.values()), None), None
-    if isinstance(draft, PreTrainedModel):
-        length = len(prompts[0]) + config.distill["max_new_tokens"]
-        row = [*prompts[0], *[prompts[0][-1]] * length][: config.train["max_length"]]
-        row_s = _train_s(models.target, draft, row[:length])
-    return StepTimes(
-        prompt_s=batch.prefill_s / len(rows),
-        token_s=batch.decode_s / max(1, written - len(rows)),
-        alone_s=alone.decode_s / max(1, len(alone.generations[0].output_ids) - 1),
-        row_s=row_s,
-    )
+    batch = decoder.generate(prompts, Sampling(), _TOKENS)
+    written = sum(len(answer.output_ids) - 1 for answer in batch.generations)
+    return batch.decode_s / max(1, written)
 
 
-def _train_s(target: PreTrainedModel, draft: PreTrainedModel, row: Sequence[int]) -> float:
-    """Time a forward of the target, and a forward and backward of the draft."""
-    ids_BT = torch.tensor([row], device=target.device)
+def _row_s(target: PreTrainedModel, draft: PreTrainedModel, length: int) -> float:
+    """Time a row of training: a forward of the target, a forward and backward of the draft."""
+    ids_BT = torch.zeros(1, length, dtype=torch.long, device=target.device)
     draft.requires_grad_()
     began = time.perf_counter()
     with torch.no_grad():
@@ -66,30 +64,6 @@ def _train_s(target: PreTrainedModel, draft: PreTrainedModel, row: Sequence[int]
     if target.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def expected(config: AlignConfig, runs: Sequence[TrainConfig], times: StepTimes) -> str:
-    """Return a line with the time of each stage at the measured speed, for answers of full length.
-
-    Nothing is measured of training a head; its progress line tells.
-    """
-    options, evaluation = config.distill, eval_config(config)
-    answers = options["max_prompts"] * options["num_samples"] + options["general_texts"]
-    distil_s = answers * (times.prompt_s + options["max_new_tokens"] * times.token_s)
-    sets = max(1, len(config.id)) + len(config.ood)
-    ways = 1 + len(evaluation.draft) * len(evaluation.tree)
-    outputs = sets * len(evaluation.temperature) * ways
-    batched_s = evaluation.max_prompts * times.token_s
-    alone_s = evaluation.speed_prompts * times.alone_s
-    evaluate_s = outputs * evaluation.max_new_tokens * (batched_s + alone_s)
-    train = ""
-    if times.row_s is not None:
-        rows = sum(run.steps or 0 for run in runs) * config.train["rows_per_step"]
-        train = f"train {_duration(rows * times.row_s)}, "
-    return (
-        f"expected: distil {_duration(distil_s)}, {train}evaluate {_duration(evaluate_s)} "
-        "(one step each was timed)"
-    )
 
 
 def _duration(seconds: float) -> str:

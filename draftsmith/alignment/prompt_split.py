@@ -1,11 +1,10 @@
 """The prompts of `align`, divided into a part to train on and a part that is held out."""
 
-import hashlib
 from itertools import islice
 from pathlib import Path
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import canonical_json, read_json, sha256_file, write_json_atomic, write_rows
+from draftsmith_core.io import hash_json, read_json, sha256_file, write_json_atomic, write_rows
 from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
 from draftsmith_core.prompts import PromptSet
 
@@ -16,10 +15,7 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
     Hold out the `count` prompts with the smallest hashes of their tokens, whatever the order of the
     rows. Rows of equal tokens stay on one side.
     """
-    hashes = [
-        hashlib.sha256(canonical_json(list(prompt.ids)).encode()).hexdigest()
-        for prompt in read.prompts
-    ]
+    hashes = [hash_json(list(prompt.ids)) for prompt in read.prompts]
     distinct = sorted(set(hashes))
     heldout_hashes = set(distinct[: min(count, len(distinct) - 1)])
     skipped = {skip.row for skip in read.skipped}
@@ -40,7 +36,8 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
 
 def check_unchanged(source: str, directory: Path) -> None:
     """Raise InputError if the prompt file changed since `hold_out` divided it."""
-    record, digest = directory / "source.json", _digest(source)
+    record = directory / "source.json"
+    digest = _digest(source)
     if digest is None or not record.is_file():
         return
     if digest != read_json(record, "the record of prompts")["sha256"]:

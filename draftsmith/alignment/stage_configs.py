@@ -1,7 +1,7 @@
 """The options of each stage: real configurations, made from those of `align`."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from distill.config import DistillConfig
 from drafts.load import draft_kind
@@ -12,7 +12,7 @@ from draftsmith_core.prompt_rows import NAME, parse_named
 from draftsmith_core.ranks import launched
 from draftsmith_core.settings import loading
 from eval.config import EvalConfig
-from train.config import HeadOptions, TrainConfig
+from train.config import DraftKind, HeadOptions, TrainConfig
 
 _FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
 
@@ -56,10 +56,12 @@ def general_config(config: AlignConfig) -> DistillConfig:
 
 def train_config(config: AlignConfig, name: str) -> TrainConfig:
     """Return the options of training the draft `name`, one of `config.trained()`."""
-    out, objective = Path(config.out), config.trained()[name]
+    out = Path(config.out)
+    objective = config.trained()[name]
     options = config.train
     replayed = 0.0 if name in config.plain_drafts() else options["replay_fraction"]
-    rows, batch = options["rows_per_step"], options["batch_size"] * launched()
+    rows = options["rows_per_step"]
+    batch = options["batch_size"] * launched()
     if rows % batch:
         raise InputError(
             f"train.batch_size: {options['batch_size']} on {launched()} processes does not divide "
@@ -90,11 +92,11 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     )
 
 
-def _kind(config: AlignConfig) -> Any:
+def _kind(config: AlignConfig) -> DraftKind:
     if config.draft is None:
         return "eagle3" if config.train.get("draft_vocab_size") else "eagle"
     kind = draft_kind(config.draft)
-    return "lm" if kind == "draft" else kind
+    return "lm" if kind == "draft" else cast(DraftKind, kind)
 
 
 def eval_config(config: AlignConfig) -> EvalConfig:

@@ -19,7 +19,7 @@ from draftsmith.alignment import stage_configs
 from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts, load, look
-from draftsmith.alignment.forecast import expected, time_steps
+from draftsmith.alignment.forecast import expected
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
 from draftsmith.alignment.summary import best_draft
 from draftsmith.config import InitConfig
@@ -127,10 +127,9 @@ def _begin(config: AlignConfig, file: Path) -> AlignConfig:
     if whole.heldout_prompts is not None:
         hold_out(config.prompts, prompts, whole.heldout_prompts, file.parent / "prompts")
     prompts.say_skipped()
-    times = time_steps(whole, models, [prompt.ids for prompt in prompts.prompts])
-    say(
-        "\n".join([*_announcement(whole, runs, facts), expected(whole, list(runs.values()), times)])
-    )
+    for line in _announcement(whole, runs, facts):
+        say(line)
+    say(expected(whole, runs.values(), models, [prompt.ids for prompt in prompts.prompts]))
     head = (
         "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. "
         "Chosen were:\n"
@@ -158,12 +157,12 @@ def _announcement(config: AlignConfig, runs: dict[str, TrainConfig], facts: Fact
 
 def _fresh_head(config: AlignConfig, facts: Facts) -> str:
     """Say which head is made, and why no language model."""
-    head, drafted = "EAGLE head", 1.0
+    head = "EAGLE head"
     size = config.train.get("draft_vocab_size")
     if size is not None:
         head = f"EAGLE-3 head that drafts {size:,} of {facts.vocabulary:,} tokens"
-        drafted = size / facts.vocabulary
-    cost = facts.draft_parameters / facts.target_parameters + facts.projection_share * drafted
+    projection = facts.projection_share * (size or facts.vocabulary) / facts.vocabulary
+    cost = facts.draft_parameters / facts.target_parameters + projection
     least = facts.layer_share + facts.projection_share
     return (
         f"draft: a fresh {head}: it reads {cost:.0%} of the target per token, one pruned layer "
@@ -199,9 +198,11 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     """Return the options of the run that began here. Raise InputError if a given one differs."""
     check_file(AlignConfig, file)
     begun = AlignConfig(**yaml.safe_load(file.read_text(encoding="utf-8")))
-    recorded, given = _shown(begun), _shown(config)
+    recorded = _shown(begun)
+    given = _shown(config)
     for option in options_of(AlignConfig):
-        then, now = value_at(recorded, option.key), value_at(given, option.key)
+        then = value_at(recorded, option.key)
+        now = value_at(given, option.key)
         if option.key not in _NOT_IDENTITY and now not in (None, [], then):
             raise InputError(
                 f"--out {file.parent}: was begun with other options: {option.key} is "

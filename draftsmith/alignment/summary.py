@@ -9,6 +9,7 @@ from eval.report.findings import worst_set
 from eval.report.formats import with_interval
 from eval.report.tables import best_tau
 from eval.results import Results
+from eval.schema import Row
 from eval.summary import headline_and_table
 
 
@@ -16,7 +17,8 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
     """Return where everything is, and the figures of the best draft with their intervals."""
     best = best_draft(config, results)
     tau = best_tau(results, best, "id", results.top_temperature)
-    tree, verifier = tau["tree"] or "", tau["verifier"] or ""
+    tree = tau["tree"] or ""
+    verifier = tau["verifier"] or ""
     checkpoint = str(Path(config.out) / best)
     shown: dict[str, Any] = {
         "out": config.out,
@@ -32,17 +34,18 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
         "tree": tree,
     }
     for kind in results.kinds:
-        rows: dict[str, Any] = {
-            "alpha": results.alpha(best, kind),
-            "gain": results.gain(best, kind),
+        figures = {
+            "alpha": _interval(results.alpha(best, kind)),
+            "gain": _interval(results.gain(best, kind)),
         }
         for name in ("tau", "tau_gain", "speedup"):
-            rows[name] = results.figure(name, best, kind, None, tree, verifier)
-        shown[kind] = {
-            name: row and {key: row[key] for key in ("value", "low", "high")}
-            for name, row in rows.items()
-        }
+            figures[name] = _interval(results.figure(name, best, kind, None, tree, verifier))
+        shown[kind] = figures
     return shown
+
+
+def _interval(row: Row | None) -> dict[str, float | None] | None:
+    return row and {"value": row["value"], "low": row["low"], "high": row["high"]}
 
 
 def _decode_command(config: AlignConfig, checkpoint: str, tree: str, temperature: float) -> str:
@@ -58,15 +61,16 @@ def _decode_command(config: AlignConfig, checkpoint: str, tree: str, temperature
 def lines(config: AlignConfig, results: Results) -> list[str]:
     """Return the decision, the table of figures, what was bought, and how to decode with it."""
     shown = summary(config, results)
-    best, temperature = shown["best"], shown["temperature"]
+    best = shown["best"]
+    temperature = shown["temperature"]
     found = [
         *headline_and_table(results),
         f"{best} ({shown['objective']}) at temperature {temperature:g}, decoding with "
         f"{shown['tree']}:",
     ]
     for kind in results.kinds:
-        alpha, gain = shown[kind]["alpha"], shown[kind]["gain"]
-        parts = [f"alpha {with_interval(alpha)}"]
+        gain = shown[kind]["gain"]
+        parts = [f"alpha {with_interval(shown[kind]['alpha'])}"]
         if gain:
             parts.append(f"{with_interval(gain, sign=True)} over the draft it started from")
         if gain and kind == "ood" and len(results.domains("ood")) > 1:
