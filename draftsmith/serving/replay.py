@@ -15,8 +15,8 @@ from draftsmith_core.sampling import Sampling
 from eval.acceptance import Continuation, Positions
 from eval.bootstrap import Floats, PromptSums
 from eval.estimate import read_traces
-from eval.predict import predict
 from eval.method import Method
+from eval.predict import predict
 
 _BATCH = 8
 
