@@ -6,7 +6,6 @@ target's tokens.
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import Chat
@@ -29,15 +28,13 @@ def answered_turns(chat: Chat) -> list[int]:
     to those calls.
     """
     messages = chat.messages
-    first_user = next(
-        (place for place, message in enumerate(messages) if message["role"] == "user"), 0
-    )
-    places = [
-        place
-        for place, message in enumerate(messages)
-        if place > first_user and message["role"] == "assistant" and not message.get("tool_calls")
-    ]
-    return places if messages[-1]["role"] == "assistant" else [*places, len(messages)]
+    roles = [message["role"] for message in messages]
+    first_user = roles.index("user") if "user" in roles else 0
+    positions = []
+    for position in range(first_user + 1, len(messages)):
+        if roles[position] == "assistant" and not messages[position].get("tool_calls"):
+            positions.append(position)
+    return positions if roles[-1] == "assistant" else [*positions, len(messages)]
 
 
 def turn_prompt(
@@ -46,14 +43,12 @@ def turn_prompt(
     """Return the prompt of the turn after these answers; None after the last. Raise InputError if
     the template does.
     """
-    places = answered_turns(chat)
-    if len(answers) == len(places):
+    positions = answered_turns(chat)
+    if len(answers) == len(positions):
         return None
-    rewritten = dict(zip(places, answers, strict=False))
-    history: list[dict[str, Any]] = [
-        {"role": "assistant", "content": rewritten[place]} if place in rewritten else message
-        for place, message in enumerate(chat.messages[: places[len(answers)]])
-    ]
+    history = list(chat.messages[: positions[len(answers)]])
+    for position, answer in zip(positions, answers, strict=False):
+        history[position] = {"role": "assistant", "content": answer}
     return encode_messages(tokenizer, history, where, chat.tools)
 
 
@@ -61,7 +56,8 @@ def switch_thinking_off(tokenizer: Tokenizer) -> None:
     """Set the template's switch for answers without thinking. Raise InputError if it opens a
     thought by itself.
     """
-    option, question = "--thinking drop", [{"role": "user", "content": "?"}]
+    option = "--thinking drop"
+    question = [{"role": "user", "content": "?"}]
     if not isinstance(tokenizer.chat_template, str):
         raise InputError(
             f"{option}: the tokenizer has no single chat template; name one with --chat_template "
@@ -88,10 +84,11 @@ def answer_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return an answer as text for the history of the next turn. Templates cut thinking at its
     marks; if these are special tokens, which the text lacks, it is cut here.
     """
-    end = THINKING[1]
-    mark: Any = (
-        tokenizer.convert_tokens_to_ids(end) if end in tokenizer.all_special_tokens else None
-    )
-    if mark in ids:
-        ids = ids[len(ids) - list(reversed(ids)).index(mark) :]
-    return decode_text(tokenizer, list(ids))
+    kept = list(ids)
+    _, end = THINKING
+    if end in tokenizer.all_special_tokens:
+        mark = tokenizer.convert_tokens_to_ids(end)
+        for position, token in enumerate(ids, 1):
+            if token == mark:
+                kept = list(ids[position:])
+    return decode_text(tokenizer, kept)

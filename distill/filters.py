@@ -4,18 +4,19 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from distill.config import DistillConfig
 from distill.conversations import THINKING
 from distill.engines import Answer
-from draftsmith_core.io import hash_json
+from draftsmith_core.io import JsonObject, hash_json
 from draftsmith_core.prompt_rows import KEYS, iterate_rows, parse_named
 from draftsmith_core.tokenization import Tokenizer, decode_text
 
 # A repetitive answer: this share of its runs of this many tokens occurred earlier in it, in at
 # least this many tokens.
-_REPEATED, _RUN, _LEAST = 0.5, 4, 32
+_REPEATED = 0.5
+_RUN = 4
+_LEAST = 32
 # Words in a run that a prompt must not share with the evaluation, as for GPT-3 (Brown et al. 2020,
 # appendix C).
 WORDS = 13
@@ -55,39 +56,38 @@ class Suites:
         """
         self._names: dict[int, str] = {}
         for name, source in parse_named("--decontaminate", named).items():
-            counts = Counter(
-                run for _, row in iterate_rows(source) for run in set(runs_of_words(row))
-            )
+            counts: Counter[int] = Counter()
+            for _, row in iterate_rows(source):
+                counts.update(set(runs_of_words(row)))
             self._names |= {run: name for run, count in counts.items() if count <= _FORM}
 
     @property
     def digest(self) -> str:
         return hash_json(sorted(self._names))[:16]
 
-    def shared_with(self, row: dict[str, Any]) -> str | None:
+    def shared_with(self, row: JsonObject) -> str | None:
         """Return the name of a set that the row shares a run with."""
         return next((self._names[run] for run in runs_of_words(row) if run in self._names), None)
 
 
-def runs_of_words(row: dict[str, Any]) -> Iterator[int]:
+def runs_of_words(row: JsonObject) -> Iterator[int]:
     """Yield a 64-bit hash of each run of WORDS words of a row's users or text; a shorter text is
     one run.
 
     Hashes are of the text before any chat template, whose words all prompts would share.
     """
-    key = next((key for key in KEYS if row.get(key) is not None), None)
-    if key == "messages":
-        texts = [
-            str(turn.get("content"))
-            for turn in row[key]
-            if isinstance(turn, dict) and turn.get("role") == "user"
-        ]
-    else:
-        texts = [str(row[key])] if key else []
+    present = [key for key in KEYS if row.get(key) is not None]
+    texts: list[str] = []
+    if present[:1] == ["messages"]:
+        for turn in row["messages"]:
+            if isinstance(turn, dict) and turn.get("role") == "user":
+                texts.append(str(turn.get("content")))
+    elif present:
+        texts.append(str(row[present[0]]))
     for text in texts:
         words = _WORD.findall(text.lower())
-        for start in range(max(1, len(words) - WORDS + 1) if words else 0):
+        starts = range(max(1, len(words) - WORDS + 1)) if words else ()
+        for start in starts:
             run = " ".join(words[start : start + WORDS])
-            yield int.from_bytes(
-                hashlib.blake2b(run.encode("utf-8", "replace"), digest_size=8).digest(), "big"
-            )
+            digest = hashlib.blake2b(run.encode("utf-8", "replace"), digest_size=8)
+            yield int.from_bytes(digest.digest(), "big")

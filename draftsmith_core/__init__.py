@@ -12,11 +12,11 @@ def lazy_names(file: str) -> dict[str, tuple[str, str]]:
     """Module and attribute of every name that a package imports for type checkers only, in its
     first `if`.
     """
-    body = ast.parse(Path(file).read_text(encoding="utf-8")).body
-    block = next(node for node in body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {
-        alias.asname or alias.name: (node.module or "", alias.name)
-        for node in imports
-        for alias in node.names
-    }
+    source = Path(file).read_text(encoding="utf-8")
+    block = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
+    names: dict[str, tuple[str, str]] = {}
+    for node in block.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                names[alias.asname or alias.name] = (node.module or "", alias.name)
+    return names

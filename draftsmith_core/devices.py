@@ -17,12 +17,11 @@ def resolve_device(device: str) -> torch.device:
     the launcher asks.
     """
     if device == "auto":
-        if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
-            "1",
-            "true",
-        ):
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower()
+        if on_cpu in ("1", "true") or not torch.cuda.is_available():
             return torch.device("cpu")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        rank = os.environ.get("LOCAL_RANK", "0")
+        return torch.device("cuda", int(rank))
     try:
         resolved = torch.device(device)
         torch.zeros(1, device=resolved).item()
@@ -33,10 +32,10 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-MemoryKind = Literal["cuda", "process_rss"]
+MemoryMeasure = Literal["cuda", "process_rss"]
 
 
-def peak_memory(device: torch.device | str) -> tuple[int, MemoryKind]:
+def peak_memory(device: torch.device | str) -> tuple[int, MemoryMeasure]:
     """The most bytes held at once since the process began or `reset_peak_memory`, and what they
     were measured of.
 
@@ -47,10 +46,8 @@ def peak_memory(device: torch.device | str) -> tuple[int, MemoryKind]:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "cuda"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (
-        peak if sys.platform == "darwin" else peak * 1024,
-        "process_rss",
-    )  # macOS counts bytes, Linux KiB
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return peak * unit, "process_rss"
 
 
 def reset_peak_memory(device: torch.device | str) -> None:
@@ -61,7 +58,6 @@ def reset_peak_memory(device: torch.device | str) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(
-            OSError
-        ):  # no /proc (macOS), or one that is mounted read-only (some containers)
+        # No /proc (macOS), or one that is mounted read-only (some containers).
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")

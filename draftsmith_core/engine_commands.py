@@ -29,11 +29,13 @@ class Serving:
         """
         exports = []
         named = {"draft": draft, "target": target}
-        for role, form in (("draft", self.draft_format), ("target", self.target_format)):
+        formats = {"draft": self.draft_format, "target": self.target_format}
+        for role, form in formats.items():
             if form is None:
                 continue
             name = named[role]
-            out = f"{Path(name).resolve().name}.{form}"
+            directory = Path(name).resolve()
+            out = f"{directory.name}.{form}"
             # A target and a draft of one name are two directories all the same.
             named[role] = out = f"{role}-{out}" if out in named.values() else out
             words = ["draftsmith", "export", "--draft", name, "--format", form, "--out", out]
@@ -54,22 +56,17 @@ class Serving:
         config = {"method": self.method, "model": named["draft"], "num_speculative_tokens": tokens}
         numbers = {"n": tokens, "n_and_root": tokens + 1}
         values = named | numbers | {"method": self.method, "config": json.dumps(config)}
-        command = shlex.join(word.format(**values) for word in self.shell.split())
+        command = shlex.join([word.format(**values) for word in self.shell.split()])
         if self.python:
-            code = self.python.format(
-                **{key: json.dumps(name) for key, name in named.items()}, **numbers
-            )
+            quoted = {key: json.dumps(name) for key, name in named.items()}
+            code = self.python.format(**quoted, **numbers)
             command = shlex.join(["python", "-c", code])
-        note = self.note.format(
-            **{key: shlex.quote(name) for key, name in named.items()}, **numbers
-        )
+        quoted = {key: shlex.quote(name) for key, name in named.items()}
+        note = self.note.format(**quoted, **numbers)
         return tuple(exports), f"{command}  # {note}" if note else command
 
 
-_TABLE = yaml.safe_load(
-    (Path(__file__).parent / "templates" / "serving.yaml").read_text(encoding="utf-8")
-)
-SERVING = {
-    engine: {kind: Serving(**values) for kind, values in kinds.items()}
-    for engine, kinds in _TABLE.items()
-}
+_FILE = Path(__file__).parent / "templates" / "serving.yaml"
+SERVING: dict[str, dict[str, Serving]] = {}
+for _engine, _kinds in yaml.safe_load(_FILE.read_text(encoding="utf-8")).items():
+    SERVING[_engine] = {kind: Serving(**values) for kind, values in _kinds.items()}

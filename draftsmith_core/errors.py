@@ -57,12 +57,14 @@ class RunError(DraftsmithError, RuntimeError):
 
 def one_line(error: BaseException) -> str:
     """Return an error's message on one line, or its class name if the message is empty."""
-    return " ".join(str(error).split()) or type(error).__name__
+    words = str(error).split()
+    return " ".join(words) or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class name if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def counted(count: int, noun: str) -> str:
@@ -73,7 +75,9 @@ def counted(count: int, noun: str) -> str:
 def nearest(word: str, known: Collection[str], otherwise: str = "use one of") -> str:
     """Suggest the known word nearest to an unknown one, or list all of them after `otherwise`."""
     near = difflib.get_close_matches(word, known, 1)
-    return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"{otherwise} {', '.join(known)}"
 
 
 # Import name -> extra, as in `pip install 'draftsmith[EXTRA]'`.

@@ -6,11 +6,19 @@ import math
 import os
 from pathlib import Path
 
-# By command, the variable of OpenMP to set, unless the user has set one of `_WAITING`.
-_PASSIVE, _SPIN = ("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "2000")
-_WAITS = {"train": _PASSIVE, "distill": _PASSIVE, "align": _SPIN, "demo": _SPIN, "eval": _SPIN}
+# The variable of OpenMP to set by command, unless the user has set one of `_WAITING`.
+_WAITS = {
+    "train": "OMP_WAIT_POLICY",
+    "distill": "OMP_WAIT_POLICY",
+    "align": "GOMP_SPINCOUNT",
+    "demo": "GOMP_SPINCOUNT",
+    "eval": "GOMP_SPINCOUNT",
+}
+_VALUES = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-_MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of malloc.h
+# Parameters of malloc.h.
+_MMAP_MAX = -4
+_TRIM_THRESHOLD = -1
 
 
 def keep_freed_memory() -> None:
@@ -31,14 +39,15 @@ def settle_threads(command: str, control_groups: Path = Path("/sys/fs/cgroup")) 
 
     Waiting threads of GNU OpenMP spin for milliseconds, on cores that other threads need. Training
     and distillation wait seldom and sleep at once; timed decoding spins for microseconds. The
-    number of threads is that of the cores or of the container's share; it does not follow the load,
-    because another number rounds otherwise.
+    number of threads is that of the cores or of the container's share. It ignores the current load:
+    a different thread count changes rounding.
     """
     if command in _WAITS and not any(name in os.environ for name in _WAITING):
-        name, value = _WAITS[command]
-        os.environ[name] = value
+        name = _WAITS[command]
+        os.environ[name] = _VALUES[name]
     with contextlib.suppress(OSError, ValueError):  # no control groups, or no limit
-        quota, period = (control_groups / "cpu.max").read_text().split()
+        limit = (control_groups / "cpu.max").read_text()
+        quota, period = limit.split()
         share = math.floor(float(quota) / float(period))
         if share < (os.cpu_count() or 1):
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))

@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
@@ -42,18 +42,18 @@ def check_source(name: str) -> None:
     """
     path = Path(name)
     on_hub = bool(name.strip()) and not name.startswith((".", "/", "~")) and name.count("/") <= 1
-    unfinished = (path / "run" / "run.json").exists() and not (path / "config.json").exists()
-    for wrong, reason in (
-        (path.is_file(), "is a file; name the directory that it lies in"),
-        (not path.is_dir() and not on_hub, "no such directory (a hub name is written owner/name)"),
-        (
-            (path / "adapter_config.json").exists(),
-            "holds a LoRA adapter; merge it into its base model with peft first",
-        ),
-        (unfinished, "holds an unfinished training run; run its train command again to resume it"),
-    ):
-        if wrong:
-            raise InputError(f"{name}: {reason}")
+    in_training = (path / "run" / "run.json").exists()
+    reason = ""
+    if path.is_file():
+        reason = "is a file; name the directory that it lies in"
+    elif not path.is_dir() and not on_hub:
+        reason = "no such directory (a hub name is written owner/name)"
+    elif (path / "adapter_config.json").exists():
+        reason = "holds a LoRA adapter; merge it into its base model with peft first"
+    elif in_training and not (path / "config.json").exists():
+        reason = "holds an unfinished training run; run its train command again to resume it"
+    if reason:
+        raise InputError(f"{name}: {reason}")
     # transformers ignores a generation config that it cannot read, and with it the tokens that end
     # an answer.
     for file in ("config.json", "generation_config.json"):
@@ -65,10 +65,11 @@ def hub_has_address() -> bool:
     """Whether the hub can be asked at all. Its client would retry for a minute before saying that
     it cannot.
     """
+    if constants.HF_HUB_OFFLINE:
+        return False
+    host = urlparse(constants.ENDPOINT).hostname
     with contextlib.suppress(OSError):
-        return not constants.HF_HUB_OFFLINE and bool(
-            getproxies() or socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
-        )
+        return bool(getproxies() or socket.getaddrinfo(host, 443))
     return False
 
 
@@ -77,7 +78,8 @@ def offline_if_unreachable() -> Iterator[bool]:
     """Let the hub's client use its cache at once if the hub cannot be asked; yield whether it
     can.
     """
-    before, reachable = constants.HF_HUB_OFFLINE, hub_has_address()
+    before = constants.HF_HUB_OFFLINE
+    reachable = hub_has_address()
     constants.HF_HUB_OFFLINE = not reachable
     try:
         yield reachable
@@ -97,7 +99,8 @@ def why_not(name: str, error: Exception) -> str:
         return (
             "its weights are a pickle with more in it than tensors, and reading that would run code"
         )
-    return lfs_pointer(*sorted(Path(name).glob("*"))) or first_line(error)
+    files = sorted(Path(name).glob("*"))
+    return lfs_pointer(*files) or first_line(error)
 
 
 def lfs_pointer(*files: Path) -> str | None:
@@ -112,12 +115,9 @@ def lfs_pointer(*files: Path) -> str | None:
 
 def snapshot(name: str) -> Path:
     """A small repository of the hub as a directory in its cache; InputError if it cannot be had."""
+    patterns = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
     try:
-        return Path(
-            snapshot_download(
-                name, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
-            )
-        )
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the hub's client raises a dozen classes
         raise InputError(f"{name}: cannot be downloaded: {first_line(error)}") from None
 
@@ -129,9 +129,7 @@ def cached(name: str, file: str) -> Path | None:
     try:
         with offline_if_unreachable():
             path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-    except (
-        Exception
-    ):  # the hub's client raises a dozen classes; loading the model itself gives the reason
+    except Exception:  # a dozen classes; loading the model itself gives the reason
         return None
     return None if path is None else Path(path)
 
@@ -142,25 +140,18 @@ PLACEHOLDER = "DIRECTORY-OR-HUB-NAME"
 
 def is_hub_name(name: str) -> bool:
     """Whether `name` reads as `owner/name` on the hub and is not a path that exists here."""
-    return (
-        re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None and not Path(name).exists()
-    )
+    is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None
+    return is_name and not Path(name).exists()
 
 
 def check_push(name: str) -> None:
     """Raise InputError, before any work is done, for an upload that could not succeed."""
-    reason = (
-        ""
-        if os.environ.get("HF_TOKEN")
-        else "the environment variable HF_TOKEN must hold a token that may write"
-    )
-    reason = (
-        reason
-        if is_hub_name(name)
-        else f"{name!r} is not a repository on the hub; write owner/name"
-    )
-    if reason:
-        raise InputError(f"push_to_hub: {reason}")
+    if not is_hub_name(name):
+        raise InputError(f"push_to_hub: {name!r} is not a repository on the hub; write owner/name")
+    if not os.environ.get("HF_TOKEN"):
+        raise InputError(
+            "push_to_hub: the environment variable HF_TOKEN must hold a token that may write"
+        )
 
 
 def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> str:
@@ -175,21 +166,15 @@ def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> 
     try:
         api = HfApi(token=os.environ["HF_TOKEN"])
         repository = api.create_repo(name, repo_type=repo_type, private=True, exist_ok=True)
-        files = [
-            file
-            for file in sorted(directory.iterdir())
-            if file.is_file() and not file.name.startswith(".")
-        ]
-        contents: dict[str, Any] = {file.name: file for file in files}
-        card = (
-            (directory / "README.md")
-            .read_text(encoding="utf-8")
-            .replace(PLACEHOLDER, repository.repo_id)
-        )
-        contents["README.md"] = card.encode()
+        card = (directory / "README.md").read_text(encoding="utf-8")
+        card = card.replace(PLACEHOLDER, repository.repo_id)
+        contents: dict[str, Path | bytes] = {"README.md": card.encode()}
+        for file in sorted(directory.iterdir()):
+            if file.is_file() and not file.name.startswith("."):
+                contents.setdefault(file.name, file)
         operations = [
-            CommitOperationAdd(path_in_repo=name, path_or_fileobj=file)
-            for name, file in contents.items()
+            CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
+            for name, content in contents.items()
         ]
         message = f"Upload by draftsmith: {directory.name}"
         api.create_commit(

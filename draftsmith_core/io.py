@@ -9,21 +9,25 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 
 from draftsmith_core.errors import InputError, RunError, one_line
 
+# What `json` makes of an object.
+JsonObject: TypeAlias = dict[str, Any]
 
-def canonical_json(value: Any) -> str:
+
+def canonical_json(value: object) -> str:
     """JSON with sorted keys and no spaces, so that equal values give equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
-def hash_json(value: Any) -> str:
+def hash_json(value: object) -> str:
     """sha256 of the canonical JSON of `value`, as 64 hex digits."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+    content = canonical_json(value).encode()
+    return hashlib.sha256(content).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
@@ -39,7 +43,8 @@ def _fsync(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp{os.getpid()}")
+    name = f".{path.name}.tmp{os.getpid()}"
+    return path.with_name(name)
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -56,7 +61,8 @@ def check_out(out: Path | str, inputs: Iterable[str | None] = (), *, file: bool 
     an input.
     """
     path = Path(out)
-    above = next(parent for parent in path.absolute().parents if parent.exists())
+    parents = path.absolute().parents
+    above = next(parent for parent in parents if parent.exists())
     for wrong, reason in (
         # A rename by root would replace a device such as /dev/null.
         (file and path.exists() and not path.is_file(), "is not a regular file; name a file"),
@@ -156,24 +162,27 @@ def write_text_atomic(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json_atomic(path: Path, value: Any) -> None:
+def write_json_atomic(path: Path, value: object) -> None:
     """Write indented JSON whole or not at all."""
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def jsonl(rows: Iterable[Mapping[str, Any]], default: Callable[[Any], Any] | None = None) -> str:
+def jsonl(
+    rows: Iterable[Mapping[str, object]], default: Callable[[object], object] | None = None
+) -> str:
     """One JSON object per line; `default` as for `json.dumps`."""
-    return "".join(json.dumps(row, ensure_ascii=False, default=default) + "\n" for row in rows)
+    lines = [json.dumps(row, ensure_ascii=False, default=default) for row in rows]
+    return "".join(f"{line}\n" for line in lines)
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Write rows to a .jsonl file, whole or not at all; dates and decimals (from Parquet) as
     text.
     """
     write_text_atomic(path, jsonl(rows, default=str))
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
+def read_json(path: Path, what: str) -> JsonObject:
     """Read a JSON object from a file; InputError names the file, the line and `what` was
     expected.
     """

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 # `ddp`: every process has a whole copy of the weights. `zero`: DeepSpeed, whose config names the
 # stage.
 Sharing = Literal["single", "ddp", "zero", "fsdp"]
-_FSDP, _HIDDEN_FSDP = "ACCELERATE_USE_FSDP", "DRAFTSMITH_USE_FSDP"
+_FSDP = "ACCELERATE_USE_FSDP"
+_HIDDEN_FSDP = "DRAFTSMITH_USE_FSDP"
 # Variables with which accelerate would compile twice, or fail.
 _UNSUPPORTED = {
     "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend; set `compile` instead",
@@ -40,7 +41,8 @@ def launcher_request() -> Sharing:
 
 
 def _true(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "yes")
+    value = os.environ.get(variable, "")
+    return value.lower() in ("1", "true", "yes")
 
 
 @contextmanager
@@ -70,7 +72,8 @@ def process_group_options(on_cpu: bool) -> dict[str, Any]:
     """
     if launched() == 1 and not _true("ACCELERATE_USE_DEEPSPEED"):
         return {}
-    return {"timeout": timedelta(hours=12)} | ({"backend": "gloo"} if on_cpu else {})
+    timeout = timedelta(hours=12)
+    return {"timeout": timeout, "backend": "gloo"} if on_cpu else {"timeout": timeout}
 
 
 def join_processes(device: str) -> "PartialState":
@@ -102,11 +105,10 @@ def check_process_count(count: int) -> None:
     """Raise RunError unless as many processes found each other as were launched."""
     # Asked for several CPU processes without --multi_gpu, `accelerate launch` sets their address
     # but starts only one.
-    only_one = {
-        "ACCELERATE_MIXED_PRECISION",
-        "MASTER_ADDR",
-    } <= os.environ.keys() and "WORLD_SIZE" not in os.environ
+    has_address = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
+    only_one = has_address and "WORLD_SIZE" not in os.environ
     if only_one or count != launched():
         raise RunError(
-            f"only {count} of the processes found each other; launch with --multi_gpu, on CPUs too"
+            f"only {count} of the launched processes connected; add --multi_gpu to `accelerate "
+            "launch` (also on CPUs)"
         )

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from draftsmith_core.devices import resolve_device
 from draftsmith_core.errors import InputError, require_package
 from draftsmith_core.hub import check_source, quiet, why_not
-from draftsmith_core.io import canonical_json
+from draftsmith_core.io import JsonObject, canonical_json
 from draftsmith_core.settings import Quantize as Quantize
 from draftsmith_core.tokenization import Tokenizer
 
@@ -26,7 +26,12 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FINGERPRINT_VALUES = 2**22
 _NOT_ARCHITECTURE = (
-    "transformers_version dtype torch_dtype use_cache architectures quantization_config".split()
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "architectures",
+    "quantization_config",
 )
 
 
@@ -50,37 +55,34 @@ def load_model(
     Raise InputError for a name that is not a loadable model, missing weights, and values that are
     not finite.
     """
-    place = resolve_device(device)
-    if dtype != "auto" and dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: use auto, {', '.join(DTYPES)}")
-    torch_dtype: Any = DTYPES.get(dtype, torch.float32 if place.type == "cpu" else "auto")
-    options: dict[str, Any] = {}
+    target_device = resolve_device(device)
+    options: dict[str, Any] = {
+        "dtype": _dtype_option(dtype, target_device),
+        "trust_remote_code": trust_remote_code,
+        "revision": revision or "main",
+        "weights_only": True,
+        # Weights of another shape are then listed in `info`, and refused below by name.
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    }
     if quantize == "nf4":
         require_package("bitsandbytes", "--quantize nf4", "use --quantize none")
-        torch_dtype = torch.bfloat16 if torch_dtype == "auto" else torch_dtype
-        nf4 = BitsAndBytesConfig(
+        if options["dtype"] == "auto":
+            options["dtype"] = torch.bfloat16
+        options["device_map"] = {"": target_device}
+        options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch_dtype,
+            bnb_4bit_compute_dtype=options["dtype"],
         )
-        options = {"device_map": {"": place}, "quantization_config": nf4}
     quiet()
     # For a checkpoint on the hub without safetensors transformers would ask a service to convert
     # it, in a thread.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     check_source(name)
     try:
-        # Weights of another shape are then listed in `info`, and refused below by name.
-        options |= {
-            "ignore_mismatched_sizes": True,
-            "output_loading_info": True,
-            "weights_only": True,
-        }
-        options["revision"] = revision or "main"
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:
         raise InputError(
             f"{name}: no causal language model could be loaded: {why_not(name, error)}"
@@ -88,7 +90,7 @@ def load_model(
     model, info = loaded
     _check_weights(name, type(model).__name__, info)
     if not getattr(model, "is_quantized", False):
-        model.to(place)
+        model.to(target_device)
     for module in model.modules():
         # This fast path of bitsandbytes rounds to bf16 and fails on widths that are no multiple of
         # 32.
@@ -101,30 +103,38 @@ def load_model(
     return cast(PreTrainedModel, model)
 
 
-def _check_weights(name: str, kind: str, info: dict[str, Any]) -> None:
+def _dtype_option(dtype: str, device: torch.device) -> torch.dtype | str:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _check_weights(name: str, class_name: str, info: Mapping[str, Any]) -> None:
     """Raise InputError for missing or mismatched weights, which transformers draws at random; warn
     of unused ones.
     """
-    reason = ""
-    if mismatched := sorted(info["mismatched_keys"], key=str):
+    missing = sorted(info["missing_keys"])
+    mismatched = sorted(info["mismatched_keys"], key=str)
+    unused = sorted(info["unexpected_keys"])
+    if missing:
+        raise InputError(
+            f"{name}: lacks weights of a {class_name} ({len(missing)}, such as {missing[0]}); it "
+            "is a head or an incomplete copy"
+        )
+    if mismatched:
         key, in_file, by_config = mismatched[0]
-        shapes = (
-            f"{len(mismatched)}, such as {key}: {list(in_file)} in the file, "
-            f"{list(by_config)} by the config"
+        shapes = f"{list(in_file)} in the file, {list(by_config)} by the config"
+        raise InputError(
+            f"{name}: its weights do not fit its config.json ({len(mismatched)}, such as {key}: "
+            f"{shapes})"
         )
-        reason = f"its weights do not fit its config.json ({shapes})"
-    if missing := sorted(info["missing_keys"]):
-        reason = (
-            f"lacks weights of a {kind} ({len(missing)}, such as {missing[0]}); it is a "
-            "head or an incomplete copy"
-        )
-    if reason:
-        raise InputError(f"{name}: {reason}")
-    if unused := sorted(info["unexpected_keys"]):
+    if unused:
         log.warning(
             "%s: holds weights that a %s does not use (%d, such as %s)",
             name,
-            kind,
+            class_name,
             len(unused),
             unused[0],
         )
@@ -136,11 +146,12 @@ def check_finite(name: str, model: nn.Module) -> None:
     finite number.
     """
     for key, weight in model.named_parameters():
+        if not weight.is_floating_point():
+            continue
         # A sum is NaN or inf when one of its terms is, and needs one pass and no memory; it can
         # also overflow.
-        if weight.is_floating_point() and not (
-            weight.sum(dtype=torch.float32).isfinite() or weight.isfinite().all()
-        ):
+        total = weight.sum(dtype=torch.float32)
+        if not total.isfinite() and not weight.isfinite().all():
             raise InputError(
                 f"{name}: its weight {key} holds NaN or inf; the checkpoint is damaged, copy it "
                 "again"
@@ -166,10 +177,8 @@ _DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
 def check_causal(model: PreTrainedModel) -> None:
     """Raise InputError for an encoder (BERT), which transformers loads as a causal model too."""
-    if (
-        getattr(model.config, "is_decoder", None) is False
-        and model.config.model_type not in _DECODERS
-    ):
+    is_decoder = getattr(model.config, "is_decoder", None)
+    if is_decoder is False and model.config.model_type not in _DECODERS:
         name = f"{model.name_or_path}: " if model.name_or_path else ""
         raise InputError(
             f"{name}{type(model).__name__} reads tokens ahead, as encoders do; name a causal model"
@@ -178,27 +187,22 @@ def check_causal(model: PreTrainedModel) -> None:
 
 def quantization(model: nn.Module) -> Quantize:
     """How the linear layers of a model are kept, as `--quantize` takes it."""
-    return (
-        "nf4"
-        if any(hasattr(parameter, "quant_state") for parameter in model.parameters())
-        else "none"
-    )
+    is_packed = any(hasattr(parameter, "quant_state") for parameter in model.parameters())
+    return "nf4" if is_packed else "none"
 
 
 def _scales(parameter: Tensor) -> dict[str, Tensor]:
-    values: dict[str, Any] = (
-        parameter.quant_state.as_dict() if hasattr(parameter, "quant_state") else {}
-    )
+    if not hasattr(parameter, "quant_state"):
+        return {}
+    values = parameter.quant_state.as_dict()
     names = ("absmax", "nested_absmax", "nested_offset")
     return {name: torch.as_tensor(values[name]) for name in names if name in values}
 
 
 def parameter_count(model: nn.Module) -> int:
     """Parameters of a model, 4-bit ones counted one by one although two share a byte."""
-    return sum(
-        math.prod(getattr(parameter, "quant_state", parameter).shape)
-        for parameter in model.parameters()
-    )
+    whole = [getattr(parameter, "quant_state", parameter) for parameter in model.parameters()]
+    return sum(math.prod(parameter.shape) for parameter in whole)
 
 
 def memory_bytes(model: nn.Module) -> int:
@@ -206,8 +210,9 @@ def memory_bytes(model: nn.Module) -> int:
     parameters.
     """
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    tensors += [scale for parameter in model.parameters() for scale in _scales(parameter).values()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    for parameter in model.parameters():
+        tensors += _scales(parameter).values()
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -218,29 +223,32 @@ def fingerprint(model: PreTrainedModel) -> str:
     M values take every n-th, about 4 M of them: a change to a few values of a large matrix can go
     unseen, and a 70B model takes minutes instead of an hour.
     """
-    config = {
-        k: v
-        for k, v in model.config.to_dict().items()
-        if not k.startswith("_") and k not in _NOT_ARCHITECTURE
-    }
-    names = sorted(name for name, _ in model.named_parameters())
+    config = model.config.to_dict()
+    for key in list(config):
+        if key.startswith("_") or key in _NOT_ARCHITECTURE:
+            del config[key]
+    names = [name for name, _ in model.named_parameters()]
     # Read one by one through their modules, because decoders keep weights packed
     # (`decode.packed_weights`).
-    return hash_tensors(config, ((name, attrgetter(name)(model)) for name in names))
+    tensors = ((name, attrgetter(name)(model)) for name in sorted(names))
+    return hash_tensors(config, tensors)
 
 
 @torch.no_grad()
-def hash_tensors(config: dict[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> str:
+def hash_tensors(config: JsonObject, tensors: Iterable[tuple[str, Tensor]]) -> str:
     """16 hex digits of a configuration and named tensors, sampled as `fingerprint` says."""
     digest = hashlib.sha256(canonical_json(config).encode())
     for name, tensor in tensors:
-        scales = ((f"{name}.{key}", value) for key, value in _scales(tensor).items())
-        for part, values in ((name, tensor.data), *scales):
+        parts = {name: tensor.data}
+        parts |= {f"{name}.{key}": value for key, value in _scales(tensor).items()}
+        for part, values in parts.items():
+            heading = f"{part}{tuple(values.shape)}"
+            digest.update(heading.encode())
             flat = values.reshape(-1)
             # Odd, so that it does not step through a matrix column by column.
             stride = flat.numel() // _FINGERPRINT_VALUES | 1
-            digest.update(f"{part}{tuple(values.shape)}".encode())
-            digest.update(flat[::stride].float().cpu().numpy().tobytes())
+            sample = flat[::stride].float().cpu()
+            digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -253,14 +261,17 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """The tokens that end a generation: the generation config's, else the model config's. May be
     empty.
     """
-    configs = (model.generation_config, model.config)
-    eos = [getattr(config, "eos_token_id", None) for config in configs]
-    return end_tokens(str(model.name_or_path), eos[1] if eos[0] is None else eos[0])
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    return end_tokens(str(model.name_or_path), eos)
 
 
-def end_tokens(name: str, eos: Any) -> tuple[int, ...]:
+def end_tokens(name: str, eos: object) -> tuple[int, ...]:
     """The ids in a config's `eos_token_id`, which is one id, several or None."""
-    ids = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    if eos is None:
+        return ()
+    ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     if not all(isinstance(token, int) for token in ids):
         raise InputError(f"{name}: its eos_token_id is {eos!r}; write token ids")
     return ids
@@ -277,21 +288,20 @@ def context_length(model: PreTrainedModel) -> int | None:
     For longrope, whose frequencies change beyond the pretrained context, it is that context: cached
     keys would have to be computed again.
     """
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    values = [
-        rope.get("original_max_position_embeddings")
-        if rope.get("rope_type") == "longrope"
-        else None
-    ]
-    values += [
-        getattr(model.config, key, None) for key in ("max_position_embeddings", "n_positions")
-    ]
+    text = model.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    values: list[object] = []
+    if rope.get("rope_type") == "longrope":
+        values.append(rope.get("original_max_position_embeddings"))
+    for key in ("max_position_embeddings", "n_positions"):
+        values.append(getattr(model.config, key, None))
     return next((value for value in values if isinstance(value, int)), None)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """How many logits the model gives per position."""
-    return int(model.config.get_text_config().vocab_size)
+    text = model.config.get_text_config()
+    return int(text.vocab_size)
 
 
 def check_tokenizer(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> None:

@@ -12,9 +12,9 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import yaml
 
@@ -26,14 +26,17 @@ from draftsmith_core.errors import (
     require_package,
     without_secrets,
 )
+from draftsmith_core.io import JsonObject
 
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
 # Sources of texts that the target writes: `self:N` begins with BOS, `token:N` with BOS and a random
 # token.
-SELF, TOKEN = "self:", "token:"
+SELF = "self:"
+TOKEN = "token:"
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-DIRECTORY = Path(__file__).parents[1] / "configs" / "prompts"
+_ROOT = Path(__file__).parents[1]
+DIRECTORY = _ROOT / "configs" / "prompts"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Record:
     """
 
     number: int
-    stored: bytes | dict[str, Any]
+    stored: bytes | JsonObject
 
 
 def digest_of(records: list[Record]) -> str:
@@ -52,35 +55,33 @@ def digest_of(records: list[Record]) -> str:
     for record in records:
         content = record.stored
         if not isinstance(content, bytes):
-            content = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str).encode(
-                "utf-8", "replace"
-            )
-        whole.update(b"%d\0" % record.number + content + b"\n")
+            text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
+            content = text.encode("utf-8", "replace")
+        whole.update(b"%d\0%b\n" % (record.number, content))
     return whole.hexdigest()
 
 
-def parse_record(record: Record, source: str) -> dict[str, Any]:
+def parse_record(record: Record, source: str) -> JsonObject:
     """The row in a record, with `messages` in place of the keys of ShareGPT or Alpaca; InputError
     names its line.
     """
     return _as_messages(_stored_row(record, source), f"{source}:{record.number}")
 
 
-def asked_of(row: dict[str, Any]) -> dict[str, Any]:
+def asked_of(row: JsonObject) -> JsonObject:
     """The keys of a row that make its prompt, with their values."""
-    return {
-        key: row[key] for key in ("messages", "tools", "prompt", "text") if row.get(key) is not None
-    }
+    keys = ("messages", "tools", "prompt", "text")
+    return {key: row[key] for key in keys if row.get(key) is not None}
 
 
-def _stored_row(record: Record, source: str) -> dict[str, Any]:
-    where, row = f"{source}:{record.number}", record.stored
+def _stored_row(record: Record, source: str) -> JsonObject:
+    where = f"{source}:{record.number}"
+    row = record.stored
     if isinstance(row, bytes):
         try:
             row = json.loads(row)
-            json.dumps(
-                row, ensure_ascii=False
-            ).encode()  # JSON can hold half a surrogate pair, which no file can
+            # JSON can hold half a surrogate pair, which no file can.
+            json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{where}: not valid JSON ({one_line(error)}); write one object a line"
@@ -98,16 +99,16 @@ def free_rows(source: str) -> int | None:
     """
     if not source.startswith((SELF, TOKEN)):
         return None
-    kind, _, count = source.partition(":")
+    start, _, count = source.partition(":")
     if not (count.isdecimal() and int(count)):
         raise InputError(
-            f"{source}: write {kind}:N, such as {kind}:1000, for N texts that the target writes "
+            f"{source}: write {start}:N, such as {start}:1000, for N texts that the target writes "
             "by itself"
         )
     return int(count)
 
 
-def iterate_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def iterate_rows(source: str) -> Iterator[tuple[int, JsonObject]]:
     """Yield (line or row number from 1, row) of a JSON-lines file, a Parquet file, a dataset on the
     hub or a suite.
 
@@ -128,10 +129,11 @@ def count_rows(source: str) -> int | None:
     return free_rows(source)
 
 
-def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
+def _as_messages(row: JsonObject, where: str) -> JsonObject:
     for key in ("request", "body"):  # of a log of requests, and of a file of requests to be done
         if row.get("messages") is None and isinstance(row.get(key), dict):
-            row = {**{name: value for name, value in row.items() if name != key}, **row[key]}
+            inner = row[key]
+            row = {name: value for name, value in row.items() if name != key} | inner
     if isinstance(row.get("messages"), list):
         return {**row, "messages": [_as_text(turn) for turn in row["messages"]]}
     if row.get("messages") is not None or row.get("prompt") is not None:
@@ -144,33 +146,42 @@ def _as_messages(row: dict[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: key 'conversations': expected a list of {{from, value}} objects"
             ) from None
         # ShareGPT's ids name the chat that a row was cut out of, and repeat.
-        read: tuple[str, ...] = ("conversations", "id")
+        read = ["conversations", "id"]
     elif row.get("instruction") is not None:
-        question = "\n\n".join(
-            part for key in ("instruction", "input") if (part := text_of(row, key).strip())
-        )
-        turns = [{"role": "user", "content": question}] if question else []
-        if turns and (output := text_of(row, "output")):
-            turns.append({"role": "assistant", "content": output})
+        turns = _alpaca(row)
         # `text` in Alpaca files holds the other three again, under a heading that is the same in
         # every row.
-        read = ("instruction", "input", "output", "text")
+        read = ["instruction", "input", "output", "text"]
     else:
         return row
     rest = {key: value for key, value in row.items() if key not in read}
     return rest | ({"messages": turns} if turns else {"prompt": ""})
 
 
-def _as_text(turn: Any) -> Any:
+def _alpaca(row: JsonObject) -> list[dict[str, str]]:
+    """Question and answer, if there are any."""
+    texts = [text_of(row, key).strip() for key in ("instruction", "input")]
+    question = "\n\n".join(text for text in texts if text)
+    output = text_of(row, "output")
+    turns = []
+    if question:
+        turns.append({"role": "user", "content": question})
+        if output:
+            turns.append({"role": "assistant", "content": output})
+    return turns
+
+
+def _as_text(turn: object) -> object:
     """A message whose content is a list of text parts, as clients of servers write it, with the
     text itself.
     """
     parts = turn.get("content") if isinstance(turn, dict) else None
-    if not isinstance(parts, list) or not all(
-        isinstance(part, dict) and part.get("type") == "text" for part in parts
-    ):
+    if not isinstance(turn, dict) or not isinstance(parts, list):
         return turn
-    return {**turn, "content": "".join(str(part.get("text", "")) for part in parts)}
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        return turn
+    texts = [str(part.get("text", "")) for part in parts]
+    return {**turn, "content": "".join(texts)}
 
 
 # The names of speakers in ShareGPT files; some files mix them.
@@ -189,7 +200,8 @@ def _sharegpt(conversation: list[dict[str, str]]) -> list[dict[str, str]]:
     """
     turns: list[dict[str, str]] = []
     for turn in conversation:
-        role, text = _SPEAKERS.get(turn["from"], turn["from"]), str(turn["value"])
+        role = _SPEAKERS.get(turn["from"], turn["from"])
+        text = str(turn["value"])
         if role == "assistant" and not any(turn["role"] == "user" for turn in turns):
             # ShareGPT cuts long chats into rows, so a row can begin with the rest of an answer
             continue
@@ -197,23 +209,22 @@ def _sharegpt(conversation: list[dict[str, str]]) -> list[dict[str, str]]:
             turns[-1]["content"] += f"\n\n{text}"
         else:
             turns.append({"role": role, "content": text})
-    return (
-        turns if any(turn["role"] == "user" and turn["content"].strip() for turn in turns) else []
-    )
+    questions = [turn["content"] for turn in turns if turn["role"] == "user"]
+    return turns if any(question.strip() for question in questions) else []
 
 
 def iterate_records(source: str) -> Iterator[Record]:
     """The rows of a source as they are stored; InputError for a source that cannot be read."""
     path = Path(without_secrets(source))
-    kind = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
-    readable, is_there = (
-        path.suffix == ".parquet" or kind in _JSON_LINES,
-        path.exists() or "://" in source,
-    )
+    inner = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+    readable = path.suffix == ".parquet" or inner in _JSON_LINES
+    is_there = path.exists() or "://" in source
+    free = free_rows(source)
     if source.startswith("@"):
-        yield from (Record(number, row) for number, row in _suite_rows(source))
-    elif (free := free_rows(source)) is not None:
-        yield from (Record(number, {"prompt": ""}) for number in range(1, free + 1))
+        yield from _suite_records(source)
+    elif free is not None:
+        for number in range(1, free + 1):
+            yield Record(number, {"prompt": ""})
     elif readable and is_there:
         yield from _file_records(source, path.suffix)
     elif readable or is_there or source.startswith((".", "/", "~")) or not source.strip():
@@ -233,20 +244,18 @@ def _file_records(source: str, suffix: str) -> Iterator[Record]:
     try:
         with fsspec.open(source, "rb") if "://" in source else open(source, "rb") as file:
             if suffix == ".parquet":
-                batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=4096)
-                rows: Iterator[Any] = (row for batch in batches for row in batch.to_pylist())
-            else:
-                # Lines of bytes, so that a line that is not UTF-8 is that line's fault and no
-                # other's.
-                stream = pyarrow.input_stream(file, compression=_COMPRESSED.get(suffix))
-                rows = iter(io.BufferedReader(stream, 1 << 20))
-            for number, row in enumerate(rows, 1):
-                if number == 1 and isinstance(row, bytes):
-                    row = row.removeprefix(
-                        b"\xef\xbb\xbf"
-                    )  # editors on Windows begin a file with this mark
-                if isinstance(row, dict) or row.strip():
+                table = pyarrow.parquet.ParquetFile(file)
+                batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=4096))
+                for number, row in enumerate(chain.from_iterable(batches), 1):
                     yield Record(number, row)
+                return
+            # Lines of bytes, so that a line that is not UTF-8 is that line's fault and no other's.
+            stream = pyarrow.input_stream(file, compression=_COMPRESSED.get(suffix))
+            for number, line in enumerate(io.BufferedReader(stream, 1 << 20), 1):
+                if number == 1:  # editors on Windows begin a file with this mark
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                if line.strip():
+                    yield Record(number, line)
     except (OSError, ValueError, ImportError, pyarrow.ArrowException) as error:
         if isinstance(error.__cause__, ModuleNotFoundError):
             require_package(error.__cause__.name or "", source)
@@ -275,7 +284,7 @@ def _hub_records(source: str, dataset: str, split: str, **which: str | None) -> 
         ) from None
 
 
-def text_of(row: dict[str, Any], key: str) -> str:
+def text_of(row: JsonObject, key: str) -> str:
     """The value under `key` as text; empty if there is none."""
     return "" if row.get(key) is None else str(row[key])
 
@@ -293,13 +302,8 @@ def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
     for value in values:
         name, equals, source = value.partition("=")
         if not equals or "/" in name:
-            source, path = value, re.sub(r":[\w-]+$", "", value).rstrip("/")
-            name = re.sub(r"(\.(jsonl|json|parquet|txt|gz|zst))+$", "", path.rpartition("/")[2])
-            name = (
-                suite_name(value)
-                if value.startswith("@")
-                else re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")
-            )
+            name = _name_of(value)
+            source = value
         if not NAME.fullmatch(name) or not source:
             raise InputError(
                 f"{option} {value}: write NAME=VALUE; a name has letters, digits, '.', '_' and '-'"
@@ -312,22 +316,33 @@ def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
     return named
 
 
+def _name_of(value: str) -> str:
+    """The name of a suite; of others the last part of the path, without split and suffixes."""
+    if value.startswith("@"):
+        return suite_name(value)
+    path = re.sub(r":[\w-]+$", "", value).rstrip("/")
+    name = re.sub(r"(\.(jsonl|json|parquet|txt|gz|zst))+$", "", path.rpartition("/")[2])
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")
+
+
 # What a file of configs/prompts/ may leave open. `user` (a message), `prompt` (text to continue) or
 # `turns` (a column with a chat, of which the first `keep_turns` are kept) makes a prompt of a row;
 # `{column}`, `{column[key]}` and `{column[0]}` are filled in. Rows must match `where` and not
 # repeat an earlier prompt; every `every`-th is taken, up to `prompts`.
-_SUITE: dict[str, Any] = dict.fromkeys(("subset", "files", "user", "prompt", "turns"))
+_SUITE: JsonObject = dict.fromkeys(("subset", "files", "user", "prompt", "turns"))
 _SUITE |= {"keep_turns": 1, "where": {}, "every": 1}
 
 
 def suite_names() -> list[str]:
     """All suites there are."""
-    return sorted(path.stem for path in DIRECTORY.glob("*.yaml"))
+    files = DIRECTORY.glob("*.yaml")
+    return sorted(path.stem for path in files)
 
 
 def suite_name(source: str) -> str:
     """The name in `@NAME` or `@NAME:FILE`."""
-    return source.removeprefix("@").partition(":")[0]
+    name, _, _ = source.removeprefix("@").partition(":")
+    return name
 
 
 def load_suite(name: str) -> SimpleNamespace:
@@ -337,19 +352,23 @@ def load_suite(name: str) -> SimpleNamespace:
             f"@{name}: no such suite; "
             f"{nearest(f'@{name}', [f'@{suite}' for suite in suite_names()])}"
         )
-    values = yaml.safe_load((DIRECTORY / f"{name}.yaml").read_text(encoding="utf-8"))
+    text = (DIRECTORY / f"{name}.yaml").read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
     return SimpleNamespace(**_SUITE | values, name=name)
 
 
-def _suite_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _suite_records(source: str) -> Iterator[Record]:
     """The prompts of a suite, made of rows from the hub or, for `@NAME:FILE`, from a file with the
     same columns.
     """
-    suite, file = load_suite(suite_name(source)), source.partition(":")[2]
-    which = {"name": suite.subset, "data_files": suite.files}
-    records = (
-        iterate_records(file) if file else _hub_records(source, suite.dataset, suite.split, **which)
-    )
+    suite = load_suite(suite_name(source))
+    _, _, file = source.partition(":")
+    if file:
+        records = iterate_records(file)
+    else:
+        records = _hub_records(
+            source, suite.dataset, suite.split, name=suite.subset, data_files=suite.files
+        )
     fitting = 0
     seen: set[str] = set()
     for record in records:
@@ -357,15 +376,7 @@ def _suite_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             if any(str(row[key]) not in allowed for key, allowed in suite.where.items()):
                 continue
-            if suite.turns is not None:
-                turns = row[suite.turns][: suite.keep_turns]
-                prompt = {"conversations" if turns and "from" in turns[0] else "messages": turns}
-            elif suite.user is None:
-                prompt = {"prompt": suite.prompt.format_map(row)}
-            else:
-                prompt = {
-                    "messages": [{"role": "user", "content": suite.user.format_map(row).strip()}]
-                }
+            prompt = _suite_prompt(suite, row)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             reason = (
                 f"lacks {error}, which suite {suite.name} reads; name a file without @{suite.name}"
@@ -376,6 +387,17 @@ def _suite_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
         seen.add(repr(prompt))
         fitting += 1
         if (fitting - 1) % suite.every == 0:
-            yield record.number, prompt
+            yield Record(record.number, prompt)
             if fitting > (suite.prompts - 1) * suite.every:
                 return
+
+
+def _suite_prompt(suite: SimpleNamespace, row: JsonObject) -> JsonObject:
+    if suite.turns is not None:
+        turns = row[suite.turns][: suite.keep_turns]
+        is_sharegpt = turns and "from" in turns[0]
+        return {"conversations" if is_sharegpt else "messages": turns}
+    if suite.user is None:
+        return {"prompt": suite.prompt.format_map(row)}
+    content = suite.user.format_map(row).strip()
+    return {"messages": [{"role": "user", "content": content}]}

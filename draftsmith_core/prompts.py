@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from draftsmith_core.errors import InputError, without_secrets
-from draftsmith_core.io import canonical_json
+from draftsmith_core.io import JsonObject, hash_json
 from draftsmith_core.prompt_rows import (
     KEYS,
     TOKEN,
@@ -37,12 +37,16 @@ PROMPT_HASHES = "prompt_hashes.npy"
 _CONTEXT = ("system", "functions", "documents", "images", "image", "audio", "video", "videos")
 
 
+# With the keys role and content, and others that a chat template reads.
+Message: TypeAlias = JsonObject
+
+
 @dataclass(frozen=True)
 class Chat:
     """A conversation with all its turns, the assistant's too, and the tools that it may call."""
 
-    messages: tuple[dict[str, Any], ...]
-    tools: list[Any] | None
+    messages: tuple[Message, ...]
+    tools: list[object] | None
 
 
 @dataclass(frozen=True)
@@ -84,34 +88,48 @@ class PromptSet:
         """sha256 over ids, domains and tokens: equal for equal prompts, however they were
         stored.
         """
-        text = canonical_json([[p.id, p.domain, list(p.ids)] for p in self.prompts])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hash_json([[p.id, p.domain, list(p.ids)] for p in self.prompts])
 
     def say_skipped(self) -> None:
         """Print how many rows were skipped, if any, and why the first was."""
         if self.skipped:
-            first, count = self.skipped[0], f"{len(self.skipped)} of {self.rows}"
-            say(f"{self.source}: {count} rows skipped (row {first.row}: {first.reason})")
+            first = self.skipped[0]
+            count = len(self.skipped)
+            say(
+                f"{self.source}: {count} of {self.rows} rows skipped (row {first.row}: "
+                f"{first.reason})"
+            )
+
+
+@dataclass
+class _Reason:
+    """Rows with one reason. text: the reason of the first of them."""
+
+    row: int
+    text: str
+    count: int = 0
 
 
 class Reasons:
     """Counts of reasons. Reasons that differ only in their numbers count as one."""
 
     def __init__(self) -> None:
-        self._kinds: dict[str, list[Any]] = {}  # count, first row, its reason
+        self._reasons: dict[str, _Reason] = {}
 
     def add(self, row: int, reason: str) -> None:
-        self._kinds.setdefault(re.sub(r"\d+", "N", reason), [0, row, reason])[0] += 1
+        pattern = re.sub(r"\d+", "N", reason)
+        self._reasons.setdefault(pattern, _Reason(row, reason)).count += 1
 
     def total(self) -> int:
-        return sum(count for count, _, _ in self._kinds.values())
+        return sum(reason.count for reason in self._reasons.values())
 
     def lines(self, outcome: str) -> list[str]:
         """One line per reason: the number of rows with this `outcome`, and the first of them."""
-        return [
-            f"{count} {outcome}: {reason} (row {row}{', the first' if count > 1 else ''})"
-            for count, row, reason in self._kinds.values()
-        ]
+        lines = []
+        for reason in self._reasons.values():
+            row = f"row {reason.row}, the first" if reason.count > 1 else f"row {reason.row}"
+            lines.append(f"{reason.count} {outcome}: {reason.text} ({row})")
+        return lines
 
 
 @dataclass
@@ -138,49 +156,54 @@ class PromptReader:
         """Return the prompt of a row, or why it is skipped. Raise InputError for a row that cannot
         be read.
         """
-        row, where = parse_record(record, self.source), f"{self.source}:{record.number}"
+        row = parse_record(record, self.source)
+        where = f"{self.source}:{record.number}"
         if free_rows(self.source) is not None:
-            return Prompt(
-                f"free-{record.number}", "general", self._begun(record.number), record.number, True
-            )
-        present = [key for key in KEYS if row.get(key) is not None]
-        unread = present[1:] + [key for key in _CONTEXT if row.get(key)]
-        # Only a chat template knows what to do with tools.
-        for key in unread + ["tools"] * (bool(row.get("tools")) and present[:1] != ["messages"]):
-            _warn_once(f"{self.source}: key {key!r} is ignored; prompts do not contain it")
-        ids, short = _encode(row, where, self.tokenizer, self.prompt_tokens)
+            ids = self._begun(record.number)
+            return Prompt(f"free-{record.number}", "general", ids, record.number, own_id=True)
+        self._warn_of_ignored(row)
+        encoded = _encode(row, where, self.tokenizer, self.prompt_tokens)
         row_id = text_of(row, "id")
         domain = text_of(row, "domain") or self.domain
-        if short or not ids:
-            return Skipped(record.number, short or "empty prompt")
-        limited = self.whole_chats or row.get("messages") is None
-        if limited and self.max_tokens is not None and len(ids) > self.max_tokens:
+        if isinstance(encoded, str):
+            return Skipped(record.number, encoded)
+        if not encoded:
+            return Skipped(record.number, "empty prompt")
+        chat = None
+        if row.get("messages") is not None:
+            turns = check_turns(row["messages"], where)
+            chat = Chat(tuple(turns), row.get("tools") or None)
+        limited = self.whole_chats or chat is None
+        if limited and self.max_tokens is not None and len(encoded) > self.max_tokens:
             return Skipped(
-                record.number, f"{len(ids)} tokens, more than the {self.max_tokens} that fit"
+                record.number, f"{len(encoded)} tokens, more than the {self.max_tokens} that fit"
             )
-        is_chat = row.get("messages") is not None
-        chat = (
-            Chat(tuple(check_turns(row["messages"], where)), row.get("tools") or None)
-            if is_chat
-            else None
-        )
         return Prompt(
-            row_id or content_id(ids), domain, tuple(ids), record.number, bool(row_id), chat
+            row_id or content_id(encoded),
+            domain,
+            tuple(encoded),
+            record.number,
+            own_id=bool(row_id),
+            chat=chat,
         )
+
+    def _warn_of_ignored(self, row: JsonObject) -> None:
+        present = [key for key in KEYS if row.get(key) is not None]
+        ignored = present[1:] + [key for key in _CONTEXT if row.get(key)]
+        # Only a chat template knows what to do with tools.
+        if row.get("tools") and present[:1] != ["messages"]:
+            ignored.append("tools")
+        for key in ignored:
+            _warn_once(f"{self.source}: key {key!r} is ignored; prompts do not contain it")
 
     def _begun(self, number: int) -> tuple[int, ...]:
         """Return the start of free text `number`: BOS, or EOS for models without a BOS.
 
         For `token:N`, append one uniformly random token, seeded by `number`.
         """
-        first = next(
-            (
-                i
-                for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-                if i is not None
-            ),
-            None,
-        )
+        first = self.tokenizer.bos_token_id
+        if first is None:
+            first = self.tokenizer.eos_token_id
         if first is None:
             raise InputError(
                 f"{self.source}: the tokenizer has no BOS or EOS to begin with; use a file of "
@@ -188,7 +211,8 @@ class PromptReader:
             )
         if not self.source.startswith(TOKEN):
             return (int(first),)
-        special, draw = set(self.tokenizer.all_special_ids), 0
+        special = set(self.tokenizer.all_special_ids)
+        draw = 0
         while (token := prompt_hash((number, draw)) % len(self.tokenizer)) in special:
             draw += 1
         return int(first), token
@@ -215,7 +239,8 @@ def read_prompts(
     skipped: list[Skipped] = []
     first_rows: dict[str, int] = {}
     repeats: Counter[str] = Counter()
-    rows, more = 0, False
+    rows = 0
+    more = False
     for record in iterate_records(source):
         if more := limit is not None and rows >= limit:
             break
@@ -225,13 +250,15 @@ def read_prompts(
             skipped.append(prompt)
         elif prompt.own_id:
             # Ids label the rows of outputs and seed answers, so no two rows may share one.
-            if (first := first_rows.setdefault(prompt.id, prompt.row)) != prompt.row:
+            first = first_rows.setdefault(prompt.id, prompt.row)
+            if first != prompt.row:
                 raise InputError(
                     f"{source}:{prompt.row}: key 'id': {prompt.id!r} is also the id of row {first}"
                 )
             prompts.append(prompt)
         else:
-            prompts.append(replace(prompt, id=unique_id(prompt.id, repeats)))
+            own_id = unique_id(prompt.id, repeats)
+            prompts.append(replace(prompt, id=own_id))
     if not prompts:
         reason = f"holds no rows; a row needs one of the keys {', '.join(KEYS)}"
         if skipped:
@@ -256,7 +283,8 @@ def room_for_prompts(
 
 def token_runs(ids: Sequence[int], length: int) -> set[tuple[int, ...]]:
     """All runs of `length` tokens of a prompt."""
-    return {tuple(ids[start : start + length]) for start in range(len(ids) - length + 1)}
+    starts = range(len(ids) - length + 1)
+    return {tuple(ids[start : start + length]) for start in starts}
 
 
 def content_id(ids: Sequence[int]) -> str:
@@ -272,14 +300,15 @@ def unique_id(content: str, repeats: Counter[str]) -> str:
 
 def prompt_hash(ids: Sequence[int]) -> int:
     """Hash a tokenised prompt: the first 64 bits of the sha256 of its ids as 32-bit integers."""
-    return int.from_bytes(
-        hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes()).digest()[:8], "big"
-    )
+    content = np.asarray(ids, dtype="<i4").tobytes()
+    digest = hashlib.sha256(content).digest()
+    return int.from_bytes(digest[:8], "big")
 
 
 def write_prompt_hashes(directory: Path, hashes: Iterable[int]) -> None:
     """Save the hashes of a checkpoint's training prompts beside it, sorted, eight bytes each."""
-    np.save(directory / PROMPT_HASHES, np.unique(np.fromiter(hashes, dtype=np.uint64)))
+    values = np.fromiter(hashes, dtype=np.uint64)
+    np.save(directory / PROMPT_HASHES, np.unique(values))
 
 
 def read_prompt_hashes(checkpoint: Path) -> npt.NDArray[np.uint64] | None:
@@ -289,38 +318,36 @@ def read_prompt_hashes(checkpoint: Path) -> npt.NDArray[np.uint64] | None:
 
 
 def _encode(
-    row: dict[str, Any], where: str, tokenizer: Tokenizer, prompt_tokens: int
-) -> tuple[list[int], str]:
-    """Tokens of a row, and the reason to skip it ('' if there is none)."""
-    key = next((key for key in KEYS if row.get(key) is not None), None)
-    if key is None:
-        raise InputError(
-            f"{where}: needs one of the keys {', '.join(KEYS)}; has "
-            f"{', '.join(map(repr, row)) or 'none'}"
-        )
+    row: JsonObject, where: str, tokenizer: Tokenizer, prompt_tokens: int
+) -> list[int] | str:
+    """Tokens of a row, or the reason to skip it."""
+    present = [key for key in KEYS if row.get(key) is not None]
+    if not present:
+        keys = ", ".join(map(repr, row)) or "none"
+        raise InputError(f"{where}: needs one of the keys {', '.join(KEYS)}; has {keys}")
+    key = present[0]
     value = row[key]
     if key == "messages":
-        return encode_messages(
-            tokenizer, check_messages(value, where), where, row.get("tools") or None
-        ), ""
+        messages = check_messages(value, where)
+        return encode_messages(tokenizer, messages, where, row.get("tools") or None)
     if not isinstance(value, str):
         raise InputError(f"{where}: key {key!r}: expected text, got {type(value).__name__}")
     if not value.strip():
-        return [], f"key {key!r} is empty"
+        return f"key {key!r} is empty"
     if key == "prompt":
-        return encode_text(tokenizer, value), ""
+        return encode_text(tokenizer, value)
     # Nearly always enough characters for `prompt_tokens` tokens, so that no book is tokenised for
     # its start.
     start = value[: 64 + 16 * prompt_tokens]
     ids = encode_text(tokenizer, start)[:prompt_tokens]
     if len(ids) < prompt_tokens and len(start) < len(value):
         ids = encode_text(tokenizer, value)[:prompt_tokens]
-    return ids, f"text has only {len(ids)} of {prompt_tokens} tokens" if len(
-        ids
-    ) < prompt_tokens else ""
+    if len(ids) < prompt_tokens:
+        return f"text has only {len(ids)} of {prompt_tokens} tokens"
+    return ids
 
 
-def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
+def check_messages(value: object, where: str) -> list[Message]:
     """The messages that make the prompt, without a final assistant turn; InputError if there are
     none.
     """
@@ -335,17 +362,19 @@ def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def answered(
-    value: Any, where: str, tokenizer: Tokenizer, tools: list[Any] | None = None
+    value: object, where: str, tokenizer: Tokenizer, tools: list[object] | None = None
 ) -> tuple[list[int], list[int]]:
     """Split a chat that ends with an assistant turn into prompt ids and answer ids, with EOS;
     InputError for others.
     """
-    messages, turns = check_messages(value, where), check_turns(value, where)
+    messages = check_messages(value, where)
+    turns = check_turns(value, where)
     if len(messages) == len(turns) or turns[-1].get("tool_calls"):
         raise InputError(
             f"{where}: key 'messages': does not end with an assistant turn of text to train on"
         )
-    response: list[int] = tokenizer(turns[-1]["content"], add_special_tokens=False)["input_ids"]
+    encoded = tokenizer(turns[-1]["content"], add_special_tokens=False)
+    response: list[int] = encoded["input_ids"]
     return encode_messages(tokenizer, messages, where, tools), with_eos(response, tokenizer)
 
 
@@ -354,19 +383,21 @@ def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
 
 
-def check_turns(value: Any, where: str) -> list[dict[str, Any]]:
+def check_turns(value: object, where: str) -> list[Message]:
     """All messages without null keys; InputError if `value` is not a chat. Only tool calls may lack
     content.
     """
-    try:
-        turns = [{key: item for key, item in turn.items() if item is not None} for turn in value]
-        turns = [{**({"content": ""} if turn.get("tool_calls") else {}), **turn} for turn in turns]
-        if turns and all(
-            isinstance(turn["role"], str) and isinstance(turn["content"], str) for turn in turns
-        ):
-            return turns
-    except (TypeError, AttributeError, KeyError):
-        pass
+    turns = value if isinstance(value, list | tuple) and value else [None]
+    return [_check_turn(turn, where) for turn in turns]
+
+
+def _check_turn(turn: object, where: str) -> Message:
+    if isinstance(turn, dict):
+        message = {key: item for key, item in turn.items() if item is not None}
+        if message.get("tool_calls"):
+            message = {"content": ""} | message
+        if isinstance(message.get("role"), str) and isinstance(message.get("content"), str):
+            return message
     raise InputError(
         f"{where}: key 'messages': expected a list of {{role, content}} objects with texts"
     )

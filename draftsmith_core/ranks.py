@@ -7,7 +7,8 @@ load torch.
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
 
 from safetensors import SafetensorError
 
@@ -20,11 +21,13 @@ _others_wait = False
 
 def launched() -> int:
     """Number of processes that the launcher started (environment variable WORLD_SIZE)."""
-    return max(1, int(os.environ.get("WORLD_SIZE") or 1))
+    count = os.environ.get("WORLD_SIZE") or 1
+    return max(1, int(count))
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK") or 0)
+    rank = os.environ.get("RANK") or 0
+    return int(rank)
 
 
 def is_main() -> bool:
@@ -57,35 +60,44 @@ def on_main(work: Callable[[], object]) -> None:
     from_main(run)
 
 
+@dataclass
+class _Outcome(Generic[T]):
+    """What the main process hands to the others: a result, or an error."""
+
+    result: T | None = None
+    failure: Exception | None = None
+
+
 def from_main(work: Callable[[], T]) -> T:
     """Run `work` on the main process while the others wait; return its result, or raise its error,
     in all of them.
 
-    Raises what the project raises on purpose, OSError, and RunError for safetensors that cannot be
-    read. Within `work` it just runs what it is given: the other processes wait already.
+    Propagates project errors and OSError; unreadable safetensors become RunError. Nested calls run
+    at once, because the other processes already wait.
     """
     global _others_wait
     if _others_wait:
         return work()
-    outcome: list[Any] = [None, None]
+    outcome = _Outcome[T]()
     if is_main():
         _others_wait = True
         try:
-            outcome[0] = work()
+            outcome.result = work()
         except (DraftsmithError, OSError) as error:
-            outcome[1] = error
+            outcome.failure = error
         except SafetensorError as error:
-            outcome[1] = RunError(one_line(error))
+            outcome.failure = RunError(one_line(error))
         finally:
             _others_wait = False
     if launched() > 1:
         from accelerate.utils import broadcast_object_list
 
-        broadcast_object_list(outcome)
-    result, failure = outcome
-    if failure is not None:
-        raise failure
-    return result
+        broadcast = [outcome]
+        broadcast_object_list(broadcast)
+        (outcome,) = broadcast
+    if outcome.failure is not None:
+        raise outcome.failure
+    return cast(T, outcome.result)
 
 
 def divided(count: int, work: Callable[[int], T]) -> list[T]:

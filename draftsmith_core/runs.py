@@ -1,13 +1,13 @@
 """A run of a command: it locks its directory, resumes what a killed run left, and records where
 results come from.
 
-    with Run(out) as run:                              # SIGTERM and Ctrl-C end it with a note
-        ...                                            # load and check; nothing is written yet
-        run.begin(identity(config))                    # lock; InputError if it is another run's
-        answer = run.step("cells/abc.json", make)      # read the value, or write that of make()
-        part = run.step("part-00000.parquet", make)    # the file, or make(temporary path)
-        draft = run.step("start/", make)               # the directory, or make(temporary directory)
-        with run.journal(".answers.jsonl") as journal: # rows appended one by one
+    with Run(out) as run:  # SIGTERM and Ctrl-C end the block with a note
+        ...  # load and check; nothing is written yet
+        run.begin(identity(config))  # lock; InputError if another run began here
+        answer = run.step("cells/abc.json", make)  # the value of make(), which the file keeps
+        part = run.step("part-00000.parquet", make)  # the file, or make(temporary path)
+        draft = run.step("start/", make)  # the directory, or make(temporary directory)
+        with run.journal(".rows.jsonl") as journal:  # rows appended one by one
             journal.rows, journal.append(row)
 
 A step is written whole (temporary name, fsync, rename), so the next run finds each step finished or
@@ -30,11 +30,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import draftsmith_core
 from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.io import (
+    JsonObject,
     atomic_dir,
     atomic_file,
     canonical_json,
@@ -49,6 +50,9 @@ from draftsmith_core.launcher import without_fsdp_variable
 from draftsmith_core.ranks import from_main, on_main
 from draftsmith_core.signals import StopSignal, Terminated, terminable
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 log = logging.getLogger(__name__)
 
 # Beside the weights of a draft: how it was made.
@@ -62,7 +66,8 @@ class Run:
     stop: StopSignal
 
     def __init__(self, out: Path | str, *, file: bool = False) -> None:
-        self.out, self._file = Path(out), file
+        self.out = Path(out)
+        self._file = file
         self.directory = self.out.parent if file else self.out
         self.resumed = False
         self._stack = ExitStack()
@@ -74,7 +79,7 @@ class Run:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
@@ -83,7 +88,7 @@ class Run:
         self._stack.close()
 
     def begin(
-        self, identity: Mapping[str, Any] | None = None, records: Sequence[str] = ("run.json",)
+        self, identity: Mapping[str, object] | None = None, records: Sequence[str] = ("run.json",)
     ) -> bool:
         """Lock `out` and, given an identity, claim it; return whether this resumes a run. See
         `hold` and `claim`.
@@ -101,20 +106,18 @@ class Run:
         If `name` ends in `.json`, save and return the value of `make()`. Otherwise
         `make(temporary)` fills the file or directory (`NAME/`), and its path is returned.
         """
-        path, is_json = self.directory / name, name.endswith(".json")
+        path = self.directory / name
+        is_json = name.endswith(".json")
 
-        def write(make: Callable[..., Any] = make) -> None:
+        def write(make: Callable[..., object] = make) -> None:
             if path.exists():
                 return
-            if is_json:
-                value = make()
-                with writing(path):
-                    write_json_atomic(path, value)
-            else:
-                with (
-                    writing(path),
-                    (atomic_dir if name.endswith("/") else atomic_file)(path) as temporary,
-                ):
+            with writing(path):
+                if is_json:
+                    write_json_atomic(path, make())
+                    return
+                whole = atomic_dir if name.endswith("/") else atomic_file
+                with whole(path) as temporary:
                     make(temporary)
 
         if who == "each":
@@ -126,7 +129,7 @@ class Run:
             on_main(lambda: write(lambda: value))
         return read_json_value(path, "a finished step") if is_json else path
 
-    def journal(self, name: str, head: Any = None) -> "Journal":
+    def journal(self, name: str, head: object = None) -> "Journal":
         """Open a file of rows that are appended one by one. A journal with another `head` is
         started anew.
         """
@@ -138,14 +141,16 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     dropped.
     """
 
-    def __init__(self, path: Path, head: Any = None) -> None:
+    def __init__(self, path: Path, head: object = None) -> None:
         self.path = path
         data = path.read_bytes() if path.exists() else b""
-        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-        first = [] if head is None else [canonical_json(head).encode() + b"\n"]
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = whole.splitlines(keepends=True)
+        first = [] if head is None else [_json_line(head)]
         if lines[: len(first)] != first:
             lines = []
-        self.rows = [json.loads(line) for line in lines[len(first) :]]
+        rows = lines[len(first) :]
+        self.rows = [json.loads(line) for line in rows]
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")
@@ -159,14 +164,19 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     def close(self) -> None:
         self._file.close()
 
-    def append(self, row: Any) -> None:
+    def append(self, row: object) -> None:
         with writing(self.path):
-            self._file.write(canonical_json(row).encode() + b"\n")
+            self._file.write(_json_line(row))
             self._file.flush()
 
     def remove(self) -> None:
         self.close()
         self.path.unlink(missing_ok=True)
+
+
+def _json_line(value: object) -> bytes:
+    line = canonical_json(value) + "\n"
+    return line.encode()
 
 
 @contextmanager
@@ -178,16 +188,20 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
     with its process. If another run holds the lock, raise InputError in every process, with its
     host and process id.
     """
-    path = out.with_name(f".{out.name}.lock") if file else out / ".lock"
+    path = out / ".lock"
+    if file:
+        path = out.with_name(f".{out.name}.lock")
     descriptors: list[int] = []
 
     def lock() -> None:
         make_dir(path.parent)
-        descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptors.append(os.open(path, flags, 0o666))
         try:
             fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptors[0], 4096, 0).decode(errors="replace") or "another run"
+            content = os.pread(descriptors[0], 4096, 0)
+            holder = content.decode(errors="replace") or "another run"
             os.close(descriptors.pop())
             raise InputError(
                 f"--out {out}: {holder} is writing it; wait for it, or choose another --out"
@@ -199,7 +213,8 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
                 error.strerror,
             )
         os.ftruncate(descriptors[0], 0)
-        os.pwrite(descriptors[0], f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        me = f"process {os.getpid()} on {socket.gethostname()}"
+        os.pwrite(descriptors[0], me.encode(), 0)
 
     on_main(lock)
     try:
@@ -211,7 +226,7 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
 
 
 def claim(
-    directory: Path, identity: Mapping[str, Any], records: Sequence[str] = ("run.json",)
+    directory: Path, identity: Mapping[str, object], records: Sequence[str] = ("run.json",)
 ) -> bool:
     """Claim `directory` for this run; return whether a run of the same identity began it.
 
@@ -233,28 +248,30 @@ def claim(
     return False
 
 
-def difference(recorded: dict[str, Any], current: dict[str, Any]) -> str | None:
+def difference(recorded: JsonObject, current: JsonObject) -> str | None:
     """The first key (dotted) in which two identities differ, with both values; None if they
     agree.
     """
     for key in sorted(recorded.keys() | current.keys()):
-        a, b = recorded.get(key), current.get(key)
+        a = recorded.get(key)
+        b = current.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             inner = difference(a, b)
             if inner is not None:
                 return f"{key}.{inner}".removeprefix("config.")
         elif a != b:
-            then, now = (
-                text if len(text) <= 60 else text[:57] + "..."
-                for text in (json.dumps(a), json.dumps(b))
-            )
-            return f"{key} is {then}, now it is {now}"
+            return f"{key} is {_shown(a)}, now it is {_shown(b)}"
     return None
 
 
-def provenance(command: str, config: dict[str, Any]) -> dict[str, Any]:
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def provenance(command: str, config: JsonObject) -> JsonObject:
     """Where an artifact came from, without secrets or times: equal runs write equal bytes."""
-    origin: dict[str, Any] = without_secrets({"command": command, "config": config})
+    origin: JsonObject = without_secrets({"command": command, "config": config})
     return origin | {"versions": versions(), "git_commit": git_commit()}
 
 
@@ -262,9 +279,8 @@ def versions() -> dict[str, str]:
     """Versions of Python, of this project and of the libraries that decide its numbers."""
     installed = {"python": platform.python_version(), "draftsmith": draftsmith_core.__version__}
     for package in _PACKAGES:
-        with contextlib.suppress(
-            importlib.metadata.PackageNotFoundError
-        ):  # `datasets` may be absent
+        # `datasets` may be absent.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[package] = importlib.metadata.version(package)
     return installed
 
@@ -277,46 +293,40 @@ def git_commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        words = [
-            "git",
-            "-C",
-            str(root),
-            "describe",
-            "--always",
-            "--exclude=*",
-            "--abbrev=12",
-            "--dirty=+",
-        ]
-        return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+        described = subprocess.run(
+            ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"],
+            cwd=root,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return described.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-def command_line(command: str, config: Any) -> str:
+def command_line(command: str, config: "DataclassInstance") -> str:
     """The command line that gives the options of `config`; those at their defaults are left out."""
     return shlex.join(["draftsmith", command, *_words(config, "")])
 
 
-def _words(config: Any, prefix: str) -> list[str]:
-    words = []
+def _words(config: "DataclassInstance", prefix: str) -> list[str]:
+    words: list[str] = []
     for field in dataclasses.fields(config):
+        name = f"{prefix}{field.name}"
         value = getattr(config, field.name)
-        default = (
-            field.default
-            if field.default_factory is dataclasses.MISSING
-            else field.default_factory()
-        )
-        if dataclasses.is_dataclass(value):
-            words += _words(value, f"{prefix}{field.name}.")
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            words += _words(value, f"{name}.")
         elif value != default:
-            words += [
-                f"--{prefix}{field.name}",
-                *map(str, value if isinstance(value, list) else [value]),
-            ]
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
     return words
 
 
-def read_record(checkpoint: Path) -> dict[str, Any]:
+def read_record(checkpoint: Path) -> JsonObject:
     """The record of a draft that this project made; empty for others."""
     path = checkpoint / RECORD
     return read_json(path, "the record of a draft checkpoint") if path.is_file() else {}

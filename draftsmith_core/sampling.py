@@ -33,17 +33,22 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor:
     top_k = sampling.top_k if 0 < sampling.top_k < vocab else 0
     if not top_k and sampling.top_p == 1:
         p = logits.softmax(-1)
-        return _drop_below(p, p.amax(-1, keepdim=True) * sampling.min_p) if sampling.min_p else p
+        if not sampling.min_p:
+            return p
+        greatest = p.amax(-1, keepdim=True)
+        return _drop_below(p, greatest * sampling.min_p)
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     if top_k:
         ordered[..., top_k:] = -torch.inf
     p_ordered = ordered.softmax(-1)
     if sampling.top_p < 1:
-        before = p_ordered.double().cumsum(-1) - p_ordered
+        reached = p_ordered.double().cumsum(-1)
+        before = reached - p_ordered
         p_ordered = p_ordered.masked_fill(before >= sampling.top_p, 0.0)
         p_ordered = p_ordered / p_ordered.sum(-1, keepdim=True)
     if sampling.min_p:
-        p_ordered = _drop_below(p_ordered, p_ordered[..., :1] * sampling.min_p)
+        greatest = p_ordered[..., :1]
+        p_ordered = _drop_below(p_ordered, greatest * sampling.min_p)
     return torch.zeros_like(p_ordered).scatter_(-1, index, p_ordered)
 
 
@@ -64,7 +69,8 @@ def row_seed(seed: int, key: str) -> int:
     """A 63-bit seed for one row: a hash of the run's seed and the row's key, not of its place in a
     batch.
     """
-    digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
+    name = f"{seed}\0{key}"
+    digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -77,22 +83,24 @@ def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
     """float64 uniforms in [0, 1), `[B, count]` on the CPU: row b comes from `generators[b]`
     alone.
     """
-    return torch.stack([torch.rand(count, generator=g, dtype=torch.float64) for g in generators])
+    rows = [torch.rand(count, generator=g, dtype=torch.float64) for g in generators]
+    return torch.stack(rows)
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
     """One token per distribution `p` `[..., V]` (any mass above 0) from a uniform `u` `[...]`;
     int64 `[...]`.
     """
-    return _inverse(p.cumsum(-1, dtype=torch.double), u.unsqueeze(-1)).squeeze(-1)
+    cdf = p.cumsum(-1, dtype=torch.double)
+    token = _inverse(cdf, u.unsqueeze(-1))
+    return token.squeeze(-1)
 
 
 def draw_with_replacement(p: Tensor, u: Tensor) -> Tensor:
     """K independent tokens: `p` `[..., V]`, `u` `[..., K]` -> int64 `[..., K]`; -1 where `p` has no
     mass.
     """
-    cdf = p.cumsum(-1, dtype=torch.double)
-    return _inverse(cdf, u).masked_fill(cdf[..., -1:] <= 0, -1)
+    return _inverse_or_none(p.cumsum(-1, dtype=torch.double), u)
 
 
 def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
@@ -102,11 +110,14 @@ def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
     """
     # Summed anew for each draw. Subtracting from one running sum would round a mass of 1e-30 to
     # nothing, and tokens that small must keep their shares once the large ones are drawn.
-    left, cdf = p, p.cumsum(-1, dtype=torch.double)
+    left = p
+    cdf = p.cumsum(-1, dtype=torch.double)
     picks = []
     for k in range(u.shape[-1]):
-        token = _inverse(cdf, u[..., k : k + 1])
-        picks.append(token.masked_fill(cdf[..., -1:] <= 0, -1))
+        u_k = u[..., k : k + 1]
+        token = _inverse(cdf, u_k)
+        no_mass = cdf[..., -1:] <= 0
+        picks.append(token.masked_fill(no_mass, -1))
         if k + 1 < u.shape[-1]:
             left = left.scatter(-1, token, 0.0) if k == 0 else left.scatter_(-1, token, 0.0)
             cdf = left.cumsum(-1, dtype=torch.double)
@@ -121,12 +132,18 @@ def draw_top_and_one(p: Tensor, u: Tensor, k: int) -> Tensor:
     was drawn then.
     """
     best = p.topk(min(k - 1, p.shape[-1]), dim=-1)
-    cdf = p.scatter(-1, best.indices, 0.0).cumsum(-1, dtype=torch.double)
-    drawn = _inverse(cdf, u.unsqueeze(-1)).masked_fill(cdf[..., -1:] <= 0, -1)
+    others = p.scatter(-1, best.indices, 0.0)
+    drawn = _inverse_or_none(others.cumsum(-1, dtype=torch.double), u.unsqueeze(-1))
     top = best.indices.masked_fill(best.values <= 0, -1)
-    return torch.cat(
-        [torch.nn.functional.pad(top, (0, k - 1 - top.shape[-1]), value=-1), drawn], dim=-1
-    )
+    missing = k - 1 - top.shape[-1]
+    padded = torch.nn.functional.pad(top, (0, missing), value=-1)
+    return torch.cat([padded, drawn], dim=-1)
+
+
+def _inverse_or_none(cdf: Tensor, u: Tensor) -> Tensor:
+    """As `_inverse`, but -1 where there is no mass."""
+    no_mass = cdf[..., -1:] <= 0
+    return _inverse(cdf, u).masked_fill(no_mass, -1)
 
 
 def _inverse(cdf: Tensor, u: Tensor) -> Tensor:
@@ -137,4 +154,5 @@ def _inverse(cdf: Tensor, u: Tensor) -> Tensor:
     point = torch.minimum(u.to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total)))
     # Without any mass the search gives V; callers mask these, but the index must be valid until
     # then.
-    return torch.searchsorted(cdf, point, right=True).clamp_(max=cdf.shape[-1] - 1)
+    last = cdf.shape[-1] - 1
+    return torch.searchsorted(cdf, point, right=True).clamp_(max=last)

@@ -6,7 +6,7 @@ import logging
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from draftsmith_core.errors import InputError
 
@@ -26,16 +26,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         # Logits divided by a smaller temperature can leave the range of fp32 and give NaN.
-        for key, possible in (
-            (
-                "temperature",
-                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
-            ),
-            ("top_k", self.top_k >= 0),
-            ("top_p", 0 < self.top_p <= 1),
-            ("min_p", 0 <= self.min_p <= 1),
-        ):
-            if not possible:
+        possible = {
+            "temperature": self.greedy or MIN_TEMPERATURE <= self.temperature < math.inf,
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+        }
+        for key in possible:
+            if not possible[key]:
                 raise ValueError(f"{key}: cannot be {getattr(self, key)}")
 
     @property
@@ -44,17 +42,22 @@ class Sampling:
         return self.temperature == 0
 
 
+class HasGenerationConfig(Protocol):
+    """A model, or what stands for one that runs elsewhere."""
+
+    generation_config: Any
+
+
 Quantize = Literal["none", "nf4"]
 
 
-def loading(config: Any) -> dict[str, Any]:
+def loading(config: object) -> dict[str, Any]:
     """Return the options that `load_model` and `load_models` take for a command's target."""
-    return {
-        key: getattr(config, key) for key in ("device", "dtype", "trust_remote_code", "revision")
-    }
+    keys = ("device", "dtype", "trust_remote_code", "revision")
+    return {key: getattr(config, key) for key in keys}
 
 
-def tokenizing(config: Any) -> dict[str, Any]:
+def tokenizing(config: object) -> dict[str, Any]:
     """Return the options that `load_tokenizer` takes for a command's target."""
     return {key: getattr(config, key) for key in ("trust_remote_code", "chat_template", "revision")}
 
@@ -88,18 +91,20 @@ class ResolvedSampling:
         """For people: "temperature 0.6, top_p 0.9 from the target's generation_config.json"; may be
         empty.
         """
-        values = ", ".join(f"{key} {value:g}" for key, value in self.from_target.items())
-        return f"{values} from the target's generation_config.json" if values else ""
+        if not self.from_target:
+            return ""
+        values = [f"{key} {value:g}" for key, value in self.from_target.items()]
+        return f"{', '.join(values)} from the target's generation_config.json"
 
 
-def sampling_options(config: Any) -> dict[str, Any]:
+def sampling_options(config: object) -> dict[str, Any]:
     """Return the options that `resolve_sampling` takes."""
     return {key: getattr(config, key) for key in _SAMPLING}
 
 
 def resolve_sampling(
     name: str,
-    target: Any,
+    target: HasGenerationConfig,
     *,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -114,37 +119,43 @@ def resolve_sampling(
     command that samples by default takes the file's temperature either way. Without sampling the
     other three are not looked up.
     """
-    config: Any = target.generation_config
-    if ignored := ignored_keys(target):
-        keys = ", ".join(f"{key}={str(value)[:30]}" for key, value in sorted(ignored.items()))
+    config = target.generation_config
+    ignored = ignored_keys(target)
+    if ignored:
+        keys = [f"{key}={str(value)[:30]}" for key, value in sorted(ignored.items())]
         _warn_once(
-            f"{name}: its generation_config.json sets {keys}; this is ignored here, and "
+            f"{name}: its generation_config.json sets {', '.join(keys)}; this is ignored here, and "
             "`generate` follows it"
         )
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     samples = default_temperature > 0 or bool(getattr(config, "do_sample", None))
     if temperature is not None:
         samples = temperature > 0
-    values: dict[str, float] = {key: value for key, value in given.items() if value is not None}
-    file = {key: getattr(config, key, None) for key in _SAMPLING if given[key] is None and samples}
-    taken = {key: value for key, value in file.items() if value is not None}
-    values = {"temperature": (default_temperature or 1.0) if samples else 0.0} | taken | values
+    values: dict[str, float] = {"temperature": (default_temperature or 1.0) if samples else 0.0}
+    taken: dict[str, float] = {}
+    for key, value in given.items():
+        in_file = getattr(config, key, None)
+        if value is not None:
+            values[key] = value
+        elif samples and in_file is not None:
+            taken[key] = in_file
     try:
-        return ResolvedSampling(Sampling(**values), taken)  # type: ignore[arg-type]
+        return ResolvedSampling(Sampling(**values | taken), taken)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
-        from_file = str(error).partition(":")[0] in taken or isinstance(error, TypeError)
-        place = f"{name}/generation_config.json: " if from_file else ""
-        raise InputError(f"{place}{error}") from None
+        key, _, _ = str(error).partition(":")
+        from_file = key in taken or isinstance(error, TypeError)
+        file = f"{name}/generation_config.json: " if from_file else ""
+        raise InputError(f"{file}{error}") from None
 
 
-def ignored_keys(target: Any) -> dict[str, Any]:
+def ignored_keys(target: HasGenerationConfig) -> dict[str, object]:
     """Return the keys of the target's generation config that change the output of `generate` and
     are ignored here.
     """
-    off = {key: value for value, keys in _IGNORED.items() for key in keys.split()}
-    values = {key: getattr(target.generation_config, key, None) for key in off}
-    return {
-        key: value
-        for key, value in values.items()
-        if not (value is None or value is False or value in ([], {}) or value == off[key])
-    }
+    ignored: dict[str, object] = {}
+    for off, keys in _IGNORED.items():
+        for key in keys.split():
+            value = getattr(target.generation_config, key, None)
+            if value is not None and value is not False and value not in ([], {}, off):
+                ignored[key] = value
+    return ignored

@@ -4,13 +4,15 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TypeAlias
 
 from draftsmith_core.ranks import is_main, launched
+
+_Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 
 class Terminated(SystemExit):
@@ -49,16 +51,14 @@ def interruptible() -> contextlib.AbstractContextManager[None]:
 
 
 @contextmanager
-def _handled_by(handler: Any) -> Iterator[None]:
-    numbers = (
-        [signal.SIGTERM, signal.SIGINT]
-        if threading.current_thread() is threading.main_thread()
-        else []
-    )
-    # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored for
-    # them.
-    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in numbers}
+def _handled_by(handler: _Handler) -> Iterator[None]:
+    before: dict[int, _Handler] = {}
+    if threading.current_thread() is threading.main_thread():
+        for caught in (signal.SIGTERM, signal.SIGINT):
+            # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored
+            # for them.
+            if signal.getsignal(caught) is not signal.SIG_IGN:
+                before[caught] = signal.signal(caught, handler)
     try:
         yield
     finally:
@@ -68,8 +68,8 @@ def _handled_by(handler: Any) -> Iterator[None]:
 
 @contextmanager
 def terminable() -> Iterator[StopSignal]:
-    """SIGTERM raises Terminated in the block and Ctrl-C KeyboardInterrupt; `stop.held` leaves them
-    to the block.
+    """Inside the block SIGTERM raises Terminated, Ctrl-C KeyboardInterrupt. While `stop.held` is
+    true, signals are only recorded.
     """
     stop = StopSignal()
 

@@ -52,7 +52,13 @@ def _blocks(vocabulary: int) -> int:
 
 def _float16(values: Array) -> Array:
     """The bits of float16 values, as integers."""
-    return np.asarray(values).astype("<f2").view("<u2")
+    halves = np.asarray(values).astype("<f2")
+    return halves.view("<u2")
+
+
+def _float32(bits: Array) -> Array:
+    halves = np.ascontiguousarray(bits).view("<f2")
+    return halves.astype(np.float32)
 
 
 def pack(ids_RK: Array, logprobs_RK: Array, tail_R: Array, vocabulary: int) -> bytes:
@@ -68,7 +74,8 @@ def pack(ids_RK: Array, logprobs_RK: Array, tail_R: Array, vocabulary: int) -> b
         above_R = (ids_RK >= block * _BLOCK).sum(-1)
         columns.append(above_R[:, None].astype("<u2"))
     header = np.array([k, blocks], dtype="<u2")
-    return header.tobytes() + np.concatenate(columns, axis=-1).tobytes()
+    positions = np.concatenate(columns, axis=-1)
+    return header.tobytes() + positions.tobytes()
 
 
 def pack_likeliest(rows: Sequence[Sequence[tuple[int, float]]], vocabulary: int) -> bytes:
@@ -78,7 +85,8 @@ def pack_likeliest(rows: Sequence[Sequence[tuple[int, float]]], vocabulary: int)
     pairs = np.array(rows)
     ids_RK = pairs[..., 0].astype(np.int64)
     logprobs_RK = pairs[..., 1]
-    tail_R = np.maximum(0, 1 - np.exp(logprobs_RK).sum(-1))
+    mass_R = np.exp(logprobs_RK).sum(-1)
+    tail_R = np.maximum(0, 1 - mass_R)
     return pack(ids_RK, logprobs_RK, tail_R, vocabulary)
 
 
@@ -92,6 +100,6 @@ def unpack(data: bytes) -> TeacherRows:
         # Ids ascend, so those of a higher block are the last ones.
         first_R = k - above_R.astype(np.int64)
         ids_RK += _BLOCK * (np.arange(k) >= first_R[:, None])
-    logprobs_RK = np.ascontiguousarray(whole[:, k : 2 * k]).view("<f2").astype(np.float32)
-    tail_R = np.ascontiguousarray(whole[:, 2 * k]).view("<f2").astype(np.float32)
+    logprobs_RK = _float32(whole[:, k : 2 * k])
+    tail_R = _float32(whole[:, 2 * k])
     return TeacherRows(ids_RK, logprobs_RK, tail_R)

@@ -37,11 +37,9 @@ def load_tokenizer(
             name, trust_remote_code=trust_remote_code, revision=revision or "main"
         )
     except Exception as error:
-        reason = (
-            why_not(name, error)
-            if _has_files(name) or not Path(name).is_dir()
-            else "it holds no tokenizer.json"
-        )
+        reason = "it holds no tokenizer.json"
+        if _has_files(name) or not Path(name).is_dir():
+            reason = why_not(name, error)
         raise InputError(f"{name}: no tokenizer could be loaded: {reason}") from None
     if chat_template is not None:
         try:
@@ -66,7 +64,8 @@ def find_tokenizer(
 
 
 def _has_files(name: str) -> bool:
-    return any(any(Path(name).glob(file)) for file in _FILES)
+    directory = Path(name)
+    return any(any(directory.glob(file)) for file in _FILES)
 
 
 def vocabulary_sample(tokenizer: Tokenizer) -> dict[str, str]:
@@ -74,11 +73,9 @@ def vocabulary_sample(tokenizer: Tokenizer) -> dict[str, str]:
     compared.
     """
     size = len(tokenizer)
-    ids = range(0, size, max(1, size // 128))
-    return {
-        str(i): str(token)
-        for i, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True)
-    }
+    ids = list(range(0, size, max(1, size // 128)))
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    return {str(i): str(token) for i, token in zip(ids, tokens, strict=True)}
 
 
 def check_vocabulary(tokenizer: Tokenizer, sample: dict[str, str], where: str) -> None:
@@ -102,33 +99,33 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     # Some tokenizers end every text with EOS. A prompt must not: the model would take it for
     # finished.
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+    ends = bool(ids) and ids[-1] == tokenizer.eos_token_id
+    return ids[:-1] if ends else ids
 
 
 def encode_messages(
     tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     where: str,
-    tools: list[Any] | None = None,
+    tools: list[object] | None = None,
 ) -> list[int]:
     """Tokens of a chat up to where the assistant's answer begins, by the tokenizer's chat template.
 
     Raise InputError, beginning with `where`, without a template and for a chat that it refuses.
     """
-    return list(
-        _apply_template(tokenizer, messages, where, tools=tools, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+    encoded = _apply_template(
+        tokenizer, messages, where, tools=tools, tokenize=True, return_dict=True
     )
+    return list(encoded["input_ids"])
 
 
-def chat_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+def chat_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], where: str) -> str:
     """Return the text that `encode_messages` tokenises; raise InputError as it does."""
     return str(_apply_template(tokenizer, messages, where, tokenize=False))
 
 
 def _apply_template(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str, **options: Any
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], where: str, **options: Any
 ) -> Any:
     where = f"{where}: key 'messages'"
     if tokenizer.chat_template is None:
@@ -136,7 +133,7 @@ def _apply_template(
             f"{where}: the tokenizer has no chat template; name one with --chat_template FILE"
         )
     try:
-        turns = [dict(message) for message in messages]
+        turns: list[Any] = [dict(message) for message in messages]
         return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         # Besides its own errors a template raises whatever Python raises for a turn of a kind that

@@ -31,7 +31,8 @@ TRIAL_SEED = 1
 def words(target_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr(openai, "BACKOFF_S", (0.001, 0.01))
+    monkeypatch.setattr(openai, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(openai, "LONGEST_PAUSE_S", 0.01)
     write_rows(
         "prompts.jsonl",
         *({"prompt": f"A draft model {number}", "id": f"p{number}"} for number in range(PROMPTS)),
@@ -239,7 +240,8 @@ def test_a_server_that_is_down(words, door, serve, tokenizer):
 
 def test_when_all_servers_are_gone_what_was_answered_stays(words, door, serve, monkeypatch):
     monkeypatch.setattr(openai, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(openai, "BACKOFF_S", (0.05, 0.5))
+    monkeypatch.setattr(openai, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(openai, "LONGEST_PAUSE_S", 0.5)
     server = serve(misbehave=lambda number: "reset" if number >= 30 else None)
     words = [*words, server.url, "--part_rows", "1000", "--concurrency", "4"]
     code, _, err = door(*words, "--timeout_s", 0.5)

@@ -5,14 +5,20 @@ engine is chosen.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from transformers import GenerationConfig
 
 from distill.config import DistillConfig
 from draftsmith_core.errors import require_package
 from draftsmith_core.models import end_tokens
-from draftsmith_core.settings import ResolvedSampling, Sampling, resolve_sampling, sampling_options
+from draftsmith_core.settings import (
+    HasGenerationConfig,
+    ResolvedSampling,
+    Sampling,
+    resolve_sampling,
+    sampling_options,
+)
 from draftsmith_core.tokenization import Tokenizer
 
 # Batches of answers that a killed run may lose. A wave is refilled only from itself, so that a
@@ -82,7 +88,7 @@ class Engine(Protocol):
     rounding depends on the batch; None to keep each one at once.
     """
 
-    identity: dict[str, Any]
+    identity: dict[str, str | None]
     sampling: ResolvedSampling
     max_prompt_tokens: int | None
     takes_ids: bool = True
@@ -130,7 +136,7 @@ def at_temperature(sampling: Sampling, temperature: float | None) -> Sampling:
     return sampling if temperature is None else replace(sampling, temperature=temperature)
 
 
-def sampling_of(config: DistillConfig, target: Any) -> ResolvedSampling:
+def sampling_of(config: DistillConfig, target: HasGenerationConfig) -> ResolvedSampling:
     """Resolve sampling: options first, then the target's generation config, then temperature 1."""
     options = sampling_options(config)
     mixture = config.mixture()

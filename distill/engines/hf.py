@@ -47,7 +47,8 @@ class HFEngine(Engine):
         except ValueError as error:
             raise InputError(f"{config.target}: {error}") from None
         self.sampling = sampling_of(config, model)
-        self._batch_size, self._teacher_top_k = config.batch_size, config.teacher_top_k
+        self._batch_size = config.batch_size
+        self._teacher_top_k = config.teacher_top_k
         self.wave = WAVE_BATCHES * config.batch_size
         self._max_new_tokens = config.max_new_tokens
         self._eos_ids = () if config.ignore_eos else eos_ids(model)
@@ -57,14 +58,10 @@ class HFEngine(Engine):
         place of one that has ended.
         """
         for group in groups:
-            for temperature in sorted(
-                {request.temperature for request in group}, key=lambda value: value or 0.0
-            ):
-                self._ask(
-                    [request for request in group if request.temperature == temperature],
-                    temperature,
-                    done,
-                )
+            temperatures = {request.temperature for request in group}
+            for temperature in sorted(temperatures, key=lambda value: value or 0.0):
+                requests = [request for request in group if request.temperature == temperature]
+                self._ask(requests, temperature, done)
 
     def _ask(self, requests: list[AnswerRequest], temperature: float | None, done: Done) -> None:
         # Longest first: rows that share a batch are of like lengths, so that little is computed for
@@ -72,16 +69,18 @@ class HFEngine(Engine):
         # chats find their place among them.
         waiting = sorted(requests, key=_length)
 
-        def source(free: int) -> list[tuple[AnswerRequest, Sequence[int], torch.Generator]]:
+        def next_rows(free: int) -> list[tuple[AnswerRequest, Sequence[int], torch.Generator]]:
             taken = [waiting.pop() for _ in range(min(free, len(waiting)))]
             return [(request, request.prompt_ids, generator(request.seed)) for request in taken]
 
         decode = self._decoder.continuous
         sampling = at_temperature(self.sampling.sampling, temperature)
-        answers = decode(source, self._batch_size, sampling, self._max_new_tokens, self._eos_ids)
+        answers = decode(next_rows, self._batch_size, sampling, self._max_new_tokens, self._eos_ids)
         for request, generation in answers:
-            ids, k = tuple(generation.output_ids), self._teacher_top_k
-            teacher = score(self._model, request.prompt_ids, ids, k) if k else None
+            ids = tuple(generation.output_ids)
+            teacher = None
+            if self._teacher_top_k:
+                teacher = score(self._model, request.prompt_ids, ids, self._teacher_top_k)
             following = done(request, Answer(ids, generation.finish_reason, teacher=teacher))
             if following is not None:
                 insort(waiting, following, key=_length)

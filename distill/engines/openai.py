@@ -7,17 +7,17 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
 from distill.config import DistillConfig
 from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, RemoteTarget, sampling_of
-from distill.engines.server import Completion, NoAnswer, Server, client_options
+from distill.engines.server import Answered, Completion, NoAnswer, Server, client_options
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.prompts import room_for_prompts
 from draftsmith_core.tokenization import Tokenizer
@@ -26,13 +26,22 @@ from draftsmith_core.tokenization import Tokenizer
 # run ends.
 ATTEMPTS = 8
 PATIENCE_S = 600.0
-# Longest pause of a slot after its server's first failure in a row, doubled for each further one,
+# Longest pause of a slot after its server's first failure in a row, doubled for each further one;
 # and its maximum.
-BACKOFF_S = (0.5, 60.0)
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 60.0
 # Parts that may wait for their last answers while others are asked: bounds the memory.
 _OPEN_GROUPS = 8
 
-Slot = tuple[Server, httpx.AsyncClient]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One request at a time to a server, over a connection of its own."""
+
+    server: Server
+    client: httpx.AsyncClient
 
 
 class OpenAIEngine(Engine):
@@ -43,31 +52,25 @@ class OpenAIEngine(Engine):
         target = RemoteTarget(config.target, tokenizer)
         self.sampling = sampling_of(config, target)
         self._completion = Completion(
-            *(
-                config.served_model or "",
-                tokenizer,
-                self.sampling.sampling,
-                config.max_new_tokens,
-                target.eos_ids,
-            ),
-            *(config.ignore_eos, len(tokenizer), config.teacher_top_k),
+            model=config.served_model or "",
+            tokenizer=tokenizer,
+            sampling=self.sampling.sampling,
+            max_new_tokens=config.max_new_tokens,
+            eos_ids=target.eos_ids,
+            ignore_eos=config.ignore_eos,
+            vocabulary=len(tokenizer),
+            teacher=config.teacher_top_k,
         )
-        self._servers = [
-            Server(
-                url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1", config.timeout_s
-            )
-            for url in config.endpoint
-        ]
-        self._certificates = (
-            httpx.create_ssl_context()
-        )  # takes milliseconds, and every client needs it
-        self._spent_requests = self._spent_tokens = 0
+        self._servers = [Server(_api_url(url), config.timeout_s) for url in config.endpoint]
+        # Takes milliseconds, and every client needs it.
+        self._certificates = httpx.create_ssl_context()
+        self._spent_requests = 0
+        self._spent_tokens = 0
         length = _run(self._probe())
-        self.takes_ids = all(
-            server.dialect.ids for server in self._servers if server.dialect is not None
-        )
+        dialects = [server.dialect for server in self._servers if server.dialect is not None]
+        self.takes_ids = all(dialect.ids for dialect in dialects)
         self.max_prompt_tokens = room_for_prompts(length, config.max_new_tokens)
-        self.identity: dict[str, Any] = {
+        self.identity = {
             "target_fingerprint": None,
             "served_model": self._completion.model,
         }
@@ -84,12 +87,11 @@ class OpenAIEngine(Engine):
         A client with many connections scans all of them at each request, which at 64 costs more
         than the request.
         """
+        longest_s = self._config.timeout_s
         return httpx.AsyncClient(
             **client_options(server.url, self._config.api_key_env),
             verify=self._certificates,
-            timeout=httpx.Timeout(
-                self._config.timeout_s, connect=min(10.0, self._config.timeout_s)
-            ),
+            timeout=httpx.Timeout(longest_s, connect=min(10.0, longest_s)),
         )
 
     async def _probe(self) -> int | None:
@@ -98,7 +100,8 @@ class OpenAIEngine(Engine):
         Warn about a server that does not answer, and try it again later. Raise InputError if none
         answers.
         """
-        lengths, reasons = [], []
+        lengths: list[int | None] = []
+        reasons: list[str] = []
         for server in self._servers:
             async with self._client(server) as client:
                 for attempt in range(1, ATTEMPTS + 1):
@@ -118,7 +121,8 @@ class OpenAIEngine(Engine):
             raise InputError(
                 f"endpoint: no server answers ({reasons[0]}); start one, or check the address"
             )
-        return min((length for length in lengths if length is not None), default=None)
+        stated = [length for length in lengths if length is not None]
+        return min(stated, default=None)
 
     async def _wake(self, server: Server, client: httpx.AsyncClient) -> int | None:
         """Find out what a server serves and how to ask it; return its context length, if it lists
@@ -139,10 +143,9 @@ class OpenAIEngine(Engine):
                 f"{server.url}: serves {', '.join(models)}, but {self._servers[0].url} serves "
                 f"{name}"
             )
-        await server.choose_dialect(
-            client, self._completion, {str(entry.get("owned_by")) for entry in models.values()}
-        )
-        if not server.dialect.ids:  # type: ignore[union-attr]
+        owners = {str(entry.get("owned_by")) for entry in models.values()}
+        dialect = await server.choose_dialect(client, self._completion, owners)
+        if not dialect.ids:
             sys.stderr.write(
                 f"draftsmith distill: {server.url}: returns text, not token ids; tokenising it "
                 "again\n"
@@ -156,25 +159,27 @@ class OpenAIEngine(Engine):
         """Raise InputError for a refusal that concerns every request."""
         variable = self._config.api_key_env
         if failure.status in (401, 403):
-            fix = (
-                "the server rejects the key in"
-                if os.environ.get(variable)
-                else "put the server's key into"
-            )
+            has_key = os.environ.get(variable)
+            fix = "the server rejects the key in" if has_key else "put the server's key into"
             raise InputError(f"{failure.reason}: {fix} {variable}")
         if not failure.retry:
             raise InputError(failure.reason)
 
     async def _ask_all(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
-        self._last_answer, self._unasked = time.monotonic(), ""
+        self._last_answer = time.monotonic()
+        self._unasked = ""
         self._free: asyncio.Queue[Slot] = asyncio.Queue()
         # A server that does not answer yet has one slot; the others wait here.
         self._spare: dict[str, list[Slot]] = {}
         room = asyncio.Semaphore(_OPEN_GROUPS)
 
-        async def ask_in_turn(request: AnswerRequest | None) -> None:
-            while request is not None and (answer := await self._outcome(request)) is not None:
-                request = done(request, answer)
+        async def ask_in_turn(request: AnswerRequest) -> None:
+            following: AnswerRequest | None = request
+            while following is not None:
+                answer = await self._outcome(following)
+                if answer is None:
+                    return
+                following = done(following, answer)
 
         async def ask_group(requests: Sequence[AnswerRequest]) -> None:
             async with asyncio.TaskGroup() as rows:
@@ -184,8 +189,10 @@ class OpenAIEngine(Engine):
 
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
             for server in self._servers:
-                clients = [self._client(server) for _ in range(self._config.concurrency)]
-                slots = [(server, await stack.enter_async_context(client)) for client in clients]
+                slots = []
+                for _ in range(self._config.concurrency):
+                    client = await stack.enter_async_context(self._client(server))
+                    slots.append(Slot(server, client))
                 self._free.put_nowait(slots[0])
                 self._spare[server.url] = slots[1:]
                 if server.dialect is not None:
@@ -207,23 +214,16 @@ class OpenAIEngine(Engine):
         """Ask until there is an answer or no hope of one; None if a budget is spent first."""
         attempts = 0
         while True:
-            server, client = slot = await self._free.get()
-            requests, tokens = self._config.max_requests, self._config.max_tokens
-            if requests is not None and self._spent_requests >= requests:
-                self._unasked = f"max_requests: all {requests} are spent"
-            elif tokens is not None and self._spent_tokens >= tokens:
-                self._unasked = f"max_tokens: {self._spent_tokens} are spent of {tokens}"
+            slot = await self._free.get()
+            server = slot.server
+            self._unasked = self._spent_budget()
             if self._unasked:
                 self._free.put_nowait(slot)
                 return None
             self._spent_requests += 1
             pause_s = 0.0
             try:
-                if server.dialect is None:
-                    await self._wake(server, client)
-                    self._use_spare(server)
-                assert server.dialect is not None
-                answer, spent = await server.ask(client, self._completion, request, server.dialect)
+                answered = await self._ask(slot, request)
             except NoAnswer as failure:
                 # The set may be given to others, and addresses of servers are not for them.
                 reason = failure.reason.removeprefix(f"{server.url}: ")
@@ -236,24 +236,54 @@ class OpenAIEngine(Engine):
                 attempts += failure.counts and server.dialect is not None
                 if attempts >= ATTEMPTS:
                     return Failed(f"{reason}; tried {ATTEMPTS} times")
-                if time.monotonic() - self._last_answer > max(PATIENCE_S, self._config.timeout_s):
-                    silence = f"no server has answered for {PATIENCE_S:.0f} s ({failure.reason})"
-                    raise RunError(f"{silence}; run the same command again to resume") from None
+                self._check_patience(failure)
             else:
                 server.failures = 0
-                self._spent_tokens += spent
+                self._spent_tokens += answered.spent
                 self._last_answer = time.monotonic()
-                return answer
+                return answered.answer
             finally:
                 asyncio.get_running_loop().call_later(pause_s, self._free.put_nowait, slot)
 
+    def _spent_budget(self) -> str:
+        """Return the budget that is spent, "" if there is none."""
+        requests = self._config.max_requests
+        tokens = self._config.max_tokens
+        if requests is not None and self._spent_requests >= requests:
+            return f"max_requests: all {requests} are spent"
+        if tokens is not None and self._spent_tokens >= tokens:
+            return f"max_tokens: {self._spent_tokens} are spent of {tokens}"
+        return self._unasked
+
+    async def _ask(self, slot: Slot, request: AnswerRequest) -> Answered:
+        server = slot.server
+        if server.dialect is None:
+            await self._wake(server, slot.client)
+            self._use_spare(server)
+        assert server.dialect is not None
+        return await server.ask(slot.client, self._completion, request, server.dialect)
+
+    def _check_patience(self, failure: NoAnswer) -> None:
+        silence_s = time.monotonic() - self._last_answer
+        if silence_s > max(PATIENCE_S, self._config.timeout_s):
+            raise RunError(
+                f"no server has answered for {PATIENCE_S:.0f} s ({failure.reason}); run the same "
+                "command again to resume"
+            )
+
+
+def _api_url(url: str) -> str:
+    """A URL without a path is that of the server; its API is under /v1."""
+    return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
+
 
 def _pause_s(failure: NoAnswer, failures: int) -> float:
-    first, most = BACKOFF_S
-    return max(failure.after_s, random.uniform(0, min(most, first * 2.0 ** min(failures - 1, 20))))
+    doublings = min(failures - 1, 20)
+    longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**doublings)
+    return max(failure.after_s, random.uniform(0, longest_s))
 
 
-def _run(work: Any) -> Any:
+def _run(work: Coroutine[object, None, T]) -> T:
     """Run a coroutine. If several tasks failed, raise the first error."""
     try:
         return asyncio.run(work)

@@ -10,7 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,11 +27,22 @@ from draftsmith_core.tokenization import Tokenizer
 
 # Attempts per group before it is taken for the reason of its worker's death, and restarts per
 # worker.
-_RETRIES, _RESTARTS = 3, 20
+_RETRIES = 3
+_RESTARTS = 20
 # Seconds for a worker to load the target, and for a connection.
-_START_S, _CONNECT_S = 1800.0, 10.0
+_START_S = 1800.0
+_CONNECT_S = 10.0
 log = logging.getLogger(__name__)
 LOCAL = "local"  # Ray's name for a cluster that it starts for this process
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an `Engine` says of its target."""
+
+    identity: dict[str, str | None]
+    sampling: ResolvedSampling
+    max_prompt_tokens: int | None
 
 
 class Worker:
@@ -40,7 +51,8 @@ class Worker:
     """
 
     def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
-        self._config, self._tokenizer = config, tokenizer
+        self._config = config
+        self._tokenizer = tokenizer
 
     @cached_property
     def _engine(self) -> Engine:
@@ -48,8 +60,9 @@ class Worker:
 
         return HFEngine(self._config, self._tokenizer)
 
-    def facts(self) -> tuple[dict[str, Any], ResolvedSampling, int | None]:
-        return self._engine.identity, self._engine.sampling, self._engine.max_prompt_tokens
+    def facts(self) -> "Facts":
+        engine = self._engine
+        return Facts(engine.identity, engine.sampling, engine.max_prompt_tokens)
 
     def answer(self, requests: Sequence[AnswerRequest]) -> dict[Key, Answer | Failed]:
         """Answer a group; return the outcome of each request by its key."""
@@ -73,15 +86,17 @@ class RayEngine(Engine):
         self.workers: list[Any] = []
         self.wave = WAVE_BATCHES * config.batch_size
         try:
-            count, resources = _resources(config)
+            resources = _resources(config)
             actor = ray.remote(Worker).options(
-                max_restarts=_RESTARTS, max_task_retries=_RETRIES, **resources
+                max_restarts=_RESTARTS, max_task_retries=_RETRIES, **resources.of_worker
             )
             local = replace(config, engine="hf", address=None, workers=None)
-            self.workers += [actor.remote(local, tokenizer) for _ in range(count)]
+            self.workers += [actor.remote(local, tokenizer) for _ in range(resources.workers)]
             with _worker_errors():
-                facts = ray.get(self.workers[0].facts.remote(), timeout=_START_S)
-            self.identity, self.sampling, self.max_prompt_tokens = facts
+                facts: Facts = ray.get(self.workers[0].facts.remote(), timeout=_START_S)
+            self.identity = facts.identity
+            self.sampling = facts.sampling
+            self.max_prompt_tokens = facts.max_prompt_tokens
         except BaseException:
             self.close()
             raise
@@ -103,9 +118,8 @@ class RayEngine(Engine):
         submitted: dict[Key, Sequence[AnswerRequest]] = {}
 
         def submit() -> None:
-            while len(submitted) < 2 * len(
-                self.workers
-            ):  # a worker holds the next group while it works on one
+            # A worker holds the next group while it works on one.
+            while len(submitted) < 2 * len(self.workers):
                 group = following.popleft() if following else next(groups, None)
                 if group is None:
                     return
@@ -118,7 +132,8 @@ class RayEngine(Engine):
                 answers = pool.get_next_unordered()
             group = submitted.pop(next(iter(answers)))
             turns = [done(request, answers[request.key]) for request in group]
-            if requests := [request for request in turns if request is not None]:
+            requests = [request for request in turns if request is not None]
+            if requests:
                 following.append(requests)
             submit()
 
@@ -143,40 +158,48 @@ def _join(address: str | None) -> None:
         )
     except Exception as error:  # Ray has no class of its own for a connection that fails
         # Unless told to, Ray sends no token to a cluster that is named by its address.
-        token = (
-            ""
-            if "RAY_AUTH_MODE" in os.environ
-            else "; if it wants a token, set RAY_AUTH_MODE=token"
-        )
-        raise InputError(
-            f"address: no Ray cluster at {address}: {first_line(error)}{token}"
-        ) from None
+        reason = first_line(error)
+        if "RAY_AUTH_MODE" not in os.environ:
+            reason += "; if it wants a token, set RAY_AUTH_MODE=token"
+        raise InputError(f"address: no Ray cluster at {address}: {reason}") from None
     finally:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _resources(config: DistillConfig) -> tuple[int, dict[str, float]]:
-    """Choose the number of workers and the GPU or processors of each. Warn if the cluster has room
-    for fewer.
-    """
+@dataclass(frozen=True)
+class _Resources:
+    """Number of workers, and the GPU or processors of each."""
+
+    workers: int
+    of_worker: dict[str, float]
+
+
+def _resources(config: DistillConfig) -> _Resources:
+    """Choose what workers get. Warn if the cluster has room for fewer than asked for."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus, cpus = ([int(node.get(name, 0)) for node in nodes] for name in ("GPU", "CPU"))
-    if sum(gpus) and config.device != "cpu":
-        count, room, resources = config.workers or sum(gpus), sum(gpus), {"num_gpus": 1.0}
+    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
+    cpus = [int(node.get("CPU", 0)) for node in nodes]
+    if gpus and config.device != "cpu":
+        room = gpus
+        count = config.workers or gpus
+        of_worker = {"num_gpus": 1.0}
     else:
         count = config.workers or max(1, sum(number > 0 for number in cpus))
         # The most processors that each worker can have; 1 if they do not fit.
-        sizes = range(max(cpus, default=1), 1, -1)
-        each = next((size for size in sizes if sum(number // size for number in cpus) >= count), 1)
-        room, resources = sum(number // each for number in cpus), {"num_cpus": float(each)}
+        size = max(cpus, default=1)
+        while size > 1 and sum(number // size for number in cpus) < count:
+            size -= 1
+        size = max(1, size)
+        room = sum(number // size for number in cpus)
+        of_worker = {"num_cpus": float(size)}
     if room < count:
         log.warning(
             "the cluster has room for %d of %d workers, each of which needs %s",
             room,
             count,
-            resources,
+            of_worker,
         )
-    return max(1, min(room, count)), resources
+    return _Resources(max(1, min(room, count)), of_worker)
 
 
 @contextmanager

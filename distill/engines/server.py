@@ -28,6 +28,7 @@ import httpx
 
 from distill.engines import Answer, AnswerRequest, Key, at_temperature
 from draftsmith_core.errors import InputError
+from draftsmith_core.io import JsonObject
 from draftsmith_core.settings import Sampling
 from draftsmith_core.teacher_rows import pack_likeliest
 from draftsmith_core.tokenization import Tokenizer, encode_text
@@ -36,7 +37,8 @@ _LIST_TIMEOUT_S = 30.0
 _TRIAL = AnswerRequest(Key(0, 0, 0), (), seed=1)
 # Tokens of a trial answer, and how often a dialect is tried before a garbled reply means that it is
 # not understood.
-_TRIAL_TOKENS, _TRIALS = 16, 3
+_TRIAL_TOKENS = 16
+_TRIALS = 3
 # Statuses below 500 after which the same request may succeed: on this server later, or on another
 # one.
 _NO_FAULT = (*range(300, 400), 402, 404, 405, 409, 410, 425, 429, 503)
@@ -95,42 +97,37 @@ class Dialect:
     ids.
     """
 
-    kind: Literal["llama.cpp", "openai"]
+    api: Literal["llama.cpp", "openai"]
     ids: bool = True
     plain: bool = False
 
-    def body(self, completion: Completion, request: AnswerRequest) -> dict[str, Any]:
+    def body(self, completion: Completion, request: AnswerRequest) -> JsonObject:
         """Return the JSON to post. Seeds are cut to 31 bits, which all servers take."""
-        sampling, most = (
-            at_temperature(completion.sampling, request.temperature),
-            completion.max_new_tokens,
-        )
-        body: dict[str, Any] = {
+        sampling = at_temperature(completion.sampling, request.temperature)
+        body: JsonObject = {
             "model": completion.model,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-        }
-        body |= {"seed": request.seed & 0x7FFFFFFF, "stream": False}
-        body["prompt"] = (
-            list(request.prompt_ids)
+            "seed": request.seed & 0x7FFFFFFF,
+            "stream": False,
+            "prompt": list(request.prompt_ids)
             if self.ids
-            else _text(completion.tokenizer, request.prompt_ids)
-        )
+            else _text(completion.tokenizer, request.prompt_ids),
+        }
         if not self.plain:
             body |= {"top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": 1.0}
             if completion.ignore_eos:
                 body["ignore_eos"] = True
-        if self.kind == "llama.cpp":
+        if self.api == "llama.cpp":
             # Its own defaults are top-k 40, top-p 0.95, min-p 0.05, and it scales by the
             # temperature last.
-            order = ["temperature", "top_k", "top_p", "min_p"]
-            body |= {
+            return body | {
                 "return_tokens": True,
-                "samplers": order,
+                "samplers": ["temperature", "top_k", "top_p", "min_p"],
                 "repeat_penalty": 1.0,
                 "cache_prompt": False,
+                "n_predict": completion.max_new_tokens,
             }
-            return body | {"n_predict": most}
         if self.ids:
             # -1 means "all tokens" in every version of vLLM, 0 only in newer ones.
             body |= {
@@ -140,22 +137,22 @@ class Dialect:
             }
         if completion.teacher:
             body |= {"logprobs": completion.teacher, "return_tokens_as_token_ids": True}
-        return body | {"max_tokens": most}
+        return body | {"max_tokens": completion.max_new_tokens}
 
-    def answer(
-        self, completion: Completion, prompt_ids: Sequence[int], raw: bytes
-    ) -> tuple[Answer, int]:
-        """Read a reply: the answer, and the tokens of prompt and answer as the server counts them.
+    def answer(self, completion: Completion, prompt_ids: Sequence[int], raw: bytes) -> "Answered":
+        """Read a reply.
 
         Raise ValueError, TypeError, LookupError or AttributeError if the reply is no completion.
         """
-        reply, tokens_from, teacher = json.loads(raw), "target", None
-        if self.kind == "llama.cpp":
+        reply = json.loads(raw)
+        tokens_from = "target"
+        if self.api == "llama.cpp":
             ids = list(map(operator.index, reply["tokens"]))
             reason = "length" if reply["stop_type"] == "limit" else "stop"
             spent = reply["tokens_evaluated"] + len(ids)
         else:
-            choice, usage = reply["choices"][0], reply.get("usage") or {}
+            choice = reply["choices"][0]
+            usage = reply.get("usage") or {}
             reason = choice["finish_reason"]
             if self.ids:
                 ids = list(map(operator.index, choice["token_ids"]))
@@ -167,24 +164,34 @@ class Dialect:
             spent = int(usage.get("total_tokens") or len(ids))
         if reason not in ("stop", "length"):
             raise ValueError(f"finish_reason {reason!r}")
-        if reason == "stop" and completion.eos_ids and not (ids and ids[-1] in completion.eos_ids):
-            ids = [*ids, completion.eos_ids[0]]
+        ends = completion.eos_ids
+        if reason == "stop" and ends and not (ids and ids[-1] in ends):
+            ids = [*ids, ends[0]]
         if not ids:
             raise ValueError("no tokens")
+        teacher = None
         if completion.teacher:
             rows = choice["logprobs"]["top_logprobs"]
             if len(rows) != len(ids):
                 raise ValueError(f"log-probabilities of {len(rows)} tokens")
-            # By position from "token_id:N". vLLM adds the drawn token to the likeliest.
-            best = [
-                sorted(row.items(), key=lambda item: -item[1])[: completion.teacher] for row in rows
-            ]
-            pairs = [
-                [(int(name.removeprefix("token_id:")), logprob) for name, logprob in row]
-                for row in best
-            ]
-            teacher = pack_likeliest(pairs, completion.vocabulary)
-        return Answer(tuple(ids), reason, tokens_from, teacher), spent
+            likeliest = [_likeliest(row, completion.teacher) for row in rows]
+            teacher = pack_likeliest(likeliest, completion.vocabulary)
+        return Answered(Answer(tuple(ids), reason, tokens_from, teacher), spent)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer, and its tokens and those of the prompt as the server counts them."""
+
+    answer: Answer
+    spent: int
+
+
+def _likeliest(row: dict[str, float], k: int) -> list[tuple[int, float]]:
+    """The k likeliest tokens of a position. vLLM adds the drawn token to them."""
+    pairs = [(int(name.removeprefix("token_id:")), logprob) for name, logprob in row.items()]
+    pairs.sort(key=lambda pair: -pair[1])
+    return pairs[:k]
 
 
 def encode_answer(
@@ -198,16 +205,15 @@ def encode_answer(
     """
     before = _text(tokenizer, prompt_ids)
     whole = encode_text(tokenizer, before + text)
-    candidates = [whole[len(prompt_ids) :]] if whole[: len(prompt_ids)] == list(prompt_ids) else []
-    candidates += [
-        list(tokenizer(alone, add_special_tokens=False)["input_ids"])
-        for alone in dict.fromkeys([text, text.removeprefix(" ")])
-    ]
+    length = len(prompt_ids)
+    candidates = [whole[length:]] if whole[:length] == list(prompt_ids) else []
+    for alone in dict.fromkeys([text, text.removeprefix(" ")]):
+        encoded = tokenizer(alone, add_special_tokens=False)
+        candidates.append(list(encoded["input_ids"]))
     for ids in candidates:
         # A server may count the end token, which is not in the text.
-        if _text(tokenizer, [*prompt_ids, *ids]).endswith(text) and (
-            drawn is None or int(drawn) - len(ids) in (0, 1)
-        ):
+        fits = drawn is None or int(drawn) - len(ids) in (0, 1)
+        if fits and _text(tokenizer, [*prompt_ids, *ids]).endswith(text):
             return ids, True
     return candidates[0], False
 
@@ -228,11 +234,13 @@ class Server:
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self.url, self.base, self.timeout_s = url, url.rstrip("/") + "/", timeout_s
+        self.url = url
+        self.base = url.rstrip("/") + "/"
+        self.timeout_s = timeout_s
         self.dialect: Dialect | None = None
         self.failures = 0
 
-    async def models(self, client: httpx.AsyncClient) -> dict[str, dict[str, Any]]:
+    async def models(self, client: httpx.AsyncClient) -> dict[str, JsonObject]:
         """Return what /models lists, by name; empty if the server has no such list."""
         try:
             reply = await client.get(f"{self.base}models", timeout=_LIST_TIMEOUT_S)
@@ -245,47 +253,30 @@ class Server:
 
     async def choose_dialect(
         self, client: httpx.AsyncClient, completion: Completion, owners: set[str]
-    ) -> None:
+    ) -> Dialect:
         """Find the richest dialect that the server understands, with one short answer each.
 
         owners: who serves, as /models says; empty if it was not asked. Raise InputError if no
         dialect works or the server cannot draw from the distribution that the options ask for.
         """
-        openai = [
-            Dialect("openai"),
-            Dialect("openai", ids=False),
-            Dialect("openai", ids=False, plain=True),
-        ]
-        llama_cpp = [Dialect("llama.cpp")] if not owners or "llamacpp" in owners else []
-        dialects = llama_cpp if owners and llama_cpp else [*llama_cpp, *openai]
-        if completion.teacher:
-            dialects = openai[:1]
+        request = replace(_TRIAL, prompt_ids=tuple(encode_text(completion.tokenizer, "The")))
         trial = replace(completion, max_new_tokens=_TRIAL_TOKENS, ignore_eos=False)
-        request = replace(_TRIAL, prompt_ids=tuple(encode_text(trial.tokenizer, "The")))
-        reason, refused = "", None
-        for dialect in [dialect for dialect in dialects for _ in range(_TRIALS)]:
-            if dialect == refused:
-                continue
-            try:
-                await self.ask(client, trial, request, dialect)
-            except NoAnswer as failure:
-                unknown = failure.garbled or not failure.retry or failure.status in (404, 405)
-                if not unknown or (failure.status in (401, 403) and dialect.kind == "openai"):
-                    raise
-                reason, refused = failure.reason, None if failure.garbled else dialect
-                continue
-            sampling = completion.sampling
-            extra = {
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                "ignore_eos": completion.ignore_eos,
-            }
-            if dialect.plain and (given := [key for key, value in extra.items() if value]):
-                raise InputError(
-                    f"{self.url}: does not take {given[0]}; set it to its neutral value"
-                )
-            self.dialect = dialect
-            return
+        reason = ""
+        for dialect in _candidates(completion, owners):
+            for _ in range(_TRIALS):
+                try:
+                    await self.ask(client, trial, request, dialect)
+                except NoAnswer as failure:
+                    unknown = failure.garbled or not failure.retry or failure.status in (404, 405)
+                    if not unknown or (failure.status in (401, 403) and dialect.api == "openai"):
+                        raise
+                    reason = failure.reason
+                    if not failure.garbled:
+                        break
+                else:
+                    self._check_plain(dialect, completion)
+                    self.dialect = dialect
+                    return dialect
         if completion.teacher:
             needs = (
                 "teacher_top_k: needs vLLM's server, started with --max-logprobs "
@@ -294,15 +285,26 @@ class Server:
             raise InputError(f"{needs} or more ({reason})")
         raise InputError(f"{reason}: is it a completions server?")
 
+    def _check_plain(self, dialect: Dialect, completion: Completion) -> None:
+        sampling = completion.sampling
+        extra = {
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "ignore_eos": completion.ignore_eos,
+        }
+        given = [key for key, value in extra.items() if value]
+        if dialect.plain and given:
+            raise InputError(f"{self.url}: does not take {given[0]}; set it to its neutral value")
+
     async def ask(
         self,
         client: httpx.AsyncClient,
         completion: Completion,
         request: AnswerRequest,
         dialect: Dialect,
-    ) -> tuple[Answer, int]:
-        """Return one answer, checked, and the tokens it cost; raise NoAnswer if there is none."""
-        path = "../completion" if dialect.kind == "llama.cpp" else "completions"
+    ) -> Answered:
+        """Return one answer, checked; raise NoAnswer if there is none."""
+        path = "../completion" if dialect.api == "llama.cpp" else "completions"
         try:
             # httpx bounds the wait for the next bytes only, and a server can send some without end.
             async with asyncio.timeout(self.timeout_s):
@@ -313,7 +315,7 @@ class Server:
             raise self._failed(error) from None
         self._check(reply)
         try:
-            answer, tokens = dialect.answer(completion, request.prompt_ids, reply.content)
+            answered = dialect.answer(completion, request.prompt_ids, reply.content)
         except (
             ValueError,
             LookupError,
@@ -323,24 +325,24 @@ class Server:
             OverflowError,
         ) as error:
             raise self._failed(error, "answered with no completion", reply) from None
-        ids = answer.response_ids
-        too_long = (
-            answer.tokens_from == "target" and len(ids) > completion.max_new_tokens + 1
-        )  # one more for EOS
+        ids = answered.answer.response_ids
+        most = completion.max_new_tokens + 1  # one more for EOS
+        too_long = answered.answer.tokens_from == "target" and len(ids) > most
         if too_long or not all(0 <= token < completion.vocabulary for token in ids):
             reason = (
                 f"gave {len(ids)} tokens up to id {max(ids)}, which the target cannot have drawn"
             )
             raise NoAnswer(f"{self.url}: {reason}", retry=False)
-        return answer, tokens
+        return answered
 
     def _failed(
         self, error: Exception, what: str = "", reply: httpx.Response | None = None
     ) -> NoAnswer:
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        name = type(error).__name__
+        text = f"{name}: {error}"[:300] if str(error) else name
         no_connection = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         garbled = not isinstance(error, httpx.HTTPError | TimeoutError)
-        reason = f"{what} ({said[:300]})" if what else said[:300]
+        reason = f"{what} ({text})" if what else text
         if reply is not None and b'"error"' in reply.content:
             reason += f": {_shown(reply)}"
         return NoAnswer(f"{self.url}: {reason}", counts=not no_connection, garbled=garbled)
@@ -350,17 +352,30 @@ class Server:
         if status < 300:
             return
         location = reply.headers.get("location")
-        reason = (
-            f"{self.url}: status {status} ({f'leads to {location}' if location else _shown(reply)})"
-        )
+        what = f"leads to {location}" if location else _shown(reply)
+        reason = f"{self.url}: status {status} ({what})"
         try:
-            after_s = min(300.0, max(0.0, float(reply.headers["retry-after"])))
+            asked_s = float(reply.headers["retry-after"])
+            after_s = min(300.0, max(0.0, asked_s))
         except (KeyError, ValueError):
             after_s = 0.0  # absent, or a date, which model servers do not send
         # The request itself may be what breaks the server; a rate limit is not its fault.
-        retry, counts = status >= 500 or status in _RETRY, status not in _NO_FAULT
+        retry = status >= 500 or status in _RETRY
+        counts = status not in _NO_FAULT
         raise NoAnswer(reason, status, retry=retry, counts=counts, after_s=after_s)
 
 
+def _candidates(completion: Completion, owners: set[str]) -> list[Dialect]:
+    """The dialects to try, the richest first."""
+    if completion.teacher:
+        return [Dialect("openai")]
+    if "llamacpp" in owners:
+        return [Dialect("llama.cpp")]
+    openai = [Dialect("openai"), Dialect("openai", ids=False)]
+    openai.append(Dialect("openai", ids=False, plain=True))
+    return openai if owners else [Dialect("llama.cpp"), *openai]
+
+
 def _shown(reply: httpx.Response) -> str:
-    return " ".join(reply.text.split())[:200] or "no reason"
+    words = reply.text.split()
+    return " ".join(words)[:200] or "no reason"

@@ -54,15 +54,13 @@ class VLLMEngine(Engine):
             ) from None
         model = self._llm.llm_engine.model_config
         self.max_prompt_tokens = room_for_prompts(model.max_model_len, config.max_new_tokens)
-        self.identity: dict[str, Any] = {
+        self.identity = {
             "target_fingerprint": None,
             "target_dtype": str(model.dtype),
         }
-        self._max_new_tokens, self._k = (
-            config.max_new_tokens,
-            min(config.teacher_top_k, model.get_vocab_size()),
-        )
+        self._max_new_tokens = config.max_new_tokens
         self._vocabulary = model.get_vocab_size()
+        self._k = min(config.teacher_top_k, self._vocabulary)
         self._stop_ids = [] if config.ignore_eos else list(target.eos_ids)
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
@@ -80,26 +78,15 @@ class VLLMEngine(Engine):
 
     def _generate(self, requests: Sequence[AnswerRequest]) -> list[Answer | Failed]:
         params = [self._params(request) for request in requests]
-        outputs = [
-            output.outputs[0]
-            for output in self._call([request.prompt_ids for request in requests], params)
-        ]
-        answers: list[Answer | Failed] = [
-            Failed(f"vLLM ended it with {output.finish_reason!r}") for output in outputs
-        ]
-        for place, output in enumerate(outputs):
-            if output.finish_reason in ("stop", "length"):
-                answers[place] = Answer(tuple(output.token_ids), output.finish_reason)
-        if self._k:
-            whole = {
-                place: answer for place, answer in enumerate(answers) if isinstance(answer, Answer)
-            }
-            teachers = self._score(
-                [(requests[place].prompt_ids, whole[place].response_ids) for place in whole]
-            )
-            for (place, answer), teacher in zip(whole.items(), teachers, strict=True):
-                answers[place] = replace(answer, teacher=teacher)
-        return answers
+        outputs = self._call([request.prompt_ids for request in requests], params)
+        answers: list[Answer | Failed] = []
+        for output in outputs:
+            drawn = output.outputs[0]
+            if drawn.finish_reason in ("stop", "length"):
+                answers.append(Answer(tuple(drawn.token_ids), drawn.finish_reason))
+            else:
+                answers.append(Failed(f"vLLM ended it with {drawn.finish_reason!r}"))
+        return self._with_teacher(requests, answers) if self._k else answers
 
     def _call(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
         try:
@@ -126,19 +113,31 @@ class VLLMEngine(Engine):
             detokenize=False,
         )
 
-    def _score(self, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[bytes]:
-        """Teacher rows from a forward over prompt and answer, at temperature 1 and over the whole
-        vocabulary.
+    def _with_teacher(
+        self, requests: Sequence[AnswerRequest], answers: list[Answer | Failed]
+    ) -> list[Answer | Failed]:
+        """Add teacher rows from a forward over prompt and answer, at temperature 1 and over the
+        whole vocabulary.
         """
         params = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=self._k, detokenize=False
         )
-        outputs = self._call([[*prompt, *ids] for prompt, ids in answers], params)
-        packed = []
-        for (prompt, _), output in zip(answers, outputs, strict=True):
-            # Per position a dict from token id to `logprob` and `rank`.
-            rows = output.prompt_logprobs[len(prompt) :]
-            best = [sorted(row.items(), key=lambda item: item[1].rank)[: self._k] for row in rows]
-            pairs = [[(token, entry.logprob) for token, entry in row] for row in best]
-            packed.append(pack_likeliest(pairs, self._vocabulary))
-        return packed
+        whole = [
+            [*request.prompt_ids, *answer.response_ids]
+            for request, answer in zip(requests, answers, strict=True)
+            if isinstance(answer, Answer)
+        ]
+        outputs = iter(self._call(whole, params))
+        scored: list[Answer | Failed] = []
+        for request, answer in zip(requests, answers, strict=True):
+            if isinstance(answer, Answer):
+                rows = next(outputs).prompt_logprobs[len(request.prompt_ids) :]
+                teacher = pack_likeliest([self._likeliest(row) for row in rows], self._vocabulary)
+                answer = replace(answer, teacher=teacher)
+            scored.append(answer)
+        return scored
+
+    def _likeliest(self, row: Any) -> list[tuple[int, float]]:
+        """row: by token id, its `logprob` and `rank`."""
+        best = sorted(row.items(), key=lambda item: item[1].rank)[: self._k]
+        return [(token, entry.logprob) for token, entry in best]

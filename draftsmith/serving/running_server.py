@@ -137,9 +137,8 @@ class RunningServer:
         self, dialect: Dialect, completion: Completion, read: list[int], reply: dict[str, Any]
     ) -> list[int]:
         try:
-            return list(
-                dialect.answer(completion, read, json.dumps(reply).encode())[0].response_ids
-            )
+            answered = dialect.answer(completion, read, json.dumps(reply).encode())
+            return list(answered.answer.response_ids)
         except (ValueError, LookupError, TypeError) as error:
             raise RunError(
                 f"{self.url}: gave no token ids ({first_line(error)}); use a newer server"
