@@ -46,8 +46,8 @@ class MixturePart:
 
 def magpie(prompts: str) -> int | None:
     """Return N of `magpie:N`, None for other prompts. Raise InputError if N is no count."""
-    kind, colon, count = prompts.partition(":")
-    if kind != "magpie" or not colon:
+    start, colon, count = prompts.partition(":")
+    if start != "magpie" or not colon:
         return None
     if not (count.isascii() and count.isdecimal() and int(count)):
         raise InputError(f"prompts: {prompts!r}: expected magpie:N, such as magpie:1000")

@@ -21,20 +21,20 @@ from draftsmith_core.prompts import Prompt, Skipped
 from draftsmith_core.teacher_rows import COLUMN
 
 SCHEMA = pa.schema(
-    [
-        pa.field("id", pa.string()),
-        pa.field("prompt_id", pa.string()),
-        pa.field("prompt_hash", pa.string()),
-        pa.field("domain", pa.string()),
-        pa.field("prompt_ids", pa.list_(pa.int32())),
-        pa.field("response_ids", pa.list_(pa.int32())),
-        pa.field("finish_reason", pa.string()),
-        pa.field("temperature", pa.float64()),
-        pa.field("seed", pa.int64()),
-        pa.field("sample_index", pa.int32()),
-        pa.field("turn", pa.int32()),
-        pa.field("tokens_from", pa.string()),
-    ]
+    {
+        "id": pa.string(),
+        "prompt_id": pa.string(),
+        "prompt_hash": pa.string(),
+        "domain": pa.string(),
+        "prompt_ids": pa.list_(pa.int32()),
+        "response_ids": pa.list_(pa.int32()),
+        "finish_reason": pa.string(),
+        "temperature": pa.float64(),
+        "seed": pa.int64(),
+        "sample_index": pa.int32(),
+        "turn": pa.int32(),
+        "tokens_from": pa.string(),
+    }
 )
 TEACHER_SCHEMA = SCHEMA.append(pa.field(COLUMN, pa.large_binary()))
 _METADATA = b"draftsmith"

@@ -4,9 +4,8 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import yaml
@@ -15,9 +14,7 @@ from huggingface_hub import metadata_load
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import PLACEHOLDER, cached, is_hub_name
-from draftsmith_core.io import read_json, write_text_atomic
-
-Values = Mapping[str, Any]
+from draftsmith_core.io import JsonObject, read_json, write_text_atomic
 
 _MEASURED = {
     "heldout_alpha": "alpha: expected acceptance of one drafted token, teacher-forced on the "
@@ -28,76 +25,91 @@ _MEASURED = {
 }
 
 
-def checkpoint_card(record: Values, results: Values | None = None, draft: str | None = None) -> str:
+# Options of `distill` in the card of a set.
+_SET_OPTIONS = (
+    "prompts",
+    "num_samples",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "teacher_top_k",
+    "seed",
+)
+
+
+def checkpoint_card(
+    record: JsonObject, results: JsonObject | None = None, draft: str | None = None
+) -> str:
     """Return the card of a draft checkpoint from its `draftsmith.json`.
 
     results: a `results.json` of `draftsmith eval` in which it is called `draft`; its figures
     replace those of training.
     """
-    config, kind = record.get("config", {}), record["kind"]
+    config = record.get("config", {})
+    kind = record["kind"]
     is_lm = kind == "draft-lm"
     target = record.get("target") or "THE-TARGET"
     starts = [part["draft"] for part in record.get("merged_from", [])] or [config.get("draft")]
-    models = [name for name in (*starts, record.get("merge_base"), record.get("target")) if name]
+    starts += [record.get("merge_base"), record.get("target")]
+    models = [name for name in starts if name]
+    on_hub = [name for name in models if is_hub_name(name)]
     licence, about_licence = _licence(models)
     sets = [*config.get("data", []), *config.get("replay", [])]
+    datasets = {_hub_dataset(directory) for directory in sets}
     header = {
         # The hub lists a model under what its weights started from; a head or a fresh draft under
         # its target.
-        "base_model": next((name for name in models if is_hub_name(name)), None),
-        "datasets": sorted({name for source in sets if (name := _hub_dataset(source))}),
+        "base_model": on_hub[0] if on_hub else None,
+        "datasets": sorted(name for name in datasets if name),
         "library_name": "transformers" if is_lm else "draftsmith",
         "license": licence,
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draft-model", "draftsmith", *([] if is_lm else [kind])],
     }
+    _, serve = SERVING["vllm"]["draft"].commands("draft", target, PLACEHOLDER, 4)
+    measured = [key for key in _MEASURED if key in record]
     values = {} if results is None else _evaluated(results, draft or "")
-    values["heldout"] = [
-        (what, f"{record[key]:.4f}") for key, what in _MEASURED.items() if key in record
-    ]
-    values["vllm"] = SERVING["vllm"]["draft"].commands("draft", target, PLACEHOLDER, 4)[1]
-    values |= {"config": config, "kind": kind, "is_lm": is_lm, "target": target, "draft": draft}
-    return _card(
-        "draft.md.j2",
-        header,
-        record,
-        made=_made(record, config, sets),
-        licence=about_licence,
-        **values,
-    )
+    values |= {
+        "heldout": [(_MEASURED[key], f"{record[key]:.4f}") for key in measured],
+        "vllm": serve,
+        "config": config,
+        "kind": kind,
+        "is_lm": is_lm,
+        "target": target,
+        "draft": draft,
+        "made": _made(record, config, sets),
+        "licence": about_licence,
+    }
+    return _card("draft.md.j2", header, record, values)
 
 
-def distilled_set_card(manifest: Values) -> str:
+def distilled_set_card(manifest: JsonObject) -> str:
     """Return the card of a distilled set, from its `manifest.json`."""
     config = manifest["config"]
     licence, about_licence = _licence([config["target"]])
+    dataset = _hub_dataset(str(config["prompts"]))
     header = {
         "license": licence,
         "task_categories": ["text-generation"],
         "tags": ["speculative-decoding", "distillation", "draftsmith"],
-        "source_datasets": [name] if (name := _hub_dataset(str(config["prompts"]))) else None,
+        "source_datasets": [dataset] if dataset else None,
         "configs": [{"config_name": "default", "data_files": "part-*.parquet"}],
     }
-    keys = (
-        "prompts",
-        "num_samples",
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "teacher_top_k",
-        "seed",
-    )
-    rows = [(key, config[key]) for key in keys]
-    if config.get("temperatures"):
-        rows[keys.index("temperature")] = ("temperatures", " ".join(config["temperatures"]))
-    rows += [(key.replace("_", " "), value) for key, value in manifest["counts"].items()]
-    rows += [("response tokens", manifest["response_tokens"])]
-    rows += [(f"ended by {key}", value) for key, value in manifest["finish_reasons"].items()]
-    rows += [("target fingerprint", manifest["identity"]["target_fingerprint"])]
-    return _card(
-        "distilled_set.md.j2", header, manifest, config=config, made=rows, licence=about_licence
-    )
+    rows: dict[str, object] = {}
+    for key in _SET_OPTIONS:
+        if key == "temperature" and config.get("temperatures"):
+            rows["temperatures"] = " ".join(config["temperatures"])
+        else:
+            rows[key] = config[key]
+    for key, count in manifest["counts"].items():
+        rows[key.replace("_", " ")] = count
+    rows["response tokens"] = manifest["response_tokens"]
+    for reason, count in manifest["finish_reasons"].items():
+        rows[f"ended by {reason}"] = count
+    rows["target fingerprint"] = manifest["identity"]["target_fingerprint"]
+    values = {"config": config, "made": list(rows.items()), "licence": about_licence}
+    return _card("distilled_set.md.j2", header, manifest, values)
 
 
 def add_results(checkpoint: Path, results: Path, draft: str) -> None:
@@ -114,8 +126,11 @@ def add_results(checkpoint: Path, results: Path, draft: str) -> None:
 def licence_of(name: str) -> str | None:
     """Return the licence that a model's card states; None if there is none or it cannot be read."""
     card = cached(name, "README.md")
+    if card is None:
+        return None
     try:
-        return None if card is None else str((metadata_load(card) or {})["license"])
+        metadata = metadata_load(card) or {}
+        return str(metadata["license"])
     except (OSError, KeyError, ValueError, yaml.YAMLError):
         return None
 
@@ -123,10 +138,10 @@ def licence_of(name: str) -> str | None:
 def _licence(names: Sequence[str]) -> tuple[str | None, str]:
     """Return the licence that all these models share, and a sentence for the card."""
     licences = {name: licence_of(name) for name in names}
-    sources = "; ".join(
-        f"`{name}`: {licence or 'none that can be read'}" for name, licence in licences.items()
-    )
-    shared = licences[names[0]] if len(set(licences.values())) == 1 else None
+    stated = [f"`{name}`: {licences[name] or 'none that can be read'}" for name in licences]
+    sources = "; ".join(stated)
+    distinct = set(licences.values())
+    shared = distinct.pop() if len(distinct) == 1 else None
     start = "As the models" if shared else "Not set: it does not follow from the models"
     return shared, f"{start} it was made from ({sources or 'none is recorded'})."
 
@@ -137,91 +152,98 @@ def _hub_dataset(source: str) -> str | None:
     """
     manifest = Path(source) / "manifest.json"
     if manifest.is_file():
-        source = str(
-            read_json(manifest, "the manifest of a distilled set")
-            .get("config", {})
-            .get("prompts", "")
-        )
-    name = source.partition(":")[0]
+        document = read_json(manifest, "the manifest of a distilled set")
+        config = document.get("config", {})
+        source = str(config.get("prompts", ""))
+    name, _, _ = source.partition(":")
     return name if is_hub_name(name) else None
 
 
-def _made(record: Values, config: Values, sets: Sequence[str]) -> list[tuple[str, Any]]:
+def _made(record: JsonObject, config: JsonObject, sets: Sequence[str]) -> list[tuple[str, object]]:
     merged = record.get("merged_from", [])
-    rows: list[tuple[str, Any]] = [
-        (f"weight of {part['draft']}", part["weight"]) for part in merged
-    ]
+    rows: list[tuple[str, object]] = []
+    for part in merged:
+        rows.append((f"weight of {part['draft']}", part["weight"]))
     if not merged:
-        rows += [
-            ("started from", config.get("draft") or "fresh weights"),
-            ("data", ", ".join(sets)),
-        ]
-    rows += [("response tokens", record.get("data", {}).get("response_tokens"))]
-    rows += [("learning rate", config.get("optim", {}).get("lr")), ("seed", config.get("seed"))]
-    keys = ("merge_base", "objective", "steps", "best_step", "fingerprint", "target_fingerprint")
-    rows += [(key.replace("_", " "), record.get(key)) for key in keys]
-    return [row for row in rows if row[1] is not None]
+        rows.append(("started from", config.get("draft") or "fresh weights"))
+        rows.append(("data", ", ".join(sets)))
+    data = record.get("data", {})
+    optimizer = config.get("optim", {})
+    rows.append(("response tokens", data.get("response_tokens")))
+    rows.append(("learning rate", optimizer.get("lr")))
+    rows.append(("seed", config.get("seed")))
+    for key in (
+        "merge_base",
+        "objective",
+        "steps",
+        "best_step",
+        "fingerprint",
+        "target_fingerprint",
+    ):
+        rows.append((key.replace("_", " "), record.get(key)))
+    return [(what, value) for what, value in rows if value is not None]
 
 
-def _evaluated(results: Values, draft: str) -> dict[str, Any]:
+def _evaluated(results: JsonObject, draft: str) -> JsonObject:
     """alpha of the base and of this draft by prompt set and temperature, then tokens per target
     call by method.
     """
     names = list(dict.fromkeys((results["base"], draft)))
-    sets = {suite["name"] for suite in results["suites"]}
-    rows = [row for row in results["rows"] if row["domain"] in sets]
-    values = {
-        (row["draft"], row["domain"], row["temperature"]): row
-        for row in rows
-        if row["figure"] == "alpha"
-    }
-    alphas, calls = [], []
-    for row in (row for row in rows if row["draft"] == draft):
+    suites = {suite["name"] for suite in results["suites"]}
+    rows = [row for row in results["rows"] if row["domain"] in suites]
+    # alpha by draft, prompt set and temperature.
+    intervals: dict[tuple[str, str, float], str] = {}
+    for row in rows:
         if row["figure"] == "alpha":
-            figures = [_interval(values[name, row["domain"], row["temperature"]]) for name in names]
-            alphas.append(
-                (f"{row['domain']} ({row['kind'].upper()})", row["temperature"], *figures)
-            )
+            intervals[row["draft"], row["domain"], row["temperature"]] = _interval(row)
+    alphas: list[list[str]] = []
+    calls: list[list[str]] = []
+    for row in rows:
+        suite = row["domain"]
+        temperature = row["temperature"]
+        if row["draft"] != draft:
+            continue
+        if row["figure"] == "alpha":
+            kind = row["kind"].upper()
+            of_names = [intervals[name, suite, temperature] for name in names]
+            alphas.append([f"{suite} ({kind})", temperature, *of_names])
         elif row["figure"] == "tau":
-            calls.append(
-                (
-                    row["domain"],
-                    row["temperature"],
-                    f"{row['tree']}, {row['verifier']}",
-                    _interval(row),
-                )
-            )
-    head = ("prompts", "temperature", *(f"alpha of {name}" for name in names))
+            method = f"{row['tree']}, {row['verifier']}"
+            calls.append([suite, temperature, method, _interval(row)])
+    columns = [f"alpha of {name}" for name in names]
+    head = ["prompts", "temperature", *columns]
     return {"results": results, "alpha_head": head, "alphas": alphas, "calls": calls}
 
 
-def _interval(estimate: Values) -> str:
+def _interval(estimate: JsonObject) -> str:
     if estimate["value"] is None:
         return "not measured"
-    low, high = estimate["low"], estimate["high"]
-    return f"{estimate['value']:.3f}" + ("" if low is None else f" [{low:.3f}, {high:.3f}]")
+    if estimate["low"] is None:
+        return f"{estimate['value']:.3f}"
+    return f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = []
+    for line in (head, ["---"] * len(head), *rows):
+        cells = [str(cell).replace("|", "\\|") for cell in line]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def _card(template: str, header: Values, record: Values, **values: Any) -> str:
+def _card(template: str, header: JsonObject, record: JsonObject, values: JsonObject) -> str:
     versions = record.get("versions", {})
-    names = [
-        f"{name} {versions[name]}"
-        for name in ("draftsmith", "torch", "transformers")
-        if name in versions
-    ]
-    page = jinja2.Environment(
+    known = [name for name in ("draftsmith", "torch", "transformers") if name in versions]
+    pages = jinja2.Environment(
         loader=jinja2.PackageLoader("draftsmith_core"), keep_trailing_newline=True
     )
-    page.filters |= {"shell": shlex.quote, "python": json.dumps}
-    page.globals |= {"table": _table, "here": PLACEHOLDER, "versions": ", ".join(names)}
-    head = yaml.safe_dump(
-        {key: value for key, value in header.items() if value}, sort_keys=False, allow_unicode=True
-    )
-    return f"---\n{head}---\n\n" + page.get_template(template).render(values, record=record)
+    pages.filters |= {"shell": shlex.quote, "python": json.dumps}
+    pages.globals |= {
+        "table": _table,
+        "here": PLACEHOLDER,
+        "versions": ", ".join(f"{name} {versions[name]}" for name in known),
+    }
+    stated = {key: value for key, value in header.items() if value}
+    head = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True)
+    body = pages.get_template(template).render(values, record=record)
+    return f"---\n{head}---\n\n{body}"

@@ -80,7 +80,7 @@ def _joined(argv: list[str], table: Mapping[str, Option]) -> list[str]:
 
     Otherwise argparse takes a value that begins with a dash for an option.
     """
-    known = {"-h", *(f"--{key}" for key in (*_COMMON, *table))}
+    known = {"-h"} | {f"--{key}" for key in (*_COMMON, *table)}
     words: list[str] = []
     for word in argv:
         option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
@@ -96,7 +96,8 @@ def underscored(word: str) -> str:
     """A word of a command line with `_` for `-` in the name of its option."""
     key, equals, value = word.partition("=")
     is_key = word.startswith("--") and " " not in key
-    return "--" + key[2:].replace("-", "_") + equals + value if is_key else word
+    name = key.removeprefix("--").replace("-", "_")
+    return f"--{name}{equals}{value}" if is_key else word
 
 
 def check_file(cls: type, file: Path) -> None:

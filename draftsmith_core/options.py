@@ -387,8 +387,9 @@ def _field_docstrings(cls: type) -> dict[str, str]:
 
 def _summary(cls: type) -> str:
     """The first sentence of a docstring."""
-    paragraph = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
-    return paragraph.partition(". ")[0].rstrip(".:")
+    paragraph, _, _ = (cls.__doc__ or "").partition("\n\n")
+    sentence, _, _ = " ".join(paragraph.split()).partition(". ")
+    return sentence.rstrip(".:")
 
 
 def identity(config: object) -> dict[str, Any]:
@@ -436,8 +437,8 @@ def reason_of(error: ValidationError) -> Reason:
     if isinstance(raised, InputError):
         # Raised by a __post_init__, with the key in its message.
         line = f"{key}.{raised}" if key else str(raised)
-        key = line.partition(":")[0].removeprefix("--").split()[0]
-        return Reason(key, line)
+        start, _, _ = line.partition(":")
+        return Reason(start.removeprefix("--").split()[0], line)
     text = first["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
     # Pydantic's "Input should be a valid number, unable to parse string as a number" says it twice.
     line = f"{key}: " + re.sub(r", (unable to|got a number with) .*", "", text)
