@@ -4,11 +4,11 @@ resumes.
 
 import base64
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypedDict
 
 from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, Key
+from draftsmith_core.io import JsonObject
 from draftsmith_core.prompts import content_id
 from draftsmith_core.runs import Journal
 
@@ -21,17 +21,6 @@ class PartRequests:
     requests: Sequence[AnswerRequest]
 
 
-class KeptJson(TypedDict):
-    """A `KeptAnswer` in a journal."""
-
-    key: list[int]
-    prompt: str
-    response_ids: list[int]
-    finish_reason: str
-    tokens_from: str
-    teacher: str | None
-
-
 @dataclass(frozen=True)
 class KeptAnswer:
     """An answer that a journal keeps. prompt: `content_id` of the prompt that it answers."""
@@ -41,26 +30,18 @@ class KeptAnswer:
     answer: Answer
 
     @classmethod
-    def from_json(cls, kept: KeptJson) -> "KeptAnswer":
-        teacher = kept["teacher"]
-        answer = Answer(
-            response_ids=tuple(kept["response_ids"]),
-            finish_reason=kept["finish_reason"],
-            tokens_from=kept["tokens_from"],
-            teacher=None if teacher is None else base64.b64decode(teacher),
-        )
-        return cls(Key(*kept["key"]), kept["prompt"], answer)
+    def from_json(cls, kept: JsonObject) -> "KeptAnswer":
+        values = kept["answer"]
+        values["response_ids"] = tuple(values["response_ids"])
+        if values["teacher"] is not None:
+            values["teacher"] = base64.b64decode(values["teacher"])
+        return cls(Key(*kept["key"]), kept["prompt"], Answer(**values))
 
-    def to_json(self) -> KeptJson:
-        teacher = self.answer.teacher
-        return KeptJson(
-            key=list(self.key),
-            prompt=self.prompt,
-            response_ids=list(self.answer.response_ids),
-            finish_reason=self.answer.finish_reason,
-            tokens_from=self.answer.tokens_from,
-            teacher=None if teacher is None else base64.b64encode(teacher).decode(),
-        )
+    def to_json(self) -> JsonObject:
+        values = asdict(self.answer)
+        if self.answer.teacher is not None:
+            values["teacher"] = base64.b64encode(self.answer.teacher).decode()
+        return {"key": self.key, "prompt": self.prompt, "answer": values}
 
 
 @dataclass
