@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import draftsmith_core
 from draftsmith_core.errors import InputError, without_secrets
@@ -49,9 +49,6 @@ from draftsmith_core.io import (
 from draftsmith_core.launcher import without_fsdp_variable
 from draftsmith_core.ranks import from_main, on_main
 from draftsmith_core.signals import StopSignal, Terminated, terminable
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 log = logging.getLogger(__name__)
 
@@ -305,14 +302,14 @@ def git_commit() -> str | None:
         return None
 
 
-def command_line(command: str, config: "DataclassInstance") -> str:
+def command_line(command: str, config: object) -> str:
     """The command line that gives the options of `config`; those at their defaults are left out."""
     return shlex.join(["draftsmith", command, *_words(config, "")])
 
 
-def _words(config: "DataclassInstance", prefix: str) -> list[str]:
+def _words(config: object, prefix: str) -> list[str]:
     words: list[str] = []
-    for field in dataclasses.fields(config):
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
         name = f"{prefix}{field.name}"
         value = getattr(config, field.name)
         default = field.default
