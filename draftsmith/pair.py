@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from numbers import Integral
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -139,7 +140,8 @@ class Decoding:
 
     def identity(self) -> list[object]:
         """Return hashes of everything that may change outputs. This reads all weights."""
-        target, how = self.decoder.target, None
+        target = self.decoder.target
+        how = None
         if self.method is not None:
             shape = dataclasses.asdict(self.method.shape)
             how = [self.method.proposer, shape, self.method.verifier.name]
@@ -286,7 +288,7 @@ class Pair:
             batch_size=batch_size,
             on_tokens=on_tokens,
         )
-        outputs = [output for batch in batches for output in batch]
+        outputs = list(chain.from_iterable(batches))
         return outputs[0] if one else outputs
 
     def _named(self, prompts: Sequence[OnePrompt]) -> list[Prompt]:
@@ -304,7 +306,8 @@ class Pair:
         for piece in pair.stream("Return the"): print(piece, end="")
         """
         pieces: SimpleQueue[Piece | BaseException | None] = SimpleQueue()
-        text, abandoned = Detokenizer(self.tokenizer), Event()
+        text = Detokenizer(self.tokenizer)
+        abandoned = Event()
 
         def put(row: int, ids: list[int], from_draft: list[bool]) -> None:
             if abandoned.is_set():
@@ -409,7 +412,8 @@ class Pair:
             return Decoding(self._decoder())
         if isinstance(datastore, str):
             datastore = SuffixIndex.build(read_documents(datastore, self.tokenizer))
-        kind, models = PROPOSERS[method.proposer], list(drafts.values())
+        kind = PROPOSERS[method.proposer]
+        models = list(drafts.values())
         if kind.needs == "models":
             drafter = kind.make(models, fast=self._fast)
         elif kind.needs == "head":

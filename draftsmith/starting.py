@@ -65,11 +65,13 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
         raise InputError(f"--out {out}: exists and is not empty; name another directory")
     check_out(out)
     pair = load_models(config.target, chat_template=config.chat_template, **loading(config))
-    target, tokenizer = pair.target, pair.tokenizer
+    target = pair.target
+    tokenizer = pair.tokenizer
     attention_windows(target)  # raises InputError for a target that cannot check drafts
     texts = answer_texts(config, target, tokenizer)
     draft, notes = _make(config, pair, texts)
-    used, ids_D = draft, None
+    used = draft
+    ids_D = None
     whole = min(vocabulary_size(draft), vocabulary_size(target))
     if config.draft_vocab_size not in (None, whole):
         check_draft_vocabulary("draft_vocab_size", config.draft_vocab_size, whole)
@@ -84,8 +86,9 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
         )
         used = copy.deepcopy(draft)
         trim(used, ids_D)
-    costs = read_per_token(used), read_per_token(target)
-    if warning := too_costly(*costs):
+    draft_cost = read_per_token(used)
+    target_cost = read_per_token(target)
+    if warning := too_costly(draft_cost, target_cost):
         say(f"warning: {warning}")
     figures = alphas(target, used, texts, Sampling(temperature=config.temperature))
     with writing(out), atomic_dir(out) as directory:
@@ -101,26 +104,30 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
             **provenance(command_line("init", config), dataclasses.asdict(config)),
         }
         write_json_atomic(directory / "draftsmith.json", record)
-    sizes = {"parameters": parameter_count(used), "draft_cost": costs[0], "target_cost": costs[1]}
-    return {"out": str(out), **sizes, **figures, "notes": notes}
+    return {
+        "out": str(out),
+        "parameters": parameter_count(used),
+        "draft_cost": draft_cost,
+        "target_cost": target_cost,
+        **figures,
+        "notes": notes,
+    }
 
 
 def in_words(summary: dict[str, Any], temperature: float) -> list[str]:
     """What `init` prints: notes, cost, and alpha at `temperature`."""
-    cost, share = summary["draft_cost"], summary["draft_cost"] / summary["target_cost"]
+    cost = summary["draft_cost"]
+    share = cost / summary["target_cost"]
     lines = [
         *summary["notes"],
         f"cost:   {share:.3f} of the target ({cost:,} parameters read per token)",
     ]
     if summary["alpha"] is None:
         return [*lines, "alpha:  not measured; add --prompts"]
-    speculative, greedy, match = (
-        summary[key] for key in ("alpha", "alpha_greedy_draft", "alpha_match")
-    )
     lines.append(
-        f"alpha:  {speculative:.3f} speculative, {greedy:.3f} greedy draft, {match:.3f} sample "
-        "match "
-        f"(temperature {temperature:g}, {summary['positions']} positions)"
+        f"alpha:  {summary['alpha']:.3f} speculative, {summary['alpha_greedy_draft']:.3f} greedy "
+        f"draft, {summary['alpha_match']:.3f} sample match (temperature {temperature:g}, "
+        f"{summary['positions']} positions)"
     )
     if summary["missing_mass"]:
         lines.append(
@@ -179,12 +186,21 @@ def answer_texts(
     if config.prompts is None:
         return []
     room = room_for_prompts(context_length(target), config.max_new_tokens)
-    limits: dict[str, Any] = {"max_tokens": room, "limit": config.max_prompts}
-    read = read_prompts(config.prompts, tokenizer, prompt_tokens=config.prompt_tokens, **limits)
+    read = read_prompts(
+        config.prompts,
+        tokenizer,
+        prompt_tokens=config.prompt_tokens,
+        max_tokens=room,
+        limit=config.max_prompts,
+    )
     read.say_skipped()
-    options = {"max_new_tokens": config.max_new_tokens, "batch_size": _BATCH, "seed": config.seed}
     return measuring.answers(
-        target, read.prompts, Sampling(temperature=config.temperature), **options
+        target,
+        read.prompts,
+        Sampling(temperature=config.temperature),
+        max_new_tokens=config.max_new_tokens,
+        batch_size=_BATCH,
+        seed=config.seed,
     )
 
 

@@ -6,6 +6,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -52,9 +53,7 @@ def decode(config: DecodeConfig) -> Outcome:
         )
     prompts = _prompts(config, pair)
     sampling = resolve_sampling(config.target, pair.target, **sampling_options(config))
-    requests = [
-        (prompt, sample) for prompt in prompts.prompts for sample in range(config.num_samples)
-    ]
+    requests = list(product(prompts.prompts, range(config.num_samples)))
     draw = partial(
         pair.decode,
         decoding.decoder,
@@ -87,7 +86,7 @@ def decode(config: DecodeConfig) -> Outcome:
         )
         stream.close()
     else:
-        outputs = [output for batch in batches(0) for output in batch]
+        outputs = list(chain.from_iterable(batches(0)))
     summary = _summary(config, decoding, prompts, outputs)
     summary |= {
         "sampling": dataclasses.asdict(sampling.sampling),
@@ -101,9 +100,7 @@ def _say(line: str) -> None:
 
 
 def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
-    """Return the pair and its decoder. Whatever options and small files tell is refused before a
-    model is loaded.
-    """
+    """Return the pair and its decoder. Refuse before a model is loaded what options show wrong."""
     kinds = {}
     for name in config.draft:
         check_source(name)  # else a path that does not exist would be looked up on the hub
@@ -118,11 +115,10 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     index = None
     if config.datastore is not None:
         index = SuffixIndex.build(read_documents(config.datastore, tokenizer))
+    drafts = method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
     pair = load_pair(
         config.target,
-        config.draft
-        if method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
-        else None,
+        config.draft if drafts else None,
         **loading(config),
         quantize=config.quantize,
         quantize_draft=config.quantize_draft,
@@ -133,8 +129,10 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     )
     if method is None:
         return pair, pair.decoding(proposer="none")
-    how: dict[str, Any] = {"proposer": config.proposer, "tree": tree, "verifier": config.verifier}
-    return pair, pair.decoding(**how, datastore=index)
+    decoding = pair.decoding(
+        proposer=config.proposer, tree=tree, verifier=config.verifier, datastore=index
+    )
+    return pair, decoding
 
 
 def _planned(config: DecodeConfig) -> str | None:
@@ -158,34 +156,32 @@ def _planned(config: DecodeConfig) -> str | None:
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
     room = room_for_prompts(pair.context, config.max_new_tokens)
     if config.prompts is not None:
-        limits: dict[str, Any] = {"max_tokens": room, "limit": config.max_prompts}
         return read_prompts(
-            config.prompts, pair.tokenizer, prompt_tokens=config.prompt_tokens, **limits
+            config.prompts,
+            pair.tokenizer,
+            prompt_tokens=config.prompt_tokens,
+            max_tokens=room,
+            limit=config.max_prompts,
         )
     assert config.prompt is not None
     chat = pair.tokenizer.chat_template is not None and not config.raw
     ids = pair.encode([{"role": "user", "content": config.prompt}] if chat else config.prompt)
     if not 0 < len(ids) <= (room or len(ids)):
-        raise InputError(
-            f"--prompt: has {len(ids)} tokens; write at least 1"
-            + (f", at most {room}" if room else "")
-        )
+        most = f", at most {room}" if room else ""
+        raise InputError(f"--prompt: has {len(ids)} tokens; write at least 1{most}")
     if chat:
         _say("--prompt is a user's turn in the chat template; --raw continues it as text")
     return PromptSet("--prompt", (Prompt("prompt", "default", tuple(ids)),), (), 1)
 
 
-def _to_file(out: Path, head: dict[str, Any], batches: Batches) -> list[Output]:
-    """Append every batch of outputs to a journal; write their rows to OUT at the end. A killed run
-    resumes.
-    """
+def _to_file(out: Path, head: dict[str, str], batches: Batches) -> list[Output]:
+    """Journal every batch of outputs, so that a killed run resumes; write all rows at the end."""
     partial = f".{out.name}.partial"
     with Run(out, file=True) as run:
         run.begin()
         with run.journal(partial, head) as journal:
-            outputs = TypeAdapter(list[Output]).validate_python(
-                [row for batch in journal.rows for row in batch]
-            )
+            rows = list(chain.from_iterable(journal.rows))
+            outputs = TypeAdapter(list[Output]).validate_python(rows)
             for batch in batches(len(outputs)):
                 outputs += batch
                 journal.append([dataclasses.asdict(output) for output in batch])
@@ -222,8 +218,9 @@ class Stream:
             self._file.flush()
             return
         # What a model writes must not steer the terminal (escape sequences).
-        text = "".join(c for c in piece if c in "\n\t" or unicodedata.category(c) != "Cc")
-        self._console.print(Text(text, style=DRAFT_STYLE if piece.from_draft else ""), end="")
+        shown = [c for c in piece if c in "\n\t" or unicodedata.category(c) != "Cc"]
+        style = DRAFT_STYLE if piece.from_draft else ""
+        self._console.print(Text("".join(shown), style=style), end="")
 
 
 def _summary(
@@ -231,9 +228,8 @@ def _summary(
 ) -> dict[str, Any]:
     method = decoding.method
     stats = sum((output.stats for output in outputs), DecodeStats())
-    prefill_s, decode_s = (
-        sum(getattr(output, key) for output in outputs) for key in ("prefill_s", "decode_s")
-    )
+    prefill_s = sum(output.prefill_s for output in outputs)
+    decode_s = sum(output.decode_s for output in outputs)
     seconds = prefill_s + decode_s
     peak, kind = peak_memory(decoding.decoder.target.device)
     summary: dict[str, Any] = {
@@ -272,20 +268,19 @@ def _summary(
 
 
 def _in_words(summary: dict[str, Any], note: str, shown: bool) -> list[str]:
-    """The summary for a person, with the texts unless they went to a file or were `shown` while
-    decoding.
-    """
+    """Return the summary in words, after the texts unless they went to a file or were `shown`."""
     outputs = [] if shown else summary.get("outputs", [])
     lines = []
     for row in outputs:
-        lines += [f"--- {row['id']}, sample {row['sample_index']}"] if len(outputs) > 1 else []
+        if len(outputs) > 1:
+            lines.append(f"--- {row['id']}, sample {row['sample_index']}")
         lines.append(row["text"])
     if summary["prompts_skipped"]:
-        first, skipped = (
-            summary["skipped"][0],
-            f"{summary['prompts_skipped']} of {summary['prompts_read']}",
+        first = summary["skipped"][0]
+        lines.append(
+            f"{summary['prompts_skipped']} of {summary['prompts_read']} prompts skipped (row "
+            f"{first['row']}: {first['reason']})"
         )
-        lines.append(f"{skipped} prompts skipped (row {first['row']}: {first['reason']})")
     if note:
         lines.append(f"sampling: {note}")
     where = f"{summary['out']}: {summary['rows']} rows, " if "out" in summary else ""
@@ -306,7 +301,8 @@ def _in_words(summary: dict[str, Any], note: str, shown: bool) -> list[str]:
         seconds = f"{summary['recording_s']:.1f} s, which are not in the time above"
         lines.append(f"{summary['recorded_steps']} kinds of steps recorded as graphs in {seconds}")
     kind = {"cuda": "CUDA", "process_rss": "process"}[summary["peak_memory_kind"]]
-    lines.append(f"{method}; peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB ({kind})")
+    peak = summary["peak_memory_bytes"] / 2**20
+    lines.append(f"{method}; peak memory {peak:.0f} MiB ({kind})")
     return lines
 
 
