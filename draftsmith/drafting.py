@@ -2,7 +2,7 @@
 is loaded.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,8 @@ def choose_method(
         if shape is None:
             shape = default_tree(name, heads)
             tree = f"chain:{shape.depth}" if shape.is_chain else "its own"
-        copies, usual = not PROPOSERS[name].draws, PROPOSERS[name].usual
+        copies = not PROPOSERS[name].draws
+        usual = PROPOSERS[name].usual
         rule = verifier or default_verifier(shape, draws=not copies, drafts=len(kinds))
         if isinstance(rule, str):
             if rule not in VERIFIERS:
@@ -97,9 +98,8 @@ def choose_method(
             rule.check(shape, "deterministic" if copies or shape.grows else None)
     except ValueError as error:
         raise InputError(str(error)) from None
-    return DraftingMethod(
-        name, tree if isinstance(tree, str) else f"{shape.size} nodes", shape, rule
-    )
+    written = tree if isinstance(tree, str) else f"{shape.size} nodes"
+    return DraftingMethod(name, written, shape, rule)
 
 
 def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) -> None:
@@ -126,11 +126,21 @@ def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) ->
     wanted = "draft" if needs == "models" else PROPOSERS[proposer].usual or proposer
     in_words = "language models" if wanted == "draft" else f"one head of kind {wanted}"
     if not kinds or set(kinds.values()) != {wanted} or (needs == "head" and len(kinds) > 1):
-        given = ", ".join(
+        given = [
             f"{name} ({'language model' if kind == 'draft' else kind})"
             for name, kind in kinds.items()
-        )
-        raise InputError(f"proposer: {proposer} needs {in_words}; --draft is {given or 'missing'}")
+        ]
+        shown = ", ".join(given) or "missing"
+        raise InputError(f"proposer: {proposer} needs {in_words}; --draft is {shown}")
+
+
+def _tokens(row: dict[str, Any], tokenizer: Tokenizer, where: str) -> list[int]:
+    if row.get("response_ids") is not None:
+        return [*(row.get("prompt_ids") or []), *row["response_ids"]]
+    if row.get("messages") is not None:
+        return encode_messages(tokenizer, check_turns(row["messages"], where), where)
+    text = row.get("text") or row.get("prompt") or ""
+    return encode_text(tokenizer, text) if text.strip() else []
 
 
 def read_documents(source: str, tokenizer: Tokenizer) -> list[list[int]]:
@@ -140,18 +150,14 @@ def read_documents(source: str, tokenizer: Tokenizer) -> list[list[int]]:
     A row has `text`, `messages` (a chat, read whole) or `prompt`; or, in a distilled set,
     `prompt_ids` and `response_ids`, which are taken as they are.
     """
-    rows: Iterable[tuple[int, dict[str, Any]]] = iterate_rows(source)
-    if (path := Path(source)).suffix == ".txt" and path.is_file():
-        rows = [(1, {"text": path.read_text(encoding="utf-8", errors="replace")})]
+    path = Path(source)
     documents: list[list[int]] = []
-    for number, row in rows:
-        where, text = f"{source}:{number}", row.get("text") or row.get("prompt") or ""
-        if row.get("response_ids") is not None:
-            documents.append([*(row.get("prompt_ids") or []), *row["response_ids"]])
-        elif row.get("messages") is not None:
-            documents.append(encode_messages(tokenizer, check_turns(row["messages"], where), where))
-        else:
-            documents.append(encode_text(tokenizer, text) if text.strip() else [])
+    if path.suffix == ".txt" and path.is_file():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        documents.append(encode_text(tokenizer, text) if text.strip() else [])
+    else:
+        for number, row in iterate_rows(source):
+            documents.append(_tokens(row, tokenizer, f"{source}:{number}"))
     if not any(documents):
         raise InputError(f"{source}: holds no text; a row needs one of the keys {', '.join(KEYS)}")
     return documents

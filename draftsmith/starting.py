@@ -30,6 +30,7 @@ from draftsmith_core.models import (
     fingerprint,
     load_model,
     parameter_count,
+    text_config,
     vocabulary_size,
 )
 from draftsmith_core.options import configured
@@ -115,7 +116,7 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
 
 
 def in_words(summary: dict[str, Any], temperature: float) -> list[str]:
-    """What `init` prints: notes, cost, and alpha at `temperature`."""
+    """Return what `init` prints: notes, cost, and alpha at `temperature`."""
     cost = summary["draft_cost"]
     share = cost / summary["target_cost"]
     lines = [
@@ -139,17 +140,19 @@ def in_words(summary: dict[str, Any], temperature: float) -> list[str]:
 def _make(
     config: InitConfig, pair: LoadedModels, texts: Sequence[Continuation]
 ) -> tuple[PreTrainedModel, list[str]]:
-    target, keep = pair.target, config.keep or "even"
+    """Return the draft, and lines on how it was made."""
+    target = pair.target
+    keep = config.keep or "even"
     if config.method == "fresh":
         draft, share = fresh(target, config.cost or _DEFAULT_COST, config.seed)
         text = draft.config
-        shape = (
-            f"{text.num_hidden_layers} layers of {text.hidden_size}, feed-forward "
-            f"{text.intermediate_size}"
+        note = (
+            f"shape: {text.num_hidden_layers} layers of {text.hidden_size}, feed-forward "
+            f"{text.intermediate_size}; {share:.3f} of the target's parameters per token"
         )
-        return draft, [f"shape: {shape}; {share:.3f} of the target's parameters per token"]
+        return draft, [note]
     if config.method == "prune":
-        depth = int(target.config.get_text_config().num_hidden_layers)
+        depth = text_config(target).num_hidden_layers
         draft, layers = prune(
             target,
             num_layers=config.num_layers or max(1, depth // 4),
@@ -157,24 +160,26 @@ def _make(
             intermediate_size=config.intermediate_size,
             texts=[(*text.prompt_ids, *text.output_ids) for text in texts],
         )
-        return draft, [
-            f"layers {' '.join(map(str, layers))} of the target's {depth}, chosen as {keep}"
-        ]
+        numbers = " ".join(map(str, layers))
+        return draft, [f"layers {numbers} of the target's {depth}, chosen as {keep}"]
     assert config.donor is not None
-    donor, notes = load_model(config.donor, **loading(config) | {"revision": None}), []
+    donor = load_model(config.donor, **loading(config) | {"revision": None})
+    notes = []
     if config.num_layers is not None:
         donor, layers = prune(donor, num_layers=config.num_layers, keep=keep)
-        notes = [f"layers {' '.join(map(str, layers))} of the donor, chosen as {keep}"]
+        numbers = " ".join(map(str, layers))
+        notes.append(f"layers {numbers} of the donor, chosen as {keep}")
     donor_tokenizer = load_tokenizer(config.donor, config.trust_remote_code)
     draft, rows = transplant(donor, donor_tokenizer, target, pair.tokenizer)
-    unmapped = ", ".join(map(ascii, rows.unmapped[:5])) + (
-        " and others" if len(rows.unmapped) > 5 else ""
-    )
+    examples = ", ".join(map(ascii, rows.unmapped[:5]))
+    if len(rows.unmapped) > 5:
+        examples += " and others"
+    if examples:
+        examples = f" ({examples})"
     notes.append(
         f"rows: {rows.shared} of a token that both have, {rows.from_pieces} from the donor's "
-        "pieces of the text, "
-        f"{len(rows.unmapped)} without a partner{f' ({unmapped})' if unmapped else ''}, "
-        f"{rows.padding} padding"
+        f"pieces of the text, {len(rows.unmapped)} without a partner{examples}, {rows.padding} "
+        "padding"
     )
     return draft, notes
 
@@ -182,7 +187,7 @@ def _make(
 def answer_texts(
     config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer
 ) -> list[Continuation]:
-    """The target's answers to --prompts; empty without."""
+    """Return the target's answers to --prompts; none without."""
     if config.prompts is None:
         return []
     room = room_for_prompts(context_length(target), config.max_new_tokens)
@@ -210,8 +215,8 @@ def alphas(
     texts: Sequence[Continuation],
     sampling: Sampling,
 ) -> dict[str, Any]:
-    """Number of positions, alpha under the three rules, and the mass that cannot be drafted; None
-    without texts.
+    """Return the number of positions, alpha under the three rules, and the mass that cannot be
+    drafted. Without texts, these are None.
     """
     keys = {
         "alpha": "sum",

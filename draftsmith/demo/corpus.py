@@ -68,11 +68,20 @@ def _tidy(text: str) -> str:
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@cache
-def _modules() -> tuple[tuple[str, str, str], ...]:
-    """(dotted name, docstrings under their titles, source without them) of every module that
-    parses.
+class Module(NamedTuple):
+    """A module of the standard library.
+
+    name: dotted. prose: its docstrings under their titles. code: its source without them.
     """
+
+    name: str
+    prose: str
+    code: str
+
+
+@cache
+def _modules() -> tuple[Module, ...]:
+    """Return every module that parses."""
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = []
     for path in sorted(root.rglob("*.py")):
@@ -85,23 +94,34 @@ def _modules() -> tuple[tuple[str, str, str], ...]:
             tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):
             continue  # lib2to3 and friends ship files that are wrong on purpose
-        name, entries, lines = ".".join(parts), [], source.splitlines()
+        name = ".".join(parts)
+        entries = []
+        lines = source.splitlines()
         defined = [node for node in ast.walk(tree) if isinstance(node, _Documented)]
         for node in sorted(defined, key=lambda node: getattr(node, "lineno", 0)):
-            if (docstring := ast.get_docstring(node)) is not None:
-                entries.append(
-                    f"{name if isinstance(node, ast.Module) else node.name}\n\n{_tidy(docstring)}"
-                )
-                first, last = node.body[0].lineno, node.body[0].end_lineno or 0
+            docstring = ast.get_docstring(node)
+            if docstring is not None:
+                title = name if isinstance(node, ast.Module) else node.name
+                entries.append(f"{title}\n\n{_tidy(docstring)}")
+                first = node.body[0].lineno
+                last = node.body[0].end_lineno or 0
                 lines[first - 1 : last] = [""] * (last - first + 1)
-        modules.append((name, "\n\n".join(entries), _tidy("\n".join(lines))))
+        code = _tidy("\n".join(lines))
+        modules.append(Module(name, "\n\n".join(entries), code))
     return tuple(modules)
 
 
 def _prose() -> list[Document]:
     topics = importlib.import_module("pydoc_data.topics").topics
     documents = [Document(f"topic {name}", _tidy(text)) for name, text in sorted(topics.items())]
-    return documents + [Document(f"module {name}", prose) for name, prose, _ in _modules() if prose]
+    for module in _modules():
+        if module.prose:
+            documents.append(Document(f"module {module.name}", module.prose))
+    return documents
+
+
+def _code() -> list[Document]:
+    return [Document(f"module {module.name}", module.code) for module in _modules()]
 
 
 def _unicode() -> list[Document]:
@@ -120,58 +140,59 @@ def _unicode() -> list[Document]:
 
 DOMAINS: dict[str, Callable[[], list[Document]]] = {
     "prose": _prose,
-    "code": lambda: [Document(f"module {name}", code) for name, _, code in _modules()],
+    "code": _code,
     "unicode": _unicode,
 }
 
 
 def is_heldout(name: str) -> bool:
-    """Whether the document of this name is held out."""
-    return hashlib.sha256(name.encode()).digest()[0] * 100 < 256 * HELDOUT_PERCENT
+    """Return whether the document of this name is held out."""
+    first = hashlib.sha256(name.encode()).digest()[0]
+    return first * 100 < 256 * HELDOUT_PERCENT
 
 
 def shingles(text: str) -> set[int]:
-    """Hashes of all runs of 8 words, letters and digits only. Near-duplicates share most of
-    them.
-    """
+    """Return hashes of all runs of 8 words. Near-duplicates share most of them."""
     words = re.findall(r"\w+", text.lower())
-    runs = (
-        " ".join(words[i : i + SHINGLE_WORDS])
-        for i in range(max(1, len(words) - SHINGLE_WORDS + 1))
-    )
-    return {
-        int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "big") for run in runs
-    }
+    hashes = set()
+    for start in range(max(1, len(words) - SHINGLE_WORDS + 1)):
+        run = " ".join(words[start : start + SHINGLE_WORDS])
+        digest = hashlib.blake2b(run.encode(), digest_size=8).digest()
+        hashes.add(int.from_bytes(digest, "big"))
+    return hashes
 
 
 @cache
 def _train_shingles() -> frozenset[int]:
-    documents = [document for domain in DOMAINS.values() for document in domain()]
-    return frozenset().union(*(shingles(text) for name, text in documents if not is_heldout(name)))
+    found: set[int] = set()
+    for documents in DOMAINS.values():
+        for document in documents():
+            if not is_heldout(document.name):
+                found |= shingles(document.text)
+    return frozenset(found)
 
 
 @cache
 def split(domain: str) -> Split:
-    """Training and held-out documents of a domain, without near-duplicates of any training
-    document.
-    """
-    documents = DOMAINS[domain]()
+    """Divide a domain. Drop held-out documents that nearly repeat training documents."""
+    train = []
     heldout = []
-    for document in documents:
-        if is_heldout(document.name):
-            runs = shingles(document.text)
-            if len(runs & _train_shingles()) <= DUPLICATE_SHARE * len(runs):
-                heldout.append(document)
-    return Split(
-        tuple(document for document in documents if not is_heldout(document.name)), tuple(heldout)
-    )
+    for document in DOMAINS[domain]():
+        if not is_heldout(document.name):
+            train.append(document)
+            continue
+        runs = shingles(document.text)
+        if len(runs & _train_shingles()) <= DUPLICATE_SHARE * len(runs):
+            heldout.append(document)
+    return Split(tuple(train), tuple(heldout))
 
 
 def passages(
     domain: str, documents: tuple[Document, ...], characters: int = PASSAGE_CHARACTERS
 ) -> list[dict[str, str]]:
-    """Rows of about `characters` or more, cut at blank lines, in an order that does not depend on
-    the documents'.
+    """Cut documents at blank lines into rows of about `characters` or more.
+
+    The order of the rows does not depend on that of the documents.
     """
     rows = []
     for document in documents:
@@ -181,9 +202,12 @@ def passages(
                 pieces.append(paragraph)
             else:
                 pieces[-1] += "\n\n" + paragraph
-        rows += [
-            {"id": f"{document.name} #{i}", "domain": domain, "text": piece.strip("\n")}
-            for i, piece in enumerate(pieces)
-            if piece.strip()
-        ]
-    return sorted(rows, key=lambda row: hashlib.sha256(f"{domain} {row['id']}".encode()).digest())
+        for i, piece in enumerate(pieces):
+            if piece.strip():
+                name = f"{document.name} #{i}"
+                rows.append({"id": name, "domain": domain, "text": piece.strip("\n")})
+
+    def order(row: dict[str, str]) -> bytes:
+        return hashlib.sha256(f"{domain} {row['id']}".encode()).digest()
+
+    return sorted(rows, key=order)

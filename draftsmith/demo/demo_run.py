@@ -26,7 +26,8 @@ from eval.report.theme import LIGHT, Look, inline_svg, roles_of
 from eval.results import Results
 from eval.summary import headline_and_table
 
-RECIPES, PAIR = Path(__file__).parent / "recipes", Path(__file__).parent / "pair"
+RECIPES = Path(__file__).parent / "recipes"
+PAIR = Path(__file__).parent / "pair"
 # The domain that the draft is aligned on; the others are out of distribution.
 ID_DOMAIN = "prose"
 # Alignment prompts are cut short, so that there are thousands of different ones; evaluation prompts
@@ -39,9 +40,7 @@ LARGE = {"hidden_size": 768, "intermediate_size": 2432, "num_hidden_layers": 12}
 
 
 def prepare(out: Path, short: bool, device: str, dtype: str) -> AlignConfig:
-    """Write the prompts and a copy of the pair under `out`; returns the options of the
-    alignment.
-    """
+    """Write the prompts and a copy of the pair under `out`; return the options of `align`."""
     join_processes(device)
     on_main(lambda: _write(out))
     prompts = {domain: f"{domain}={out / 'prompts' / domain}.jsonl" for domain in corpus.DOMAINS}
@@ -59,13 +58,12 @@ def prepare(out: Path, short: bool, device: str, dtype: str) -> AlignConfig:
 
 
 def recipe(short: bool) -> dict[str, Any]:
-    """The demo's choices as `AlignConfig` takes them."""
+    """Return the demo's choices as `AlignConfig` takes them."""
     values: dict[str, Any] = _read("demo")
-    return (
-        values | {key: values[key] | part for key, part in _read("demo_short").items()}
-        if short
-        else values
-    )
+    if short:
+        for stage, options in _read("demo_short").items():
+            values[stage] |= options
+    return values
 
 
 def _read(name: str) -> Any:
@@ -73,8 +71,7 @@ def _read(name: str) -> Any:
 
 
 def time_large(options: AlignConfig, short: bool) -> Results:
-    """Time the demo's drafts beside the same target padded with zeros: it writes the same and costs
-    as a large one.
+    """Time the demo's drafts beside the target padded with zeros to the cost of a large one.
 
     A draft pays if the target is expensive; the shipped one is too cheap to show it.
     """
@@ -90,46 +87,40 @@ def time_large(options: AlignConfig, short: bool) -> Results:
             load_tokenizer(options.target).save_pretrained(directory)
 
     on_main(make)
-    smaller = (
-        {"max_prompts": 2, "max_new_tokens": 8, "speed_prompts": 2, "bootstrap": 200}
-        if short
-        else {}
+    values = _read("large")
+    if short:
+        values |= {"max_prompts": 2, "max_new_tokens": 8, "speed_prompts": 2, "bootstrap": 200}
+    out = Path(options.out)
+    config = EvalConfig(
+        target=str(large),
+        draft=[f"base={options.draft}", *(f"{name}={out / name}" for name in options.trained())],
+        id=options.id,
+        ood=options.ood,
+        out=str(out / "eval-large"),
+        seed=options.seed,
+        device=options.device,
+        dtype=options.dtype,
+        **values,
     )
-    return evaluate(
-        EvalConfig(
-            target=str(large),
-            draft=[
-                f"base={options.draft}",
-                *(f"{name}={Path(options.out) / name}" for name in options.trained()),
-            ],
-            id=options.id,
-            ood=options.ood,
-            out=str(Path(options.out) / "eval-large"),
-            seed=options.seed,
-            device=options.device,
-            dtype=options.dtype,
-            **(_read("large") | smaller),
-        )
-    )
+    return evaluate(config)
 
 
 def write_page(small: Results, large: Results) -> list[str]:
-    """Write OUT/report.html, which leads with the target on which drafting can pay; return what it
-    says as lines.
-    """
-    sizes = [results.document["models"]["target"]["parameters"] / 1e6 for results in (small, large)]
+    """Write OUT/report.html, which leads with the large target; return its lines."""
+    small_m = small.document["models"]["target"]["parameters"] / 1e6
+    large_m = large.document["models"]["target"]["parameters"] / 1e6
     padded = (
-        f"The target here is the shipped one of {sizes[0]:.1f} M parameters, padded with zeros "
-        f"to {sizes[1]:.0f} M: "
-        f"it writes the same and costs as a large one."
+        f"The target here is the shipped one of {small_m:.1f} M parameters, padded with zeros to "
+        f"{large_m:.0f} M: it writes the same and costs as a large one."
     )
     headline, *table = headline_and_table(large)
-    note = f"The shipped target of {sizes[0]:.1f} M parameters is too cheap for drafting to pay."
-    title, caption = WORDS["figures"]["alpha"]["title"], WORDS["figures"]["alpha"]["caption"]
+    note = f"The shipped target of {small_m:.1f} M parameters is too cheap for drafting to pay."
+    words = WORDS["figures"]["alpha"]
     figure = FIGURES["alpha"](small, Look(LIGHT, roles_of(small.drafts, small.base)))
-    pictures = (
-        [] if figure is None else [Picture(title, caption, inline_svg(figure, "alpha", title))]
-    )
+    pictures = []
+    if figure is not None:
+        svg = inline_svg(figure, "alpha", words["title"])
+        pictures.append(Picture(words["title"], words["caption"], svg))
     page = large.directory.parent / "report.html"
     values = {
         "detail": lead(large).detail,
