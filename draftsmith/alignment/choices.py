@@ -141,7 +141,10 @@ def _sampled(key: str) -> Choice:
         named = key in known.facts.sampling.from_target
         return f"the target's {'generation_config.json' if named else 'own distribution'}"
 
-    return Choice(f"distill.{key}", lambda known: getattr(known.facts.sampling.sampling, key), why)
+    def value(known: Known) -> object:
+        return getattr(known.facts.sampling.sampling, key)
+
+    return Choice(f"distill.{key}", value, why)
 
 
 def _draft_vocabulary(known: Known) -> int | None:
@@ -186,7 +189,10 @@ def _batch_size(known: Known) -> int:
     elif size * known["train.max_length"] >= 10**10:
         fits = 8
     share = max(1, known["train.rows_per_step"] // known.facts.processes)
-    return max(rows for rows in range(1, min(fits, share) + 1) if share % rows == 0)
+    rows = min(fits, share)
+    while share % rows:
+        rows -= 1
+    return rows
 
 
 def _count(parameters: int) -> str:

@@ -174,24 +174,20 @@ class AlignConfig(TargetOptions, RunOptions):
         """Return the objective of each aligned draft by name: `jsd` for `jsd:beta=0.5` if that is
         clear, `jsd-balanced` with policy balanced.
         """
-        ending = "-balanced" if self.policy == "balanced" else ""
-        return {f"{name}{ending}": spec for name, spec in self._named().items()}
+        return self._named("-balanced" if self.policy == "balanced" else "")
 
-    def _named(self) -> dict[str, str]:
+    def _named(self, ending: str) -> dict[str, str]:
         short = [re.split(r"[^a-z_]", spec)[0] for spec in self.objective]
         named = {}
         for name, spec in zip(short, self.objective, strict=True):
-            clear = (
-                name
-                and short.count(name) == 1
-                and name not in ("base", "target", "eval", "distilled", "prompts")
-            )
-            named[name if clear else re.sub(r"[^A-Za-z0-9.]+", "-", spec).strip("-.")[:64]] = spec
+            if not name or short.count(name) > 1:
+                name = re.sub(r"[^A-Za-z0-9.]+", "-", spec).strip("-.")[:64]
+            named[name + ending] = spec
         return named
 
     def plain_drafts(self) -> dict[str, str]:
         """The drafts that are trained as policy id does, for comparison, with their objectives."""
-        return {f"{name}-plain": spec for name, spec in self._named().items()} if self.plain else {}
+        return self._named("-plain") if self.plain else {}
 
     def trained(self) -> dict[str, str]:
         """Return the objective of every draft that is trained and compared with the base."""

@@ -29,7 +29,8 @@ def expected(
     options = config.distill
     token_s = _token_s(models.target, prompts[: options["batch_size"]])
     answers = options["max_prompts"] * options["num_samples"] + options["general_texts"]
-    parts = [f"distil {_duration(answers * options['max_new_tokens'] * token_s)}"]
+    distil_s = answers * options["max_new_tokens"] * token_s
+    parts = [f"distil {_duration(distil_s)}"]
     for draft in models.drafts.values():
         if isinstance(draft, PreTrainedModel):
             row_s = _row_s(models.target, draft, config.train["max_length"])
@@ -39,7 +40,8 @@ def expected(
     ways = 1 + len(evaluation.draft) * len(evaluation.tree)
     sets = len(evaluation.id) + len(evaluation.ood)
     outputs = sets * evaluation.max_prompts * len(evaluation.temperature) * ways
-    parts.append(f"evaluate {_duration(outputs * evaluation.max_new_tokens * token_s)}")
+    evaluate_s = outputs * evaluation.max_new_tokens * token_s
+    parts.append(f"evaluate {_duration(evaluate_s)}")
     return f"expected: {', '.join(parts)} (one step of each was timed)"
 
 
@@ -60,7 +62,8 @@ def _row_s(target: PreTrainedModel, draft: PreTrainedModel, length: int) -> floa
     began = time.perf_counter()
     with torch.no_grad():
         target(ids_BT)
-    draft(ids_BT).logits.float().logsumexp(-1).sum().backward()
+    logits_BTV = draft(ids_BT).logits
+    logits_BTV.float().logsumexp(-1).sum().backward()
     if target.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began

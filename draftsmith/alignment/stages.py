@@ -129,7 +129,8 @@ def _begin(config: AlignConfig, file: Path) -> AlignConfig:
     prompts.say_skipped()
     for line in _announcement(whole, runs, facts):
         say(line)
-    say(expected(whole, runs.values(), models, [prompt.ids for prompt in prompts.prompts]))
+    ids = [prompt.ids for prompt in prompts.prompts]
+    say(expected(whole, runs.values(), models, ids))
     head = (
         "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. "
         "Chosen were:\n"

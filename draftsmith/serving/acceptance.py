@@ -42,7 +42,8 @@ from eval.bootstrap import (
 from eval.schema import Estimate
 
 # Ignore smaller differences: in accepted tokens per call, and in the likelihood of the texts.
-_ACCEPTED_MARGIN, _TEXT_MARGIN = 0.05, 0.03
+_ACCEPTED_MARGIN = 0.05
+_TEXT_MARGIN = 0.03
 # Temperatures to try if the server does not report its own default.
 _TEMPERATURES = (0.0, 0.3, 0.6, 0.7, 0.8, 1.0)
 _RESAMPLES = 2000
@@ -217,7 +218,8 @@ def _close(value: Estimate, to: float, margin: float) -> bool:
     """Return whether an estimate is within the margin, or its interval holds the value."""
     if abs((value["value"] or 0.0) - to) <= margin:
         return True
-    low, high = value["low"], value["high"]
+    low = value["low"]
+    high = value["high"]
     return low is not None and low <= to and (high is None or to <= high)
 
 
@@ -234,8 +236,10 @@ def _served_by_depth(
         if answer.accepted_by_depth is None:
             return None
         accepted_PD[row, : len(answer.accepted_by_depth)] = answer.accepted_by_depth
-    calls_P1 = np.array([[answer.calls] for answer in answers], dtype=np.float64)
-    return _by_depth(accepted_PD, np.hstack([calls_P1, accepted_PD[:, :-1]]), picks)
+    # What reaches a depth was accepted at the depth before; every call reaches the first.
+    reached_PD = np.roll(accepted_PD, 1, axis=1)
+    reached_PD[:, 0] = [answer.calls for answer in answers]
+    return _by_depth(accepted_PD, reached_PD, picks)
 
 
 def _try(
@@ -257,14 +261,16 @@ def _try(
             found = replay(changed, tokens)
             likelihood = estimate(found.likelihood, picks)
             away = difference(counted, found.tokens, picks)
-            differing = np.abs(found.tokens.denominator_P - calls_P).sum() / calls_P.sum()
+            differing_P = np.abs(found.tokens.denominator_P - calls_P)
+            misfit = float(differing_P.sum() / calls_P.sum())
             likely = _close(likelihood, 1.0, _TEXT_MARGIN)
             row = {
                 "suspect": name,
                 "detail": detail,
                 "tokens_per_call": found.tokens.pooled,
                 "likelihood": likelihood["value"],
-                "misfit": float(differing) + abs(1 - (likelihood["value"] or 0.0)),
+                "misfit": float(differing_P.sum() / calls_P.sum())
+                + abs(1 - (likelihood["value"] or 0.0)),
                 "fits": likely and _close(away, 0.0, _margin(found)),
             }
             tried.append(row)

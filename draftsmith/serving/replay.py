@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafts.load import Draft
@@ -81,11 +82,11 @@ def _likelihood(at: Positions) -> dict[str, list[float]]:
     tokens = [[at.texts[row].output_ids[n]] for row, n in at.places]
     x_N1 = torch.tensor(tokens, device=at.p_NV.device)
     rows_N = torch.tensor([row for row, _ in at.places])
-    sums = {}
-    for name, values_N in {
-        "own": at.p_NV.gather(1, x_N1)[:, 0],
-        "expected": at.p_NV.square().sum(1),
-    }.items():
-        total_B = torch.zeros(len(at.texts), dtype=torch.double)
-        sums[name] = total_B.index_add(0, rows_N, values_N.double().cpu()).tolist()
-    return sums
+
+    def total(values_N: Tensor) -> list[float]:
+        sums_B = torch.zeros(len(at.texts), dtype=torch.double)
+        sums_B.index_add_(0, rows_N, values_N.double().cpu())
+        return sums_B.tolist()
+
+    own_N = at.p_NV.gather(1, x_N1)[:, 0]
+    return {"own": total(own_N), "expected": total(at.p_NV.square().sum(1))}

@@ -4,6 +4,7 @@ from typing import Any
 
 from draftsmith_core.errors import RequirementError
 from eval.report.formats import with_interval
+from eval.schema import Estimate
 
 # Suspects that are printed; --json has all.
 _SHOWN = 6
@@ -11,7 +12,8 @@ _SHOWN = 6
 
 def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]:
     """Return the lines, and the error of exit code 3 if less is accepted than predicted."""
-    served, predicted = found["served"], found["predicted"]
+    served = found["served"]
+    predicted = found["predicted"]
     lines = [
         f"{found['engine']} at {found['url']} drafts {found['draft_tokens']} tokens; "
         f"{found['prompts']} prompts, temperature {found['temperature']:g}",
@@ -28,7 +30,7 @@ def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]
     return lines, RequirementError([verdict])
 
 
-def _row(name: str, served: Any, predicted: Any) -> str:
+def _row(name: str, served: Estimate | None, predicted: Estimate) -> str:
     return f"{name:<18}{with_interval(served):<24}{with_interval(predicted)}"
 
 

@@ -11,7 +11,6 @@ token and the drafted tokens that it accepts.
 """
 
 import json
-import math
 import re
 import time
 from collections import Counter
@@ -33,7 +32,8 @@ _HOW = {
     "sglang": "start it with --speculative-algorithm",
 }
 _COUNTER = re.compile(r"^\w+:spec_decode_num_(\w+?)_total(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
-_ANSWER_TIMEOUT_S, _COUNT_TIMEOUT_S = 600.0, 5.0
+_ANSWER_TIMEOUT_S = 600.0
+_COUNT_TIMEOUT_S = 5.0
 # Keys of a request that override the server's own sampling.
 _SAMPLING = (
     "temperature",
@@ -71,7 +71,8 @@ class RunningServer:
         timeout = httpx.Timeout(_ANSWER_TIMEOUT_S, connect=10.0)
         self._client = httpx.Client(**client_options(self.url, "OPENAI_API_KEY"), timeout=timeout)
         models = self._json("v1/models").get("data") or [{}]
-        self.model, self.engine = str(models[0].get("id")), str(models[0].get("owned_by"))
+        self.model = str(models[0].get("id"))
+        self.engine = str(models[0].get("owned_by"))
         if self.engine not in NAMES:
             raise InputError(
                 f"--served {url}: is not vLLM, SGLang or llama.cpp (owned_by: {self.engine!r})"
@@ -81,7 +82,7 @@ class RunningServer:
         """Number of tokens drafted at a time. Raise InputError if no answer had a draft."""
         positions = max(len(answer.accepted_by_depth or ()) for answer in answers)
         # llama.cpp drafts fewer where fewer can be emitted.
-        drafted = max(math.ceil(answer.drafted / max(answer.calls, 1)) for answer in answers)
+        drafted = max(-(-answer.drafted // max(answer.calls, 1)) for answer in answers)
         if not drafted:
             raise InputError(
                 f"--served {self.url}: drafts nothing, or does not count it; {_HOW[self.engine]}"
@@ -97,7 +98,8 @@ class RunningServer:
         return self._llamacpp(prompt, completion, states_sampling)
 
     def _vllm(self, prompt: Prompt, completion: Completion, states_sampling: bool) -> ServedAnswer:
-        dialect, read = Dialect("openai"), list(prompt.ids)
+        dialect = Dialect("openai")
+        read = list(prompt.ids)
         body = _body(dialect, completion, prompt.row, read, states_sampling)
         path = "v1/completions"
         if prompt.chat:
@@ -112,7 +114,8 @@ class RunningServer:
     def _llamacpp(
         self, prompt: Prompt, completion: Completion, states_sampling: bool
     ) -> ServedAnswer:
-        dialect, read = Dialect("llama.cpp"), list(prompt.ids)
+        dialect = Dialect("llama.cpp")
+        read = list(prompt.ids)
         if prompt.chat:
             text = self._json("apply-template", _chat(prompt))["prompt"]
             tokenize = {"content": text, "add_special": True, "parse_special": True}
@@ -120,17 +123,19 @@ class RunningServer:
         body = _body(dialect, completion, prompt.row, read, states_sampling)
         before = self._counters()
         reply = self._json("completion", body)
-        timings, settings = reply["timings"], reply["generation_settings"]
+        timings = reply["timings"]
         counts = self._counters()
         counts.subtract(before)
+        said = reply["generation_settings"]
         keys = ("temperature", "top_k", "top_p", "min_p")
+        sampling = Sampling(**{key: round(said[key], 6) for key in keys})
         return ServedAnswer(
             prompt_ids=read,
             output_ids=self._ids(dialect, completion, read, reply),
             calls=timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0),
             drafted=timings.get("draft_n", 0),
             accepted_by_depth=_by_depth(counts) or None,
-            sampling=Sampling(**{key: round(settings[key], 6) for key in keys}),
+            sampling=sampling,
         )
 
     def _ids(
@@ -148,7 +153,7 @@ class RunningServer:
         self, ids: list[int], completion: Completion, states_sampling: bool
     ) -> ServedAnswer:
         sampling = completion.sampling
-        settings: dict[str, Any] = {"max_new_tokens": completion.max_new_tokens}
+        settings: dict[str, float] = {"max_new_tokens": completion.max_new_tokens}
         if states_sampling:
             settings |= {
                 "temperature": sampling.temperature,
@@ -196,10 +201,11 @@ class RunningServer:
             ) from None
         for name, labels, value in _COUNTER.findall(text):
             place = re.search(r'position="(\d+)"', labels)
-            counts[f"{name} {place[1]}" if place else name] += int(float(value))
+            key = f"{name} {place[1]}" if place else name
+            counts[key] += int(float(value))
         return counts
 
-    def _json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _json(self, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
         try:
             reply = self._client.request(
                 "GET" if body is None else "POST", f"{self.url}/{path}", json=body
@@ -218,11 +224,10 @@ class RunningServer:
         return value
 
 
-def _chat(prompt: Prompt) -> dict[str, Any]:
+def _chat(prompt: Prompt) -> dict[str, object]:
     assert prompt.chat is not None
-    chat: dict[str, Any] = {
-        "messages": check_messages(prompt.chat.messages, f"row {prompt.row}"),
-    }
+    messages = check_messages(prompt.chat.messages, f"row {prompt.row}")
+    chat: dict[str, object] = {"messages": messages}
     if prompt.chat.tools:
         chat["tools"] = prompt.chat.tools
     return chat

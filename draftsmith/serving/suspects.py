@@ -49,8 +49,9 @@ def _residual(case: Case) -> Iterator[tuple[str, Case]]:
     if isinstance(case.draft, Eagle3Head):
         draft = copy.deepcopy(case.draft)
         layer: Any = draft.midlayer
-        layer.norm_before_residual = not layer.norm_before_residual
-        yield f"taken as {str(layer.norm_before_residual).lower()}", replace(case, draft=draft)
+        taken = not layer.norm_before_residual
+        layer.norm_before_residual = taken
+        yield f"taken as {str(taken).lower()}", replace(case, draft=draft)
 
 
 def _vocabulary(case: Case) -> Iterator[tuple[str, Case]]:
@@ -83,8 +84,9 @@ def _rope_of_target(case: Case) -> Iterator[tuple[str, Case]]:
 
 def _other_ropes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield copies of the model without scaling, and without scaling and theta."""
-    first = next(_rotary_modules(model), None)
-    rope = {} if first is None else getattr(*first).config.rope_parameters
+    rope: dict[str, Any] = {}
+    for parent, name in _rotary_modules(model):
+        rope = getattr(parent, name).config.rope_parameters
     if "rope_type" not in rope:
         return
     plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta")}
@@ -148,13 +150,16 @@ class _HiddenPrompt:
         # The cache is empty at the first depth; later depths see the same columns.
         if not rest[-1].get_seq_length():
             self.hidden_BT = self.in_prompt(ids_BT)
-        columns, keys = self.hidden_BT.shape[1], sees_B1TP.shape[-1]
+        columns = self.hidden_BT.shape[1]
+        keys = sees_B1TP.shape[-1]
         outside_BP = nn.functional.pad(~self.hidden_BT, (0, keys - columns), value=True)
         itself_TP = torch.eye(columns, keys, dtype=torch.bool, device=ids_BT.device)
         allowed_B1TP = outside_BP[:, None, None] | itself_TP
         return ids_BT, features_BTH, sees_B1TP & allowed_B1TP, *rest
 
-    def from_model(self, module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    def from_model(
+        self, module: nn.Module, args: object, options: dict[str, Tensor]
+    ) -> tuple[object, dict[str, Tensor]]:
         mask_BT = options["attention_mask"] * ~self.in_prompt(options["input_ids"])
         return args, options | {"attention_mask": mask_BT}
 
@@ -165,7 +170,8 @@ def _greedy_draft(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _template(case: Case) -> Iterator[tuple[str, Case]]:
-    rows, differing = [], 0
+    rows = []
+    differing = 0
     for row, read_ids in zip(case.rows, case.read_ids, strict=True):
         prompt_ids = [*read_ids, row.prompt_ids[-1]]
         differing += prompt_ids != list(row.prompt_ids)
@@ -206,8 +212,8 @@ def _round_to_four_bits(weight: Tensor) -> None:
     blocks = weight.view(-1, 32)
     largest = blocks.abs().argmax(1, keepdim=True)
     scale = blocks.gather(1, largest) / -8
-    levels = (blocks / scale).nan_to_num().add(0.5).floor().clamp(-8, 7)
-    blocks.copy_(levels * scale)
+    levels = (blocks / scale).nan_to_num().add(0.5).floor()
+    blocks.copy_(levels.clamp(-8, 7) * scale)
 
 
 _EXPORT = "write the draft again with `draftsmith export` for this engine"
