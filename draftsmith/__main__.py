@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 _ROOT = str(Path(__file__).resolve().parents[1])
-# `python -m` puts the current directory first on the path, where a file such as train.py would hide
-# our package.
+# `python -m` puts the current directory first on the path: a file train.py there would hide ours.
 if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROOT:
     del sys.path[0]
 
@@ -25,7 +24,7 @@ from draftsmith_core.signals import Terminated  # noqa: E402
 
 
 def usage() -> str:
-    """The help of `draftsmith` itself."""
+    """Return the help of `draftsmith` itself."""
     lines = []
     for name, command in COMMANDS.items():
         lines.append(f"  {name:<9}{command.what}")
@@ -42,8 +41,10 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; 0 done, 1 failed while running, 2 bad input or usage, 3 a requirement is not
-    met, 130 interrupted, 143 told to stop.
+    """Run one command and return its exit code.
+
+    0: done. 1: failed while running. 2: bad input or usage. 3: a requirement is not met. 130:
+    interrupted. 143: SIGTERM.
     """
     words = sys.argv[1:] if argv is None else argv
     if words[:1] in (["-h"], ["--help"], ["help"]) and words[1:2] and words[1] in COMMANDS:
@@ -55,8 +56,7 @@ def main(argv: list[str] | None = None) -> int:
                 run(words[0], words[1:])
             return code or 0
         finally:
-            # What was buffered for a reader who is gone, or for a full disk, fails here, not when
-            # Python shuts down.
+            # If the reader is gone or the disk is full, fail here, not when Python shuts down.
             sys.stdout.flush()
     except Terminated as stop:
         _say(f"\n{called}: stopped by SIGTERM{_note(stop)}", stop)
@@ -66,9 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare(words: list[str]) -> int | None:
-    """Prepare the process for a command. Return an exit code if the words name none (`--help`, a
-    typo): all is said.
-    """
+    """Prepare the process for a command. Return an exit code if there is none to run."""
     name = words[0] if words else ""
     if name in ("", "-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
@@ -85,7 +83,7 @@ def _prepare(words: list[str]) -> int | None:
             file=sys.stderr,
         )
         return 2
-    # A terminal or pipe that cannot show a character shows its escape instead of ending the run.
+    # Escape characters that the terminal cannot show, instead of ending the run.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -99,14 +97,11 @@ def _prepare(words: list[str]) -> int | None:
 
 
 def _failed(called: str, error: BaseException) -> int:
-    """Print in one line why a command ended, and return its exit code; raise again what is a
-    bug.
-    """
+    """Print in one line why a command ended; return its exit code. Raise bugs again."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, KeyboardInterrupt):
-        cause = (
-            cause.__cause__ or cause.__context__
-        )  # cleaning up after Ctrl-C can raise an error of its own
+        # Cleaning up after Ctrl-C can raise an error of its own.
+        cause = cause.__cause__ or cause.__context__
     if cause is not None:
         _say(f"\n{called}: interrupted{_note(cause)}", cause)
         return 130
@@ -119,7 +114,7 @@ def _failed(called: str, error: BaseException) -> int:
         return 2 if isinstance(error, InputError) else 1
     if not isinstance(error, OSError):
         raise error
-    # What Python still buffers has nowhere to go, and would fail again when it shuts down.
+    # Drop what Python still buffers: it would fail again at shutdown.
     if error.filename is None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
@@ -135,7 +130,7 @@ def _note(stop: BaseException) -> str:
 
 
 def _say(line: str, error: BaseException) -> None:
-    """Print to standard error; what all processes know is printed by the main one."""
+    """Print to standard error. If every process has the error, only the main one prints."""
     if is_main() or not isinstance(
         error, InputError | RequirementError | KeyboardInterrupt | Terminated
     ):

@@ -24,15 +24,13 @@ from draftsmith_core.options import (
 )
 from draftsmith_core.settings import Quantize
 
-# What decodes is part of a run's identity by its content (`Decoding.identity`), not by its name.
+# Identified by content (`Decoding.identity`), not by name.
 Named = NotIdentity[str | None]
 
 
 @options
 class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
-    """Generate with a target and a method of drafting; with a lossless verifier the output follows
-    the target alone.
-    """
+    """Generate with a target and a draft. A lossless verifier keeps the target's distribution."""
 
     target: NotIdentity[str]
     """The target: a local directory or hub name."""
@@ -196,8 +194,8 @@ class ServedConfig(TargetOptions, PromptOptions):
 
 @options
 class DemoConfig(ModelOptions):
-    """Align the shipped base draft with the shipped target, balanced and plain, and measure what
-    each buys; then time the drafts beside the same target padded to the cost of a large one.
+    """Align the shipped draft, balanced and plain, and measure both. Then time them beside the same
+    target padded to the cost of a large one.
     """
 
     out: Out = "out/demo"

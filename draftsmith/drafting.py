@@ -1,6 +1,4 @@
-"""Choose proposer, tree and verifier from their names and the kinds of the drafts, before a model
-is loaded.
-"""
+"""Choose proposer, tree and verifier by name and kind of draft, before a model is loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,9 +25,7 @@ from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
 
 @dataclass(frozen=True)
 class DraftingMethod:
-    """A proposer by name, its tree (`tree` as written, `shape` as used) and the rule that verifies
-    it.
-    """
+    """A proposer's name, its tree (`tree` as written, `shape` as used) and its verifier."""
 
     proposer: str
     tree: str
@@ -38,7 +34,7 @@ class DraftingMethod:
 
 
 def planned_without_a_draft(tree: object) -> bool:
-    """Whether `tree` is a plan (`auto:FILE`) that found the target alone to be faster."""
+    """Return whether `tree` is a plan (`auto:FILE`) by which the target alone is faster."""
     if not isinstance(tree, str) or not tree.startswith("auto:"):
         return False
     plan = read_tree_file(tree.removeprefix("auto:"))
@@ -58,8 +54,8 @@ def choose_method(
 
     kinds: draft name -> "draft" for a language model, else the kind of head. datastore: whether
     there is a text to retrieve from. heads: number of heads, if known; a default tree is no deeper.
-    The drafts choose a proposer that is None, the tree a verifier that is None. Raise InputError,
-    one line with the fix, for parts that do not go together.
+    By default the drafts choose the proposer, and the tree the verifier. Raise InputError for parts
+    that do not go together.
     """
     name = proposer or next(iter(kinds.values()), "none")
     if planned_without_a_draft(tree):
@@ -82,7 +78,7 @@ def choose_method(
             if rule not in VERIFIERS:
                 raise InputError(f"verifier: {rule!r} is unknown; {nearest(rule, VERIFIERS)}")
             rule = VERIFIERS[rule]
-        # The decoder checks on the loaded models what names do not tell.
+        # The decoder checks the rest on the loaded models.
         if copies:
             check_static(name, shape)
         if shape.grows and len(kinds) > 1:

@@ -48,7 +48,7 @@ from draftsmith_core.tokenization import Tokenizer, decode_text, encode_messages
 # A text, token ids, or a chat (a list of {"role", "content"}), which goes through the tokenizer's
 # chat template.
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-Source = str | os.PathLike[str]
+PathOrName = str | os.PathLike[str]
 Request = tuple[Prompt, int]  # a prompt and the index of its sample
 
 
@@ -72,7 +72,7 @@ class GenerateOptions(TypedDict, total=False):
     on_tokens: OnTokens | None
 
 
-# Options of transformers' `generate` that have another name here.
+# What to use in place of options of transformers' `generate`.
 _THEIRS = {
     "do_sample": "temperature (0 is greedy)",
     "num_return_sequences": "a list that holds the prompt that often",
@@ -111,7 +111,7 @@ class Output:
         return f"Output({text!r}, {len(self.output_ids)} tokens, {self.finish_reason}, tau {tau})"
 
     def row(self) -> dict[str, Any]:
-        """The row of `draftsmith decode --out`."""
+        """Return the row of `draftsmith decode --out`."""
         keys = ("id", "sample_index", "prompt_ids", "output_ids", "text", "finish_reason")
         stats: dict[str, Any] = {
             key: getattr(self.stats, key) for key in ("target_calls", "proposed", "accepted")
@@ -155,8 +155,8 @@ class Decoding:
 
 
 def load_pair(
-    target: Source,
-    draft: Source | Sequence[Source] | Mapping[str, Source] | None = None,
+    target: PathOrName,
+    draft: PathOrName | Sequence[PathOrName] | Mapping[str, PathOrName] | None = None,
     *,
     fast: bool = True,
     compile: bool | str = False,  # noqa: A002 (as in torch.compile)
@@ -301,7 +301,7 @@ class Pair:
         return named
 
     def stream(self, prompt: OnePrompt, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
-        """Continue one prompt as `generate` does; yield its text piece by piece as it is decoded.
+        """Continue one prompt as `generate` does; yield its text piece by piece.
 
         for piece in pair.stream("Return the"): print(piece, end="")
         """

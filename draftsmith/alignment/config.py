@@ -47,14 +47,14 @@ class General:
     """Text to replay."""
 
     general_texts: AtLeast0 | None = None
-    """Number of texts that the target writes by itself, each from any token of the vocabulary, to
-    be replayed.
-    """
+    """Number of texts to replay; the target writes each from a random token of the vocabulary."""
 
 
 @options
 class Steps:
-    """Optimizer steps. With replay, `steps` counts those that the answers alone would fill."""
+    """Optimizer steps. With replay, more steps are taken, so that the draft still sees every
+    answer: `steps` is the number without replay.
+    """
 
     rows_per_step: AtLeast1 = 32
     """Sequences per optimizer step, over all processes."""
@@ -62,9 +62,7 @@ class Steps:
 
 @options
 class AlignConfig(TargetOptions, RunOptions):
-    """Align a draft with a target: distil, train, evaluate, report. What is left open is chosen and
-    printed.
-    """
+    """Align a draft with a target: distil, train, evaluate, report. Open options are chosen."""
 
     target: str
     """The target: a local directory or hub name."""
@@ -186,7 +184,7 @@ class AlignConfig(TargetOptions, RunOptions):
         return named
 
     def plain_drafts(self) -> dict[str, str]:
-        """The drafts that are trained as policy id does, for comparison, with their objectives."""
+        """Return the objective of every draft that `plain` adds."""
         return self._named("-plain") if self.plain else {}
 
     def trained(self) -> dict[str, str]:

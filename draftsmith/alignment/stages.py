@@ -40,13 +40,12 @@ from eval.results import Results
 from train.config import TrainConfig
 from train.training_run import train
 
-# Options that say where the work is done, not what is done: another value resumes a run.
+# Options that do not change the result: a run resumes with other values of these.
 _NOT_IDENTITY = ("out", "device", "push_to_hub")
 
 
 def align(config: AlignConfig | None = None, **options: Any) -> Results:
-    """Distil, train, evaluate and report; return the results. What `config` leaves open is chosen,
-    and printed.
+    """Distil, train, evaluate and report; return the results. Choose and print what is left open.
 
     Everything is under `config.out`: align.yaml (the options with nothing left open), prompts/,
     distilled/, one checkpoint per objective, eval/. Every stage resumes what a killed run left. Of
@@ -58,7 +57,7 @@ def align(config: AlignConfig | None = None, **options: Any) -> Results:
 
 
 def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
-    """Do what `align` does; return the options with nothing left open, too."""
+    """Do what `align` does; return also the options with nothing left open."""
     out = Path(config.out)
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
@@ -101,9 +100,7 @@ def _free() -> None:
 
 
 def _settle(config: AlignConfig, out: Path) -> AlignConfig:
-    """Return the options with nothing left open: those of align.yaml if a run began, else chosen
-    now.
-    """
+    """Return the options with nothing left open, from align.yaml if a run began here."""
     file = out / "align.yaml"
     if file.exists():
         whole = _resumed(config, file)

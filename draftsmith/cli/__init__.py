@@ -1,3 +1,1 @@
-"""The command line. What a command calls is imported after its options are read, so that a typo
-answers at once.
-"""
+"""The command line. Options are read before a command's code is imported: typos fail at once."""

@@ -233,10 +233,11 @@ def _plan(config: "PlanConfig", command: str) -> Outcome:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its line in `draftsmith --help`, its options ("module:class") and its function.
+    """A command.
 
-    parallel: whether it runs on several processes. instead: a key that, when typed, makes it
-    another command.
+    what: its line in `draftsmith --help`. config: class of its options, "module:class". parallel:
+    whether it runs on several processes. instead: commands that replace it, by the option that
+    selects them.
     """
 
     what: str
@@ -252,7 +253,7 @@ class Command:
 
     @property
     def modes(self) -> dict[str, str]:
-        """By key, what the command does when that is typed."""
+        """Lines of help for `instead`."""
         return {key: other.what for key, other in self.instead.items()}
 
 

@@ -36,12 +36,12 @@ from draftsmith_core.settings import loading, resolve_sampling, sampling_options
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 
 DRAFT_STYLE = "bold green"
-# Batches of outputs, from this request on.
+# Makes the batches of outputs, from a request on.
 Batches = Callable[[int], Iterator[list[Output]]]
 
 
 def decode(config: DecodeConfig) -> Outcome:
-    """Decode; print the text while it comes if it goes to the terminal."""
+    """Decode; stream the text of a single output to the terminal."""
     pair, decoding = load(config)
     if config.fast and (line := missing_kernel(pair.target.device)):
         _say(f"warning: {line}")
@@ -217,7 +217,7 @@ class Stream:
             self._file.write(piece)
             self._file.flush()
             return
-        # What a model writes must not steer the terminal (escape sequences).
+        # Remove escape sequences: a model must not control the terminal.
         shown = [c for c in piece if c in "\n\t" or unicodedata.category(c) != "Cc"]
         style = DRAFT_STYLE if piece.from_draft else ""
         self._console.print(Text("".join(shown), style=style), end="")

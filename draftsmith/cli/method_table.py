@@ -1,4 +1,4 @@
-"""The methods that `decode` knows, as one table: the help prints it, the README holds it."""
+"""The table of methods of `decode`, for the help and the documentation."""
 
 import textwrap
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from decode import PROPOSERS, TREES, VERIFIERS
 
 
 class MethodRow(NamedTuple):
-    """One row of the table. trees: where it is valid; of a tree, how it is written."""
+    """One row of the table. trees: trees that it is valid for; of a tree, its syntax."""
 
     name: str
     what: str
@@ -17,11 +17,10 @@ class MethodRow(NamedTuple):
 
 
 def method_rows() -> dict[str, list[MethodRow]]:
-    """Rows by the option that takes their names."""
+    """Return the rows by option."""
     rules = []
     for name, rule in VERIFIERS.items():
-        # A tree that grows by confidence holds the most probable tokens, which not every rule may
-        # verify.
+        # Grown trees hold the most probable tokens, which only some rules may verify.
         trees = "any" if "deterministic" in rule.drawings else "chain, kary, static, sequoia"
         trees = "chain" if rule.chains_only else trees
         rules.append(
@@ -56,10 +55,10 @@ def _notes() -> list[str]:
 
 
 def terminal(columns: int = 100) -> str:
-    """The table as plain text, a paragraph a method, for a terminal of that many columns (80 to 100
-    are used).
-    """
-    width, indent, lines = min(max(columns, 80), 100), " " * 20, []
+    """Return the table as text, 80 to 100 columns wide."""
+    width = min(max(columns, 80), 100)
+    indent = " " * 20
+    lines = []
     for option, rows in method_rows().items():
         lines.append(option)
         for name, what, _, trees, paper in rows:
@@ -73,7 +72,7 @@ def terminal(columns: int = 100) -> str:
 
 
 def markdown() -> str:
-    """The table for the README."""
+    """Return the table in Markdown."""
     lines = [
         "| name | what it does | lossless | trees | paper |",
         "| --- | --- | --- | --- | --- |",

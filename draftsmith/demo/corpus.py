@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 HELDOUT_PERCENT = 10
 PASSAGE_CHARACTERS = 1200
-# A held-out document is dropped when this share of its 8-word runs stands in training documents
-# too.
+# Drop a held-out document if more than this share of its 8-word runs is in training documents.
 DUPLICATE_SHARE = 0.2
 SHINGLE_WORDS = 8
 
@@ -42,7 +41,7 @@ _SKIPPED_PARTS = frozenset(
         "pydoc_data",
     }
 )
-# Left out: tens of thousands of names that follow from the code point by a rule.
+# Skip tens of thousands of names that follow from the code point by a rule.
 _SYSTEMATIC_NAMES = re.compile(r"CJK |HANGUL SYLLABLE|TANGUT|NUSHU|KHITAN|VARIATION SELECTOR")
 
 
@@ -125,7 +124,7 @@ def _code() -> list[Document]:
 
 
 def _unicode() -> list[Document]:
-    """Runs of 128 code points, a paragraph of lines "U+NUMBER NAME" per 16."""
+    """Return blocks of 128 code points: lines "U+NUMBER NAME", a paragraph per 16."""
     documents = []
     for start in range(0, 0x20000, 128):
         lines = ""

@@ -30,12 +30,11 @@ RECIPES = Path(__file__).parent / "recipes"
 PAIR = Path(__file__).parent / "pair"
 # The domain that the draft is aligned on; the others are out of distribution.
 ID_DOMAIN = "prose"
-# Alignment prompts are cut short, so that there are thousands of different ones; evaluation prompts
-# come from documents that neither the pair nor the drafts have seen.
+# Alignment prompts are short, so that there are thousands. Evaluation prompts are from documents
+# that neither the pair nor the drafts have seen.
 TRAIN_CHARACTERS = 300
 EVAL_CHARACTERS = 400
-# The second target. Four times the width makes the factor of the padded norms one half, so that
-# fp16 holds every value.
+# The padded target. At four times the width, the padded norms are halved: fp16 holds every value.
 LARGE = {"hidden_size": 768, "intermediate_size": 2432, "num_hidden_layers": 12}
 
 
@@ -135,8 +134,7 @@ def write_page(small: Results, large: Results) -> list[str]:
 def _write(out: Path) -> None:
     make_dir(out, "--out")
     if not (out / "pair").is_dir():
-        # A copy has a path that works in commands typed from here, wherever the package is
-        # installed.
+        # Copy the pair, so that printed commands work wherever the package is installed.
         with atomic_dir(out / "pair") as directory:
             shutil.copytree(PAIR, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
     if not (out / "prompts").is_dir():

@@ -262,15 +262,14 @@ def _try(
             likelihood = estimate(found.likelihood, picks)
             away = difference(counted, found.tokens, picks)
             differing_P = np.abs(found.tokens.denominator_P - calls_P)
-            misfit = float(differing_P.sum() / calls_P.sum())
+            misfit = differing_P.sum() / calls_P.sum() + abs(1 - (likelihood["value"] or 0.0))
             likely = _close(likelihood, 1.0, _TEXT_MARGIN)
             row = {
                 "suspect": name,
                 "detail": detail,
                 "tokens_per_call": found.tokens.pooled,
                 "likelihood": likelihood["value"],
-                "misfit": float(differing_P.sum() / calls_P.sum())
-                + abs(1 - (likelihood["value"] or 0.0)),
+                "misfit": float(misfit),
                 "fits": likely and _close(away, 0.0, _margin(found)),
             }
             tried.append(row)

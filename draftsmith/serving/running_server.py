@@ -64,7 +64,7 @@ class ServedAnswer:
 
 
 class RunningServer:
-    """A vLLM, SGLang or llama.cpp server. Raise InputError if `url` is none, or does not answer."""
+    """A vLLM, SGLang or llama.cpp server. Raise InputError for other servers."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -79,9 +79,9 @@ class RunningServer:
             )
 
     def draft_tokens(self, answers: list[ServedAnswer]) -> int:
-        """Number of tokens drafted at a time. Raise InputError if no answer had a draft."""
+        """Return the number of tokens drafted at a time. Raise InputError if nothing drafts."""
         positions = max(len(answer.accepted_by_depth or ()) for answer in answers)
-        # llama.cpp drafts fewer where fewer can be emitted.
+        # llama.cpp drafts fewer tokens at the end of an answer.
         drafted = max(-(-answer.drafted // max(answer.calls, 1)) for answer in answers)
         if not drafted:
             raise InputError(
@@ -191,7 +191,7 @@ class RunningServer:
         return ServedAnswer(prompt_ids, ids, counts["drafts"], counts["draft_tokens"], by_depth)
 
     def _counters(self) -> Counter[str]:
-        """The server's counters of drafts, summed over its engines; empty if it has none."""
+        """Return the server's counters of drafts, summed over its engines; empty without."""
         counts: Counter[str] = Counter()
         try:
             text = self._client.get(f"{self.url}/metrics").text
