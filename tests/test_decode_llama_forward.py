@@ -236,11 +236,6 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "mixed dtypes": lambda model: model.model.layers[1].mlp.up_proj.to(torch.float64),
     "dynamic rope": lambda model: build("llama", rope_parameters=DYNAMIC),
     "gpt2": lambda model: tiny_gpt2(),
-    "epsilons": lambda model: setattr(
-        model.model.layers[1].input_layernorm, "variance_epsilon", 0.5
-    ),
-    "scalings": lambda model: setattr(model.model.layers[2].self_attn, "scaling", 0.1),
-    "activations": lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.GELU()),
 }
 
 

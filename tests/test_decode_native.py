@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from decode import llama_forward as forward_module, native, packed_weights as packed_module
+from decode.kernel_forward import KernelForward
 from decode.llama_forward import LeanForward
 from decode.native import _MOST_ROWS as MOST_ROWS, Kernel, PackedMatrix, kernel, narrowest
 from decode.packed_weights import packs_of
@@ -321,13 +322,13 @@ def whole(monkeypatch, library):
     for module in (forward_module, packed_module):
         monkeypatch.setattr(module, "kernel", lambda: library)
     calls: list[int] = []
-    run = LeanForward._call
+    run = KernelForward.run
 
-    def counted(self: LeanForward, *values: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def counted(self: KernelForward, *values: Any) -> tuple[Tensor, list[Tensor]]:
         calls.append(values[0].numel())
         return run(self, *values)
 
-    monkeypatch.setattr(LeanForward, "_call", counted)
+    monkeypatch.setattr(KernelForward, "run", counted)
     yield calls
 
 
@@ -371,7 +372,7 @@ def test_equals_tensor_operations(whole, monkeypatch, name):
 
     ours = outputs()
     assert whole == [10, 10]
-    monkeypatch.setattr(LeanForward, "_whole", lambda self: None)
+    monkeypatch.setattr(LeanForward, "_embedding_table", lambda self, tied: None)
     theirs = outputs()
     assert whole == [10, 10]
     assert [each.shape for each in ours] == [each.shape for each in theirs]
@@ -423,7 +424,7 @@ def test_many_queries_behind_a_long_cache(whole, monkeypatch, name):
     together = outputs([tokens])
     assert torch.equal(outputs(list(tokens.split([1, 20, 14], dim=1))), together)
     assert len(whole) == 4
-    monkeypatch.setattr(LeanForward, "_whole", lambda self: None)
+    monkeypatch.setattr(LeanForward, "_embedding_table", lambda self, tied: None)
     torch.testing.assert_close(outputs([tokens]), together, atol=2e-4, rtol=1e-4)
     assert len(whole) == 4
 

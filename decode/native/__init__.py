@@ -4,7 +4,7 @@ it runs.
 Decoding multiplies 1 to 60 rows with every weight of the model, so the time of a forward is the
 time of reading the weights from memory. Libraries tuned for square products take 1.3 to 2.4 times
 as long for 5 to 29 rows as for one, and read fp32 where a checkpoint has 16 or 4 bits. `linear.c`
-is the product, `forward.c` a whole forward (`decode.llama_forward`). The machine's own compiler
+is the product, `forward.c` a whole forward (`decode.kernel_forward`). The machine's own compiler
 builds them within seconds for its own processor; the library stays in the user's cache directory,
 named by what it was built from. Without a compiler, torch multiplies.
 
@@ -66,7 +66,7 @@ class Kernel:
         self.packed_bytes.argtypes, self.packed_bytes.restype = [kind, size, size], size
         self.rows.argtypes, self.rows.restype = [kind, pointer, pointer, pointer, size, size], None
         self.linear.argtypes, self.linear.restype = [kind, *[pointer] * 5, *[size] * 3], None
-        # Called with structures by reference (`decode.llama_forward`).
+        # Called with structures by reference (`decode.kernel_forward`).
         self.scratch, self.forward = library.draftsmith_scratch, library.draftsmith_forward
         self.scratch.restype, self.forward.restype = size, kind
 

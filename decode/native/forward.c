@@ -12,7 +12,7 @@
 #include <math.h>
 #include <omp.h>
 
-/* The same structures stand in llama_forward.py. */
+/* The same structures stand in kernel_forward.py. */
 struct matrix {
     const char *values;
     const float *bias; /* may be NULL */

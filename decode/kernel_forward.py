@@ -1,0 +1,211 @@
+"""The forward of a whole model of the LLaMA family as one call of the kernel (`native/forward.c`).
+
+Legend: B rows, q queries per row, R = B or 1, L layers, D hidden size, E head size, G key/value
+heads, P slots the attention reads, N positions, V vocabulary.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode.cache import TreeCache
+from decode.native import Kernel, PackedMatrix
+from decode.packed_weights import FusedLinear
+
+# Tokens of one forward that the kernel takes in one call.
+MOST_TOKENS = 256
+_SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Heads and constants that all layers share. heads: query heads. groups: key/value heads.
+    size: of a head.
+    """
+
+    heads: int
+    groups: int
+    size: int
+    scale: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer: its norms and its products. kind: of its attention mask."""
+
+    kind: str
+    norm_D: Tensor
+    qkv: FusedLinear
+    query_norm_E: Tensor | None
+    key_norm_E: Tensor | None
+    out: FusedLinear
+    ffn_norm_D: Tensor
+    gate_up: FusedLinear
+    down: FusedLinear
+
+    @property
+    def products(self) -> tuple[FusedLinear, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+# The structures of `forward.c`.
+class _Matrix(ctypes.Structure):
+    _fields_ = (("values", _POINTER), ("bias", _POINTER), ("outputs", _SIZE), ("kind", _SIZE))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _POINTER) for name in ("norm", "query_norm", "key_norm", "ffn_norm")),
+        ("mask", _SIZE),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)),
+        ("count", _SIZE),
+        ("head", _Matrix),
+        ("norm", _POINTER),
+        ("embedding", _POINTER),
+        *((name, _SIZE) for name in ("embedding_packed", "embedding_kind", "vocabulary")),
+        *((name, _SIZE) for name in ("width", "heads", "groups", "size")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+    )
+
+
+class _Mask(ctypes.Structure):
+    _fields_ = (("values", _POINTER), ("batch_stride", _SIZE), ("query_stride", _SIZE))
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, _SIZE) for name in ("batch", "queries", "kept")),
+        *((name, _POINTER) for name in ("tokens", "positions")),
+        ("position_stride", _SIZE),
+        *((name, _POINTER) for name in ("rotary", "keys", "values")),
+        *((name, _SIZE) for name in ("layer_stride", "batch_stride", "group_stride", "column")),
+        ("masks", _Mask * 2),
+        *((name, _POINTER) for name in ("states", "wanted", "logits", "scratch")),
+    )
+
+
+class KernelForward:
+    """One model whose products are all packed. The structures hold addresses only: the attributes
+    keep the tensors.
+    """
+
+    def __init__(
+        self,
+        functions: Kernel,
+        layers: Sequence[Layer],
+        norm_D: Tensor,
+        head: FusedLinear,
+        embedding: PackedMatrix | Tensor,
+        sizes: Sizes,
+    ) -> None:
+        """embedding: packed, or fp32."""
+        self.functions, self.layers, self.norm_D, self.sizes = functions, layers, norm_D, sizes
+        self.head, self.embedding = head, embedding
+        # One kind of mask for each of the two places of a forward.
+        self.kinds = sorted({layer.kind for layer in layers})
+        self._scratch = torch.empty(0)
+        self._step = _Step()
+        self._layers = (_Layer * len(layers))()
+        for place, layer in enumerate(layers):
+            self._layers[place] = _Layer(
+                qkv=_matrix(layer.qkv),
+                out=_matrix(layer.out),
+                gate_up=_matrix(layer.gate_up),
+                down=_matrix(layer.down),
+                norm=_address(layer.norm_D),
+                query_norm=_address(layer.query_norm_E),
+                key_norm=_address(layer.key_norm_E),
+                ffn_norm=_address(layer.ffn_norm_D),
+                mask=self.kinds.index(layer.kind),
+            )
+        self._model = _Model(
+            layers=ctypes.cast(self._layers, ctypes.POINTER(_Layer)),
+            count=len(layers),
+            head=_matrix(head),
+            norm=_address(norm_D),
+            width=len(norm_D),
+            heads=sizes.heads,
+            groups=sizes.groups,
+            size=sizes.size,
+            eps=sizes.eps,
+            scale=sizes.scale,
+        )
+        if isinstance(embedding, PackedMatrix):
+            self._model.embedding = _address(embedding.values)
+            self._model.embedding_packed = True
+            self._model.embedding_kind = embedding.kind
+            self._model.vocabulary = embedding.outputs
+        else:
+            self._model.embedding = _address(embedding)
+            self._model.vocabulary = len(embedding)
+
+    def run(
+        self,
+        tokens_Bq: Tensor,
+        positions_Rq: Tensor,
+        rotary_N2E: Tensor,
+        masks: Mapping[str, Tensor | None],
+        cache: TreeCache,
+        keep_logits: int,
+        numbers: Sequence[int],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return logits and the hidden states of these layers; see `LeanForward.run`. IndexError
+        for a token outside the vocabulary.
+        """
+        batch, queries = tokens_Bq.shape
+        kept = min(keep_logits or queries, queries)
+        wanted = sorted(set(numbers))
+        flags = bytes(index in wanted for index in range(len(self.layers) + 1))
+        tokens_Bq, positions_Rq = tokens_Bq.contiguous(), positions_Rq.contiguous()
+        keys_LBGPE, values_LBGPE = cache.whole(
+            batch, self.sizes.groups, self.sizes.size, self.norm_D
+        )
+        logits_BqV = self.norm_D.new_empty(batch, kept, self._model.head.outputs)
+        states = self.norm_D.new_empty(len(wanted), batch, queries, len(self.norm_D))
+        step = self._step
+        step.batch, step.queries, step.kept = batch, queries, kept
+        step.tokens, step.positions = tokens_Bq.data_ptr(), positions_Rq.data_ptr()
+        step.position_stride = queries if len(positions_Rq) > 1 else 0
+        step.rotary = rotary_N2E.data_ptr()
+        step.keys, step.values = keys_LBGPE.data_ptr(), values_LBGPE.data_ptr()
+        step.column = cache.column
+        step.layer_stride, step.batch_stride, step.group_stride = keys_LBGPE.stride()[:3]
+        for place, kind in enumerate(self.kinds):
+            mask = masks[kind]
+            if mask is None:
+                step.masks[place] = _Mask(None, 0, 0)
+            else:
+                row_stride = mask.stride(0) if len(mask) > 1 else 0
+                step.masks[place] = _Mask(mask.data_ptr(), row_stride, mask.stride(2))
+        step.states, step.logits = states.data_ptr(), logits_BqV.data_ptr()
+        step.wanted = ctypes.cast(ctypes.c_char_p(flags), _POINTER)
+        model_pointer, step_pointer = ctypes.byref(self._model), ctypes.byref(step)
+        needed = self.functions.scratch(model_pointer, step_pointer)
+        if self._scratch.numel() < needed:
+            self._scratch = self.norm_D.new_empty(2 * needed)
+        step.scratch = self._scratch.data_ptr()
+        if self.functions.forward(model_pointer, step_pointer):
+            raise IndexError(
+                f"a token outside 0..{self._model.vocabulary - 1}, the vocabulary of the embedding"
+            )
+        return logits_BqV, [states[wanted.index(number)] for number in numbers]
+
+
+def _matrix(product: FusedLinear) -> _Matrix:
+    matrix = product.matrix
+    assert matrix is not None
+    return _Matrix(_address(matrix.values), _address(product.bias_O), matrix.outputs, matrix.kind)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
