@@ -59,13 +59,14 @@ def _row_s(target: PreTrainedModel, draft: PreTrainedModel, length: int) -> floa
     """Time a row of training: a forward of the target, a forward and backward of the draft."""
     ids_BT = torch.zeros(1, length, dtype=torch.long, device=target.device)
     draft.requires_grad_()
-    began = time.perf_counter()
-    with torch.no_grad():
-        target(ids_BT)
-    logits_BTV = draft(ids_BT).logits
-    logits_BTV.float().logsumexp(-1).sum().backward()
-    if target.device.type == "cuda":
-        torch.cuda.synchronize()
+    began = 0.0
+    for _ in range(2):  # the first time kernels are loaded
+        began = time.perf_counter()
+        with torch.no_grad():
+            target(ids_BT)
+        draft(ids_BT).logits.sum().backward()
+        if target.device.type == "cuda":
+            torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
