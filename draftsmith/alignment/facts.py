@@ -1,5 +1,6 @@
 """What `align` finds out before it chooses options."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -14,9 +15,6 @@ from draftsmith_core.prompts import PromptSet, read_prompts, room_for_prompts
 from draftsmith_core.ranks import launched
 from draftsmith_core.settings import ResolvedSampling, loading, resolve_sampling, tokenizing
 from draftsmith_core.tokenization import load_tokenizer
-
-# The key of a row by what it makes the row.
-_ROW_KINDS = {"chat": "messages", "prompt": "prompt"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
     # hidden size.
     size = 14 * text.hidden_size**2 if draft is None else parameter_count(draft)
     facts = Facts(
-        rows=next((key for key in _ROW_KINDS if first.get(_ROW_KINDS[key]) is not None), "text"),
+        rows=_row_kind(first),
         prompts=len(ids),
         longest_prompt=max(map(len, ids)),
         context=models.context,
@@ -104,6 +102,12 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         layer_share=(whole - projection) / text.num_hidden_layers / whole,
     )
     return facts, prompts
+
+
+def _row_kind(row: Mapping[str, object]) -> str:
+    if row.get("messages") is not None:
+        return "chat"
+    return "text" if row.get("prompt") is None else "prompt"
 
 
 def _read(
