@@ -11,8 +11,8 @@ results come from.
             journal.rows, journal.append(row)
 
 A step is written whole (temporary name, fsync, rename), so the next run finds each step finished or
-missing. With several processes, `who` says which of them make a step: "main" (the others wait),
-"all" (every process calls `make`, the main one writes) or "each" (the calling process, by itself).
+missing. With several processes, `who` says which of them make a step: "main" (the others wait) or
+"all" (every process calls `make`, the main one writes).
 """
 
 import contextlib
@@ -96,7 +96,7 @@ class Run:
         return self.resumed
 
     def step(
-        self, name: str, make: Callable[..., Any], *, who: Literal["main", "all", "each"] = "main"
+        self, name: str, make: Callable[..., Any], *, who: Literal["main", "all"] = "main"
     ) -> Any:
         """Return the finished step `name`, or make it.
 
@@ -117,9 +117,7 @@ class Run:
                 with whole(path) as temporary:
                     make(temporary)
 
-        if who == "each":
-            write()
-        elif who == "main" or from_main(path.exists):
+        if who == "main" or from_main(path.exists):
             on_main(write)
         else:
             value = make()
