@@ -23,6 +23,7 @@ from draftsmith_core.options import (
     options,
 )
 from draftsmith_core.settings import Quantize
+from train.config import TrainConfig
 
 # Identified by content (`Decoding.identity`), not by name.
 Named = NotIdentity[str | None]
@@ -203,4 +204,14 @@ class DemoConfig(ModelOptions):
     short: bool = False
     """Use a few prompts and steps, to see in seconds that everything runs; the figures mean
     nothing.
+    """
+
+
+@options
+class TrainCommandConfig(TrainConfig):
+    """Fit a draft to a distilled set."""
+
+    smoke: bool = False
+    """Try the recipe: tiny random models of the same families, made-up data, a few steps, no
+    downloads.
     """

@@ -16,7 +16,7 @@ from tests.test_train_heads import batch_of, gradients, make_target, trainee_of
 from train.batch import Batch
 from train.objective import parse_objective
 from train.trainees import TRAINEES
-from train.trainees.block import BlockTrainee, calibrate
+from train.trainees.block import BlockTrainee, Slots, calibrate
 from train.trainees.head import Drafts, Pairs, join
 
 LONG = [([3, 7], list(range(1, 31))), ([9], list(range(30, 2, -1)))]
@@ -82,9 +82,7 @@ def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind, target):
     plain.draft.load_state_dict(trainee.draft.state_dict())
     batch = batch_of(LONG[:1])
     states, _ = trainee.target.read(batch)
-    drafts = join(
-        [(depth, *part) for depth, part in enumerate(trainee.drafts(batch, states))], batch
-    )
+    drafts = join(trainee.by_depth(batch, states), batch)
     paces_N = trainee.paces(drafts, batch)
     # Block by block, from the probabilities of its tokens.
     for anchor in (4, 27, 29):
@@ -112,14 +110,15 @@ def test_calibration_finds_the_temperatures_that_a_confidence_lacks(target):
     assert isinstance(trainee, BlockTrainee)
     random = torch.Generator().manual_seed(1)
 
-    def slots(batch: Batch) -> Any:
+    def slots(batch: Batch) -> Slots:
         logits_2N = 1.5 * torch.randn(2, 400, generator=random)
         at = torch.arange(400).repeat(2)
         pairs = Pairs(torch.zeros_like(at), at, at)
         depth_N = torch.arange(2).repeat_interleave(400)
         drafts = Drafts(pairs, torch.zeros(800, 1), depth_N, first=0)
         scaled_N = (torch.tensor([[4.0], [0.5]]) * logits_2N).flatten()
-        return None, drafts, logits_2N.sigmoid().flatten(), scaled_N
+        sums: Any = None
+        return Slots(sums, drafts, logits_2N.sigmoid().flatten(), scaled_N)
 
     trainee.slots = slots  # type: ignore[method-assign]
     ids: Tensor = torch.zeros(1, 400, dtype=torch.long)

@@ -13,7 +13,7 @@ from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.errors import InputError
 from tests.train_laws import FAMILIES, tiny_family
 from train.batch import IGNORE, Batch
-from train.chunked import projected
+from train.chunked import Output, TokenLoss
 from train.losses import LOSSES, overlap
 from train.objective import parse_objective
 from train.teacher import LiveTeacher, StoredTeacher, Teacher, find_projection, teacher_for_draft
@@ -65,7 +65,9 @@ def test_chunked_is_unchunked(name, chunk, temperature, size):
 
     leaf = hidden.clone().requires_grad_()
     teacher = teacher_for_draft(LiveTeacher(teaching, OutputProjection(target)), TARGET, size)
-    sums = projected(leaf, draft.weight, draft.bias, teacher, tokens, weights, objective, chunk)
+    output = Output(draft.weight, draft.bias)
+    loss = TokenLoss(objective, chunk)
+    sums = loss.sums(output, leaf, tokens, teacher=teacher, weights_N=weights)
     torch.testing.assert_close(sums.loss, plain)
     torch.testing.assert_close(sums.alpha, alpha_N.sum())
     assert int(sums.tokens) == int(sums.depth_tokens_D) == N
@@ -130,9 +132,8 @@ def test_stored_rows(size, k):
     ]
     for name in LOSSES:
         leaf = hidden.clone().requires_grad_()
-        sums = projected(
-            leaf, draft.weight, draft.bias, teacher, tokens, None, parse_objective(name), 4
-        )
+        output = Output(draft.weight, draft.bias)
+        sums = TokenLoss(parse_objective(name), 4).sums(output, leaf, tokens, teacher=teacher)
         sums.loss.backward()
         assert sums.loss.isfinite() and leaf.grad is not None and leaf.grad.isfinite().all()
         # What is known of alpha for certain: the stored tokens alone. The whole distribution can
@@ -150,15 +151,11 @@ def test_stored_rows(size, k):
         teachers: list[Teacher] = [teacher, live]
         both_23N, objective = torch.zeros(2, 3, N), parse_objective("fkl")
         for each, per_token_3N in zip(teachers, both_23N, strict=True):
-            projected(
+            TokenLoss(objective, 4).sums(
+                Output(draft.weight, draft.bias),
                 hidden,
-                draft.weight,
-                draft.bias,
-                each,
                 tokens,
-                None,
-                objective,
-                4,
+                teacher=each,
                 per_token_3N=per_token_3N,
             )
         torch.testing.assert_close(both_23N[0, 0], both_23N[1, 0], atol=1e-5, rtol=1e-5)
@@ -171,9 +168,8 @@ def test_a_row_wholly_outside_is_finite():
     teacher = StoredTeacher(ids, torch.tensor([0.75, 0.25]).log().expand(N, 2), torch.zeros(N))
     for name in LOSSES:
         leaf = hidden.clone().requires_grad_()
-        sums = projected(
-            leaf, draft.weight, draft.bias, teacher, tokens, None, parse_objective(name), 4
-        )
+        output = Output(draft.weight, draft.bias)
+        sums = TokenLoss(parse_objective(name), 4).sums(output, leaf, tokens, teacher=teacher)
         sums.loss.backward()
         assert sums.loss.isfinite(), name
         assert leaf.grad is not None and leaf.grad.isfinite().all(), name

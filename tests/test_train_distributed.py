@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from draftsmith_core.errors import RunError
 from tests.train_laws import BEFORE, close, metrics
 from train.config import TrainConfig
-from train.parallel import make_world
+from train.world import make_world
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "accelerate"
@@ -210,7 +210,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "WORLD_SIZE": "2"}
         ({"WORLD_SIZE": "2"}, "could not connect the processes: .*MASTER_ADDR"),
         (
             {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"},
-            "only 1 of the processes",
+            "only 1 of the launched processes connected",
         ),
     ],
 )

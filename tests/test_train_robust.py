@@ -35,7 +35,7 @@ NAN = (
 # What happens to a run, in turn: the patch, the step of the checkpoint that it adds, exit code and
 # last line.
 DISTURBED = [
-    ("before(train.loop, 'newest', 1, send(signal.SIGTERM))", None, 143, ""),
+    ("before(train.checkpoint, 'newest', 1, send(signal.SIGTERM))", None, 143, ""),
     (
         "before(train.loop, 'learning_rate', 8, send(signal.SIGTERM))",
         8,
@@ -57,20 +57,20 @@ DISTURBED = [
     (TWICE, None, 130, "train: interrupted" + CONTINUES),
     # Weights, optimizer, best weights and random state go through save_file.
     (
-        f"before(train.loop, 'save_file', 1, fail({FULL}))",
+        f"before(train.checkpoint, 'save_file', 1, fail({FULL}))",
         None,
         1,
         "draft/run/.*No space left on device",
     ),
     (
-        f"before(train.loop, 'save_file', 3, fail({TORN}))",
+        f"before(train.checkpoint, 'save_file', 3, fail({TORN}))",
         None,
         1,
         "draft/run/.*No space left on device",
     ),
-    (f"before(train.parallel, 'backward', 1, fail({HOST}))", None, 1, MEMORY),
+    (f"before(train.parallel.Copies, 'backward', 1, fail({HOST}))", None, 1, MEMORY),
     (f"before(train.loop, 'evaluate', 1, fail({CUDA}))", 18, 1, MEMORY),
-    ("before(train.parallel, 'gather_optimizer', 1, fail(MemoryError()))", None, 1, MEMORY),
+    ("before(train.parallel.Copies, 'gather_optimizer', 1, fail(MemoryError()))", None, 1, MEMORY),
     (NAN, None, 1, "the loss is nan"),
 ]
 

@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 # Where a run is killed, in turn; after each of these it is started again.
 MOMENTS = [
     "train.loop, 'learning_rate', 8, KILL",
-    "train.loop, 'save', 2, KILL",
-    "train.loop, 'save_file', 6, KILL",
+    "train.checkpoint, 'save', 2, KILL",
+    "train.checkpoint, 'save_file', 6, KILL",
     "pathlib.Path, 'rename', 2, KILL, lambda a, b: a.name.startswith('.step_')",
     "pathlib.Path, 'replace', 1, KILL, lambda a, b: b.name == 'metrics.jsonl'",
     "os, 'rmdir', 1, KILL, lambda a, **k: 'step_' in str(a) and '.step_' not in str(a)",
-    "train.loop, 'publish', 1, KILL",
+    "train.checkpoint, 'publish', 1, KILL",
     "pathlib.Path, 'replace', 1, KILL, lambda a, b: b.name == 'tokenizer.json'",
     # All is there but for what is to be removed.
     "shutil, 'rmtree', 1, KILL, lambda a, **k: a.name == 'final' and a.exists()",

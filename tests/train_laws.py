@@ -26,7 +26,7 @@ SGD = [
 # Patch of a process: call `action` before the n-th call of a function.
 BEFORE = """
 import errno, os, pathlib, shutil, signal
-import train.loop, train.parallel
+import train.checkpoint, train.loop, train.parallel
 def before(owner, name, count, action, when=lambda *words, **more: True):
     real, calls = getattr(owner, name), []
     def watched(*words, **more):

@@ -66,6 +66,57 @@ class LossSums(NamedTuple):
     depth_tokens_D: Tensor
     missing: Tensor | None = None
 
+    def to_vector(self) -> Tensor:
+        """Pack the sums into one fp64 vector, which adds up over batches and processes.
+
+        fp64, because the sums run over a whole held-out set.
+        """
+        zero = torch.zeros_like(self.tokens)
+        known = self.missing is None
+        parts = [
+            self.loss,
+            self.tokens,
+            zero if known else self.missing,
+            zero if known else self.tokens,
+            self.depth_alpha_D,
+            self.depth_tokens_D,
+        ]
+        flat = [part.detach().double().reshape(-1) for part in parts if part is not None]
+        return torch.cat(flat)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """`LossSums` over batches and processes, as numbers; `missing_tokens`: those it was read at."""
+
+    loss: float
+    tokens: float
+    missing: float
+    missing_tokens: float
+    depth_alpha_D: list[float]
+    depth_tokens_D: list[float]
+
+    @classmethod
+    def from_vector(cls, vector: Tensor) -> "Totals":
+        """Unpack a sum of vectors of `LossSums.to_vector`."""
+        values = vector.tolist()
+        by_depth = values[4:]
+        depths = len(by_depth) // 2
+        return cls(
+            loss=values[0],
+            tokens=values[1],
+            missing=values[2],
+            missing_tokens=values[3],
+            depth_alpha_D=by_depth[:depths],
+            depth_tokens_D=by_depth[depths:],
+        )
+
+    @property
+    def alphas(self) -> list[float]:
+        """Mean alpha of each depth that was measured."""
+        pairs = zip(self.depth_alpha_D, self.depth_tokens_D, strict=True)
+        return [alpha / tokens for alpha, tokens in pairs if tokens]
+
 
 # How many documents are looked at together; more fills rows better and mixes lengths less.
 _WINDOW = 512

@@ -9,7 +9,7 @@ Legend: N valid tokens, C tokens of a chunk, H hidden size, R Markov rank, V voc
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,24 +79,50 @@ class _Task:
         return alpha_C, (1 - p_CV.sum(-1)).clamp_min(0)
 
 
-# A chunk's logits and rows -> its summed loss, summed alpha, summed mass outside the draft's
-# vocabulary, and the gradient of the loss with respect to the logits (None when it is not needed).
-ChunkFn = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor, Tensor | None]]
+class LowRank(NamedTuple):
+    """Factors whose product is added to the logits: of each token, and of the vocabulary."""
+
+    tokens_NR: Tensor
+    weight_VR: Tensor
+
+
+class _ChunkSums(NamedTuple):
+    """Loss, alpha and mass outside the draft's vocabulary, summed over a chunk, and the gradient of
+    the loss with respect to the logits (None when it is not needed).
+    """
+
+    loss: Tensor
+    alpha: Tensor
+    missing: Tensor
+    gradient_CV: Tensor | None
+
+
+# A chunk's logits and rows -> its sums.
+ChunkFn = Callable[[Tensor, slice], _ChunkSums]
+
+
+def _chunk_function(task: _Task, *, like: Tensor, vocabulary: int, gradient: bool) -> ChunkFn:
+    """The in-place form where the objective has one and the teacher's logits are plain."""
+    teacher, in_place = task.teacher, task.objective.in_place
+    linear = task.projection is None or task.projection.is_linear
+    plain = isinstance(teacher, LiveTeacher) and not teacher.further
+    if linear and plain and in_place is not None and teacher is not None:
+        return _in_place(task, teacher, in_place, like, vocabulary)
+    return _by_autograd(task, gradient)
 
 
 def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
-    def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def chunk(logits_CV: Tensor, rows: slice) -> _ChunkSums:
         gradient_CV = None
+        target_CV = None
         with torch.set_grad_enabled(wants_gradient):
             logits_CV.requires_grad_(wants_gradient)
             draft_CV = logits_CV if task.projection is None else task.projection.finish(logits_CV)
-            target_CV = (
-                None if task.teacher is None else task.teacher.logits(rows, draft_CV.detach())
-            )
+            if task.teacher is not None:
+                target_CV = task.teacher.logits(rows, draft_CV.detach())
             loss_C = task.objective.loss(draft_CV, target_CV, task.tokens_N[rows])
-            total = (
-                loss_C.sum() if task.weights_N is None else (loss_C * task.weights_N[rows]).sum()
-            )
+            weighted_C = loss_C if task.weights_N is None else loss_C * task.weights_N[rows]
+            total = weighted_C.sum()
             if wants_gradient:
                 (gradient_CV,) = torch.autograd.grad(total, logits_CV)
         alpha = missing = total.new_zeros(())
@@ -105,7 +131,7 @@ def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
             alpha_C, missing_C = task.measure(draft_CV.detach(), target_CV, rows)
             alpha, missing = alpha_C.sum(), missing_C.sum()
         task.note(rows, loss_C, alpha_C, missing_C)
-        return total.detach(), alpha, missing, gradient_CV
+        return _ChunkSums(total.detach(), alpha, missing, gradient_CV)
 
     return chunk
 
@@ -118,7 +144,7 @@ def _in_place(
     """
     scratch = [like.new_empty(min(task.chunk, len(task.tokens_N)), vocabulary) for _ in range(2)]
 
-    def chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def chunk(logits_CV: Tensor, rows: slice) -> _ChunkSums:
         target_CV = teacher.logits(rows, logits_CV).to(logits_CV.dtype)
         used = scratch[0][: len(logits_CV)], scratch[1][: len(logits_CV)]
         mass_C = target_CV.logsumexp(-1).exp() if teacher.is_partial else None
@@ -127,82 +153,74 @@ def _in_place(
         task.note(rows, loss_C, alpha_C, missing_C)
         if task.weights_N is not None:
             weights_C = task.weights_N[rows].to(loss_C.dtype)
-            loss_C, logits_CV = loss_C * weights_C, logits_CV.mul_(weights_C[:, None])
-        return loss_C.sum(), alpha_C.sum(), missing_C.sum(), logits_CV
+            loss_C = loss_C * weights_C
+            logits_CV.mul_(weights_C[:, None])
+        return _ChunkSums(loss_C.sum(), alpha_C.sum(), missing_C.sum(), gradient_CV=logits_CV)
 
     return chunk
 
 
 class _Projected(torch.autograd.Function):
-    """(task, bias, hidden, weight, ...) -> (loss, alpha, missing), with the gradients of the loss
-    made on the way.
+    """(task, bias, hidden, weight, low-rank hidden, low-rank weight) -> (loss, alpha, missing),
+    with the gradients of the loss made on the way.
 
-    The logits are the sum of all `hidden @ weight.T`, each of a width of its own.
+    The logits are the sum of `hidden @ weight.T`, each of a width of its own; the second pair may
+    be None.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, task: _Task, bias_V: Tensor | None, *factors: Tensor
+        ctx: Any,
+        task: _Task,
+        bias_V: Tensor | None,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        low_rank_NR: Tensor | None,
+        low_rank_VR: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weights_given = factors[::2], factors[1::2]
-        hidden_NH = hidden[0]
-        dtype = compute_dtype(weights_given[0])
-        weights, bias = (
-            [weight.to(dtype) for weight in weights_given],
-            None if bias_V is None else bias_V.to(dtype),
-        )
+        dtype = compute_dtype(weight_VH)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        needs = [task.wants_gradient and need for need in ctx.needs_input_grad[1:]]
-        grad_bias = (
-            torch.zeros_like(bias_V, dtype=wide) if needs[0] and bias_V is not None else None
-        )
-        grad_factors = [
-            torch.zeros_like(factor, dtype=wide if place % 2 else factor.dtype) if need else None
-            for place, (factor, need) in enumerate(zip(factors, needs[1:], strict=True))
-        ]
+        needs = _Needs(*(task.wants_gradient and need for need in ctx.needs_input_grad[1:]))
+        products = [_Product.of(hidden_NH, weight_VH, needs.hidden, needs.weight, dtype, wide)]
+        if low_rank_NR is not None and low_rank_VR is not None:
+            low_rank = (low_rank_NR, low_rank_VR, needs.low_rank_hidden, needs.low_rank_weight)
+            products.append(_Product.of(*low_rank, dtype, wide))
+        bias = None if bias_V is None else bias_V.to(dtype)
+        grad_bias = None
+        if needs.bias and bias_V is not None:
+            grad_bias = torch.zeros_like(bias_V, dtype=wide)
         loss = torch.zeros((), dtype=wide, device=hidden_NH.device)
-        alpha, missing = torch.zeros_like(loss), torch.zeros_like(loss)
-        linear = task.projection is None or task.projection.is_linear
-        in_place = task.objective.in_place
-        teacher = task.teacher
-        if (
-            linear
-            and in_place is not None
-            and isinstance(teacher, LiveTeacher)
-            and not teacher.further
-        ):
-            chunk = _in_place(task, teacher, in_place, loss, len(weights[0]))
-        else:
-            chunk = _by_autograd(task, any(needs))
+        alpha = torch.zeros_like(loss)
+        missing = torch.zeros_like(loss)
+        chunk = _chunk_function(task, like=loss, vocabulary=len(weight_VH), gradient=any(needs))
         for start in range(0, len(task.tokens_N), task.chunk):
             rows = slice(start, min(start + task.chunk, len(task.tokens_N)))
-            parts = [states[rows].to(dtype) for states in hidden]
+            parts = [product.hidden[rows].to(dtype) for product in products]
             # The logits get no name here, so that they are freed when `chunk` returns.
-            chunk_loss, chunk_alpha, chunk_missing, gradient_CV = chunk(
-                _logits(parts, weights, bias).to(wide), rows
-            )
-            loss += chunk_loss
-            alpha += chunk_alpha
-            missing += chunk_missing
+            sums = chunk(_logits(parts, products, bias).to(wide), rows)
+            loss += sums.loss
+            alpha += sums.alpha
+            missing += sums.missing
+            gradient_CV = sums.gradient_CV
+            del sums
             if gradient_CV is None:
                 continue
             if grad_bias is not None:
                 grad_bias += gradient_CV.sum(0)
             gradient_CV = gradient_CV.to(dtype)
-            grads = zip(parts, weights, grad_factors[::2], grad_factors[1::2], strict=True)
-            for part_CH, weight, grad_hidden, grad_weight in grads:
-                if grad_hidden is not None:
-                    grad_hidden[rows] = gradient_CV @ weight
-                if grad_weight is not None and dtype == wide:
-                    grad_weight.addmm_(gradient_CV.T, part_CH)
-                elif grad_weight is not None:
-                    grad_weight += gradient_CV.T @ part_CH
+            for part, product in zip(parts, products, strict=True):
+                product.add_gradients(gradient_CV, part, rows)
             del gradient_CV
-        ctx.gradients = (grad_bias, *grad_factors)
-        ctx.dtypes = (
-            None if bias_V is None else bias_V.dtype,
-            *(factor.dtype for factor in factors),
-        )
+        first, second = products[0], products[1] if len(products) > 1 else _NO_PRODUCT
+        ctx.gradients = [
+            grad_bias,
+            first.grad_hidden,
+            first.grad_weight,
+            second.grad_hidden,
+            second.grad_weight,
+        ]
+        given = (bias_V, hidden_NH, weight_VH, low_rank_NR, low_rank_VR)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in given]
         ctx.mark_non_differentiable(alpha, missing)
         return loss, alpha, missing
 
@@ -210,53 +228,138 @@ class _Projected(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the gradient of a chunked loss can be taken once"
-        # In place: a second copy of the weight's gradient would be the largest tensor of the step.
-        scaled = (
-            None if gradient is None else gradient.mul_(slopes[0].to(gradient.dtype)).to(dtype)
-            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        scaled: list[Tensor | None] = [None]
+        for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
+            if gradient is None:
+                scaled.append(None)
+                continue
+            # In place: a second copy of the weight's gradient would be the largest tensor of the
+            # step.
+            scaled.append(gradient.mul_(slopes[0].to(gradient.dtype)).to(dtype))
+        return tuple(scaled)
+
+
+class _Needs(NamedTuple):
+    """Which inputs of `_Projected` need a gradient."""
+
+    bias: bool
+    hidden: bool
+    weight: bool
+    low_rank_hidden: bool
+    low_rank_weight: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """One `hidden @ weight.T` of the logits, with the gradients that are accumulated for it."""
+
+    hidden: Tensor
+    weight: Tensor
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+
+    @staticmethod
+    def of(
+        hidden: Tensor,
+        weight: Tensor,
+        needs_hidden: bool,
+        needs_weight: bool,
+        dtype: torch.dtype,
+        wide: torch.dtype,
+    ) -> "_Product":
+        """Cast the weight to `dtype`; its gradient is accumulated in `wide`."""
+        return _Product(
+            hidden=hidden,
+            weight=weight.to(dtype),
+            grad_hidden=torch.zeros_like(hidden) if needs_hidden else None,
+            grad_weight=torch.zeros_like(weight, dtype=wide) if needs_weight else None,
         )
-        return None, *scaled
+
+    def add_gradients(self, gradient_CV: Tensor, part_CH: Tensor, rows: slice) -> None:
+        """Add the gradients of a chunk, from that of its logits."""
+        if self.grad_hidden is not None:
+            self.grad_hidden[rows] = gradient_CV @ self.weight
+        if self.grad_weight is None:
+            return
+        if gradient_CV.dtype == self.grad_weight.dtype:
+            self.grad_weight.addmm_(gradient_CV.T, part_CH)
+        else:
+            self.grad_weight.add_(gradient_CV.T @ part_CH)
 
 
-def _logits(parts: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    logits_CV = F.linear(parts[0], weights[0], bias)
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
-        logits_CV = logits_CV.addmm_(part, weight.T)
+_NO_PRODUCT = _Product(torch.empty(0), torch.empty(0), grad_hidden=None, grad_weight=None)
+
+
+def _logits(parts: Sequence[Tensor], products: Sequence[_Product], bias: Tensor | None) -> Tensor:
+    logits_CV = F.linear(parts[0], products[0].weight, bias)
+    for part, product in zip(parts[1:], products[1:], strict=True):
+        logits_CV = logits_CV.addmm_(part, product.weight.T)
     return logits_CV
 
 
-def projected(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    teacher: Teacher | None,
-    tokens_N: Tensor,
-    weights_N: Tensor | None,
-    objective: Objective,
-    chunk: int | None = None,
-    projection: OutputProjection | None = None,
-    low_rank: tuple[Tensor, Tensor] | None = None,
-    per_token_3N: Tensor | None = None,
-) -> LossSums:
-    """Sum over tokens of weight times loss of the logits `hidden @ weight.T + bias`.
+@dataclass(frozen=True, eq=False)
+class Output:
+    """How logits follow from hidden states: weight and bias; `projection` scales or caps them."""
 
-    teacher: None only when the objective needs no target; then alpha is not measured. weights_N:
-    None for all 1.
-    chunk: tokens at a time, by default what suits the device. projection: scales or caps the
-    draft's logits; its weight and bias are the arguments. low_rank: `[N, R]` and `[V, R]` whose
-    product is added to the logits.
-    per_token_3N: is filled with loss, not weighted, alpha and missing mass of each token. Runs in
-    autocast's dtype; losses and the gradient of the weight are accumulated in fp32. `backward` may
-    be called once.
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    projection: OutputProjection | None = None
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of tokens from hidden states, `chunk` of them at a time.
+
+    chunk: None takes as many as suit the device.
     """
-    size = chunk_size(weight_VH, teacher, chunk)
-    gradient = torch.is_grad_enabled()
-    task = _Task(projection, teacher, tokens_N, weights_N, objective, size, gradient, per_token_3N)
-    factors = hidden_NH, weight_VH, *(low_rank or ())
-    loss, overlaps, missing = _Projected.apply(task, bias_V, *factors)  # type: ignore[no-untyped-call]
-    count = torch.tensor(len(tokens_N), device=hidden_NH.device)
-    measured = count if teacher is not None else torch.zeros_like(count)
-    wants_missing = teacher is not None and teacher.is_partial
-    return LossSums(
-        loss, count, overlaps, overlaps[None], measured[None], missing if wants_missing else None
-    )
+
+    objective: Objective
+    chunk: int | None = None
+
+    def sums(
+        self,
+        output: Output,
+        hidden_NH: Tensor,
+        tokens_N: Tensor,
+        *,
+        teacher: Teacher | None,
+        weights_N: Tensor | None = None,
+        low_rank: LowRank | None = None,
+        per_token_3N: Tensor | None = None,
+    ) -> LossSums:
+        """Sum over tokens of weight times loss.
+
+        teacher: None only when the objective needs no target; then alpha is not measured.
+        weights_N: None for all 1. low_rank: is added to the logits. per_token_3N: is filled with
+        loss, not weighted, alpha and missing mass of each token. Runs in autocast's dtype; losses
+        and the gradient of the weight are accumulated in fp32. `backward` may be called once.
+        """
+        task = _Task(
+            projection=output.projection,
+            teacher=teacher,
+            tokens_N=tokens_N,
+            weights_N=weights_N,
+            objective=self.objective,
+            chunk=chunk_size(output.weight_VH, teacher, self.chunk),
+            wants_gradient=torch.is_grad_enabled(),
+            per_token_3N=per_token_3N,
+        )
+        loss, overlaps, missing = _Projected.apply(  # type: ignore[no-untyped-call]
+            task,
+            output.bias_V,
+            hidden_NH,
+            output.weight_VH,
+            None if low_rank is None else low_rank.tokens_NR,
+            None if low_rank is None else low_rank.weight_VR,
+        )
+        count = torch.tensor(len(tokens_N), device=hidden_NH.device)
+        measured = count if teacher is not None else torch.zeros_like(count)
+        partial = teacher is not None and teacher.is_partial
+        return LossSums(
+            loss=loss,
+            tokens=count,
+            alpha=overlaps,
+            depth_alpha_D=overlaps[None],
+            depth_tokens_D=measured[None],
+            missing=missing if partial else None,
+        )

@@ -178,10 +178,6 @@ class TrainConfig(RunOptions, TargetOptions):
     """Upload the checkpoint to this hub model, owner/name, with the token in HF_TOKEN; a new one is
     private.
     """
-    smoke: bool = False
-    """Try the recipe: tiny random models of the same families, made-up data, a few steps, no
-    downloads.
-    """
 
     def __post_init__(self) -> None:
         objective = parse_objective(self.objective, self.temperature)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from drafts.config import BLOCK_KINDS
@@ -35,8 +35,9 @@ from train.config import VOCABULARY_KINDS, TrainConfig
 from train.data import Examples
 from train.features import FeatureCache, StateMemory, cached_layers
 from train.objective import Objective
-from train.parallel import World
+from train.trainee import Trainee
 from train.trainees import TRAINEES
+from train.world import World
 
 _CACHE_GIB = 16.0
 # Limit of the hidden states that are kept in memory, in each process.
@@ -47,7 +48,8 @@ log = logging.getLogger(__name__)
 def build(config: TrainConfig, target: PreTrainedModel | None, training: Examples) -> Draft:
     """Make the draft to train, fp32 on the CPU: loaded from `draft`, or fresh."""
     if config.draft is not None:
-        kind = "lm" if (kind := draft_kind(config.draft)) == "draft" else kind
+        kind = draft_kind(config.draft)
+        kind = "lm" if kind == "draft" else kind
         if kind != config.kind:
             raise InputError(
                 f"{config.draft}: is of kind {kind}, not {config.kind}; set kind to {kind}"
@@ -87,10 +89,10 @@ def _build_lm(config: TrainConfig, target: PreTrainedModel | None) -> PreTrained
         shape = read_shape(config.draft_config, None if target is None else target.config)
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
         assert isinstance(model, PreTrainedModel)
-        if target is not None and (
-            warning := too_costly(read_per_token(model), read_per_token(target))
-        ):
-            log.warning("%s: %s", config.draft_config, warning)
+        if target is not None:
+            warning = too_costly(read_per_token(model), read_per_token(target))
+            if warning:
+                log.warning("%s: %s", config.draft_config, warning)
         return model
     model = load_model(
         config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code
@@ -161,14 +163,14 @@ def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[in
 
 def announce_draft_vocabulary(draft: Draft, training: Examples) -> None:
     """Print how much of the responses a draft of a part of the vocabulary can draft."""
-    ids_D: Tensor | None
+    ids_D: Tensor | None = None
     if isinstance(draft, PreTrainedModel):
-        ids_D, whole = draft_vocabulary(draft), vocabulary_size(draft)
+        ids_D = draft_vocabulary(draft)
+        whole = vocabulary_size(draft)
     else:
-        ids_D, whole = (
-            draft.target_ids_D if isinstance(draft, DraftVocabulary) and draft.reduced else None,
-            draft.vocab_size,
-        )
+        whole = draft.vocab_size
+        if isinstance(draft, DraftVocabulary) and draft.reduced:
+            ids_D = draft.target_ids_D
     if ids_D is not None:
         known = coverage(ids_D, training.response_counts)
         say(f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses {known}")
@@ -180,36 +182,47 @@ def make_trainee(
     world: World,
     draft: Draft,
     target: PreTrainedModel | None,
-    comes_back: bool,
-) -> nn.Module:
+    *,
+    reuse_states: bool,
+) -> Trainee:
     """Put the draft into the trainee of its kind, on this process's device.
 
-    comes_back: whether the documents of training batches come back, so that their states are worth
-    holding.
+    reuse_states: whether rows repeat, so that their target's states are worth holding.
     """
     draft.to(world.device)  # type: ignore[arg-type]
-    cache = None
-    if target is not None and config.head.features is not None:
-        make_dir(Path(config.head.features), "head.features")
-        layers = (-1,) if isinstance(draft, PreTrainedModel) else cached_layers(draft.hidden_layers)
-        most = int((config.head.features_gib or _CACHE_GIB) * 2**30)
-        process = world.accelerator.process_index
-        key = fingerprint(target)
-        cache = FeatureCache(
-            config.head.features, key, layers, target.dtype, most, process, world.size
-        )
+    cache = None if target is None else _feature_cache(config, world, draft, target)
+    given: dict[str, Any] = {"packing": config.packing, "cache": cache}
     if not isinstance(draft, PreTrainedModel):
-        options = _head_options(config, "noise", "test_steps", "step_decay", "anchors")
-        return TRAINEES[config.kind](draft, objective, target, config.packing, cache, **options)
-    # On a CPU only: documents run one at a time, which would leave another device idle.
-    memory = StateMemory(_MEMORY_BYTES, comes_back) if world.device.type == "cpu" else None
-    trainee = TRAINEES["lm"](draft, objective, target, config.packing, cache=cache, memory=memory)
+        given |= _head_options(config, "noise", "test_steps", "step_decay", "anchors")
+        return TRAINEES[config.kind](draft, objective, target, **given)
+    if world.device.type == "cpu":
+        # On a CPU only: documents run one at a time, which would leave another device idle.
+        given["memory"] = StateMemory(_MEMORY_BYTES, reuse_states)
+    trainee = TRAINEES["lm"](draft, objective, target, **given)
     if config.gradient_checkpointing:
         draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.compile:
         for module in parallel.repeated_layers(draft) or [draft]:
             module.compile(dynamic=True)
     return trainee
+
+
+def _feature_cache(
+    config: TrainConfig, world: World, draft: Draft, target: PreTrainedModel
+) -> FeatureCache | None:
+    if config.head.features is None:
+        return None
+    make_dir(Path(config.head.features), "head.features")
+    layers = (-1,) if isinstance(draft, PreTrainedModel) else cached_layers(draft.hidden_layers)
+    return FeatureCache(
+        config.head.features,
+        fingerprint(target),
+        layers,
+        target.dtype,
+        int((config.head.features_gib or _CACHE_GIB) * 2**30),
+        world.rank,
+        world.size,
+    )
 
 
 def write(draft: Draft, directory: Path) -> None:

@@ -1,181 +1,168 @@
-"""The processes of a run, and a draft trained on them: copies of the weights (DDP), or shards
-(ZeRO, FSDP2).
+"""A draft trained on the processes of a run: copies of its weights (DDP), or shards (ZeRO, FSDP2).
 
-accelerate connects the processes and wraps DDP and DeepSpeed. FSDP2 is torch's `fully_shard`,
-applied here because accelerate applies it on GPUs only and elsewhere silently trains unsynchronised
-copies. Weights and optimizer states are gathered whole and by name, so that a checkpoint does not
-depend on the processes that wrote it.
+accelerate wraps DDP and DeepSpeed. FSDP2 is torch's `fully_shard`, applied here because accelerate
+applies it on GPUs only and elsewhere silently trains unsynchronised copies. Weights and optimizer
+states are gathered whole and by name, so that a checkpoint does not depend on the processes that
+wrote it.
 """
 
-import logging
 import math
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from draftsmith_core.devices import resolve_device
-from draftsmith_core.errors import RunError, one_line, require_package
-from draftsmith_core.launcher import check_process_count, launcher_request, process_group_options
-from draftsmith_core.signals import interruptible
+from draftsmith_core.errors import RunError
 from train.config import TrainConfig
+from train.trainee import Trainee
+from train.world import World, silent
 
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 # Moments of AdamW, as torch names them; SGD without momentum has none.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Settings of a launcher that are decided elsewhere: variable, the values that agree, and what to
-# set instead. The last three are read under FSDP only.
-_LAUNCHER = (
-    (
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        "1 auto",
-        "gradient_accumulation_steps: set `accumulation` instead",
-    ),
-    (
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        "false",
-        "zero3_init_flag: weights are sharded after they are loaded",
-    ),
-    ("FSDP_VERSION", "2", "fsdp_version: only 2 is supported"),
-    (
-        "FSDP_ACTIVATION_CHECKPOINTING",
-        "false",
-        "fsdp_activation_checkpointing: set `gradient_checkpointing` instead",
-    ),
-    ("FSDP_OFFLOAD_PARAMS", "false", "fsdp_offload_params: is not supported"),
-)
 
 
-@dataclass(frozen=True)
-class World:
-    """The processes. sharing: single, ddp, zero1, zero2, zero3 or fsdp. bf16: whether the forward
-    uses autocast.
+class Copies:
+    """Every process has all weights: one process, or DDP.
+
+    `module(batch)` is the forward; `trainee.draft` holds the weights. Sharded weights override what
+    differs. Every process calls every method.
     """
 
-    accelerator: Accelerator
-    sharing: str
-    bf16: bool
-
-    @property
-    def device(self) -> torch.device:
-        return self.accelerator.device
-
-    @property
-    def size(self) -> int:
-        return int(self.accelerator.num_processes)
-
-    @property
-    def zero(self) -> bool:
-        """Whether DeepSpeed shares the weights."""
-        return self.sharing.startswith("zero")
-
-
-def make_world(config: TrainConfig) -> World:
-    """Connect the launched processes. Raise RunError if the launcher asks for something that would
-    be ignored.
-    """
-    device = resolve_device(config.device)
-    on_cpu = device.type == "cpu"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    bf16 = config.precision == "bf16" or (
-        config.precision == "auto" and not on_cpu and torch.cuda.is_bf16_supported()
-    )
-    sharing: str = launcher_request()
-    zero = sharing == "zero"
-    if zero:
-        advice = "launch with configs/accelerate/ddp.yaml"
-        require_package("deepspeed", "the launcher's DeepSpeed configuration", advice)
-    precision = (
-        "ACCELERATE_MIXED_PRECISION",
-        "no bf16" if bf16 else "no",
-        "mixed_precision: set `precision`",
-    )
-    for variable, agreeing, advice in (precision, *_LAUNCHER):
-        value = os.environ.get(variable, agreeing.split()[0]).lower()
-        if value not in agreeing.split() and (sharing == "fsdp" or not variable.startswith("FSDP")):
-            raise RunError(f"the launcher sets {value} for {advice}")
-    group = process_group_options(on_cpu)
-    if on_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    try:
-        with _silent(zero), interruptible():
-            accelerator = Accelerator(
-                # With cpu=True accelerate would silently drop DeepSpeed and train plain copies.
-                cpu=on_cpu and not zero,
-                mixed_precision="no",
-                kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else [],
-                log_with=None if config.tracker == "none" else config.tracker,
-                project_dir=config.out + "/run" if config.tracker == "tensorboard" else None,
-            )
-    except ValueError as error:
-        raise RunError(f"accelerate could not connect the processes: {one_line(error)}") from None
-    check_process_count(accelerator.num_processes)
-    if zero:
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-        # Else transformers would shard every model while it is created, also one that only the main
-        # process creates.
-        unset_hf_deepspeed_config()
-        sharing = f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
-    return World(accelerator, sharing, bf16)
-
-
-@contextmanager
-def _silent(deepspeed: bool) -> Iterator[None]:
-    """Send what DeepSpeed prints to standard error: standard output is for the command's own
-    result.
-    """
-    with redirect_stdout(sys.stderr) if deepspeed else nullcontext():
-        yield
-    if deepspeed:
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-
-
-@dataclass(frozen=True)
-class WrappedTrainee:
-    """A trainee and its wrapper. `module(batch)` is its forward; `trainee.draft` holds the
-    weights.
-    """
-
-    world: World
-    trainee: nn.Module
+    wrapper_names = ("DistributedDataParallel",)
     module: Any
     optimizer: Any
 
+    def __init__(
+        self, world: World, trainee: Trainee, make_optimizer: MakeOptimizer, config: TrainConfig
+    ) -> None:
+        self.world = world
+        self.trainee = trainee
+        self.wrap(make_optimizer, config)
 
-def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> WrappedTrainee:
-    """Wrap the trainee as `world.sharing` says. `optim`: trainee -> optimizer, called when the
-    parameters are final.
-    """
-    trainee.to(world.device)
-    if world.bf16:
-        # The method itself, because DeepSpeed switches off an autocast around its engine.
-        trainee.forward = torch.autocast(world.device.type, torch.bfloat16)(trainee.forward)
-    accelerator = world.accelerator
-    if world.sharing == "fsdp":
-        mesh = init_device_mesh(world.device.type, (world.size,))
-        # Whether gathered weights are freed after each layer's forward.
-        reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in (
-            "false",
-            "0",
-            "no",
-        )
-        for layer in repeated_layers(trainee.draft):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(trainee, mesh=mesh)
-        return WrappedTrainee(world, trainee, trainee, optim(trainee))
-    if world.zero:
-        options = accelerator.state.deepspeed_plugin.deepspeed_config
+    def wrap(self, make_optimizer: MakeOptimizer, config: TrainConfig) -> None:
+        """Set `module` and `optimizer`."""
+        with silent(self.world.zero):
+            self.module, prepared = self.world.accelerator.prepare(
+                self.trainee, make_optimizer(self.trainee)
+            )
+        self.optimizer = prepared.optimizer
+        single = self.world.sharing == "single"
+        expected = (type(self.trainee).__name__,) if single else self.wrapper_names
+        if type(self.module).__name__ not in expected:
+            raise RunError(
+                f"accelerate gave {type(self.module).__name__} instead of {expected[0]}; weights "
+                "would not be shared"
+            )
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Around a forward and its backward: gradients are averaged over processes only after the
+        `last` one of a step.
+        """
+        if last or self.world.sharing == "single":
+            return nullcontext()
+        no_sync: AbstractContextManager[None] = self.module.no_sync()
+        return no_sync
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`, averaged over the processes."""
+        loss.backward()
+
+    def step(self, clip_norm: float) -> float:
+        """Clip the gradients (0: not at all), update the weights, clear the gradients.
+
+        Return the norm before clipping. If it is not finite, the weights are not updated (DeepSpeed
+        updates them; the run must end either way).
+        """
+        parameters = [parameter for _, parameter in self.trained()]
+        norms = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
+        norm = float(_whole(norms))
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @torch.no_grad()
+    def gather_weights(self) -> dict[str, Tensor]:
+        """Parameters and saved buffers of the draft by name, whole, on the CPU of the main process;
+        empty elsewhere.
+        """
+        draft: nn.Module = self.trainee.draft
+        weights: dict[str, Tensor] = {}
+        for name, parameter in draft.named_parameters():
+            with self.gathered(parameter):
+                value = _whole(parameter)
+                if self.world.is_main:
+                    weights[name] = value.detach().to("cpu", copy=True).contiguous()
+        if not self.world.is_main:
+            return {}
+        saved = draft.state_dict().keys()
+        for name, buffer in draft.named_buffers():
+            if name in saved:
+                weights[name] = buffer.detach().cpu().contiguous()
+        return weights
+
+    def gathered(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
+        """While open, this parameter is whole in every process."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def gather_optimizer(self) -> dict[str, Tensor]:
+        """The optimizer's state by `key/parameter`, whole, on the CPU of the main process."""
+        steps = [state["step"] for state in self.states().values() if "step" in state]
+        if not steps:
+            return {}
+        values: dict[str, Tensor] = {"step": steps[0].cpu()}
+        for name, parameter in self.trained():
+            for key in _MOMENTS:
+                value = self.moment(parameter, key)
+                if self.world.is_main:
+                    shape = getattr(parameter, "ds_shape", parameter.shape)
+                    whole = value.to("cpu", copy=True).reshape(shape)
+                    values[f"{key}/{name}"] = whole.contiguous()
+        return values if self.world.is_main else {}
+
+    @torch.no_grad()
+    def load_optimizer(self, values: dict[str, Tensor]) -> None:
+        """Restore the result of `gather_optimizer`, from however many processes it came."""
+        for name, parameter in self.trained() if values else ():
+            moments = {key: values[f"{key}/{name}"].to(self.world.device) for key in _MOMENTS}
+            self.set_moments(parameter, moments, values["step"].clone())
+
+    def states(self) -> dict[Any, dict[str, Tensor]]:
+        """The state of the optimizer by what it works on."""
+        states: dict[Any, dict[str, Tensor]] = self.optimizer.state
+        return states
+
+    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """One moment of a parameter, whole."""
+        return _whole(self.states()[parameter][key])
+
+    def set_moments(
+        self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: Tensor
+    ) -> None:
+        """Put whole moments in the place of a parameter's."""
+        self.optimizer.state[parameter] = {"step": step, **moments}
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The trained parameters with their names."""
+        named = self.trainee.named_parameters()
+        return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+
+class Zero(Copies):
+    """DeepSpeed shares optimizer states (zero1, zero2) or weights too (zero3)."""
+
+    wrapper_names = ("DeepSpeedEngine",)
+
+    def wrap(self, make_optimizer: MakeOptimizer, config: TrainConfig) -> None:
+        options = self.world.accelerator.state.deepspeed_plugin.deepspeed_config
         for name in ("fp16", "bf16"):
             if options.get(name, {}).get("enabled") is True:
                 raise RunError(
@@ -183,107 +170,151 @@ def wrap(world: World, trainee: nn.Module, optim: Any, config: TrainConfig) -> W
                 )
         options["train_micro_batch_size_per_gpu"] = config.batch_size
         options["gradient_clipping"] = config.optim.clip_norm
-    with _silent(world.zero):
-        module, optimizer = accelerator.prepare(trainee, optim(trainee))
-    wrappers = {"ddp": "DistributedDataParallel", "single": type(trainee).__name__}
-    expected = wrappers.get(world.sharing, "DeepSpeedEngine")
-    if type(module).__name__ != expected:
-        raise RunError(
-            f"accelerate gave {type(module).__name__} instead of {expected}; weights would not "
-            "be shared"
-        )
-    return WrappedTrainee(world, trainee, module, optimizer.optimizer)
+        super().wrap(make_optimizer, config)
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        self.module.set_gradient_accumulation_boundary(is_boundary=last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        self.module.backward(loss)
+
+    def step(self, clip_norm: float) -> float:
+        self.module.step()
+        return float(self.module.get_global_grad_norm())
+
+    def gathered(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
+        if self.world.sharing != "zero3":
+            return nullcontext()
+        import deepspeed
+
+        whole: AbstractContextManager[None] = deepspeed.zero.GatheredParameters([parameter])
+        return whole
+
+    @torch.no_grad()
+    def gather_optimizer(self) -> dict[str, Tensor]:
+        self.pieces()
+        return super().gather_optimizer()
+
+    @torch.no_grad()
+    def load_optimizer(self, values: dict[str, Tensor]) -> None:
+        if values:
+            for piece in self.pieces():
+                moments = {key: torch.zeros_like(piece) for key in _MOMENTS}
+                self.states()[piece] = {"step": values["step"].clone(), **moments}
+            self.pieces()
+        super().load_optimizer(values)
+
+    def states(self) -> dict[Any, dict[str, Tensor]]:
+        states: dict[Any, dict[str, Tensor]] = self.optimizer.optimizer.state
+        return states
+
+    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        value: Tensor = safe_get_full_optimizer_state(parameter, key)
+        return value
+
+    def set_moments(
+        self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: Tensor
+    ) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        for key, value in moments.items():
+            safe_set_full_optimizer_state(parameter, value, key)
+
+    def pieces(self) -> list[Tensor]:
+        """This process's flat pieces that DeepSpeed's inner optimizer works on, linked to their
+        parameters.
+        """
+        if self.world.sharing == "zero3":
+            return list(self.optimizer.fp32_partitioned_groups_flat)
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+        pieces = list(self.optimizer.single_partition_of_fp32_groups)
+        # DeepSpeed links them once, after the first group's first step, when the other groups have
+        # no state yet; the states of those could not be read without this.
+        for parameters, piece in zip(self.optimizer.bit16_groups, pieces, strict=True):
+            if self.states().get(piece):
+                lazy_init_hp_params_optimizer_state(parameters, piece, self.states())
+        return pieces
 
 
-def repeated_layers(draft: Any) -> list[nn.Module]:
+class Sharded(Copies):
+    """FSDP2: every process has a shard of each weight."""
+
+    def wrap(self, make_optimizer: MakeOptimizer, config: TrainConfig) -> None:
+        mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+        # Whether gathered weights are freed after each layer's forward.
+        keep = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in ("false", "0", "no")
+        for layer in repeated_layers(self.trainee.draft):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=not keep)
+        fully_shard(self.trainee, mesh=mesh)
+        self.module = self.trainee
+        self.optimizer = make_optimizer(self.trainee)
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        self.module.set_requires_gradient_sync(last)
+        yield
+
+    @torch.no_grad()
+    def gather_weights(self) -> dict[str, Tensor]:
+        # After an evaluation FSDP2 leaves the outermost weights gathered, as plain tensors without
+        # `full_tensor`.
+        for module in self.module.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+        return super().gather_weights()
+
+    def set_moments(
+        self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: Tensor
+    ) -> None:
+        shard: Any = parameter
+        shards = {
+            key: distribute_tensor(value, shard.device_mesh, shard.placements)
+            for key, value in moments.items()
+        }
+        super().set_moments(parameter, shards, step)
+
+
+WRAPPERS: dict[str, type[Copies]] = {
+    "single": Copies,
+    "ddp": Copies,
+    "zero1": Zero,
+    "zero2": Zero,
+    "zero3": Zero,
+    "fsdp": Sharded,
+}
+
+
+def wrap(
+    world: World, trainee: Trainee, make_optimizer: MakeOptimizer, config: TrainConfig
+) -> Copies:
+    """Wrap the trainee as `world.sharing` says.
+
+    make_optimizer: called with the trainee when its parameters are final.
+    """
+    trainee.to(world.device)
+    if world.bf16:
+        # The method itself, because DeepSpeed switches off an autocast around its engine.
+        trainee.forward = torch.autocast(world.device.type, torch.bfloat16)(trainee.forward)  # type: ignore[method-assign]
+    return WRAPPERS[world.sharing](world, trainee, make_optimizer, config)
+
+
+def repeated_layers(draft: nn.Module) -> list[nn.Module]:
     """The decoder layers of a draft, in order; empty if there are none."""
     lists = [
         module
         for module in draft.modules()
         if isinstance(module, nn.ModuleList) and module is not draft
     ]
-    return list(
-        max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[])
-    )
+    return list(max(lists, key=_parameter_count, default=()))
 
 
-@contextmanager
-def accumulating(wrapped: WrappedTrainee, last: bool) -> Iterator[None]:
-    """Around a forward and its backward: gradients are averaged over processes only after the
-    `last` one of a step.
-    """
-    sharing = wrapped.world.sharing
-    if sharing == "fsdp":
-        wrapped.module.set_requires_gradient_sync(last)
-    elif wrapped.world.zero:
-        wrapped.module.set_gradient_accumulation_boundary(is_boundary=last)
-    with wrapped.module.no_sync() if sharing == "ddp" and not last else nullcontext():
-        yield
-
-
-def backward(wrapped: WrappedTrainee, loss: Tensor) -> None:
-    """Add the gradient of `loss`, averaged over the processes."""
-    if wrapped.world.zero:
-        wrapped.module.backward(loss)
-    else:
-        loss.backward()
-
-
-def step(wrapped: WrappedTrainee, clip_norm: float) -> float:
-    """Clip the gradients (0: not at all), update the weights, clear the gradients. Return the norm
-    before clipping.
-
-    If the norm is not finite, the weights are not updated (DeepSpeed updates them; the run must end
-    either way).
-    """
-    if wrapped.world.zero:
-        wrapped.module.step()
-        return float(wrapped.module.get_global_grad_norm())
-    parameters = [parameter for _, parameter in _trained(wrapped)]
-    norms: Any = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
-    norm = float(_whole(norms))
-    if math.isfinite(norm):
-        wrapped.optimizer.step()
-    wrapped.optimizer.zero_grad(set_to_none=True)
-    return norm
-
-
-@torch.no_grad()
-def gather_weights(wrapped: WrappedTrainee) -> dict[str, Tensor]:
-    """Parameters and saved buffers of the draft by name, whole, on the CPU of the main process;
-    empty elsewhere.
-    """
-    draft = wrapped.trainee.draft
-    assert isinstance(draft, nn.Module)
-    main = wrapped.world.accelerator.is_main_process
-    weights: dict[str, Tensor] = {}
-    if wrapped.world.sharing == "fsdp":
-        # After an evaluation FSDP2 leaves the outermost weights gathered, as plain tensors without
-        # `full_tensor`.
-        for module in wrapped.module.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
-    gathered: Any = nullcontext
-    if wrapped.world.sharing == "zero3":
-        import deepspeed
-
-        gathered = deepspeed.zero.GatheredParameters
-    for name, parameter in draft.named_parameters():
-        with gathered([parameter]):
-            value = _whole(parameter)
-            if main:
-                weights[name] = value.detach().to("cpu", copy=True).contiguous()
-    saved = draft.state_dict().keys()
-    buffers = {
-        name: buffer.detach().cpu().contiguous()
-        for name, buffer in draft.named_buffers()
-        if name in saved
-    }
-    return weights | buffers if main else {}
-
-
-def _whole(value: Any) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+def _parameter_count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @torch.no_grad()
@@ -294,80 +325,5 @@ def load_weights(draft: nn.Module, values: dict[str, Tensor]) -> None:
         places[name].copy_(value)
 
 
-def _trained(wrapped: WrappedTrainee) -> list[tuple[str, Any]]:
-    return [(name, p) for name, p in wrapped.trainee.named_parameters() if p.requires_grad]
-
-
-@torch.no_grad()
-def gather_optimizer(wrapped: WrappedTrainee) -> dict[str, Tensor]:
-    """The optimizer's state by `key/parameter`, whole, on the CPU of the main process. Every
-    process calls it.
-    """
-    main = wrapped.world.accelerator.is_main_process
-    if wrapped.world.zero:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        _partitions(wrapped)
-    states = wrapped.optimizer.optimizer.state if wrapped.world.zero else wrapped.optimizer.state
-    steps = [state["step"] for state in states.values() if "step" in state]
-    if not steps:
-        return {}
-    values: dict[str, Tensor] = {"step": steps[0].cpu()}
-    for name, parameter in _trained(wrapped):
-        for key in _MOMENTS:
-            if wrapped.world.zero:
-                value = safe_get_full_optimizer_state(parameter, key)
-                shape = getattr(parameter, "ds_shape", parameter.shape)
-            else:
-                value = _whole(states[parameter][key])
-                shape = value.shape
-            if main:
-                values[f"{key}/{name}"] = value.to("cpu", copy=True).reshape(shape).contiguous()
-    return values if main else {}
-
-
-@torch.no_grad()
-def load_optimizer(wrapped: WrappedTrainee, values: dict[str, Tensor]) -> None:
-    """Restore the result of `gather_optimizer`, from however many processes it came. Every process
-    calls it.
-    """
-    if not values:
-        return
-    if wrapped.world.zero:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
-        for partition in _partitions(wrapped):
-            moments = {key: torch.zeros_like(partition) for key in _MOMENTS}
-            wrapped.optimizer.optimizer.state[partition] = {
-                "step": values["step"].clone(),
-                **moments,
-            }
-        _partitions(wrapped)
-    for name, parameter in _trained(wrapped):
-        state = {key: values[f"{key}/{name}"].to(wrapped.world.device) for key in _MOMENTS}
-        if wrapped.world.zero:
-            for key, value in state.items():
-                safe_set_full_optimizer_state(parameter, value, key)
-            continue
-        if wrapped.world.sharing == "fsdp":
-            mesh, places = parameter.device_mesh, parameter.placements
-            state = {key: distribute_tensor(value, mesh, places) for key, value in state.items()}
-        wrapped.optimizer.state[parameter] = {"step": values["step"].clone(), **state}
-
-
-def _partitions(wrapped: WrappedTrainee) -> list[Tensor]:
-    """This process's flat pieces that DeepSpeed's inner optimizer works on, linked to their
-    parameters.
-    """
-    optimizer = wrapped.optimizer
-    if wrapped.world.sharing == "zero3":
-        return list(optimizer.fp32_partitioned_groups_flat)
-    from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-    pieces = list(optimizer.single_partition_of_fp32_groups)
-    # DeepSpeed links them once, after the first group's first step, when the other groups have no
-    # state yet; the states of those could not be read without this.
-    for parameters, piece in zip(optimizer.bit16_groups, pieces, strict=True):
-        if optimizer.optimizer.state.get(piece):
-            lazy_init_hp_params_optimizer_state(parameters, piece, optimizer.optimizer.state)
-    return pieces
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -6,13 +6,12 @@ import logging
 import math
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafts.draft_vocabulary import DraftVocabulary
@@ -37,9 +36,9 @@ from draftsmith_core.ranks import is_main, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance, read_record
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.settings import loading
-from draftsmith_core.signals import Terminated
+from draftsmith_core.signals import StopSignal, Terminated
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from train import draft_setup, loop
+from train import checkpoint, draft_setup
 from train.config import TrainConfig
 from train.data import (
     Examples,
@@ -50,12 +49,14 @@ from train.data import (
     trained_prompts,
     with_replay,
 )
-from train.loop import Position, TrainingJob, fit
+from train.job import TrainingJob
+from train.loop import Progress, fit
 from train.losses import LossFn
 from train.objective import Objective, custom_objective, loss_digest, parse_objective
-from train.parallel import load_weights, make_world
-from train.smoke import make_inputs, smoke_config
+from train.parallel import load_weights
+from train.trainee import Trainee
 from train.trainees.block import BlockTrainee, calibrate
+from train.world import make_world
 
 log = logging.getLogger(__name__)
 # Held-out rows that a confidence is calibrated on; its few temperatures need no more.
@@ -77,71 +78,74 @@ def train(
     (exit code 143) and Ctrl-C with KeyboardInterrupt, with a checkpoint of that step.
     """
     config = configured(TrainConfig, config, options)
-    out = Path(f"{config.out}-smoke" if config.smoke else config.out)
-    if config.push_to_hub is not None and not config.smoke:
+    out = Path(config.out)
+    if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     command = command or command_line("train", config)
     atexit.unregister(leave_processes)
     with Run(out) as run:
-        job = _prepare(config, loss)
+        loaded = _load(config, loss)
+        job = loaded.job
         if (out / "config.json").exists() and not (job.run_dir / "run.json").exists():
             raise InputError(
                 f"{out}: holds a model that this run did not make; choose another `out`"
             )
         run.begin(job.identity, ("run/run.json",))
-        for place in (job.run_dir, job.run_dir / "checkpoints"):
+        for place in (job.run_dir, job.checkpoints):
             on_main(partial(remove_leftovers, place))
         if (out / "config.json").exists():
-            on_main(lambda: loop.drop_old(job))
+            on_main(lambda: checkpoint.drop_old(job))
             record = read_record(out)
         else:
-            wandb_runs.start(job.world.accelerator, job.config, job.identity, job.run_dir)
-            try:
-                position, best = fit(job, run.stop)
-            except (KeyboardInterrupt, Terminated) as stopped:
-                if run.stop.agreed:
-                    # The frames of the loop hold the wrappers too.
-                    traceback.clear_frames(stopped.__traceback__)
-                    job = _freed(job)
-                    atexit.register(leave_processes)
-                raise
-            job = _freed(job)
-            record = _publish(job, position, best, command)
+            wandb_runs.start(job.world.accelerator, config, job.identity, job.run_dir)
+            record = _publish(job, _fit(loaded, run.stop), command)
     atexit.register(leave_processes)
     keys = ["objective", "steps", "best_step", "heldout_loss", "heldout_alpha", "heldout_tau"]
     keys += ["confidence_error", "fingerprint"]
     summary = {"checkpoint": str(out)} | {key: record[key] for key in keys if key in record}
-    return summary | pushed(out, None if config.smoke else config.push_to_hub, "model")
+    return summary | pushed(out, config.push_to_hub, "model")
 
 
-def _freed(job: TrainingJob) -> TrainingJob:
-    """The job without its trainee and the wrappers.
+@dataclass
+class _Loaded:
+    """A job and its draft in the trainee, which is None once it is freed."""
 
-    They must be freed before the process group: their destructors join its threads while they hold
-    Python's global lock and can deadlock.
-    """
-    job = replace(job, trainee=nn.Identity())
-    job.world.accelerator.free_memory()
-    return job
+    job: TrainingJob
+    trainee: Trainee | None
+
+    def free(self) -> None:
+        """Free the trainee and the wrappers before the process group.
+
+        Their destructors join its threads while they hold Python's global lock and can deadlock.
+        """
+        self.trainee = None
+        self.job.world.accelerator.free_memory()
 
 
-def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
+def _fit(loaded: _Loaded, stop: StopSignal) -> Progress:
+    """Train to the end; then, and when a signal stopped it, free the trainee."""
+    assert loaded.trainee is not None
+    try:
+        done = fit(loaded.job, loaded.trainee, stop)
+    except (KeyboardInterrupt, Terminated) as stopped:
+        if stop.agreed:
+            # The frames of the loop hold the wrappers too.
+            traceback.clear_frames(stopped.__traceback__)
+            loaded.free()
+            atexit.register(leave_processes)
+        raise
+    loaded.free()
+    return done
+
+
+def _load(config: TrainConfig, loss: LossFn | None) -> _Loaded:
+    """Load target, data and draft, check that they fit, and put the draft into its trainee."""
     objective = parse_objective(config.objective, config.temperature)
     if loss is not None:
         objective = custom_objective(loss, config.temperature)
     wandb_runs.check_tracker(config.tracker)
     world = make_world(config)
-    if config.smoke:
-        recipe = config
-        on_main(lambda: make_inputs(recipe))
-        config = smoke_config(recipe)
-    name = config.tokenizer or config.target or config.draft
-    revisions = {config.target: config.revision}
-    tokenizer = None
-    if name is not None:
-        tokenizer = load_tokenizer(
-            name, config.trust_remote_code, config.chat_template, revisions.get(name)
-        )
+    tokenizer = _tokenizer(config)
     options: Any = loading(config) | {"device": str(world.device)}
     target = load_model(config.target, **options) if config.target else None
     with world.accelerator.main_process_first():
@@ -163,39 +167,61 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     }
     if is_main():
         draft_setup.announce_draft_vocabulary(draft, training)
-        if target is not None and (training.targets | heldout.targets) - {
-            identity["target_fingerprint"]
-        }:
-            log.warning(
-                "data: was distilled from other weights than those of target %s", config.target
-            )
-        if dropped := training.dropped + (heldout.dropped if config.heldout else 0):
-            fits = f"within max_length {config.max_length}"
-            log.warning("data: %d rows have no response token %s and are skipped", dropped, fits)
-        if set(config.heldout) & set(config.data):
-            log.warning(
-                "heldout: %s is in `data` too; held-out figures will measure memory",
-                config.heldout[0],
-            )
+        _announce(config, training, heldout, str(identity["target_fingerprint"]))
     steps = config.steps or math.ceil(config.epochs * len(training) / rows_per_step)
     drawn = steps * rows_per_step * (1 - config.replay_fraction)
-    # Data does not come back in a single epoch, nor states that nothing reads.
-    comes_back = drawn > (training.replay_from or len(training)) and objective.needs_target
-    trainee = draft_setup.make_trainee(config, objective, world, draft, target, comes_back)
+    # Keep the target's states only if rows repeat and the objective reads them.
+    repeat = drawn > (training.replay_from or len(training))
+    trainee = draft_setup.make_trainee(
+        config, objective, world, draft, target, reuse_states=repeat and objective.needs_target
+    )
     # From here on random numbers are for dropout and noise; processes with one seed would all drop
     # the same units.
-    torch.manual_seed(row_seed(config.seed, f"process {world.accelerator.process_index}"))
-    # As JSON, because the identity is compared with what was written.
-    identity = json.loads(json.dumps(identity))
-    return TrainingJob(
-        config, world, objective, trainee, training, heldout, steps, identity, tokenizer, target
+    torch.manual_seed(row_seed(config.seed, f"process {world.rank}"))
+    job = TrainingJob(
+        config=config,
+        world=world,
+        objective=objective,
+        training=training,
+        heldout=heldout,
+        steps=steps,
+        # As JSON, because the identity is compared with what was written.
+        identity=json.loads(json.dumps(identity)),
+        tokenizer=tokenizer,
+        target=target,
     )
+    return _Loaded(job, trainee)
 
 
-def _publish(
-    job: TrainingJob, position: Position, weights: dict[str, Tensor], command: str
-) -> dict[str, Any]:
-    config, training, heldout, out = job.config, job.training, job.heldout, Path(job.config.out)
+def _tokenizer(config: TrainConfig) -> Tokenizer | None:
+    name = config.tokenizer or config.target or config.draft
+    if name is None:
+        return None
+    revision = config.revision if name == config.target else None
+    return load_tokenizer(name, config.trust_remote_code, config.chat_template, revision)
+
+
+def _announce(
+    config: TrainConfig, training: Examples, heldout: Examples, target_fingerprint: str
+) -> None:
+    """Warn of data of another target, of rows that are dropped, and of held-out rows in `data`."""
+    targets = training.targets | heldout.targets
+    if config.target is not None and targets - {target_fingerprint}:
+        log.warning("data: was distilled from other weights than those of target %s", config.target)
+    dropped = training.dropped + (heldout.dropped if config.heldout else 0)
+    if dropped:
+        fits = f"within max_length {config.max_length}"
+        log.warning("data: %d rows have no response token %s and are skipped", dropped, fits)
+    if set(config.heldout) & set(config.data):
+        log.warning(
+            "heldout: %s is in `data` too; held-out figures will measure memory",
+            config.heldout[0],
+        )
+
+
+def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
+    config, training, heldout = job.config, job.training, job.heldout
+    position = done.position
     objective = job.objective.spec
     record = {
         "kind": "draft-lm" if config.kind == "lm" else config.kind,
@@ -225,7 +251,7 @@ def _publish(
 
     def write() -> None:
         best = draft_setup.build(config, job.target, training)
-        load_weights(best, weights)
+        load_weights(best, done.best)
         if isinstance(best, DraftVocabulary):
             best.read_draft_vocab()
         if isinstance(best, BlockHead) and best.config.confidence:
@@ -236,10 +262,10 @@ def _publish(
             draft_setup.write(best, directory)
             write_prompt_hashes(directory, trained_prompts(training))
 
-        loop.publish(job, write_files, record)
+        checkpoint.publish(job, write_files, record)
 
     on_main(write)
-    wandb_runs.finish(job.world.accelerator, config.tracker, record, out)
+    wandb_runs.finish(job.world.accelerator, config.tracker, record, Path(config.out))
     return record
 
 
@@ -249,12 +275,11 @@ def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
     rows = range(min(len(heldout), _CALIBRATION_ROWS))
     size = min(config.batch_size, (len(rows) + 1) // 2)
     trainee = BlockTrainee(head.to(target.device), job.objective, target, config.packing)
-    batches = (
-        collate(heldout, rows[at : at + size]).to(target.device) for at in range(0, len(rows), size)
-    )
+    groups = [rows[at : at + size] for at in range(0, len(rows), size)]
+    batches = (collate(heldout, group).to(target.device) for group in groups)
     figures = calibrate(trainee, batches)
     head.to("cpu")
-    raw, scaled = figures.values()
+    raw, scaled = figures["confidence_error_raw"], figures["confidence_error"]
     say(f"train: confidence: calibration error {raw:.3f}, with temperatures {scaled:.3f}")
     return figures
 
@@ -314,8 +339,8 @@ def _examples(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Example
         heldout = read("heldout")
     else:
         training, heldout = divide(training, config.heldout_fraction)
-    parts = [training, heldout, *([read("replay")] if config.replay else [])]
+    replay = read("replay") if config.replay else None
     if config.packing:
-        parts = [packed(part, config.seed) for part in parts]
-    training, heldout, *replay = parts
-    return with_replay(training, *replay) if replay else training, heldout
+        training, heldout = packed(training, config.seed), packed(heldout, config.seed)
+        replay = None if replay is None else packed(replay, config.seed)
+    return training if replay is None else with_replay(training, replay), heldout

@@ -65,7 +65,7 @@ from draftsmith_core.errors import InputError  # noqa: E402
 from draftsmith_core.models import load_model, parameter_count, vocabulary_size  # noqa: E402
 from draftsmith_core.runs import git_commit, versions  # noqa: E402
 from train.batch import IGNORE, Batch  # noqa: E402
-from train.chunked import chunk_size, projected  # noqa: E402
+from train.chunked import Output, TokenLoss, chunk_size  # noqa: E402
 from train.objective import parse_objective  # noqa: E402
 from train.teacher import LiveTeacher  # noqa: E402
 from train.trainees import TRAINEES  # noqa: E402
@@ -231,17 +231,9 @@ def loss_by_chunk(options: Options) -> dict[str, dict[str, float]]:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
             def loss(inputs_NH: torch.Tensor = inputs_NH, size: int = size) -> float:
-                sums = projected(
-                    inputs_NH,
-                    weight_VH,
-                    None,
-                    teacher,
-                    tokens_N,
-                    None,
-                    objective,
-                    size,
-                    projections[0],
-                )
+                output = Output(weight_VH, None, projections[0])
+                losses = TokenLoss(objective, size)
+                sums = losses.sums(output, inputs_NH, tokens_N, teacher=teacher)
                 sums.loss.backward()  # type: ignore[no-untyped-call]
                 return 0.0
 

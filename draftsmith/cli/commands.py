@@ -3,6 +3,7 @@
 A command's function takes its options and the command line as typed, and returns its `Outcome`.
 """
 
+import dataclasses
 import importlib
 import json
 import shlex
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
     from distill.config import DistillConfig, ScoreConfig
     from drafts.config import DoctorConfig, ExportConfig, MergeConfig
     from draftsmith.alignment.config import AlignConfig
-    from draftsmith.config import DecodeConfig, DemoConfig, InitConfig, ServedConfig
+    from draftsmith.config import (
+        DecodeConfig,
+        DemoConfig,
+        InitConfig,
+        ServedConfig,
+        TrainCommandConfig,
+    )
     from eval.config import EvalConfig, PlanConfig, RenderConfig, TimeAgainConfig
     from train.config import TrainConfig
 
@@ -71,10 +78,23 @@ def _score(config: "ScoreConfig", command: str) -> Outcome:
     return Outcome(summary, [line, *summary["skipped_because"]])
 
 
-def _train(config: "TrainConfig", command: str) -> Outcome:
+def _recipe(config: "TrainCommandConfig") -> "TrainConfig":
+    """The options of `train` without `--smoke`, which rewrites them."""
+    from train.config import TrainConfig
+
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
+    recipe = TrainConfig(**values)
+    if not config.smoke:
+        return recipe
+    from draftsmith.smoke import smoke_recipe
+
+    return smoke_recipe(recipe)
+
+
+def _train(config: "TrainCommandConfig", command: str) -> Outcome:
     from train.training_run import train
 
-    summary = train(config, command)
+    summary = train(_recipe(config), command)
     alpha = f", alpha {summary['heldout_alpha']:.4f}" if "heldout_alpha" in summary else ""
     line = (
         f"{summary['checkpoint']}: {summary['steps']} steps, best held-out loss "
@@ -286,7 +306,9 @@ COMMANDS = {
             )
         },
     ),
-    "train": Command("fit a draft to a distilled set", "train.config:TrainConfig", _train, True),
+    "train": Command(
+        "fit a draft to a distilled set", "draftsmith.config:TrainCommandConfig", _train, True
+    ),
     "merge": Command(
         "interpolate between drafts, or average them", "drafts.config:MergeConfig", _merge
     ),

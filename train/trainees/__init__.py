@@ -2,13 +2,12 @@
 batch.
 """
 
-from torch import nn
-
+from train.trainee import Trainee
 from train.trainees.block import BlockTrainee
 from train.trainees.head import Eagle3Trainee, EagleTrainee, HydraTrainee, MedusaTrainee
 from train.trainees.lm import LMTrainee
 
-TRAINEES: dict[str, type[nn.Module]] = {
+TRAINEES: dict[str, type[Trainee]] = {
     "lm": LMTrainee,
     "eagle": EagleTrainee,
     "eagle3": Eagle3Trainee,

@@ -12,7 +12,7 @@ all, H hidden size.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,9 @@ from torch import Tensor
 
 from drafts.draft_vocabulary import drafted_rows
 from drafts.heads.block import BlockHead
-from drafts.heads.borrowed import OutputProjection
 from draftsmith_core.sampling import generator
 from train.batch import Batch, LossSums
-from train.chunked import projected
+from train.chunked import LowRank, Output, TokenLoss
 from train.objective import parse_objective
 from train.trainees.head import Drafts, HeadTrainee, Pairs, join, pairs_at
 
@@ -36,6 +35,15 @@ _CROSS_ENTROPY = parse_objective("ce")
 def decay(block_size: int) -> float:
     """exp(-1 / gamma), gamma as DFlash has it for blocks of 16, 10 and 8; DSpark takes 4 for 7."""
     return math.exp(-1 / (7 if block_size >= 16 else 5 if block_size >= 10 else 4))
+
+
+class Slots(NamedTuple):
+    """The sums of a batch; the slots that count, their alphas and the logits of confidence."""
+
+    sums: LossSums
+    drafts: Drafts
+    alpha_N: Tensor
+    confidence_N: Tensor | None
 
 
 class BlockTrainee(HeadTrainee):
@@ -68,9 +76,8 @@ class BlockTrainee(HeadTrainee):
         for row in range(len(batch.ids_BT)):
             columns = pairs.at_N[pairs.row_N == row] + 1
             if self.training and batch.seeds_B is not None and len(columns) > self.anchors:
-                drawn = torch.randperm(len(columns), generator=generator(int(batch.seeds_B[row])))[
-                    : self.anchors
-                ]
+                seeded = generator(int(batch.seeds_B[row]))
+                drawn = torch.randperm(len(columns), generator=seeded)[: self.anchors]
                 columns = columns[drawn.sort().values.to(columns.device)]
             rows.append(columns)
         anchors_BA = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -95,67 +102,61 @@ class BlockTrainee(HeadTrainee):
             pairs = pairs_at(batch, depth)
             place_N = place_BT[pairs.row_N, pairs.at_N + 1]
             kept = place_N >= 0
-            pairs = Pairs(pairs.row_N[kept], pairs.at_N[kept], pairs.target_at_N[kept])
+            pairs = pairs.at(kept)
             yield pairs, drafted_BADH[pairs.row_N, place_N[kept], depth - 1]
 
-    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
+    def output_at(self, depth: int) -> Output:
         """The target's, not trained; of a part of the vocabulary its rows."""
-        projection, weight, bias = super().projection_at(depth)
+        output = super().output_at(depth)
         if not self.draft.reduced:
-            return projection, weight, bias
-        return (
-            projection,
-            self.draft.rows_DH,
-            None if bias is None else bias[self.draft.target_ids_D],
-        )
+            return output
+        bias_V = output.bias_V
+        bias_D = None if bias_V is None else bias_V[self.draft.target_ids_D]
+        return Output(self.draft.rows_DH, bias_D, output.projection)
 
     def forward(self, batch: Batch) -> LossSums:
-        return self.slots(batch)[0]
+        return self.slots(batch).sums
 
-    def slots(self, batch: Batch) -> tuple[LossSums, Drafts, Tensor, Tensor | None]:
-        """The sums, the slots that count, their alphas `[N]`, and the logits `[N]` of their
-        confidence.
-        """
+    def slots(self, batch: Batch) -> Slots:
+        """The sums of a batch, and what each slot that counts gives."""
         states, last_BTH = self.target.read(batch)
-        drafts = join(
-            [(depth, *part) for depth, part in enumerate(self.drafts(batch, states))], batch
-        )
-        weights_N = (
-            self.paces(drafts, batch) if self.objective.paced else self.step_decay**drafts.depth_N
-        )
+        drafts = join(self.by_depth(batch, states), batch)
+        paced = self.objective.paced
+        weights_N = self.paces(drafts, batch) if paced else self.step_decay**drafts.depth_N
         low_rank = self.markov(drafts.pairs, batch)
         sums, alpha_N = self.sums(
-            drafts, batch, last_BTH, weights_N, self.draft.depths, low_rank=low_rank
+            drafts, batch, last_BTH, weights_N, depths=self.draft.depths, low_rank=low_rank
         )
         if not self.draft.config.confidence:
-            return sums, drafts, alpha_N, None
-        logits_N = self.draft.confidence_logits(
-            drafts.hidden_NH, drafts.pairs.of_targets(batch.ids_BT)
-        )
+            return Slots(sums, drafts, alpha_N, None)
+        tokens_N = drafts.pairs.of_targets(batch.ids_BT)
+        logits_N = self.draft.confidence_logits(drafts.hidden_NH, tokens_N)
         loss = F.binary_cross_entropy_with_logits(
             logits_N, alpha_N.to(logits_N), weights_N, reduction="sum"
         )
-        return sums._replace(loss=sums.loss + loss), drafts, alpha_N, logits_N
+        return Slots(sums._replace(loss=sums.loss + loss), drafts, alpha_N, logits_N)
 
-    def markov(self, pairs: Pairs, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """What the Markov head adds to the logits, as factors: W1 of the tokens before the slots,
-        and W2.
-        """
+    def markov(self, pairs: Pairs, batch: Batch) -> LowRank | None:
+        """What the Markov head adds to the logits: W1 of the tokens before the slots, and W2."""
         if not self.draft.config.markov_rank:
             return None
         head: Any = self.draft.markov_head
-        return head["markov_w1"](pairs.of_targets(batch.ids_BT)), head["markov_w2"].weight
+        before_NR = head["markov_w1"](pairs.of_targets(batch.ids_BT))
+        return LowRank(before_NR, head["markov_w2"].weight)
 
     @torch.no_grad()
     def paces(self, drafts: Drafts, batch: Batch) -> Tensor:
         """D-PACE's weights `[N]`."""
         tokens_N = drafts.pairs.of_targets(batch.labels_BT)
         rows_N, drafted_N = drafted_rows(self.draft.target_ids_D, tokens_N)
-        projection, weight, bias = self.projection_at(0)
         per_token_3N = torch.zeros(3, len(tokens_N), device=tokens_N.device)
-        given = None, rows_N, None, _CROSS_ENTROPY, self.chunk, projection
-        projected(
-            drafts.hidden_NH, weight, bias, *given, self.markov(drafts.pairs, batch), per_token_3N
+        TokenLoss(_CROSS_ENTROPY, self.loss.chunk).sums(
+            self.output_at(0),
+            drafts.hidden_NH,
+            rows_N,
+            teacher=None,
+            low_rank=self.markov(drafts.pairs, batch),
+            per_token_3N=per_token_3N,
         )
         steps_MD = torch.zeros(batch.ids_BT.numel(), self.draft.depths, device=tokens_N.device)
         slots = drafts.pairs.block_N(batch), drafts.depth_N
@@ -178,10 +179,11 @@ def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, floa
     for batch in batches:
         # Confidence logits and alphas of every block, `[2, M, D]`; NaN in slots that do not count.
         part_2MD = torch.full((2, batch.ids_BT.numel(), head.depths), math.nan)
-        _, drafts, alphas_N, logits_N = trainee.slots(batch)
-        assert logits_N is not None
-        blocks_N, depth_N = drafts.pairs.block_N(batch).cpu(), drafts.depth_N.cpu()
-        part_2MD[:, blocks_N, depth_N] = torch.stack([logits_N.float(), alphas_N.float()]).cpu()
+        slots = trainee.slots(batch)
+        assert slots.confidence_N is not None
+        blocks_N = slots.drafts.pairs.block_N(batch).cpu()
+        figures_2N = torch.stack([slots.confidence_N.float(), slots.alpha_N.float()])
+        part_2MD[:, blocks_N, slots.drafts.depth_N.cpu()] = figures_2N.cpu()
         parts.append(part_2MD[:, part_2MD[1, :, 0].isfinite()])
     fitted, judged = (torch.cat(parts[start::2] or parts, dim=1) for start in (0, 1))
     temperatures: list[float] = []
@@ -189,11 +191,16 @@ def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, floa
         errors = {t: _error(fitted, [*temperatures, t]) for t in _TEMPERATURES}
         temperatures.append(min(errors, key=lambda t: (errors[t], abs(math.log(t)))))
     head.config = replace(head.config, confidence_temperatures=tuple(temperatures))
-    raw, scaled = (
-        sum(_error(judged, used[: slot + 1]) for slot in range(head.depths)) / head.depths
-        for used in ([1.0] * head.depths, temperatures)
-    )
-    return {"confidence_error_raw": raw, "confidence_error": scaled}
+    return {
+        "confidence_error_raw": _mean_error(judged, [1.0] * head.depths),
+        "confidence_error": _mean_error(judged, temperatures),
+    }
+
+
+def _mean_error(found_2MD: Tensor, temperatures: Sequence[float]) -> float:
+    """The mean over slots of the error of the product up to each."""
+    errors = [_error(found_2MD, temperatures[: slot + 1]) for slot in range(len(temperatures))]
+    return sum(errors) / len(errors)
 
 
 def _error(found_2MD: Tensor, temperatures: Sequence[float]) -> float:
@@ -201,7 +208,8 @@ def _error(found_2MD: Tensor, temperatures: Sequence[float]) -> float:
     equal width.
     """
     logits_Md, alphas_Md = found_2MD[:, :, : len(temperatures)]
-    said_M, is_M = (logits_Md / torch.tensor(temperatures)).sigmoid().prod(1), alphas_Md.prod(1)
+    said_M = (logits_Md / torch.tensor(temperatures)).sigmoid().prod(1)
+    is_M = alphas_Md.prod(1)
     counts_M = is_M.isfinite()
     apart_M = (said_M - is_M)[counts_M].double()
     bins_M = (said_M[counts_M] * _BINS).long().clamp_max(_BINS - 1)

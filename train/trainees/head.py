@@ -1,11 +1,12 @@
 """The trainees of EAGLE-1, EAGLE-3, Medusa and Hydra, and what they share with block drafters:
 which drafts count, how a head runs on its own features, the sums over depths.
 
-A pair t is the input of an EAGLE head: the target's feature at position t and the token at t + 1. A
-draft that starts from pair t guesses, at depth d, the token at t + 1 + d, whose distribution by the
-target is at position t + d. Pair t counts at depth d when the tokens at t + 2 and t + 1 + d are
-response tokens of one document, as in decoding, where drafts start from a token of the response or
-the last of the prompt.
+A pair t is the input of an EAGLE head: the target's feature at position t and the token at t + 1.
+
+    pair t   ->   depth d   ->   drafts token t + 1 + d   <-   target's logits at t + d
+
+Pair t counts at depth d if the tokens at t + 2 and t + 1 + d are response tokens of one document:
+in decoding, too, drafts start from a token of the response or the last of the prompt.
 
 Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden size, D depths; in
 `ids_D`, D tokens of the draft vocabulary; d the number of a Medusa or Hydra head, from 0.
@@ -13,7 +14,7 @@ Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +28,11 @@ from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
 from train.batch import IGNORE, Batch, LossSums
-from train.chunked import projected
+from train.chunked import LowRank, Output, TokenLoss
 from train.features import FeatureCache, FrozenTarget
 from train.objective import Objective
 from train.teacher import LiveTeacher
+from train.trainee import Trainee
 
 # Weight of the loss of each further depth, as a share of the one before (Medusa, section 2.2.1;
 # EAGLE-3's code).
@@ -52,6 +54,10 @@ class Pairs:
     row_N: Tensor
     at_N: Tensor
     target_at_N: Tensor
+
+    def at(self, index_N: Tensor) -> "Pairs":
+        """The pairs at an index or mask."""
+        return Pairs(self.row_N[index_N], self.at_N[index_N], self.target_at_N[index_N])
 
     def of_pairs(self, values_BT: Tensor) -> Tensor:
         """`[N, ...]` at the pairs."""
@@ -93,12 +99,12 @@ def pairs_at(batch: Batch, depth: int) -> Pairs:
 def unroll(
     head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int
 ) -> Iterator[tuple[Pairs, Tensor]]:
-    """For depth 1, 2, ... the pairs that count, and the head's own features `[N, H]` there, as
-    decoding computes them.
+    """Yield, for depth 1, 2, ..., the pairs that count and the head's own features `[N, H]` there.
 
-    At depth d pair t goes in with the token at t + d, the feature that it gave at depth d - 1 (the
-    target's at depth 1), and position t + d - 1; it attends to the first pass up to t and to its
-    own draft (arXiv 2503.01840, 3.2).
+    What pair t reads at depth d, as in decoding (arXiv 2503.01840, section 3.2):
+    * inputs: the token at t + d, and its feature of depth d - 1 (the target's at depth 1);
+    * position: t + d - 1;
+    * mask: the first pass up to t, and its own draft.
     """
     cache = DynamicCache() if depths > 1 else None
     ids_BW = batch.ids_BT[:, 1:]
@@ -137,27 +143,55 @@ class Drafts:
     first: int
 
 
-def join(parts: Sequence[tuple[int, Pairs, Tensor]], batch: Batch) -> Drafts:
-    """Sort the drafts of these depths, from 0, by the target's distribution."""
-    fields = zip(*(vars(pairs).values() for _, pairs, _ in parts), strict=True)
-    pairs = Pairs(*map(torch.cat, fields))
-    depth_N = torch.cat([torch.full_like(of.row_N, depth) for depth, of, _ in parts])
+@dataclass(frozen=True, eq=False)
+class DepthDrafts:
+    """What is drafted at one depth, from 0: the pairs that count, and `[N, H]` of each."""
+
+    depth: int
+    pairs: Pairs
+    hidden_NH: Tensor
+
+
+def join(parts: Sequence[DepthDrafts], batch: Batch) -> Drafts:
+    """Sort the drafts of several depths by the target's distribution."""
+    pairs = Pairs(
+        row_N=torch.cat([part.pairs.row_N for part in parts]),
+        at_N=torch.cat([part.pairs.at_N for part in parts]),
+        target_at_N=torch.cat([part.pairs.target_at_N for part in parts]),
+    )
+    depth_N = torch.cat([torch.full_like(part.pairs.row_N, part.depth) for part in parts])
+    hidden_NH = torch.cat([part.hidden_NH for part in parts])
     order_N = pairs.place_N(batch).argsort(stable=True)
-    hidden_NH = torch.cat([hidden_NH for *_, hidden_NH in parts])
-    sorted_pairs = Pairs(*(part[order_N] for part in vars(pairs).values()))
-    return Drafts(sorted_pairs, hidden_NH[order_N], depth_N[order_N], first=parts[0][0])
+    return Drafts(
+        pairs=pairs.at(order_N),
+        hidden_NH=hidden_NH[order_N],
+        depth_N=depth_N[order_N],
+        first=parts[0].depth,
+    )
 
 
 def total(sums: Sequence[LossSums]) -> LossSums:
     """The sums of several groups of depths as one."""
-    added: Any = (
-        None if parts[0] is None else torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)
+    missing = [part.missing for part in sums if part.missing is not None]
+    return LossSums(
+        loss=torch.stack([part.loss for part in sums]).sum(0),
+        tokens=torch.stack([part.tokens for part in sums]).sum(0),
+        alpha=torch.stack([part.alpha for part in sums]).sum(0),
+        depth_alpha_D=torch.stack([part.depth_alpha_D for part in sums]).sum(0),
+        depth_tokens_D=torch.stack([part.depth_tokens_D for part in sums]).sum(0),
+        missing=torch.stack(missing).sum(0) if missing else None,
     )
-    return LossSums(*added)
 
 
-class HeadTrainee(nn.Module):
-    """Base of the head trainees: owns the head as `.draft` and sums the objective over its depths.
+class HeadSums(NamedTuple):
+    """The sums of a batch, and alpha of each draft."""
+
+    sums: LossSums
+    alpha_N: Tensor
+
+
+class HeadTrainee(Trainee):
+    """Base of the head trainees: sums the objective over the depths of a head.
 
     A kind of head defines `drafts`, and overrides `projection_at` or `forward` where it differs.
     packing: whether batches will be packed. cache: of the target's states. chunk: tokens whose
@@ -168,6 +202,8 @@ class HeadTrainee(nn.Module):
     # Whether all depths share an output projection, and with it the passes over the target's
     # distributions.
     one_projection = True
+    draft: Head
+    target: FrozenTarget
 
     def __init__(
         self,
@@ -182,7 +218,8 @@ class HeadTrainee(nn.Module):
         super().__init__()
         self.draft = draft
         self.objective = objective
-        self.chunk, self.step_decay = chunk, step_decay
+        self.loss = TokenLoss(objective, chunk)
+        self.step_decay = step_decay
         self.target = FrozenTarget(target, draft.hidden_layers, packing, cache)
 
     def count(self, batch: Batch) -> Tensor:
@@ -193,30 +230,35 @@ class HeadTrainee(nn.Module):
 
     def forward(self, batch: Batch) -> LossSums:
         states, last_BTH = self.target.read(batch)
-        drafts = [(depth, *part) for depth, part in enumerate(self.drafts(batch, states))]
-        together = [drafts] if self.one_projection else [[part] for part in drafts]
+        drafts = self.by_depth(batch, states)
+        groups = [drafts] if self.one_projection else [[part] for part in drafts]
         sums = []
-        for parts in together:
-            group = join(parts, batch)
-            sums.append(
-                self.sums(group, batch, last_BTH, self.step_decay**group.depth_N, len(drafts))[0]
-            )
+        for group in groups:
+            joined = join(group, batch)
+            weights_N = self.step_decay**joined.depth_N
+            sums.append(self.sums(joined, batch, last_BTH, weights_N, depths=len(drafts)).sums)
         return total(sums)
 
+    def by_depth(self, batch: Batch, states: Sequence[Tensor]) -> list[DepthDrafts]:
+        """The drafts of every depth."""
+        return [
+            DepthDrafts(depth, pairs, hidden_NH)
+            for depth, (pairs, hidden_NH) in enumerate(self.drafts(batch, states))
+        ]
+
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
-        """For every depth the pairs that count, and what the output projection reads there, `[N,
-        H]`.
+        """Yield, for every depth, the pairs that count and what the output projection reads there,
+        `[N, H]`.
 
         states: of the target, `[B, T, H]` each, at the head's `hidden_layers`.
         """
         raise NotImplementedError
 
-    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
-        """The output projection at a depth, from 0, and the weight and bias to use; here the
-        target's, not trained.
-        """
+    def output_at(self, depth: int) -> Output:
+        """How logits are made at a depth, from 0: here by the target's projection, not trained."""
         borrowed = self.draft.borrowed
-        return borrowed.projection, borrowed.projection.weight_VH.detach(), borrowed.bias_V
+        projection = borrowed.projection
+        return Output(projection.weight_VH.detach(), borrowed.bias_V, projection)
 
     def teaching(
         self, teacher: LiveTeacher, tokens_N: Tensor
@@ -238,28 +280,42 @@ class HeadTrainee(nn.Module):
         batch: Batch,
         last_BTH: Tensor,
         weights_N: Tensor,
+        *,
         depths: int,
-        **more: Any,
-    ) -> tuple[LossSums, Tensor]:
-        """The objective with these weights, and acceptance, in all and `[N]`. more: options of
-        `projected`.
-        """
+        low_rank: LowRank | None = None,
+    ) -> HeadSums:
+        """The objective with these weights, and acceptance. low_rank: as in `TokenLoss.sums`."""
         pairs = drafts.pairs
         places, row_N = pairs.place_N(batch).unique_consecutive(return_inverse=True)
         live = LiveTeacher(last_BTH.flatten(0, 1)[places], self.target.projection, row_N=row_N)
         teacher, tokens_N, drafted_N = self.teaching(live, pairs.of_targets(batch.labels_BT))
         if drafted_N is not None:
             weights_N = weights_N * drafted_N
-        projection, weight, bias = self.projection_at(drafts.first)
         wide = torch.promote_types(drafts.hidden_NH.dtype, torch.float32)
         per_token_3N = torch.zeros(3, len(tokens_N), dtype=wide, device=tokens_N.device)
-        given = teacher, tokens_N, weights_N, self.objective, self.chunk, projection
-        sums = projected(drafts.hidden_NH, weight, bias, *given, per_token_3N=per_token_3N, **more)
+        sums = self.loss.sums(
+            self.output_at(drafts.first),
+            drafts.hidden_NH,
+            tokens_N,
+            teacher=teacher,
+            weights_N=weights_N,
+            low_rank=low_rank,
+            per_token_3N=per_token_3N,
+        )
         _, alpha_N, missing_N = per_token_3N
         of_depth_ND = drafts.depth_N[:, None] == torch.arange(depths, device=tokens_N.device)
-        tokens_D, alpha_D = of_depth_ND.sum(0), (alpha_N[:, None] * of_depth_ND).sum(0)
+        tokens_D = of_depth_ND.sum(0)
+        alpha_D = (alpha_N[:, None] * of_depth_ND).sum(0)
         missing = None if sums.missing is None else missing_N[of_depth_ND[:, 0]].sum()
-        return LossSums(sums.loss, tokens_D[0], alpha_D[0], alpha_D, tokens_D, missing), alpha_N
+        of_depths = LossSums(
+            loss=sums.loss,
+            tokens=tokens_D[0],
+            alpha=alpha_D[0],
+            depth_alpha_D=alpha_D,
+            depth_tokens_D=tokens_D,
+            missing=missing,
+        )
+        return HeadSums(of_depths, alpha_N)
 
 
 class EagleTrainee(HeadTrainee):
@@ -285,14 +341,13 @@ class EagleTrainee(HeadTrainee):
 
     def forward(self, batch: Batch) -> LossSums:
         (features_BTH,), last_BTH = self.target.read(batch)
-        drafts = [(depth, *part) for depth, part in enumerate(self.drafts(batch, [features_BTH]))]
-        _, pairs, hidden_NH = drafts[0]
-        apart_NH = F.smooth_l1_loss(
-            hidden_NH.float(), pairs.of_targets(features_BTH).float(), reduction="none"
-        )
+        drafts = self.by_depth(batch, [features_BTH])
+        first = drafts[0]
+        wanted_NH = first.pairs.of_targets(features_BTH)
+        apart_NH = F.smooth_l1_loss(first.hidden_NH.float(), wanted_NH.float(), reduction="none")
         joined = join(drafts, batch)
         weights_N = TOKEN_WEIGHT * (joined.depth_N == 0)
-        sums, _ = self.sums(joined, batch, last_BTH, weights_N, self.depths)
+        sums = self.sums(joined, batch, last_BTH, weights_N, depths=self.depths).sums
         return sums._replace(loss=apart_NH.mean(-1).sum() + sums.loss)
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
@@ -330,9 +385,9 @@ class Eagle3Trainee(HeadTrainee):
         for pairs, states_NH in unroll(self.draft.states, batch, features_BWH, self.test_steps):
             yield pairs, self.draft.normed(states_NH)
 
-    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
+    def output_at(self, depth: int) -> Output:
         """The head's own, at every depth."""
-        return self.projection, self.draft.lm_head.weight, None
+        return Output(self.draft.lm_head.weight, None, self.projection)
 
 
 class MedusaTrainee(HeadTrainee):
@@ -350,18 +405,18 @@ class MedusaTrainee(HeadTrainee):
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
         for d in range(len(self.draft)):
-            pairs, head = pairs_at(batch, d + 1), cast(nn.Sequential, self.draft[d])
-            yield pairs, head[:-1](pairs.of_pairs(states[0]).to(next(head.parameters()).dtype))
+            pairs = pairs_at(batch, d + 1)
+            head = cast(nn.Sequential, self.draft[d])
+            features_NH = pairs.of_pairs(states[0]).to(next(head.parameters()).dtype)
+            yield pairs, head[:-1](features_NH)
 
-    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
+    def output_at(self, depth: int) -> Output:
         """The head's own weight; scale, soft cap and bias are the target's."""
         linear = cast(nn.Sequential, self.draft[depth])[-1]
         assert isinstance(linear, nn.Linear)
-        return (
-            replace(self.draft.borrowed.projection, module=linear),
-            linear.weight,
-            self.draft.borrowed.bias_V,
-        )
+        borrowed = self.draft.borrowed
+        projection = replace(borrowed.projection, module=linear)
+        return Output(linear.weight, borrowed.bias_V, projection)
 
 
 class HydraTrainee(HeadTrainee):
@@ -387,12 +442,14 @@ class HydraTrainee(HeadTrainee):
             between_N = pairs.at_N[:, None] + torch.arange(1, d + 2, device=pairs.at_N.device)
             tokens_Nd = batch.ids_BT[pairs.row_N[:, None], between_N]
             embedded_NX = self.draft.borrowed.embed(tokens_Nd, dtype).flatten(-2)
-            yield pairs, head(torch.cat([pairs.of_pairs(states[0]).to(dtype), embedded_NX], dim=-1))
+            features_NH = pairs.of_pairs(states[0]).to(dtype)
+            yield pairs, head(torch.cat([features_NH, embedded_NX], dim=-1))
 
-    def projection_at(self, depth: int) -> tuple[OutputProjection, Tensor, Tensor | None]:
+    def output_at(self, depth: int) -> Output:
         """The target's, or the head's own in checkpoints of Hydra's authors."""
         if not self.draft.config.own_projection:
-            return super().projection_at(depth)
+            return super().output_at(depth)
         linear = self.draft.projections[depth]
         assert isinstance(linear, nn.Linear)
-        return replace(self.draft.borrowed.projection, module=linear), linear.weight, linear.bias
+        projection = replace(self.draft.borrowed.projection, module=linear)
+        return Output(linear.weight, linear.bias, projection)

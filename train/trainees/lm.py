@@ -5,20 +5,21 @@ Legend: B rows, T tokens, N valid response tokens, H hidden size, V vocabulary, 
 
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafts.draft_vocabulary import draft_rows, draft_vocabulary, drafted_rows
 from draftsmith_core.models import vocabulary_size
 from train.batch import IGNORE, Batch, LossSums, forward_options, packing_method
-from train.chunked import projected
+from train.chunked import Output, TokenLoss
 from train.features import FeatureCache, FrozenTarget, StateMemory
 from train.objective import Objective
 from train.teacher import LiveTeacher, Teacher, find_projection, teacher_for_draft
+from train.trainee import Trainee
 
 
-class LMTrainee(nn.Module):
-    """Owns the draft as `.draft`; the target stays outside its parameters.
+class LMTrainee(Trainee):
+    """A language model as the draft.
 
     target: the live teacher; None if the objective needs none or batches bring stored rows.
     packing: whether batches will be packed. chunk: tokens whose logits are held at once; by default
@@ -28,6 +29,8 @@ class LMTrainee(nn.Module):
     EAGLE-3 heads do, and `ce` skips tokens outside it. Raise InputError if a model cannot be
     trained this way.
     """
+
+    draft: PreTrainedModel
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class LMTrainee(nn.Module):
         super().__init__()
         self.draft = draft
         self.objective = objective
-        self.chunk = chunk
+        self.loss = TokenLoss(objective, chunk)
         self.ids_D = draft_vocabulary(draft)
         self.projection = replace(find_projection(draft, "draft"), rows_D=self.ids_D)
         self.packing = packing_method(draft, "draft") if packing else None
@@ -54,7 +57,6 @@ class LMTrainee(nn.Module):
         self.size = vocabulary_size(draft)
 
     def count(self, batch: Batch) -> Tensor:
-        """How many tokens `loss` will be a sum over, a scalar, without the forward."""
         return (batch.labels_BT != IGNORE).sum()
 
     def forward(self, batch: Batch) -> LossSums:
@@ -74,9 +76,8 @@ class LMTrainee(nn.Module):
         if self.ids_D is not None:
             tokens_N, drafted_N = drafted_rows(self.ids_D, tokens_N)
             weights_N = drafted_N.float() if self.objective.reads_tokens else None
-        weight, bias = self.projection.weight_VH, self.projection.bias_V
-        given = teacher, tokens_N, weights_N, self.objective, self.chunk, self.projection
-        return projected(hidden_NH, weight, bias, *given)
+        output = Output(self.projection.weight_VH, self.projection.bias_V, self.projection)
+        return self.loss.sums(output, hidden_NH, tokens_N, teacher=teacher, weights_N=weights_N)
 
     def _teacher(self, batch: Batch, rows_N: Tensor) -> Teacher | None:
         if self.training and not self.objective.needs_target:

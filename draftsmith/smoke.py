@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_json
+from draftsmith_core.ranks import require_single_process
 from train.config import TrainConfig
 
 _SHIPPED = Path(__file__).parents[1] / "configs" / "models"
@@ -25,65 +26,74 @@ _FAMILIES = {
     "mistral": "mistral",
     "opt": "opt",
     "pythia": "gpt_neox",
+    "gemma-2": "gemma2",
+    "gemma-3": "gemma3_text",
+    "phi": "phi",
+    "gpt2": "gpt2",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
 }
-_FAMILIES |= {"gemma-2": "gemma2", "gemma-3": "gemma3_text", "phi": "phi", "gpt2": "gpt2"}
-_FAMILIES |= {"qwen2": "qwen2", "qwen3": "qwen3"}
 _SIZES = {
     "hidden_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "vocab_size": 320,
-}
-_SIZES |= {
     "intermediate_size": 48,
     "ffn_dim": 48,
     "word_embed_proj_dim": 32,
     "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
 }
-_SIZES |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 
 
-def smoke_config(config: TrainConfig) -> TrainConfig:
-    """The same recipe for the files of `make_inputs`, with a few short steps."""
-    inputs, head, optim = Path(f"{config.out}-smoke/inputs"), config.head, config.optim
-    limits = {"test_steps": 3, "features_gib": 0.1, "block_size": 6}
-    sizes: dict[str, Any] = {
-        key: min(getattr(head, key), most) for key, most in limits.items() if getattr(head, key)
-    }
-    text = [str(inputs / "text.jsonl")]
-    changes: dict[str, Any] = {
-        "out": str(inputs.parent),
-        "data": text * len(config.data),
-        "heldout_fraction": 0.2,
-    }
-    changes |= {"heldout": text if config.heldout else [], "replay": text if config.replay else []}
-    changes |= {"target": str(inputs / "target"), "tokenizer": None}
-    changes |= {
-        "draft": str(inputs / "draft") if config.kind == "lm" else None,
-        "draft_config": None,
-    }
-    changes |= {"draft_vocab_size": config.draft_vocab_size and min(config.draft_vocab_size, 64)}
-    sizes["target_layers"] = None
-    changes |= {
-        "head": replace(head, **sizes, features=head.features and str(inputs.parent / "features"))
-    }
-    changes |= {
-        "optim": replace(optim, warmup_steps=min(optim.warmup_steps, 1)),
-        "trust_remote_code": False,
-    }
-    changes |= {
-        "max_length": min(config.max_length, 48),
-        "accumulation": min(config.accumulation, 2),
-    }
-    return replace(config, **changes, batch_size=2, steps=4, eval_every=2, save_every=2)
+def smoke_recipe(recipe: TrainConfig) -> TrainConfig:
+    """Write tiny models and a text below `OUT-smoke`; return the recipe for them, a few steps long.
 
-
-def make_inputs(config: TrainConfig) -> None:
-    """Write the models and the text. A target has six layers, so that heads find those that they
-    read.
+    Raise InputError if `OUT-smoke` holds something else.
     """
-    inputs = Path(f"{config.out}-smoke") / "inputs"
+    require_single_process("train --smoke")
+    inputs = Path(f"{recipe.out}-smoke") / "inputs"
+    _write_inputs(recipe, inputs)
+    head, optim = recipe.head, recipe.optim
+    limits = {"test_steps": 3, "features_gib": 0.1, "block_size": 6}
+    small: dict[str, Any] = {"target_layers": None}
+    for key, most in limits.items():
+        if (given := getattr(head, key)) is not None:
+            small[key] = min(given, most)
+    if head.features is not None:
+        small["features"] = str(inputs.parent / "features")
+    text = [str(inputs / "text.jsonl")]
+    vocabulary = recipe.draft_vocab_size
+    return replace(
+        recipe,
+        out=str(inputs.parent),
+        data=text * len(recipe.data),
+        heldout=text if recipe.heldout else [],
+        heldout_fraction=0.2,
+        replay=text if recipe.replay else [],
+        target=str(inputs / "target"),
+        tokenizer=None,
+        draft=str(inputs / "draft") if recipe.kind == "lm" else None,
+        draft_config=None,
+        draft_vocab_size=None if vocabulary is None else min(vocabulary, 64),
+        head=replace(head, **small),
+        optim=replace(optim, warmup_steps=min(optim.warmup_steps, 1)),
+        trust_remote_code=False,
+        max_length=min(recipe.max_length, 48),
+        batch_size=2,
+        accumulation=min(recipe.accumulation, 2),
+        steps=4,
+        eval_every=2,
+        save_every=2,
+        push_to_hub=None,
+    )
+
+
+def _write_inputs(config: TrainConfig, inputs: Path) -> None:
+    """Write models and text. A target has six layers, so that heads find those they read."""
     if inputs.parent.exists() and not (inputs / "text.jsonl").exists():
         raise InputError(
             f"{inputs.parent}: is not from an earlier --smoke; move it away or choose another `out`"
@@ -96,10 +106,8 @@ def make_inputs(config: TrainConfig) -> None:
     tokenizer = Tokenizer(
         models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
     )
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     for role, shape in shapes.items():
         torch.manual_seed(0)
@@ -117,9 +125,8 @@ def _shape(source: str) -> dict[str, Any]:
     for path in (Path(source), Path(source) / "config.json", _SHIPPED / f"{name}.config.json"):
         if path.is_file():
             shape = read_json(path, "a Hugging Face config.json")
-            return {
-                key: shape[key] for key in ("model_type", "tie_word_embeddings") if key in shape
-            } | _SIZES
+            kept = [key for key in ("model_type", "tie_word_embeddings") if key in shape]
+            return {key: shape[key] for key in kept} | _SIZES
     family = next((family for part, family in _FAMILIES.items() if part in name), None)
     if name.endswith(".json") or family is None:
         raise InputError(

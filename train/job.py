@@ -1,0 +1,67 @@
+"""A training job: all that a run needs, and how far it is."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from draftsmith_core.tokenization import Tokenizer
+from train.config import TrainConfig
+from train.data import Examples
+from train.objective import Objective
+from train.world import World
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """All that a run needs beside the draft.
+
+    identity: settings that must match for a run to resume this one. tokenizer: saved with the
+    draft.
+    """
+
+    config: TrainConfig
+    world: World
+    objective: Objective
+    training: Examples
+    heldout: Examples
+    steps: int
+    identity: dict[str, Any]
+    tokenizer: Tokenizer | None = None
+    target: PreTrainedModel | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory of what only training needs: checkpoints and metrics."""
+        return Path(self.config.out) / "run"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of the checkpoints, `step_N` each."""
+        return self.run_dir / "checkpoints"
+
+    @property
+    def layout(self) -> str:
+        """How this run divides the rows of a step."""
+        config, world = self.config, self.world
+        return (
+            f"{config.batch_size} x {config.accumulation} x {world.size} processes "
+            f"({world.sharing})"
+        )
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far training is. Data order and schedule follow from `step` alone.
+
+    best: held-out alpha at `best_step`; without a teacher, the negated held-out loss. best_figures:
+    all figures there.
+    """
+
+    step: int = 0
+    best_step: int = 0
+    best: float | None = None
+    best_figures: dict[str, float] = field(default_factory=dict)
+    evaluations_since_best: int = 0
+    stopped: bool = False

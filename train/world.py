@@ -1,0 +1,149 @@
+"""The processes of a training run, connected by accelerate as the launcher asks."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+from draftsmith_core.devices import resolve_device
+from draftsmith_core.errors import RunError, one_line, require_package
+from draftsmith_core.launcher import check_process_count, launcher_request, process_group_options
+from draftsmith_core.signals import interruptible
+from train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class LauncherSetting:
+    """A setting of the launcher that is decided elsewhere.
+
+    agreeing: values of its environment variable that change nothing, the default first.
+    advice: what to set instead.
+    """
+
+    variable: str
+    agreeing: tuple[str, ...]
+    advice: str
+
+
+_SETTINGS = (
+    LauncherSetting(
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        ("1", "auto"),
+        "gradient_accumulation_steps: set `accumulation` instead",
+    ),
+    LauncherSetting(
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        ("false",),
+        "zero3_init_flag: weights are sharded after they are loaded",
+    ),
+)
+# Read under FSDP only.
+_FSDP_SETTINGS = (
+    LauncherSetting("FSDP_VERSION", ("2",), "fsdp_version: only 2 is supported"),
+    LauncherSetting(
+        "FSDP_ACTIVATION_CHECKPOINTING",
+        ("false",),
+        "fsdp_activation_checkpointing: set `gradient_checkpointing` instead",
+    ),
+    LauncherSetting("FSDP_OFFLOAD_PARAMS", ("false",), "fsdp_offload_params: is not supported"),
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes. sharing: single, ddp, zero1, zero2, zero3 or fsdp. bf16: use autocast."""
+
+    accelerator: Accelerator
+    sharing: str
+    bf16: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def size(self) -> int:
+        return int(self.accelerator.num_processes)
+
+    @property
+    def rank(self) -> int:
+        return int(self.accelerator.process_index)
+
+    @property
+    def is_main(self) -> bool:
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed shares the weights."""
+        return self.sharing.startswith("zero")
+
+
+def make_world(config: TrainConfig) -> World:
+    """Connect the launched processes; RunError if the launcher asks for what would be ignored."""
+    device = resolve_device(config.device)
+    on_cpu = device.type == "cpu"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    can_bf16 = not on_cpu and torch.cuda.is_bf16_supported()
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and can_bf16)
+    sharing: str = launcher_request()
+    zero = sharing == "zero"
+    if zero:
+        advice = "launch with configs/accelerate/ddp.yaml"
+        require_package("deepspeed", "the launcher's DeepSpeed configuration", advice)
+    _check_launcher(sharing, bf16)
+    group = process_group_options(on_cpu)
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        with silent(zero), interruptible():
+            accelerator = Accelerator(
+                # With cpu=True accelerate would silently drop DeepSpeed and train plain copies.
+                cpu=on_cpu and not zero,
+                mixed_precision="no",
+                kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else [],
+                log_with=None if config.tracker == "none" else config.tracker,
+                project_dir=config.out + "/run" if config.tracker == "tensorboard" else None,
+            )
+    except ValueError as error:
+        raise RunError(f"accelerate could not connect the processes: {one_line(error)}") from None
+    check_process_count(accelerator.num_processes)
+    if zero:
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        # Else transformers would shard every model while it is created, also one that only the main
+        # process creates.
+        unset_hf_deepspeed_config()
+        sharing = f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
+    return World(accelerator, sharing, bf16)
+
+
+def _check_launcher(sharing: str, bf16: bool) -> None:
+    precision = LauncherSetting(
+        "ACCELERATE_MIXED_PRECISION",
+        ("no", "bf16") if bf16 else ("no",),
+        "mixed_precision: set `precision`",
+    )
+    settings = [precision, *_SETTINGS]
+    if sharing == "fsdp":
+        settings += _FSDP_SETTINGS
+    for setting in settings:
+        value = os.environ.get(setting.variable, setting.agreeing[0]).lower()
+        if value not in setting.agreeing:
+            raise RunError(f"the launcher sets {value} for {setting.advice}")
+
+
+@contextmanager
+def silent(deepspeed: bool) -> Iterator[None]:
+    """Send what DeepSpeed prints to standard error: standard output has the command's result."""
+    with redirect_stdout(sys.stderr) if deepspeed else nullcontext():
+        yield
+    if deepspeed:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
