@@ -69,7 +69,6 @@ class LMTrainee(Trainee):
             "this objective needs a target or stored rows"
         )
         options = forward_options(batch, self.packing, self.draft.dtype)
-        # Inlined to keep the stack from the command to the draft's forward short.
         out = self.draft.base_model(input_ids=batch.ids_BT, use_cache=False, **options)
         hidden_NH = _at(out.last_hidden_state, rows_N)
         weights_N = None
