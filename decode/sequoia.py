@@ -20,7 +20,8 @@ from decode.tree import Tree
 
 Floats = NDArray[np.float64]
 
-LARGEST, DEEPEST = 256, 32
+LARGEST = 256
+DEEPEST = 32
 
 
 def optimal_tree(acceptance: Sequence[float], nodes: int, depth: int) -> Tree:
@@ -33,9 +34,10 @@ def optimal_tree(acceptance: Sequence[float], nodes: int, depth: int) -> Tree:
             "acceptance: expected the ranks' probabilities, at most 1 together, such as [0.6, "
             "0.15, 0.05]"
         )
-    for key, value, most in (("nodes", nodes, LARGEST), ("depth", depth, DEEPEST)):
-        if not 1 <= value <= most:
-            raise ValueError(f"{key}={value} is not in 1..{most}")
+    if not 1 <= nodes <= LARGEST:
+        raise ValueError(f"nodes={nodes} is not in 1..{LARGEST}")
+    if not 1 <= depth <= DEEPEST:
+        raise ValueError(f"depth={depth} is not in 1..{DEEPEST}")
     rates_K = np.trim_zeros(np.array(acceptance, dtype=np.float64)[:nodes], "b")
     below_DKN = _best(rates_K, nodes, depth)
     parents: list[int] = []
@@ -46,12 +48,10 @@ def optimal_tree(acceptance: Sequence[float], nodes: int, depth: int) -> Tree:
         for rank, rate in enumerate(rates_K):
             if levels == 0 or budget == 0:
                 break
-            options = (
-                rate * (1 + below_DKN[levels - 1, 0, :budget])
-                + below_DKN[levels, rank + 1, budget - 1 :: -1]
-            )
-            chosen = int(options.argmax())
-            if options[chosen] <= 0:
+            mine_N = rate * (1 + below_DKN[levels - 1, 0, :budget])
+            gain_N = mine_N + below_DKN[levels, rank + 1, budget - 1 :: -1]
+            chosen = int(gain_N.argmax())
+            if gain_N[chosen] <= 0:
                 break
             waiting.append((len(parents), levels - 1, chosen))
             parents.append(node)
@@ -73,9 +73,8 @@ def _best(rates_K: Floats, nodes: int, depth: int) -> Floats:
             # later siblings.
             most = nodes - rank
             mine_N = rates_K[rank] * child_N[:most]
-            theirs_N = np.concatenate(
-                (np.full(most - 1, -np.inf), below_DKN[level, rank + 1, :most])
-            )
+            impossible_N = np.full(most - 1, -np.inf)
+            theirs_N = np.concatenate((impossible_N, below_DKN[level, rank + 1, :most]))
             split_NN = sliding_window_view(theirs_N, most) + mine_N[::-1]
             below_DKN[level, rank, 1 : most + 1] = split_NN.max(1)
         if np.array_equal(below_DKN[level, 0], below_DKN[level - 1, 0]):

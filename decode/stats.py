@@ -13,11 +13,10 @@ class DecodeStats:
     counted.
 
     target_calls: forwards of the target after prefill. emitted: tokens in the output. proposed:
-    tree nodes drafted.
-    accepted: drafted tokens in the output. depth_sum: sum over steps of the tree depth offered.
-    accepted_by_depth[d-1]: steps in which depth d was accepted. reached_by_depth[d-1]: steps in
-    which depth d-1 was accepted (the root always is) and depth d offered a token that could still
-    be emitted.
+    tree nodes drafted. accepted: drafted tokens in the output. depth_sum: sum over steps of the
+    tree depth offered. accepted_by_depth[d-1]: steps in which depth d was accepted.
+    reached_by_depth[d-1]: steps in which depth d-1 was accepted (the root always is) and depth d
+    offered a token that could still be emitted.
     """
 
     target_calls: int = 0
@@ -39,9 +38,7 @@ class DecodeStats:
     @property
     def accept_at(self) -> tuple[float | None, ...]:
         """P(depth d accepted | depth d-1 accepted), by depth; None if nothing was offered."""
-        return tuple(
-            _ratio(a, r) for a, r in zip(self.accepted_by_depth, self.reached_by_depth, strict=True)
-        )
+        return tuple(map(_ratio, self.accepted_by_depth, self.reached_by_depth))
 
     @property
     def alpha_mcsd(self) -> float | None:

@@ -11,10 +11,9 @@ in which only groups that still tie are sorted again (Larsson and Sadakane 2007)
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,14 +42,12 @@ class SuffixIndex:
         """
         if sum(map(len, documents)) + len(documents) >= 2**31:
             raise ValueError("suffix index: 2**31 tokens or more; index a part of the corpus")
-        end = np.array([SEPARATOR])
-        pieces = [
-            np.asarray(piece, dtype=np.int64) for document in documents for piece in (document, end)
-        ]
-        text_n = np.concatenate(pieces or [end]).astype(np.int32)
+        pieces = [np.array([*document, SEPARATOR]) for document in documents]
+        text_n = np.concatenate(pieces or [np.array([SEPARATOR])]).astype(np.int32)
         positions = len(text_n) - suffix_array(text_n[::-1])
         positions = positions[positions < len(text_n)]
-        positions = positions[(text_n[positions] >= 0) & (text_n[positions - 1] >= 0)]
+        inside = (text_n[positions] >= 0) & (text_n[positions - 1] >= 0)
+        positions = positions[inside]
         return SuffixIndex(text_n, positions.astype(np.int32))
 
     @property
@@ -63,35 +60,30 @@ class SuffixIndex:
         return hashlib.sha256(self.text_n.tobytes()).hexdigest()
 
     def match(self, suffix: Sequence[int]) -> int:
-        """How many of the last tokens of `suffix` occur together, with a token after them, in some
-        document.
+        """Return how many of the last tokens of `suffix` occur together, with a token after them,
+        in some document.
         """
         query = list(suffix)[::-1]
-        at = bisect_left(
-            range(len(self.positions)), query, key=lambda rank: self._before(rank, len(query))
-        )
-        neighbours = [rank for rank in (at - 1, at) if 0 <= rank < len(self.positions)]
-        return max(
-            (len(commonprefix([query, self._before(rank, len(query))])) for rank in neighbours),
-            default=0,
-        )
+        at = self._rank(bisect_left, query)
+        longest = 0
+        for rank in range(max(at - 1, 0), min(at + 1, len(self.positions))):
+            longest = max(longest, len(commonprefix([query, self._before(rank, len(query))])))
+        return longest
 
     def continuations(
         self, suffix: Sequence[int], length: int, count: int
     ) -> list[tuple[tuple[int, ...], int]]:
-        """The `count` most frequent continuations of `suffix` with their occurrences, the most
-        frequent first.
+        """Return the `count` most frequent continuations of `suffix` with their occurrences, the
+        most frequent first.
 
         They are `length` tokens long, or end with their document.
         """
         query = list(suffix)[::-1]
-        ranks = range(len(self.positions))
-        low = bisect_left(ranks, query, key=lambda rank: self._before(rank, len(query)))
-        high = bisect_right(ranks, query, lo=low, key=lambda rank: self._before(rank, len(query)))
+        low = self._rank(bisect_left, query)
+        high = self._rank(bisect_right, query)
+        starts_c = self.positions[low:high]
         if high - low > SAMPLE:
             starts_c = self.positions[np.linspace(low, high - 1, SAMPLE).astype(np.int64)]
-        else:
-            starts_c = self.positions[low:high]
         reach_cL = np.minimum(starts_c[:, None] + np.arange(length), len(self.text_n) - 1)
         # Tokens plus one, so that 0 marks the end of a document; as big-endian bytes, which sort in
         # the same order.
@@ -100,25 +92,27 @@ class SuffixIndex:
         keys = codes_cL.astype(">i4").view(f"V{4 * length}").ravel().tolist()
         # Ties go by the tokens, so that the answer does not depend on the order of the documents.
         best = sorted((-times, key) for key, times in Counter(keys).items())[:count]
-        rows = (
-            np.frombuffer(b"".join(key for _, key in best), dtype=">i4")
-            .reshape(-1, length)
-            .tolist()
-        )
-        return [
-            (tuple(code - 1 for code in row if code), -times)
-            for row, (times, _) in zip(rows, best, strict=True)
-        ]
+        joined = b"".join(key for _, key in best)
+        best_cL = np.frombuffer(joined, dtype=">i4").reshape(-1, length)
+        found: list[tuple[tuple[int, ...], int]] = []
+        for codes, (less, _) in zip(best_cL.tolist(), best, strict=True):
+            found.append((tuple(code - 1 for code in codes if code), -less))
+        return found
+
+    def _rank(self, bisect: Callable[..., int], query: list[int]) -> int:
+        ranks = range(len(self.positions))
+        return bisect(ranks, query, key=lambda rank: self._before(rank, len(query)))
 
     def _before(self, rank: int, length: int) -> list[int]:
         # Up to `length` tokens before a position, the nearest first.
         position = int(self.positions[rank])
-        return self.text_n[max(position - length, 0) : position][::-1].tolist()
+        before = self.text_n[max(position - length, 0) : position]
+        return before[::-1].tolist()
 
 
-def suffix_array(text_n: NDArray[Any]) -> NDArray[np.int64]:
-    """The starts of all suffixes of an integer array, in the order of the suffixes; an end comes
-    before any value.
+def suffix_array(text_n: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return the starts of all suffixes, in the order of the suffixes; an end comes before any
+    value.
     """
     size = len(text_n)
     values, codes_n = np.unique(text_n, return_inverse=True)
@@ -137,15 +131,20 @@ def suffix_array(text_n: NDArray[Any]) -> NDArray[np.int64]:
     ranks = np.arange(size)
     members = order_n
     while True:
-        first = np.concatenate([[True], keys_n[1:] != keys_n[:-1]])[: len(ranks)]
-        ranks_n[members] = ranks[first][np.cumsum(first) - 1]
-        alone = first & np.concatenate([first[1:], [True]])[: len(ranks)]
+        new_group = keys_n[1:] != keys_n[:-1]
+        first = np.concatenate([[True], new_group])[: len(ranks)]
+        group = np.cumsum(first) - 1
+        ranks_n[members] = ranks[first][group]
+        last = np.concatenate([new_group, [True]])[: len(ranks)]
+        alone = first & last
         ranks = ranks[~alone]
         if not len(ranks):
             return order_n
         members = order_n[ranks]
-        keys_n = ranks_n[members] * (size + 1) + ranks_n[np.minimum(members + span, size)] + 1
+        beyond = np.minimum(members + span, size)
+        keys_n = ranks_n[members] * (size + 1) + ranks_n[beyond] + 1
         inside = np.argsort(keys_n)
-        members, keys_n = members[inside], keys_n[inside]
+        members = members[inside]
+        keys_n = keys_n[inside]
         order_n[ranks] = members
         span *= 2

@@ -13,11 +13,11 @@ from typing import ClassVar, Literal
 MAX_NODES = 1024
 CHAIN = 4  # tokens drafted per step when no tree is named
 
-# How the children of one node were chosen. A verifier is correct only for the drawings that it
-# names: without_replacement  drawn from q one after another, each removed from q before the next
+# How the children of one node were chosen. A verifier is correct only for the drawings it names:
+#   without_replacement  drawn from q one after another, each removed from q before the next
 #   with_replacement     drawn from q independently; siblings may repeat a token
-# top_and_one          the k - 1 most probable tokens and one drawn from what q leaves on the others
-# deterministic        a function of the context alone, such as the k most probable tokens
+#   top_and_one          the k - 1 most probable tokens, and one drawn from q on the others
+#   deterministic        a function of the context alone, such as the k most probable tokens
 # Never prune after drawing at random: pruning depends on what was drawn, and biases every rule but
 # `exact`.
 Drawing = Literal["without_replacement", "with_replacement", "top_and_one", "deterministic"]
@@ -43,14 +43,14 @@ class Tree:
             raise ValueError(f"tree: stop={self.stop} is not a probability in [0, 1)")
         if self.size > MAX_NODES:
             raise ValueError(f"tree: more than {MAX_NODES} nodes; draft fewer")
-        ordered = all(
-            above <= below for above, below in zip(self.parents, self.parents[1:], strict=False)
-        )
-        if not ordered or any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
-            raise ValueError(
-                "tree: nodes must be in breadth-first order, with -1 for the root, such as (-1, "
-                "-1, 0, 1)"
-            )
+        before = -1
+        for node, parent in enumerate(self.parents):
+            if not before <= parent < node:
+                raise ValueError(
+                    "tree: nodes must be in breadth-first order, with -1 for the root, such as "
+                    "(-1, -1, 0, 1)"
+                )
+            before = parent
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -65,12 +65,7 @@ class Tree:
         """Rank of every node among its siblings, from 0: the order in which siblings are drawn and
         tried.
         """
-        seen: dict[int, int] = {}
-        ranks = []
-        for parent in self.parents:
-            ranks.append(seen.get(parent, 0))
-            seen[parent] = ranks[-1] + 1
-        return tuple(ranks)
+        return tuple(node - self.parents.index(parent) for node, parent in enumerate(self.parents))
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -88,10 +83,8 @@ class Tree:
         - 1.
         """
         most = [0] * self.depth
-        for node, below in enumerate(self.children):
-            if below:
-                depth = self.depths[node - 1] if node else 0
-                most[depth] = max(most[depth], len(below))
+        for depth, rank in zip(self.depths, self.ranks, strict=True):
+            most[depth - 1] = max(most[depth - 1], rank + 1)
         return tuple(most)
 
     @property
@@ -116,14 +109,13 @@ def chain(length: int) -> Tree:
 
 
 def tree_of_paths(paths: Collection[tuple[int, ...]]) -> Tree:
-    """The tree whose nodes have these paths of ranks from the root; every path's beginnings are
-    among them.
+    """Return the tree of nodes given by their paths of ranks from the root. Every path's beginnings
+    must be among them.
     """
     # Sorted within a depth: siblings are neighbours, by rank, in the order of their parents.
-    order = {
-        path: node for node, path in enumerate(sorted(paths, key=lambda path: (len(path), path)))
-    }
-    return Tree(tuple(order.get(path[:-1], -1) for path in order))
+    ordered = sorted(paths, key=lambda path: (len(path), path))
+    numbers = {path: node for node, path in enumerate(ordered)}
+    return Tree(tuple(numbers.get(path[:-1], -1) for path in ordered))
 
 
 @dataclass(frozen=True)
@@ -147,14 +139,11 @@ class DynamicTree:
     def __post_init__(self) -> None:
         # Nodes that are compared: `beam` under the root, then `beam * beam` per level.
         candidates = self.beam + (self.depth - 1) * self.beam**2
-        if not (
-            1 <= self.depth <= self.nodes
-            and 1 <= self.beam <= self.nodes <= min(candidates, MAX_NODES)
-        ):
+        most = min(candidates, MAX_NODES)
+        if not (1 <= self.depth <= self.nodes and 1 <= self.beam <= self.nodes <= most):
             raise ValueError(
                 f"tree: depth={self.depth} and beam={self.beam} must be 1 to nodes={self.nodes}, "
-                "and nodes at most "
-                f"{MAX_NODES} and the {candidates} candidates that they reach"
+                f"and nodes at most {MAX_NODES} and the {candidates} candidates that they reach"
             )
         if not 0 <= self.gain < 1:
             raise ValueError(f"tree: gain={self.gain} is not in [0, 1)")

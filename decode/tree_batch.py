@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from decode.tree import Tree
 
@@ -60,27 +61,36 @@ def batch_of(
 
     Built on the host: for small trees that takes less time than the thirty kernels of `grow_batch`.
     """
-    size, most = max(map(len, rows)), max(widths, default=1)
+    size = max(map(len, rows))
     parents = np.full((len(rows), size), -1)
-    depths = np.zeros((len(rows), size), dtype=np.int64)
-    children = np.zeros((len(rows), size + 1, most), dtype=np.int64)
+    # As in `grow_batch`: a node that does not exist counts as a leaf right below the root.
+    depths = np.ones((len(rows), size), dtype=np.int64)
+    children = np.zeros((len(rows), size + 1, max(widths, default=1)), dtype=np.int64)
     groups = np.zeros((len(rows), size + 1), dtype=np.int64)
     sees = np.zeros((len(rows), size + 1, size + 1), dtype=bool)
     sees[:] = np.eye(size + 1, dtype=bool)
+    deepest = 0
     for row, listed in enumerate(rows):
         parents[row, : len(listed)] = listed
-        depth_of, before, rank, group = [0], -2, 0, -1
-        below, masks, group_of = children[row], sees[row], groups[row]
+        depth_of = [0]
+        before = -2
+        rank = 0
+        group = -1
+        below = children[row]
+        masks = sees[row]
+        group_of = groups[row]
         for node, parent in enumerate(listed, 1):
-            rank, group = (rank + 1, group) if parent == before else (0, group + 1)
+            rank += 1
+            if parent != before:
+                rank = 0
+                group += 1
             before = parent
             below[parent + 1, rank] = node
             group_of[parent + 1] = group
             depth_of.append(depth_of[parent + 1] + 1)
             masks[node] |= masks[parent + 1]
         depths[row, : len(listed)] = depth_of[1:]
-        # As in `grow_batch`: a node that does not exist counts as a leaf right below the root.
-        depths[row, len(listed) :] = 1
+        deepest = max(deepest, depth_of[-1])
         masks[:, 0] = True
     return TreeBatch(
         parents_RN=torch.from_numpy(parents).to(device),
@@ -88,7 +98,7 @@ def batch_of(
         children_RMK=torch.from_numpy(children).to(device),
         groups_RM=torch.from_numpy(groups).to(device),
         sees_RMM=torch.from_numpy(sees).to(device),
-        widths=widths[: int(depths.max(initial=0))],
+        widths=widths[:deepest],
     )
 
 
@@ -106,17 +116,18 @@ def grow_batch(parents_BN: Tensor, exists_BN: Tensor, depth: int, most: int) -> 
     ranks_BN = same_BNN.tril(-1).sum(2)
     children_BMK = torch.zeros(rows, size + 1, most + 1, dtype=torch.long, device=device)
     # Nodes that do not exist all write to the spare last column, which is then cut.
-    column_BN = above_BN * (most + 1) + torch.where(exists_BN, ranks_BN, most)
+    rank_BN = torch.where(exists_BN, ranks_BN, most)
+    column_BN = above_BN * (most + 1) + rank_BN
     numbers_BN = torch.arange(1, size + 1, device=device).expand(rows, -1)
     children_BMK.view(rows, -1).scatter_(1, column_BN, numbers_BN)
     children_BMK = children_BMK[:, :, :most].contiguous()
     sees_BMM = torch.eye(size + 1, dtype=torch.bool, device=device).repeat(rows, 1, 1)
-    above_BM = torch.nn.functional.pad(above_BN, (1, 0))
-    index_BMM = above_BM.unsqueeze(2).expand(-1, -1, size + 1)
+    above_BM1 = pad(above_BN, (1, 0)).unsqueeze(2)
     for _ in range(depth):
-        sees_BMM = sees_BMM | sees_BMM.gather(1, index_BMM)
+        sees_BMM = sees_BMM | sees_BMM.take_along_dim(above_BM1, dim=1)
     inner_BM = (children_BMK > 0).any(2)
-    groups_BM = (inner_BM.cumsum(1) - 1).clamp_(min=0) * inner_BM
+    before_BM = inner_BM.cumsum(1) - 1
+    groups_BM = before_BM.clamp_(min=0) * inner_BM
     return TreeBatch(
         parents_RN=above_BN - 1,
         depths_RN=sees_BMM[:, 1:, 1:].sum(2),

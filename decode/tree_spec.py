@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape, tree_of_paths
+from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape, chain, tree_of_paths
 from draftsmith_core.errors import nearest
 
 
@@ -78,8 +78,9 @@ def kary(branching: Sequence[int]) -> Tree:
     level = [-1]
     for count in branching:
         first = len(parents)
-        # `Tree` refuses more than MAX_NODES, so no more of it is built.
-        parents += [parent for parent in level for _ in range(min(count, MAX_NODES + 1))]
+        for parent in level:
+            # `Tree` refuses more than MAX_NODES, so no more of it is built.
+            parents += [parent] * min(count, MAX_NODES + 1)
         level = list(range(first, len(parents)))
         if len(parents) > MAX_NODES:
             break
@@ -99,23 +100,25 @@ def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeSh
     kind, colon, body = spec.partition(":")
     if kind not in TREES:
         raise ValueError(f"tree {spec!r}: unknown kind {kind!r}; {nearest(kind, TREES)}")
-    if kind in _FILES and (not body or read is None):
-        fix = (
-            "pass parse_tree a reader of files"
-            if body
-            else f"name one, such as {TREES[kind].example}"
-        )
-        raise ValueError(f"tree {spec!r}: needs a file; {fix}")
-    content = read(body) if kind in _FILES and read is not None else None
+    content: Any = None
+    if kind in _FILES:
+        if not body:
+            fix = f"name one, such as {TREES[kind].example}"
+            raise ValueError(f"tree {spec!r}: needs a file; {fix}")
+        if read is None:
+            raise ValueError(f"tree {spec!r}: needs a file; pass parse_tree a reader of files")
+        content = read(body)
     try:
-        if kind in _FILES:
-            return {"static": _static, "sequoia": _sequoia, "auto": _planned}[kind](content)
-        grows = kind in ("eagle2", "opt")
-        return (
-            _growing(kind, body.split(",") if colon else [])
-            if grows
-            else _counted(kind, body.split(","))
-        )
+        if kind == "static":
+            return _static(content)
+        if kind == "sequoia":
+            return _sequoia(content)
+        if kind == "auto":
+            tree = content["tree"]
+            return parse_tree(tree["spec"]) if tree.get("spec") else Tree(tuple(tree["parents"]))
+        if kind in _GROWING:
+            return _growing(kind, body.split(",") if colon else [])
+        return _counted(kind, body.split(","))
     except (TypeError, AttributeError, KeyError) as error:
         missing = f"key {error} is missing; " if isinstance(error, KeyError) else ""
         raise ValueError(f"tree {spec!r}: {missing}expected {_FILES[kind]}") from None
@@ -124,37 +127,38 @@ def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeSh
         raise ValueError(f"tree {spec!r}: {str(error).removeprefix('tree: ')}{example}") from None
 
 
+_GROWING: dict[str, dict[str, Any]] = {
+    "eagle2": {"nodes": 60, "depth": 6, "beam": 10},
+    "opt": {"nodes": 50, "depth": 10, "gain": 0.1},
+}
+
+
 def _counted(kind: str, words: Sequence[str]) -> Tree:
     counts = [_number(word, int) for word in words if "=" not in word]
     if not counts or min(counts) < 1 or (kind == "chain" and len(counts) > 1):
         raise ValueError("every number must be at least 1")
     options = _options([word for word in words if "=" in word], {"stop": 0.0})
-    tree = kary((1,) * min(counts[0], MAX_NODES + 1) if kind == "chain" else counts)
+    tree = chain(min(counts[0], MAX_NODES + 1)) if kind == "chain" else kary(counts)
     return replace(tree, stop=options["stop"])
 
 
 def _growing(kind: str, words: Sequence[str]) -> DynamicTree:
-    defaults = (
-        {"nodes": 60, "depth": 6, "beam": 10}
-        if kind == "eagle2"
-        else {"nodes": 50, "depth": 10, "gain": 0.1}
-    )
+    defaults = _GROWING[kind]
     options = _options(words, defaults)
     written = {word.partition("=")[0] for word in words}
     # Defaults are lowered to fit what the user wrote; what the user wrote is never changed.
-    options |= {
-        key: min(options[key], options["nodes"])
-        for key in ("depth", "beam")
-        if key in defaults.keys() - written
-    }
-    nodes, depth = options["nodes"], options["depth"]
+    for key in ("depth", "beam"):
+        if key in defaults.keys() - written:
+            options[key] = min(options[key], options["nodes"])
+    nodes = options["nodes"]
+    depth = options["depth"]
     if kind == "opt":
         # OPT-Tree leaves the beam to the budget, and its threshold is about t_draft / t_target.
-        return DynamicTree(depth, nodes, nodes, options["gain"])
+        return DynamicTree(depth, beam=nodes, nodes=nodes, gain=options["gain"])
     beam = options["beam"]
-    return DynamicTree(
-        depth, beam, nodes if "nodes" in written else min(nodes, beam + (depth - 1) * beam**2)
-    )
+    if "nodes" not in written:
+        nodes = min(nodes, beam + (depth - 1) * beam**2)
+    return DynamicTree(depth, beam, nodes)
 
 
 def _options(words: Sequence[str], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -189,11 +193,6 @@ def _tree_of(paths: Sequence[Sequence[int]]) -> Tree:
                 f"path {[*above, rank]}: list its parent and its siblings of lower rank too"
             )
     return tree_of_paths(known)
-
-
-def _planned(content: Any) -> TreeShape:
-    tree = content["tree"]
-    return parse_tree(tree["spec"]) if tree.get("spec") else Tree(tuple(tree["parents"]))
 
 
 def _sequoia(content: Any) -> Tree:

@@ -1,4 +1,4 @@
-"""The base of proposers that draft with a network: a new one says which network drafts, and what it
+"""The base of proposers that draft with a network. A new one gives the network, and refuses what it
 cannot draft.
 """
 
@@ -27,8 +27,8 @@ class NetworkProposer(Proposer):
         """The network over the prompts of one `generate` call."""
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
-        """Any method for one draft. With several, only independent draws give each sibling its own
-        distribution.
+        """Return all methods for one draft. With several, only independent draws give each sibling
+        its own distribution.
         """
         if tree.grows:
             return frozenset({"deterministic"})
@@ -44,7 +44,7 @@ class NetworkProposer(Proposer):
             return DynamicTreeSession(network, setup.tree, setup.sampling, setup.device)
         key = (setup.tree, network.device, setup.device)
         if key not in self._plans:
-            self._plans[key] = DraftingPlan.build(*key)
+            self._plans[key] = DraftingPlan.build(setup.tree, network.device, setup.device)
         return StaticTreeSession(
             network, self._plans[key], setup.drawing, setup.sampling, bool(setup.compile)
         )

@@ -62,11 +62,11 @@ class Verifier:
         count of drafts.
         """
         if self.chains_only and not tree.is_chain:
-            fix = (
-                f"use verifier {'specinfer' if drafts > 1 else 'mcsd'} or exact, or a tree "
-                f"such as chain:{tree.depth}"
+            other = "specinfer" if drafts > 1 else "mcsd"
+            raise ValueError(
+                f"verifier '{self.name}' is valid on chains only; use verifier {other} or exact, "
+                f"or a tree such as chain:{tree.depth}"
             )
-            raise ValueError(f"verifier '{self.name}' is valid on chains only; {fix}")
         if drawing is None:
             return
         drawing = "deterministic" if tree.grows else drawing
@@ -89,8 +89,9 @@ def _in(module: str, function: str) -> Rule:
     def run(proposal: "Proposal", p_BMV: "Tensor", u_BU: "Tensor | None") -> "Verdict":
         greedy = u_BU is None
         if greedy not in rules:
-            names = ("exact", "exact") if greedy else (module, function)
-            rules[greedy] = getattr(import_module(f"decode.verify.{names[0]}"), names[1])
+            name = "exact" if greedy else module
+            rule = "exact" if greedy else function
+            rules[greedy] = getattr(import_module(f"decode.verify.{name}"), rule)
         return rules[greedy](proposal, p_BMV, u_BU)
 
     return run

@@ -1,13 +1,11 @@
 """Rules that decide at one node after another which of its children stays.
 
 * `speculative`: speculative sampling, all depths of a chain at once (Leviathan et al. 2023, arXiv
-  2211.17192, algorithm
-  1; Chen et al. 2023, arXiv 2302.01318, algorithm 2).
+  2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318, algorithm 2).
 * `mcsd`: multi-candidate speculative sampling, siblings without replacement (Yang et al. 2024,
   arXiv 2401.06706).
 * `independent`: the same with replacement; SpecInfer's rule too, where siblings may come from
-  several drafts (Miao et
-  al. 2023, arXiv 2305.09781).
+  several drafts (Miao et al. 2023, arXiv 2305.09781).
 * `kseq`: SpecTr's sequential selection, one rule for all siblings of one draft (Sun et al. 2023,
   arXiv 2310.15141).
 * `greedy`: the k - 1 most probable tokens, and one drawn from the others (Hu et al., ICLR 2025,
@@ -15,6 +13,8 @@
 
 Legend: B rows, D depth, K siblings, M nodes with the root, V vocabulary, U uniforms per row.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,13 +31,14 @@ from decode.verify.tree_walk import (
     hit_by_target,
     known_empty,
     residual,
+    row_numbers,
     rows_of,
     walk,
 )
 from draftsmith_core.sampling import draw
 
-# of [1, k]; rho is then within 1e-5 of its root, which loses about 1e-5 of acceptance, never
-# exactness
+# Halvings of [1, k]. rho is then within 1e-5 of its root, which loses about 1e-5 of acceptance,
+# never exactness.
 HALVINGS = 20
 
 
@@ -47,41 +48,35 @@ def speculative(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
 
     After a fully accepted chain the last token is drawn from p.
     """
-    tree, depth = proposal.tree, proposal.tree.depth
+    depth = proposal.tree.depth
+    q_BEV = proposal.q_BEV
     if depth == 0:
         return exact(proposal, p_BMV, u_BU[:, -1:])
     u_BU = u_BU.to(p_BMV.device)
-    rows_B1 = torch.arange(len(p_BMV), device=p_BMV.device).unsqueeze(1)
+    rows_B1 = row_numbers(p_BMV).unsqueeze(1)
     # Node d is at depth d, below node d - 1.
     nodes_D = torch.arange(1, depth + 1, device=p_BMV.device)
-    tokens_BD, groups_BD = (
-        proposal.tokens_BM[:, 1 : depth + 1],
-        tree.groups_RM[:, :depth].expand(len(p_BMV), -1),
-    )
-    offered_BD, x_BD = tokens_BD >= 0, tokens_BD.clamp(min=0)
+    tokens_BD = proposal.tokens_BM[:, 1 : depth + 1]
+    groups_BD = proposal.tree.groups_RM[:, :depth].expand(len(p_BMV), -1)
+    offered_BD = tokens_BD >= 0
+    x_BD = tokens_BD.clamp(min=0)
     p_x_BD = p_BMV[rows_B1, nodes_D - 1, x_BD]
-    q_x_BD = (
-        torch.ones_like(p_x_BD)
-        if proposal.q_BEV is None
-        else proposal.q_BEV[rows_B1, groups_BD, x_BD]
-    )
+    q_x_BD = torch.ones_like(p_x_BD) if q_BEV is None else q_BEV[rows_B1, groups_BD, x_BD]
     # u q < p, not u < p / q: no division, and a token with p(x) = 0 is refused even at u = 0.
     taken_BD = (u_BU[:, :depth] * q_x_BD < p_x_BD) & offered_BD
     accepted_B = taken_BD.long().cumprod(1).sum(1)
     accepted_B1 = accepted_B.unsqueeze(1)
     last_B1 = accepted_B1.clamp(max=depth - 1)
     open_B = (accepted_B < depth) & offered_BD.gather(1, last_B1).squeeze(1)
-    left_BV = p_BMV[rows_B1, accepted_B1].squeeze(1)
+    left_BV = p_BMV[rows_B1[:, 0], accepted_B]
     if not known_empty(open_B):
-        if proposal.q_BEV is None:
+        if q_BEV is None:
             q_BV = torch.zeros_like(left_BV).scatter_(1, x_BD.gather(1, last_B1), 1.0)
         else:
-            q_BV = proposal.q_BEV[rows_B1, groups_BD.gather(1, last_B1)].squeeze(1)
+            q_BV = q_BEV[rows_B1, groups_BD.gather(1, last_B1)].squeeze(1)
         left_BV = torch.where(open_B.unsqueeze(1), residual(left_BV, q_BV), left_BV)
     nodes_BD = torch.where(nodes_D <= accepted_B1, nodes_D, 0)
-    return finish(
-        proposal, list(nodes_BD.unbind(1)), accepted_B, open_B, draw(left_BV, u_BU[:, -1])
-    )
+    return finish(proposal, nodes_BD, accepted_B, open_B, draw(left_BV, u_BU[:, -1]))
 
 
 def mcsd(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
@@ -94,20 +89,17 @@ def mcsd(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """
     if proposal.q_BEV is None:
         return walk(proposal, p_BMV, u_BU, hit_by_target, per_node=1)
-    return walk(
-        proposal, p_BMV, u_BU, lambda node: _try_in_turn(node, replacement=False), per_node=None
-    )
+    return walk(proposal, p_BMV, u_BU, partial(_try_in_turn, replacement=False), per_node=None)
 
 
 def independent(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """`mcsd` for independent siblings: q stays as it is, and a repeated token is refused again."""
-    return walk(
-        proposal, p_BMV, u_BU, lambda node: _try_in_turn(node, replacement=True), per_node=None
-    )
+    return walk(proposal, p_BMV, u_BU, partial(_try_in_turn, replacement=True), per_node=None)
 
 
 def _try_in_turn(node: Node, replacement: bool) -> tuple[Tensor, Tensor]:
-    p_BV, q_BV = node.p_BV, node.q(0)
+    p_BV = node.p_BV
+    q_BV = node.q(0)
     rank_B = torch.full_like(node.offer_BK[:, 0], -1)
     width = node.offer_BK.shape[1]
     for k in range(width):
@@ -116,9 +108,7 @@ def _try_in_turn(node: Node, replacement: bool) -> tuple[Tensor, Tensor]:
         x_B1 = x_B1.clamp(min=0)
         if replacement and k:
             q_BV = node.q(k)
-        # u q < p rather than u < p / q: it needs no division, and refuses a token with p(x) = 0
-        # even at u = 0.
-        passed_B = node.u_Bn[:, k] * q_BV.gather(1, x_B1)[:, 0] < p_BV.gather(1, x_B1)[:, 0]
+        passed_B = _passes(node.u_Bn[:, k], q_BV, p_BV, x_B1)
         rank_B = rank_B.masked_fill(asked_B & passed_B, k)
         refused_B = asked_B & ~passed_B
         if known_empty(refused_B):
@@ -130,6 +120,12 @@ def _try_in_turn(node: Node, replacement: bool) -> tuple[Tensor, Tensor]:
         if not replacement and k + 1 < width:
             q_BV = _replace_rows(q_BV, rows, refused_B, without(q_BV[rows], x_B1[rows]))
     return rank_B, p_BV
+
+
+def _passes(u_B: Tensor, q_BV: Tensor, p_BV: Tensor, x_B1: Tensor) -> Tensor:
+    """u q(x) < p(x), which needs no division, and refuses a token with p(x) = 0 even at u = 0."""
+    q_x_B = q_BV.gather(1, x_B1)[:, 0]
+    return u_B * q_x_B < p_BV.gather(1, x_B1)[:, 0]
 
 
 def _replace_rows(old_BV: Tensor, rows: Rows, mask_B: Tensor, new_BV: Tensor) -> Tensor:
@@ -145,9 +141,11 @@ def without(q_BV: Tensor, x_BK: Tensor) -> Tensor:
     """q without tokens x (-1 for none), renormalised; all zero (0 / tiny, not NaN) when they hold
     all its mass.
     """
-    taken_BK = q_BV.gather(1, x_BK.clamp(min=0)).masked_fill(x_BK < 0, 0.0)
-    left_BV = q_BV.scatter_add(1, x_BK.clamp(min=0), -taken_BK)
-    return left_BV.div_(left_BV.sum(1, keepdim=True).clamp_(min=torch.finfo(q_BV.dtype).tiny))
+    token_BK = x_BK.clamp(min=0)
+    taken_BK = q_BV.gather(1, token_BK).masked_fill(x_BK < 0, 0.0)
+    left_BV = q_BV.scatter_add(1, token_BK, -taken_BK)
+    mass_B1 = left_BV.sum(1, keepdim=True)
+    return left_BV.div_(mass_B1.clamp_(min=torch.finfo(q_BV.dtype).tiny))
 
 
 def kseq(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
@@ -164,27 +162,32 @@ def kseq(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
 
 
 def _decide_kseq(node: Node) -> tuple[Tensor, Tensor]:
-    q_BV, x_BK = node.q(0), node.offer_BK.clamp(min=0)
-    offered_BK, u_BK = node.offer_BK >= 0, node.u_Bn[:, : x_BK.shape[1]]
-    p_x_BK, q_x_BK = node.p_BV.gather(1, x_BK), q_BV.gather(1, x_BK)
+    q_BV = node.q(0)
+    x_BK = node.offer_BK.clamp(min=0)
+    offered_BK = node.offer_BK >= 0
+    first_B = offered_BK[:, 0]
+    p_x_BK = node.p_BV.gather(1, x_BK)
+    uq_BK = node.u_Bn * q_BV.gather(1, x_BK)
     count_B1 = offered_BK.sum(1, keepdim=True).clamp_(min=1)
     # rho is at most k. Where the first child passes even with rho = k, rho need not be solved for.
-    if known_empty((u_BK * count_B1 * q_x_BK >= p_x_BK)[:, 0] & offered_BK[:, 0]):
-        sure_B = torch.where(offered_BK[:, 0], 0, -1)
-        if known_empty(offered_BK.any(1) & (sure_B < 0)):
+    refused_BK = uq_BK * count_B1 >= p_x_BK
+    if known_empty(refused_BK[:, 0] & first_B):
+        sure_B = torch.where(first_B, 0, -1)
+        if known_empty(offered_BK.any(1) & ~first_B):
             return sure_B, node.p_BV
     rho_B1 = solve_rho(node.p_BV, q_BV, count_B1)
-    rank_B = first((u_BK * rho_B1 * q_x_BK < p_x_BK) & offered_BK)
+    rank_B = first((uq_BK * rho_B1 < p_x_BK) & offered_BK)
     refused_B = (rank_B < 0) & offered_BK.any(1)
     if known_empty(refused_B):
         return rank_B, node.p_BV
     taken_BV = torch.minimum(q_BV, node.p_BV / rho_B1.float())
     beta_B1 = taken_BV.sum(1, keepdim=True, dtype=torch.double).clamp_(max=1)
-    gain_B1 = _any_accepted(beta_B1, count_B1) / beta_B1.clamp(min=torch.finfo(torch.float32).tiny)
+    tiny = torch.finfo(torch.float32).tiny
+    gain_B1 = _any_accepted(beta_B1, count_B1) / beta_B1.clamp(min=tiny)
     left_BV = node.p_BV.addcmul(taken_BV, gain_B1.float(), value=-1).clamp_(min=0)
     # As in `residual`: when p and q differ by rounding only, nothing is left, and p is drawn from.
-    whole_B1 = ~refused_B.unsqueeze(1) | (left_BV.sum(1, keepdim=True) <= 0)
-    return rank_B, torch.where(whole_B1, node.p_BV, left_BV)
+    some_B1 = refused_B.unsqueeze(1) & (left_BV.sum(1, keepdim=True) > 0)
+    return rank_B, torch.where(some_B1, left_BV, node.p_BV)
 
 
 def solve_rho(p_BV: Tensor, q_BV: Tensor, count_B1: Tensor) -> Tensor:
@@ -200,8 +203,10 @@ def solve_rho(p_BV: Tensor, q_BV: Tensor, count_B1: Tensor) -> Tensor:
         return high_B1
     for _ in range(HALVINGS):
         rho_B1 = (low_B1 + high_B1) / 2
-        covered_B1 = torch.minimum(q_BV * rho_B1.float(), p_BV).sum(1, keepdim=True).double()
-        above_B1 = _any_accepted((covered_B1 / rho_B1).clamp_(max=1), count_B1) <= covered_B1
+        least_BV = torch.minimum(q_BV * rho_B1.float(), p_BV)
+        covered_B1 = least_BV.sum(1, keepdim=True).double()
+        beta_B1 = (covered_B1 / rho_B1).clamp_(max=1)
+        above_B1 = _any_accepted(beta_B1, count_B1) <= covered_B1
         high_B1 = torch.where(above_B1, rho_B1, high_B1)
         low_B1 = torch.where(above_B1, low_B1, rho_B1)
     return high_B1
@@ -225,21 +230,19 @@ def _decide_greedy(node: Node) -> tuple[Tensor, Tensor]:
     # The drawn child is the last on offer. If the top tokens had all of q, nothing was drawn: the
     # last top token is then the only one that the others leave in q, as if it had been drawn with
     # r(x) = 1.
-    ranks_K = torch.arange(node.offer_BK.shape[1], device=node.offer_BK.device)
-    last_B = torch.where(node.offer_BK >= 0, ranks_K, -1).max(1).values
-    top_BK = node.offer_BK.masked_fill(ranks_K >= last_B.unsqueeze(1), -1)
-    x_B1 = node.offer_BK.gather(1, last_B.clamp(min=0).unsqueeze(1))
-    asked_B, x_B1 = x_B1[:, 0] >= 0, x_B1.clamp(min=0)
+    offer_BK = node.offer_BK
+    ranks_K = torch.arange(offer_BK.shape[1], device=offer_BK.device)
+    last_B = torch.where(offer_BK >= 0, ranks_K, -1).max(1).values
+    top_BK = offer_BK.masked_fill(ranks_K >= last_B.unsqueeze(1), -1)
+    x_B1 = offer_BK.gather(1, last_B.clamp(min=0).unsqueeze(1))
+    asked_B = x_B1[:, 0] >= 0
     r_BV = without(node.q(0), top_BK)
-    taken_B = asked_B & (
-        node.u_Bn[:, 0] * r_BV.gather(1, x_B1)[:, 0] < node.p_BV.gather(1, x_B1)[:, 0]
-    )
+    taken_B = asked_B & _passes(node.u_Bn[:, 0], r_BV, node.p_BV, x_B1.clamp(min=0))
     rank_B = last_B.masked_fill(~taken_B, -1)
     refused_B = asked_B & ~taken_B
     if known_empty(refused_B):
         return rank_B, node.p_BV
     hit_B, left_BV = draw_rank(residual(node.p_BV, r_BV), top_BK, node.u_Bn[:, 1])
     # A row without a refusal had nothing on offer, and p stays whole.
-    return torch.where(refused_B, hit_B, rank_B), torch.where(
-        refused_B.unsqueeze(1), left_BV, node.p_BV
-    )
+    left_BV = torch.where(refused_B.unsqueeze(1), left_BV, node.p_BV)
+    return torch.where(refused_B, hit_B, rank_B), left_BV

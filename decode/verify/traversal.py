@@ -15,9 +15,11 @@ becomes norm((w p - q)+), and q loses the token. The root has w = 1.
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from decode.propose.protocol import Proposal
 from decode.tree_batch import TreeBatch
@@ -30,6 +32,7 @@ from decode.verify.tree_walk import (
     hit_by_target,
     known_empty,
     recording,
+    row_numbers,
     rows_of,
     walk,
 )
@@ -49,31 +52,69 @@ def traversal(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
 Index = int | Tensor
 
 
+class Visit(NamedTuple):
+    """A visit of a node. Masks `[B]` are None where they are false everywhere."""
+
+    node: Index  # 0: none
+    depth: Index
+    group: Index  # of its children
+    inner_B: Tensor | None  # whether it has children
+    entering_B: Tensor | None
+    leaving_B: Tensor | None
+
+
+class _State(NamedTuple):
+    """p, q and w by depth, of the node that the walk is at or below."""
+
+    p_BDV: Tensor
+    q_BDV: Tensor
+    w_BD: Tensor
+
+    def refuse(self, place: tuple[Rows, Index], refused_B1: Tensor, x_B1: Tensor) -> None:
+        """Change the node at `place` in the rows where its child with token x was refused."""
+        p_BV = self.p_BDV[place]
+        q_BV = self.q_BDV[place]
+        w_B1 = self.w_BD[place].unsqueeze(1)
+        left_BV = (w_B1 * p_BV).sub_(q_BV).clamp_(min=0)
+        mass_B1 = left_BV.sum(1, keepdim=True)
+        left_BV.div_(mass_B1.clamp(min=torch.finfo(mass_B1.dtype).tiny))
+        # As in `residual`: where rounding leaves no mass, p stays.
+        self.p_BDV[place] = torch.where(refused_B1 & (mass_B1 > 0), left_BV, p_BV)
+        self.q_BDV[place] = torch.where(refused_B1, without(q_BV, x_B1), q_BV)
+        new_B1 = torch.where(refused_B1, keep_probability(w_B1, mass_B1), w_B1)
+        self.w_BD[place] = new_B1.squeeze(1)
+
+
 def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """Walk around the tree, all rows at once. Node n is decided by uniform n - 1, the token by
     uniform N.
     """
-    tree, tokens_BM, q_BEV = proposal.tree, proposal.tokens_BM, proposal.q_BEV
+    tree = proposal.tree
+    q_BEV = proposal.q_BEV
     assert q_BEV is not None
-    rows, vocab = len(tokens_BM), p_BMV.shape[2]
-    rows_B = torch.arange(rows, device=p_BMV.device)
+    rows_B = row_numbers(p_BMV)
 
     def at(place: Index, which: Rows = ALL) -> tuple[Rows, Index]:
         return (rows_B[which], place[which]) if isinstance(place, Tensor) else (which, place)
 
     # Leaves of the last depth are not stored, but need a valid index.
-    p_BDV, q_BDV = (p_BMV.new_empty(rows, tree.depth + 1, vocab) for _ in range(2))
-    w_BD = p_BMV.new_ones(rows, tree.depth + 1)
-    p_BDV[:, 0], q_BDV[:, 0] = p_BMV[:, 0], q_BEV[rows_B, tree.groups_RM[:, 0]]
+    shape = (len(rows_B), tree.depth + 1, p_BMV.shape[2])
+    p_BDV = p_BMV.new_empty(shape)
+    q_BDV = p_BMV.new_empty(shape)
+    w_BD = p_BMV.new_ones(shape[:2])
+    p_BDV[:, 0] = p_BMV[:, 0]
+    q_BDV[:, 0] = q_BEV[rows_B, tree.groups_RM[:, 0]]
+    state = _State(p_BDV, q_BDV, w_BD)
     end_BV = torch.empty_like(p_BMV[:, 0])
-    live_B = torch.ones(rows, dtype=torch.bool, device=p_BMV.device)
+    live_B = torch.ones_like(rows_B, dtype=torch.bool)
     node_B = torch.zeros_like(rows_B)
     for node, depth, group, inner_B, entering_B, leaving_B in visits(tree, live_B):
-        x_B = tokens_BM[at(node)]
+        x_B = proposal.tokens_BM[at(node)]
         here_B = live_B & (x_B >= 0)
         if known_empty(here_B):
             continue
-        x_B, above = x_B.clamp(min=0), depth - 1
+        x_B = x_B.clamp(min=0)
+        above = depth - 1
         if entering_B is not None:
             now_B = here_B & entering_B
             w_B = weight(w_BD[at(above)], p_BDV[rows_B, above, x_B], q_BDV[rows_B, above, x_B])
@@ -83,10 +124,9 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
                 now_B = now_B & inner_B
                 which = rows_of(now_B)
                 place = at(depth, which)
-                p_BDV[place] = torch.where(now_B[which, None], p_BMV[at(node, which)], p_BDV[place])
-                q_BDV[place] = torch.where(
-                    now_B[which, None], q_BEV[at(group, which)], q_BDV[place]
-                )
+                now_B1 = now_B[which, None]
+                p_BDV[place] = torch.where(now_B1, p_BMV[at(node, which)], p_BDV[place])
+                q_BDV[place] = torch.where(now_B1, q_BEV[at(group, which)], q_BDV[place])
         if leaving_B is not None:
             now_B = here_B & leaving_B
             taken_B = now_B & (u_BU[at(node - 1)] < w_BD[at(depth)])
@@ -104,15 +144,7 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
             if known_empty(refused_B):
                 continue
             which = rows_of(refused_B)
-            place, refused_B1 = at(above, which), refused_B[which, None]
-            p_BV, q_BV, w_B = p_BDV[place], q_BDV[place], w_BD[place]
-            left_BV = (w_B[:, None] * p_BV).sub_(q_BV).clamp_(min=0)
-            mass_B1 = left_BV.sum(1, keepdim=True)
-            left_BV.div_(mass_B1.clamp(min=torch.finfo(mass_B1.dtype).tiny))
-            # As in `residual`: where rounding leaves no mass, p stays.
-            p_BDV[place] = torch.where(refused_B1 & (mass_B1 > 0), left_BV, p_BV)
-            q_BDV[place] = torch.where(refused_B1, without(q_BV, x_B[which, None]), q_BV)
-            w_BD[place] = torch.where(refused_B1[:, 0], keep_probability(w_B, mass_B1[:, 0]), w_B)
+            state.refuse(at(above, which), refused_B[which, None], x_B[which, None])
     end_BV = torch.where(live_B[:, None], p_BDV[:, 0], end_BV)
     return finish_at(proposal, node_B, draw(end_BV, u_BU[:, -1]))
 
@@ -132,66 +164,88 @@ def keep_probability(w: Tensor, mass: Tensor) -> Tensor:
     return torch.where(lack > 0, mass / torch.where(lack > 0, mass + lack, 1.0), 1.0)
 
 
-def visits(
-    tree: TreeBatch, yes_B: Tensor
-) -> Iterator[tuple[Index, Index, Index, Tensor | None, Tensor | None, Tensor | None]]:
-    """Yield, in order of the walk, each node (0: none), its depth, its group of children, and masks
-    `[B]` of whether it has children, is entered, and is left; None for a mask that is false
-    everywhere. `yes_B` is true everywhere.
-    """
+def visits(tree: TreeBatch, yes_B: Tensor) -> Iterator[Visit]:
+    """Yield the visits of the walk in order. `yes_B` is true everywhere."""
     if tree.rows == 1 and not recording():
-        for node, depth, group, *facts in _shared(tree):
-            inner_B, entering_B, leaving_B = (yes_B if fact else None for fact in facts)
-            yield node, depth, group, inner_B, entering_B, leaving_B
+        for facts in _shared(tree):
+            inner_B = yes_B if facts.inner else None
+            entering_B = yes_B if facts.event > 0 else None
+            leaving_B = yes_B if facts.event < 0 else None
+            node = abs(facts.event)
+            yield Visit(node, facts.depth, facts.group, inner_B, entering_B, leaving_B)
         return
-    events_RS, depths_RM, inner_RM = _events(tree)
-    for event_R in events_RS.unbind(1):
+    walk = _events(tree)
+    for event_R in walk.events_RS.unbind(1):
         node_R = event_R.abs()
         index_R1 = node_R.unsqueeze(1)
-        yield (
-            node_R,
-            depths_RM.gather(1, index_R1).squeeze(1).clamp(min=1),
-            tree.groups_RM.gather(1, index_R1).squeeze(1),
-            inner_RM.gather(1, index_R1).squeeze(1),
-            event_R > 0,
-            event_R < 0,
+        yield Visit(
+            node=node_R,
+            depth=walk.depths_RM.gather(1, index_R1).squeeze(1).clamp(min=1),
+            group=tree.groups_RM.gather(1, index_R1).squeeze(1),
+            inner_B=walk.inner_RM.gather(1, index_R1).squeeze(1),
+            entering_B=event_R > 0,
+            leaving_B=event_R < 0,
         )
 
 
+class _Facts(NamedTuple):
+    """A visit of a node of a tree that all rows share."""
+
+    event: int
+    depth: int
+    group: int
+    inner: bool
+
+
 @lru_cache(maxsize=8)
-def _shared(tree: TreeBatch) -> tuple[tuple[int, int, int, bool, bool, bool], ...]:
+def _shared(tree: TreeBatch) -> list[_Facts]:
     # Cached, because reading a tree from a device waits for the device.
-    events_RS, depths_RM, inner_RM = _events(tree)
-    (events,), (depths,), (inner,), (groups,) = (
-        array.tolist() for array in (events_RS, depths_RM, inner_RM, tree.groups_RM)
-    )
-    return tuple((n, depths[n], groups[n], inner[n], e > 0, e < 0) for e in events if (n := abs(e)))
+    walk = _events(tree)
+    depths = walk.depths_RM[0].tolist()
+    groups = tree.groups_RM[0].tolist()
+    inner = walk.inner_RM[0].tolist()
+    facts: list[_Facts] = []
+    for event in walk.events_RS[0].tolist():
+        node = abs(event)
+        if node:
+            facts.append(_Facts(event, depths[node], groups[node], inner[node]))
+    return facts
 
 
-def _events(tree: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
+class _Events(NamedTuple):
     """The walk around the tree `[R, S]`: n where node n is entered, -n where it is left, 0 once it
     is over; and of all nodes, `[R, M]`, the depths and whether they have children.
     """
-    children_RMK, sees_RMM = tree.children_RMK, tree.sees_RMM
+
+    events_RS: Tensor
+    depths_RM: Tensor
+    inner_RM: Tensor
+
+
+def _events(tree: TreeBatch) -> _Events:
+    children_RMK = tree.children_RMK
+    sees_RMM = tree.sees_RMM
     count, total, most = children_RMK.shape
     inner_RM = (children_RMK > 0).any(2)
-    depths_RM = torch.nn.functional.pad(tree.depths_RN, (1, 0))
+    depths_RM = pad(tree.depths_RN, (1, 0))
     sizes_RM = sees_RMM.sum(1)
     kids_Rc = children_RMK.reshape(count, -1)
-    sizes_RMK = sizes_RM.gather(1, kids_Rc).masked_fill(kids_Rc == 0, 0).view(count, total, most)
+    sizes_Rc = sizes_RM.gather(1, kids_Rc).masked_fill(kids_Rc == 0, 0)
+    sizes_RMK = sizes_Rc.view(count, total, most)
     # Nodes in the subtrees of earlier siblings; index 0 collects entries without a child.
     earlier_Rc = (sizes_RMK.cumsum(2) - sizes_RMK).view(count, -1)
     before_RM = torch.zeros_like(sizes_RM).scatter_(1, kids_Rc, earlier_Rc)
     exists_RM = torch.zeros_like(inner_RM).scatter_(1, kids_Rc, True)
-    before_RM[:, 0], exists_RM[:, 0] = 0, False
+    before_RM[:, 0] = 0
+    exists_RM[:, 0] = False
     # Nodes entered before a node: on its path, and below earlier siblings of its path. Those that
     # are not on the path have been left as well.
     aside_RM = (sees_RMM * before_RM.unsqueeze(1)).sum(2)
     enter_RM = 2 * aside_RM + depths_RM - 1
     leave_RM = enter_RM + 2 * sizes_RM - 1
-    spare = 2 * total
+    spare = 2 * total  # for nodes that do not exist
     numbers_RM = torch.arange(total, device=kids_Rc.device).expand(count, -1)
     events_RS = torch.zeros(count, spare + 1, dtype=torch.long, device=kids_Rc.device)
     events_RS.scatter_(1, torch.where(exists_RM, enter_RM, spare), numbers_RM)
     events_RS.scatter_(1, torch.where(exists_RM, leave_RM, spare), -numbers_RM)
-    return events_RS[:, : 2 * (total - 1)], depths_RM, inner_RM
+    return _Events(events_RS[:, : 2 * (total - 1)], depths_RM, inner_RM)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from decode.propose.protocol import Proposal
 from draftsmith_core.sampling import draw
@@ -66,6 +67,52 @@ class Node:
 NodeRule = Callable[[Node], tuple[Tensor, Tensor]]
 
 
+class Path:
+    """The nodes that each row has accepted, one depth after another."""
+
+    def __init__(self, proposal: Proposal, p_BMV: Tensor) -> None:
+        self.proposal = proposal
+        self.rows_B = row_numbers(p_BMV)
+        rows = len(p_BMV)
+        self.children_BMK = proposal.tree.children_RMK.expand(rows, -1, -1)
+        self.groups_BM = proposal.tree.groups_RM.expand(rows, -1)
+        self.at_B = torch.zeros_like(self.rows_B)
+        self.accepted_B = self.at_B
+        self.walking_B = torch.ones_like(self.rows_B, dtype=torch.bool)
+        self.open_B = torch.zeros_like(self.walking_B)
+        self.nodes: list[Tensor] = []
+
+    def offer(self, width: int) -> Tensor:
+        """Tokens of the children by rank, `[B, K]`; -1 for none, and in rows that have ended."""
+        self.kids_BK = self.children_BMK[self.rows_B, self.at_B, :width]
+        tokens_BK = self.proposal.tokens_BM.gather(1, self.kids_BK)
+        return tokens_BK.masked_fill(~self.walking_B.unsqueeze(1), -1)
+
+    def q(self, k: int) -> Tensor:
+        """The distribution `[B, V]` that the child of rank k was drawn from."""
+        assert self.proposal.q_BEV is not None
+        drafts = self.proposal.drafts
+        group_B = self.groups_BM[self.rows_B, self.at_B]
+        return self.proposal.q_BEV[self.rows_B, group_B * drafts + k % drafts]
+
+    def accept(self, rank_B: Tensor, offered_B: Tensor) -> None:
+        """Go on at the child of this rank; end at -1."""
+        kid_B1 = self.kids_BK.gather(1, rank_B.clamp(min=0).unsqueeze(1))
+        next_B = kid_B1.squeeze(1).masked_fill(rank_B < 0, 0)
+        self.open_B = self.open_B | (offered_B & (next_B == 0))
+        self.walking_B = next_B > 0
+        self.accepted_B = self.accepted_B + self.walking_B
+        self.at_B = torch.where(self.walking_B, next_B, self.at_B)
+        self.nodes.append(next_B)
+
+    def finish(self, last_B: Tensor) -> Verdict:
+        """Build the verdict with the target's token."""
+        missing = self.proposal.tree.depth - len(self.nodes)
+        nodes = self.nodes + [torch.zeros_like(last_B)] * missing
+        nodes_BD = torch.stack(nodes, dim=1) if nodes else last_B.new_zeros(len(last_B), 0)
+        return finish(self.proposal, nodes_BD, self.accepted_B, self.open_B, last_B)
+
+
 def walk(
     proposal: Proposal, p_BMV: Tensor, u_BU: Tensor, rule: NodeRule, per_node: int | None
 ) -> Verdict:
@@ -73,53 +120,26 @@ def walk(
     rule leaves of p; at a leaf, from p. Each depth takes `per_node` uniforms (None: one per
     sibling), and the last token takes one.
     """
-    tree = proposal.tree
     u_BU = u_BU.to(p_BMV.device)
-    rows_B = torch.arange(p_BMV.shape[0], device=p_BMV.device)
-    children_BMK = tree.children_RMK.expand(len(rows_B), -1, -1)
-    groups_BM = tree.groups_RM.expand(len(rows_B), -1)
-    at_B = torch.zeros_like(rows_B)
-    walking_B = torch.ones_like(rows_B, dtype=torch.bool)
-    open_B = torch.zeros_like(walking_B)
-    accepted_B = torch.zeros_like(at_B)
+    path = Path(proposal, p_BMV)
     last_BV = p_BV = p_BMV[:, 0]
-    nodes: list[Tensor] = []
     used = 0
-    for depth, width in enumerate(tree.widths):
-        kids_BK = children_BMK[rows_B, at_B, :width]
-        offer_BK = proposal.tokens_BM.gather(1, kids_BK).masked_fill(~walking_B.unsqueeze(1), -1)
+    for depth, width in enumerate(proposal.tree.widths):
+        offer_BK = path.offer(width)
         offered_B = (offer_BK >= 0).any(1)
+        if known_empty(offered_B):
+            break
         taking = width if per_node is None else per_node
-        if not known_empty(offered_B):
-
-            def q(k: int, at_B: Tensor = at_B) -> Tensor:
-                assert proposal.q_BEV is not None
-                return proposal.q_BEV[
-                    rows_B, groups_BM[rows_B, at_B] * proposal.drafts + k % proposal.drafts
-                ]
-
-            rank_B, left_BV = rule(Node(p_BV, offer_BK, u_BU[:, used : used + taking], q))
-            next_B = (
-                kids_BK.gather(1, rank_B.clamp(min=0).unsqueeze(1))
-                .squeeze(1)
-                .masked_fill(rank_B < 0, 0)
-            )
-            last_BV = (
-                left_BV if depth == 0 else torch.where(walking_B.unsqueeze(1), left_BV, last_BV)
-            )
-            open_B = open_B | (offered_B & (next_B == 0))
-            walking_B = next_B > 0
-            accepted_B = accepted_B + walking_B
-            at_B = torch.where(walking_B, next_B, at_B)
-            if not known_empty(walking_B):
-                p_BV = p_BMV[rows_B, at_B]
-                last_BV = torch.where(walking_B.unsqueeze(1), p_BV, last_BV)
-        else:
-            next_B = torch.zeros_like(at_B)
-            walking_B = torch.zeros_like(walking_B)
+        walking_B1 = path.walking_B.unsqueeze(1)
+        rank_B, left_BV = rule(Node(p_BV, offer_BK, u_BU[:, used : used + taking], path.q))
+        last_BV = torch.where(walking_B1, left_BV, last_BV) if depth else left_BV
+        path.accept(rank_B, offered_B)
+        if known_empty(path.walking_B):
+            break
+        p_BV = p_BMV[path.rows_B, path.at_B]
+        last_BV = torch.where(path.walking_B.unsqueeze(1), p_BV, last_BV)
         used += taking
-        nodes.append(next_B)
-    return finish(proposal, nodes, accepted_B, open_B, draw(last_BV, u_BU[:, -1]))
+    return path.finish(draw(last_BV, u_BU[:, -1]))
 
 
 def hit_by_target(node: Node) -> tuple[Tensor, Tensor]:
@@ -176,17 +196,20 @@ def rows_of(mask_B: Tensor) -> Rows:
     return mask_B.nonzero()[:, 0]
 
 
+def row_numbers(p_BMV: Tensor) -> Tensor:
+    """0 to B - 1, an index of the rows."""
+    return torch.arange(len(p_BMV), device=p_BMV.device)
+
+
 def finish(
-    proposal: Proposal, nodes: list[Tensor], accepted_B: Tensor, open_B: Tensor, last_B: Tensor
+    proposal: Proposal, nodes_BD: Tensor, accepted_B: Tensor, open_B: Tensor, last_B: Tensor
 ) -> Verdict:
     """Build the verdict from the nodes accepted at each depth (0 once the walk has ended) and the
     target's token.
     """
-    rows = last_B.shape[0]
-    nodes_BD = torch.stack(nodes, dim=1) if nodes else last_B.new_zeros(rows, 0)
-    tokens_BD1 = torch.cat([proposal.tokens_BM.gather(1, nodes_BD), last_B.unsqueeze(1)], dim=1)
-    if nodes:
-        tokens_BD1 = tokens_BD1.scatter(1, accepted_B.unsqueeze(1), last_B.unsqueeze(1))
+    last_B1 = last_B.unsqueeze(1)
+    tokens_BD1 = torch.cat([proposal.tokens_BM.gather(1, nodes_BD), last_B1], dim=1)
+    tokens_BD1 = tokens_BD1.scatter(1, accepted_B.unsqueeze(1), last_B1)
     return Verdict(tokens_BD1, nodes_BD, accepted_B, open_B)
 
 
@@ -194,21 +217,19 @@ def finish_at(proposal: Proposal, node_B: Tensor, last_B: Tensor) -> Verdict:
     """Build the verdict from the last accepted node of each row (0: the root) and the token that
     the target adds.
     """
-    tree, rows = proposal.tree, len(node_B)
-    depths_BM = torch.nn.functional.pad(tree.depths_RN, (1, 0)).expand(rows, -1)
-    above_BM = torch.nn.functional.pad(tree.parents_RN + 1, (1, 0)).expand(rows, -1)
-    accepted_B = depths_BM.gather(1, node_B.unsqueeze(1)).squeeze(1)
-    kids_BK = tree.children_RMK.expand(rows, -1, -1)[
-        torch.arange(rows, device=node_B.device), node_B
-    ]
-    open_B = (proposal.tokens_BM.gather(1, kids_BK) >= 0).any(1)
-    nodes: list[Tensor] = []
-    at_B = node_B
+    tree = proposal.tree
+    path = Path(proposal, node_B)
+    path.at_B = node_B
+    path.open_B = (path.offer(max(tree.widths)) >= 0).any(1)
+    rows = len(node_B)
+    depths_BM = pad(tree.depths_RN, (1, 0)).expand(rows, -1)
+    above_BM = pad(tree.parents_RN + 1, (1, 0)).expand(rows, -1)
+    path.accepted_B = depths_BM[path.rows_B, node_B]
     for depth in range(tree.depth, 0, -1):
-        here_B = accepted_B >= depth
-        nodes.insert(0, torch.where(here_B, at_B, 0))
-        at_B = torch.where(here_B, above_BM.gather(1, at_B.unsqueeze(1)).squeeze(1), at_B)
-    return finish(proposal, nodes, accepted_B, open_B, last_B)
+        here_B = path.accepted_B >= depth
+        path.nodes.insert(0, torch.where(here_B, path.at_B, 0))
+        path.at_B = torch.where(here_B, above_BM[path.rows_B, path.at_B], path.at_B)
+    return path.finish(last_B)
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
