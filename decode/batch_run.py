@@ -54,8 +54,10 @@ class StopStrings:
             raise ValueError(
                 f"stop: expected a list of strings, none of them empty, got {strings!r}"
             )
-        self._tokenizer, self._strings = tokenizer, tuple(strings)
-        self._reach = max(len(text.encode()) for text in strings) + _MARGIN_TOKENS
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        longest = max(len(text.encode()) for text in strings)
+        self._reach = longest + _MARGIN_TOKENS
 
     def __call__(self, ids: Sequence[int], new: int) -> int | None:
         """Return how many of the last `new` tokens of `ids` to keep; None if no string is
@@ -174,12 +176,13 @@ class BatchRun:
         first: int = 0,
     ) -> None:
         """runner: the target with an empty cache. first: the index of the first prompt."""
-        self.parts, self.runner, self.options = parts, runner, options
+        self.parts = parts
+        self.runner = runner
+        self.options = options
+        pairs = zip(prompts, generators, strict=True)
         self.rows = [
             _Row(index, prompt, generator, parts.tree.depth)
-            for index, (prompt, generator) in enumerate(
-                zip(prompts, generators, strict=True), first
-            )
+            for index, (prompt, generator) in enumerate(pairs, first)
         ]
         self.batch = list(self.rows)
         self.hidden_layers = parts.proposer.hidden_layers if parts.proposer else ()
@@ -202,7 +205,8 @@ class BatchRun:
     def _start(self, prompts: Sequence[Sequence[int]], drawing: Drawing) -> Session:
         parts, options = self.parts, self.options
         room = options.max_new_tokens + parts.tree.size + 1
-        hidden = self.runner.prefill([p[:-1] for p in prompts], room, self.hidden_layers)
+        known = [prompt[:-1] for prompt in prompts]
+        hidden = self.runner.prefill(known, room, self.hidden_layers)
         if parts.proposer is None:
             return _NoDraft(len(prompts), self.runner.device)
         setup = SessionSetup(
@@ -247,7 +251,8 @@ class BatchRun:
         nodes = proposal.tokens_BM.shape[1]
         if self.parts.compile:
             proposal = in_bucket(proposal, len(self.batch))
-        verifier, sampling = self._rule_for(proposal), self.options.sampling
+        verifier = self._rule_for(proposal)
+        sampling = self.options.sampling
         bound = self.runner.bind(self._block(proposal.tree), hidden_layers=self.hidden_layers)
 
         def step(
@@ -283,7 +288,7 @@ class BatchRun:
         finite_B = [target + 2 * draft for target, draft in zip(target_B, draft_B, strict=True)]
         if hidden:
             depth = proposal.tree.depth
-            paths = [[*walk.path, *[0] * (depth - len(walk.path))] for walk in walks]
+            paths = [walk.path + [0] * (depth - len(walk.path)) for walk in walks]
             hidden = _on_path(hidden, torch.tensor(paths, dtype=torch.long))
         sampling = self.options.sampling
         return _Judged(finite_B, walks, hidden, lambda: probs(logits_BMV, sampling))
@@ -293,8 +298,10 @@ class BatchRun:
         assert u_BU is not None
         logits_B1V, _ = self._scored(proposal)
         p_B1V = probs(logits_B1V, self.options.sampling)
-        tokens_B = draw(p_B1V[:, 0], u_BU[:, 0].to(p_B1V.device))
-        facts_B2 = torch.stack([_finite(logits_B1V, None), tokens_B], dim=1).tolist()
+        u_B = u_BU[:, 0].to(p_B1V.device)
+        tokens_B = draw(p_B1V[:, 0], u_B)
+        finite_B = _finite(logits_B1V, None)
+        facts_B2 = torch.stack([finite_B, tokens_B], dim=1).tolist()
         walks = [Walk([], [token], False, 0, 0) for _, token in facts_B2]
         return _Judged([finite for finite, _ in facts_B2], walks, (), lambda: p_B1V)
 
@@ -342,10 +349,9 @@ class BatchRun:
             return ended
         paths = [walk.path for walk in judged.walks]
         self.runner.keep([[0, *path] for path in paths])
-        states = [
-            [layer[place, : len(path) + 1] for layer in judged.states]
-            for place, path in enumerate(paths)
-        ]
+        states = []
+        for place, path in enumerate(paths):
+            states.append([layer[place, : len(path) + 1] for layer in judged.states])
         emitted = [walk.emitted for walk in judged.walks]
         self.session.commit(Outcome(paths, emitted, states, judged.distributions))
         if places:
@@ -358,7 +364,8 @@ class BatchRun:
         """Cut a block at EOS and at `max_new_tokens`, count it, and pass it to `on_tokens`."""
         options = self.options
         room = options.max_new_tokens - len(row.ids)
-        accepted, tokens = len(walk.path), walk.emitted[:room]
+        accepted = len(walk.path)
+        tokens = walk.emitted[:room]
         for place, token in enumerate(tokens):
             if token in options.eos_ids:
                 tokens = tokens[: place + 1]
@@ -377,7 +384,8 @@ class BatchRun:
         row.from_draft += from_draft
         # The depth after the last accepted one was reached only if the target's token in its place
         # was not cut off.
-        reached = drafted + int(walk.is_open and len(tokens) == accepted + 1)
+        whole = len(tokens) == accepted + 1
+        reached = drafted + int(walk.is_open and whole)
         row.stats += DecodeStats(
             target_calls=1,
             emitted=len(tokens),
@@ -393,7 +401,8 @@ class BatchRun:
 
 
 def _target_inputs(last_B1: Tensor, proposal: Proposal) -> Tensor:
-    return torch.cat([last_B1, proposal.tokens_BM[:, 1:].clamp(min=0)], dim=1)
+    drafted_BN = proposal.tokens_BM[:, 1:].clamp(min=0)
+    return torch.cat([last_B1, drafted_BN], dim=1)
 
 
 def _verify(
@@ -413,7 +422,8 @@ def _verify(
     exists_BM = proposal.tokens_BM >= 0
     depths_RM = pad(proposal.tree.depths_RN, (1, 0))
     finite_B = _finite(logits_BMV, proposal.finite)
-    drafted_B, offered_B = exists_BM.sum(1), (exists_BM * depths_RM).amax(1)
+    drafted_B = exists_BM.sum(1)
+    offered_B = (exists_BM * depths_RM).amax(1)
     counts = [finite_B, verdict.accepted_B, verdict.open_B, drafted_B, offered_B]
     counts_B5 = torch.stack(counts, dim=1)
     facts = torch.cat([counts_B5, verdict.nodes_BD, verdict.tokens_BD1], dim=1)

@@ -12,7 +12,6 @@ a batch of one moves nothing.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,44 +38,51 @@ class _Store:
 
     def show(self, rows: int) -> None:
         """Use the first rows of the allocation."""
-        self.keys, self.values = self.all_keys[:, :rows], self.all_values[:, :rows]
+        self.keys = self.all_keys[:, :rows]
+        self.values = self.all_values[:, :rows]
         for layer, place in self.members:
-            layer.keys, layer.values = self.keys[place], self.values[place]
+            layer.keys = self.keys[place]
+            layer.values = self.values[place]
 
     def grow(self, rows: int, capacity: int) -> None:
         """Use `rows` rows of at least `capacity` slots, in a larger copy if necessary."""
-        used, slots = self.keys.shape[1], self.all_keys.shape[3]
-        if rows > self.all_keys.shape[1] or capacity > slots:
-            for name in ("all_keys", "all_values"):
-                old = getattr(self, name)
-                layers, most, heads, _, size = old.shape
-                larger = zeros((layers, max(rows, most), heads, max(capacity, slots), size), old)
-                larger[:, :used, :, :slots] = old[:, :used]
-                setattr(self, name, larger)
+        _, most, _, slots, _ = self.all_keys.shape
+        if rows > most or capacity > slots:
+            used = self.keys.shape[1]
+            self.all_keys = _larger(self.all_keys, used, rows, capacity)
+            self.all_values = _larger(self.all_values, used, rows, capacity)
         self.show(rows)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
         """Whether a layer with these states fits (some models vary heads by layer or span
         devices).
         """
-        pairs = ((self.keys, keys), (self.values, values))
-        return self.keys.device == keys.device and all(
-            (mine.shape[2], mine.shape[4]) == (theirs.shape[1], theirs.shape[3])
-            for mine, theirs in pairs
-        )
+        _, _, heads, _, key_size = self.keys.shape
+        fitting = keys.shape[1] == heads and keys.shape[3] == key_size
+        same_values = values.shape[3] == self.values.shape[4]
+        return fitting and same_values and keys.device == self.keys.device
+
+
+def _larger(old: Tensor, used: int, rows: int, capacity: int) -> Tensor:
+    """Return room for `rows` and `capacity` that holds the first `used` rows of `old`."""
+    layers, most, heads, slots, size = old.shape
+    larger = zeros((layers, max(rows, most), heads, max(capacity, slots), size), old)
+    larger[:, :used, :, :slots] = old[:, :used]
+    return larger
 
 
 class _TreeLayer(DynamicLayer):
     def __init__(self, owner: "TreeCache", index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.owner, self.index = owner, index
+        self.owner = owner
+        self.index = index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.owner.allocate(self, key_states, value_states)
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -100,22 +106,27 @@ class TreeCache(Cache):
     """
 
     def __init__(self, layers: int, capacity: int, buffer_rows: int | None = None) -> None:
-        self.capacity, self.buffer_rows = capacity, buffer_rows
+        self.capacity = capacity
+        self.buffer_rows = buffer_rows
         self.column = self.bytes_moved = 0
         self._stores: list[_Store] = []
         super().__init__(layers=[_TreeLayer(self, index) for index in range(layers)])
 
     def allocate(self, layer: _TreeLayer, keys: Tensor, values: Tensor) -> None:
         """Allocate a layer's memory, on the device and in the dtype of these states."""
+        rows = keys.shape[0]
         if not self._stores or not self._stores[0].fits(keys, values):
             # The first store serves all layers; an odd layer gets a store of its own.
             count = 1 if self._stores else len(self.layers)
-            store = _Store(count, self.buffer_rows or keys.shape[0], self.capacity, keys, values)
-            self._stores.append(store)
+            self._stores.append(
+                _Store(count, self.buffer_rows or rows, self.capacity, keys, values)
+            )
+            store = self._stores[-1]
         else:
             store = self._stores[0]
-        store.members.append((layer, layer.index if store is self._stores[0] else 0))
-        store.show(keys.shape[0])
+        place = layer.index if store is self._stores[0] else 0
+        store.members.append((layer, place))
+        store.show(rows)
 
     def reuse(self, rows: int) -> None:
         """Begin another batch of `rows` rows in the same memory. Masks hide the old states, which
@@ -157,10 +168,9 @@ class TreeCache(Cache):
         moves = [move for move in moves if column + move[1] != move[2]]
         if not moves:
             return
-        rows, sources, targets = zip(*moves, strict=True)
         for store in self._stores:
-            index = torch.tensor([rows, sources, targets], device=store.keys.device)
-            row_n, source_n, target_n = index[0], index[1] + column, index[2]
+            row_n, source_n, target_n = torch.tensor(moves, device=store.keys.device).unbind(1)
+            source_n = source_n + column
             for block in (store.keys, store.values):
                 moved = block[:, row_n, :, source_n]
                 block[:, row_n, :, target_n] = moved
@@ -175,7 +185,8 @@ class TreeCache(Cache):
                 for target, (source, slots) in enumerate(zip(rows, lengths, strict=True)):
                     if source != target:
                         block[:, target, :, :slots] = block[:, source, :, :slots]
-                        self.bytes_moved += slots * block[:, 0, :, 0].numel() * block.element_size()
+                        slot = block[:, 0, :, 0]
+                        self.bytes_moved += slots * slot.numel() * slot.element_size()
             store.show(len(rows))
 
     def join(self, other: "TreeCache", lengths: Sequence[int]) -> None:

@@ -73,7 +73,8 @@ class SpeculativeDecoder:
         fast: bool = True,
         compile: bool | str = False,  # noqa: A002 (as in torch.compile)
     ) -> None:
-        self.target, self.proposer = target, proposer
+        self.target = target
+        self.proposer = proposer
         self.tree: TreeShape = Tree(())
         self.verifier = VERIFIERS["exact"]
         self.drawing: Drawing = "deterministic"
@@ -217,7 +218,8 @@ class SpeculativeDecoder:
         """
         if self.steps is None:
             return []
-        return [self.steps, *(self.proposer.steps if self.proposer is not None else ())]
+        drafting = self.proposer.steps if self.proposer is not None else ()
+        return [self.steps, *drafting]
 
     @contextmanager
     def _products(self) -> Iterator[None]:

@@ -17,7 +17,8 @@ from decode.packed_weights import FusedLinear
 
 # Tokens of one forward that the kernel takes in one call.
 MOST_TOKENS = 256
-_SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
+_SIZE = ctypes.c_size_t
+_POINTER = ctypes.c_void_p
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class Layer:
     down: FusedLinear
 
     @property
-    def products(self) -> tuple[FusedLinear, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+    def packed(self) -> bool:
+        products = (self.qkv, self.out, self.gate_up, self.down)
+        return all(product.matrix is not None for product in products)
 
 
 # The structures of `forward.c`.
@@ -109,8 +111,12 @@ class KernelForward:
         sizes: Sizes,
     ) -> None:
         """embedding: packed, or fp32."""
-        self.functions, self.layers, self.norm_D, self.sizes = functions, layers, norm_D, sizes
-        self.head, self.embedding = head, embedding
+        self.functions = functions
+        self.layers = layers
+        self.norm_D = norm_D
+        self.head = head
+        self.embedding = embedding
+        self.sizes = sizes
         # One kind of mask for each of the two places of a forward.
         self.kinds = sorted({layer.kind for layer in layers})
         self._scratch = torch.empty(0)
@@ -166,18 +172,23 @@ class KernelForward:
         kept = min(keep_logits or queries, queries)
         wanted = sorted(set(numbers))
         flags = bytes(index in wanted for index in range(len(self.layers) + 1))
-        tokens_Bq, positions_Rq = tokens_Bq.contiguous(), positions_Rq.contiguous()
+        tokens_Bq = tokens_Bq.contiguous()
+        positions_Rq = positions_Rq.contiguous()
         keys_LBGPE, values_LBGPE = cache.whole(
             batch, self.sizes.groups, self.sizes.size, self.norm_D
         )
         logits_BqV = self.norm_D.new_empty(batch, kept, self._model.head.outputs)
         states = self.norm_D.new_empty(len(wanted), batch, queries, len(self.norm_D))
         step = self._step
-        step.batch, step.queries, step.kept = batch, queries, kept
-        step.tokens, step.positions = tokens_Bq.data_ptr(), positions_Rq.data_ptr()
+        step.batch = batch
+        step.queries = queries
+        step.kept = kept
+        step.tokens = tokens_Bq.data_ptr()
+        step.positions = positions_Rq.data_ptr()
         step.position_stride = queries if len(positions_Rq) > 1 else 0
         step.rotary = rotary_N2E.data_ptr()
-        step.keys, step.values = keys_LBGPE.data_ptr(), values_LBGPE.data_ptr()
+        step.keys = keys_LBGPE.data_ptr()
+        step.values = values_LBGPE.data_ptr()
         step.column = cache.column
         step.layer_stride, step.batch_stride, step.group_stride = keys_LBGPE.stride()[:3]
         for place, kind in enumerate(self.kinds):
@@ -187,9 +198,11 @@ class KernelForward:
             else:
                 row_stride = mask.stride(0) if len(mask) > 1 else 0
                 step.masks[place] = _Mask(mask.data_ptr(), row_stride, mask.stride(2))
-        step.states, step.logits = states.data_ptr(), logits_BqV.data_ptr()
+        step.states = states.data_ptr()
+        step.logits = logits_BqV.data_ptr()
         step.wanted = ctypes.cast(ctypes.c_char_p(flags), _POINTER)
-        model_pointer, step_pointer = ctypes.byref(self._model), ctypes.byref(step)
+        model_pointer = ctypes.byref(self._model)
+        step_pointer = ctypes.byref(step)
         needed = self.functions.scratch(model_pointer, step_pointer)
         if self._scratch.numel() < needed:
             self._scratch = self.norm_D.new_empty(2 * needed)

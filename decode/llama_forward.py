@@ -98,7 +98,8 @@ class LeanForward:
         body: Any = model.model
         head: Any = model.lm_head
         config: Any = model.config
-        attention, weights = body.layers[0].self_attn, list(model.parameters())
+        attention = body.layers[0].self_attn
+        weights = list(model.parameters())
         on_cpu = packs is not None and packs.native and weights[0].device.type == "cpu"
         functions = kernel() if on_cpu else None
         self.sizes = Sizes(
@@ -115,15 +116,14 @@ class LeanForward:
         self.dtype = self._state_dtype if functions is None else torch.float32
         self._packs = packs
         # Torch would multiply 16 bits slowly on a CPU, and cannot multiply four.
-        self._any_size = (
-            self.dtype != self._state_dtype
-            or any(four_bit_state(weight) is not None for weight in weights)
-            or (silu and sum(weight.numel() for weight in weights) >= _SMALLEST_MODEL)
-        )
+        large = sum(weight.numel() for weight in weights) >= _SMALLEST_MODEL
+        four_bits = any(four_bit_state(weight) is not None for weight in weights)
+        self._any_size = self.dtype != self._state_dtype or four_bits or (silu and large)
         self.norm_D = self._vector(body.norm)
         self.head = self._fused("head", head)
         # Of a trimmed draft: the tokens of the head's rows.
-        self._ids_D, self._vocabulary = draft_vocabulary(model), vocabulary_size(model)
+        self._ids_D = draft_vocabulary(model)
+        self._vocabulary = vocabulary_size(model)
         self.rotary = body.rotary_emb
         self.device = self.norm_D.device
         self._table_N2E = self.norm_D.new_empty(0, 2 * self.sizes.size)
@@ -135,8 +135,7 @@ class LeanForward:
             for index, layer in enumerate(body.layers[: config.num_hidden_layers])
         ]
         tied = head._parameters["weight"] is self.embedding._parameters["weight"]
-        products = [self.head, *(each for layer in self.layers for each in layer.products)]
-        packed = all(product.matrix is not None for product in products)
+        packed = self.head.matrix is not None and all(layer.packed for layer in self.layers)
         table = self._embedding_table(tied) if packed and silu else None
         self._kernel: KernelForward | None = None
         if functions is not None and table is not None:
@@ -145,7 +144,8 @@ class LeanForward:
             )
 
     def _layer(self, index: int, layer: Any, kind: str) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         normed = hasattr(attention, "q_norm")
         return Layer(
             kind=kind,
@@ -249,7 +249,8 @@ class LeanForward:
             mixed_XD = self._attend(q_BHqE, keys, values, folded[layer.kind])
             x_XD = layer.out.plus(mixed_XD, x_XD)
             gate, up = layer.gate_up.parts(self._norm(x_XD, layer.ffn_norm_D))
-            x_XD = layer.down.plus(self.act(gate).mul_(up), x_XD)
+            gated = self.act(gate).mul_(up)
+            x_XD = layer.down.plus(gated, x_XD)
         states[last] = self._norm(x_XD, self.norm_D).view(rows, queries, -1)
         return states[last], states
 
@@ -259,17 +260,20 @@ class LeanForward:
         """Rotate queries and keys, and cache keys and values. Return the queries, and all keys and
         values.
         """
-        heads, groups, size = self.sizes.heads, self.sizes.groups, self.sizes.size
-        qk_BqHE = qkv_BqHE[:, :, : heads + groups]
+        heads = self.sizes.heads
+        size = self.sizes.size
+        rotated = heads + self.sizes.groups
+        qk_BqHE = qkv_BqHE[:, :, :rotated]
         if layer.query_norm_E is not None and layer.key_norm_E is not None:
             queries = self._norm(qk_BqHE[:, :, :heads], layer.query_norm_E)
             keys = self._norm(qk_BqHE[:, :, heads:], layer.key_norm_E)
             qk_BqHE = torch.cat([queries, keys], dim=2)
         # The sine carries the sign of the half that is rotated in.
-        cos_Bq1E, sin_Bq1E = rope_Bq1E[..., :size], rope_Bq1E[..., size:]
+        cos_Bq1E = rope_Bq1E[..., :size]
+        sin_Bq1E = rope_Bq1E[..., size:]
         qk_BqHE = (qk_BqHE * cos_Bq1E).addcmul_(qk_BqHE.roll(size // 2, -1), sin_Bq1E)
         new_keys = qk_BqHE[:, :, heads:].transpose(1, 2)
-        new_values = qkv_BqHE[:, :, heads + groups :].transpose(1, 2)
+        new_values = qkv_BqHE[:, :, rotated:].transpose(1, 2)
         keys, values = cache.update(new_keys, new_values)
         return qk_BqHE[:, :, :heads].transpose(1, 2), keys, values
 
@@ -314,7 +318,8 @@ class LeanForward:
             mixed = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
             mixed = mixed.reshape(rows, heads, queries, size)
         else:
-            causal, grouped = mask is None and queries > 1, heads > self.sizes.groups
+            causal = mask is None and queries > 1
+            grouped = heads > self.sizes.groups
             mixed = F.scaled_dot_product_attention(
                 q_BHqE, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=grouped
             )

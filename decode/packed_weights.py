@@ -57,6 +57,7 @@ class Place:
     count: int
     dtype: torch.dtype
     transposed: bool = False
+    copied: bool = False  # whether the module keeps the weight too
     _last: "weakref.ref[Tensor] | None" = None
 
     @property
@@ -70,55 +71,69 @@ class Place:
         """
         values = self._last() if self._last is not None else None
         if values is None:
-            rows_OI = self.matrix.rows(torch.arange(self.first, self.first + self.count)).to(
-                self.dtype
-            )
+            numbers = torch.arange(self.first, self.first + self.count)
+            rows_OI = self.matrix.rows(numbers).to(self.dtype)
             values = rows_OI.t().contiguous() if self.transposed else rows_OI
             self._last = weakref.ref(values)
         return values
 
 
-class _KernelForward(nn.Module):
-    place: Place
+class Packed(nn.Module):
+    """A module with a packed weight, which it got as a new `__class__`: who holds it need not know.
 
-    def forward(self, x: Tensor) -> Tensor:
-        matrix = self.place.matrix
-        if not _KERNEL_PRODUCTS.get() or not self.place.whole:
-            return super().forward(x)
-        bias: Any = None if self.bias is None else self.bias.float()
-        x_XI = x.reshape(-1, matrix.inputs).float().contiguous()
-        return matrix.linear(x_XI, bias).view(*x.shape[:-1], matrix.outputs).to(x.dtype)
+    Its states, with what `module.weight` and `state_dict()` give:
 
+        plain       own class                    its parameter
+        taken over  `PackedLinear`, ...          values unpacked from `place`; the parameter has the
+                                                 shape only, and NaN
+        4 bits      `Packed` and its own class   its parameter, which `place` copies
 
-class _Packed(nn.Module):
-    """A module whose parameter `weight` has only the shape; the values are at `place`."""
+    Between `kernel_products`, the kernel multiplies; outside, its own class does.
+    """
 
     place: Place
 
-    weight: Any = property(lambda self: self.place.values())
-    # For those who need no more than that of the weight, which would be unpacked for them
-    # (drafts.heads.borrowed).
+    # For those who need no more of the weight, which would be unpacked for them
+    # (`drafts.heads.borrowed`).
     dtype: Any = property(lambda self: self.place.dtype)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _values(self) -> Tensor | None:
+        return self._parameters["weight"] if self.place.copied else self.place.values()
+
+    weight: Any = property(_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.place
+        matrix = place.matrix
+        if isinstance(self, nn.Embedding):
+            rows = matrix.rows(x.reshape(-1).long() + place.first)
+            return rows.view(*x.shape, -1).to(place.dtype)
+        if not _KERNEL_PRODUCTS.get() or not place.whole:
+            own: Tensor = super().forward(x)
+            return own
+        bias_O = self._parameters["bias"]
+        x_XI = x.reshape(-1, matrix.inputs).float().contiguous()
+        y_XO = matrix.linear(x_XI, None if bias_O is None else bias_O.float())
+        return y_XO.view(*x.shape[:-1], matrix.outputs).to(x.dtype)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = self.weight
+        if not self.place.copied:
+            destination[prefix + "weight"] = self.weight
 
 
-class PackedLinear(_KernelForward, _Packed, nn.Linear):
+class PackedLinear(Packed, nn.Linear):
     """`nn.Linear` with a packed weight."""
 
 
-class PackedConv1D(_KernelForward, _Packed, Conv1D):
+class PackedConv1D(Packed, Conv1D):
     """transformers' `Conv1D` (GPT-2) with a packed weight."""
 
 
-class PackedEmbedding(_Packed, nn.Embedding):
+class PackedEmbedding(Packed, nn.Embedding):
     """`nn.Embedding` with a packed weight, shared with the output projection."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows = self.place.matrix.rows(ids.reshape(-1).long() + self.place.first)
-        return rows.view(*ids.shape, -1).to(self.place.dtype)
 
 
 _PACKED: dict[type, type] = {
@@ -140,17 +155,22 @@ class Packs:
     def __init__(self, model: nn.Module, *, owned: bool = False) -> None:
         weights = [weight for weight in model.parameters() if four_bit_state(weight) is None]
         # A model in several dtypes decides itself where it rounds.
-        self.native = all(map(_on_cpu, weights)) and len({weight.dtype for weight in weights}) < 2
-        self.native = self.native and kernel() is not None
+        one_dtype = len({weight.dtype for weight in weights}) < 2
+        self.native = one_dtype and all(map(_on_cpu, weights)) and kernel() is not None
         self.owned = owned and self.native
         # Matrices that replaced nothing, with the stamp of their weights.
-        self._beside: dict[str, tuple[object, PackedMatrix]] = {}
-        self._sharing: dict[int, list[nn.Module]] = {}
-        for module in model.modules() if self.owned else ():
-            if (weight := module._parameters.get("weight")) is not None:
-                self._sharing.setdefault(id(weight), []).append(module)
-        self._sharing = {id(module): group for group in self._sharing.values() for module in group}
+        self._beside: dict[str, tuple[list[float], PackedMatrix]] = {}
         self._freed = False
+        # The modules that hold the weight of a module.
+        self._holders: dict[int, list[nn.Module]] = {}
+        if self.owned:
+            by_weight: dict[int, list[nn.Module]] = {}
+            for module in model.modules():
+                weight = module._parameters.get("weight")
+                if weight is not None:
+                    holders = by_weight.setdefault(id(weight), [])
+                    holders.append(module)
+                    self._holders[id(module)] = holders
 
     def matrix(
         self, name: str, linears: Sequence[nn.Module], *, any_size: bool = False
@@ -163,60 +183,47 @@ class Packs:
         functions = kernel() if self.native else None
         if functions is None:
             return None
-        places = [linear.place for linear in linears if isinstance(linear, _Packed)]
-        if len(places) == len(linears) and len({id(place.matrix) for place in places}) == 1:
-            first, matrix = places[0].first, places[0].matrix
-            if first == 0 and sum(place.count for place in places) == matrix.outputs:
-                return matrix
+        known = _packed_together(linears)
+        if known is not None:
+            return known
         weights: list[Tensor] = [linear.weight for linear in linears]  # type: ignore[misc]
         four_bits = all(four_bit_state(weight) is not None for weight in weights)
-        plain = [
-            type(w) in (nn.Parameter, Tensor) and w.ndim == 2 and not w.is_inference()
-            for w in weights
-        ]
-        if not four_bits and not (all(plain) and all(map(_on_cpu, weights))):
+        if not four_bits and not all(map(_packable, weights)):
             return None
         if not any_size and sum(weight.numel() for weight in weights) < _SMALLEST:
             return None
-        holders = [
-            holder for linear in linears for holder in self._sharing.get(id(linear), (None,))
-        ]
-        replaceable = self.owned and all(
-            type(holder) in (*_PACKED, *_PACKED.values())
-            and getattr(holder, "max_norm", None) is None
-            for holder in holders
-        )
-        stamp = None if replaceable else _stamp(weights)
-        if stamp is not None and name in self._beside and self._beside[name][0] == stamp:
-            return self._beside[name][1]
+        replaces = self.owned and all(map(self._replaceable, linears))
+        stamp = [] if replaces else _stamp(weights)
+        known_stamp, known = self._beside.get(name, (None, None))
+        if known_stamp == stamp:
+            return known
         transposed = isinstance(linears[0], Conv1D)
         if four_bits:
             matrix = pack_four_bits(functions, weights)
         else:
-            values = [weight.detach().t() if transposed else weight.detach() for weight in weights]
-            matrix = PackedMatrix(
-                functions, (values[0] if len(values) == 1 else torch.cat(values)).contiguous()
-            )
-            del values
-        if stamp is not None:
-            self._beside[name] = stamp, matrix
+            rows = [weight.detach().t() if transposed else weight.detach() for weight in weights]
+            whole_OI = rows[0] if len(rows) == 1 else torch.cat(rows)
+            matrix = PackedMatrix(functions, whole_OI.contiguous())
+        if not replaces:
+            self._beside[name] = (stamp, matrix)
             return matrix
         first = 0
         for linear, weight in zip(linears, weights, strict=True):
-            place = Place(
-                matrix, first, weight.shape[1 if transposed else 0], weight.dtype, transposed
-            )
-            first += place.count
-            # The parameter itself has the shape and NaN; `module.weight` and `state_dict()` give
-            # the values.
+            count = weight.shape[1 if transposed else 0]
+            place = Place(matrix, first, count, weight.dtype, transposed)
+            first += count
             nothing = torch.full((1,), torch.nan, dtype=weight.dtype).expand(weight.shape)
             stand_in = nn.Parameter(nothing, requires_grad=False)
-            for holder in self._sharing[id(linear)]:
+            for holder in self._holders[id(linear)]:
                 holder._parameters["weight"] = stand_in
-                holder.place = place  # type: ignore[assignment]
-                holder.__class__ = _PACKED.get(type(holder), type(holder))
+                _give_place(holder, place, _PACKED.get(type(holder), type(holder)))
         self._freed = True
         return matrix
+
+    def _replaceable(self, linear: nn.Module) -> bool:
+        kinds = (*_PACKED, *_PACKED.values())
+        holders = self._holders.get(id(linear), [])
+        return bool(holders) and all(type(holder) in kinds for holder in holders)
 
     def prepare(self, model: nn.Module) -> None:
         """Pack the linear layers of a model or head for its own forward."""
@@ -233,9 +240,9 @@ class Packs:
             if is_four_bits(module):
                 # bitsandbytes unpacks the matrix at every call, so no size is too small.
                 matrix = self.matrix(name, [module], any_size=True)
-                if matrix is not None and not isinstance(module, _KernelForward):
-                    module.place = Place(matrix, 0, matrix.outputs, torch.float32)
-                    module.__class__ = type("Linear4bit", (_KernelForward, type(module)), {})
+                if matrix is not None and not isinstance(module, Packed):
+                    place = Place(matrix, 0, matrix.outputs, torch.float32, copied=True)
+                    _give_place(module, place, type("Linear4bit", (Packed, type(module)), {}))
             elif type(module) in (nn.Linear, Conv1D):
                 self.matrix(name, [module])
 
@@ -249,6 +256,21 @@ class Packs:
     def nbytes(self) -> int:
         """Bytes of the packed weights beside the model's own."""
         return sum(matrix.values.nbytes for _, matrix in self._beside.values())
+
+
+def _packed_together(linears: Sequence[nn.Module]) -> PackedMatrix | None:
+    """Return the matrix of layers that were packed together before."""
+    places = [linear.place for linear in linears if isinstance(linear, Packed)]
+    if len(places) < len(linears) or len({id(place.matrix) for place in places}) > 1:
+        return None
+    rows = sum(place.count for place in places)
+    matrix = places[0].matrix
+    return matrix if places[0].first == 0 and rows == matrix.outputs else None
+
+
+def _give_place(module: nn.Module, place: Place, kind: type) -> None:
+    module.place = place  # type: ignore[assignment]
+    module.__class__ = kind
 
 
 _SHARED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Packs]]" = weakref.WeakKeyDictionary()
@@ -288,35 +310,36 @@ class FusedLinear:
         self, linears: Sequence[nn.Module], matrix: PackedMatrix | None, dtype: torch.dtype
     ) -> None:
         layers: list[Any] = list(linears)
-        self.matrix, self.outputs = matrix, [layer.out_features for layer in layers]
-        self._biases_O = [
+        self.matrix = matrix
+        self.outputs: list[int] = [layer.out_features for layer in layers]
+        self.bias_O: Tensor | None = None
+        self._biases_O: list[Tensor | None] = [
             None if layer.bias is None else layer.bias.detach().to(dtype) for layer in layers
         ]
-        self._weights_IO, self.bias_O = [], None
+        self._weights_IO: list[Tensor] = []
         if matrix is None:
             self._weights_IO = [layer.weight.detach().to(dtype).t() for layer in layers]
         elif any(bias is not None for bias in self._biases_O):
             pairs = zip(self.outputs, self._biases_O, strict=True)
-            self.bias_O = torch.cat(
-                [torch.zeros(count) if bias is None else bias for count, bias in pairs]
-            )
+            biases = [torch.zeros(count) if bias is None else bias for count, bias in pairs]
+            self.bias_O = torch.cat(biases)
 
     def parts(self, x_XI: Tensor) -> Sequence[Tensor]:
         """Each layer's outputs."""
         if self.matrix is not None:
-            return torch.split(self(x_XI), self.outputs, dim=1)
-        pairs = zip(self._weights_IO, self._biases_O, strict=True)
-        return [
-            torch.mm(x_XI, w_IO) if bias is None else torch.addmm(bias, x_XI, w_IO)
-            for w_IO, bias in pairs
-        ]
+            return self(x_XI).split(self.outputs, dim=1)
+        parts = []
+        for w_IO, bias_O in zip(self._weights_IO, self._biases_O, strict=True):
+            plain = torch.mm(x_XI, w_IO) if bias_O is None else torch.addmm(bias_O, x_XI, w_IO)
+            parts.append(plain)
+        return parts
 
     def __call__(self, x_XI: Tensor) -> Tensor:
         """All outputs side by side, `[X, O]`."""
         if self.matrix is not None:
             return self.matrix.linear(x_XI.contiguous(), self.bias_O)
-        parts = self.parts(x_XI)
-        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+        parts = list(self.parts(x_XI))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def plus(self, x_XI: Tensor, other_XO: Tensor) -> Tensor:
         """`self(x_XI) + other_XO` of a single layer, added while the product is written."""
@@ -327,22 +350,22 @@ class FusedLinear:
 
 
 def _on_cpu(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-    )
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    return weight.device.type == "cpu" and weight.dtype in known
 
 
-def _stamp(weights: Sequence[Tensor]) -> object:
+def _packable(weight: Tensor) -> bool:
+    plain = type(weight) in (nn.Parameter, Tensor) and not weight.is_inference()
+    return plain and weight.ndim == 2 and _on_cpu(weight)
+
+
+def _stamp(weights: Sequence[Tensor]) -> list[float]:
     """Changes when a weight is replaced or written to; a write through `.data` must change the
     sampled values.
     """
+    stamp: list[float] = []
     states = [state for weight in weights if (state := four_bit_state(weight)) is not None]
-    tensors = [*weights, *(state.absmax for state in states)]
-    samples = [tensor.detach().reshape(-1)[:: tensor.numel() // _SAMPLE + 1] for tensor in tensors]
-    sums = [float(sample.sum(dtype=torch.float32)) for sample in samples]
-    return [
-        (tensor.data_ptr(), tensor._version, total)
-        for tensor, total in zip(tensors, sums, strict=True)
-    ]
+    for tensor in [*weights, *(state.absmax for state in states)]:
+        sample = tensor.detach().reshape(-1)[:: tensor.numel() // _SAMPLE + 1]
+        stamp += [tensor.data_ptr(), tensor._version, float(sample.sum(dtype=torch.float32))]
+    return stamp

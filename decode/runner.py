@@ -88,7 +88,8 @@ class Block:
             near_qP = torch.ones(self.queries, room, dtype=torch.bool, device=far_1P.device)
             if window is not None:
                 near_qP = self.offsets_Rq[0].unsqueeze(1) + far_1P < window
-            allowed_qS = torch.cat([near_qP, self.within(window)[0]], dim=1)
+            block_qT = self.within(window)[0]
+            allowed_qS = torch.cat([near_qP, block_qT], dim=1)
             mask = additive(allowed_qS[None, None], dtype)
             self._views[window, dtype] = (room, mask)
         view = mask[..., room - prefix :]
@@ -162,10 +163,10 @@ class Runner:
         tokens_BT = torch.tensor(padded, device=self.device)
         # A head wrapped as a model takes its features for the whole prompt at once.
         step = _CHUNK if isinstance(self.model, PreTrainedModel) else longest
-        parts = [
-            self._prefill_chunk(tokens_BT[:, begin : begin + step], begin, hidden_layers)
-            for begin in range(0, longest, step)
-        ]
+        parts = []
+        for begin in range(0, longest, step):
+            chunk_BT = tokens_BT[:, begin : begin + step]
+            parts.append(self._prefill_chunk(chunk_BT, begin, hidden_layers))
         return tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
 
     def _new_cache(self, layers: int, capacity: int) -> TreeCache:
@@ -340,7 +341,8 @@ class Runner:
             prefix_RqP = prefix_RqP & (distance_RqP < window)
         rows = max(prefix_RqP.shape[0], sees_RqT.shape[0])
         parts = [part.expand(rows, block.queries, -1) for part in (prefix_RqP, sees_RqT)]
-        return additive(torch.cat(parts, dim=2).unsqueeze(1), self.dtype)
+        allowed_RqS = torch.cat(parts, dim=2)
+        return additive(allowed_RqS.unsqueeze(1), self.dtype)
 
     def _own(
         self,
@@ -357,9 +359,11 @@ class Runner:
             options["logits_to_keep"] = keep_logits
         if hidden_layers:
             options["output_hidden_states"] = True
+        # A model with one kind of layer takes the mask itself.
+        (mask, *others) = masks.values()
         output = self.model(
             input_ids=tokens_Bq,
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            attention_mask=masks if others else mask,
             position_ids=positions_Bq,
             past_key_values=cache,
             use_cache=True,

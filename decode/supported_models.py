@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import check_causal, text_config
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 
 
 def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
@@ -27,6 +28,8 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     recurrent = not cached and ("cache_params" in arguments or "state" in arguments)
     positions = "position_ids" in arguments and not getattr(config, "alibi", False)
     attention = getattr(config, "_attn_implementation", "eager")
+    own_masks = getattr(config, "attention_layers", None) is not None
+    odd_cache = config.model_type in ("doge", "moshi")
     window: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     windowed = window is not None or _SLIDING in (types or ())
@@ -37,17 +40,15 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
         "keeps no key/value cache; use another model": not cached,
         "does not take position_ids, which the tokens of a tree need; "
         "use another model": not positions,
-        "masks by a table of its own; use another model": getattr(config, "attention_layers", None)
-        is not None,
+        "masks by a table of its own; use another model": own_masks,
         # Doge keeps the keys that score best among all in the cache, and Moshi's cache drops keys
         # that its mask allows.
-        "gives other outputs with a cache than without; use another model": config.model_type
-        in ("doge", "moshi"),
+        "gives other outputs with a cache than without; use another model": odd_cache,
         f"uses attention '{attention}', which takes no tree mask; load it with "
-        "attn_implementation='sdpa'": (attention not in ("eager", "sdpa")),
+        "attn_implementation='sdpa'": attention not in ("eager", "sdpa"),
         # Transformers' cache would drop keys that the forward without a cache sees.
         "attends to all tokens, and its config.json sets a sliding window; remove sliding_window "
-        "and layer_types": (windowed and not _reads_windows(model)),
+        "and layer_types": windowed and not _reads_windows(model),
         f"has layers of type {kinds}, which cannot verify a tree": bool(other),
     }
     for reason, applies in reasons.items():

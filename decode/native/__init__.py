@@ -62,13 +62,19 @@ class Kernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         self.packed_bytes = library.draftsmith_packed_bytes
-        self.rows, self.linear = library.draftsmith_rows, library.draftsmith_linear
-        self.packed_bytes.argtypes, self.packed_bytes.restype = [kind, size, size], size
-        self.rows.argtypes, self.rows.restype = [kind, pointer, pointer, pointer, size, size], None
-        self.linear.argtypes, self.linear.restype = [kind, *[pointer] * 5, *[size] * 3], None
+        self.packed_bytes.argtypes = [kind, size, size]
+        self.packed_bytes.restype = size
+        self.rows = library.draftsmith_rows
+        self.rows.argtypes = [kind, pointer, pointer, pointer, size, size]
+        self.rows.restype = None
+        self.linear = library.draftsmith_linear
+        self.linear.argtypes = [kind, *[pointer] * 5, *[size] * 3]
+        self.linear.restype = None
         # Called with structures by reference (`decode.kernel_forward`).
-        self.scratch, self.forward = library.draftsmith_scratch, library.draftsmith_forward
-        self.scratch.restype, self.forward.restype = size, kind
+        self.scratch = library.draftsmith_scratch
+        self.scratch.restype = size
+        self.forward = library.draftsmith_forward
+        self.forward.restype = kind
 
 
 class PackedMatrix:
@@ -95,33 +101,32 @@ class PackedMatrix:
         table: 16 values.
         """
         made = PackedMatrix.__new__(PackedMatrix)
-        outputs, inputs = codes.shape[0], 2 * codes.shape[1]
+        outputs = codes.shape[0]
+        inputs = 2 * codes.shape[1]
         width = made._hold(functions, outputs, inputs, torch.uint8)
         surplus = (0, 0, 0, -outputs % width)
-        codes_OI = F.pad(torch.stack([codes >> 4, codes & 15], dim=2).flatten(1), surplus)
-        lower, upper = (
-            codes_OI.view(-1, width, inputs // _BLOCK, _BLOCK).permute(0, 2, 3, 1).chunk(2, dim=3)
-        )
-        columns = (
-            F.pad(scales.float(), surplus)
-            .view(-1, width, inputs // _BLOCK)
-            .transpose(1, 2)
-            .contiguous()
-        )
+        blocks = inputs // _BLOCK
+        codes_OI = F.pad(_unpacked(codes), surplus)
+        by_column = codes_OI.view(-1, width, blocks, _BLOCK).permute(0, 2, 3, 1)
+        lower, upper = by_column.chunk(2, dim=3)
+        scales_OI = F.pad(scales.float(), surplus)
+        columns = scales_OI.view(-1, width, blocks).transpose(1, 2).contiguous()
         # The table; then by panel and block a scale for each column, and the codes input by input,
         # two in a byte.
         made.values[:_TABLE_BYTES] = table.float().contiguous().view(torch.uint8)
-        blocks = made.values[_TABLE_BYTES:].view(*columns.shape[:2], -1)
-        blocks[..., : 4 * width] = columns.view(torch.uint8)
-        blocks[..., 4 * width :] = (lower | upper << 4).flatten(2)
+        panels = made.values[_TABLE_BYTES:].view(len(columns), blocks, -1)
+        panels[..., : 4 * width] = columns.view(torch.uint8)
+        panels[..., 4 * width :] = (lower | upper << 4).flatten(2)
         return made
 
     def _hold(self, functions: Kernel, outputs: int, inputs: int, dtype: torch.dtype) -> int:
         """Allocate the values, and return the outputs of a panel."""
         self._functions = functions
         self.kind = _KINDS[dtype]  # how its values are kept, as the C source numbers it
-        self.outputs, self.inputs = outputs, inputs
-        self.values = empty_bytes(functions.packed_bytes(self.kind, outputs, inputs)).view(dtype)
+        self.outputs = outputs
+        self.inputs = inputs
+        size = functions.packed_bytes(self.kind, outputs, inputs)
+        self.values = empty_bytes(size).view(dtype)
         return functions.packed_bytes(0, 1, 1) // 4
 
     def __deepcopy__(self, memo: object) -> "PackedMatrix":
@@ -157,9 +162,20 @@ class PackedMatrix:
                 f"rows {int(ids_N.min())} to {int(ids_N.max())} of a matrix that has {self.outputs}"
             )
         rows_NI = torch.empty(len(ids_N), self.inputs, dtype=torch.float32)
-        pointers = (self.values.data_ptr(), ids_N.data_ptr(), rows_NI.data_ptr())
-        self._functions.rows(self.kind, *pointers, len(ids_N), self.inputs)
+        self._functions.rows(
+            self.kind,
+            self.values.data_ptr(),
+            ids_N.data_ptr(),
+            rows_NI.data_ptr(),
+            len(ids_N),
+            self.inputs,
+        )
         return rows_NI
+
+
+def _unpacked(codes: Tensor) -> Tensor:
+    """Return the two codes of each byte, the upper half first, `[O, I]`."""
+    return torch.stack([codes >> 4, codes & 15], dim=2).flatten(1)
 
 
 def four_bit_state(weight: object) -> Any:
@@ -169,22 +185,13 @@ def four_bit_state(weight: object) -> Any:
     The weight must be on the CPU, multiplied in fp32, and have rows of whole blocks.
     """
     state = getattr(weight, "quant_state", None)
-    if (
-        state is None
-        or not isinstance(weight, Tensor)
-        or weight.device.type != "cpu"
-        or weight.dtype != torch.uint8
-    ):
+    if state is None or not isinstance(weight, Tensor) or weight.device.type != "cpu":
         return None
-    if (
-        getattr(state, "packing_format_for_cpu", False)
-        or state.dtype != torch.float32
-        or len(state.shape) != 2
-    ):
+    repacked = weight.dtype != torch.uint8 or getattr(state, "packing_format_for_cpu", False)
+    if repacked or state.dtype != torch.float32 or len(state.shape) != 2:
         return None
-    return (
-        state if state.blocksize % _BLOCK == 0 and state.shape[1] % state.blocksize == 0 else None
-    )
+    whole_blocks = state.blocksize % _BLOCK == 0 and state.shape[1] % state.blocksize == 0
+    return state if whole_blocks else None
 
 
 def pack_four_bits(functions: Kernel, weights: Sequence[Tensor]) -> PackedMatrix:
@@ -196,12 +203,9 @@ def pack_four_bits(functions: Kernel, weights: Sequence[Tensor]) -> PackedMatrix
     for state in states:
         scales = state.absmax.float()
         if state.nested:
-            outer = state.state2.absmax.float().repeat_interleave(state.state2.blocksize)[
-                : scales.numel()
-            ]
-            scales = (
-                state.state2.code.float()[state.absmax.reshape(-1).long()] * outer + state.offset
-            )
+            outer = state.state2.absmax.float().repeat_interleave(state.state2.blocksize)
+            inner = state.state2.code.float()[state.absmax.reshape(-1).long()]
+            scales = inner * outer[: len(inner)] + state.offset
         scales = scales.view(-1, inputs // state.blocksize)
         parts.append(scales.repeat_interleave(state.blocksize // _BLOCK, dim=1))
     return PackedMatrix.of_codes(functions, codes, torch.cat(parts), states[0].code)
@@ -212,25 +216,17 @@ def narrowest(weight_OI: Tensor) -> Tensor:
     `weight_OI` itself.
     """
     if weight_OI.dtype == torch.float32:
-        for convert in (_to_bfloat16, _to_float16):
+        for dtype in (torch.bfloat16, torch.float16):
             # Most matrices that do not fit show it in their first rows.
-            if convert(weight_OI[:4]) is not None and (narrow_OI := convert(weight_OI)) is not None:
-                return narrow_OI
+            if _holds(dtype, weight_OI[:4]) and _holds(dtype, weight_OI):
+                return weight_OI.to(dtype)
     return weight_OI
 
 
-def _to_bfloat16(weight_OI: Tensor) -> Tensor | None:
-    # bf16 is the upper half of fp32. By bits, because torch's conversion does not keep every NaN.
+def _holds(dtype: torch.dtype, weight_OI: Tensor) -> bool:
     bits_OI = weight_OI.contiguous().view(torch.int32)
-    return (
-        None if (bits_OI & 0xFFFF).any() else (bits_OI >> 16).to(torch.int16).view(torch.bfloat16)
-    )
-
-
-def _to_float16(weight_OI: Tensor) -> Tensor | None:
-    half_OI = weight_OI.to(torch.float16)
-    same = torch.equal(half_OI.float().view(torch.int32), weight_OI.contiguous().view(torch.int32))
-    return half_OI if same else None
+    again_OI = weight_OI.to(dtype).float().contiguous()
+    return torch.equal(again_OI.view(torch.int32), bits_OI)
 
 
 def kernel() -> Kernel | None:
@@ -245,12 +241,9 @@ def missing_kernel(device: torch.device | str = "cpu") -> str | None:
     """Return one line for the user if decoding on this device is slower for want of the kernel,
     else None.
     """
-    reason = _kernel_or_reason() if torch.device(device).type == "cpu" else None
-    return (
-        f"decoding without its compiled kernel, several times slower: {reason}"
-        if isinstance(reason, str)
-        else None
-    )
+    if torch.device(device).type != "cpu" or kernel() is not None:
+        return None
+    return f"decoding without its compiled kernel, several times slower: {_kernel_or_reason()}"
 
 
 @cache
@@ -276,29 +269,22 @@ def _load(compiler: str) -> ctypes.CDLL:
         [compiler, "--version"], capture_output=True, check=True, timeout=30
     ).stdout
     sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c"))]
-    key = hashlib.sha256(
-        b"\0".join([*sources, version, " ".join(_FLAGS).encode(), _processor()])
-    ).hexdigest()
-    cached = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "draftsmith"
-        / f"linear-{key[:16]}.so"
-    )
+    built_from = b"\0".join([*sources, version, " ".join(_FLAGS).encode(), _processor()])
+    key = hashlib.sha256(built_from).hexdigest()
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
+    cached = directory / f"linear-{key[:16]}.so"
     with suppress(OSError):
         content = cached.read_bytes()
         if hashlib.sha256(content[:-32]).digest() == content[-32:]:
             return ctypes.CDLL(str(cached))
-    with tempfile.TemporaryDirectory() as directory:
-        library = Path(directory) / "linear.so"
+    with tempfile.TemporaryDirectory() as temporary:
+        library = Path(temporary) / "linear.so"
         command = [compiler, *_FLAGS, "-o", str(library), str(SOURCE)]
-        subprocess.run(
-            command, capture_output=True, check=True, timeout=300
-        )  # seconds, on a busy machine minutes
+        # Takes seconds; on a busy machine, minutes.
+        subprocess.run(command, capture_output=True, check=True, timeout=300)
         content = library.read_bytes()
-        with (
-            suppress(OSError),
-            atomic_file(cached) as unfinished,
-        ):  # a directory that cannot be written
+        # A directory that cannot be written is no cache.
+        with suppress(OSError), atomic_file(cached) as unfinished:
             unfinished.write_bytes(content + hashlib.sha256(content).digest())
         return ctypes.CDLL(str(library))
 
@@ -317,26 +303,26 @@ def _is_right(built: Kernel) -> bool:
     bits.
     """
     generator = torch.Generator().manual_seed(0)
-    shapes = ((83, 320), (7, 320), (83,), (7, 83))
-    weight_OI, x_XI, bias_O, other_XO = (
-        torch.randn(shape, generator=generator).float() for shape in shapes
-    )
-    weights = [
-        weight_OI[:, :301].to(dtype).float()
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-    ]
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+    weight_OI = random(83, 320)
+    bias_O = random(83)
+    other_XO = random(7, 83)
+    weights = [weight_OI[:, :301].to(dtype).float() for dtype in list(_KINDS)[:3]]
     matrices = [PackedMatrix(built, weight) for weight in weights]
     codes = torch.randint(0, 256, (83, 160), generator=generator, dtype=torch.uint8)
-    scales, table = weight_OI[:, :5].abs(), weight_OI[0, :16]
-    indices_OI = torch.stack([codes >> 4, codes & 15], dim=2).flatten(1).long()
-    weights.append(table[indices_OI] * scales.repeat_interleave(_BLOCK, dim=1))
+    scales = weight_OI[:, :5].abs()
+    table = weight_OI[0, :16]
+    weights.append(table[_unpacked(codes).long()] * scales.repeat_interleave(_BLOCK, dim=1))
     matrices.append(PackedMatrix.of_codes(built, codes, scales, table))
-    right = True
     for weight, matrix in zip(weights, matrices, strict=True):
-        x = x_XI[:, : matrix.inputs].contiguous()
-        wanted = F.linear(x, weight, bias_O) + other_XO
-        right = right and torch.allclose(
-            matrix.linear(x, bias_O, other_XO), wanted, atol=1e-4, rtol=1e-5
-        )
-        right = right and torch.equal(matrix.rows(torch.arange(83)), weight)
-    return right
+        x_XI = random(7, matrix.inputs)
+        wanted = F.linear(x_XI, weight, bias_O) + other_XO
+        product = matrix.linear(x_XI, bias_O, other_XO)
+        if not torch.allclose(product, wanted, atol=1e-4, rtol=1e-5):
+            return False
+        if not torch.equal(matrix.rows(torch.arange(83)), weight):
+            return False
+    return True

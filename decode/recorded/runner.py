@@ -91,7 +91,8 @@ class _StaticForward:
         and the common column.
         """
         offsets_BT, sees_BqT, state_B3 = inputs
-        runner, rows, queries = self.runner, *tokens_Bq.shape
+        runner = self.runner
+        rows, queries = tokens_Bq.shape
         total = offsets_BT.shape[1]
         column = state_B3[0, 2]
         position_BT = offsets_BT + state_B3[:, :1] - state_B3[:, 1:2]
@@ -121,7 +122,8 @@ class _StaticForward:
         tree says.
         """
         queries, total = sees_BqT.shape[1:]
-        length_B1, lead_B1 = state_B3[:, :1], state_B3[:, 1:2]
+        length_B1 = state_B3[:, :1]
+        lead_B1 = state_B3[:, 1:2]
         slot_P = torch.arange(self.slots, device=state_B3.device)
         place_P = slot_P - state_B3[0, 2]
         inside_P = (place_P >= 0) & (place_P < total)
@@ -155,7 +157,9 @@ class _StepLayer(DynamicLayer):
 
     def __init__(self, keys: Tensor, values: Tensor, at_q: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.keys, self.values, self.at_q = keys, values, at_q
+        self.keys = keys
+        self.values = values
+        self.at_q = at_q
         self.is_initialized = True
 
     def update(
@@ -163,7 +167,8 @@ class _StepLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         # A block drafter writes the features before its block.
         count = key_states.shape[2]
-        at_n, self.at_q = self.at_q[:count], self.at_q[count:]
+        at_n = self.at_q[:count]
+        self.at_q = self.at_q[count:]
         self.keys.index_copy_(2, at_n, key_states)
         self.values.index_copy_(2, at_n, value_states)
         return self.keys, self.values

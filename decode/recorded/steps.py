@@ -65,8 +65,10 @@ class StaticSteps:
                 "compile: CUDA graphs need a CUDA device; name a torch.compile backend such as "
                 "'inductor'"
             )
-        self.model, self.backend = model, backend
-        self.seconds, self.count = 0.0, 0
+        self.model = model
+        self.backend = backend
+        self.seconds = 0.0
+        self.count = 0
         self.lean: LeanForward | None = None
         self.cache: TreeCache
         self._wants_lean = lean
@@ -119,7 +121,8 @@ class StaticSteps:
 
     def take_seconds(self) -> float:
         """Return the seconds of recording and compiling since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
+        seconds = self.seconds
+        self.seconds = 0.0
         return seconds
 
     def slots(self, column: int, total: int) -> int:
@@ -139,10 +142,7 @@ class StaticSteps:
         rows = len(tensors[0])
         padded_rows = min(bucket(rows), self._rows)
         if padded_rows > rows:
-            tensors = [
-                F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, padded_rows - rows))
-                for tensor in tensors
-            ]
+            tensors = [_with_rows(tensor, padded_rows - rows) for tensor in tensors]
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         key = (name, form, shapes)
         began = time.perf_counter()
@@ -156,18 +156,21 @@ class StaticSteps:
             if tensors[0].device.type == "cuda":
                 torch.cuda.synchronize(tensors[0].device)
             self.seconds += time.perf_counter() - began
-        result: Result = _put_together(step.form, iter([output[:rows] for output in outputs]))
+        cut = [output[:rows] for output in outputs]
+        result: Result = _put_together(step.form, iter(cut))
         return result
 
     def _make(self, function: Callable[..., object], form: Hashable, inputs: list[Tensor]) -> _Step:
         def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
             outputs: list[Tensor] = []
-            _take_apart(function(*_put_together(form, iter(tensors))), outputs)
+            values = _put_together(form, iter(tensors))
+            _take_apart(function(*values), outputs)
             return tuple(outputs)
 
         # The first call imports and allocates, which cannot be traced. Repeating a step writes the
         # same states again.
-        result_form = _take_apart(function(*_put_together(form, iter(inputs))), [])
+        values = _put_together(form, iter(inputs))
+        result_form = _take_apart(function(*values), [])
         run: OfTensors = of_tensors
         if isinstance(self.backend, str):
             run = _compiled(run, self.backend)
@@ -187,6 +190,10 @@ def steps_for(
     if [(steps.model, steps.backend) for steps in known] == [(model, backend) for model in models]:
         return list(known)
     return [StaticSteps(model, backend, lean) for model in models]
+
+
+def _with_rows(tensor: Tensor, count: int) -> Tensor:
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, count))
 
 
 def _slots(count: int) -> int:
