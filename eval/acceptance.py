@@ -23,7 +23,8 @@ Legend: B rows, T columns (tokens), V vocabulary, H hidden size, K ranks, D dept
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from itertools import chain
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -53,18 +54,21 @@ class Continuation:
     output_ids: Sequence[int]
 
 
+Place = tuple[int, int]
+"""The number of a text and the index of a token in its continuation."""
+
+
 @dataclass(frozen=True, eq=False)
 class Positions:
     """Every position of some texts with one draft: what target and draft sample from there, and the
     draft's logits.
 
-    start: number of the first text. places: (text, index in its continuation) of each position, in
-    order.
+    start: number of the first text.
     """
 
     start: int
     texts: Sequence[Continuation]
-    places: list[tuple[int, int]]
+    places: list[Place]
     p_NV: Tensor
     q_NV: Tensor
     logits_NV: Tensor
@@ -94,43 +98,47 @@ def draft_logits(
     row_N, column_N = at
     # Beyond the end of a text there are no tokens; entries there mean nothing.
     later_BT = torch.nn.functional.pad(ids_BT, (0, depths))
-    below_NT = later_BT[
-        row_N.unsqueeze(1), column_N.unsqueeze(1) + torch.arange(depths, device=ids_BT.device)
-    ]
+    columns_NT = column_N.unsqueeze(1) + torch.arange(depths, device=ids_BT.device)
+    below_NT = later_BT[row_N.unsqueeze(1), columns_NT]
     if isinstance(head, BlockHead):
         first = int(column_N.min())
-        anchors_BT = torch.arange(first, ids_BT.shape[1], device=ids_BT.device).expand(
-            len(ids_BT), -1
-        )
-        drafted_NDH = head.drafted(ids_BT, states, anchors_BT)[row_N, column_N - first]
-        sure_N = (
-            head.confidence(drafted_NDH[:, 0], below_NT[:, 0], 0)
-            if head.config.confidence
-            else None
-        )
-        for depth in range(min(depths, head.depths)):
-            logits_NV = head.logits(head.raw_logits(drafted_NDH[:, depth]), below_NT[:, depth])
-            if head.config.confidence and depth + 1 < min(depths, head.depths):
-                next_N = head.confidence(
-                    drafted_NDH[:, depth + 1], below_NT[:, depth + 1], depth + 1
-                )
-                sure_N = next_N if depth or sure_N is None else next_N * sure_N
-            yield logits_NV, sure_N
+        anchors_T = torch.arange(first, ids_BT.shape[1], device=ids_BT.device)
+        drafted_BTDH = head.drafted(ids_BT, states, anchors_T.expand(len(ids_BT), -1))
+        drafted_NDH = drafted_BTDH[row_N, column_N - first][:, :depths]
+        yield from _block_logits(head, drafted_NDH, below_NT)
         return
     # A head pairs each token with the state it was predicted from, one position earlier.
-    chosen_from = [
-        torch.cat([torch.zeros_like(state[:, :1]), state[:, :-1]], dim=1) for state in states
-    ]
+    chosen_from = [torch.nn.functional.pad(state[:, :-1], (0, 0, 1, 0)) for state in states]
     if isinstance(head, EagleHead | Eagle3Head):
         for features_BTH in _eagle_features(head, chosen_from, ids_BT, alone_B, depths):
             logits_NV = head.logits(features_BTH[at])
             yield head.to_target(logits_NV) if isinstance(head, Eagle3Head) else logits_NV, None
-    elif isinstance(head, MedusaHeads):
-        for logits_NV in head(chosen_from[0][at].unsqueeze(0))[0].unbind(1)[:depths]:
+        return
+    states_1NH = chosen_from[0][at].unsqueeze(0)
+    if isinstance(head, MedusaHeads):
+        for logits_NV in head(states_1NH)[0].unbind(1)[:depths]:
             yield logits_NV, None
     else:
         for depth in range(min(depths, head.config.num_heads)):
-            yield head(chosen_from[0][at].unsqueeze(0), below_NT[None, :, : depth + 1])[0], None
+            yield head(states_1NH, below_NT[None, :, : depth + 1])[0], None
+
+
+def _block_logits(
+    head: BlockHead, drafted_NDH: Tensor, below_NT: Tensor
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield logits and confidence by depth. A stop reads the confidence of the next depth; the
+    first one reads those of depths 1 and 2.
+    """
+    sure_DN: list[Tensor] = []
+    depths = drafted_NDH.shape[1]
+    for depth in range(depths if head.config.confidence else 0):
+        sure_DN.append(head.confidence(drafted_NDH[:, depth], below_NT[:, depth], depth))
+    for depth in range(depths):
+        logits_NV = head.logits(head.raw_logits(drafted_NDH[:, depth]), below_NT[:, depth])
+        sure_N = sure_DN[min(depth + 1, depths - 1)] if sure_DN else None
+        if sure_N is not None and depth == 0 and depths > 1:
+            sure_N = sure_N * sure_DN[0]
+        yield logits_NV, sure_N
 
 
 def _eagle_features(
@@ -138,21 +146,21 @@ def _eagle_features(
 ) -> Iterator[Tensor]:
     """The features `[B, T, H]` under the logits at depth 1, 2, ...
 
-    At depth d, column t goes in with the token at t + d - 1, the feature it gave at depth d - 1 and
-    the position t + d - 1, and attends to the first pass up to t and to its own earlier depths
-    (EAGLE-3, arXiv 2503.01840, 3.2).
+    For column t at depth d (EAGLE-3, arXiv 2503.01840, 3.2):
+    * inputs: the token at t + d - 1 and the feature that column t gave at depth d - 1
+    * position: t + d - 1
+    * mask: the first pass up to t, and its own earlier depths
     """
     features_BTH = head.fuse(states)
-    columns, cache = ids_BT.shape[1], DynamicCache()
+    columns = ids_BT.shape[1]
+    cache = DynamicCache()
     position_1T = torch.arange(columns, device=ids_BT.device).unsqueeze(0)
     alone_B111 = alone_B.to(ids_BT.device).view(-1, 1, 1, 1)
     # Key 0 stays visible to query 0, because attention over no key at all is NaN.
-    sees_B1TP = (position_1T <= position_1T.T) & (
-        (position_1T > 0) | (position_1T.T == 0) | alone_B111
-    )
-    itself_B1TT = torch.eye(columns, dtype=torch.bool, device=ids_BT.device).expand(
-        len(ids_BT), 1, -1, -1
-    )
+    first_key = (position_1T > 0) | (position_1T.T == 0)
+    sees_B1TP = (position_1T <= position_1T.T) & (first_key | alone_B111)
+    itself_TT = torch.eye(columns, dtype=torch.bool, device=ids_BT.device)
+    itself_B1TT = itself_TT.expand(len(ids_BT), 1, -1, -1)
     for depth in range(depths):
         if depth:
             sees_B1TP = torch.cat([sees_B1TP, itself_B1TT], dim=-1)
@@ -174,14 +182,12 @@ def model_logits(draft: PreTrainedModel, ids_BT: Tensor, keep: int) -> Tensor:
         mask_BT = torch.ones_like(ids_BT)
         out = draft(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, logits_to_keep=keep)
         return cast(Tensor, out.logits)
-    pieces = [[words.in_draft[token] for token in row] for row in ids_BT.tolist()]
-    rows = [torch.tensor([piece for token in row for piece in token]) for row in pieces]
-    last_BT = (
-        torch.tensor([[len(token) for token in row] for row in pieces], device=draft.device).cumsum(
-            1
-        )
-        - 1
-    )
+    rows, counts = [], []
+    for row in ids_BT.tolist():
+        pieces = [words.in_draft[token] for token in row]
+        rows.append(torch.tensor(list(chain.from_iterable(pieces))))
+        counts.append([len(piece) for piece in pieces])
+    last_BT = torch.tensor(counts, device=draft.device).cumsum(1) - 1
     ids_BS = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(draft.device)
     logits_BSV = draft(input_ids=ids_BS, use_cache=False).logits
     index = last_BT[:, -keep:].unsqueeze(2).expand(-1, -1, logits_BSV.shape[2])
@@ -196,44 +202,44 @@ def rank_chances(
     without). u: uniforms; K - 1 are used.
     """
     size = max(1, MAX_ELEMENTS // p_NV.shape[1])
-    parts = zip(
-        p_NV.split(size),
-        q_NV.split(size),
-        x_N1.split(size),
-        u_NK[:, : ranks - 1].split(size),
-        strict=True,
-    )
-    return torch.cat([_rank_chances(rule, *part) for part in parts])
+    chances = []
+    for start in range(0, len(p_NV), size):
+        part = slice(start, start + size)
+        u_nK = u_NK[part, : ranks - 1]
+        chances.append(_rank_chances(rule, p_NV[part], q_NV[part], x_N1[part], u_nK))
+    return torch.cat(chances)
 
 
 def _rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor) -> Tensor:
     own_N1 = p_NV.gather(1, x_N1).clamp(min=torch.finfo(p_NV.dtype).tiny)
     if rule == "exact":
-        laws = [q_NV, *(q for _, _, q in refusals(p_NV, q_NV, u_NK))]
+        laws = [q_NV] + [refusal.q_NV for refusal in refusals(p_NV, q_NV, u_NK)]
         return torch.cat([q.gather(1, x_N1) for q in laws], dim=1)
     refused_N1 = torch.ones_like(own_N1)
-    chances = [torch.minimum(p_NV.gather(1, x_N1), q_NV.gather(1, x_N1)) * refused_N1 / own_N1]
-    for accepted_N1, p, q in refusals(p_NV, q_NV, u_NK, replace=rule == "specinfer"):
-        refused_N1 = refused_N1 * (1 - accepted_N1)
-        chances.append(torch.minimum(p.gather(1, x_N1), q.gather(1, x_N1)) * refused_N1 / own_N1)
+    chances = [torch.minimum(p_NV.gather(1, x_N1), q_NV.gather(1, x_N1)) / own_N1]
+    for refusal in refusals(p_NV, q_NV, u_NK, replace=rule == "specinfer"):
+        refused_N1 = refused_N1 * (1 - refusal.accepted_N1)
+        both_N1 = torch.minimum(refusal.p_NV.gather(1, x_N1), refusal.q_NV.gather(1, x_N1))
+        chances.append(both_N1 * refused_N1 / own_N1)
     return torch.cat(chances, dim=1)
 
 
-def refusals(
-    p_NV: Tensor, q_NV: Tensor, u_NK: Tensor, replace: bool = False
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Draw candidates from q and try them in turn (Yang et al. 2024, algorithm 1): for each, yield
-    the chance `[N, 1]` that it is accepted, and the p and q that its refusal leaves.
-    """
+class Refusal(NamedTuple):
+    """The chance that a candidate is accepted, and the p and q that its refusal leaves."""
+
+    accepted_N1: Tensor
+    p_NV: Tensor
+    q_NV: Tensor
+
+
+def refusals(p_NV: Tensor, q_NV: Tensor, u_NK: Tensor, replace: bool = False) -> Iterator[Refusal]:
+    """Draw candidates from q and try them in turn (Yang et al. 2024, algorithm 1)."""
     for u_N in u_NK.unbind(1):
         y_N1 = draw(q_NV, u_N).clamp(min=0).unsqueeze(1)
-        p_y_N1, q_y_N1 = p_NV.gather(1, y_N1), q_NV.gather(1, y_N1)
-        drawn_N1 = (
-            q_y_N1 > 0
-        )  # false once the support of q is used up: nothing is drawn, nothing refused
-        accepted_N1 = (p_y_N1 / q_y_N1.clamp(min=torch.finfo(q_y_N1.dtype).tiny)).clamp(
-            max=1
-        ) * drawn_N1
+        q_y_N1 = q_NV.gather(1, y_N1)
+        # False once the support of q is used up: nothing is drawn, nothing refused.
+        drawn_N1 = q_y_N1 > 0
+        ratio_N1 = p_NV.gather(1, y_N1) / q_y_N1.clamp(min=torch.finfo(q_y_N1.dtype).tiny)
         p_NV = torch.where(drawn_N1, residual(p_NV, q_NV), p_NV)
         q_NV = q_NV if replace else without(q_NV, y_N1)
-        yield accepted_N1, p_NV, q_NV
+        yield Refusal(ratio_N1.clamp(max=1) * drawn_N1, p_NV, q_NV)

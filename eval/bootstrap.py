@@ -13,13 +13,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from eval.schema import Estimate
+from eval.schema import Estimate, Row
 
 Floats = npt.NDArray[np.float64]
 
@@ -52,9 +53,18 @@ class PromptSums:
     def mean_per_prompt(self) -> float | None:
         """Mean of the ratios of prompts that have one."""
         has = self.denominator_P > 0
-        return (
-            float((self.numerator_P[has] / self.denominator_P[has]).mean()) if has.any() else None
-        )
+        ratio_P = self.numerator_P[has] / self.denominator_P[has]
+        return float(ratio_P.mean()) if has.any() else None
+
+
+def ratio(parts: Sequence[Any], above: str, below: str) -> PromptSums:
+    """Per-prompt numerators `above` and denominators `below`, pooled over all measurements."""
+    return PromptSums.of(joined(parts, above), joined(parts, below))
+
+
+def joined(parts: Sequence[Any], key: str) -> list[Any]:
+    """The per-prompt lists of several measurements, one after another."""
+    return list(chain.from_iterable(part[key] for part in parts))
 
 
 @dataclass(frozen=True)
@@ -71,16 +81,21 @@ class Resamples:
     @cached_property
     def widening(self) -> float:
         """Factor on the distance of a percentile from the median."""
-        prompts, freedom = sum(self.sizes), sum(self.sizes) - len(self.sizes)
-        return (
-            math.sqrt(prompts / freedom)
-            * half_width(freedom)
-            / NormalDist().inv_cdf((1 + LEVEL) / 2)
-        )
+        prompts = sum(self.sizes)
+        freedom = prompts - len(self.sizes)
+        normal = NormalDist().inv_cdf((1 + LEVEL) / 2)
+        return math.sqrt(prompts / freedom) * half_width(freedom) / normal
 
 
-# Sums of a draft and of the base on the same prompts, and the resamples of these prompts.
-Gain = tuple[PromptSums, PromptSums, Resamples]
+class Gain(NamedTuple):
+    """Sums of a draft and of the base on the same prompts, and the resamples of these prompts."""
+
+    new: PromptSums
+    base: PromptSums
+    picks: Resamples
+
+    def of_resamples(self) -> Floats:
+        return pooled_ratios(self.new, self.picks) - pooled_ratios(self.base, self.picks)
 
 
 @cache
@@ -91,12 +106,16 @@ def half_width(freedom: int) -> float:
     tail = (1 + LEVEL) / 2
     if freedom > MANY:
         return NormalDist().inv_cdf(tail)
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while student_cdf(high, freedom) < tail:
         high *= 2
     while high - low > 1e-10 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if student_cdf(middle, freedom) < tail else (low, middle)
+        if student_cdf(middle, freedom) < tail:
+            low = middle
+        else:
+            high = middle
     return high
 
 
@@ -113,8 +132,8 @@ def pool_resamples(parts: Sequence[Resamples]) -> Resamples:
     """Put suites side by side: each keeps its own resamples (stratified), their prompts are
     pooled.
     """
-    sizes = tuple(size for part in parts for size in part.sizes)
-    return Resamples(np.concatenate([part.weights_RP for part in parts], axis=1), sizes)
+    weights_RP = np.concatenate([part.weights_RP for part in parts], axis=1)
+    return Resamples(weights_RP, tuple(chain.from_iterable(part.sizes for part in parts)))
 
 
 def pooled_ratios(sums: PromptSums, picks: Resamples) -> Floats:
@@ -131,15 +150,13 @@ def interval(
 ) -> tuple[float | None, float | None]:
     """Interval of a resampled figure, cut to [`least`, `most`]; (None, None) if there is none."""
     defined = values_R[np.isfinite(values_R)]
-    if (
-        min(picks.sizes) < 2
-        or defined.size < (1 - MAX_UNDEFINED) * values_R.size
-        or not defined.size
-    ):
+    enough = defined.size and defined.size >= (1 - MAX_UNDEFINED) * values_R.size
+    if min(picks.sizes) < 2 or not enough:
         return None, None
     low, middle, high = np.quantile(defined, [(1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2])
-    low, high = (middle + picks.widening * (end - middle) for end in (low, high))
-    return max(least, float(low)), min(most, float(high))
+    wide_low = float(middle + picks.widening * (low - middle))
+    wide_high = float(middle + picks.widening * (high - middle))
+    return max(least, wide_low), min(most, wide_high)
 
 
 def _estimate(value: float | None, values_R: Floats, picks: Resamples, **bounds: float) -> Estimate:
@@ -159,17 +176,20 @@ def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate
     """Quotient of two pooled ratios on the same prompts, such as a speedup, with its paired
     interval.
     """
-    a, b = above.pooled, below.pooled
+    value = above.pooled
+    if value is not None:
+        value = value / below.pooled if below.pooled else None
     with np.errstate(divide="ignore", invalid="ignore"):
         values_R = pooled_ratios(above, picks) / pooled_ratios(below, picks)
-    return _estimate(a / b if a is not None and b else None, values_R, picks, least=0.0)
+    return _estimate(value, values_R, picks, least=0.0)
 
 
 def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
     """Difference of two pooled ratios, paired: both sides of a resample hold the same prompts."""
-    a, b = new.pooled, base.pooled
-    value = a - b if a is not None and b is not None else None
-    return _estimate(value, pooled_ratios(new, picks) - pooled_ratios(base, picks), picks)
+    value = new.pooled
+    if value is not None:
+        value = None if base.pooled is None else value - base.pooled
+    return _estimate(value, Gain(new, base, picks).of_resamples(), picks)
 
 
 def transfer(at_home: Gain, elsewhere: Gain) -> Estimate:
@@ -177,19 +197,17 @@ def transfer(at_home: Gain, elsewhere: Gain) -> Estimate:
 
     The two sets of prompts are resampled independently.
     """
-    gain_id, gain_ood = difference(*at_home), difference(*elsewhere)
+    gain_id = difference(at_home.new, at_home.base, at_home.picks)
+    gain_ood = difference(elsewhere.new, elsewhere.base, elsewhere.picks)
     if why_undefined(gain_id, gain_ood) is not None:
         return Estimate(value=None, low=None, high=None, n=gain_ood["n"])
     assert gain_id["value"] is not None and gain_ood["value"] is not None
-    id_R, ood_R = (
-        pooled_ratios(new, picks) - pooled_ratios(base, picks)
-        for new, base, picks in (at_home, elsewhere)
-    )
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _estimate(gain_ood["value"] / gain_id["value"], ood_R / id_R, elsewhere[2])
+        values_R = elsewhere.of_resamples() / at_home.of_resamples()
+    return _estimate(gain_ood["value"] / gain_id["value"], values_R, elsewhere.picks)
 
 
-def why_undefined(gain_id: Mapping[str, Any], gain_ood: Mapping[str, Any]) -> str | None:
+def why_undefined(gain_id: Estimate | Row, gain_ood: Estimate | Row) -> str | None:
     """Say why there is no transfer: a ratio to a gain that may be zero means nothing. None if there
     is one.
     """
@@ -211,33 +229,52 @@ def signs(figures: Sequence[Mapping[str, Any] | None], *, ratios: bool = False) 
     A sign needs an interval on its side of zero, and one-sided significance under Holm's correction
     over the family, by Student's t with the standard error that the interval implies.
     """
-    known: dict[int, tuple[float, float, float, int]] = {}
+    known = {}
     for index, figure in enumerate(figures):
-        ends: list[Any] = (
-            [None] if figure is None else [figure["value"], figure["low"], figure["high"]]
-        )
-        if figure is not None and None not in ends and not (ratios and min(ends) <= 0):
-            value, low, high = map(math.log, ends) if ratios else ends
-            known[index] = value, low, high, figure["n"]
+        if (known_test := _test_of(figure, ratios=ratios)) is not None:
+            known[index] = known_test
     result: list[int | None] = [0 if index in known else None for index in range(len(figures))]
     # A family for either side: clear losses must not make it easier to call something a gain.
     for side in (1, -1):
-        p_values = [
-            student_cdf(
-                -side * value * 2 * half_width(prompts - 1) / max(high - low, 1e-12), prompts - 1
-            )
-            for value, low, high, prompts in known.values()
-        ]
-        for (index, (_, low, high, _)), p in zip(known.items(), holm(p_values), strict=True):
-            if p <= (1 - LEVEL) / 2 and (low > 0 if side == 1 else high < 0):
+        p_values = holm([test.p_value(side) for test in known.values()])
+        for (index, test), p in zip(known.items(), p_values, strict=True):
+            beyond = test.low > 0 if side == 1 else test.high < 0
+            if beyond and p <= (1 - LEVEL) / 2:
                 result[index] = side
     return result
+
+
+@dataclass(frozen=True)
+class _Test:
+    """An estimate to compare with zero."""
+
+    value: float
+    low: float
+    high: float
+    prompts: int
+
+    def p_value(self, side: int) -> float:
+        """One-sided, by Student's t with the standard error that the interval implies."""
+        freedom = self.prompts - 1
+        errors = self.value * 2 * half_width(freedom) / max(self.high - self.low, 1e-12)
+        return student_cdf(-side * errors, freedom)
+
+
+def _test_of(figure: Mapping[str, Any] | None, *, ratios: bool) -> _Test | None:
+    if figure is None:
+        return None
+    ends = [figure["value"], figure["low"], figure["high"]]
+    if None in ends or (ratios and min(ends) <= 0):
+        return None
+    value, low, high = map(math.log, ends) if ratios else ends
+    return _Test(value, low, high, figure["n"])
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjust the p-values of one family of tests for their number (Holm 1979)."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    adjusted, largest = [0.0] * len(p_values), 0.0
+    adjusted = [0.0] * len(p_values)
+    largest = 0.0
     for rank, index in enumerate(order):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = largest
@@ -249,8 +286,10 @@ def student_cdf(t: float, freedom: int) -> float:
     if freedom > MANY:
         return NormalDist().cdf(t)
     angle = math.atan(t / math.sqrt(freedom))
-    odd, square = freedom % 2, math.cos(angle) ** 2
-    term, total = math.cos(angle) if odd else 1.0, 0.0
+    odd = freedom % 2
+    square = math.cos(angle) ** 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
     for k in range(1, freedom // 2 + 1):
         total += term
         term *= square * (2 * k / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))

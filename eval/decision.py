@@ -10,14 +10,14 @@ little less on others.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain
 from statistics import geometric_mean
 from typing import Literal
 
 import numpy as np
 
-from eval.bootstrap import PromptSums, Resamples, quotient, resamples, signs
-from eval.results import Results
+from eval.bootstrap import PromptSums, Resamples, quotient, ratio, resamples, signs
+from eval.results_table import ResultsTable, place_of
 from eval.schema import Estimate, Row
 
 Verdict = Literal[
@@ -72,81 +72,92 @@ class Decision:
         return [cell for cell in self.cells if cell.sign == 1]
 
 
-def decide(results: Results) -> Decision:
+@dataclass(frozen=True)
+class _Timed:
+    """A setting with its speedup in every cell, and the sign of each speedup."""
+
+    setting: Setting
+    speedups: list[Row]
+    signs: list[int | None]
+
+    @property
+    def merit(self) -> tuple[int, float]:
+        """Cells in which the setting pays, then its mean speedup."""
+        speeds = [max(row["value"] or 0.0, 1e-9) for row in self.speedups]
+        return self.signs.count(1), geometric_mean(speeds)
+
+
+def decide(results: ResultsTable) -> Decision:
     """Ship, ship for some sets, or do not ship, from the timings of every lossless setting in every
     cell.
     """
-    timed: dict[Setting, list[Row]] = {}
+    speedups: dict[Setting, list[Row]] = {}
     for row in results.rows("speedup"):
         if row["domain"] in results.domains() and results.lossless(row["verifier"]):
             setting = Setting(row["draft"], row["tree"] or "", row["verifier"] or "")
-            timed.setdefault(setting, []).append(row)
-    if not timed:
+            speedups.setdefault(setting, []).append(row)
+    if not speedups:
         return Decision("not_timed", None, [], None)
-    family = iter(signs([row for rows in timed.values() for row in rows], ratios=True))
-    signs_of = {setting: [next(family) for _ in rows] for setting, rows in timed.items()}
-    speeds = {
-        setting: [max(row["value"] or 0.0, 1e-9) for row in rows] for setting, rows in timed.items()
-    }
-    merit = {
-        setting: (signs_of[setting].count(1), geometric_mean(speeds[setting])) for setting in timed
-    }
-    chosen = _prefer_smaller_loss(results, timed, merit)
+    all_signs = signs(list(chain.from_iterable(speedups.values())), ratios=True)
+    timed: list[_Timed] = []
+    for setting, rows in speedups.items():
+        first = sum(len(other.signs) for other in timed)
+        timed.append(_Timed(setting, rows, all_signs[first : first + len(rows)]))
+    chosen = _prefer_smaller_loss(results, timed)
     cells = []
-    for index, row in enumerate(timed[chosen]):
-        fastest = max(timed, key=lambda setting: timed[setting][index]["value"] or 0.0)
-        where = (row["domain"], row["temperature"])
-        cells.append(
-            Cell(
-                *where,
-                row,
-                signs_of[chosen][index],
-                fastest,
-                timed[fastest][index],
-                busy=results.busy(*where),
-            )
+    for index, row in enumerate(chosen.speedups):
+        fastest = _fastest(timed, index)
+        cell = Cell(
+            domain=row["domain"],
+            temperature=row["temperature"],
+            speedup=row,
+            sign=chosen.signs[index],
+            fastest=fastest.setting,
+            fastest_speedup=fastest.speedups[index],
+            busy=results.busy(row["domain"], row["temperature"]),
         )
+        cells.append(cell)
     over_base = None
-    if chosen.draft != results.base:
-        base = max(
-            (setting for setting in timed if setting.draft == results.base), key=merit.__getitem__
-        )
-        over_base = _quotient(results, timed[chosen], timed[base])
-    all_signs = [sign for cells_of in signs_of.values() for sign in cells_of]
-    return Decision(_verdict(results, cells, all_signs), chosen, cells, over_base)
+    if chosen.setting.draft != results.base:
+        of_base = [other for other in timed if other.setting.draft == results.base]
+        base = max(of_base, key=lambda other: other.merit)
+        over_base = _quotient(results, chosen.speedups, base.speedups)
+    return Decision(_verdict(results, cells, all_signs), chosen.setting, cells, over_base)
 
 
-def _prefer_smaller_loss(
-    results: Results, timed: dict[Setting, list[Row]], merit: dict[Setting, tuple[int, float]]
-) -> Setting:
+def _fastest(timed: Sequence[_Timed], index: int) -> _Timed:
+    return max(timed, key=lambda other: other.speedups[index]["value"] or 0.0)
+
+
+def _prefer_smaller_loss(results: ResultsTable, timed: Sequence[_Timed]) -> _Timed:
     """The fastest setting, or that of another draft if it is not measurably slower and loses less
     OOD.
     """
-    fastest = max(timed, key=merit.__getitem__)
+    ordered = sorted(timed, key=lambda other: other.merit)
+    fastest = max(timed, key=lambda other: other.merit)
     if not results.domains("ood"):
         return fastest
 
-    def gain(setting: Setting) -> float:
-        row = results.gain(setting.draft, "ood")
+    def gain(one: _Timed) -> float:
+        row = results.gain(one.setting.draft, "ood")
         return (row["value"] or 0.0) if row else 0.0
 
-    def as_fast(setting: Setting) -> bool:
-        low = _quotient(results, timed[fastest], timed[setting])["low"]
-        return merit[setting][0] == merit[fastest][0] and low is not None and low <= 1
+    def as_fast(one: _Timed) -> bool:
+        low = _quotient(results, fastest.speedups, one.speedups)["low"]
+        return one.merit[0] == fastest.merit[0] and low is not None and low <= 1
 
-    best_of = {setting.draft: setting for setting in sorted(timed, key=merit.__getitem__)}
-    alike = [setting for setting in best_of.values() if setting == fastest or as_fast(setting)]
-    return max(alike, key=lambda setting: (gain(setting), merit[setting]))
+    best_of = {one.setting.draft: one for one in ordered}
+    alike = [one for one in best_of.values() if one == fastest or as_fast(one)]
+    return max(alike, key=lambda one: (gain(one), one.merit))
 
 
-def _verdict(results: Results, cells: Sequence[Cell], all_signs: Sequence[int | None]) -> Verdict:
+def _verdict(
+    results: ResultsTable, cells: Sequence[Cell], all_signs: Sequence[int | None]
+) -> Verdict:
     chosen_signs = {cell.sign for cell in cells}
     if 1 in chosen_signs:
-        timed = {(cell.domain, cell.temperature) for cell in cells}
-        everywhere = chosen_signs == {1} and timed == set(
-            product(results.domains(), results.temperatures)
-        )
-        return "ship" if everywhere else "ship_for"
+        every_cell = len(cells) == len(results.domains()) * len(results.temperatures)
+        return "ship" if every_cell and chosen_signs == {1} else "ship_for"
     if chosen_signs == {None}:
         return "too_few"
     if set(all_signs) == {-1}:
@@ -154,30 +165,24 @@ def _verdict(results: Results, cells: Sequence[Cell], all_signs: Sequence[int | 
     return "busy" if any(cell.busy for cell in cells) else "not_shown"
 
 
-def _quotient(results: Results, new: Sequence[Row], base: Sequence[Row]) -> Estimate:
+def _quotient(results: ResultsTable, new: Sequence[Row], base: Sequence[Row]) -> Estimate:
     """Tokens per second of one setting over another's, cells pooled; all temperatures resample the
     same prompts.
     """
-    config, counts = results.document["config"], results.counts("speed")
+    config = results.document["config"]
     picks: dict[str, Resamples] = {}
     for row in new:
-        picks.setdefault(
-            row["domain"], resamples(row["n"], config["bootstrap"], config["seed"] + len(picks))
-        )
-    sizes = tuple(size for domain_picks in picks.values() for size in domain_picks.sizes)
-    weights = Resamples(
-        np.concatenate([picks[row["domain"]].weights_RP for row in new], axis=1), sizes
+        if row["domain"] not in picks:
+            seed = config["seed"] + len(picks)
+            picks[row["domain"]] = resamples(row["n"], config["bootstrap"], seed)
+    weights = [picks[row["domain"]].weights_RP for row in new]
+    pooled = Resamples(
+        np.concatenate(weights, axis=1), tuple(part.sizes[0] for part in picks.values())
     )
+    counts = results.counts("speed")
 
     def rates(rows: Sequence[Row]) -> PromptSums:
-        cells = [
-            (row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"])
-            for row in rows
-        ]
-        columns = (
-            [x for cell in cells for x in counts[cell]["per_prompt"][key]]
-            for key in ("emitted", "decode_s")
-        )
-        return PromptSums.of(*columns)
+        timed = [counts[place_of(row)]["per_prompt"] for row in rows]
+        return ratio(timed, "emitted", "decode_s")
 
-    return quotient(rates(new), rates(base), weights)
+    return quotient(rates(new), rates(base), pooled)

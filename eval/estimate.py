@@ -8,9 +8,10 @@ Legend: B rows, T columns (tokens), C columns with logits, V vocabulary of the t
 D depths, L tokens of the longest continuation, K ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypedDict
 
 import numpy as np
@@ -19,22 +20,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.propose.network import fit_vocabulary
+from drafts.heads import Head
 from drafts.load import Draft
 from draftsmith_core.errors import RunError
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.ranks import divided
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from eval.acceptance import Continuation, Positions, draft_logits, model_logits, rank_chances
-from eval.diagnosis.diagnose import (
-    Diagnosis,
+from eval.bootstrap import joined
+from eval.diagnosis.diagnose import Diagnosis, diagnosis_of
+from eval.diagnosis.root_step import (
     RootMeasurement,
     RootStep,
-    diagnosis_of,
     positions_per_prompt,
     root_sums,
 )
 from eval.method import Method
-from eval.predict import PredictedCounts, Traces, predict, ranks_needed
+from eval.predict import Floats, PredictedCounts, Traces, predict, ranks_needed
 
 # Logits held at once, as a number of elements (256 MiB in fp32). Fewer rows are read at once to
 # fit.
@@ -59,26 +61,103 @@ class AlphaMeasurement(TypedDict):
     diagnosis: Diagnosis | None
 
 
-# Gives lists with an entry per text, by name. Called once for every draft and group of texts.
-Observer = Callable[[Positions], Any]
+Measurements = Mapping[str, Any]
+"""Lists with an entry per text, by name."""
+Observer = Callable[[Positions], Measurements]
+"""Called once for every draft and group of texts."""
 
 
 def _groups(rows: Sequence[Continuation], most_columns: int) -> list[Sequence[Continuation]]:
     """Halve the rows until each group has at most `most_columns` columns with logits, padding
     included, or one row.
     """
-    columns = max(len(row.prompt_ids) + len(row.output_ids) for row in rows) - min(
-        len(row.prompt_ids) for row in rows
-    )
+    longest = max(len(row.prompt_ids) + len(row.output_ids) for row in rows)
+    columns = longest - min(len(row.prompt_ids) for row in rows)
     if len(rows) == 1 or len(rows) * columns <= most_columns:
         return [rows]
     half = len(rows) // 2
     return _groups(rows[:half], most_columns) + _groups(rows[half:], most_columns)
 
 
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Rows side by side, padded on the right, and the N positions that predict a response token.
+
+    start: number of the first row. row, column: where a position lies. place: index of the
+    predicted token `x` in its continuation.
+    """
+
+    start: int
+    rows: Sequence[Continuation]
+    ids_BT: Tensor
+    mask_BT: Tensor
+    prompt_B: Tensor
+    lengths_B: Tensor
+    row_N: Tensor
+    column_N: Tensor
+    place_N: Tensor
+    x_N1: Tensor
+
+    @classmethod
+    def of(cls, start: int, rows: Sequence[Continuation], device: torch.device) -> "_Batch":
+        texts = [torch.tensor([*row.prompt_ids, *row.output_ids]) for row in rows]
+        ids_BS = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device)
+        ids_BT = ids_BS[:, :-1]  # the last token predicts nothing that is measured
+        prompt_B = torch.tensor([len(row.prompt_ids) for row in rows], device=device)
+        lengths_B = torch.tensor([len(row.output_ids) for row in rows], device=device)
+        column_T = torch.arange(ids_BT.shape[1], device=device)
+        mask_BT = column_T < (prompt_B + lengths_B - 1)[:, None]
+        predicts_BT = mask_BT & (column_T >= prompt_B[:, None] - 1)
+        row_N, column_N = predicts_BT.nonzero(as_tuple=True)
+        return cls(
+            start=start,
+            rows=rows,
+            ids_BT=ids_BT,
+            mask_BT=mask_BT,
+            prompt_B=prompt_B,
+            lengths_B=lengths_B,
+            row_N=row_N,
+            column_N=column_N,
+            place_N=column_N - prompt_B[row_N] + 1,
+            x_N1=ids_BS[row_N, column_N + 1].unsqueeze(1),
+        )
+
+    def candidates(self, seed: int, most: int) -> Tensor:
+        """Uniforms `[B, L, K]` for the candidates of each place. They come from the row's own
+        stream, the same for every draft and batch.
+        """
+        u_BLK = torch.zeros(len(self.rows), int(self.lengths_B.max()), most, dtype=torch.double)
+        for b, row in enumerate(self.rows if most > 1 else ()):
+            stream = generator(row_seed(seed, f"{row.id}/candidates"))
+            places = len(row.output_ids)
+            u_BLK[b, :places] = uniforms([stream], places * most).view(-1, most)
+        return u_BLK
+
+
+@dataclass(frozen=True, eq=False)
+class _Drafted:
+    """A draft's logits at every position, for the token `depth` places after the next one.
+
+    sure: `Network.confidence` of these tokens, if the draft predicts it.
+    """
+
+    name: str
+    depth: int
+    logits_NV: Tensor
+    sure_N: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Traces and observations of some rows, by draft."""
+
+    traces: dict[str, Traces]
+    observed: dict[str, dict[str, Measurements]]
+
+
 @dataclass(eq=False)
 class _Reader:
-    """Reads rows side by side, padded on the right: N positions that predict a response token."""
+    """Reads batches with the target and every draft."""
 
     target: PreTrainedModel
     drafts: Mapping[str, Draft]
@@ -98,142 +177,126 @@ class _Reader:
         )
 
     @torch.inference_mode()
-    def read(
-        self, start: int, rows: Sequence[Continuation]
-    ) -> tuple[dict[str, Traces], dict[str, dict[str, Any]]]:
-        """Return the traces of some rows and the observers' results, by draft, from one forward of
-        each model.
-
-        start: number of the first row.
-        """
-        target, self.start, self.rows = self.target, start, rows
-        self.observed: dict[str, dict[str, Any]] = {}
-        texts = [torch.tensor([*row.prompt_ids, *row.output_ids]) for row in rows]
-        ids_BS = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(target.device)
-        ids_BT = ids_BS[:, :-1]  # the last token predicts nothing that is measured
-        prompt_B, lengths_B = (
-            torch.tensor([len(getattr(row, part)) for row in rows], device=target.device)
-            for part in ("prompt_ids", "output_ids")
-        )
-        column_T = torch.arange(ids_BT.shape[1], device=target.device)
-        mask_BT = column_T < (prompt_B + lengths_B - 1)[:, None]
-        self.b_N, self.c_N = (mask_BT & (column_T >= prompt_B[:, None] - 1)).nonzero(as_tuple=True)
-        self.x_N1 = ids_BS[self.b_N, self.c_N + 1].unsqueeze(1)
-        self.place_N = self.c_N - prompt_B[self.b_N] + 1
-        longest, most = int(lengths_B.max()), max(self.ranks.values(), default=1)
-        # The candidates of a prompt's positions come from its own stream, the same for every draft
-        # and batch.
-        self.u_BLK = torch.zeros(len(rows), longest, most, dtype=torch.double)
-        for b, row in enumerate(rows if most > 1 else ()):
-            stream = uniforms(
-                [generator(row_seed(self.seed, f"{row.id}/candidates"))], len(row.output_ids) * most
-            )
-            self.u_BLK[b, : len(row.output_ids)] = stream.view(-1, most)
-        first = int(prompt_B.min()) - 1  # columns before it predict no response token
-        keep = len(column_T) - first
-        out = target(
-            input_ids=ids_BT,
-            attention_mask=mask_BT.long(),
-            position_ids=column_T.expand_as(ids_BT),
+    def read(self, start: int, rows: Sequence[Continuation]) -> _Part:
+        """Read some rows with one forward of each model. start: number of the first row."""
+        batch = _Batch.of(start, rows, self.target.device)
+        first = int(batch.prompt_B.min()) - 1  # columns before it predict no response token
+        columns = batch.ids_BT.shape[1]
+        heads = [draft for draft in self.drafts.values() if isinstance(draft, Head)]
+        out = self.target(
+            input_ids=batch.ids_BT,
+            attention_mask=batch.mask_BT.long(),
+            position_ids=torch.arange(columns, device=batch.ids_BT.device).expand_as(batch.ids_BT),
             use_cache=False,
-            output_hidden_states=any(
-                not isinstance(draft, PreTrainedModel) for draft in self.drafts.values()
-            ),
-            logits_to_keep=keep,
+            output_hidden_states=bool(heads),
+            logits_to_keep=columns - first,
         )
-        column_N = self.c_N - first
-        self.p_NV = probs(self._finite("", out.logits[self.b_N, column_N]), self.sampling)
-        traces = {}
+        at = (batch.row_N, batch.column_N - first)
+        p_NV = probs(self._finite("", out.logits[at], batch), self.sampling)
+        u_BLK = batch.candidates(self.seed, max(self.ranks.values(), default=1))
+        part = _Part({}, {})
         for name, draft in self.drafts.items():
-            alone = isinstance(draft, PreTrainedModel)
-            shape = 1 if alone else self.depths, len(rows), longest
-            self.arrays = {
-                key: np.zeros((1, *shape[1:])) for key in ("alpha", "greedy", "match", "missing")
-            }
-            self.arrays |= {key: np.zeros(shape) for key in ("ratio", "belief", "place")}
-            self.arrays |= {rule: np.zeros((*shape, count)) for rule, count in self.ranks.items()}
             if isinstance(draft, PreTrainedModel):
-                logits_BCV = model_logits(draft, ids_BT, keep).to(target.device)
-                self._read_draft(name, logits_BCV[self.b_N, column_N], 0)
+                logits_BCV = model_logits(draft, batch.ids_BT, columns - first)
+                logits_NV = logits_BCV.to(self.target.device)[at]
+                unrolled: Iterable[tuple[Tensor, Tensor | None]] = [(logits_NV, None)]
             else:
-                at = self.b_N, self.c_N
                 unrolled = draft_logits(
-                    draft, out.hidden_states, ids_BT, prompt_B == 1, self.depths, at
+                    draft,
+                    out.hidden_states,
+                    batch.ids_BT,
+                    batch.prompt_B == 1,
+                    self.depths,
+                    (batch.row_N, batch.column_N),
                 )
-                for depth, (logits_NV, sure_N) in enumerate(unrolled):
-                    self._read_draft(name, logits_NV, depth, sure_N)
-            traces[name] = Traces(lengths_B.cpu().numpy(), alone, self.arrays)
-        return traces, self.observed
+            alone = isinstance(draft, PreTrainedModel)
+            arrays = self._arrays(1 if alone else self.depths, batch)
+            for depth, (logits_NV, sure_N) in enumerate(unrolled):
+                drafted = _Drafted(name, depth, logits_NV, sure_N)
+                self._record(batch, p_NV, u_BLK, drafted, arrays, part)
+            part.traces[name] = Traces(batch.lengths_B.cpu().numpy(), alone, arrays)
+        return part
 
-    def _read_draft(
-        self, name: str, logits_NV: Tensor, depth: int, sure_N: Tensor | None = None
+    def _arrays(self, depths: int, batch: _Batch) -> dict[str, Floats]:
+        shape = (len(batch.rows), int(batch.lengths_B.max()))
+        arrays = {key: np.zeros((1, *shape)) for key in ("alpha", "greedy", "match", "missing")}
+        for key in ("ratio", "belief", "place"):
+            arrays[key] = np.zeros((depths, *shape))
+        for rule, count in self.ranks.items():
+            arrays[rule] = np.zeros((depths, *shape, count))
+        return arrays
+
+    def _record(
+        self,
+        batch: _Batch,
+        p_NV: Tensor,
+        u_BLK: Tensor,
+        drafted: _Drafted,
+        arrays: dict[str, Floats],
+        part: _Part,
     ) -> None:
-        """Record a draft's values of the tokens `depth` places after the next one, from its logits
-        at every position.
-
-        sure: `Network.confidence` of these tokens, if the draft predicts it.
-        """
-        total, sampling = len(self.b_N), self.sampling
-        n_N = torch.arange(total, device=logits_NV.device)[depth:]
-        n_N = n_N[
-            self.b_N[depth:] == self.b_N[: max(0, total - depth)]
-        ]  # positions with a root `depth` places before
+        """Record the draft's figures at `depth` (0: the next token)."""
+        depth = drafted.depth
+        total = len(batch.row_N)
+        # Positions with a root `depth` places before.
+        same_N = batch.row_N[depth:] == batch.row_N[: max(0, total - depth)]
+        n_N = torch.arange(total, device=p_NV.device)[depth:][same_N]
         if depth and not len(n_N):
             return
-        b_N, x_N1 = self.b_N[n_N], self.x_N1[n_N]
-        chosen_NV = logits_NV[n_N - depth] if depth else logits_NV
-        logits_NV = self._finite(name, fit_vocabulary(chosen_NV, vocabulary_size(self.target)))
-        q_NV, p_N1 = probs(logits_NV, sampling), self.p_NV[n_N, x_N1[:, 0]].unsqueeze(1)
-        values = {"ratio": q_NV.gather(1, x_N1) / p_N1.clamp(min=torch.finfo(p_N1.dtype).tiny)}
-        if sure_N is None:
-            values["belief"] = (logits_NV.float().softmax(-1) if sampling.greedy else q_NV).gather(
-                1, x_N1
-            )
+        x_N1 = batch.x_N1[n_N]
+        chosen_NV = drafted.logits_NV[n_N - depth] if depth else drafted.logits_NV
+        chosen_NV = fit_vocabulary(chosen_NV, vocabulary_size(self.target))
+        logits_NV = self._finite(drafted.name, chosen_NV, batch)
+        q_NV = probs(logits_NV, self.sampling)
+        p_x_N1 = p_NV[n_N, x_N1[:, 0]].unsqueeze(1)
+        values = {"ratio": q_NV.gather(1, x_N1) / p_x_N1.clamp(min=torch.finfo(p_NV.dtype).tiny)}
+        if drafted.sure_N is None:
+            belief_NV = logits_NV.float().softmax(-1) if self.sampling.greedy else q_NV
+            values["belief"] = belief_NV.gather(1, x_N1)
         else:
-            values["belief"] = sure_N[n_N - depth].unsqueeze(1)
+            values["belief"] = drafted.sure_N[n_N - depth].unsqueeze(1)
         if self.places:
-            own_N1, ids_V = (
-                logits_NV.gather(1, x_N1),
-                torch.arange(logits_NV.shape[1], device=x_N1.device),
-            )
-            ahead_NV = (logits_NV > own_N1) | ((logits_NV == own_N1) & (ids_V < x_N1))
-            values["place"] = 1 + ahead_NV.sum(1, keepdim=True).masked_fill(
-                own_N1 == -torch.inf, len(ids_V)
-            )
-        at = b_N.cpu().numpy(), self.place_N[n_N].cpu().numpy()
+            values["place"] = _place_in_order(logits_NV, x_N1)
+        at = (batch.row_N[n_N].cpu().numpy(), batch.place_N[n_N].cpu().numpy())
         if not depth:
-            p_NV = self.p_NV
             # A sum of fp32 probabilities may exceed 1 by its rounding; a probability may not.
             values["alpha"] = acceptance(p_NV, q_NV).unsqueeze(1).double().clamp(max=1.0)
             values["greedy"] = p_NV.gather(1, q_NV.argmax(1, keepdim=True))
             values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
             values["missing"] = p_NV.masked_fill(logits_NV > -torch.inf, 0).sum(1, keepdim=True)
             places = list(zip(at[0].tolist(), at[1].tolist(), strict=True))
-            positions = Positions(self.start, self.rows, places, p_NV, q_NV, logits_NV)
-            self.observed[name] = {
+            positions = Positions(batch.start, batch.rows, places, p_NV, q_NV, logits_NV)
+            part.observed[drafted.name] = {
                 key: observe(positions) for key, observe in self.observers.items()
             }
         for key, value in values.items():
-            self.arrays[key][depth, *at] = value[:, 0].double().cpu().numpy()
+            arrays[key][depth, *at] = value[:, 0].double().cpu().numpy()
+        u_NK = u_BLK[at].to(q_NV.device)
         for rule, count in self.ranks.items():
-            chances_NK = rank_chances(
-                rule, self.p_NV[n_N], q_NV, x_N1, self.u_BLK[at].to(q_NV.device), count
-            )
-            self.arrays[rule][depth, *at] = chances_NK.double().cpu().numpy()
+            chances_NK = rank_chances(rule, p_NV[n_N], q_NV, x_N1, u_NK, count)
+            arrays[rule][depth, *at] = chances_NK.double().cpu().numpy()
 
-    def _finite(self, name: str, logits_NV: Tensor) -> Tensor:
+    def _finite(self, name: str, logits_NV: Tensor, batch: _Batch) -> Tensor:
         """Return the logits; raise RunError if a row has a NaN or +inf, or only -inf (tokens that
         the model lacks).
         """
         broken_N = ~logits_NV.amax(-1).isfinite()  # max() returns a NaN or +inf as it is
         if broken_N.any():
-            row = self.rows[int(self.b_N[broken_N.nonzero()[0, 0]])].id
+            row = batch.rows[int(batch.row_N[broken_N.nonzero()[0, 0]])].id
             model = self.names.get(name, f"draft {name}" if name else "the target")
             raise RunError(
                 f"{model}: non-finite logits on prompt {row}; try --dtype float32, or check its "
                 "weights"
             )
         return logits_NV
+
+
+def _place_in_order(logits_NV: Tensor, x_N1: Tensor) -> Tensor:
+    """The place of token x among all tokens by logit, from 1; beyond all if the draft lacks it."""
+    own_N1 = logits_NV.gather(1, x_N1)
+    ids_V = torch.arange(logits_NV.shape[1], device=x_N1.device)
+    ahead_NV = (logits_NV > own_N1) | ((logits_NV == own_N1) & (ids_V < x_N1))
+    return 1 + ahead_NV.sum(1, keepdim=True).masked_fill(own_N1 == -torch.inf, len(ids_V))
 
 
 def read_traces(
@@ -248,7 +311,7 @@ def read_traces(
     seed: int = 0,
     names: Mapping[str, str] | None = None,
     observers: Mapping[str, Observer] | None = None,
-) -> tuple[dict[str, Traces], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, Traces], dict[str, dict[str, Measurements]]]:
     """Return, by draft, the traces of all rows as far as `methods` need them, and each observer's
     results.
 
@@ -260,7 +323,7 @@ def read_traces(
     observers = observers or {}
     reader = _Reader(target, drafts, sampling, methods, seed, names or {}, observers)
 
-    def read_batch(index: int) -> list[tuple[dict[str, Traces], dict[str, dict[str, Any]]]]:
+    def read_batch(index: int) -> list[_Part]:
         start = index * batch_size
         batch = rows[start : start + batch_size]
         results = []
@@ -269,16 +332,14 @@ def read_traces(
             start += len(group)
         return results
 
-    parts = [part for batch in divided(-(-len(rows) // batch_size), read_batch) for part in batch]
-    traces = {name: Traces.joined([part[name] for part, _ in parts]) for name in drafts}
-
-    def joined(groups: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-        return {key: [value for group in groups for value in group[key]] for key in groups[0]}
-
-    return traces, {
-        name: {key: joined([observed[name][key] for _, observed in parts]) for key in observers}
-        for name in drafts
-    }
+    parts = list(chain.from_iterable(divided(-(-len(rows) // batch_size), read_batch)))
+    traces = {name: Traces.joined([part.traces[name] for part in parts]) for name in drafts}
+    observed: dict[str, dict[str, Measurements]] = {name: {} for name in drafts}
+    for name, by_observer in observed.items():
+        for observer in observers:
+            groups = [part.observed[name][observer] for part in parts]
+            by_observer[observer] = {key: joined(groups, key) for key in groups[0]}
+    return traces, observed
 
 
 def measure_alphas(
@@ -293,19 +354,17 @@ def measure_alphas(
     seed: int = 0,
     **options: Any,
 ) -> dict[str, AlphaMeasurement]:
-    """By draft, with an entry per row: the expected acceptance of one token under three rules,
-    summed in fp64 over the positions that predict a response token (EOS included), and the counts
-    expected of decoding with `methods`.
+    """Measure the acceptance of each draft at the positions that predict a response token, EOS
+    included, and predict decoding with `methods`.
 
     `rows` hold the target's own continuations at this sampling, so the mean over positions is over
-    its own distribution. `roots` are simulated at some of the positions. options:
-    as for `read_traces`.
+    its own distribution. `roots` are simulated at some of the positions. options: as for
+    `read_traces`.
     """
-    size = len(rows), vocabulary_size(target)
-    observers: dict[str, Observer] = {
-        step.name: partial(root_sums, step, positions_per_prompt(step, *size), seed)
-        for step in roots
-    }
+    observers: dict[str, Observer] = {}
+    for step in roots:
+        counts = positions_per_prompt(step, len(rows), vocabulary_size(target))
+        observers[step.name] = partial(root_sums, step, counts, seed)
     if diagnose:
         observers["diagnosis"] = partial(diagnosis_of, sampling, seed)
     traces, observed = read_traces(
@@ -313,19 +372,22 @@ def measure_alphas(
     )
     measured: dict[str, AlphaMeasurement] = {}
     for name, read in traces.items():
-        predicted = {
-            method.name: predict(method.shape, method.verifier, sampling, read)
-            for method in methods
-        }
+        predicted: dict[str, PredictedCounts] = {}
+        for method in methods:
+            prediction = predict(method.shape, method.verifier, sampling, read)
+            if prediction is not None:
+                predicted[method.name] = prediction
+        found: dict[str, Any] = dict(observed[name])
+        diagnosis = found.pop("diagnosis", None)
         measured[name] = AlphaMeasurement(
             sum=read.sums("alpha"),
             greedy=read.sums("greedy"),
             match=read.sums("match"),
             missing=read.sums("missing"),
             count=read.lengths_P.tolist(),
-            roots={step.name: observed[name][step.name] for step in roots},
-            predicted={key: value for key, value in predicted.items() if value is not None},
-            diagnosis=observed[name].get("diagnosis"),
+            roots=found,
+            predicted=predicted,
+            diagnosis=diagnosis,
         )
     return measured
 

@@ -23,19 +23,19 @@ from draftsmith_core.models import (
 from draftsmith_core.runs import read_record
 from eval.schema import ModelRow, Training
 
+CLOCK_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+
 
 def model_row(name: str, model: Draft) -> ModelRow:
     """The facts of a loaded model; `name` is its directory or hub name."""
     weight = next(model.parameters())
     if isinstance(model, PreTrainedModel):
-        family, vocabulary, context = (
-            str(model.config.model_type),
-            vocabulary_size(model),
-            context_length(model),
-        )
+        family = str(model.config.model_type)
+        vocabulary = vocabulary_size(model)
         dtype = dtype_name(model)
     else:
-        family, vocabulary, context = model.kind, model.vocab_size, None
+        family = model.kind
+        vocabulary = model.vocab_size
         dtype = str(weight.dtype).removeprefix("torch.")
     return ModelRow(
         name=name,
@@ -45,7 +45,7 @@ def model_row(name: str, model: Draft) -> ModelRow:
         parameters=parameter_count(model),
         memory_bytes=memory_bytes(model),
         vocabulary=vocabulary,
-        context=context,
+        context=context_length(model) if isinstance(model, PreTrainedModel) else None,
         dtype=dtype,
         quantize=quantization(model),
         device=str(weight.device),
@@ -57,7 +57,9 @@ def _training(checkpoint: Path) -> Training | None:
     """Read the record of a checkpoint's alignment; None if `train` did not align it."""
     record = read_record(checkpoint)
     try:
-        config, data, steps = record["config"], record["data"], record["steps"]
+        config = record["config"]
+        data = record["data"]
+        steps = record["steps"]
         batch = config["batch_size"] * config["accumulation"] * record["processes"]
         return Training(
             objective=record["objective"],
@@ -77,10 +79,10 @@ def identity(model: ModelRow) -> list[str]:
 
 def machine(model: PreTrainedModel) -> dict[str, Any]:
     """The processor, threads, GPU and system that the timings hold for."""
-    info, on_gpu = Path("/proc/cpuinfo"), model.device.type == "cuda"
-    named = re.search(
-        r"^model name\s*:\s*(.+)$", info.read_text() if info.is_file() else "", re.MULTILINE
-    )
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    on_gpu = model.device.type == "cuda"
     return {
         "cpu": named[1] if named else platform.processor() or platform.machine(),
         "cpus": os.cpu_count() or 1,
@@ -95,12 +97,9 @@ def clock(started: float, reused: int, measured: int, target: PreTrainedModel) -
     and peak memory.
     """
     finished = time.time()
-    begun, ended = (
-        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at)) for at in (started, finished)
-    )
     return {
-        "started": begun,
-        "finished": ended,
+        "started": time.strftime(CLOCK_FORMAT, time.gmtime(started)),
+        "finished": time.strftime(CLOCK_FORMAT, time.gmtime(finished)),
         "seconds": round(finished - started, 3),
         "cells_reused": reused,
         "cells_measured": measured,

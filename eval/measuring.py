@@ -6,7 +6,8 @@ of the prompts.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypedDict
 
 import torch
@@ -25,9 +26,11 @@ from eval.acceptance import Continuation
 from eval.method import Method
 
 WARM_UP_TOKENS = 8
-# Trees of one level separate the cost of drafting from that of verifying. The number of prompts
-# that they are timed on, and the most nodes of such a tree.
-COST_PROMPTS, MOST_NODES = 2, 64
+# Trees of one level separate the cost of drafting from that of verifying.
+# Number of prompts that such trees are timed on.
+COST_PROMPTS = 2
+# Most nodes of such a tree.
+MOST_NODES = 64
 # Counts of `decode.stats` that are kept per prompt.
 COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
 COUNTED_BY_DEPTH = ("accepted_by_depth", "reached_by_depth")
@@ -42,34 +45,72 @@ class BaselineMeasurement(TypedDict):
     finish_reason: list[str]
 
 
+class Identity(TypedDict):
+    """How many greedy outputs equal the target's own."""
+
+    same: int
+    of: int
+    # Of the outputs that differ: largest gap between the target's logits of the two first tokens
+    # that differ.
+    largest_gap: float | None
+
+
+class SpeedRun(TypedDict):
+    """Counts and seconds per prompt of one method. `draft` is None for the target alone."""
+
+    draft: str | None
+    tree: str | None
+    verifier: str | None
+    emitted: list[int]
+    target_calls: list[int]
+    depth_sum: list[int]
+    prefill_s: list[float]
+    decode_s: list[float]
+
+
 class SpeedMeasurement(TypedDict):
     """Interleaved runs at batch 1 over the same prompts in one process, and the load average before
     and after.
 
-    A run has `draft` (None for the target alone), `tree`, `verifier`, and per prompt the counts
-    `emitted`, `target_calls` and `depth_sum` and the seconds `prefill_s` and `decode_s`.
     `one_level`: runs of the first prompts with a tree of one level and as many nodes; each has the
     draft, tree and verifier of the run that it belongs to.
     """
 
     prompt_ids: list[str]
-    runs: list[dict[str, Any]]
-    one_level: list[dict[str, Any]]
+    runs: list[SpeedRun]
+    one_level: list[SpeedRun]
     load: list[float]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A decoder that is timed. `one_level`: its tree stands for the method's nodes as one level."""
+
+    decoder: SpeculativeDecoder
+    draft: str | None = None
+    method: Method | None = None
+    one_level: bool = False
+    outputs: list[BatchOutput] = field(default_factory=list)
+
+    def run(self) -> SpeedRun:
+        """Return counts and seconds of the outputs."""
+        rows = [output.generations[0] for output in self.outputs]
+        return SpeedRun(
+            draft=self.draft,
+            tree=self.method.tree if self.method else None,
+            verifier=self.method.verifier if self.method else None,
+            emitted=[len(row.output_ids) for row in rows],
+            target_calls=[row.stats.target_calls for row in rows],
+            depth_sum=[row.stats.depth_sum for row in rows],
+            prefill_s=[output.prefill_s for output in self.outputs],
+            decode_s=[output.decode_s for output in self.outputs],
+        )
 
 
 def decoder_of(target: PreTrainedModel, draft: Draft, method: Method) -> SpeculativeDecoder:
     """Return the decoder of one (draft, tree, verifier); raise ValueError if they do not fit."""
-    return SpeculativeDecoder(
-        target, PROPOSERS[kind_of(draft)].make(draft), method.shape, method.verifier
-    )
-
-
-def _speed_run(draft: str | None, method: Method | None) -> dict[str, Any]:
-    named = {"draft": draft, "tree": method and method.tree, "verifier": method and method.verifier}
-    return named | {
-        key: [] for key in ("emitted", "target_calls", "depth_sum", "prefill_s", "decode_s")
-    }
+    proposer = PROPOSERS[kind_of(draft)].make(draft)
+    return SpeculativeDecoder(target, proposer, method.shape, method.verifier)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +128,12 @@ class Task:
     batch_size: int = 1
 
     def baseline(self, tick: Tick = no_tick) -> BaselineMeasurement:
-        rows = self._decode(SpeculativeDecoder(self.target, None), None, tick)
-        return {
-            "output_ids": [row.output_ids for row in rows],
-            "finish_reason": [row.finish_reason for row in rows],
-        }
+        """Continue every prompt with the target alone."""
+        rows = self._decode(SpeculativeDecoder(self.target), None, tick)
+        return BaselineMeasurement(
+            output_ids=[row.output_ids for row in rows],
+            finish_reason=[row.finish_reason for row in rows],
+        )
 
     def decoding(
         self, draft: Draft, method: Method, expected: BaselineMeasurement, tick: Tick = no_tick
@@ -104,11 +146,9 @@ class Task:
         rows = self._decode(decoder_of(self.target, draft, method), method, tick)
         counts: dict[str, Any] = {key: [getattr(row.stats, key) for row in rows] for key in COUNTED}
         counts |= {key: [list(getattr(row.stats, key)) for row in rows] for key in COUNTED_BY_DEPTH}
-        counts["identical"] = (
-            self._identical([row.output_ids for row in rows], expected)
-            if self.sampling.greedy
-            else None
-        )
+        outputs = [row.output_ids for row in rows]
+        greedy = self.sampling.greedy
+        counts["identical"] = self._identical(outputs, expected) if greedy else None
         return counts
 
     def speed(
@@ -126,51 +166,41 @@ class Task:
         of warm caches. Each is warmed up once before the clock counts.
         """
         load = os.getloadavg()[0]
-        # Decoder, method and run, and whether the tree is of one level.
-        alone = SpeculativeDecoder(self.target, None), None, _speed_run(None, None), False
-        contenders: list[tuple[SpeculativeDecoder, Method | None, dict[str, Any], bool]] = [alone]
+        contenders = [Contender(SpeculativeDecoder(self.target))]
         for name, draft in drafts.items():
             for method in methods:
-                contenders.append(
-                    (
-                        decoder_of(self.target, draft, method),
-                        method,
-                        _speed_run(name, method),
-                        False,
-                    )
-                )
+                decoder = decoder_of(self.target, draft, method)
+                contenders.append(Contender(decoder, name, method))
             if costs_of is not None:
-                level = Tree((-1,) * min(costs_of.shape.size, MOST_NODES))
-                # A verifier of chains takes one candidate a level, so the cheapest rule for several
-                # takes its place.
-                rule = "exact" if costs_of.shape.size == costs_of.shape.depth else costs_of.verifier
-                decoder = SpeculativeDecoder(
-                    self.target, PROPOSERS[kind_of(draft)].make(draft), level, rule
-                )
-                contenders.append((decoder, costs_of, _speed_run(name, costs_of), True))
-        for decoder, timed, *_ in contenders:
-            self._generate(
-                decoder, self.prompts[:1], timed, min(WARM_UP_TOKENS, self.max_new_tokens)
-            )
+                decoder = self._one_level(draft, costs_of)
+                contenders.append(Contender(decoder, name, costs_of, one_level=True))
+        for contender in contenders:
+            tokens = min(WARM_UP_TOKENS, self.max_new_tokens)
+            self._generate(contender.decoder, self.prompts[:1], contender.method, tokens)
         for index, prompt in enumerate(self.prompts):
             turn = index % len(contenders)
-            for decoder, timed, run, flat in contenders[turn:] + contenders[:turn]:
-                if flat and index >= COST_PROMPTS:
+            for contender in contenders[turn:] + contenders[:turn]:
+                if contender.one_level and index >= COST_PROMPTS:
                     continue
-                batch = self._generate(decoder, [prompt], timed, self.max_new_tokens)
-                stats = batch.generations[0].stats
-                run["emitted"].append(len(batch.generations[0].output_ids))
-                run["target_calls"].append(stats.target_calls)
-                run["depth_sum"].append(stats.depth_sum)
-                run["prefill_s"].append(batch.prefill_s)
-                run["decode_s"].append(batch.decode_s)
-                tick(0 if flat else 1)
+                output = self._generate(
+                    contender.decoder, [prompt], contender.method, self.max_new_tokens
+                )
+                contender.outputs.append(output)
+                tick(0 if contender.one_level else 1)
         return SpeedMeasurement(
             prompt_ids=[prompt.id for prompt in self.prompts],
-            runs=[run for *_, run, flat in contenders if not flat],
-            one_level=[run for *_, run, flat in contenders if flat],
+            runs=[contender.run() for contender in contenders if not contender.one_level],
+            one_level=[contender.run() for contender in contenders if contender.one_level],
             load=[load, os.getloadavg()[0]],
         )
+
+    def _one_level(self, draft: Draft, method: Method) -> SpeculativeDecoder:
+        """Return a decoder of one level with as many nodes as a method has."""
+        level = Tree((-1,) * min(method.shape.size, MOST_NODES))
+        # A verifier of chains takes one candidate a level, so the cheapest rule for several takes
+        # its place.
+        rule = "exact" if method.shape.size == method.shape.depth else method.verifier
+        return SpeculativeDecoder(self.target, PROPOSERS[kind_of(draft)].make(draft), level, rule)
 
     def _decode(
         self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick
@@ -183,11 +213,8 @@ class Task:
             tick(len(rows))
             return batch.generations
 
-        return [
-            row
-            for rows in divided(-(-len(self.prompts) // self.batch_size), decode)
-            for row in rows
-        ]
+        batches = -(-len(self.prompts) // self.batch_size)
+        return list(chain.from_iterable(divided(batches, decode)))
 
     def _generate(
         self,
@@ -197,34 +224,29 @@ class Task:
         tokens: int,
     ) -> BatchOutput:
         # All drafts share a random stream of a prompt, which makes their differences less noisy.
-        stream = f"{self.sampling.temperature}" + (
-            f"/{method.tree}/{method.verifier}" if method else ""
-        )
+        stream = str(self.sampling.temperature)
+        if method:
+            stream += f"/{method.tree}/{method.verifier}"
         seeds = [generator(row_seed(self.seed, f"{row.id}/{stream}")) for row in rows]
         return decoder.generate([row.ids for row in rows], self.sampling, tokens, seeds, self.eos)
 
     @torch.inference_mode()
-    def _identical(self, outputs: list[list[int]], expected: BaselineMeasurement) -> dict[str, Any]:
-        """Return `same`, the number of outputs that equal the target's own, `of`, the number of
-        all, and `largest_gap`: of the others, between the target's logits of the two tokens where
-        they first differ.
-        """
+    def _identical(self, outputs: list[list[int]], expected: BaselineMeasurement) -> Identity:
+        """Compare greedy outputs with the target's own."""
         gaps = []
         for prompt, ours, theirs in zip(self.prompts, outputs, expected["output_ids"], strict=True):
-            if ours != theirs:
-                # Outputs end at the same end tokens and length, so neither is the beginning of the
-                # other.
-                shared = next(
-                    i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b
-                )
-                ids_1T = torch.tensor([[*prompt.ids, *ours[:shared]]], device=self.target.device)
-                logits_V = self.target(input_ids=ids_1T).logits[0, -1].double()
-                gaps.append(float((logits_V[ours[shared]] - logits_V[theirs[shared]]).abs()))
-        return {
-            "same": len(outputs) - len(gaps),
-            "of": len(outputs),
-            "largest_gap": max(gaps, default=None),
-        }
+            if ours == theirs:
+                continue
+            # Outputs end at the same end tokens and length, so neither is the beginning of the
+            # other.
+            same = [a == b for a, b in zip(ours, theirs, strict=False)]
+            shared = same.index(False)
+            ids_1T = torch.tensor([[*prompt.ids, *ours[:shared]]], device=self.target.device)
+            logits_V = self.target(input_ids=ids_1T).logits[0, -1].double()
+            gaps.append(float((logits_V[ours[shared]] - logits_V[theirs[shared]]).abs()))
+        return Identity(
+            same=len(outputs) - len(gaps), of=len(outputs), largest_gap=max(gaps, default=None)
+        )
 
 
 def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:
@@ -240,6 +262,5 @@ def answers(
     target: PreTrainedModel, prompts: Sequence[Prompt], sampling: Sampling, **options: Any
 ) -> list[Continuation]:
     """Continue prompts with the target up to its own end tokens; `options` as for `Task`."""
-    return continuations(
-        prompts, Task(target, prompts, sampling, eos_ids(target), **options).baseline()
-    )
+    task = Task(target, prompts, sampling, eos_ids(target), **options)
+    return continuations(prompts, task.baseline())

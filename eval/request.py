@@ -5,7 +5,7 @@ Imports no torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from decode import VERIFIERS, default_verifier, parse_tree
@@ -15,19 +15,40 @@ from draftsmith_core.prompt_rows import load_suite, parse_named, suite_name
 from draftsmith_core.settings import Sampling
 from eval.config import EvalConfig
 from eval.method import Method
-from eval.requirement import Requirement
+from eval.requirement import Requirement, Scope
 
 
 @dataclass(frozen=True)
 class EvalRequest:
     """What an evaluation measures. Drafts and prompt sets map names to sources."""
 
+    config: EvalConfig
     drafts: dict[str, str]
     base: str
     id_sets: dict[str, str]
     ood_sets: dict[str, str]
-    samplings: list[Sampling]
     methods: list[Method]
+
+    @property
+    def samplings(self) -> list[Sampling]:
+        """A sampling per temperature. Filters that are not set are off."""
+        config = self.config
+        return [
+            Sampling(
+                temperature=temperature,
+                top_k=config.top_k or 0,
+                top_p=1.0 if config.top_p is None else config.top_p,
+                min_p=config.min_p or 0.0,
+            )
+            for temperature in dict.fromkeys(config.temperature)
+        ]
+
+    def resolved(self, sampling: Sampling) -> "EvalRequest":
+        """Take top_k, top_p and min_p from a sampling with the target's defaults."""
+        config = replace(
+            self.config, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
+        )
+        return replace(self, config=config)
 
 
 def _sets(option: str, values: Sequence[str]) -> dict[str, str]:
@@ -49,10 +70,11 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
             for name in verifiers or [default_verifier(parse_tree(spec, read_tree_file))]:
                 if name not in VERIFIERS:
                     raise InputError(f"unknown verifier; {nearest(name, VERIFIERS)}")
-                methods.append(method := Method(spec, name))
+                method = Method(spec, name)
                 # A draft can draw the siblings of a static tree in any way, so take the verifier's
                 # first choice.
                 VERIFIERS[name].check(method.shape, VERIFIERS[name].drawings[0])
+                methods.append(method)
         except ValueError as error:
             raise InputError(
                 f"--tree {spec} --verifier {' '.join(verifiers) or 'default'}: {error}"
@@ -65,39 +87,34 @@ def check(config: EvalConfig) -> EvalRequest:
     drafts = parse_named("--draft", config.draft)
     if "target" in drafts:
         raise InputError("--draft target=...: this name is the target's; use another")
-    id_sets, ood_sets = _sets("--id", config.id), _sets("--ood", config.ood)
+    id_sets = _sets("--id", config.id)
+    ood_sets = _sets("--ood", config.ood)
     if both := id_sets.keys() & ood_sets.keys():
         raise InputError(f"--ood {min(both)}: --id has this name; a set is either ID or OOD")
     base = config.base or next(iter(drafts))
     if base not in drafts:
         raise InputError(f"--base {base}: no draft has this name; {nearest(base, drafts)}")
-    planned = Path(drafts[next((name for name in drafts if name != base), base)]) / "plan.json"
-    if "auto" in config.tree and not planned.is_file():
+    planned = next((name for name in drafts if name != base), base)
+    plan = Path(drafts[planned]) / "plan.json"
+    if "auto" in config.tree and not plan.is_file():
         raise InputError(
-            f"--tree auto: {planned} is missing; `draftsmith plan` with this draft makes it"
+            f"--tree auto: {plan} is missing; `draftsmith plan` with this draft makes it"
         )
-    # Until the target is loaded, what its generation_config.json decides is off.
-    top_p = 1.0 if config.top_p is None else config.top_p
-    samplings = [
-        Sampling(
-            temperature=temperature, top_k=config.top_k or 0, top_p=top_p, min_p=config.min_p or 0.0
-        )
-        for temperature in dict.fromkeys(config.temperature)
-    ]
-    trees = [f"auto:{planned}" if spec == "auto" else spec for spec in config.tree]
+    trees = [f"auto:{plan}" if spec == "auto" else spec for spec in config.tree]
     methods = [] if trees == ["none"] else _methods(trees, config.verifier)
+    scope = Scope(
+        drafts=list(drafts),
+        base=base,
+        id_sets=list(id_sets),
+        ood_sets=list(ood_sets),
+        temperatures=config.temperature,
+        methods=[(method.tree, method.verifier) for method in methods],
+    )
     for text in config.require:
         requirement = Requirement.parse(text)
         if requirement.figure == "speedup" and not config.speed_prompts:
             raise InputError(f"--require {text!r}: --speed_prompts 0 times nothing")
         if requirement.figure == "transfer" and not ood_sets:
             raise InputError(f"--require {text!r}: needs sets out of distribution; add --ood")
-        hows = [(method.tree, method.verifier) for method in methods]
-        requirement.cells(
-            list(drafts),
-            base,
-            {"id": list(id_sets), "ood": list(ood_sets)},
-            config.temperature,
-            hows,
-        )
-    return EvalRequest(drafts, base, id_sets, ood_sets, samplings, methods)
+        requirement.places(scope)
+    return EvalRequest(config, drafts, base, id_sets, ood_sets, methods)

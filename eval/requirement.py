@@ -1,17 +1,14 @@
-"""Requirements on the figures of an evaluation."""
+"""Requirements on the figures of an evaluation, such as `alpha[code] >= 0.4`."""
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Any
 
 from draftsmith_core.errors import InputError, nearest
-from eval.results import Results
-from eval.schema import KINDS, SuiteKind
+from eval.schema import Place, Row
 
-OPERATORS: dict[str, Any] = {
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
     ">": operator.gt,
@@ -24,17 +21,29 @@ FIGURES = ("alpha", "gain", "transfer", "tau", "tau_gain", "speedup")
 
 
 @dataclass(frozen=True)
+class Scope:
+    """Names of what an evaluation measures, from which a requirement selects."""
+
+    drafts: Sequence[str]
+    base: str
+    id_sets: Sequence[str]
+    ood_sets: Sequence[str]
+    temperatures: Sequence[float]
+    methods: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
 class Requirement:
-    """A requirement on an evaluation, such as `alpha[code] >= 0.4`, judged on interval bounds:
+    """A requirement on an evaluation, judged on interval bounds:
 
         FIGURE[DOMAIN draft=NAME T=NUMBER tree=SPEC verifier=NAME] OP NUMBER
 
     `>=` and `>` are judged on the low bound of the 95 % interval, `<=` and `<` on its high bound.
     So a draft that lies exactly on the number meets a requirement in at most 2.5 % of evaluations.
-    Requirements are judged one by one, without a correction for their number. What is left out of
-    the brackets means every: every draft but the base (the base, if it is the only one and the
-    figure is no gain), every prompt set, every temperature, every tree. `wanted` maps domain,
-    draft, T, tree and verifier to the names in the brackets.
+    Requirements are judged one by one, without a correction for their number. A name that the
+    brackets omit stands for all: every prompt set, temperature and tree, and every draft but the
+    base. The base is judged if it is the only draft and the figure is no gain. `wanted` maps
+    domain, draft, T, tree and verifier to the names in the brackets.
     """
 
     text: str
@@ -45,7 +54,7 @@ class Requirement:
 
     @staticmethod
     def parse(text: str) -> "Requirement":
-        """Read a requirement; InputError if it is not FIGURE[...] OP NUMBER."""
+        """Read a requirement; raise InputError if it is not FIGURE[...] OP NUMBER."""
         where = f"--require {text!r}"
         match = _FORM.fullmatch(text)
         if not match:
@@ -55,55 +64,48 @@ class Requirement:
         figure, inside, sign, number = match.groups()
         if figure not in FIGURES:
             raise InputError(f"{where}: no figure {figure!r}; {nearest(figure, FIGURES)}")
-        keys = ("draft", "T") + (("tree", "verifier") if figure in _PER_METHOD else ())
+        keys = ["draft", "T"] + ["tree", "verifier"] * (figure in _PER_METHOD)
         wanted: dict[str, str] = {}
         for word in (inside or "").split():
-            key, equals, value = word.strip(",").partition("=")
-            key, value = (key, value) if equals else ("domain", key)
+            name = word.strip(",")
+            key, _, value = name.partition("=") if "=" in name else ("domain", "", name)
             if key not in ("domain", *keys) or not value or key in wanted:
                 fix = f"{figure} takes one prompt set and {'=, '.join(keys)}="
                 raise InputError(f"{where}: {word!r} selects nothing; {fix}")
             wanted[key] = value
         return Requirement(text, figure, wanted, sign, float(number))
 
-    def cells(
-        self,
-        drafts: Sequence[str],
-        base: str,
-        sets: Mapping[SuiteKind, Sequence[str]],
-        temperatures: Sequence[float],
-        methods: Sequence[tuple[str, str]],
-    ) -> list[tuple[Any, ...]]:
-        """Return the figures to judge, each as the arguments of `Results.figure`. Raise InputError
-        if the requirement names something that the evaluation does not measure.
+    def places(self, scope: Scope) -> list[Place]:
+        """Return the places whose figure is judged. Raise InputError if the requirement names
+        something that the evaluation does not measure.
         """
-        sets = {
-            kind: () if (kind, self.figure) == ("id", "transfer") else names
-            for kind, names in sets.items()
-        }
-        domains = [name for names in sets.values() for name in names]
-        judged = [draft for draft in drafts if draft != base]
-        if self.figure not in _OF_GAIN and (not judged or "draft" in self.wanted):
-            judged = list(drafts)
-        if not judged:
+        drafts = [draft for draft in scope.drafts if draft != scope.base]
+        if self.figure not in _OF_GAIN and (not drafts or "draft" in self.wanted):
+            drafts = list(scope.drafts)
+        if not drafts:
             raise InputError(
                 f"--require {self.text!r}: {self.figure} needs a draft beside the base"
             )
+        drafts = self._pick("draft", drafts)
+        id_sets = () if self.figure == "transfer" else scope.id_sets
+        domains = [*id_sets, *scope.ood_sets]
         if "domain" in self.wanted:
-            domains = self._pick("domain", [*domains, *(kind for kind in sets if sets[kind])])
-        trees = self._pick("tree", [tree for tree, _ in methods])
-        rules = self._pick("verifier", [rule for _, rule in methods])
-        chosen: list[tuple[Any, ...]] = [
-            method for method in methods if method[0] in trees and method[1] in rules
-        ]
-        texts = self._pick("T", [f"{t:g}" for t in temperatures])
-        picked = [t for t in temperatures if f"{t:g}" in texts]
-        if self.figure not in _PER_METHOD:
-            chosen = [(None, None)]
-        return [
-            (*cell, *method)
-            for *cell, method in product(self._pick("draft", judged), domains, picked, chosen)
-        ]
+            kinds = ["id"] * bool(id_sets) + ["ood"] * bool(scope.ood_sets)
+            domains = self._pick("domain", domains + kinds)
+        trees = self._pick("tree", [tree for tree, _ in scope.methods])
+        rules = self._pick("verifier", [rule for _, rule in scope.methods])
+        named = {f"{temperature:g}": temperature for temperature in scope.temperatures}
+        temperatures = [named[text] for text in self._pick("T", list(named))]
+        methods: list[tuple[str | None, str | None]] = [(None, None)]
+        if self.figure in _PER_METHOD:
+            methods = [how for how in scope.methods if how[0] in trees and how[1] in rules]
+        places = []
+        for draft in drafts:
+            for domain in domains:
+                for temperature in temperatures:
+                    for tree, rule in methods:
+                        places.append(Place(draft, domain, temperature, tree, rule))
+        return places
 
     def _pick(self, key: str, known: list[str]) -> list[str]:
         value = self.wanted.get(key)
@@ -116,33 +118,22 @@ class Requirement:
             raise InputError(f"--require {self.text!r}: {key} {value!r} is not measured; {fix}")
         return [value]
 
-    def judge(self, results: Results) -> Iterator[str]:
-        """Yield one line for every figure that misses the requirement."""
-        sets = {kind: results.domains(kind) for kind in KINDS}
-        for cell in self.cells(
-            results.drafts, results.base, sets, results.temperatures, results.methods
-        ):
-            draft, domain, temperature, tree, rule = cell
-            method = f", {tree} {rule}" if tree else ""
-            where = (
-                f"required {self.text}: {draft} on {domain} at T={temperature:g}{method}: "
-                f"{self.figure}"
-            )
-            row = results.figure(self.figure, *cell)
-            if row is None:
-                yield f"{where} is undefined (it was not measured)"
-            elif row["value"] is None:
-                reason = results.why_undefined(row) if self.figure == "transfer" else None
-                yield f"{where} is undefined ({reason or 'nothing to divide by'})"
-            elif row["low"] is None or row["high"] is None:
-                yield f"{where} {row['value']:.4f} has no interval to judge; use more prompts"
-            else:
-                side = "low" if self.sign.startswith(">") else "high"
-                if not OPERATORS[self.sign](
-                    row["low"] if side == "low" else row["high"], self.bound
-                ):
-                    spread = f"95 % interval [{row['low']:.4f}, {row['high']:.4f}]"
-                    yield (
-                        f"{where} {row['value']:.4f}, {spread}; its {side} bound is not "
-                        f"{self.sign} {self.bound:g}"
-                    )
+    def unmet(self, place: Place, row: Row | None, why_undefined: str | None) -> str | None:
+        """Say why the figure of a place misses the requirement; None if it meets it."""
+        method = f", {place.tree} {place.verifier}" if place.tree else ""
+        where = f"{place.draft} on {place.domain} at T={place.temperature:g}{method}"
+        where = f"required {self.text}: {where}: {self.figure}"
+        if row is None:
+            return f"{where} is undefined (it was not measured)"
+        if row["value"] is None:
+            return f"{where} is undefined ({why_undefined or 'nothing to divide by'})"
+        if row["low"] is None or row["high"] is None:
+            return f"{where} {row['value']:.4f} has no interval to judge; use more prompts"
+        side = "low" if self.sign.startswith(">") else "high"
+        if OPERATORS[self.sign](row["low"] if side == "low" else row["high"], self.bound):
+            return None
+        spread = f"95 % interval [{row['low']:.4f}, {row['high']:.4f}]"
+        return (
+            f"{where} {row['value']:.4f}, {spread}; its {side} bound is not {self.sign} "
+            f"{self.bound:g}"
+        )

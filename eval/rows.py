@@ -5,7 +5,7 @@ A new figure is one `group.row(...)` here, and its meaning in definitions.yaml.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,20 +14,29 @@ from decode.stats import independent_tau
 from draftsmith_core.errors import without_secrets
 from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.sampling import row_seed
-from eval import measuring
 from eval.bootstrap import (
+    Gain,
     PromptSums,
     Resamples,
     difference,
     estimate,
+    joined,
     pool_resamples,
     quotient,
+    ratio,
     resamples,
     transfer,
 )
-from eval.diagnosis.diagnose import RootStep
+from eval.diagnosis.root_step import RootStep
 from eval.estimate import AlphaMeasurement
-from eval.measuring import BaselineMeasurement, SpeedMeasurement
+from eval.measuring import (
+    COUNTED,
+    COUNTED_BY_DEPTH,
+    BaselineMeasurement,
+    Identity,
+    SpeedMeasurement,
+    SpeedRun,
+)
 from eval.method import Method
 from eval.predict import predicted_methods, run_interval
 from eval.remarks import conditions
@@ -39,6 +48,7 @@ from eval.schema import (
     Counts,
     Estimate,
     ModelRow,
+    Place,
     Remark,
     ResultsDocument,
     Row,
@@ -51,7 +61,6 @@ from eval.suites import Suite
 # Figures of alpha by the key of their per-prompt sums.
 ALPHAS = {"alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}
 TIMED = ("emitted", "prefill_s", "decode_s")
-_How = tuple[str | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Group:
         figure: str,
         draft: str,
         value: Estimate | float | None,
-        method: _How = (None, None),
+        method: Method | None = None,
         *,
         at: int | None = None,
         part: str | None = None,
@@ -93,17 +102,21 @@ class Group:
     ) -> Row:
         """One row about this group; a plain number has no interval."""
         if not isinstance(value, dict):
+            known = None if value is None else float(value)
             prompts = self.picks.weights_RP.shape[1] if n is None else n
-            value = Estimate(
-                value=None if value is None else float(value), low=None, high=None, n=prompts
-            )
-        place: dict[str, Any] = {
-            "domain": self.domain,
-            "kind": self.kind,
-            "temperature": self.temperature,
-        }
-        place |= {"tree": method[0], "verifier": method[1], "at": at, "part": part}
-        return cast(Row, {"figure": figure, "draft": draft, **place, **value})
+            value = Estimate(value=known, low=None, high=None, n=prompts)
+        return Row(
+            figure=figure,
+            draft=draft,
+            domain=self.domain,
+            kind=self.kind,
+            temperature=self.temperature,
+            tree=method.tree if method else None,
+            verifier=method.verifier if method else None,
+            at=at,
+            part=part,
+            **value,
+        )
 
 
 @dataclass(frozen=True)
@@ -120,49 +133,35 @@ class Setting:
 
     def groups(self) -> Iterator[Group]:
         """Every suite by itself, then all of a kind pooled; each at every temperature."""
-        members: list[tuple[str, SuiteKind, list[Suite]]] = [
-            (s.name, s.kind, [s]) for s in self.suites
-        ]
-        members += [
-            (kind, kind, [suite for suite in self.suites if suite.kind == kind]) for kind in KINDS
-        ]
-        for domain, kind, suites in members:
-            if suites:
-                picks = self.picks(suites, [len(suite.prompts) for suite in suites])
-                for temperature in self.temperatures:
-                    yield Group(domain, kind, suites, temperature, picks)
+        for suite in self.suites:
+            yield from self._groups(suite.name, suite.kind, [suite])
+        for kind in KINDS:
+            if suites := [suite for suite in self.suites if suite.kind == kind]:
+                yield from self._groups(kind, kind, suites)
+
+    def _groups(self, domain: str, kind: SuiteKind, suites: list[Suite]) -> Iterator[Group]:
+        picks = self.picks(suites, [len(suite.prompts) for suite in suites])
+        for temperature in self.temperatures:
+            yield Group(domain, kind, suites, temperature, picks)
 
     def picks(self, suites: Sequence[Suite], counts: Sequence[int]) -> Resamples:
         """Resample the first prompts of some suites; a suite has the same resamples wherever it
         appears.
         """
-        return pool_resamples(
-            [
-                resamples(
-                    count, self.bootstrap, row_seed(self.seed, f"bootstrap/{suite.name}/{count}")
-                )
-                for suite, count in zip(suites, counts, strict=True)
-            ]
-        )
-
-
-def ratio(parts: Sequence[Any], above: str, below: str) -> PromptSums:
-    """Per-prompt numerators `above` and denominators `below`, pooled over all measurements."""
-    return PromptSums.of(joined(parts, above), joined(parts, below))
-
-
-def joined(parts: Sequence[Any], key: str) -> list[Any]:
-    """The per-prompt lists of several measurements, one after another."""
-    return [value for part in parts for value in part[key]]
+        parts = []
+        for suite, count in zip(suites, counts, strict=True):
+            seed = row_seed(self.seed, f"bootstrap/{suite.name}/{count}")
+            parts.append(resamples(count, self.bootstrap, seed))
+        return pool_resamples(parts)
 
 
 def _at_depth(parts: Sequence[Any], depth: int) -> PromptSums:
     """accept@depth. Prompts that never reached this depth contribute 0/0."""
-    accepted, reached = (
-        [row[depth - 1] if len(row) >= depth else 0 for row in joined(parts, key)]
-        for key in ("accepted_by_depth", "reached_by_depth")
-    )
-    return PromptSums.of(accepted, reached)
+
+    def counts(key: str) -> list[float]:
+        return [row[depth - 1] if len(row) >= depth else 0 for row in joined(parts, key)]
+
+    return PromptSums.of(counts("accepted_by_depth"), counts("reached_by_depth"))
 
 
 def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
@@ -170,71 +169,74 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     to OOD groups.
     """
 
-    def sums(group: Group, draft: str) -> PromptSums:
-        return ratio(group.parts(measured.alphas, draft), "sum", "count")
+    def gain(group: Group, draft: str) -> Gain:
+        new = group.parts(measured.alphas, draft)
+        base = group.parts(measured.alphas, setting.base)
+        return Gain(ratio(new, "sum", "count"), ratio(base, "sum", "count"), group.picks)
 
     home = {group.temperature: group for group in setting.groups() if group.domain == "id"}
     for group in setting.groups():
-        base, at_home = sums(group, setting.base), home[group.temperature]
         for draft in setting.drafts:
-            new = sums(group, draft)
-            yield group.row("alpha", draft, estimate(new, group.picks))
-            yield group.row("alpha_per_prompt", draft, new.mean_per_prompt)
-            yield group.row("positions", draft, new.denominator_P.sum())
+            here = gain(group, draft)
+            yield group.row("alpha", draft, estimate(here.new, group.picks))
+            yield group.row("alpha_per_prompt", draft, here.new.mean_per_prompt)
+            yield group.row("positions", draft, here.new.denominator_P.sum())
+            parts = group.parts(measured.alphas, draft)
             for figure, key in ALPHAS.items():
-                figures = ratio(group.parts(measured.alphas, draft), key, "count")
-                yield group.row(figure, draft, estimate(figures, group.picks))
-            if draft != setting.base:
-                yield group.row("gain", draft, difference(new, base, group.picks))
-            if draft != setting.base and group.kind == "ood":
-                gain_id = sums(at_home, draft), sums(at_home, setting.base), at_home.picks
-                yield group.row("transfer", draft, transfer(gain_id, (new, base, group.picks)))
+                yield group.row(figure, draft, estimate(ratio(parts, key, "count"), group.picks))
+            if draft == setting.base:
+                continue
+            yield group.row("gain", draft, difference(here.new, here.base, group.picks))
+            if group.kind == "ood":
+                gain_id = gain(home[group.temperature], draft)
+                yield group.row("transfer", draft, transfer(gain_id, here))
 
 
 def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     """tau, accept@d and counts of every draft, group and method."""
     for group in setting.groups():
         for method in setting.methods:
-            how = (method.tree, method.verifier)
-            base_tau = ratio(
-                group.parts(measured.decodings, setting.base, method), "emitted", "target_calls"
-            )
+            base = group.parts(measured.decodings, setting.base, method)
+            base_tau = ratio(base, "emitted", "target_calls")
             for draft in setting.drafts:
                 parts = group.parts(measured.decodings, draft, method)
                 tau = ratio(parts, "emitted", "target_calls")
-                yield group.row("tau", draft, estimate(tau, group.picks), how)
-                yield group.row("tau_per_prompt", draft, tau.mean_per_prompt, how)
+                yield group.row("tau", draft, estimate(tau, group.picks), method)
+                yield group.row("tau_per_prompt", draft, tau.mean_per_prompt, method)
                 if draft != setting.base:
-                    yield group.row("tau_gain", draft, difference(tau, base_tau, group.picks), how)
+                    gain = difference(tau, base_tau, group.picks)
+                    yield group.row("tau_gain", draft, gain, method)
                 mcsd = estimate(ratio(parts, "accepted", "depth_sum"), group.picks)
-                yield group.row("alpha_mcsd", draft, mcsd, how)
-                for depth in range(
-                    1, 1 + max(map(len, joined(parts, "reached_by_depth")), default=0)
-                ):
-                    yield group.row(
-                        "accept",
-                        draft,
-                        estimate(_at_depth(parts, depth), group.picks),
-                        how,
-                        at=depth,
-                    )
-                for key in measuring.COUNTED:
-                    yield group.row(key, draft, sum(joined(parts, key)), how)
-                step, alphas = RootStep.of(method), group.parts(measured.alphas, draft)
-                if step is not None and all(step.name in alpha["roots"] for alpha in alphas):
-                    roots = [alpha["roots"][step.name] for alpha in alphas]
-                    bound, reached = (
-                        ratio(roots, "bound", "count"),
-                        ratio(roots, "reached", "count"),
-                    )
-                    yield group.row("headroom", draft, quotient(bound, reached, group.picks), how)
-                if checks := [part["identical"] for part in parts if part["identical"] is not None]:
-                    same, outputs = (sum(check[key] for check in checks) for key in ("same", "of"))
-                    yield group.row("identical", draft, same, how, n=outputs)
-                    if gaps := [
-                        check["largest_gap"] for check in checks if check["largest_gap"] is not None
-                    ]:
-                        yield group.row("largest_gap", draft, max(gaps), how, n=outputs)
+                yield group.row("alpha_mcsd", draft, mcsd, method)
+                deepest = max(map(len, joined(parts, "reached_by_depth")), default=0)
+                for depth in range(1, 1 + deepest):
+                    accept = estimate(_at_depth(parts, depth), group.picks)
+                    yield group.row("accept", draft, accept, method, at=depth)
+                for key in COUNTED:
+                    yield group.row(key, draft, sum(joined(parts, key)), method)
+                yield from _headroom(group, measured, draft, method)
+                yield from _identical(group, parts, draft, method)
+
+
+def _headroom(group: Group, measured: Measured, draft: str, method: Method) -> Iterator[Row]:
+    step = RootStep.of(method)
+    roots = [alpha["roots"] for alpha in group.parts(measured.alphas, draft)]
+    if step is not None and all(step.name in by_step for by_step in roots):
+        parts = [by_step[step.name] for by_step in roots]
+        bound = ratio(parts, "bound", "count")
+        headroom = quotient(bound, ratio(parts, "reached", "count"), group.picks)
+        yield group.row("headroom", draft, headroom, method)
+
+
+def _identical(group: Group, parts: Sequence[Any], draft: str, method: Method) -> Iterator[Row]:
+    checks: list[Identity] = [part["identical"] for part in parts if part["identical"] is not None]
+    if checks:
+        outputs = sum(check["of"] for check in checks)
+        same = sum(check["same"] for check in checks)
+        yield group.row("identical", draft, same, method, n=outputs)
+        gaps = [check["largest_gap"] for check in checks if check["largest_gap"] is not None]
+        if gaps:
+            yield group.row("largest_gap", draft, max(gaps), method, n=outputs)
 
 
 def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
@@ -244,34 +246,23 @@ def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             alphas = group.parts(measured.alphas, draft)
             alpha = ratio(alphas, "sum", "count").pooled
             for method in predicted_methods(setting.methods, group.temperature == 0):
-                parts = [
-                    part["predicted"][method.name]
-                    for part in alphas
-                    if method.name in part["predicted"]
-                ]
-                if len(parts) < len(alphas):
+                if any(method.name not in part["predicted"] for part in alphas):
                     continue
-                how, depths = (method.tree, method.verifier), range(1, 1 + method.shape.depth)
+                parts = [part["predicted"][method.name] for part in alphas]
                 sums = PromptSums.of(joined(alphas, "count"), joined(parts, "target_calls"))
                 tau = estimate(sums, group.picks)
-                yield group.row("tau_predicted", draft, tau, how)
-                seed = row_seed(
-                    setting.seed, f"run/{draft}/{method.name}/{group.domain}/{group.temperature}"
-                )
-                low, high = run_interval(sums, joined(parts, "variance"), group.picks, seed)
-                yield group.row("tau_run", draft, {**tau, "low": low, "high": high}, how)
-                chain = (
-                    isinstance(method.shape, Tree)
-                    and method.shape.is_chain
-                    and not method.shape.stop
-                )
-                if alpha is not None and chain:
-                    yield group.row(
-                        "tau_independent", draft, independent_tau([alpha] * len(depths)), how
-                    )
-                for depth in depths:
+                yield group.row("tau_predicted", draft, tau, method)
+                name = f"run/{draft}/{method.name}/{group.domain}/{group.temperature}"
+                variance = joined(parts, "variance")
+                run = run_interval(sums, variance, group.picks, row_seed(setting.seed, name))
+                yield group.row("tau_run", draft, {**tau, "low": run[0], "high": run[1]}, method)
+                tree = method.shape
+                if alpha is not None and isinstance(tree, Tree) and tree.is_chain and not tree.stop:
+                    independent = independent_tau([alpha] * tree.depth)
+                    yield group.row("tau_independent", draft, independent, method)
+                for depth in range(1, 1 + tree.depth):
                     accept = estimate(_at_depth(parts, depth), group.picks)
-                    yield group.row("accept_predicted", draft, accept, how, at=depth)
+                    yield group.row("accept_predicted", draft, accept, method, at=depth)
 
 
 def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
@@ -279,33 +270,34 @@ def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     for group in setting.groups() if measured.speeds else ():
         timed = group.parts(measured.speeds)
         picks = setting.picks(group.suites, [len(part["prompt_ids"]) for part in timed])
-        alone, whole_alone = _rates([part["runs"][0] for part in timed])
+        alone = [part["runs"][0] for part in timed]
+        alone_rate = ratio(alone, "emitted", "decode_s")
         for index, first in enumerate(timed[0]["runs"]):
             runs = [part["runs"][index] for part in timed]
-            rate, whole = _rates(runs)
-            figures: dict[str, Any] = {
+            rate = ratio(runs, "emitted", "decode_s")
+            figures: dict[str, Estimate | float | None] = {
                 "tokens_per_s": rate.pooled,
                 "latency_s_per_token": 1 / rate.pooled if rate.pooled else None,
                 "tokens": sum(joined(runs, "emitted")),
                 "prefill_s": sum(joined(runs, "prefill_s")),
                 "decode_s": sum(joined(runs, "decode_s")),
             }
+            method = None
             if first["draft"] is not None:
-                figures["speedup"] = quotient(rate, alone, picks)
-                figures["speedup_with_prompt"] = quotient(whole, whole_alone, picks)
+                method = Method(first["tree"], first["verifier"])
+                whole = quotient(_with_prompt(runs), _with_prompt(alone), picks)
+                figures["speedup"] = quotient(rate, alone_rate, picks)
+                figures["speedup_with_prompt"] = whole
+            draft = first["draft"] or TARGET
             for figure, value in figures.items():
-                how = (first["tree"], first["verifier"])
-                yield group.row(
-                    figure, first["draft"] or TARGET, value, how, n=len(rate.numerator_P)
-                )
+                yield group.row(figure, draft, value, method, n=len(rate.numerator_P))
 
 
-def _rates(runs: Sequence[Any]) -> tuple[PromptSums, PromptSums]:
-    """Tokens per second of decoding, and with the prompt's forward counted in."""
+def _with_prompt(runs: Sequence[Any]) -> PromptSums:
+    """Tokens per second with the prompt's forward counted in."""
     rate = ratio(runs, "emitted", "decode_s")
-    return rate, PromptSums(
-        rate.numerator_P, rate.denominator_P + np.array(joined(runs, "prefill_s"))
-    )
+    prefill_P = np.array(joined(runs, "prefill_s"))
+    return PromptSums(rate.numerator_P, rate.denominator_P + prefill_P)
 
 
 def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
@@ -316,52 +308,77 @@ def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     take a single forward of the draft, so the difference separates the two costs.
     """
     for group in setting.groups():
-        if (timed := measured.speeds.get((group.domain, group.temperature))) is None:
+        timed = measured.speeds.get((group.domain, group.temperature))
+        if timed is None:
             continue
         for level in timed["one_level"]:
-            how = (level["draft"], level["tree"], level["verifier"])
-            run = next(
-                run for run in timed["runs"] if (run["draft"], run["tree"], run["verifier"]) == how
-            )
-            count, runs = len(level["decode_s"]), (timed["runs"][0], run, level)
-            steps = [sum(run["target_calls"][:count]) for run in runs]
-            calls = sum(run["depth_sum"][:count]) / max(1, steps[1])
-            if not all(steps) or calls <= 1:
+            run = next(run for run in timed["runs"] if _same_cell(run, level))
+            count = len(level["decode_s"])
+            steps = sum(run["target_calls"][:count])
+            alone_s = _seconds_per_step(timed["runs"][0], count)
+            step_s = _seconds_per_step(run, count)
+            flat_s = _seconds_per_step(level, count)
+            calls = sum(run["depth_sum"][:count]) / max(1, steps)
+            if calls <= 1 or not alone_s or step_s is None or flat_s is None:
                 continue
-            alone, whole, flat = (
-                sum(run["decode_s"][:count]) / n for run, n in zip(runs, steps, strict=True)
-            )
-            draft_call = max(0.0, (whole - flat) / (calls - 1)) / alone
-            costs = {"draft_call": draft_call, "verify": max(0.0, flat / alone - draft_call)}
-            for figure, cost in costs.items():
-                yield group.row(figure, str(run["draft"]), cost, how[1:], n=count)
+            method = Method(run["tree"] or "", run["verifier"] or "")
+            draft = run["draft"] or ""
+            draft_call = max(0.0, (step_s - flat_s) / (calls - 1)) / alone_s
+            verify = max(0.0, flat_s / alone_s - draft_call)
+            yield group.row("draft_call", draft, draft_call, method, n=count)
+            yield group.row("verify", draft, verify, method, n=count)
+
+
+def _same_cell(run: SpeedRun, other: SpeedRun) -> bool:
+    return all(run[key] == other[key] for key in ("draft", "tree", "verifier"))
+
+
+def _seconds_per_step(run: SpeedRun, count: int) -> float | None:
+    """Over the first `count` prompts."""
+    steps = sum(run["target_calls"][:count])
+    return sum(run["decode_s"][:count]) / steps if steps else None
 
 
 def counts(setting: Setting, measured: Measured) -> list[Counts]:
     """Per-prompt sums of every suite, from which two evaluations are compared prompt by prompt."""
     rows: list[Counts] = []
-
-    def add(of: str, part: Any, keys: Sequence[str], draft: str, how: _How = (None, None)) -> None:
-        place = {"of": of, "draft": draft, "domain": suite, "temperature": temperature}
-        place |= dict(zip(("tree", "verifier"), how, strict=True))
-        rows.append(cast(Counts, {**place, "per_prompt": {key: part[key] for key in keys}}))
-
     for (suite, temperature), baseline in measured.baselines.items():
         target = {
             "tokens": [len(ids) for ids in baseline["output_ids"]],
             "stopped": [reason == "stop" for reason in baseline["finish_reason"]],
         }
-        add("target", target, list(target), TARGET)
+        rows.append(_counts("target", Place(TARGET, suite, temperature), target, tuple(target)))
         for draft in setting.drafts:
-            add("alpha", measured.alphas[suite, temperature, draft], ("sum", "count"), draft)
+            alphas = measured.alphas[suite, temperature, draft]
+            place = Place(draft, suite, temperature)
+            rows.append(_counts("alpha", place, alphas, ("sum", "count")))
             for method in setting.methods:
                 decoded = measured.decodings[suite, temperature, draft, method]
-                keys = (*measuring.COUNTED, *measuring.COUNTED_BY_DEPTH)
-                add("decoding", decoded, keys, draft, (method.tree, method.verifier))
+                place = Place(draft, suite, temperature, method.tree, method.verifier)
+                rows.append(_counts("decoding", place, decoded, (*COUNTED, *COUNTED_BY_DEPTH)))
         timed = measured.speeds.get((suite, temperature))
         for run in timed["runs"] if timed else ():
-            add("speed", run, TIMED, run["draft"] or TARGET, (run["tree"], run["verifier"]))
+            draft = run["draft"] or TARGET
+            place = Place(draft, suite, temperature, run["tree"], run["verifier"])
+            rows.append(_counts("speed", place, run, TIMED))
     return rows
+
+
+def _counts(
+    of: Literal["target", "alpha", "decoding", "speed"],
+    place: Place,
+    sums: Mapping[str, Any],
+    keys: Sequence[str],
+) -> Counts:
+    return Counts(
+        of=of,
+        draft=place.draft,
+        domain=place.domain,
+        temperature=place.temperature,
+        tree=place.tree,
+        verifier=place.verifier,
+        per_prompt={key: sums[key] for key in keys},
+    )
 
 
 def suite_rows(suites: Sequence[Suite]) -> list[SuiteRow]:
@@ -389,9 +406,9 @@ def timing_conditions(measured: Measured, cpus: int) -> list[Conditions]:
     """How quiet the machine was during each timing."""
     rows = []
     for (suite, temperature), timed in measured.speeds.items():
-        alone, load = timed["runs"][0], timed["load"]
+        alone = timed["runs"][0]
         rates = [s / n for s, n in zip(alone["decode_s"], alone["emitted"], strict=True) if n]
-        rows.append(conditions(suite, temperature, load, rates, cpus))
+        rows.append(conditions(suite, temperature, timed["load"], rates, cpus))
     return rows
 
 
@@ -407,7 +424,13 @@ def assemble(
     diagnosis: Sequence[Row] = (),
 ) -> ResultsDocument:
     """Make results.json. `diagnosis` are the rows of `eval.diagnosis.rows`."""
-    makers = (alpha_rows, decoding_rows, prediction_rows, speed_rows, cost_rows)
+    rows: list[Row] = []
+    for make in (alpha_rows, decoding_rows, prediction_rows, speed_rows, cost_rows):
+        rows += make(setting, measured)
+    methods = []
+    for method in setting.methods:
+        names = {"tree": method.tree, "shape": asdict(method.shape), "verifier": method.verifier}
+        methods.append({**names, "lossless": method.lossless})
     return ResultsDocument(
         schema_version=SCHEMA_VERSION,
         definitions=definitions(),
@@ -416,18 +439,10 @@ def assemble(
         base=setting.base,
         drafts=list(setting.drafts),
         temperatures=list(setting.temperatures),
-        methods=[
-            {
-                "tree": m.tree,
-                "shape": asdict(m.shape),
-                "verifier": m.verifier,
-                "lossless": m.lossless,
-            }
-            for m in setting.methods
-        ],
+        methods=methods,
         models=models,
         suites=suite_rows(setting.suites),
-        rows=[*(row for make in makers for row in make(setting, measured)), *diagnosis],
+        rows=[*rows, *diagnosis],
         counts=counts(setting, measured),
         conditions=timing_conditions(measured, clock["machine"]["cpus"]),
         provenance=provenance,

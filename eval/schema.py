@@ -3,7 +3,7 @@ what figures mean.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 # pydantic reads those of `typing` only from Python 3.12 on.
 from typing_extensions import TypedDict
@@ -70,6 +70,16 @@ class Row(TypedDict):
     low: float | None
     high: float | None
     n: int
+
+
+class Place(NamedTuple):
+    """What a figure is about. `tree` and `verifier` are None unless it is a figure of decoding."""
+
+    draft: str
+    domain: str
+    temperature: float
+    tree: str | None = None
+    verifier: str | None = None
 
 
 class Counts(TypedDict):

@@ -11,6 +11,7 @@ from draftsmith_core.io import hash_json
 from draftsmith_core.prompts import Prompt, read_prompts
 from draftsmith_core.settings import loading, tokenizing
 from draftsmith_core.tokenization import load_tokenizer
+from eval.config import EvalConfig, PlanConfig
 from eval.schema import SuiteKind
 
 
@@ -41,30 +42,29 @@ def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> li
 
     All drafts skip the same prompts, because they are compared on the same ones.
     """
+    if context is None:
+        return list(suites)
     fitted = []
     for suite in suites:
-        skips = {
-            prompt: f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed a context of "
-            f"{context}"
-            for prompt in suite.prompts
-            if context is not None and len(prompt.ids) + max_new_tokens > context
-        }
-        prompts = tuple(prompt for prompt in suite.prompts if prompt not in skips)
-        if skips and not prompts:
-            reason = next(iter(skips.values()))
+        prompts: list[Prompt] = []
+        skipped = list(suite.skipped)
+        for prompt in suite.prompts:
+            if len(prompt.ids) + max_new_tokens <= context:
+                prompts.append(prompt)
+                continue
+            reason = f"{len(prompt.ids)} tokens and {max_new_tokens} new ones exceed a context of "
+            skipped.append((f"prompt {prompt.id}", f"{reason}{context}"))
+        if suite.prompts and not prompts:
+            reason = skipped[len(suite.skipped)][1]
             raise InputError(
                 f"{suite.source}: {reason}; lower --max_new_tokens or use shorter prompts"
             )
-        skipped = (
-            *suite.skipped,
-            *((f"prompt {prompt.id}", reason) for prompt, reason in skips.items()),
-        )
-        fitted.append(replace(suite, prompts=prompts, skipped=skipped))
+        fitted.append(replace(suite, prompts=tuple(prompts), skipped=tuple(skipped)))
     return fitted
 
 
 def load(
-    config: Any,
+    config: EvalConfig | PlanConfig,
     drafts: dict[str, str],
     id_sets: dict[str, str],
     ood_sets: dict[str, str],
@@ -74,17 +74,17 @@ def load(
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     suites = []
     for name, source in (id_sets | ood_sets).items():
-        limits = {"prompt_tokens": config.prompt_tokens, "limit": config.max_prompts}
-        read = read_prompts(source, tokenizer, domain=name, **limits)
+        read = read_prompts(
+            source,
+            tokenizer,
+            domain=name,
+            prompt_tokens=config.prompt_tokens,
+            limit=config.max_prompts,
+        )
         skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
         kind: SuiteKind = "id" if name in id_sets else "ood"
         suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more))
-    pair = load_models(
-        config.target,
-        drafts,
-        quantize=config.quantize,
-        tokenizer=tokenizer,
-        **loading(config) | options,
-    )
+    options = {"quantize": config.quantize, "tokenizer": tokenizer, **loading(config), **options}
+    pair = load_models(config.target, drafts, **options)
     take_over(pair.target, *pair.drafts.values())
     return fit(suites, config.max_new_tokens, pair.context), pair

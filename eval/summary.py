@@ -7,11 +7,11 @@ from eval.decision import decide
 from eval.report.findings import lead
 from eval.report.formats import named_set, number, text_table, tree_name, with_interval
 from eval.report.tables import best_tau
-from eval.results import Results
+from eval.results_table import ResultsTable
 from eval.schema import Row
 
 
-def headline_and_table(results: Results) -> list[str]:
+def headline_and_table(results: ResultsTable) -> list[str]:
     """The decision, and alpha, tokens per call and speed by draft and set at the highest
     temperature.
     """
@@ -40,7 +40,7 @@ def headline_and_table(results: Results) -> list[str]:
     ]
 
 
-def summary(results: Results) -> dict[str, Any]:
+def summary(results: ResultsTable) -> dict[str, Any]:
     """Files, the decision, and the main figures with their intervals per draft, set and
     temperature.
     """
@@ -85,7 +85,7 @@ def _figure(row: Any, name: str = "") -> dict[str, Any]:
     return {name: row and row["value"], f"{name}_ci": row and [row["low"], row["high"]]}
 
 
-def _decoding(results: Results, row: Row, tree: str, verifier: str) -> dict[str, Any]:
+def _decoding(results: ResultsTable, row: Row, tree: str, verifier: str) -> dict[str, Any]:
     def figure(name: str) -> Any:
         return results.figure(name, row["draft"], row["domain"], row["temperature"], tree, verifier)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith_core.prompts import Prompt
-from eval.diagnosis.diagnose import RootMeasurement, RootStep
+from eval.diagnosis.root_step import RootMeasurement, RootStep
 from eval.method import Method
 from eval.results import Results
 from eval.rows import Measured, Setting, assemble

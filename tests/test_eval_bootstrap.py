@@ -5,8 +5,8 @@ import pytest
 
 from benchmarks.lib.seeds import difference_over_seeds, pool_sums
 from eval.bootstrap import (
+    Gain,
     PromptSums,
-    Resamples,
     difference,
     estimate,
     pool_resamples,
@@ -125,13 +125,13 @@ def test_pooling_suites_resamples_each_on_its_own():
     assert both.pooled == 6 / 16
 
 
-def _gain(gain: float, seed: int) -> tuple[PromptSums, PromptSums, Resamples]:
+def _gain(gain: float, seed: int) -> Gain:
     rng = np.random.default_rng(seed)
     level = rng.uniform(0.3, 0.6, size=60)
-    return (
-        _sums(level + gain + rng.normal(0, 0.01, size=60)),
-        _sums(level),
-        resamples(60, 800, seed),
+    return Gain(
+        new=_sums(level + gain + rng.normal(0, 0.01, size=60)),
+        base=_sums(level),
+        picks=resamples(60, 800, seed),
     )
 
 

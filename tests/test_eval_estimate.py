@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from draftsmith_core.errors import RunError
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
 from eval.acceptance import Continuation
-from eval.diagnosis.diagnose import RootStep, root_acceptance
+from eval.diagnosis.root_step import RootStep, root_acceptance
 from eval.estimate import alpha_sums
 from eval.method import Method
 from tests.tiny_models import near, tiny_llama

@@ -35,7 +35,7 @@ from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import decode_text, encode_text, load_tokenizer
 from eval import measuring
 from eval.acceptance import Continuation
-from eval.evaluate import MEASUREMENT_VERSION
+from eval.evaluation import MEASUREMENT_VERSION
 from train.config import Optim, TrainConfig
 from train.training_run import train
 

@@ -150,12 +150,12 @@ def _demo(config: "DemoConfig", command: str) -> Outcome:
 def _eval(config: "EvalConfig", command: str) -> Outcome:
     from eval.request import check
 
-    check(config)  # before torch is imported
-    from eval.evaluate import evaluate
+    request = check(config)  # before torch is imported
+    from eval.evaluate import evaluate_request
     from eval.results import Results
     from eval.summary import headline_and_table, summary
 
-    unmet = _unmet(lambda: evaluate(config))
+    unmet = _unmet(lambda: evaluate_request(request))
     results = Results.load(config.out)
     shown = summary(results)
     files = [f"results: {shown['results']}", f"report:  {shown['report']}"]

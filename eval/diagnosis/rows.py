@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.bootstrap import PromptSums, difference, estimate, interval
+from eval.bootstrap import PromptSums, difference, estimate, interval, joined
 from eval.diagnosis.diagnose import BINS, Diagnosis
 from eval.remarks import overlaps
-from eval.rows import Group, Measured, Setting, joined
+from eval.rows import Group, Measured, Setting
 from eval.schema import Estimate, Row
 from eval.suites import Suite
 

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.report.formats import KIND_TITLES, kept, number, shortened, tree_name
 from eval.report.theme import WIDTH, Look, drawing
-from eval.results import Results
+from eval.results_table import ResultsTable
 from eval.schema import Row
 
 # Inches per line of a dot plot, and above and below the lines.
@@ -125,7 +125,7 @@ def _draw(ax: Axes, look: Look, y: int, line: Line) -> list[float]:
     return values
 
 
-def alpha_figure(results: Results, look: Look) -> Figure | None:
+def alpha_figure(results: ResultsTable, look: Look) -> Figure | None:
     """alpha of every draft on every set, ID first; a dashed line carries the base draft through
     each set.
     """
@@ -144,7 +144,7 @@ def alpha_figure(results: Results, look: Look) -> Figure | None:
     return _dot_plots(look, panels, (-0.01, 1.01))
 
 
-def gain_figure(results: Results, look: Look) -> Figure | None:
+def gain_figure(results: ResultsTable, look: Look) -> Figure | None:
     """Gain in alpha per aligned draft and set; on the right, the share of the ID gain that
     transferred.
     """
@@ -167,7 +167,7 @@ def gain_figure(results: Results, look: Look) -> Figure | None:
     return _dot_plots(look, panels, (-1.0, 1.0), reference=0.0, notes=notes)
 
 
-def tau_figure(results: Results, look: Look) -> Figure | None:
+def tau_figure(results: ResultsTable, look: Look) -> Figure | None:
     """Tokens per target call and, if timed, speedup, by method: ID and OOD each pooled over their
     sets.
     """
@@ -248,11 +248,11 @@ def _by_depth(rows: Sequence[Row]) -> list[tuple[float, float]]:
     return [(row["at"] or 0, row["value"]) for row in rows if row["value"] is not None]
 
 
-def _sets(results: Results) -> dict[str, str]:
+def _sets(results: ResultsTable) -> dict[str, str]:
     return {name: name + " (OOD)" * (results.kind(name) == "ood") for name in results.domains()}
 
 
-def accept_figure(results: Results, look: Look) -> Figure | None:
+def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
     """accept@d against depth, one panel per set, for the first method."""
     if not results.methods:
         return None
@@ -287,7 +287,7 @@ def accept_figure(results: Results, look: Look) -> Figure | None:
     return _panels(look, titles, draw, "depth d") if titles else None
 
 
-def calibration_figure(results: Results, look: Look) -> Figure | None:
+def calibration_figure(results: ResultsTable, look: Look) -> Figure | None:
     """Confidence of the draft against acceptance, at the highest temperature; the diagonal is a
     calibrated draft.
     """
@@ -305,7 +305,7 @@ def calibration_figure(results: Results, look: Look) -> Figure | None:
     return _by_kind(results, look, draw, "confidence", "confidence of the draft")
 
 
-def candidates_figure(results: Results, look: Look) -> Figure | None:
+def candidates_figure(results: ResultsTable, look: Look) -> Figure | None:
     """Acceptance against the number of candidates: drawn (solid) and most probable (dashed)."""
 
     def draw(ax: Axes, kind: str) -> None:
@@ -332,7 +332,7 @@ def candidates_figure(results: Results, look: Look) -> Figure | None:
 
 
 def _by_kind(
-    results: Results, look: Look, draw: Callable[[Axes, str], None], needs: str, label: str
+    results: ResultsTable, look: Look, draw: Callable[[Axes, str], None], needs: str, label: str
 ) -> Figure | None:
     """A panel for each kind of sets at the highest temperature; None if there are no rows of the
     figure `needs`.
@@ -342,7 +342,7 @@ def _by_kind(
     return _panels(look, titles, draw, label) if any(results.rows(needs)) else None
 
 
-def cost_figure(results: Results, look: Look) -> Figure | None:
+def cost_figure(results: ResultsTable, look: Look) -> Figure | None:
     """Expected speedup by measured tau over the cost of a draft call, per draft and set, and this
     machine's speedup.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from eval.decision import Cell, Decision, Setting, decide
 from eval.report.formats import WORDS, number, percent, points, sign, tree_name, with_interval
-from eval.results import Results
+from eval.results_table import ResultsTable
 from eval.schema import BUSY, Row
 
 
@@ -37,7 +37,7 @@ class Lead:
 TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}
 
 
-def lead(results: Results) -> Lead:
+def lead(results: ResultsTable) -> Lead:
     """The decision, each of its cells, and the changes at each temperature."""
     decision = decide(results)
     again = shlex.join(
@@ -55,7 +55,7 @@ def lead(results: Results) -> Lead:
     )
 
 
-def _fill(template: str, decision: Decision, results: Results) -> str:
+def _fill(template: str, decision: Decision, results: ResultsTable) -> str:
     setting, cells = decision.setting, decision.paying or decision.cells
     if setting is None:
         return template
@@ -97,7 +97,7 @@ def _where(decision: Decision, sign: int | None) -> str:
     return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)
 
 
-def _detail(decision: Decision, results: Results) -> str:
+def _detail(decision: Decision, results: ResultsTable) -> str:
     text, over = _fill(WORDS["details"][decision.verdict], decision, results), decision.over_base
     if decision.verdict in ("ship", "ship_for"):
         if over is not None:
@@ -113,7 +113,7 @@ def _detail(decision: Decision, results: Results) -> str:
     return text
 
 
-def _cell(cell: Cell, decision: Decision, results: Results) -> tuple[str, str]:
+def _cell(cell: Cell, decision: Decision, results: ResultsTable) -> tuple[str, str]:
     text = WORDS["cells"][cell.sign].format(speed=with_interval(cell.speedup, 2))
     if cell.fastest != decision.setting and (cell.fastest_speedup["value"] or 0) > 1:
         text += (
@@ -122,7 +122,7 @@ def _cell(cell: Cell, decision: Decision, results: Results) -> tuple[str, str]:
     return f"{cell.domain} ({results.kind(cell.domain).upper()}), T = {cell.temperature:g}", text
 
 
-def best_aligned(results: Results) -> str:
+def best_aligned(results: ResultsTable) -> str:
     """The aligned draft that gains most, ID and OOD together: a gain that is lost elsewhere is no
     gain.
     """
@@ -134,7 +134,7 @@ def best_aligned(results: Results) -> str:
     return max(results.aligned, key=gains, default=results.base)
 
 
-def _change(results: Results, temperature: float) -> str:
+def _change(results: ResultsTable, temperature: float) -> str:
     draft, base = best_aligned(results), results.base
     before, after = (
         percent(results.alpha(name, "id", temperature)["value"]) for name in (base, draft)
@@ -162,13 +162,13 @@ def _change(results: Results, temperature: float) -> str:
     return text + str(WORDS["ood_change"][sign(gain)]).format(points=points(gain), worst=aside)
 
 
-def worst_set(results: Results, draft: str, temperature: float) -> Row | None:
+def worst_set(results: ResultsTable, draft: str, temperature: float) -> Row | None:
     """The gain on the OOD set where a draft gains least; None for the base."""
     gains = (results.gain(draft, domain, temperature) for domain in results.domains("ood"))
     return min(filter(None, gains), key=lambda gain: gain["value"] or 0.0, default=None)
 
 
-def _lossless(results: Results) -> str:
+def _lossless(results: ResultsTable) -> str:
     """Whether outputs equal the target's own, over all lossless methods on every set."""
     lossy = sorted({rule for _, rule in results.methods if not results.lossless(rule)})
     parts = [WORDS["lossy"].format(names=", ".join(lossy))] if lossy else []

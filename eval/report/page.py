@@ -16,7 +16,7 @@ from eval.report.findings import lead
 from eval.report.formats import WORDS, tree_name
 from eval.report.tables import tables
 from eval.report.theme import DARK, LIGHT, Look, inline_svg, roles_of, write_png
-from eval.results import Results
+from eval.results_table import ResultsTable
 from eval.schema import BUSY
 
 # A table longer than this is folded; it is all there, one click away, without a script.
@@ -43,14 +43,14 @@ FIGURES = {
 }
 
 
-def write_report(results: Results) -> Path:
+def write_report(results: ResultsTable) -> Path:
     """Write report.html and plots/*.png where results.json is; returns the page's path."""
     page = results.directory / "report.html"
     write_text_atomic(page, render_page(results, results.directory / "plots"))
     return page
 
 
-def render_page(results: Results, png_directory: Path | None = None) -> str:
+def render_page(results: ResultsTable, png_directory: Path | None = None) -> str:
     """The page as text; PNGs beside it when a directory is given."""
     look, pictures = Look(LIGHT, roles_of(results.drafts, results.base)), []
     for name, draw in FIGURES.items():

@@ -22,7 +22,7 @@ from eval.report.formats import (
     tree_name,
     with_interval,
 )
-from eval.results import Results
+from eval.results_table import ResultsTable
 from eval.schema import TARGET, Row
 
 
@@ -54,7 +54,7 @@ NAMES: dict[str, Callable[[Row], str]] = {
 }
 
 
-def tables(results: Results) -> list[Table]:
+def tables(results: ResultsTable) -> list[Table]:
     """All tables of a report; one with no rows is left out."""
     every = [
         by_draft(results),
@@ -63,7 +63,7 @@ def tables(results: Results) -> list[Table]:
     return [table for table in (*every, _suites(results), _models(results)) if table.rows]
 
 
-def best_tau(results: Results, draft: str, domain: str, temperature: float) -> Row:
+def best_tau(results: ResultsTable, draft: str, domain: str, temperature: float) -> Row:
     """tau with the method that is fastest there, or, if nothing was timed, emits most; lossless
     ones first.
 
@@ -89,7 +89,7 @@ def best_tau(results: Results, draft: str, domain: str, temperature: float) -> R
     )
 
 
-def by_draft(results: Results) -> Table:
+def by_draft(results: ResultsTable) -> Table:
     """Gains of each draft ID and OOD, and tau and speed with its best method."""
     rows = []
     for draft in sorted(results.drafts, key=lambda draft: draft == results.base):
@@ -126,7 +126,7 @@ def _table(name: str, names: int, rows: Iterable[Mapping[str, str]]) -> Table:
     return Table(WORDS["tables"][name]["title"], WORDS["tables"][name]["note"], names, rows)
 
 
-def _of_figures(results: Results, name: str) -> Table:
+def _of_figures(results: ResultsTable, name: str) -> Table:
     """A table of the rows of one figure: of every set, and of all sets of a kind where that says
     more.
     """
@@ -163,7 +163,7 @@ def _of_figures(results: Results, name: str) -> Table:
 
 
 def _column(
-    results: Results, figure: str, at: int | None, style: str, digits: int
+    results: ResultsTable, figure: str, at: int | None, style: str, digits: int
 ) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         other = results.beside(row, figure, at)
@@ -172,7 +172,7 @@ def _column(
     return cell
 
 
-def _special(results: Results, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+def _special(results: ResultsTable, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     # Drafted nodes of a tree; the most if it grows.
     shapes = {method["tree"]: method["shape"] for method in results.document["methods"]}
     nodes = {tree: shape.get("nodes") or len(shape["parents"]) for tree, shape in shapes.items()}
@@ -199,7 +199,7 @@ def _special(results: Results, rows: Sequence[Row]) -> dict[str, Callable[[Row],
     }
 
 
-def _holm(results: Results, rows: Sequence[Row]) -> Callable[[Row], str]:
+def _holm(results: ResultsTable, rows: Sequence[Row]) -> Callable[[Row], str]:
     """Which gains are clear of zero under Holm's correction: over the sets of a draft and
     temperature, and over the kinds of position of a draft, temperature and kind of sets.
     """
@@ -216,7 +216,7 @@ def _holm(results: Results, rows: Sequence[Row]) -> Callable[[Row], str]:
     return lambda row: CLEAR[clear[id(row)]]
 
 
-def _suites(results: Results) -> Table:
+def _suites(results: ResultsTable) -> Table:
     rows = [
         {"set": f"{suite['name']} ({suite['kind'].upper()})", "source": suite["source"]}
         | {key: str(suite[key]) for key in ("read", "done", "skipped", "failed")}
@@ -230,7 +230,7 @@ def _suites(results: Results) -> Table:
     return _table("suites", 2, rows)
 
 
-def _models(results: Results) -> Table:
+def _models(results: ResultsTable) -> Table:
     clock, models, rows = results.document["clock"], results.document["models"], []
     for role, model in models.items():
         training, quantize = model["training"], model["quantize"]

@@ -1,0 +1,225 @@
+"""The measurements of an evaluation, each kept as a file of OUT/cells."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Literal, TypeVar
+
+from drafts.load import LoadedModels
+from draftsmith_core.io import hash_json
+from draftsmith_core.models import eos_ids
+from draftsmith_core.progress import Advance, Tick, no_tick, progress
+from draftsmith_core.ranks import from_main
+from draftsmith_core.runs import Run
+from draftsmith_core.settings import Sampling
+from eval.acceptance import Continuation
+from eval.diagnosis.root_step import RootStep
+from eval.estimate import AlphaMeasurement, measure_alphas
+from eval.facts import identity, machine
+from eval.measuring import SpeedMeasurement, Task, continuations
+from eval.method import Method
+from eval.predict import predicted_methods
+from eval.request import EvalRequest
+from eval.rows import Measured
+from eval.schema import ModelRow
+from eval.suites import Suite
+
+# Part of the name of every cell: raise it when a code change makes the same request measure
+# something else.
+MEASUREMENT_VERSION = 8
+Outcome = TypeVar("Outcome")
+Decides = dict[str, object]
+
+
+@dataclass
+class Evaluation:
+    """What all measurements of an evaluation share, and the number of cells `reused` and
+    `measured`.
+
+    A cell is a finished measurement: a JSON file named by the hash of everything that decides its
+    outcome. Cells of other configurations stay, and are reused when that configuration comes back.
+    """
+
+    request: EvalRequest
+    suites: list[Suite]
+    pair: LoadedModels
+    models: dict[str, ModelRow]
+    run: Run
+    advance: Advance = no_tick
+    reused: int = 0
+    measured: int = 0
+
+    def kept(self, decides: Decides) -> bool:
+        """Whether a cell is finished."""
+        return from_main((self.run.directory / _cell_name(decides)).exists)
+
+    def cell(
+        self,
+        decides: Decides,
+        make: Callable[[Tick], Outcome],
+        note: str = "",
+        units: int = 0,
+        who: Literal["main", "all"] = "all",
+    ) -> Outcome:
+        """Return the stored outcome, or store and return that of `make(tick)`.
+
+        decides: everything that decides the outcome. units: of progress, under `note`. who: as in
+        `Run.step`.
+        """
+
+        def tick(count: int) -> None:
+            self.advance(count, note)
+
+        if self.kept(decides):
+            self.reused += 1
+            tick(units)
+        else:
+            self.measured += 1
+        outcome: Outcome = self.run.step(_cell_name(decides), lambda: make(tick), who=who)
+        return outcome
+
+    def measure(self) -> Measured:
+        """Measure everything that the request asks for. The clock comes last, when everything is
+        warm.
+        """
+        request = self.request
+        timed = request.config.speed_prompts if request.methods else 0
+        runs = len(request.drafts) * len(request.methods)
+        total = 0
+        for suite in self.suites:
+            prompts = len(suite.prompts)
+            units = prompts * (1 + len(request.drafts) + runs) + min(timed, prompts) * (1 + runs)
+            total += units * len(request.samplings)
+        measured = Measured({}, {}, {}, {})
+        with progress("eval", total) as self.advance:
+            for suite in self.suites:
+                for sampling in request.samplings:
+                    self._count(suite, sampling, measured)
+            for suite in self.suites if timed else ():
+                for sampling in request.samplings:
+                    at = (suite.name, sampling.temperature)
+                    measured.speeds[at] = self._time(suite, sampling)
+        return measured
+
+    def _decides(self, what: str, suite: Suite, sampling: Sampling) -> Decides:
+        return {
+            "what": what,
+            "suite": suite.digest,
+            "sampling": asdict(sampling),
+            "eos": list(eos_ids(self.pair.target)),
+            "target": identity(self.models["target"]),
+            "max_new_tokens": self.request.config.max_new_tokens,
+            "seed": self.request.config.seed,
+        }
+
+    def _task(self, suite: Suite, sampling: Sampling, batch_size: int, prompts: int | None) -> Task:
+        config = self.request.config
+        return Task(
+            target=self.pair.target,
+            prompts=suite.prompts[:prompts],
+            sampling=sampling,
+            eos=eos_ids(self.pair.target),
+            max_new_tokens=config.max_new_tokens,
+            seed=config.seed,
+            batch_size=batch_size,
+        )
+
+    def _count(self, suite: Suite, sampling: Sampling, measured: Measured) -> None:
+        """Measure one suite at one temperature: the target's texts, acceptance, decoding."""
+        batch_size = self.request.config.batch_size
+        task = self._task(suite, sampling, batch_size, None)
+        temperature = sampling.temperature
+        where = f"{suite.name}, T={temperature:g}"
+        count = len(suite.prompts)
+        decides = self._decides("baseline", suite, sampling) | {"batch_size": batch_size}
+        baseline = self.cell(decides, task.baseline, f"target alone: {where}", count)
+        measured.baselines[suite.name, temperature] = baseline
+        texts = continuations(suite.prompts, baseline)
+        for name, alpha in self._alphas(sampling, texts, decides).items():
+            measured.alphas[suite.name, temperature, name] = alpha
+            self.advance(count, f"alpha: {where}")
+        for name, draft in self.pair.drafts.items():
+            for method in self.request.methods:
+                drafted = {"what": "decoding", "draft": identity(self.models[name])}
+                measured.decodings[suite.name, temperature, name, method] = self.cell(
+                    decides | drafted | _identity(method),
+                    partial(task.decoding, draft, method, baseline),
+                    f"{name}, {method.tree}: {where}",
+                    count,
+                )
+
+    def _alphas(
+        self, sampling: Sampling, texts: Sequence[Continuation], decides: Decides
+    ) -> dict[str, AlphaMeasurement]:
+        """Acceptance and predictions of every draft. Drafts without a stored cell share one forward
+        of the target.
+        """
+        steps: dict[str, RootStep] = {}
+        for method in self.request.methods:
+            step = RootStep.of(method)
+            # At temperature 0 every lossless rule reaches the bound: the one token that the target
+            # can take.
+            if step is not None and not sampling.greedy:
+                steps[step.name] = step
+        methods = predicted_methods(self.request.methods, sampling.greedy)
+        decides = decides | {
+            "what": "alpha",
+            "roots": list(steps),
+            "predicted": [_identity(method) for method in methods],
+        }
+        drafts = self.pair.drafts
+        cells = {name: decides | {"draft": identity(self.models[name])} for name in drafts}
+        missing = {name: draft for name, draft in drafts.items() if not self.kept(cells[name])}
+        measured: dict[str, AlphaMeasurement] = {}
+        if missing:
+            names = {name: f"draft {name} ({self.models[name]['name']})" for name in missing}
+            measured = measure_alphas(
+                self.pair.target,
+                missing,
+                texts,
+                sampling,
+                methods,
+                batch_size=self.request.config.batch_size,
+                roots=list(steps.values()),
+                diagnose=True,
+                seed=self.request.config.seed,
+                names=names | {"": f"the target {self.models['target']['name']}"},
+            )
+
+        def of(name: str) -> AlphaMeasurement:
+            return self.cell(cells[name], lambda _: measured[name])
+
+        return {name: of(name) for name in cells}
+
+    def _time(self, suite: Suite, sampling: Sampling) -> SpeedMeasurement:
+        config = self.request.config
+        methods = self.request.methods
+        # Figures of speed lead with the highest temperature and the first lossless method.
+        costs_of = next((method for method in methods if method.lossless), None)
+        hottest = sampling.temperature == max(config.temperature)
+        if costs_of is not None and (costs_of.shape.depth == 1 or not hottest):
+            costs_of = None
+        decides = self._decides("speed", suite, sampling) | {
+            "prompts": config.speed_prompts,
+            "drafts": {name: identity(self.models[name]) for name in self.pair.drafts},
+            "methods": [_identity(method) for method in methods],
+            "machine": machine(self.pair.target),
+            "costs_of": None if costs_of is None else _identity(costs_of),
+        }
+        task = self._task(suite, sampling, 1, config.speed_prompts)
+        runs = 1 + len(self.pair.drafts) * len(methods)
+        return self.cell(
+            decides,
+            partial(task.speed, self.pair.drafts, methods, costs_of),
+            f"timing: {suite.name}, T={sampling.temperature:g}",
+            units=runs * len(task.prompts),
+            who="main",
+        )
+
+
+def _identity(method: Method) -> Decides:
+    return {"tree": method.tree, "shape": asdict(method.shape), "verifier": method.verifier}
+
+
+def _cell_name(decides: Decides) -> str:
+    return f"cells/{hash_json({'version': MEASUREMENT_VERSION, **decides})[:32]}.json"

@@ -1,0 +1,220 @@
+"""Look up figures of results.json by draft, prompt set, temperature and method."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from draftsmith_core.errors import InputError
+from eval.schema import KINDS, TARGET, Counts, Place, ResultsDocument, Row, SuiteKind
+
+Name = str | None
+Number = float | None
+
+
+@dataclass(frozen=True, repr=False)
+class ResultsTable:
+    """The figures of one evaluation. `eval.results.Results` adds files, requirements and plots."""
+
+    document: ResultsDocument
+    directory: Path
+
+    @property
+    def base(self) -> str:
+        """The draft that the others are compared with."""
+        return self.document["base"]
+
+    @property
+    def drafts(self) -> list[str]:
+        """Names of all drafts, in the order they were given."""
+        return self.document["drafts"]
+
+    @property
+    def aligned(self) -> list[str]:
+        """Names of the drafts that are compared with the base."""
+        return [draft for draft in self.drafts if draft != self.base]
+
+    @property
+    def temperatures(self) -> list[float]:
+        """The temperatures that were measured, in the order they were given."""
+        return self.document["temperatures"]
+
+    @property
+    def top_temperature(self) -> float:
+        """The highest temperature, the default of every figure."""
+        return max(self.temperatures)
+
+    @property
+    def kinds(self) -> list[SuiteKind]:
+        """The kinds of prompt sets that were measured, ID first."""
+        return [kind for kind in KINDS if self.domains(kind)]
+
+    @property
+    def methods(self) -> list[tuple[str, str]]:
+        """Tree and verifier of every decoding method."""
+        return [(method["tree"], method["verifier"]) for method in self.document["methods"]]
+
+    def domains(self, kind: SuiteKind | None = None) -> list[str]:
+        """Names of the prompt sets, of one kind or of both, ID first."""
+        return [suite["name"] for suite in self.document["suites"] if kind in (None, suite["kind"])]
+
+    def kind(self, domain: str) -> SuiteKind:
+        """Whether a prompt set is in distribution ("id") or out of it ("ood")."""
+        return "id" if domain in self.domains("id") else "ood"
+
+    def lossless(self, verifier: str | None) -> bool:
+        """Whether outputs under a verifier follow the target's distribution. None: decoding with
+        the target alone.
+        """
+        methods = self.document["methods"]
+        return verifier is None or any(
+            method["lossless"] for method in methods if method["verifier"] == verifier
+        )
+
+    def busy(self, domain: str, temperature: float) -> bool:
+        """Whether the machine was too busy to rely on the timings of one set at one temperature."""
+        for row in self.document["conditions"]:
+            if row["domain"] == domain and row["temperature"] == temperature:
+                return row["busy"]
+        return False
+
+    def figure(
+        self,
+        figure: str,
+        draft: str,
+        domain: str,
+        temperature: Number = None,
+        tree: Name = None,
+        verifier: Name = None,
+    ) -> Row | None:
+        """Return a figure by its name in the table. None if it does not exist, such as the gain of
+        the base over itself.
+        """
+        return next(iter(self.series(figure, draft, domain, temperature, tree, verifier)), None)
+
+    def series(
+        self,
+        figure: str,
+        draft: str,
+        domain: str,
+        temperature: Number = None,
+        tree: Name = None,
+        verifier: Name = None,
+    ) -> list[Row]:
+        """Return the rows of a figure that has several, such as `accept` by depth, in the order of
+        `at`.
+        """
+        temperature = self.top_temperature if temperature is None else temperature
+        _check_measured("draft", draft, [*self.drafts, TARGET])
+        _check_measured("domain", domain, [*self.domains(), *self.kinds])
+        _check_measured("temperature", temperature, self.temperatures)
+        place = Place(draft, domain, temperature)
+        if figure in self._methods_of and draft != TARGET:
+            tree, verifier = self._method(figure, tree, verifier)
+            place = place._replace(tree=tree, verifier=verifier)
+        return self._index.get((figure, place), [])
+
+    def _method(self, figure: str, tree: Name, verifier: Name) -> tuple[str, str]:
+        """Complete the name of a method. A decoded method goes before a predicted one."""
+        fit = [
+            method
+            for method in self._methods_of[figure]
+            if tree in (None, method[0]) and verifier in (None, method[1])
+        ]
+        decoded = [method for method in fit if method in self.methods]
+        fit = decoded or fit
+        if len(fit) != 1:
+            wanted = " ".join(filter(None, (tree, verifier))) or "no tree named"
+            listed = ", ".join(map(" ".join, fit or self.methods))
+            problem = "several fit:" if fit else "not measured; there are"
+            raise InputError(f"{wanted}: {problem} {listed}")
+        return fit[0]
+
+    def alpha(self, draft: str, domain: str, temperature: Number = None) -> Row:
+        """Expected acceptance of one draft token."""
+        return self.series("alpha", draft, domain, temperature)[0]
+
+    def gain(self, draft: str, domain: str, temperature: Number = None) -> Row | None:
+        """alpha minus the base draft's, paired by prompt; None for the base itself."""
+        return self.figure("gain", draft, domain, temperature)
+
+    def transfer(self, draft: str, domain: str = "ood", temperature: Number = None) -> Row | None:
+        """Gain out of distribution over gain in distribution; None for the base, and if no OOD set
+        was measured.
+        """
+        return self.figure("transfer", draft, domain, temperature) if self.domains("ood") else None
+
+    def why_undefined(self, transfer: Row) -> str | None:
+        """Say why a transfer has no value; None if it has one."""
+        from eval.bootstrap import why_undefined  # numpy, which a mistyped option need not wait for
+
+        draft, temperature = transfer["draft"], transfer["temperature"]
+        at_home = self.gain(draft, "id", temperature)
+        elsewhere = self.gain(draft, transfer["domain"], temperature)
+        assert at_home is not None and elsewhere is not None, "only gains have a transfer"
+        return why_undefined(at_home, elsewhere)
+
+    def tau(
+        self,
+        draft: str,
+        domain: str,
+        temperature: Number = None,
+        tree: Name = None,
+        verifier: Name = None,
+    ) -> Row:
+        """Measured tokens per target call."""
+        return self.series("tau", draft, domain, temperature, tree, verifier)[0]
+
+    def speedup(
+        self,
+        draft: str,
+        domain: str,
+        temperature: Number = None,
+        tree: Name = None,
+        verifier: Name = None,
+    ) -> Row | None:
+        """Tokens per second over the target's own at batch 1; None if nothing was timed."""
+        return self.figure("speedup", draft, domain, temperature, tree, verifier)
+
+    def beside(self, row: Row, figure: str, at: int | None = None) -> Row | None:
+        """Return another figure of the same draft, set, temperature, method and part as a row."""
+        for other in self._index.get((figure, place_of(row)), []):
+            if other["at"] == at and other["part"] == row["part"]:
+                return other
+        return None
+
+    def rows(self, *figures: str) -> Iterator[Row]:
+        """All rows of some figures."""
+        return (row for row in self.document["rows"] if row["figure"] in figures)
+
+    def counts(self, of: str) -> dict[Place, Counts]:
+        """Per-prompt sums of one measurement."""
+        rows = self.document["counts"]
+        return {place_of(counts): counts for counts in rows if counts["of"] == of}
+
+    @cached_property
+    def _index(self) -> dict[tuple[str, Place], list[Row]]:
+        index: dict[tuple[str, Place], list[Row]] = {}
+        for row in self.document["rows"]:
+            index.setdefault((row["figure"], place_of(row)), []).append(row)
+        return index
+
+    @cached_property
+    def _methods_of(self) -> dict[str, dict[tuple[str, str], None]]:
+        methods: dict[str, dict[tuple[str, str], None]] = {}
+        for figure, place in self._index:
+            if place.tree is not None and place.verifier is not None:
+                known = methods.setdefault(figure, dict.fromkeys(self.methods))
+                known[place.tree, place.verifier] = None
+        return methods
+
+
+def place_of(row: Row | Counts) -> Place:
+    """Return the place that a row is about."""
+    return Place(row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"])
+
+
+def _check_measured(name: str, value: object, known: Sequence[object]) -> None:
+    if value not in known:
+        names = [f"{item:g}" if isinstance(item, float) else str(item) for item in known]
+        raise InputError(f"{name} {value!r}: not measured; there are {', '.join(names)}")
