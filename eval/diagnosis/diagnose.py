@@ -64,8 +64,10 @@ def diagnosis_of(sampling: Sampling, seed: int, at: Positions) -> Diagnosis:
     drawn = []
     if not sampling.greedy:
         chosen = [n for n in everywhere if at.places[n] in u_K]
-        u_NK = torch.stack([u_K[at.places[n]] for n in chosen]).to(at.p_NV.device)
-        drawn_NK = drawn_acceptance(at.p_NV[chosen], at.q_NV[chosen], u_NK)
+        drawn_NK = torch.zeros(0, CANDIDATES)
+        if chosen:
+            u_NK = torch.stack([u_K[at.places[n]] for n in chosen]).to(at.p_NV.device)
+            drawn_NK = drawn_acceptance(at.p_NV[chosen], at.q_NV[chosen], u_NK)
         drawn = _sums_by_text(at, chosen, drawn_NK)
     return Diagnosis(
         alpha=[part.tolist() for part in alpha_N.split(lengths)],
