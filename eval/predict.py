@@ -7,19 +7,16 @@ The next step then begins at n + d + 1. So the expected target calls for a text 
 positions at which steps begin (`_walk`), weighted by how often they do. That uses the joint runs in
 the text, not a power of alpha.
 
-* Unbiased for E[target calls] and E[accepted at depth d], if prefixes are target-distributed: the
-  target's own
+* Unbiased for E[target calls] and E[accepted at depth d] if the texts are the target's own
   continuations at the same sampling. tau is a ratio of two such sums, so its bias is of the order
   1/prompts.
-* Block verification accepts a prefix of i tokens, given the text, with chance min over j <= i of
-  min(1, Q_j / P_j),
-  Q_j and P_j the joint probabilities of its first j tokens (from Sun et al. 2024, arXiv 2403.10444,
-  where w(i) keeps i).
+* Block verification, given the text, accepts a prefix of i tokens with chance min over j <= i of
+  min(1, Q_j / P_j). Q_j and P_j are the joint probabilities of its first j tokens (from Sun et al.
+  2024, arXiv 2403.10444, where w(i) keeps i).
 * Intervals: `eval.bootstrap`'s over prompts for the expectation; `run_interval` for one decoding
   run.
-* Not predicted: trees that grow (what they keep depends on tokens beside the text), the rules
-  greedy, kseq and typical,
-  and traversal on trees.
+* Not predicted: trees that grow, because what they keep depends on tokens beside the text; the
+  rules greedy, kseq and typical; traversal on trees.
 
 Legend: P prompts, L positions of the longest continuation, K ranks, D depths of a head (1 for a
 language model).
@@ -63,12 +60,19 @@ class PredictedCounts(TypedDict):
 class Traces:
     """What decides acceptance at the positions of P continuations of the target, for one draft.
 
-    values: float64 arrays `[D, P, L]`, 0 where nothing was read. For the first drafted token (D =
-    1): alpha (sum_x min(p, q)), greedy (p(argmax q)), match (sum_x p q), missing (p of the tokens
-    that the draft cannot draft). For the text's token drafted at depth d (D = 1 for a language
-    model, which drafts it alike at any depth): ratio q(x) / p(x), place (1 if the draft finds no
-    token more probable), belief (what a confidence stop reads), and for every rule of
-    `ranks_needed` `[D, P, L, K]`, the chance that it was accepted at each rank.
+    values: float64 arrays `[D, P, L]`, 0 where nothing was read. Of the first drafted token, with
+    D = 1:
+    * alpha: sum_x min(p, q)
+    * greedy: p(argmax q)
+    * match: sum_x p q
+    * missing: p of the tokens that the draft cannot draft
+
+    Of the text's token x drafted at depth d. A language model drafts it alike at any depth, so
+    there D = 1:
+    * ratio: q(x) / p(x)
+    * place: 1 if the draft finds no token more probable
+    * belief: what a confidence stop reads
+    * every rule of `ranks_needed`, `[D, P, L, K]`: the chance that x was accepted at each rank
     """
 
     lengths_P: NDArray[np.int64]
@@ -79,16 +83,15 @@ class Traces:
     def joined(cls, parts: Sequence["Traces"]) -> "Traces":
         """Put batches one after another."""
         longest = max(part.values["alpha"].shape[2] for part in parts)
-
-        def padded(array: Floats) -> Floats:
-            return np.pad(
-                array, [(0, 0), (0, 0), (0, longest - array.shape[2]), (0, 0)][: array.ndim]
-            )
-
-        values = {
-            key: np.concatenate([padded(part.values[key]) for part in parts], axis=1)
-            for key in parts[0].values
-        }
+        values = {}
+        for key in parts[0].values:
+            padded = []
+            for part in parts:
+                array = part.values[key]
+                widths = [(0, 0)] * array.ndim
+                widths[2] = (0, longest - array.shape[2])
+                padded.append(np.pad(array, widths))
+            values[key] = np.concatenate(padded, axis=1)
         return cls(np.concatenate([part.lengths_P for part in parts]), parts[0].any_depth, values)
 
     def sums(self, key: str) -> list[float]:
@@ -101,8 +104,10 @@ def predicted_methods(methods: Sequence[Method], greedy: bool) -> list[Method]:
     """Chains of 1 to 8, above temperature 0 also under block verification, and the decoded
     methods.
     """
-    rules = ("speculative",) if greedy else ("speculative", "block")
-    chains = [Method(f"chain:{n}", rule) for rule in rules for n in range(1, LONGEST_CHAIN + 1)]
+    lengths = range(1, LONGEST_CHAIN + 1)
+    chains = [Method(f"chain:{length}", "speculative") for length in lengths]
+    if not greedy:
+        chains += [Method(f"chain:{length}", "block") for length in lengths]
     return list(dict.fromkeys([*chains, *methods]))
 
 
@@ -139,9 +144,8 @@ def predict(
     if not traces.any_depth and shape.depth > len(traces.values["ratio"]):
         return None
     joint = rule in _JOINT and not sampling.greedy
-    return _walk(
-        shape, traces, None if joint else chances(max(shape.widths), rule, sampling, traces)
-    )
+    by_rank = None if joint else chances(max(shape.widths), rule, sampling, traces)
+    return _walk(shape, traces, by_rank)
 
 
 def chances(width: int, verifier: str, sampling: Sampling, traces: Traces) -> Floats:
@@ -149,9 +153,8 @@ def chances(width: int, verifier: str, sampling: Sampling, traces: Traces) -> Fl
     candidates.
     """
     if sampling.greedy or verifier == "naive":
-        return np.equal(
-            traces.values["place"][:, None], np.arange(1, 1 + width)[:, None, None]
-        ).astype(np.float64)
+        places_K11 = np.arange(1, 1 + width)[:, None, None]
+        return np.equal(traces.values["place"][:, None], places_K11).astype(np.float64)
     if verifier in _DRAWN and (width > 1 or verifier == "exact"):
         return traces.values[verifier].transpose(0, 3, 1, 2)
     return np.minimum(1.0, traces.values["ratio"])[:, None]
@@ -161,7 +164,8 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
     """Expected counts of a chain of steps along every text; `chances_DKPL` None for block
     verification on a chain.
     """
-    lengths_P, longest, depth = traces.lengths_P, int(traces.lengths_P.max()), tree.depth
+    lengths_P = traces.lengths_P
+    longest = int(lengths_P.max())
     inside_PL = np.arange(longest) < lengths_P[:, None]
 
     def at(values_DPL: Floats, level: int) -> Floats:
@@ -174,10 +178,12 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
     one_PL = np.ones_like(inside_PL, dtype=np.float64)
     # By node, the root first: the chance to reach it, and the draft's joint probability of its
     # path.
-    reach, belief = [one_PL * inside_PL], [one_PL]
+    reach = [one_PL * inside_PL]
+    belief = [one_PL]
     joint_PL = one_PL
-    accepted = [reach[0], *(np.zeros_like(one_PL) for _ in range(depth))]
-    offered = [np.zeros_like(one_PL) for _ in range(depth + 1)]
+    accepted = np.zeros((tree.depth + 2, *one_PL.shape))
+    accepted[0] = reach[0]
+    offered = np.zeros_like(accepted)
     for parent, rank, level in zip(tree.parents, tree.ranks, tree.depths, strict=True):
         above = reach[parent + 1] * (belief[parent + 1] >= tree.stop)
         if rank == 0:
@@ -188,35 +194,50 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
         else:
             here = above * at(chances_DKPL[:, rank], level - 1)
         reach.append(here)
-        belief.append(
-            belief[parent + 1] * at(traces.values["belief"], level - 1) if tree.stop else one_PL
-        )
-        accepted[level] = accepted[level] + here
+        sure = at(traces.values["belief"], level - 1) if tree.stop else one_PL
+        belief.append(belief[parent + 1] * sure)
+        accepted[level] += here
     # Steps by the tokens they emit, the target's own included: 1 .. depth + 1.
-    ends = [accepted[d] - accepted[d + 1] for d in range(depth)] + [accepted[depth]]
-    calls_PL, square_PL = (np.zeros((len(lengths_P), longest + depth + 2)) for _ in range(2))
-    for t in range(longest - 1, -1, -1):
-        later = sum(end[:, t] * calls_PL[:, t + j] for j, end in enumerate(ends, 1))
-        later_square = sum(end[:, t] * square_PL[:, t + j] for j, end in enumerate(ends, 1))
-        calls_PL[:, t] = inside_PL[:, t] * (1 + later)
-        square_PL[:, t] = inside_PL[:, t] * (1 + 2 * later + later_square)
-    visits_PL = np.zeros((len(lengths_P), longest + depth + 2))
-    visits_PL[:, 0] = 1
-    for t in range(longest):
-        for j, end in enumerate(ends, 1):
-            visits_PL[:, t + j] += visits_PL[:, t] * end[:, t]
-    visits_PL = visits_PL[:, :longest]
+    ends = dict(enumerate(accepted[:-1] - accepted[1:], 1))
+    calls_PL, square_PL = _calls(ends, inside_PL)
+    visits_PL = _visits(ends, inside_PL)
     left_PL = lengths_P[:, None] - np.arange(longest)
+    accepted_by_depth = []
+    reached_by_depth = []
+    for depth in range(1, tree.depth + 1):
+        accepted_by_depth.append((visits_PL * accepted[depth]).sum(1))
+        reached_by_depth.append((visits_PL * offered[depth] * (left_PL >= depth)).sum(1))
+    variance_P = square_PL[:, 0] - calls_PL[:, 0] ** 2
     return PredictedCounts(
         target_calls=calls_PL[:, 0].tolist(),
-        variance=np.maximum(square_PL[:, 0] - calls_PL[:, 0] ** 2, 0.0).tolist(),
-        accepted_by_depth=np.stack(
-            [(visits_PL * accepted[d]).sum(1) for d in range(1, depth + 1)], 1
-        ).tolist(),
-        reached_by_depth=np.stack(
-            [(visits_PL * offered[d] * (left_PL >= d)).sum(1) for d in range(1, depth + 1)], 1
-        ).tolist(),
+        variance=np.maximum(variance_P, 0.0).tolist(),
+        accepted_by_depth=np.stack(accepted_by_depth, 1).tolist(),
+        reached_by_depth=np.stack(reached_by_depth, 1).tolist(),
     )
+
+
+def _calls(ends: dict[int, Floats], inside_PL: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Expected target calls from each position to the end of the text, and of their square."""
+    prompts, longest = inside_PL.shape
+    calls_PL = np.zeros((prompts, longest + len(ends) + 1))
+    square_PL = np.zeros_like(calls_PL)
+    for t in range(longest - 1, -1, -1):
+        later = sum(end[:, t] * calls_PL[:, t + j] for j, end in ends.items())
+        later_square = sum(end[:, t] * square_PL[:, t + j] for j, end in ends.items())
+        calls_PL[:, t] = inside_PL[:, t] * (1 + later)
+        square_PL[:, t] = inside_PL[:, t] * (1 + 2 * later + later_square)
+    return calls_PL, square_PL
+
+
+def _visits(ends: dict[int, Floats], inside_PL: NDArray[np.bool_]) -> Floats:
+    """The chance that a step begins at each position."""
+    prompts, longest = inside_PL.shape
+    visits_PL = np.zeros((prompts, longest + len(ends) + 1))
+    visits_PL[:, 0] = 1
+    for t in range(longest):
+        for j, end in ends.items():
+            visits_PL[:, t + j] += visits_PL[:, t] * end[:, t]
+    return visits_PL[:, :longest]
 
 
 def run_interval(
@@ -234,9 +255,8 @@ def run_interval(
     rng = np.random.default_rng(seed)
     again_RP = picks.weights_RP[rng.permutation(len(picks.weights_RP))]
     noise_R = np.sqrt(again_RP @ np.array(variance_P)) * rng.standard_normal(len(again_RP))
-    ran_R = (again_RP @ sums.numerator_P) / np.maximum(
-        again_RP @ sums.denominator_P + noise_R, 1e-9
-    )
+    calls_R = again_RP @ sums.denominator_P + noise_R
+    ran_R = (again_RP @ sums.numerator_P) / np.maximum(calls_R, 1e-9)
     away_R = ran_R - pooled_ratios(sums, picks)
     low, high = interval(away_R, picks)
     if low is None or high is None:

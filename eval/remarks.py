@@ -7,7 +7,7 @@ at the end.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +21,10 @@ from draftsmith_core.ranks import say
 from eval.schema import BUSY, Conditions, ModelRow, Remark
 from eval.suites import Suite
 
-# Two prompts are near-duplicates if they share this much of their token n-grams (Jaccard
-# similarity).
-SHINGLE, SIMILAR = 5, 0.8
+# Length of the token n-grams that near-duplicates share.
+SHINGLE = 5
+# The share of their n-grams (Jaccard similarity) that makes two prompts near-duplicates.
+SIMILAR = 0.8
 # On a quiet machine, the interquartile range of the target's timings is at most this share of their
 # median.
 SPREAD = 0.15
@@ -48,16 +49,15 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
     remarks = []
     for one, other in combinations(suites, 2):
         names = f"{one.name} ({one.kind.upper()}) and {other.name} ({other.kind.upper()})"
-        meaning = (
-            "; figures in and out of distribution are not apart" if one.kind != other.kind else ""
-        )
+        meaning = ""
+        if one.kind != other.kind:
+            meaning = "; figures in and out of distribution are not apart"
         hashes = {prompt_hash(prompt.ids) for prompt in one.prompts}
         rest = [prompt for prompt in other.prompts if prompt_hash(prompt.ids) not in hashes]
         if same := len(other.prompts) - len(rest):
             text = f"{names}: {same} of {counted(len(other.prompts), 'prompt')} of the second"
-            remarks.append(
-                Remark(about="same_prompts", text=f"{text} are in the first too{meaning}")
-            )
+            text += f" are in the first too{meaning}"
+            remarks.append(Remark(about="same_prompts", text=text))
         if near := near_duplicates(one.prompts, rest):
             text = f"{names}: {counted(len(near), 'prompt')} of the second nearly repeat the first"
             text += f", such as {near[0].id}"
@@ -70,11 +70,12 @@ def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[P
     `known`.
     """
     sizes = [len(token_runs(prompt.ids, SHINGLE)) for prompt in known]
-    return [
-        prompt
-        for prompt, (runs, shared) in zip(others, overlaps(known, others, SHINGLE), strict=True)
-        if any(count / (runs + sizes[index] - count) >= SIMILAR for index, count in shared.items())
-    ]
+    near = []
+    for prompt, (runs, shared) in zip(others, overlaps(known, others, SHINGLE), strict=True):
+        unions = {index: runs + sizes[index] - count for index, count in shared.items()}
+        if any(count / unions[index] >= SIMILAR for index, count in shared.items()):
+            near.append(prompt)
+    return near
 
 
 def overlaps(
@@ -89,7 +90,8 @@ def overlaps(
             where[run].append(index)
     for prompt in others:
         runs = token_runs(prompt.ids, length)
-        yield len(runs), Counter(index for run in runs for index in where.get(run, ()))
+        having = [where[run] for run in runs if run in where]
+        yield len(runs), Counter(chain.from_iterable(having))
 
 
 def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Remark]:
@@ -98,22 +100,15 @@ def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Rema
     """
     remarks = []
     for (name, source), suite in product(drafts.items(), suites):
-        if (trained := read_prompt_hashes(Path(source))) is not None:
-            hashes = np.array(
-                [prompt_hash(prompt.ids) for prompt in suite.prompts], dtype=np.uint64
-            )
-            if seen := int(np.isin(hashes, trained).sum()):
-                where = f"{suite.name} ({suite.kind.upper()})"
-                text = (
-                    f"{where}: draft {name} was trained on {seen} of its "
-                    f"{counted(len(hashes), 'prompt')}"
-                )
-                remarks.append(
-                    Remark(
-                        about="trained_on",
-                        text=f"{text}; its figures there are not about unseen prompts",
-                    )
-                )
+        trained = read_prompt_hashes(Path(source))
+        if trained is None:
+            continue
+        hashes = [prompt_hash(prompt.ids) for prompt in suite.prompts]
+        if seen := int(np.isin(np.array(hashes, dtype=np.uint64), trained).sum()):
+            where = f"{suite.name} ({suite.kind.upper()}): draft {name}"
+            text = f"{where} was trained on {seen} of its {counted(len(hashes), 'prompt')}"
+            text += "; its figures there are not about unseen prompts"
+            remarks.append(Remark(about="trained_on", text=text))
     return remarks
 
 
@@ -121,7 +116,8 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None)
     """Find drafts that are not smaller than the target, and heads that an option does not apply
     to.
     """
-    remarks, size = [], models["target"]["parameters"]
+    remarks = []
+    size = models["target"]["parameters"]
     for name, row in models.items():
         if row["kind"] != "draft" and quantize_draft not in (None, "none"):
             text = (
@@ -137,18 +133,12 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None)
 
 
 def of_target(name: str, target: PreTrainedModel) -> list[Remark]:
-    """Find a target that `drafts.make.widen` made, whose speed is real and size is not, and a
-    missing kernel.
-    """
+    """Warn if the target was padded by `widen`, and if the native kernel is missing."""
     remarks = []
     if small := getattr(target.config, "widened_from", None):
-        size = (
-            f"is a model of {small:,} parameters padded with zeros to {parameter_count(target):,}"
-        )
-        text = (
-            f"target {name}: {size}; it writes and accepts like the small model, and costs as "
-            "much as a large one"
-        )
+        padded = f"padded with zeros to {parameter_count(target):,}"
+        text = f"target {name}: is a model of {small:,} parameters {padded}; it writes and accepts "
+        text += "like the small model, and costs as much as a large one"
         remarks.append(Remark(about="widened_target", text=text))
     if slower := missing_kernel(target.device):
         remarks.append(Remark(about="missing_kernel", text=f"speeds are of {slower}"))
@@ -161,10 +151,10 @@ def conditions(
     """How quiet the machine was, by its load and by what should have been equal `rates` of the
     target alone.
     """
-    low, middle, high = (
-        np.quantile(rates, [0.25, 0.5, 0.75]) if len(rates) >= 4 else (0.0, 0.0, 0.0)
-    )
-    spread = float((high - low) / middle) if middle else None
+    spread = None
+    if len(rates) >= 4:
+        low, middle, high = np.quantile(rates, [0.25, 0.5, 0.75])
+        spread = float((high - low) / middle)
     busy = loaded(load, cpus) or (spread or 0.0) > SPREAD
     return Conditions(domain=domain, temperature=temperature, load=load, spread=spread, busy=busy)
 
@@ -178,9 +168,14 @@ def loaded(load: Sequence[float], cpus: int) -> bool:
 
 def of_timing(conditions: Sequence[Conditions], cpus: int) -> list[Remark]:
     """Find timings taken on a busy machine: a high load, or rounds that differ."""
-    load = max((value for row in conditions for value in row["load"]), default=0.0)
+    load = max(chain.from_iterable(row["load"] for row in conditions), default=0.0)
     spread = max((row["spread"] or 0.0 for row in conditions), default=0.0)
-    causes = [f"load average {load:.1f} on {cpus} processors"] * loaded([load], cpus)
-    causes += [f"timings of the target vary by {spread:.0%}, IQR/median"] * (spread > SPREAD)
+    causes = []
+    if loaded([load], cpus):
+        causes.append(f"load average {load:.1f} on {cpus} processors")
+    if spread > SPREAD:
+        causes.append(f"timings of the target vary by {spread:.0%}, IQR/median")
+    if not causes:
+        return []
     text = f"the machine was busy during timing ({'; '.join(causes)}); treat speeds as rough"
-    return [Remark(about=BUSY, text=text)] * bool(causes)
+    return [Remark(about=BUSY, text=text)]

@@ -8,7 +8,7 @@ from eval.report.findings import lead
 from eval.report.formats import named_set, number, text_table, tree_name, with_interval
 from eval.report.tables import best_tau
 from eval.results_table import ResultsTable
-from eval.schema import Row
+from eval.schema import Estimate, Row
 
 
 def headline_and_table(results: ResultsTable) -> list[str]:
@@ -16,58 +16,60 @@ def headline_and_table(results: ResultsTable) -> list[str]:
     temperature.
     """
     rows = []
+    top = results.top_temperature
     for alpha in results.rows("alpha"):
-        if alpha["domain"] in results.domains() and alpha["temperature"] == results.top_temperature:
-            tau = best_tau(results, alpha["draft"], alpha["domain"], alpha["temperature"])
-            speedup, busy = (
-                results.beside(tau, "speedup"),
-                results.busy(alpha["domain"], alpha["temperature"]),
-            )
-            speed = (
-                f"~{number(speedup['value'], 1)}" if speedup and busy else with_interval(speedup, 2)
-            )
-            row = {"draft": alpha["draft"], "set": named_set(alpha), "alpha": with_interval(alpha)}
-            row |= {"tokens per call": with_interval(tau if tau["figure"] == "tau" else None, 2)}
-            row |= {"predicted": with_interval(results.beside(tau, "tau_predicted"), 2)}
-            row |= {"speed": speed, "tree": tree_name(tau["tree"] or "")}
+        if alpha["domain"] in results.domains() and alpha["temperature"] == top:
+            tau = best_tau(results, alpha["draft"], alpha["domain"], top)
+            speedup = results.beside(tau, "speedup")
+            speed = with_interval(speedup, 2)
+            if speedup and results.busy(alpha["domain"], top):
+                speed = f"~{number(speedup['value'], 1)}"
+            row = {
+                "draft": alpha["draft"],
+                "set": named_set(alpha),
+                "alpha": with_interval(alpha),
+                "tokens per call": with_interval(tau if tau["figure"] == "tau" else None, 2),
+                "predicted": with_interval(results.beside(tau, "tau_predicted"), 2),
+                "speed": speed,
+                "tree": tree_name(tau["tree"] or ""),
+            }
             rows.append(row)
     head = lead(results)
-    again = [f"time again on a quiet machine: {head.command}"] if head.command else []
-    return [
-        head.headline,
-        *again,
-        *text_table(f"temperature {results.top_temperature:g}, 95 % intervals", rows),
-    ]
+    lines = [head.headline]
+    if head.command:
+        lines.append(f"time again on a quiet machine: {head.command}")
+    return lines + text_table(f"temperature {top:g}, 95 % intervals", rows)
 
 
 def summary(results: ResultsTable) -> dict[str, Any]:
     """Files, the decision, and the main figures with their intervals per draft, set and
     temperature.
     """
-    decision, cells, transfers = decide(results), [], []
-    decided = [
-        {key: getattr(cell, key) for key in ("domain", "temperature", "sign", "busy")}
-        | _figure(cell.speedup)
-        for cell in decision.cells
-    ]
+    decision = decide(results)
+    decided = []
+    for cell in decision.cells:
+        place = {"domain": cell.domain, "temperature": cell.temperature}
+        signs = {"sign": cell.sign, "busy": cell.busy}
+        decided.append({**place, **signs, **_figure("speedup", cell.speedup)})
+    cells = []
     for row in results.rows("alpha"):
         if row["domain"] in results.domains():
-            decoding = [_decoding(results, row, *method) for method in results.methods]
-            gain = _figure(results.beside(row, "gain"), "gain")
-            cells.append(
-                {**_place(row), "kind": row["kind"], **_figure(row), **gain, "decoding": decoding}
-            )
+            alphas = _figure("alpha", row) | _figure("gain", results.beside(row, "gain"))
+            decoding = [_decoding(results, row, tree, rule) for tree, rule in results.methods]
+            cells.append({**_place(row), "kind": row["kind"], **alphas, "decoding": decoding})
+    transfers = []
     for row in results.rows("transfer"):
-        transfers.append({**_place(row), **_figure(row), "undefined": results.why_undefined(row)})
+        undefined = {"undefined": results.why_undefined(row)}
+        transfers.append({**_place(row), **_figure("transfer", row), **undefined})
     return {
         "results": str(results.directory / "results.json"),
         "report": str(results.directory / "report.html"),
         "base": results.base,
         "decision": {
             "verdict": decision.verdict,
-            "setting": decision.setting and asdict(decision.setting),
+            "setting": asdict(decision.setting) if decision.setting else None,
             "cells": decided,
-            **_figure(decision.over_base, "over_base"),
+            **_figure("over_base", decision.over_base),
         },
         "remarks": [remark["text"] for remark in results.document["remarks"]],
         "peak_memory_bytes": results.document["clock"]["peak_memory_bytes"],
@@ -76,33 +78,38 @@ def summary(results: ResultsTable) -> dict[str, Any]:
     }
 
 
-def _place(row: Row) -> dict[str, Any]:
+def _place(row: Row) -> dict[str, object]:
     return {"draft": row["draft"], "domain": row["domain"], "temperature": row["temperature"]}
 
 
-def _figure(row: Any, name: str = "") -> dict[str, Any]:
-    name = name or row["figure"]
-    return {name: row and row["value"], f"{name}_ci": row and [row["low"], row["high"]]}
+def _figure(name: str, row: Row | Estimate | None) -> dict[str, object]:
+    if row is None:
+        return {name: None, f"{name}_ci": None}
+    return {name: row["value"], f"{name}_ci": [row["low"], row["high"]]}
 
 
-def _decoding(results: ResultsTable, row: Row, tree: str, verifier: str) -> dict[str, Any]:
-    def figure(name: str) -> Any:
+def _decoding(results: ResultsTable, row: Row, tree: str, verifier: str) -> dict[str, object]:
+    def figure(name: str) -> Row | None:
         return results.figure(name, row["draft"], row["domain"], row["temperature"], tree, verifier)
 
-    values = {
-        name: (other := figure(name)) and other["value"]
-        for name in ("tokens_per_s", "latency_s_per_token", "largest_gap")
-    }
-    run, same, gap = figure("tau_run"), figure("identical"), values.pop("largest_gap")
+    def value(name: str) -> float | None:
+        found = figure(name)
+        return found["value"] if found else None
+
+    identical: dict[str, object] | None = None
+    if same := figure("identical"):
+        gap = value("largest_gap")
+        identical = {"same": int(same["value"] or 0), "of": same["n"], "largest_gap": gap}
+    run = figure("tau_run")
     return {
         "tree": tree,
         "verifier": verifier,
         "lossless": results.lossless(verifier),
-        **_figure(figure("tau"), "tau"),
-        **_figure(figure("tau_predicted"), "tau_predicted"),
-        **_figure(figure("speedup"), "speedup"),
-        "tau_predicted_run": run and [run["low"], run["high"]],
-        "identical_outputs": same
-        and {"same": int(same["value"] or 0), "of": same["n"], "largest_gap": gap},
-        **values,
+        **_figure("tau", figure("tau")),
+        **_figure("tau_predicted", figure("tau_predicted")),
+        **_figure("speedup", figure("speedup")),
+        "tau_predicted_run": [run["low"], run["high"]] if run else None,
+        "identical_outputs": identical,
+        "tokens_per_s": value("tokens_per_s"),
+        "latency_s_per_token": value("latency_s_per_token"),
     }

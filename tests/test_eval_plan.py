@@ -15,8 +15,10 @@ import pytest
 from decode import DynamicTree, Tree, parse_tree
 from decode.tree_spec import kary
 from eval.bootstrap import PromptSums, quotient, resamples
-from eval.planning.plan import _engines, _pays
-from eval.planning.plan_model import JointRuns, fit, isotonic, kary_space, shapes, time_shapes
+from eval.planning.engines import engine_rows
+from eval.planning.expected_tokens import JointRuns, kary_space
+from eval.planning.plan import _pays
+from eval.planning.step_costs import fit, isotonic, shapes, time_shapes
 
 
 def _runs(chances: list[list[float]]) -> JointRuns:
@@ -132,16 +134,16 @@ def test_every_engine_gets_the_length_that_is_best_under_its_own_rule():
         rate=lambda tree, rule: (10.0 - abs(tree.size - best[rule]), 1.5),
         costs=SimpleNamespace(alone=0.2),
     )
-    rows = _engines("draft", expected, range(1, 9))
+    rows = engine_rows("draft", expected, range(1, 9))
     lengths = {row["engine"]: row["draft_tokens"] for row in rows}
     assert lengths == {"vllm": 2, "sglang": 2, "llama.cpp": 2, "transformers": 5}
     assert all(row["speedup"] == 2.0 for row in rows)
-    assert [row["engine"] for row in _engines("eagle3", expected, range(1, 4))] == [
+    assert [row["engine"] for row in engine_rows("eagle3", expected, range(1, 4))] == [
         "vllm",
         "sglang",
         "llama.cpp",
     ]
-    assert _engines("hydra", expected, range(1, 4)) == []
+    assert engine_rows("hydra", expected, range(1, 4)) == []
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -152,7 +154,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     """On a busy machine, and with no time, the plan is short and gives engines no advice."""
     monkeypatch.setattr("os.getloadavg", lambda: (99.0 if busy else 0.0, 0.0, 0.0))
     monkeypatch.setattr("eval.remarks.SPREAD", 1e9)  # the machine of the tests may be busy or not
-    monkeypatch.setattr("eval.planning.plan.LIMIT_S", 0.0 if busy else 900.0)
+    monkeypatch.setattr("eval.planning.planner.LIMIT_S", 0.0 if busy else 900.0)
     draft = shutil.copytree(draft_dir, tmp_path / "draft")
     words = [
         "--target",

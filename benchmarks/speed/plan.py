@@ -65,8 +65,9 @@ class BenchmarkConfig:
 
 def run(config: BenchmarkConfig) -> dict[str, Any]:
     """Plan, sweep, and time the best again."""
-    from eval.planning.plan import Planner, plan_pair, tried
-    from eval.planning.plan_model import kary_space
+    from eval.planning.expected_tokens import kary_space
+    from eval.planning.plan import plan_pair
+    from eval.planning.planner import Planner, tried
 
     pair = load_models(config.target, {"draft": config.draft}, device="cpu", dtype="float32")
     prompts = heldout_prompts(pair.tokenizer, config.prompts + config.again)

@@ -5,6 +5,7 @@
 import math
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,18 @@ from eval.schema import Estimate, Row
 from eval.suites import Suite
 
 # Properties that positions are grouped by, and the edges of their bins.
-ENTROPY, PLACE, CLASS = (
-    "entropy of the target, bits",
-    "position in the answer",
-    "class of the token",
-)
+ENTROPY = "entropy of the target, bits"
+PLACE = "position in the answer"
+CLASS = "class of the token"
 NEAR = "similarity to ID prompts"
 EDGES = {ENTROPY: (0.5, 1.5, 3.0), PLACE: (4, 16, 64), NEAR: (0.05, 0.2, 0.5)}
 # Length of the token n-grams that make two prompts similar.
 NGRAM = 3
 SHOWN_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 # Tokens seen less often than this are not listed among those that lost most.
-LEAST_SEEN, LISTED = 5, 12
+LEAST_SEEN = 5
+# Tokens that are listed.
+LISTED = 12
 _CODE = set("_=<>{}[]\\/|&^%$#@~*+`")
 
 
@@ -42,38 +43,30 @@ def diagnosis_rows(
     for group in setting.groups():
         if group.domain != group.kind:
             continue
-        diagnoses: dict[str, list[Diagnosis]] = {
-            draft: [alphas["diagnosis"] for alphas in group.parts(measured.alphas, draft)]
-            for draft in setting.drafts
-        }
+        diagnoses: dict[str, list[Diagnosis]] = {}
+        alphas = pd.DataFrame()
+        for draft in setting.drafts:
+            parts = group.parts(measured.alphas, draft)
+            diagnoses[draft] = [part["diagnosis"] for part in parts]
+            alphas[draft] = np.concatenate(joined(diagnoses[draft], "alpha"))
         outputs = joined(group.parts(measured.baselines), "output_ids")
-        near = [value for suite in group.suites for value in similar[suite.name]]
-        positions = _positions(outputs, near, diagnoses[setting.base], text_of)
-        alphas = pd.DataFrame(
-            {draft: np.concatenate(joined(parts, "alpha")) for draft, parts in diagnoses.items()}
-        )
-        parts = list(_by_part(group, positions, alphas))
+        near = list(chain.from_iterable(similar[suite.name] for suite in group.suites))
+        base = setting.base
+        positions = _positions(outputs, near, diagnoses[base], text_of)
+        sums_of = dict(_by_part(group, positions, alphas))
         for draft, diagnosis in diagnoses.items():
-            base = setting.base if draft != setting.base else None
-            for name, sums in parts:
-                rows.append(
-                    group.row("alpha_by_part", draft, estimate(sums[draft], group.picks), part=name)
-                )
-                rows.append(
-                    group.row(
-                        "positions_by_part", draft, sums[draft].denominator_P.sum(), part=name
-                    )
-                )
-                if base is not None:
+            for part, sums in sums_of.items():
+                alpha = estimate(sums[draft], group.picks)
+                count = sums[draft].denominator_P.sum()
+                rows.append(group.row("alpha_by_part", draft, alpha, part=part))
+                rows.append(group.row("positions_by_part", draft, count, part=part))
+                if draft != base:
                     gain = difference(sums[draft], sums[base], group.picks)
-                    rows.append(group.row("gain_by_part", draft, gain, part=name))
+                    rows.append(group.row("gain_by_part", draft, gain, part=part))
             rows += _calibration(group, draft, diagnosis)
             rows += _candidates(group, draft, diagnosis)
-            rows += (
-                _lost(group, draft, positions["text"], alphas[draft], alphas[base])
-                if base is not None
-                else []
-            )
+            if draft != base:
+                rows += _lost(group, draft, positions["text"], alphas[draft], alphas[base])
     return rows
 
 
@@ -84,17 +77,16 @@ def _positions(
     text_of: Callable[[int], str],
 ) -> pd.DataFrame:
     lengths = [len(output) for output in outputs]
-    texts = [text_of(token) for output in outputs for token in output]
-    return pd.DataFrame(
-        {
-            "prompt": np.repeat(np.arange(len(outputs)), lengths),
-            "text": texts,
-            ENTROPY: np.concatenate(joined(base, "entropy")),
-            PLACE: np.concatenate([np.arange(length) for length in lengths]),
-            CLASS: [token_class(text) for text in texts],
-            NEAR: np.repeat(near, lengths),
-        }
-    )
+    texts = [text_of(token) for token in chain.from_iterable(outputs)]
+    columns = {
+        "prompt": np.repeat(np.arange(len(outputs)), lengths),
+        "text": texts,
+        ENTROPY: np.concatenate(joined(base, "entropy")),
+        PLACE: np.concatenate([np.arange(length) for length in lengths]),
+        CLASS: [token_class(text) for text in texts],
+        NEAR: np.repeat(near, lengths),
+    }
+    return pd.DataFrame(columns)
 
 
 def _by_part(
@@ -114,12 +106,11 @@ def _by_part(
             part = pd.cut(part, [-math.inf, *edges, math.inf], right=False, labels=names)
         for name, inside in alphas.groupby(part, observed=True):
             by_prompt = inside.groupby(positions["prompt"])
-            count_P = by_prompt.size().reindex(prompts, fill_value=0).to_numpy(np.float64)
+            sizes = by_prompt.size().reindex(prompts, fill_value=0)
+            count_P = sizes.to_numpy(np.float64)
             sums = by_prompt.sum().reindex(prompts, fill_value=0.0)
-            yield (
-                f"{by}: {name}",
-                {draft: PromptSums(sums[draft].to_numpy(), count_P) for draft in alphas},
-            )
+            of_drafts = {draft: PromptSums(sums[draft].to_numpy(), count_P) for draft in alphas}
+            yield f"{by}: {name}", of_drafts
 
 
 def _lost(
@@ -130,16 +121,12 @@ def _lost(
     old: "pd.Series[float]",
 ) -> Iterator[Row]:
     """The tokens of the text at which most acceptance was lost in all, worst first."""
-    tokens = pd.DataFrame({"lost": new - old, "lost_alpha": new, "lost_base_alpha": old}).groupby(
-        texts
-    )
+    figures = pd.DataFrame({"lost": new - old, "lost_alpha": new, "lost_base_alpha": old})
+    tokens = figures.groupby(texts)
     seen = tokens.mean().assign(lost=tokens["lost"].sum(), n=tokens.size())
-    lost = (
-        seen[(seen["n"] >= LEAST_SEEN) & (seen["lost"] < 0)]
-        .sort_values("lost", kind="stable")
-        .head(LISTED)
-    )
-    for text, token in lost.iterrows():
+    often = seen[seen["n"] >= LEAST_SEEN]
+    lost = often[often["lost"] < 0].sort_values("lost", kind="stable")
+    for text, token in lost.head(LISTED).iterrows():
         for figure in ("lost", "lost_alpha", "lost_base_alpha"):
             yield group.row(figure, draft, token[figure], part=str(text), n=int(token["n"]))
 
@@ -149,11 +136,10 @@ def token_class(text: str) -> str:
     bare = text.strip()
     if not bare:
         return "whitespace"
-    foreign = (
-        ch for ch in bare if not ch.isascii() and not unicodedata.name(ch, "").startswith("LATIN")
-    )
-    if any(ch.isalpha() or ch == "\N{REPLACEMENT CHARACTER}" for ch in foreign):
-        return "non-Latin"
+    for ch in bare:
+        latin = ch.isascii() or unicodedata.name(ch, "").startswith("LATIN")
+        if not latin and (ch.isalpha() or ch == "\N{REPLACEMENT CHARACTER}"):
+            return "non-Latin"
     if any(ch.isdigit() for ch in bare):
         return "digits"
     if any(ch in _CODE for ch in bare):
@@ -165,12 +151,11 @@ def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
     """By set, the largest share of each prompt's token trigrams that one other ID prompt has
     too.
     """
-    known = [prompt for suite in suites if suite.kind == "id" for prompt in suite.prompts]
+    known = list(chain.from_iterable(suite.prompts for suite in suites if suite.kind == "id"))
     shares: dict[str, list[float]] = {suite.name: [] for suite in suites}
     for suite in suites:
-        for prompt, (runs, shared) in zip(
-            suite.prompts, overlaps(known, suite.prompts, NGRAM), strict=True
-        ):
+        counted = zip(suite.prompts, overlaps(known, suite.prompts, NGRAM), strict=True)
+        for prompt, (runs, shared) in counted:
             others = [count for index, count in shared.items() if known[index] is not prompt]
             shares[suite.name].append(max(others, default=0) / max(1, runs))
     return shares
@@ -179,18 +164,14 @@ def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
 def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:
     sums_PB3 = np.asarray(joined(new, "confidence"), np.float64)
     pooled_B3 = sums_PB3.sum(0)
-    if (
-        group.temperature
-    ):  # at 0 the target takes one token for sure, and no confidence but 1 would be right
+    # At temperature 0 the target takes one token for sure, and no confidence but 1 would be right.
+    if group.temperature:
         # ECE of every resample; it cannot fall below what noise within the bins makes of a
         # calibrated draft.
         ece_R = _ece(np.einsum("rp,pbc->rbc", group.picks.weights_RP, sums_PB3))
         low, high = interval(ece_R, group.picks, least=0.0, most=1.0)
-        yield group.row(
-            "ece",
-            draft,
-            Estimate(value=float(_ece(pooled_B3)), low=low, high=high, n=len(sums_PB3)),
-        )
+        value = float(_ece(pooled_B3))
+        yield group.row("ece", draft, Estimate(value=value, low=low, high=high, n=len(sums_PB3)))
     for tenth, (mass, sure, accepted) in enumerate(pooled_B3):
         yield group.row("drafted_mass", draft, mass, at=tenth)
         yield group.row("confidence", draft, sure / mass if mass else None, at=tenth)
@@ -200,20 +181,18 @@ def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator
 def _ece(sums_B3: Any) -> Any:
     """sum over bins of |accepted - confidence| over the mass drafted; NaN where nothing was."""
     assert sums_B3.shape[-2] == BINS
+    mass_B, sure_B, accepted_B = np.moveaxis(sums_B3, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.abs(sums_B3[..., 2] - sums_B3[..., 1]).sum(-1) / sums_B3[..., 0].sum(-1)
+        return np.abs(accepted_B - sure_B).sum(-1) / mass_B.sum(-1)
 
 
 def _candidates(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:
     counts = [len(values) for values in joined(new, "alpha")]
-    ways: list[tuple[str, list[Any], list[int]]] = [
-        ("candidates_best", joined(new, "best"), counts)
-    ]
-    if group.temperature:
-        ways.append(("candidates_drawn", joined(new, "drawn"), joined(new, "drawn_count")))
-    for figure, sums, below in ways:
-        for k in SHOWN_CANDIDATES:
-            accepted = estimate(
-                PromptSums.of([prompt[k - 1] for prompt in sums], below), group.picks
-            )
-            yield group.row(figure, draft, accepted, at=k)
+    for k in SHOWN_CANDIDATES:
+        best = [prompt[k - 1] for prompt in joined(new, "best")]
+        accepted = estimate(PromptSums.of(best, counts), group.picks)
+        yield group.row("candidates_best", draft, accepted, at=k)
+    for k in SHOWN_CANDIDATES if group.temperature else ():
+        drawn = [prompt[k - 1] for prompt in joined(new, "drawn")]
+        accepted = estimate(PromptSums.of(drawn, joined(new, "drawn_count")), group.picks)
+        yield group.row("candidates_drawn", draft, accepted, at=k)

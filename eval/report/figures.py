@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -18,8 +19,10 @@ from eval.report.theme import WIDTH, Look, drawing
 from eval.results_table import ResultsTable
 from eval.schema import Row
 
-# Inches per line of a dot plot, and above and below the lines.
-LINE, FRAME = 0.25, 0.75
+# Inches per line of a dot plot.
+LINE = 0.25
+# Inches above and below the lines.
+FRAME = 0.75
 NAME = 16  # characters of a name beside the dots
 HEADING = 36
 # Typical drafts: their share of the target's parameters, which is their cost if memory bandwidth is
@@ -31,6 +34,8 @@ TYPICAL_COSTS: dict[str, tuple[float, Literal["left", "right"]]] = {
 }
 CHEAPEST = -50  # of the costs of a draft call that are drawn, in twentieths of a power of ten
 LEGEND_LINE = 0.23  # inches
+# Coordinates of what stands beside the line `y` of a dot plot.
+BESIDE = ("axes fraction", "data")
 SHARES = (-0.03, 1.03)  # of an axis from 0 to 1, with whole marks at its ends
 
 
@@ -58,70 +63,73 @@ def _dot_plots(
     """Draw panels of (label, lines) one above the other. The x limits hold every interval, within
     `bounds`; a vertical line stands at `reference`, and `notes` above the numbers on the right.
     """
+    height = sum(len(lines) * LINE + FRAME for _, lines in panels)
     with drawing(look.colours):
-        figure = Figure(figsize=(WIDTH, sum(len(lines) * LINE + FRAME for _, lines in panels)))
-        for ax, (label, lines) in zip(
-            figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
-        ):
+        figure = Figure(figsize=(WIDTH, height))
+        axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for ax, (label, lines) in zip(axes, panels, strict=True):
             values = [] if reference is None else [reference]
+            names = {}
             for y, line in enumerate(lines):
-                values += _draw(ax, look, y, line)
-            named = [(y, line) for y, line in enumerate(lines) if line.draft is not None]
-            ax.set_yticks([y for y, _ in named], [shortened(line.text, NAME) for _, line in named])
-            for text, (_, line) in zip(ax.get_yticklabels(), named, strict=True):
-                text.set_color(look.colour(line.draft or ""))
+                if line.draft is None:
+                    _heading(ax, look, y, line.text)
+                else:
+                    names[y] = shortened(line.text, NAME)
+                    values += _dots(ax, look, y, line, line.draft)
+            ax.set_yticks(list(names), list(names.values()))
+            for text, y in zip(ax.get_yticklabels(), names, strict=True):
+                text.set_color(look.colour(lines[y].draft or ""))
             if reference is not None:
                 ax.axvline(reference, color=look.colours["soft"], lw=1)
             if values:
-                air = max(0.05 * (max(values) - min(values)), 0.02)
-                ax.set_xlim(max(bounds[0], min(values) - air), min(bounds[1], max(values) + air))
+                low = min(values)
+                high = max(values)
+                air = max(0.05 * (high - low), 0.02)
+                ax.set_xlim(max(bounds[0], low - air), min(bounds[1], high + air))
             ax.set_ylim(len(lines) - 0.4, -0.6)
             ax.grid(visible=False, axis="y")
             ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
             ax.set_xlabel(label)
-            ax.annotate(
-                notes, (1.02, -0.8), xycoords=("axes fraction", "data"), color=look.colours["soft"]
-            )
+            ax.annotate(notes, (1.02, -0.8), xycoords=BESIDE, color=look.colours["soft"])
     return figure
 
 
-def _draw(ax: Axes, look: Look, y: int, line: Line) -> list[float]:
-    place = ("axes fraction", "data")
-    if line.draft is None:
-        box = {"facecolor": look.colours["paper"], "lw": 0, "pad": 1}
-        text = shortened(line.text, HEADING)
-        ax.annotate(
-            text,
-            (0, y),
-            xycoords=place,
-            fontweight="bold",
-            va="center",
-            bbox=box,
-            zorder=5,
-            color=look.colours["ink"],
-        )
-        return []
-    colour, values = look.colour(line.draft), []
+def _heading(ax: Axes, look: Look, y: int, text: str) -> None:
+    ax.annotate(
+        shortened(text, HEADING),
+        (0, y),
+        xycoords=BESIDE,
+        fontweight="bold",
+        va="center",
+        bbox={"facecolor": look.colours["paper"], "lw": 0, "pad": 1},
+        zorder=5,
+        color=look.colours["ink"],
+    )
+
+
+def _dots(ax: Axes, look: Look, y: int, line: Line, draft: str) -> list[float]:
+    """Draw the dots of a line; return all values that the axis must hold."""
+    colour = look.colour(draft)
+    values = []
     if line.dashed is not None:
-        ax.plot(
-            [line.dashed] * 2, [y - 0.5, y + 0.5], color=look.colours["base"], lw=1, ls=(0, (2, 2))
-        )
+        ends = [y - 0.5, y + 0.5]
+        ax.plot([line.dashed] * 2, ends, color=look.colours["base"], lw=1, ls=(0, (2, 2)))
     for row in line.dots:
         if row is None or row["value"] is None:
             continue
         hollow = row["kind"] == "ood"
-        at = y + (0 if len(line.dots) == 1 else 0.16 if hollow else -0.16)
+        side = 0.16 if hollow else -0.16
+        at = y if len(line.dots) == 1 else y + side
         values.append(row["value"])
         if row["low"] is not None and row["high"] is not None:
-            values += [row["low"], row["high"]]
-            ax.plot(
-                [row["low"], row["high"]], [at, at], color=colour, lw=1.8, solid_capstyle="round"
-            )
+            ends = [row["low"], row["high"]]
+            values += ends
+            ax.plot(ends, [at, at], color=colour, lw=1.8, solid_capstyle="round")
         face = look.colours["paper"] if hollow else colour
         # A mark at the end of the axis, as where everything is accepted, is drawn whole.
-        mark = look.marker(line.draft)
+        mark = look.marker(draft)
         ax.plot(row["value"], at, mark, ms=5.5, mec=colour, mew=1.4, mfc=face, clip_on=False)
-    ax.annotate(line.note, (1.02, y), xycoords=place, va="center", color=look.colours["ink"])
+    ax.annotate(line.note, (1.02, y), xycoords=BESIDE, va="center", color=look.colours["ink"])
     return values
 
 
@@ -134,12 +142,10 @@ def alpha_figure(results: ResultsTable, look: Look) -> Figure | None:
         lines: list[Line] = []
         for domain in results.domains():
             base = results.alpha(results.base, domain, temperature)["value"]
-            alphas = [results.alpha(draft, domain, temperature) for draft in results.drafts]
             lines.append(Line(f"{domain} ({results.kind(domain).upper()})"))
-            lines += [
-                Line(row["draft"], row["draft"], [row], number(row["value"]), base)
-                for row in alphas
-            ]
+            for draft in results.drafts:
+                row = results.alpha(draft, domain, temperature)
+                lines.append(Line(draft, draft, [row], number(row["value"]), base))
         panels.append((f"expected acceptance α, T = {temperature:g}", lines))
     return _dot_plots(look, panels, (-0.01, 1.01))
 
@@ -156,12 +162,10 @@ def gain_figure(results: ResultsTable, look: Look) -> Figure | None:
         for draft in results.aligned:
             lines.append(Line(draft))
             for domain in results.domains():
-                gain, transfer = (
-                    get(draft, domain, temperature) for get in (results.gain, results.transfer)
-                )
-                lines.append(
-                    Line(domain, draft, [gain], "ID" if transfer is None else kept(transfer, gain))
-                )
+                gain = results.gain(draft, domain, temperature)
+                transfer = results.transfer(draft, domain, temperature)
+                note = "ID" if transfer is None else kept(transfer, gain)
+                lines.append(Line(domain, draft, [gain], note))
         panels.append((f"gain in α over {shortened(results.base, 14)}, T = {temperature:g}", lines))
     notes = "transfer" if results.domains("ood") else ""
     return _dot_plots(look, panels, (-1.0, 1.0), reference=0.0, notes=notes)
@@ -172,19 +176,16 @@ def tau_figure(results: ResultsTable, look: Look) -> Figure | None:
     sets.
     """
     panels = []
-    for name, title in (
-        ("tau", "tokens per target call, τ"),
-        ("speedup", "speed, the target alone = 1"),
-    ):
+    titles = {"tau": "tokens per target call, τ", "speedup": "speed, the target alone = 1"}
+    for name, title in titles.items():
         lines: list[Line] = []
         for tree, verifier in results.methods if any(results.rows(name)) else ():
             lossy = "" if results.lossless(verifier) else " · lossless: false"
             lines.append(Line(f"{tree_name(tree)} · {verifier}{lossy}"))
             for draft in results.drafts:
-                rows = [
-                    results.figure(name, draft, kind, None, tree, verifier)
-                    for kind in results.kinds
-                ]
+                rows = []
+                for kind in results.kinds:
+                    rows.append(results.figure(name, draft, kind, None, tree, verifier))
                 note = " / ".join(number(row["value"] if row else None, 2) for row in rows)
                 lines.append(Line(draft, draft, rows, note))
         if lines:
@@ -216,11 +217,10 @@ def _panels(
             ax.set_visible(False)
         figure.supxlabel(label, color=look.colours["soft"], fontsize=11)
         # A draft may be missing from the first panel and not from others.
-        entries = {
-            text: line
-            for ax in axes
-            for line, text in zip(*ax.get_legend_handles_labels(), strict=True)
-        }
+        entries: dict[str, Artist] = {}
+        for ax in axes:
+            handles, texts = ax.get_legend_handles_labels()
+            entries.update(zip(texts, handles, strict=True))
         for abreast in (3, 2, 1):
             legend = figure.legend(
                 entries.values(), entries.keys(), loc="outside upper left", ncols=abreast
@@ -229,23 +229,23 @@ def _panels(
                 break
             legend.remove()
         # The panels stay as high as they are, however many drafts are named above them.
-        figure.set_figheight(
-            figure.get_figheight() + LEGEND_LINE * (-(-len(entries) // abreast) - 1)
-        )
+        legend_lines = -(-len(entries) // abreast)
+        figure.set_figheight(figure.get_figheight() + LEGEND_LINE * (legend_lines - 1))
     return figure
 
 
 def _line(
-    ax: Axes, look: Look, draft: str, points: Sequence[tuple[float, float]], **style: Any
+    ax: Axes, look: Look, draft: str, x: Sequence[float], y: Sequence[float], **style: object
 ) -> None:
-    named: dict[str, Any] = {"label": shortened(draft, 16), "marker": look.marker(draft), "ms": 4.5}
-    ax.plot(
-        [x for x, _ in points], [y for _, y in points], color=look.colour(draft), **(named | style)
-    )
+    named = {"label": shortened(draft, 16), "marker": look.marker(draft), "ms": 4.5}
+    options: dict[str, Any] = {"color": look.colour(draft), **named, **style}
+    ax.plot(x, y, **options)
 
 
-def _by_depth(rows: Sequence[Row]) -> list[tuple[float, float]]:
-    return [(row["at"] or 0, row["value"]) for row in rows if row["value"] is not None]
+def _by_depth(ax: Axes, look: Look, draft: str, rows: Sequence[Row], **style: object) -> None:
+    depths = [row["at"] or 0 for row in rows if row["value"] is not None]
+    values = [row["value"] for row in rows if row["value"] is not None]
+    _line(ax, look, draft, depths, values, **style)
 
 
 def _sets(results: ResultsTable) -> dict[str, str]:
@@ -257,8 +257,10 @@ def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
     if not results.methods:
         return None
 
+    tree, verifier = results.methods[0]
+
     def series(draft: str, domain: str) -> list[Row]:
-        rows = results.series("accept", draft, domain, None, *results.methods[0])
+        rows = results.series("accept", draft, domain, None, tree, verifier)
         return [row for row in rows if row["value"] is not None]
 
     def draw(ax: Axes, domain: str) -> None:
@@ -266,24 +268,18 @@ def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
             rows = series(draft, domain)
             for row in rows:
                 if row["low"] is not None and row["high"] is not None:
-                    ax.plot(
-                        [row["at"] or 0] * 2,
-                        [row["low"], row["high"]],
-                        color=look.colour(draft),
-                        lw=1.2,
-                        alpha=0.5,
-                    )
+                    depth = [row["at"] or 0] * 2
+                    ends = [row["low"], row["high"]]
+                    ax.plot(depth, ends, color=look.colour(draft), lw=1.2, alpha=0.5)
             if rows:
-                _line(ax, look, draft, _by_depth(rows))
-        ax.set_ylim(*SHARES)
+                _by_depth(ax, look, draft, rows)
+        ax.set_ylim(SHARES)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
     titles = _sets(results)
-    titles = {
-        name: titles[name]
-        for name in titles
-        if any(series(draft, name) for draft in results.drafts)
-    }
+    for name in list(titles):
+        if not any(series(draft, name) for draft in results.drafts):
+            del titles[name]
     return _panels(look, titles, draw, "depth d") if titles else None
 
 
@@ -295,12 +291,16 @@ def calibration_figure(results: ResultsTable, look: Look) -> Figure | None:
     def draw(ax: Axes, kind: str) -> None:
         ax.plot([0, 1], [0, 1], color=look.colours["line"], lw=1)
         for draft in results.drafts:
-            sure, taken = (
-                results.series(figure, draft, kind) for figure in ("confidence", "acceptance")
+            sure = [row["value"] for row in results.series("confidence", draft, kind)]
+            taken = [row["value"] for row in results.series("acceptance", draft, kind)]
+            _line(
+                ax,
+                look,
+                draft,
+                [x for x in sure if x is not None],
+                [y for y in taken if y is not None],
             )
-            pairs = [(x["value"], y["value"] or 0.0) for x, y in zip(sure, taken, strict=True)]
-            _line(ax, look, draft, [(x, y) for x, y in pairs if x is not None])
-        ax.set_ylim(*SHARES)
+        ax.set_ylim(SHARES)
 
     return _by_kind(results, look, draw, "confidence", "confidence of the draft")
 
@@ -310,23 +310,17 @@ def candidates_figure(results: ResultsTable, look: Look) -> Figure | None:
 
     def draw(ax: Axes, kind: str) -> None:
         for draft in results.drafts:
-            best, drawn = (
-                results.series(figure, draft, kind)
-                for figure in ("candidates_best", "candidates_drawn")
-            )
-            _line(
-                ax,
-                look,
-                draft,
-                _by_depth(best),
-                ls=(0, (3, 2)),
-                **({"label": None} if drawn else {}),
-            )
+            best = results.series("candidates_best", draft, kind)
+            drawn = results.series("candidates_drawn", draft, kind)
+            dashed: dict[str, object] = {"ls": (0, (3, 2))}
             if drawn:
-                _line(ax, look, draft, _by_depth(drawn))
+                dashed["label"] = None
+            _by_depth(ax, look, draft, best, **dashed)
+            if drawn:
+                _by_depth(ax, look, draft, drawn)
         ax.set_xscale("log", base=2)
         ax.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
-        ax.set_ylim(*SHARES)
+        ax.set_ylim(SHARES)
 
     return _by_kind(results, look, draw, "candidates_best", "candidates k")
 
@@ -349,73 +343,92 @@ def cost_figure(results: ResultsTable, look: Look) -> Figure | None:
     method = next((method for method in results.methods if results.lossless(method[1])), None)
     if method is None:
         return None
-
-    def value(figure: str, draft: str, domain: str) -> float | None:
-        return (row := results.figure(figure, draft, domain, None, *method)) and row["value"]
-
+    domains = results.domains()
+    lines = []
+    for draft in results.drafts:
+        lines += [_CostLine.of(results, draft, domain, method) for domain in domains]
     # As far as this machine's most costly draft, so that its mark stands beside a line.
-    calls = [
-        value("draft_call", draft, domain) or 0.0
-        for draft in results.drafts
-        for domain in results.domains()
-    ]
-    costs = [
-        10 ** (power / 20)
-        for power in range(CHEAPEST, 1 + math.ceil(20 * math.log10(max([1.0, *calls]))))
-    ]
+    most = max([1.0, *(line.call for line in lines if line.call)])
+    powers = range(CHEAPEST, 1 + math.ceil(20 * math.log10(most)))
+    costs = [10 ** (power / 20) for power in powers]
     highest = [1.0]
 
     def draw(ax: Axes, domain: str) -> None:
-        for draft in results.drafts:
-            tau, depth_sum, steps = (
-                value(name, draft, domain) for name in ("tau", "depth_sum", "target_calls")
-            )
-            if not tau or not depth_sum or not steps:
-                continue
-            # A tree is drafted level by level, and verifying it costs as much as decoding one
-            # token.
-            depth = depth_sum / steps
-            _line(
-                ax,
-                look,
-                draft,
-                [(cost, tau / (depth * cost + 1)) for cost in costs],
-                markevery=(10, 24),
-            )
-            highest.append(tau / (depth * costs[0] + 1))
-            call, speedup = (value(name, draft, domain) for name in ("draft_call", "speedup"))
-            if call is not None and speedup is not None:
-                # A draft too cheap to be told from none stands at the left edge.
-                at, style = (
-                    max(call, costs[0]),
-                    {"label": None, "ms": 9, "mfc": look.colours["paper"], "mew": 1.8},
-                )
-                _line(
-                    ax,
-                    look,
-                    draft,
-                    [(at, speedup), (at, tau / (depth * at + 1))],
-                    marker="",
-                    label=None,
-                    ls=":",
-                )
-                _line(ax, look, draft, [(at, speedup)], **style)
-                highest.append(speedup)
-        for name, (typical, side) in TYPICAL_COSTS.items():
-            ax.axvline(typical, color=look.colours["line"], lw=1, zorder=0)
-            ax.annotate(
-                name,
-                (typical, 0.03),
-                xycoords=ax.get_xaxis_transform(),
-                rotation=90,
-                va="bottom",
-                ha=side,
-                fontsize=7.5,
-                color=look.colours["soft"],
-            )
+        for line in lines:
+            if line.domain == domain and line.depth and line.tau:
+                highest.append(line.draw(ax, look, costs))
+        _typical_costs(ax, look)
         ax.axhline(1, color=look.colours["soft"], lw=1)
         ax.set_xscale("log")
         ax.set_ylim(0, 1.06 * max(highest))
 
     label = f"cost of one draft call / one target call (T = {results.top_temperature:g})"
     return _panels(look, _sets(results), draw, label, 2.7)
+
+
+@dataclass(frozen=True)
+class _CostLine:
+    """What the speed of a draft on a set follows from. depth: draft calls per step, 0 if unknown.
+    call, speedup: as timed on this machine.
+    """
+
+    draft: str
+    domain: str
+    tau: float
+    depth: float
+    call: float | None
+    speedup: float | None
+
+    @classmethod
+    def of(
+        cls, results: ResultsTable, draft: str, domain: str, method: tuple[str, str]
+    ) -> "_CostLine":
+        def value(figure: str) -> float | None:
+            row = results.figure(figure, draft, domain, None, method[0], method[1])
+            return row["value"] if row else None
+
+        steps = value("target_calls")
+        depth = (value("depth_sum") or 0.0) / steps if steps else 0.0
+        return cls(
+            draft=draft,
+            domain=domain,
+            tau=value("tau") or 0.0,
+            depth=depth,
+            call=value("draft_call"),
+            speedup=value("speedup"),
+        )
+
+    def expected(self, cost: float) -> float:
+        """A tree is drafted level by level, and verifying it costs as much as decoding one
+        token.
+        """
+        return self.tau / (self.depth * cost + 1)
+
+    def draw(self, ax: Axes, look: Look, costs: Sequence[float]) -> float:
+        """Draw the line and this machine's mark; return the highest value."""
+        expected = [self.expected(cost) for cost in costs]
+        _line(ax, look, self.draft, costs, expected, markevery=(10, 24))
+        if self.call is None or self.speedup is None:
+            return expected[0]
+        # A draft too cheap to be told from none stands at the left edge.
+        at = max(self.call, costs[0])
+        ends = [self.speedup, self.expected(at)]
+        _line(ax, look, self.draft, [at, at], ends, marker="", label=None, ls=":")
+        hollow = {"ms": 9, "mfc": look.colours["paper"], "mew": 1.8}
+        _line(ax, look, self.draft, [at], [self.speedup], label=None, **hollow)
+        return max(expected[0], self.speedup)
+
+
+def _typical_costs(ax: Axes, look: Look) -> None:
+    for name, (typical, side) in TYPICAL_COSTS.items():
+        ax.axvline(typical, color=look.colours["line"], lw=1, zorder=0)
+        ax.annotate(
+            name,
+            (typical, 0.03),
+            xycoords=ax.get_xaxis_transform(),
+            rotation=90,
+            va="bottom",
+            ha=side,
+            fontsize=7.5,
+            color=look.colours["soft"],
+        )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from eval.decision import Cell, Decision, Setting, decide
 from eval.report.formats import WORDS, number, percent, points, sign, tree_name, with_interval
 from eval.results_table import ResultsTable
-from eval.schema import BUSY, Row
+from eval.schema import BUSY, Row, SuiteKind
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,7 @@ class Lead:
     """The head of a report: the decision, its cells (label, sentence), the changes, and whether
     outputs differ.
 
-    `draft` is the decided draft, or the best aligned one; `setting` the decided setting; `command`
-    repeats timings of a busy machine.
+    draft: the decided draft, or the best aligned one. command: repeats timings of a busy machine.
     """
 
     draft: str
@@ -40,9 +39,8 @@ TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}
 def lead(results: ResultsTable) -> Lead:
     """The decision, each of its cells, and the changes at each temperature."""
     decision = decide(results)
-    again = shlex.join(
-        ["draftsmith", "eval", "--time_again", results.document["config"].get("out", "DIR")]
-    )
+    out = results.document["config"].get("out", "DIR")
+    again = shlex.join(["draftsmith", "eval", "--time_again", out])
     return Lead(
         command=again if any(cell.busy for cell in decision.cells) else "",
         draft=decision.setting.draft if decision.setting else best_aligned(results),
@@ -56,29 +54,34 @@ def lead(results: ResultsTable) -> Lead:
 
 
 def _fill(template: str, decision: Decision, results: ResultsTable) -> str:
-    setting, cells = decision.setting, decision.paying or decision.cells
+    setting = decision.setting
     if setting is None:
         return template
-    whole = [row for cell in cells if (row := results.beside(cell.speedup, "speedup_with_prompt"))]
+    cells = decision.paying or decision.cells
+    speedups = [cell.speedup for cell in cells]
+    with_prompt = [results.beside(row, "speedup_with_prompt") for row in speedups]
+    whole = [row for row in with_prompt if row is not None]
+    rest = []
+    for cell_sign, text in WORDS["rest"].items():
+        if where := _where(decision, cell_sign):
+            rest.append(text.format(where))
     return template.format(
         draft=setting.draft,
         setting=_setting(setting),
         method=f"{tree_name(setting.tree)} and {setting.verifier}",
-        speed=_range([cell.speedup for cell in cells]),
+        speed=_range(speedups),
         whole=WORDS["whole"].format(speed=_range(whole)) if whole else "",
         where=_where(decision, 1),
         elsewhere="" if results.domains("ood") else WORDS["elsewhere"],
-        rest=" ".join(
-            text.format(where)
-            for sign, text in WORDS["rest"].items()
-            if (where := _where(decision, sign))
-        ),
+        rest=" ".join(rest),
     ).strip()
 
 
 def _range(rows: Sequence[Row]) -> str:
-    values = sorted(row["value"] or 0.0 for row in rows)
-    return " to ".join(dict.fromkeys(number(value, 2) for value in (values[0], values[-1])))
+    values = [row["value"] or 0.0 for row in rows]
+    low = number(min(values), 2)
+    high = number(max(values), 2)
+    return low if low == high else f"{low} to {high}"
 
 
 def _setting(setting: Setting) -> str:
@@ -94,21 +97,24 @@ def _where(decision: Decision, sign: int | None) -> str:
         cells = [cell for cell in decision.cells if cell.domain == name]
         if fit := [f"{cell.temperature:g}" for cell in cells if cell.sign == sign]:
             parts.append(name if len(fit) == len(cells) else f"{name} at T = {' and '.join(fit)}")
-    return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)
+    *first, last = parts or [""]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _detail(decision: Decision, results: ResultsTable) -> str:
-    text, over = _fill(WORDS["details"][decision.verdict], decision, results), decision.over_base
+    text = _fill(WORDS["details"][decision.verdict], decision, results)
     if decision.verdict in ("ship", "ship_for"):
+        over = decision.over_base
         if over is not None:
             words = WORDS["beats_base" if sign(over, 1.0) == 1 else "as_base"]
             text += " " + words.format(base=results.base, figure=with_interval(over, 2))
-        text += "" if results.domains("ood") else f" {WORDS['no_ood']}"
+        if not results.domains("ood"):
+            text += f" {WORDS['no_ood']}"
     if any(cell.busy for cell in decision.cells):
-        causes = [
-            remark["text"] for remark in results.document["remarks"] if remark["about"] == BUSY
-        ]
-        cause = causes[0] if causes else "the machine was busy during timing"
+        cause = "the machine was busy during timing"
+        for remark in results.document["remarks"]:
+            if remark["about"] == BUSY:
+                cause = remark["text"]
         text += f" {cause[0].upper()}{cause[1:]}. {WORDS['busy']}"
     return text
 
@@ -116,9 +122,8 @@ def _detail(decision: Decision, results: ResultsTable) -> str:
 def _cell(cell: Cell, decision: Decision, results: ResultsTable) -> tuple[str, str]:
     text = WORDS["cells"][cell.sign].format(speed=with_interval(cell.speedup, 2))
     if cell.fastest != decision.setting and (cell.fastest_speedup["value"] or 0) > 1:
-        text += (
-            f" Fastest there: {_setting(cell.fastest)}, {with_interval(cell.fastest_speedup, 2)}."
-        )
+        speed = with_interval(cell.fastest_speedup, 2)
+        text += f" Fastest there: {_setting(cell.fastest)}, {speed}."
     return f"{cell.domain} ({results.kind(cell.domain).upper()}), T = {cell.temperature:g}", text
 
 
@@ -135,31 +140,34 @@ def best_aligned(results: ResultsTable) -> str:
 
 
 def _change(results: ResultsTable, temperature: float) -> str:
-    draft, base = best_aligned(results), results.base
-    before, after = (
-        percent(results.alpha(name, "id", temperature)["value"]) for name in (base, draft)
-    )
+    draft = best_aligned(results)
+    base = results.base
+
+    def accepted(name: str, kind: SuiteKind) -> str:
+        return percent(results.alpha(name, kind, temperature)["value"])
+
+    before = accepted(base, "id")
     if draft == base:
         text = f"the target accepts {before} of what {base} drafts in distribution"
         if "ood" in results.kinds:
-            text += (
-                f" and {percent(results.alpha(base, 'ood', temperature)['value'])} out of "
-                "distribution"
-            )
+            text += f" and {accepted(base, 'ood')} out of distribution"
         return f"{text}."
-    count, both = (
-        len(results.aligned),
-        " in and out of distribution together" * (len(results.kinds) > 1),
-    )
-    who = "alignment" if count == 1 else f"{draft}, the best of {count} alignments{both},"
-    change = sign(results.gain(draft, "id", temperature))
-    text = str(WORDS["id_change"][change]).format(who=who, before=before, after=after)
-    if (worst := worst_set(results, draft, temperature)) is None:
+    who = "alignment"
+    if len(results.aligned) > 1:
+        both = " in and out of distribution together" if len(results.kinds) > 1 else ""
+        who = f"{draft}, the best of {len(results.aligned)} alignments{both},"
+    words = WORDS["id_change"][sign(results.gain(draft, "id", temperature))]
+    text = str(words.format(who=who, before=before, after=accepted(draft, "id")))
+    worst = worst_set(results, draft, temperature)
+    if worst is None:
         return f"{text}."
+    aside = ""
+    if len(results.domains("ood")) > 1:
+        change = number(100 * (worst["value"] or 0.0), 1, sign=True)
+        aside = f" (worst: {worst['domain']}, {change} points)"
     gain = results.gain(draft, "ood", temperature)
-    there = f"{worst['domain']}, {number(100 * (worst['value'] or 0.0), 1, sign=True)} points"
-    aside = f" (worst: {there})" if len(results.domains("ood")) > 1 else ""
-    return text + str(WORDS["ood_change"][sign(gain)]).format(points=points(gain), worst=aside)
+    words = WORDS["ood_change"][sign(gain)]
+    return text + str(words.format(points=points(gain), worst=aside))
 
 
 def worst_set(results: ResultsTable, draft: str, temperature: float) -> Row | None:
@@ -170,30 +178,28 @@ def worst_set(results: ResultsTable, draft: str, temperature: float) -> Row | No
 
 def _lossless(results: ResultsTable) -> str:
     """Whether outputs equal the target's own, over all lossless methods on every set."""
-    lossy = sorted({rule for _, rule in results.methods if not results.lossless(rule)})
+    rules = {rule for _, rule in results.methods}
+    lossy = sorted(rule for rule in rules if not results.lossless(rule))
     parts = [WORDS["lossy"].format(names=", ".join(lossy))] if lossy else []
-    sets = results.domains()
-    checks, gaps = (
-        [
-            row
-            for row in results.rows(figure)
-            if row["domain"] in sets and results.lossless(row["verifier"])
-        ]
-        for figure in ("identical", "largest_gap")
-    )
-    same, total = round(sum(row["value"] or 0.0 for row in checks)), sum(row["n"] for row in checks)
+    checks = []
+    gaps = [0.0]
+    for row in results.rows("identical", "largest_gap"):
+        if row["domain"] in results.domains() and results.lossless(row["verifier"]):
+            if row["figure"] == "identical":
+                checks.append(row)
+            else:
+                gaps.append(row["value"] or 0.0)
+    same = round(sum(row["value"] or 0.0 for row in checks))
+    total = sum(row["n"] for row in checks)
     if checks and same == total:
         who = "The others are lossless" if lossy else "Lossless"
         parts.append(WORDS["all_same"].format(who=who, same=same, total=total))
     elif checks:
-        gap, dtype = (
-            max(row["value"] or 0.0 for row in gaps),
-            results.document["models"]["target"]["dtype"],
-        )
+        gap = max(gaps)
+        dtype = results.document["models"]["target"]["dtype"]
         cause = WORDS["tie" if gap <= TIES.get(dtype, TIES["float32"]) else "no_tie"]
-        parts.append(
-            WORDS["some_same"].format(same=same, total=total, gap=gap, dtype=dtype, cause=cause)
-        )
-    elif len(lossy) < len({rule for _, rule in results.methods}):
+        words = WORDS["some_same"]
+        parts.append(words.format(same=same, total=total, gap=gap, dtype=dtype, cause=cause))
+    elif len(lossy) < len(rules):
         parts.append(WORDS["not_compared"])
     return " ".join(parts)

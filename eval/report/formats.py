@@ -26,7 +26,7 @@ def number(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
     """A number, with a plus if `sign`; an en dash if there is none. Zero has no sign."""
     if value is None:
         return NONE
-    text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+    text = f"{value:{'+' if sign else ''}.{digits}f}"
     return text.lstrip("+-") if float(text) == 0 else text.replace("-", MINUS)
 
 
@@ -37,11 +37,9 @@ def percent(value: float | None) -> str:
 
 def points(gain: Figure | None) -> str:
     """The size of a difference of shares in percentage points."""
-    return (
-        NONE
-        if gain is None or gain["value"] is None
-        else f"{number(abs(gain['value']) * 100, 1)} points"
-    )
+    if gain is None or gain["value"] is None:
+        return NONE
+    return f"{number(abs(gain['value']) * 100, 1)} points"
 
 
 def with_interval(
@@ -50,11 +48,11 @@ def with_interval(
     """A figure and its interval, 0.15 [0.12, 0.19]."""
     if figure is None or figure["value"] is None:
         return NONE
-    value, *ends = (
-        NONE if figure[key] is None else number(figure[key] * scale, digits, sign=sign)
-        for key in ("value", "low", "high")
-    )
-    return value if NONE in ends else f"{value} [{', '.join(ends)}]"
+    value = number(figure["value"] * scale, digits, sign=sign)
+    if figure["low"] is None or figure["high"] is None:
+        return value
+    low = number(figure["low"] * scale, digits, sign=sign)
+    return f"{value} [{low}, {number(figure['high'] * scale, digits, sign=sign)}]"
 
 
 def kept(transfer: Figure | None, gain: Figure | None) -> str:
@@ -75,18 +73,18 @@ def sign(figure: Figure | None, null: float = 0.0) -> int | None:
 
 def memory(value: int) -> str:
     """Bytes in decimal units."""
-    size, unit = float(value), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 999.5:
+    size = float(value)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5 or unit == "TB":
             break
-        size, unit = size / 1000, larger
+        size /= 1000
     return f"{size:.3g} {unit}"
 
 
 def named_set(row: Figure) -> str:
     """A prompt set with its kind, or all of a kind."""
-    domain, kind = row["domain"], row["kind"]
-    return f"all {kind.upper()}" if domain == kind else f"{domain} ({kind.upper()})"
+    kind = row["kind"].upper()
+    return f"all {kind}" if row["domain"] == row["kind"] else f"{row['domain']} ({kind})"
 
 
 def tree_name(spec: str) -> str:
@@ -108,7 +106,9 @@ def text_table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*rows[0], title=title, title_justify="left", box=None)
+    table = Table(title=title, title_justify="left", box=None)
+    for key in rows[0]:
+        table.add_column(key)
     for row in rows:
         table.add_row(*row.values())
     text = io.StringIO()

@@ -52,11 +52,14 @@ def write_report(results: ResultsTable) -> Path:
 
 def render_page(results: ResultsTable, png_directory: Path | None = None) -> str:
     """The page as text; PNGs beside it when a directory is given."""
-    look, pictures = Look(LIGHT, roles_of(results.drafts, results.base)), []
+    look = Look(LIGHT, roles_of(results.drafts, results.base))
+    pictures = []
     for name, draw in FIGURES.items():
-        if (figure := draw(results, look)) is None:
+        figure = draw(results, look)
+        if figure is None:
             continue
-        title, caption = WORDS["figures"][name]["title"], WORDS["figures"][name]["caption"]
+        title = WORDS["figures"][name]["title"]
+        caption = WORDS["figures"][name]["caption"]
         if name == "accept":
             tree, verifier = results.methods[0]
             lossy = "" if results.lossless(verifier) else " (lossless: false)"
@@ -67,7 +70,10 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
         pictures.append(Picture(title, caption, inline_svg(figure, name, f"{title}. {caption}")))
         if png_directory is not None:
             write_png(figure, png_directory / f"{name}.png")
-    suites = results.document["suites"]
+    prompts = {"id": 0, "ood": 0}
+    for suite in results.document["suites"]:
+        prompts[suite["kind"]] += suite["done"]
+    remarks = results.document["remarks"]
     head = lead(results)
     return render_template(
         "report.html.j2",
@@ -75,15 +81,10 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
         pictures,
         results=results.document,
         lead=head,
-        remarks=[
-            remark["text"] for remark in results.document["remarks"] if remark["about"] != BUSY
-        ],
+        remarks=[remark["text"] for remark in remarks if remark["about"] != BUSY],
         tables=tables(results),
         open_rows=OPEN_ROWS,
-        prompts={
-            kind: sum(suite["done"] for suite in suites if suite["kind"] == kind)
-            for kind in ("id", "ood")
-        },
+        prompts=prompts,
     )
 
 
@@ -96,11 +97,12 @@ def render_template(name: str, headline: str, pictures: Sequence[Picture], **val
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # No line ends inside T = 1 or 37 %.
-    environment.filters["unbroken"] = lambda text: text.replace(
-        " = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"
-    ).replace(" %", "\N{NO-BREAK SPACE}%")
-    palettes = {"light": LIGHT, "dark": DARK}
-    return environment.get_template(name).render(
-        headline=headline, pictures=pictures, **palettes, **values
-    )
+    environment.filters["unbroken"] = _unbroken
+    template = environment.get_template(name)
+    return template.render(headline=headline, pictures=pictures, light=LIGHT, dark=DARK, **values)
+
+
+def _unbroken(text: str) -> str:
+    """No line ends inside T = 1 or 37 %."""
+    text = text.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
+    return text.replace(" %", "\N{NO-BREAK SPACE}%")

@@ -4,9 +4,8 @@ templates/words.yaml lists.
 A column there is [figure, style of `STYLES`, digits], or the name of a column of `_special`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from decode.propose import CHAIN
 from eval.bootstrap import signs
@@ -56,11 +55,12 @@ NAMES: dict[str, Callable[[Row], str]] = {
 
 def tables(results: ResultsTable) -> list[Table]:
     """All tables of a report; one with no rows is left out."""
-    every = [
-        by_draft(results),
-        *(_of_figures(results, name) for name, words in WORDS["tables"].items() if "of" in words),
-    ]
-    return [table for table in (*every, _suites(results), _models(results)) if table.rows]
+    every = [by_draft(results)]
+    for name, words in WORDS["tables"].items():
+        if "of" in words:
+            every.append(_of_figures(results, name))
+    every += [_suites(results), _models(results)]
+    return [table for table in every if table.rows]
 
 
 def best_tau(results: ResultsTable, draft: str, domain: str, temperature: float) -> Row:
@@ -78,15 +78,13 @@ def best_tau(results: ResultsTable, draft: str, domain: str, temperature: float)
 
     def merit(tau: Row) -> tuple[bool, float, float]:
         timed = results.beside(tau, "speedup")
-        return (
-            results.lossless(tau["verifier"]),
-            (timed and timed["value"]) or 0.0,
-            tau["value"] or 0.0,
-        )
+        speedup = (timed["value"] if timed else None) or 0.0
+        return results.lossless(tau["verifier"]), speedup, tau["value"] or 0.0
 
-    return max(
-        (results.tau(draft, domain, temperature, *method) for method in results.methods), key=merit
-    )
+    taus = []
+    for tree, verifier in results.methods:
+        taus.append(results.tau(draft, domain, temperature, tree, verifier))
+    return max(taus, key=merit)
 
 
 def by_draft(results: ResultsTable) -> Table:
@@ -94,19 +92,16 @@ def by_draft(results: ResultsTable) -> Table:
     rows = []
     for draft in sorted(results.drafts, key=lambda draft: draft == results.base):
         for temperature in sorted(results.temperatures):
-            tau, worst = (
-                best_tau(results, draft, "id", temperature),
-                worst_set(results, draft, temperature),
-            )
+            tau = best_tau(results, draft, "id", temperature)
+            worst = worst_set(results, draft, temperature)
+            lost = f"{worst['domain']} {with_interval(worst, sign=True)}" if worst else NONE
             ood = results.gain(draft, "ood", temperature) if results.domains("ood") else None
             row = {
                 "draft": draft,
                 "T": f"{temperature:g}",
                 "gain ID [95 %]": with_interval(results.gain(draft, "id", temperature), sign=True),
                 "gain OOD [95 %]": with_interval(ood, sign=True),
-                "worst OOD set": f"{worst['domain']} {with_interval(worst, sign=True)}"
-                if worst
-                else NONE,
+                "worst OOD set": lost,
                 "of the ID gain": kept(results.transfer(draft, "ood", temperature), ood),
                 "τ ID [95 %]": with_interval(tau if tau["figure"] == "tau" else None, 2),
                 "tree": tree_name(tau["tree"] or NONE),
@@ -117,13 +112,16 @@ def by_draft(results: ResultsTable) -> Table:
     return _table("drafts", 2, rows)
 
 
-def _table(name: str, names: int, rows: Iterable[Mapping[str, str]]) -> Table:
-    rows = list(rows)
-    empty = [
-        key for key in (rows[0] if rows else ()) if all(row[key] in ("", NONE) for row in rows)
-    ]
-    rows = [{key: cell for key, cell in row.items() if key not in empty} for row in rows]
-    return Table(WORDS["tables"][name]["title"], WORDS["tables"][name]["note"], names, rows)
+def _table(name: str, names: int, rows: Sequence[Mapping[str, str]]) -> Table:
+    """Make a table without the columns that are empty."""
+    words = WORDS["tables"][name]
+    filled: dict[str, None] = {}
+    for row in rows:
+        filled |= dict.fromkeys(key for key, cell in row.items() if cell not in ("", NONE))
+    kept_rows = []
+    for row in rows:
+        kept_rows.append({key: cell for key, cell in row.items() if key in filled})
+    return Table(words["title"], words["note"], names, kept_rows)
 
 
 def _of_figures(results: ResultsTable, name: str) -> Table:
@@ -145,21 +143,17 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
         if isinstance(column, str):
             columns[heading] = special[column]
             continue
-        figure, style, digits = (
-            column if len(column) == 3 else (*column, *("plain", 3)[len(column) - 1 :])
-        )
-        depths = (
-            max((row["at"] or 0 for row in results.rows(figure)), default=0)
-            if "{at}" in heading
-            else 0
-        )
-        for at in range(1, depths + 1) or (None,):
+        figure = column[0]
+        style = column[1] if len(column) > 1 else "plain"
+        digits = column[2] if len(column) > 2 else 3
+        deepest = max((row["at"] or 0 for row in results.rows(figure)), default=0)
+        depths = range(1, deepest + 1) if "{at}" in heading else ()
+        for at in depths or (None,):
             columns[heading.format(at=at)] = _column(results, figure, at, style, digits)
-    return _table(
-        name,
-        len(words["names"]),
-        ({key: cell(row) for key, cell in columns.items()} for row in rows),
-    )
+    cells = []
+    for row in rows:
+        cells.append({key: cell(row) for key, cell in columns.items()})
+    return _table(name, len(words["names"]), cells)
 
 
 def _column(
@@ -178,9 +172,12 @@ def _special(results: ResultsTable, rows: Sequence[Row]) -> dict[str, Callable[[
     nodes = {tree: shape.get("nodes") or len(shape["parents"]) for tree, shape in shapes.items()}
 
     def verifier(row: Row) -> str:
-        return (row["verifier"] or NONE) + ", lossless: false" * (
-            not results.lossless(row["verifier"])
-        )
+        lossy = "" if results.lossless(row["verifier"]) else ", lossless: false"
+        return (row["verifier"] or NONE) + lossy
+
+    def id_gain(row: Row) -> str:
+        gain = results.gain(row["draft"], "id", row["temperature"])
+        return with_interval(gain, sign=True)
 
     def transfer(row: Row) -> str:
         if row["value"] is None or row["value"] < 0:
@@ -191,9 +188,7 @@ def _special(results: ResultsTable, rows: Sequence[Row]) -> dict[str, Callable[[
         "verifier": verifier,
         "nodes": lambda row: str(nodes[row["tree"]]),
         "Holm": _holm(results, rows),
-        "ID gain": lambda row: with_interval(
-            results.gain(row["draft"], "id", row["temperature"]), sign=True
-        ),
+        "ID gain": id_gain,
         "transfer": transfer,
         "why undefined": lambda row: results.why_undefined(row) or "",
     }
@@ -203,47 +198,58 @@ def _holm(results: ResultsTable, rows: Sequence[Row]) -> Callable[[Row], str]:
     """Which gains are clear of zero under Holm's correction: over the sets of a draft and
     temperature, and over the kinds of position of a draft, temperature and kind of sets.
     """
-    families: dict[tuple[Any, ...], list[Row]] = {}
+    families: dict[tuple[str, float, str], list[Row]] = {}
     for row in rows:
-        pooled = row["domain"] == row["kind"]
-        families.setdefault((row["draft"], row["temperature"], pooled and row["kind"]), []).append(
-            row
-        )
+        kind = row["kind"] if row["domain"] == row["kind"] else ""
+        families.setdefault((row["draft"], row["temperature"], kind), []).append(row)
     clear: dict[int, int | None] = {}
     for members in families.values():
         gains = [results.beside(row, "gain_by_part" if row["part"] else "gain") for row in members]
-        clear |= {id(row): sign for row, sign in zip(members, signs(gains), strict=True)}
+        for row, sign in zip(members, signs(gains), strict=True):
+            clear[id(row)] = sign
     return lambda row: CLEAR[clear[id(row)]]
 
 
 def _suites(results: ResultsTable) -> Table:
-    rows = [
-        {"set": f"{suite['name']} ({suite['kind'].upper()})", "source": suite["source"]}
-        | {key: str(suite[key]) for key in ("read", "done", "skipped", "failed")}
-        | {
-            "why skipped (first two)": "; ".join(
-                f"{s['row']}: {s['reason']}" for s in suite["skipped_rows"][:2]
-            )
+    rows = []
+    for suite in results.document["suites"]:
+        reasons = [f"{skip['row']}: {skip['reason']}" for skip in suite["skipped_rows"][:2]]
+        row = {
+            "set": f"{suite['name']} ({suite['kind'].upper()})",
+            "source": suite["source"],
+            "read": str(suite["read"]),
+            "done": str(suite["done"]),
+            "skipped": str(suite["skipped"]),
+            "failed": str(suite["failed"]),
+            "why skipped (first two)": "; ".join(reasons),
         }
-        for suite in results.document["suites"]
-    ]
+        rows.append(row)
     return _table("suites", 2, rows)
 
 
 def _models(results: ResultsTable) -> Table:
-    clock, models, rows = results.document["clock"], results.document["models"], []
+    clock = results.document["clock"]
+    models = results.document["models"]
+    rows = []
     for role, model in models.items():
-        training, quantize = model["training"], model["quantize"]
-        row = {"role": role, "model": model["name"], "type": model["model_type"]}
-        row["parameters"] = f"{model['parameters']:,}"
-        row["of target"] = number(model["parameters"] / models["target"]["parameters"])
-        row["memory"] = memory(model["memory_bytes"])
-        row["vocabulary"] = f"{model['vocabulary']:,}"
-        row["dtype"] = model["dtype"] if quantize == "none" else f"{quantize}, {model['dtype']}"
-        row["trained with"] = training["objective"] if training else NONE
-        row["on tokens"] = f"{training['response_tokens']:,}" if training else NONE
-        row["best step"] = f"{training['best_step']} of {training['steps']}" if training else NONE
-        rows.append(row | {"device": model["device"], "fingerprint": model["fingerprint"]})
+        training = model["training"]
+        quantized = "" if model["quantize"] == "none" else f"{model['quantize']}, "
+        row = {
+            "role": role,
+            "model": model["name"],
+            "type": model["model_type"],
+            "parameters": f"{model['parameters']:,}",
+            "of target": number(model["parameters"] / models["target"]["parameters"]),
+            "memory": memory(model["memory_bytes"]),
+            "vocabulary": f"{model['vocabulary']:,}",
+            "dtype": quantized + model["dtype"],
+            "trained with": training["objective"] if training else NONE,
+            "on tokens": f"{training['response_tokens']:,}" if training else NONE,
+            "best step": f"{training['best_step']} of {training['steps']}" if training else NONE,
+            "device": model["device"],
+            "fingerprint": model["fingerprint"],
+        }
+        rows.append(row)
     table = _table("models", 2, rows)
     whole = "" if clock["machine"]["gpu"] else ", all of the process included"
     return replace(

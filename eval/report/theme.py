@@ -34,7 +34,8 @@ _ROLES = {
     "d5": ("#9a7500", "#e6c229"),
     "d6": ("#2f93c4", "#9fd3f0"),
 }
-LIGHT, DARK = ({role: pair[index] for role, pair in _ROLES.items()} for index in (0, 1))
+LIGHT = {role: light for role, (light, _) in _ROLES.items()}
+DARK = {role: dark for role, (_, dark) in _ROLES.items()}
 # More of them than colours, so that no two of many drafts have both alike; the base draft has the
 # circle.
 _MARKERS = ("s", "D", "^", "v", "P", "X", "h")
@@ -64,7 +65,8 @@ class Look:
 def roles_of(drafts: Sequence[str], base: str) -> dict[str, str]:
     """A role for every draft: the base is grey, the others take the six colours in turn."""
     aligned = [draft for draft in drafts if draft != base]
-    return {base: "base"} | {draft: f"d{index % 6 + 1}" for index, draft in enumerate(aligned)}
+    roles = {draft: f"d{index % 6 + 1}" for index, draft in enumerate(aligned)}
+    return {base: "base", **roles}
 
 
 @contextmanager
@@ -75,9 +77,9 @@ def drawing(colours: dict[str, str]) -> Iterator[None]:
         "text.color": colours["ink"],
         "axes.edgecolor": colours["line"],
         "grid.color": colours["line"],
-        **dict.fromkeys(
-            ("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), colours["soft"]
-        ),
+        "axes.labelcolor": colours["soft"],
+        "xtick.labelcolor": colours["soft"],
+        "ytick.labelcolor": colours["soft"],
     }
     with matplotlib.rc_context(coloured, STYLE):
         yield
@@ -100,8 +102,8 @@ def inline_svg(figure: Figure, name: str, label: str) -> Markup:
         figure.savefig(
             buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
         )
-    svg = buffer.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = "<svg" + buffer.getvalue().partition("<svg")[2]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     for role, colour in LIGHT.items():
         svg = svg.replace(colour, f"var(--{role})")
     svg = re.sub(r"'DejaVu Sans'(, sans-serif)?", _FONTS, svg)

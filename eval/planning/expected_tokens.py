@@ -1,0 +1,103 @@
+"""How many tokens a step on a tree is expected to emit.
+
+A node is the ranks on its path. Its value is how often decoding reaches it: the mean over positions
+of the product of the chances that the text's tokens were accepted at these ranks and depths, one
+after another (`eval.acceptance`). A step emits 1 + the sum of its nodes' values.
+
+Sequoia's program (`decode.sequoia`) takes the value of a node to be a product of one number per
+rank; here runs that occur together count together. Values are means over all positions, not over
+those that decoding visits: they choose, and `eval.predict` says what to expect.
+
+Legend: P prompts, L positions, K ranks, D depths of a head (1 for a language model).
+"""
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode import Tree
+from decode.tree import tree_of_paths
+from decode.tree_spec import kary
+from eval.predict import Floats
+
+Path = tuple[int, ...]
+# MCSD's space: branching numbers of one level, and the most leaves (arXiv 2401.06706).
+BRANCHING = (1, 2, 4, 8, 16, 32)
+MOST_LEAVES = 32
+
+
+class JointRuns:
+    """Values of nodes, computed once each. `chances_DKPL` is 0 beyond the end of a text."""
+
+    def __init__(self, chances_DKPL: Floats, lengths_P: NDArray[np.int64]) -> None:
+        self._chances = chances_DKPL
+        self._positions = float(lengths_P.sum())
+        inside_PL = np.arange(chances_DKPL.shape[3]) < lengths_P[:, None]
+        self._runs: dict[Path, Floats] = {(): inside_PL.astype(float)}
+        self._values: dict[Path, float] = {}
+
+    def value(self, path: Path) -> float:
+        """How often a step accepts this node."""
+        if path not in self._values:
+            self._values[path] = float(self._run(path).sum()) / self._positions
+        return self._values[path]
+
+    def _run(self, path: Path) -> Floats:
+        if path not in self._runs:
+            level = len(path) - 1
+            here = self._chances[min(level, len(self._chances) - 1), path[-1]]
+            later = np.zeros_like(here)
+            if level < here.shape[1]:
+                later[:, : here.shape[1] - level] = here[:, level:]
+            self._runs[path] = self._run(path[:-1]) * later
+        return self._runs[path]
+
+    def length(self, tree: Tree) -> float:
+        """Expected tokens of a step, the target's own included."""
+        paths: list[Path] = []
+        for parent, rank in zip(tree.parents, tree.ranks, strict=True):
+            above = paths[parent] if parent >= 0 else ()
+            paths.append((*above, rank))
+        return 1.0 + sum(map(self.value, paths))
+
+    def grow(self, nodes: int, depth: int) -> list[Tree]:
+        """Return the best tree of 1, 2, ... `nodes` nodes within `depth` levels: each adds the most
+        valuable node.
+
+        Greedy is optimal if values fall with rank and depth, as they do up to noise.
+        """
+        waiting: list[tuple[float, Path]] = [(-self.value((0,)), (0,))]
+        chosen: list[Path] = []
+        trees = []
+        while waiting and len(chosen) < nodes:
+            value, path = heapq.heappop(waiting)
+            if value >= 0:
+                break
+            chosen.append(path)
+            trees.append(tree_of_paths(chosen))
+            if path[-1] + 1 < self._chances.shape[1]:
+                after = (*path[:-1], path[-1] + 1)
+                heapq.heappush(waiting, (-self.value(after), after))
+            if len(path) < depth:
+                heapq.heappush(waiting, (-self.value((*path, 0)), (*path, 0)))
+        return trees
+
+
+def kary_space(nodes: int, depth: int, ranks: int) -> dict[str, Tree]:
+    """MCSD's trees by spec: each level has one of `BRANCHING` children, and the tree at most
+    `MOST_LEAVES` leaves.
+    """
+    trees: dict[str, Tree] = {}
+
+    def extend(counts: Path, leaves: int, size: int) -> None:
+        for count in BRANCHING:
+            if count <= ranks and leaves * count <= MOST_LEAVES and size + leaves * count <= nodes:
+                levels = (*counts, count)
+                if max(levels) > 1:
+                    trees["kary:" + ",".join(map(str, levels))] = kary(levels)
+                if len(levels) < depth:
+                    extend(levels, leaves * count, size + leaves * count)
+
+    extend((), 1, 0)
+    return trees

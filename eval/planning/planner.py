@@ -1,0 +1,352 @@
+"""The steps of a plan: read answers, time steps, choose trees, confirm the best by the clock."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from decode import PROPOSERS, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree
+from decode.tree_spec import kary
+from drafts.heads.block import BlockHead
+from drafts.load import Draft, depth_limit, kind_of
+from draftsmith_core.errors import counted
+from draftsmith_core.models import eos_ids, vocabulary_size
+from draftsmith_core.prompts import Prompt
+from draftsmith_core.sampling import Sampling, generator, row_seed
+from eval.acceptance import Continuation
+from eval.bootstrap import PromptSums, estimate, quotient, resamples
+from eval.estimate import read_traces
+from eval.measuring import answers
+from eval.method import Method
+from eval.planning.expected_tokens import JointRuns, kary_space
+from eval.planning.step_costs import Costs, time_shapes
+from eval.predict import Traces, chances, predict
+
+# Most nodes and levels of a tree that is chosen.
+NODES = 64
+DEPTH = 16
+# Siblings per node that are predicted: RANKS if drawing that many is quick, else FEW_RANKS.
+RANKS = 32
+FEW_RANKS = 8
+MANY_ELEMENTS = 2**25
+STOPPING = ("chain:6,stop=0.1", "chain:8,stop=0.3", "chain:12,stop=0.5")
+# A longer block costs nothing extra, so draft the whole block and stop within it.
+BLOCK_STOPS = (0.05, 0.15, 0.3, 0.5)
+GROWING = (
+    "eagle2:depth=3,beam=3,nodes=8",
+    "eagle2:depth=5,beam=4,nodes=16",
+    "opt:nodes=12,depth=5,gain=0.2",
+)
+TEXT_BATCH = 16
+# Tokens of a run that times a step.
+STEP_TOKENS = 16
+# Prompts and tokens of a run that tries a tree.
+TRY_PROMPTS = 3
+TRY_TOKENS = 32
+# Time finalists again, with the same seeds, until each has run this long, in at most this many
+# rounds.
+CONFIRM_S = 1.0
+CONFIRM_ROUNDS = 5
+# Time limit. As it nears, skip optional work: more prompts, rounds, trees whose tau cannot be
+# predicted.
+LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tree that may be best. `spec` is None for a tree without a name; `rate` is in tokens per
+    second.
+    """
+
+    family: str
+    spec: str | None
+    shape: TreeShape
+    rate: float
+
+    @property
+    def name(self) -> str:
+        """The spec, or the size of a tree without one."""
+        size = f"{counted(self.shape.size, 'node')} in {counted(self.shape.depth, 'level')}"
+        return self.spec or f"static, {size}"
+
+
+@dataclass(frozen=True)
+class Predicted(Candidate):
+    """A static tree, whose rate follows from acceptance and the costs of a step."""
+
+    shape: Tree
+    step_s: float
+
+
+class Timed(Candidate):
+    """A tree whose steps vary in size, so that its rate was timed on a few prompts."""
+
+
+class Ran(NamedTuple):
+    """What one batch emitted, in how many seconds and steps."""
+
+    tokens: int
+    seconds: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Predictions for static trees, from one forward over the target's answers."""
+
+    sampling: Sampling
+    traces: Traces
+    costs: Costs
+
+    def tokens_per_call(self, tree: Tree, verifier: str) -> PromptSums:
+        """Tokens of every text over its predicted target calls."""
+        counts = predict(tree, verifier, self.sampling, self.traces)
+        assert counts is not None
+        return PromptSums.of(self.traces.lengths_P.tolist(), counts["target_calls"])
+
+    def rate(self, tree: Tree, verifier: str) -> tuple[float, float]:
+        """Tokens per second, and per step."""
+        tau = self.tokens_per_call(tree, verifier).pooled or 0.0
+        return tau / self.costs.step(tree), tau
+
+    def row(self, candidate: Predicted | Timed, seed: int) -> dict[str, Any]:
+        """A candidate as JSON. A tree that was timed has no predicted tau."""
+        step_s = tau = None
+        if isinstance(candidate, Predicted):
+            step_s = candidate.step_s
+            picks = resamples(len(self.traces.lengths_P), 500, row_seed(seed, "plan/tau"))
+            verifier = default_verifier(candidate.shape)
+            tau = estimate(self.tokens_per_call(candidate.shape, verifier), picks)
+        return {
+            "family": candidate.family,
+            "tree": candidate.name,
+            "tokens_per_s": candidate.rate,
+            "step_s": step_s,
+            "tau": tau,
+        }
+
+
+@dataclass
+class _Timing:
+    """Tokens and seconds of a decoder on every batch, rounds added up."""
+
+    decoder: SpeculativeDecoder
+    tokens: list[float]
+    seconds: list[float]
+
+    def sums(self, batches: int) -> PromptSums:
+        return PromptSums.of(self.tokens[:batches], self.seconds[:batches])
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """The target alone and the finalists by the clock, as JSON. `alone_s`: the target's seconds per
+    token, run by run.
+    """
+
+    rows: list[dict[str, Any]]
+    alone_s: list[float]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A pair and the traffic to plan for. Its clock starts when it is made."""
+
+    target: PreTrainedModel
+    draft: Draft
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    batch_size: int
+    max_new_tokens: int
+    seed: int
+    started: float = field(default_factory=time.perf_counter)
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
+
+    @property
+    def depth(self) -> int:
+        """Most levels of a tree."""
+        return min(DEPTH, depth_limit(self.draft) or DEPTH)
+
+    def within(self, share: float) -> bool:
+        """Whether less than this share of the time limit is over."""
+        return time.perf_counter() - self.started < share * LIMIT_S
+
+    def decoder(self, shape: TreeShape | None) -> SpeculativeDecoder:
+        """Return a decoder for this tree (None: no draft); raise ValueError if the draft cannot
+        draft this shape.
+        """
+        if shape is None:
+            return SpeculativeDecoder(self.target)
+        proposer = PROPOSERS[kind_of(self.draft)].make(self.draft)
+        return SpeculativeDecoder(self.target, proposer, shape, default_verifier(shape))
+
+    def run(
+        self,
+        decoder: SpeculativeDecoder,
+        contexts: Sequence[Sequence[int]],
+        tokens: int,
+        *,
+        ends: bool,
+    ) -> Ran:
+        """Decode one batch; `ends`: whether the target's end tokens end a row."""
+        seeds = [generator(row_seed(self.seed, f"plan/{index}")) for index in range(len(contexts))]
+        tokens = min(tokens, self.max_new_tokens)
+        eos = eos_ids(self.target) if ends else ()
+        batch = decoder.generate(contexts, self.sampling, tokens, seeds, eos)
+        rows = batch.generations
+        return Ran(
+            tokens=sum(len(row.output_ids) for row in rows),
+            seconds=batch.decode_s,
+            steps=max(row.stats.target_calls for row in rows),
+        )
+
+    def batches(self, count: int) -> list[list[tuple[int, ...]]]:
+        """Token ids of the first `count` batches of prompts."""
+        ids = [prompt.ids for prompt in self.prompts[: count * self.batch_size]]
+        starts = range(0, len(ids), self.batch_size)
+        return [ids[start : start + self.batch_size] for start in starts]
+
+    def answers(self) -> list[Continuation]:
+        """Continue the prompts with the target; stop after 30 % of the time."""
+        rows: list[Continuation] = []
+        while len(rows) < len(self.prompts) and (not rows or self.within(0.3)):
+            rows += answers(
+                self.target,
+                self.prompts[len(rows) : len(rows) + TEXT_BATCH],
+                self.sampling,
+                max_new_tokens=self.max_new_tokens,
+                batch_size=TEXT_BATCH,
+                seed=self.seed,
+            )
+        return rows
+
+    def ranks(self, texts: Sequence[Continuation]) -> int:
+        """Number of siblings whose acceptance is measured."""
+        elements = sum(len(row.output_ids) for row in texts) * vocabulary_size(self.target)
+        return RANKS if self.sampling.greedy or elements <= MANY_ELEMENTS else FEW_RANKS
+
+    def traces(self, texts: Sequence[Continuation]) -> Traces:
+        """Read the acceptance of chains and trees off the answers."""
+        chain = Method(f"chain:{self.depth}", "naive")
+        methods = [chain, Method(f"kary:{self.ranks(texts)}", "mcsd")]
+        traces, _ = read_traces(
+            self.target, {"d": self.draft}, texts, self.sampling, methods, batch_size=TEXT_BATCH
+        )
+        return traces["d"]
+
+    def time_steps(self, texts: Sequence[Continuation]) -> dict[str, list[float]]:
+        """Time steps on trees of several shapes, round by round. Contexts are the first two thirds
+        of each prompt plus answer.
+        """
+        contexts = []
+        for row in texts:
+            ids = [*row.prompt_ids, *row.output_ids]
+            contexts.append(ids[: max(1, 2 * len(ids) // 3)])
+        batch = [contexts[index % len(contexts)] for index in range(self.batch_size)]
+        decoder = cache(self.decoder)
+
+        def seconds(tree: Tree | None) -> float:
+            ran = self.run(decoder(tree), batch, STEP_TOKENS, ends=False)
+            return ran.seconds / ran.steps
+
+        return time_shapes(seconds, depth_limit(self.draft), lambda: self.within(0.5))
+
+    def choose(self, expected: Expected, ranks: int) -> list[Predicted]:
+        """Predict the rate of static trees, fastest first."""
+        traces = expected.traces
+        runs = JointRuns(chances(ranks, "mcsd", self.sampling, traces), traces.lengths_P)
+        candidates: dict[Tree, Predicted] = {}
+
+        def add(family: str, spec: str | None, tree: Tree) -> None:
+            if tree not in candidates:
+                step_s = expected.costs.step(tree)
+                rate = self.batch_size * runs.length(tree) / step_s
+                candidates[tree] = Predicted(family, spec, tree, rate, step_s)
+
+        for levels in range(1, self.depth + 1):
+            add("chain", f"chain:{levels}", kary((1,) * levels))
+        for spec, tree in kary_space(NODES, self.depth, ranks).items():
+            add("kary", spec, tree)
+        for levels in range(2, self.depth + 1):
+            for tree in runs.grow(NODES, levels):
+                if not tree.is_chain:
+                    add("grown", None, tree)
+        return sorted(candidates.values(), key=lambda candidate: -candidate.rate)
+
+    def try_trees(self) -> tuple[list[Timed], list[dict[str, str]]]:
+        """Time trees with a stop and growing ones on a few prompts. Return also the skipped trees
+        with the reason.
+        """
+        candidates: list[Timed] = []
+        not_tried = []
+        batches = self.batches(TRY_PROMPTS)
+        for spec in tried(self.draft):
+            if not self.within(0.7):
+                not_tried.append({"tree": spec, "reason": "no time was left"})
+                continue
+            shape = parse_tree(spec)
+            try:
+                decoder = self.decoder(shape)
+            except ValueError as error:
+                not_tried.append({"tree": spec, "reason": str(error)})
+                continue
+            self.run(decoder, batches[0], 4, ends=False)  # warm-up
+            runs = [self.run(decoder, batch, TRY_TOKENS, ends=True) for batch in batches]
+            rate = sum(ran.tokens for ran in runs) / sum(ran.seconds for ran in runs)
+            candidates.append(Timed("stop" if "stop" in spec else "grows", spec, shape, rate))
+        return candidates, not_tried
+
+    def confirm(self, finalists: Sequence[Candidate], count: int) -> Confirmed:
+        """Time the target alone and every finalist on `count` batches, interleaved in rotating
+        order, until each has run `CONFIRM_S`.
+        """
+        batches = self.batches(count)
+        timings = []
+        for shape in [None, *(finalist.shape for finalist in finalists)]:
+            decoder = self.decoder(shape)
+            self.run(decoder, batches[0], 8, ends=False)  # warm-up
+            timings.append(_Timing(decoder, [0.0] * len(batches), [0.0] * len(batches)))
+        alone_s: list[float] = []
+        for round_ in range(CONFIRM_ROUNDS):
+            for index, batch in enumerate(batches):
+                if alone_s and not self.within(1.0):
+                    break
+                turn = (round_ + index) % len(timings)
+                for timing in timings[turn:] + timings[:turn]:
+                    ran = self.run(timing.decoder, batch, self.max_new_tokens, ends=True)
+                    timing.tokens[index] += ran.tokens
+                    timing.seconds[index] += ran.seconds
+                    if timing is timings[0]:
+                        alone_s.append(ran.seconds / ran.tokens)
+            least_s = min(sum(timing.seconds) for timing in timings)
+            if least_s >= CONFIRM_S or not self.within(1.0):
+                break
+        timed = sum(second > 0 for second in timings[0].seconds)
+        picks = resamples(timed, 2000, row_seed(self.seed, "plan/confirm"))
+        alone = timings[0].sums(timed)
+        rows: list[dict[str, Any]] = [
+            {"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None}
+        ]
+        for finalist, timing in zip(finalists, timings[1:], strict=True):
+            sums = timing.sums(timed)
+            row = {
+                "tree": finalist.name,
+                "tokens_per_s": sums.pooled,
+                "speedup": quotient(sums, alone, picks),
+                "predicted_or_tried": finalist.rate,
+                "family": finalist.family,
+            }
+            rows.append(row)
+        return Confirmed(rows, alone_s)
+
+
+def tried(draft: Draft) -> tuple[str, ...]:
+    """Specs of the trees to time: their steps vary in size, so they cannot be predicted."""
+    if isinstance(draft, BlockHead):
+        stopping = [f"chain:{draft.depths},stop={stop}" for stop in BLOCK_STOPS]
+        return (*stopping, *GROWING)
+    return STOPPING + GROWING

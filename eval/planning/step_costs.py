@@ -1,0 +1,123 @@
+"""What a step on a tree costs on this machine.
+
+Steps are timed whole, in the engine, on real contexts, at the given batch size: forwards, masks,
+drawing, verifying and bookkeeping. F(n) is a step that verifies n rows and expands only the root.
+d(w) is one more forward of the draft, which expands w nodes. A step takes F(1 + nodes) + the sum of
+d over its levels but the first. Trees of one level give F; trees that have one level more give d.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from decode import Tree
+from decode.tree_spec import kary
+
+# Nodes of the trees of one level.
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+# Widths of a level that is expanded.
+WIDTHS = (4, 16)
+# Levels of the chain that is timed.
+CHAIN = 6
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a step. verify_s: by rows, the root included (F), 1 for the target without a
+    draft. draft_s: by nodes expanded in one forward (d).
+    """
+
+    verify_s: dict[int, float]
+    draft_s: dict[int, float]
+
+    @property
+    def alone(self) -> float:
+        return self.verify_s[1]
+
+    def step(self, tree: Tree) -> float:
+        """Seconds of a step on a static tree, interpolated linearly between what was measured."""
+        expanded = [0] * (tree.depth + 1)
+        for node, below in enumerate(tree.children):
+            if below and node:
+                level = tree.depths[node - 1]
+                expanded[level] += 1
+        drafting = sum(_interpolate(self.draft_s, width) for width in expanded if width)
+        return _interpolate(self.verify_s, tree.size + 1) + drafting
+
+
+def _interpolate(curve: dict[int, float], at: int) -> float:
+    sizes = sorted(curve)
+    if at > sizes[-1] and len(sizes) > 1:
+        low, high = sizes[-2:]
+        slope = (curve[high] - curve[low]) / (high - low)
+        return curve[high] + (at - high) * slope
+    return float(np.interp(at, sizes, [curve[size] for size in sizes]))
+
+
+def shapes(deepest: int | None) -> dict[str, Tree | None]:
+    """Trees to time by name, None for the target alone; `deepest`: most levels that the draft can
+    draft.
+    """
+    trees: dict[str, Tree | None] = {"alone": None}
+    trees |= {f"rows:{n}": Tree((-1,) * n) for n in ROWS}
+    if deepest is None or deepest > 1:
+        levels = min(CHAIN, deepest or CHAIN)
+        trees |= {f"width:{w}": kary((w, 1)) for w in WIDTHS}
+        trees[f"chain:{levels}"] = kary((1,) * levels)
+    return trees
+
+
+def fit(seconds: Mapping[str, Sequence[float]]) -> Costs:
+    """Costs from seconds per step of `shapes`, by name, round by round. Others on the machine only
+    add time, so the fastest round counts, and no step is taken to be faster than one with fewer
+    rows.
+    """
+    least = {name: min(values) for name, values in seconds.items()}
+    verify = isotonic({1: least["alone"]} | {1 + n: least[f"rows:{n}"] for n in ROWS})
+    draft: dict[int, float] = {}
+    for name, value in least.items():
+        kind, _, text = name.partition(":")
+        if kind == "width":
+            width = int(text)
+            draft[width] = max(0.0, value - _interpolate(verify, 1 + 2 * width))
+        elif kind == "chain":
+            levels = int(text)
+            draft[1] = max(0.0, (value - _interpolate(verify, 1 + levels)) / (levels - 1))
+    return Costs(verify, isotonic(draft) or {1: 0.0})
+
+
+def isotonic(curve: Mapping[int, float]) -> dict[int, float]:
+    """The curve that never falls and is closest in least squares (pool adjacent violators)."""
+    blocks: list[list[float]] = []
+    for size in sorted(curve):
+        blocks.append([curve[size]])
+        while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    means: list[float] = []
+    for block in blocks:
+        means += [fmean(block)] * len(block)
+    return dict(zip(sorted(curve), means, strict=True))
+
+
+def time_shapes(
+    time_step: Callable[[Tree | None], float], deepest: int | None, go_on: Callable[[], bool]
+) -> dict[str, list[float]]:
+    """Seconds per step of every shape, round by round, interleaved; no further round starts unless
+    `go_on()`.
+
+    `time_step(tree)` gives seconds per step of one short run.
+    """
+    trees = shapes(deepest)
+    seconds: dict[str, list[float]] = {name: [] for name in trees}
+    for tree in trees.values():
+        time_step(tree)  # warm-up: plans, packed weights and masks are made once
+    for turn in range(ROUNDS):
+        if turn and not go_on():
+            break
+        names = list(trees)
+        for name in names[turn:] + names[:turn]:
+            seconds[name].append(time_step(trees[name]))
+    return seconds
