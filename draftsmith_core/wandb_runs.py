@@ -18,6 +18,7 @@ from draftsmith_core.io import hash_json
 from draftsmith_core.ranks import launched, on_main
 
 if TYPE_CHECKING:
+    import wandb
     from accelerate import Accelerator
 
 log = logging.getLogger(__name__)
@@ -51,21 +52,16 @@ def without_prompts() -> Iterator[None]:
 
     stdin = sys.stdin
     try:
-        with open(os.devnull) as empty:
-            sys.stdin = empty
+        with open(os.devnull) as sys.stdin:
             yield
+    except InputError:
+        raise
     except (wandb.errors.Error, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        # The full text of a validation error contains the value, which may be the key.
-        reasons = (
-            [reason["msg"] for reason in error.errors()]
-            if hasattr(error, "errors")
-            else [one_line(error)]
-        )
-        raise InputError(
-            f"tracker: wandb: {', '.join(reasons).rstrip('.')}; or {_OFFLINE}"
-        ) from None
+        reason = one_line(error)
+        if hasattr(error, "errors"):
+            # The full text of a validation error contains the value, which may be the key.
+            reason = ", ".join(part["msg"] for part in error.errors())
+        raise InputError(f"tracker: wandb: {reason.rstrip('.')}; or {_OFFLINE}") from None
     finally:
         sys.stdin = stdin
 
@@ -77,88 +73,91 @@ def run_options(directory: Path, name: str, run_id: str, job_type: str) -> dict[
     import wandb
 
     directory.mkdir(parents=True, exist_ok=True)
-    # disable_git: wandb would upload uncommitted changes and the remote's address of the checkout
-    # it is started in.
-    settings = wandb.Settings(disable_git=True)
-    options = {
+    return {
         "dir": str(directory),
         "name": name,
         "id": run_id,
         "resume": "allow",
         "job_type": job_type,
+        # Else wandb uploads uncommitted changes of the directory it is started in, and its remote.
+        "settings": wandb.Settings(disable_git=True),
     }
-    return options | {"settings": settings}
 
 
-def start(accelerator: "Accelerator", config: Any, identity: dict[str, Any], run_dir: Path) -> None:
+def start(
+    accelerator: "Accelerator",
+    run_dir: Path,
+    identity: dict[str, Any],
+    *,
+    tracker: str,
+    project: str,
+) -> None:
     """Open the tracker of a training run, if there is one; a resumed run continues the same W&B
     run.
     """
-    if config.tracker == "wandb":
-        on_main(lambda: _start_wandb(accelerator, config, identity, run_dir))
-    elif config.tracker == "tensorboard":
-        # Its table of settings takes plain values only. Flush often, because a kill loses what is
-        # not flushed.
-        options = {"tensorboard": {"flush_secs": 10}}
+    if tracker == "wandb":
+        on_main(lambda: _start_wandb(accelerator, run_dir, identity, project))
+    elif tracker == "tensorboard":
+        # Its table of settings takes plain values only. A kill loses what is not flushed.
         accelerator.init_trackers(
-            "tensorboard", config={"identity": json.dumps(identity)}, init_kwargs=options
+            "tensorboard",
+            config={"identity": json.dumps(identity)},
+            init_kwargs={"tensorboard": {"flush_secs": 10}},
         )
 
 
 def _start_wandb(
-    accelerator: "Accelerator", config: Any, identity: dict[str, Any], run_dir: Path
+    accelerator: "Accelerator", run_dir: Path, identity: dict[str, Any], project: str
 ) -> None:
     # Another directory is another run.
     run_id = hash_json([str(run_dir.resolve()), identity])[:16]
     with without_prompts():
-        options = run_options(run_dir, Path(config.out).resolve().name, run_id, "train")
-        accelerator.init_trackers(config.project, config=identity, init_kwargs={"wandb": options})
+        options = run_options(run_dir, run_dir.resolve().parent.name, run_id, "train")
+        accelerator.init_trackers(project, config=identity, init_kwargs={"wandb": options})
         run = accelerator.get_tracker("wandb", unwrap=True)
-        for figure, best in (("loss", "min"), ("alpha", "max"), ("tau", "max")):
-            run.define_metric(f"heldout_{figure}", summary=best)
+        run.define_metric("heldout_loss", summary="min")
+        run.define_metric("heldout_alpha", summary="max")
+        run.define_metric("heldout_tau", summary="max")
         _catch_up(run, run_dir)
 
 
-def _catch_up(run: Any, run_dir: Path) -> None:
-    """Log the finished steps that the W&B run lacks: those not sent before a kill, and all of them
-    when offline.
+def _catch_up(run: "wandb.Run", run_dir: Path) -> None:
+    """Log the steps up to the newest checkpoint that the W&B run lacks: those not sent before a
+    kill, and all of them when offline.
     """
-    last = max(
-        (int(path.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*")),
-        default=-1,
-    )
+    checkpoints = run_dir.glob("checkpoints/step_*")
+    last = max((int(path.name.removeprefix("step_")) for path in checkpoints), default=-1)
     metrics = run_dir / "metrics.jsonl"
     for text in metrics.read_text().splitlines() if metrics.exists() else []:
         # A kill may have cut the last line short; that step is repeated.
-        line = json.loads(text) if text.endswith("}") else {"step": last + 1}
-        step = line.pop("step")
-        if run.step <= step <= last:
-            run.log(line, step=step)
+        if text.endswith("}"):
+            line = json.loads(text)
+            step = line.pop("step")
+            if run.step <= step <= last:
+                run.log(line, step=step)
 
 
 def finish(accelerator: "Accelerator", tracker: str, record: dict[str, Any], out: Path) -> None:
     """Log the checkpoint of a training run (W&B only), and close the tracker."""
     if tracker == "wandb" and accelerator.is_main_process:
-        import wandb
-
-        run = accelerator.get_tracker("wandb", unwrap=True)
         try:
             with without_prompts():
-                run.summary.update({key: record[key] for key in ("best_step", "fingerprint")})
-                # It refers to the draft's files by checksum; no weights are uploaded.
-                artifact = wandb.Artifact(
-                    f"draft-{record['fingerprint']}", type="model", metadata=record
-                )
-                for path in sorted(
-                    path
-                    for path in out.iterdir()
-                    if path.is_file() and not path.name.startswith(".")
-                ):
-                    artifact.add_reference(path.resolve().as_uri(), name=path.name)
-                run.log_artifact(artifact, aliases=["best"])
+                _log_checkpoint(accelerator.get_tracker("wandb", unwrap=True), record, out)
         except InputError as error:
             # The draft is written; a tracker that fails now must not fail the run.
             log.warning("%s", error)
     # `end_training` would also leave the process group, which the next stage of `align` needs.
     for opened in accelerator.trackers:
         opened.finish()
+
+
+def _log_checkpoint(run: "wandb.Run", record: dict[str, Any], out: Path) -> None:
+    """Log the files by checksum; no weights are uploaded."""
+    import wandb
+
+    run.summary.update({key: record[key] for key in ("best_step", "fingerprint")})
+    artifact = wandb.Artifact(f"draft-{record['fingerprint']}", type="model", metadata=record)
+    for path in sorted(out.glob("[!.]*")):
+        if path.is_file():
+            artifact.add_reference(path.resolve().as_uri(), name=path.name)
+    run.log_artifact(artifact, aliases=["best"])

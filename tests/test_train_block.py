@@ -82,7 +82,7 @@ def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind, target):
     plain.draft.load_state_dict(trainee.draft.state_dict())
     batch = batch_of(LONG[:1])
     states, _ = trainee.target.read(batch)
-    drafts = join(trainee.by_depth(batch, states), batch)
+    drafts = join(list(trainee.drafts(batch, states)), batch)
     paces_N = trainee.paces(drafts, batch)
     # Block by block, from the probabilities of its tokens.
     for anchor in (4, 27, 29):

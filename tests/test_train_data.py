@@ -20,7 +20,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import sha256_file
 from draftsmith_core.models import load_model
 from tests.train_laws import FAMILIES, tiny_family
-from train.batch import IGNORE, Totals, pack, packing_method
+from train.batch import IGNORE, LossSums, pack, packing_method
 from train.config import Optim
 from train.data import Examples, collate, divide, load_examples, order, packed, units, with_replay
 from train.loop import curves, learning_rate, make_optimizer
@@ -67,15 +67,10 @@ def test_tau_of_training_is_that_of_the_default_chain():
     """
 
     def tau(alphas: list[float]) -> float:
-        totals = Totals(
-            loss=0.0,
-            tokens=0.0,
-            missing=0.0,
-            missing_tokens=0.0,
-            depth_alpha_D=alphas,
-            depth_tokens_D=[1.0] * len(alphas),
-        )
-        return curves(totals, "heldout_")["heldout_tau"]
+        zero = torch.tensor(0.0)
+        alpha_D = torch.tensor(alphas, dtype=torch.float64)
+        sums = LossSums(zero, zero, alpha_D, torch.ones(len(alphas)))
+        return curves(sums, "heldout_")["heldout_tau"]
 
     assert tau([0.8]) == pytest.approx((1 - 0.8**5) / 0.2)
     assert tau([1.0]) == 5 and tau([0.0]) == 1

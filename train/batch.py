@@ -52,19 +52,23 @@ class LossSums(NamedTuple):
     processes.
 
     A tuple, because the wrappers of DDP, ZeRO and FSDP look for tensors in those. loss: scalar, the
-    sum of the weighted losses; all else has no gradient. tokens: number of valid tokens. alpha: sum
-    of sum_x min(p, q) at temperature 1 and depth 1. depth_alpha_D, depth_tokens_D: the same sum and
-    its number of tokens by depth; 0 tokens if not measured.
+    sum of the weighted losses; all else has no gradient. tokens: number of valid tokens.
+    depth_alpha_D, depth_tokens_D: by depth the sum of sum_x min(p, q) at temperature 1, and its
+    number of tokens; 0 tokens if not measured.
     missing: sum of the target's probability of tokens that the draft cannot give, or that stored
     teacher rows do not list; None if the teacher's whole distribution is known.
     """
 
     loss: Tensor
     tokens: Tensor
-    alpha: Tensor
     depth_alpha_D: Tensor
     depth_tokens_D: Tensor
     missing: Tensor | None = None
+
+    @property
+    def alpha(self) -> Tensor:
+        """Sum of sum_x min(p, q) at temperature 1 and depth 1."""
+        return self.depth_alpha_D[0]
 
     def to_vector(self) -> Tensor:
         """Pack the sums into one fp64 vector, which adds up over batches and processes.
@@ -72,50 +76,24 @@ class LossSums(NamedTuple):
         fp64, because the sums run over a whole held-out set.
         """
         zero = torch.zeros_like(self.tokens)
-        known = self.missing is None
-        parts = [
-            self.loss,
-            self.tokens,
-            zero if known else self.missing,
-            zero if known else self.tokens,
-            self.depth_alpha_D,
-            self.depth_tokens_D,
-        ]
-        flat = [part.detach().double().reshape(-1) for part in parts if part is not None]
-        return torch.cat(flat)
-
-
-@dataclass(frozen=True)
-class Totals:
-    """`LossSums` over batches and processes, as numbers; `missing_tokens`: those it was read at."""
-
-    loss: float
-    tokens: float
-    missing: float
-    missing_tokens: float
-    depth_alpha_D: list[float]
-    depth_tokens_D: list[float]
+        missing = [zero, zero] if self.missing is None else [self.missing, self.tokens]
+        parts = [self.loss, self.tokens, *missing, self.depth_alpha_D, self.depth_tokens_D]
+        return torch.cat([part.detach().double().reshape(-1) for part in parts])
 
     @classmethod
-    def from_vector(cls, vector: Tensor) -> "Totals":
-        """Unpack a sum of vectors of `LossSums.to_vector`."""
-        values = vector.tolist()
-        by_depth = values[4:]
-        depths = len(by_depth) // 2
-        return cls(
-            loss=values[0],
-            tokens=values[1],
-            missing=values[2],
-            missing_tokens=values[3],
-            depth_alpha_D=by_depth[:depths],
-            depth_tokens_D=by_depth[depths:],
-        )
+    def from_vector(cls, vector: Tensor) -> "LossSums":
+        """Unpack a sum of vectors of `to_vector`, to the CPU."""
+        vector = vector.cpu()
+        loss, tokens, missing, missing_tokens = vector[:4]
+        alpha_D, tokens_D = vector[4:].chunk(2)
+        return cls(loss, tokens, alpha_D, tokens_D, missing if missing_tokens else None)
 
     @property
     def alphas(self) -> list[float]:
         """Mean alpha of each depth that was measured."""
-        pairs = zip(self.depth_alpha_D, self.depth_tokens_D, strict=True)
-        return [alpha / tokens for alpha, tokens in pairs if tokens]
+        mean_D = self.depth_alpha_D / self.depth_tokens_D
+        measured: list[float] = mean_D[self.depth_tokens_D > 0].tolist()
+        return measured
 
 
 # How many documents are looked at together; more fills rows better and mixes lengths less.
@@ -164,13 +142,10 @@ def forward_options(
     assert method is not None, "this trainee was not built for packed batches"
     if method == "positions":
         return {"position_ids": batch.positions_BT}
-    tokens, device = batch.ids_BT.shape[1], batch.ids_BT.device
-    causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
-    seen_BTT = (batch.documents_BT[:, :, None] == batch.documents_BT[:, None, :]) & causal_TT
+    same_BTT = batch.documents_BT[:, :, None] == batch.documents_BT[:, None, :]
     # Additive: 0 where a token may attend (back, in its own document), else the least value.
-    mask_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=device).masked_fill_(
-        ~seen_BTT, torch.finfo(dtype).min
-    )
+    mask_BTT = torch.zeros_like(same_BTT, dtype=dtype)
+    mask_BTT.masked_fill_(~same_BTT.tril(), torch.finfo(dtype).min)
     return {"position_ids": batch.positions_BT, "attention_mask": mask_BTT[:, None]}
 
 
@@ -184,8 +159,9 @@ def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
     """
     config = model.config.get_text_config(decoder=True)
     size = 5
-    alone_BT = (torch.arange(size, device=model.device)[None] * 7 + 3) % config.vocab_size
-    positions_BT = torch.arange(size, device=model.device).repeat(2)[None]
+    places_T = torch.arange(size, device=model.device)
+    alone_BT = (places_T[None] * 7 + 3) % config.vocab_size
+    positions_BT = places_T.repeat(2)[None]
     documents_BT = torch.arange(2, device=model.device).repeat_interleave(size)[None]
     packed = Batch(positions_BT, positions_BT, positions_BT, documents_BT)
     was_training = model.training
@@ -196,17 +172,18 @@ def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
     # A mask of ours would replace the model's own, and with it a sliding window.
     for method in methods[: 1 if getattr(config, "sliding_window", None) else 2]:
         options = forward_options(packed, method, model.dtype)
+        after = []
         try:
-            after = [
-                _states(model, torch.cat([before_BT, alone_BT], 1), options)[:, size:]
-                for before_BT in (alone_BT.flip(1), (alone_BT + 1) % config.vocab_size)
-            ]
+            for before_BT in (alone_BT.flip(1), (alone_BT + 1) % config.vocab_size):
+                both_BT = torch.cat([before_BT, alone_BT], 1)
+                after.append(_states(model, both_BT, options)[:, size:])
         except (RuntimeError, ValueError, TypeError, IndexError):
             # a model that takes no such mask fails on its shape, each family with another error
             continue
         scale = wanted.abs().max()
-        apart = (after[0] - after[1]).abs().max() <= 1e-5 * scale
-        if apart and (after[0] - wanted).abs().max() <= 0.05 * scale:
+        apart = (after[0] - after[1]).abs().max()
+        changed = (after[0] - wanted).abs().max()
+        if apart <= 1e-5 * scale and changed <= 0.05 * scale:
             working = method
             break
     model.train(was_training)

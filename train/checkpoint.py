@@ -70,7 +70,10 @@ def drop_old(job: TrainingJob) -> None:
     # A checkpoint made because of a signal does not count, so that a stopped and resumed run leaves
     # the same files as one that was never stopped.
     every = job.config.save_every
-    regular = [path for path in checkpoints if int(path.name.removeprefix("step_")) % every == 0]
+    regular = []
+    for path in checkpoints:
+        if int(path.name.removeprefix("step_")) % every == 0:
+            regular.append(path)
     for old in checkpoints[:-1]:
         if old not in regular[-job.config.keep :]:
             shutil.rmtree(old)
@@ -132,7 +135,8 @@ def publish(job: TrainingJob, write: Callable[[Path], None], record: dict[str, A
 
     write: writes the draft's own files to a directory.
     """
-    out, staging = Path(job.config.out), job.run_dir / "final"
+    out = Path(job.config.out)
+    staging = job.run_dir / "final"
     with writing(out), atomic_dir(staging) as directory:
         write(directory)
         if job.tokenizer is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafts.heads.borrowed import OutputProjection
 from train.batch import LossSums
-from train.losses import InPlaceFn, overlap
+from train.losses import InPlaceFn, at_least_fp32, overlap
 from train.objective import Objective
 from train.teacher import LiveTeacher, StoredTeacher, Teacher, compute_dtype
 
@@ -33,11 +33,21 @@ def chunk_size(weight_VH: Tensor, teacher: Teacher | None, chunk: int | None) ->
     """Tokens of a chunk: `chunk` if given, else as many as suit the device for the wider of the two
     vocabularies.
     """
-    on_cpu, widest = weight_VH.device.type == "cpu", len(weight_VH)
+    on_cpu = weight_VH.device.type == "cpu"
+    widest = len(weight_VH)
     if isinstance(teacher, LiveTeacher):
         widest = max(widest, len(teacher.projection.weight_VH))
     suits = max(16, (_CPU_CHUNK_LOGITS if on_cpu else _CHUNK_LOGITS) // widest)
     return chunk or (min(_CPU_CHUNK_ROWS, suits) if on_cpu else suits)
+
+
+@dataclass(eq=False)
+class _Sums:
+    """Sums of weighted loss, alpha, and the target's mass outside the draft's vocabulary."""
+
+    loss: Tensor
+    alpha: Tensor
+    missing: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,17 +60,24 @@ class _Task:
     weights_N: Tensor | None
     objective: Objective
     chunk: int
-    wants_gradient: bool = False
-    per_token_3N: Tensor | None = None
+    wants_gradient: bool
+    per_token_3N: Tensor | None
 
-    def note(self, rows: slice, *measures: Tensor | None) -> None:
-        """Write down loss, alpha and missing mass of each token, for a caller that asked for
-        them.
-        """
+    def weighted(self, values_C: Tensor, rows: slice) -> Tensor:
+        """Values of a chunk's tokens times the tokens' weights."""
+        if self.weights_N is None:
+            return values_C
+        return values_C * self.weights_N[rows].to(values_C.dtype)
+
+    def add(
+        self, sums: _Sums, rows: slice, loss_C: Tensor, alpha_C: Tensor, missing_C: Tensor
+    ) -> None:
+        """Add the figures of a chunk's tokens to the sums, and list them if the caller asked."""
+        sums.loss += self.weighted(loss_C, rows).sum()
+        sums.alpha += alpha_C.sum()
+        sums.missing += missing_C.sum()
         if self.per_token_3N is not None:
-            for place, measure_C in enumerate(measures):
-                if measure_C is not None:
-                    self.per_token_3N[place, rows] = measure_C.detach().to(self.per_token_3N.dtype)
+            self.per_token_3N[:, rows] = torch.stack([loss_C, alpha_C, missing_C])
 
     @torch.no_grad()
     def measure(self, draft_CV: Tensor, target_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -74,8 +91,7 @@ class _Task:
         if isinstance(self.teacher, StoredTeacher):
             alpha_C = self.teacher.overlap(rows, draft_CV)
         else:
-            wide_CV = draft_CV if draft_CV.dtype == torch.float64 else draft_CV.float()
-            alpha_C = torch.minimum(p_CV, wide_CV.softmax(-1)).sum(-1)
+            alpha_C = torch.minimum(p_CV, at_least_fp32(draft_CV).softmax(-1)).sum(-1)
         return alpha_C, (1 - p_CV.sum(-1)).clamp_min(0)
 
 
@@ -86,33 +102,23 @@ class LowRank(NamedTuple):
     weight_VR: Tensor
 
 
-class _ChunkSums(NamedTuple):
-    """Loss, alpha and mass outside the draft's vocabulary, summed over a chunk, and the gradient of
-    the loss with respect to the logits (None when it is not needed).
-    """
-
-    loss: Tensor
-    alpha: Tensor
-    missing: Tensor
-    gradient_CV: Tensor | None
+# A chunk's logits and rows -> the gradient of the weighted loss with respect to the logits, None if
+# it is not needed. The chunk's figures are added to sums.
+ChunkFn = Callable[[Tensor, slice], Tensor | None]
 
 
-# A chunk's logits and rows -> its sums.
-ChunkFn = Callable[[Tensor, slice], _ChunkSums]
-
-
-def _chunk_function(task: _Task, *, like: Tensor, vocabulary: int, gradient: bool) -> ChunkFn:
+def _chunk_function(task: _Task, sums: _Sums, vocabulary: int, gradient: bool) -> ChunkFn:
     """The in-place form where the objective has one and the teacher's logits are plain."""
     teacher, in_place = task.teacher, task.objective.in_place
     linear = task.projection is None or task.projection.is_linear
     plain = isinstance(teacher, LiveTeacher) and not teacher.further
     if linear and plain and in_place is not None and teacher is not None:
-        return _in_place(task, teacher, in_place, like, vocabulary)
-    return _by_autograd(task, gradient)
+        return _in_place(task, sums, teacher, in_place, vocabulary)
+    return _by_autograd(task, sums, gradient)
 
 
-def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
-    def chunk(logits_CV: Tensor, rows: slice) -> _ChunkSums:
+def _by_autograd(task: _Task, sums: _Sums, wants_gradient: bool) -> ChunkFn:
+    def chunk(logits_CV: Tensor, rows: slice) -> Tensor | None:
         gradient_CV = None
         target_CV = None
         with torch.set_grad_enabled(wants_gradient):
@@ -121,41 +127,37 @@ def _by_autograd(task: _Task, wants_gradient: bool) -> ChunkFn:
             if task.teacher is not None:
                 target_CV = task.teacher.logits(rows, draft_CV.detach())
             loss_C = task.objective.loss(draft_CV, target_CV, task.tokens_N[rows])
-            weighted_C = loss_C if task.weights_N is None else loss_C * task.weights_N[rows]
-            total = weighted_C.sum()
             if wants_gradient:
+                total = task.weighted(loss_C, rows).sum()
                 (gradient_CV,) = torch.autograd.grad(total, logits_CV)
-        alpha = missing = total.new_zeros(())
-        alpha_C = missing_C = None
+        alpha_C = missing_C = torch.zeros_like(loss_C)
         if target_CV is not None:
             alpha_C, missing_C = task.measure(draft_CV.detach(), target_CV, rows)
-            alpha, missing = alpha_C.sum(), missing_C.sum()
-        task.note(rows, loss_C, alpha_C, missing_C)
-        return _ChunkSums(total.detach(), alpha, missing, gradient_CV)
+        task.add(sums, rows, loss_C.detach(), alpha_C, missing_C)
+        return gradient_CV
 
     return chunk
 
 
 def _in_place(
-    task: _Task, teacher: Teacher, measure: InPlaceFn, like: Tensor, vocabulary: int
+    task: _Task, sums: _Sums, teacher: Teacher, measure: InPlaceFn, vocabulary: int
 ) -> ChunkFn:
     """For an objective with an in-place form, on finite logits: several times fewer passes over
     memory.
     """
-    scratch = [like.new_empty(min(task.chunk, len(task.tokens_N)), vocabulary) for _ in range(2)]
+    rows_held = min(task.chunk, len(task.tokens_N))
+    scratch = [sums.loss.new_empty(rows_held, vocabulary) for _ in range(2)]
 
-    def chunk(logits_CV: Tensor, rows: slice) -> _ChunkSums:
+    def chunk(logits_CV: Tensor, rows: slice) -> Tensor:
         target_CV = teacher.logits(rows, logits_CV).to(logits_CV.dtype)
         used = scratch[0][: len(logits_CV)], scratch[1][: len(logits_CV)]
         mass_C = target_CV.logsumexp(-1).exp() if teacher.is_partial else None
         loss_C, alpha_C = measure(logits_CV, target_CV, used, mass_C)
         missing_C = torch.zeros_like(alpha_C) if mass_C is None else (1 - mass_C).clamp_min(0)
-        task.note(rows, loss_C, alpha_C, missing_C)
+        task.add(sums, rows, loss_C, alpha_C, missing_C)
         if task.weights_N is not None:
-            weights_C = task.weights_N[rows].to(loss_C.dtype)
-            loss_C = loss_C * weights_C
-            logits_CV.mul_(weights_C[:, None])
-        return _ChunkSums(loss_C.sum(), alpha_C.sum(), missing_C.sum(), gradient_CV=logits_CV)
+            logits_CV.mul_(task.weights_N[rows, None].to(loss_C.dtype))
+        return logits_CV
 
     return chunk
 
@@ -180,29 +182,31 @@ class _Projected(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = compute_dtype(weight_VH)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        needs = _Needs(*(task.wants_gradient and need for need in ctx.needs_input_grad[1:]))
-        products = [_Product.of(hidden_NH, weight_VH, needs.hidden, needs.weight, dtype, wide)]
+        given = [bias_V, hidden_NH, weight_VH, low_rank_NR, low_rank_VR]
+        # Gradients of bias and weights add up over all tokens, so they are wide.
+        add_up = [True, False, True, False, True]
+        gradients: list[Tensor | None] = []
+        needs = ctx.needs_input_grad[1:]
+        for tensor, needed, is_sum in zip(given, needs, add_up, strict=True):
+            if tensor is None or not needed or not task.wants_gradient:
+                gradients.append(None)
+            else:
+                gradients.append(torch.zeros_like(tensor, dtype=wide if is_sum else tensor.dtype))
+        grad_bias = gradients[0]
+        products = [_Product(hidden_NH, weight_VH.to(dtype), gradients[1], gradients[2])]
         if low_rank_NR is not None and low_rank_VR is not None:
-            low_rank = (low_rank_NR, low_rank_VR, needs.low_rank_hidden, needs.low_rank_weight)
-            products.append(_Product.of(*low_rank, dtype, wide))
+            low_rank = _Product(low_rank_NR, low_rank_VR.to(dtype), gradients[3], gradients[4])
+            products.append(low_rank)
         bias = None if bias_V is None else bias_V.to(dtype)
-        grad_bias = None
-        if needs.bias and bias_V is not None:
-            grad_bias = torch.zeros_like(bias_V, dtype=wide)
-        loss = torch.zeros((), dtype=wide, device=hidden_NH.device)
-        alpha = torch.zeros_like(loss)
-        missing = torch.zeros_like(loss)
-        chunk = _chunk_function(task, like=loss, vocabulary=len(weight_VH), gradient=any(needs))
+        zero = torch.zeros((), dtype=wide, device=hidden_NH.device)
+        sums = _Sums(zero, zero.clone(), zero.clone())
+        wants_gradient = any(gradient is not None for gradient in gradients)
+        chunk = _chunk_function(task, sums, len(weight_VH), wants_gradient)
         for start in range(0, len(task.tokens_N), task.chunk):
             rows = slice(start, min(start + task.chunk, len(task.tokens_N)))
             parts = [product.hidden[rows].to(dtype) for product in products]
             # The logits get no name here, so that they are freed when `chunk` returns.
-            sums = chunk(_logits(parts, products, bias).to(wide), rows)
-            loss += sums.loss
-            alpha += sums.alpha
-            missing += sums.missing
-            gradient_CV = sums.gradient_CV
-            del sums
+            gradient_CV = chunk(_logits(parts, products, bias).to(wide), rows)
             if gradient_CV is None:
                 continue
             if grad_bias is not None:
@@ -211,22 +215,15 @@ class _Projected(torch.autograd.Function):
             for part, product in zip(parts, products, strict=True):
                 product.add_gradients(gradient_CV, part, rows)
             del gradient_CV
-        first, second = products[0], products[1] if len(products) > 1 else _NO_PRODUCT
-        ctx.gradients = [
-            grad_bias,
-            first.grad_hidden,
-            first.grad_weight,
-            second.grad_hidden,
-            second.grad_weight,
-        ]
-        given = (bias_V, hidden_NH, weight_VH, low_rank_NR, low_rank_VR)
+        ctx.gradients = gradients
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in given]
-        ctx.mark_non_differentiable(alpha, missing)
-        return loss, alpha, missing
+        ctx.mark_non_differentiable(sums.alpha, sums.missing)
+        return sums.loss, sums.alpha, sums.missing
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         assert gradients is not None, "the gradient of a chunked loss can be taken once"
         scaled: list[Tensor | None] = [None]
         for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
@@ -239,16 +236,6 @@ class _Projected(torch.autograd.Function):
         return tuple(scaled)
 
 
-class _Needs(NamedTuple):
-    """Which inputs of `_Projected` need a gradient."""
-
-    bias: bool
-    hidden: bool
-    weight: bool
-    low_rank_hidden: bool
-    low_rank_weight: bool
-
-
 @dataclass(frozen=True, eq=False)
 class _Product:
     """One `hidden @ weight.T` of the logits, with the gradients that are accumulated for it."""
@@ -257,23 +244,6 @@ class _Product:
     weight: Tensor
     grad_hidden: Tensor | None
     grad_weight: Tensor | None
-
-    @staticmethod
-    def of(
-        hidden: Tensor,
-        weight: Tensor,
-        needs_hidden: bool,
-        needs_weight: bool,
-        dtype: torch.dtype,
-        wide: torch.dtype,
-    ) -> "_Product":
-        """Cast the weight to `dtype`; its gradient is accumulated in `wide`."""
-        return _Product(
-            hidden=hidden,
-            weight=weight.to(dtype),
-            grad_hidden=torch.zeros_like(hidden) if needs_hidden else None,
-            grad_weight=torch.zeros_like(weight, dtype=wide) if needs_weight else None,
-        )
 
     def add_gradients(self, gradient_CV: Tensor, part_CH: Tensor, rows: slice) -> None:
         """Add the gradients of a chunk, from that of its logits."""
@@ -285,9 +255,6 @@ class _Product:
             self.grad_weight.addmm_(gradient_CV.T, part_CH)
         else:
             self.grad_weight.add_(gradient_CV.T @ part_CH)
-
-
-_NO_PRODUCT = _Product(torch.empty(0), torch.empty(0), grad_hidden=None, grad_weight=None)
 
 
 def _logits(parts: Sequence[Tensor], products: Sequence[_Product], bias: Tensor | None) -> Tensor:
@@ -358,7 +325,6 @@ class TokenLoss:
         return LossSums(
             loss=loss,
             tokens=count,
-            alpha=overlaps,
             depth_alpha_D=overlaps[None],
             depth_tokens_D=measured[None],
             missing=missing if partial else None,

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
@@ -38,6 +39,7 @@ from train.teacher import StoredTeacher
 datasets.disable_progress_bars()
 
 Indices = npt.NDArray[np.int64]
+Row = Mapping[str, Any]
 _FEATURES = datasets.Features(
     {name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")}
 )
@@ -45,8 +47,6 @@ _FEATURES = datasets.Features(
 # a conversation; empty for other rows.
 _PROMPT = "prompt_hash"
 _COLUMNS = [*_FEATURES, _PROMPT]
-# The target's distribution at each response token, packed.
-_TEACHER = datasets.Features({COLUMN: datasets.Value("large_binary")})
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ class Examples:
 
     rows: datasets.Dataset
     max_length: int
-    lengths: npt.NDArray[np.int64]
-    valid_tokens: npt.NDArray[np.int64]
+    lengths: Indices
+    valid_tokens: Indices
     dropped: int
     digest: str
     max_token: int
     targets: frozenset[str]
     stored: bool = False
-    groups: tuple[tuple[int, ...], ...] | None = None
+    groups: list[list[int]] | None = None
     replay_from: int | None = None
-    domains: npt.NDArray[np.int64] | None = None
+    domains: Indices | None = None
 
     def __len__(self) -> int:
         """Number of units."""
@@ -84,66 +84,77 @@ class Examples:
     @cached_property
     def response_counts(self) -> Counter[int]:
         """How often each token occurs in the responses."""
-        batches = self.rows.select_columns(["response_ids"]).iter(batch_size=1024)
-        return token_counts(response for batch in batches for response in batch["response_ids"])
+        counts: Counter[int] = Counter()
+        for batch in self.rows.select_columns(["response_ids"]).iter(batch_size=1024):
+            counts.update(token_counts(batch["response_ids"]))
+        return counts
 
 
 def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int) -> Examples:
     """Read distilled sets and files into one table. Raise InputError that names the file, line and
     key at fault.
     """
-    tables, digests, targets = [], [], set()
+    parts: list[_Source] = []
     for source in sources:
         if Path(source).is_dir():
-            table, digest, target = _distilled(Path(source), tokenizer)
-            targets |= {target} - {None}
+            parts.append(_distilled(Path(source), tokenizer))
+        elif tokenizer is not None:
+            parts.append(_text(source, tokenizer, max_length))
         else:
-            if tokenizer is None:
-                raise InputError(
-                    f"{source}: is text, and there is no tokenizer; set `tokenizer` or `target`"
-                )
-            table, digest = _text(source, tokenizer, max_length)
+            raise InputError(
+                f"{source}: is text, and there is no tokenizer; set `tokenizer` or `target`"
+            )
+    # A batch may mix rows of all sources, so teacher rows are used only if every source has them.
+    stored = all(COLUMN in part.table.column_names for part in parts)
+    tables = []
+    for part in parts:
+        table = part.table
         if _PROMPT not in table.column_names:
             table = table.add_column(_PROMPT, [""] * len(table))
-        tables.append(table)
-        digests.append(digest)
-    # A batch may mix rows of all sources, so teacher rows are used only if every source has them.
-    stored = all(COLUMN in table.column_names for table in tables)
-    if not stored:
-        tables = [table.select_columns(_COLUMNS) for table in tables]
+        tables.append(table if stored else table.select_columns(_COLUMNS))
     rows = datasets.concatenate_datasets(tables)
     domains = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    prompts, responses = (rows.data.column(name) for name in ("prompt_ids", "response_ids"))
-    prompt_lengths, response_lengths = (
-        pc.list_value_length(column).to_numpy().astype(np.int64) for column in (prompts, responses)
-    )
-    lengths = np.minimum(prompt_lengths + response_lengths, max_length)
+    prompts = rows.data.column("prompt_ids")
+    responses = rows.data.column("response_ids")
+    prompt_lengths = _lengths(prompts)
+    lengths = np.minimum(prompt_lengths + _lengths(responses), max_length)
     # The first token of a sequence is not predicted: there is nothing before it.
     valid = lengths - np.maximum(prompt_lengths, 1)
     keep = np.flatnonzero(valid > 0)
     if not len(keep):
         raise InputError(f"no response token fits in max_length {max_length}; raise max_length")
-    largest = [pc.max(pc.list_flatten(column)).as_py() for column in (prompts, responses)]
     return Examples(
         rows=rows.select(keep),
         max_length=max_length,
         lengths=lengths[keep],
         valid_tokens=valid[keep],
         dropped=int(len(valid) - len(keep)),
-        digest=hash_json([digests, max_length]),
-        max_token=max(token for token in largest if token is not None),
-        targets=frozenset(map(str, targets)),
+        digest=hash_json([[part.digest for part in parts], max_length]),
+        max_token=max(_largest(prompts), _largest(responses)),
+        targets=frozenset(part.target for part in parts if part.target),
         stored=stored,
         domains=domains[keep],
     )
 
 
-def _distilled(
-    directory: Path, tokenizer: Tokenizer | None
-) -> tuple[datasets.Dataset, str, str | None]:
-    """Rows of a distilled set, the hash of its parts, and the recorded fingerprint of its
-    target.
-    """
+def _lengths(column: pa.ChunkedArray) -> Indices:
+    return np.asarray(pc.list_value_length(column), dtype=np.int64)
+
+
+def _largest(column: pa.ChunkedArray) -> int:
+    return pc.max(pc.list_flatten(column)).as_py() or 0
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Rows of a source, the hash of its content, and the target that wrote it."""
+
+    table: datasets.Dataset
+    digest: str
+    target: str | None = None
+
+
+def _distilled(directory: Path, tokenizer: Tokenizer | None) -> _Source:
     manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
     if not manifest.get("complete"):
         raise InputError(
@@ -159,9 +170,10 @@ def _distilled(
                 "again"
             )
     names = [set(pq.read_schema(path).names) for path in parts]
-    features = datasets.Features(
-        _FEATURES | (_TEACHER if all(COLUMN in part for part in names) else {})
-    )
+    features = _FEATURES.copy()
+    if all(COLUMN in part for part in names):
+        # The target's distribution at each response token, packed.
+        features[COLUMN] = datasets.Value("large_binary")
     if all(_PROMPT in part for part in names):
         features[_PROMPT] = datasets.Value("string")
     files = [glob.escape(str(path)) for path in parts]
@@ -169,14 +181,11 @@ def _distilled(
         "parquet", data_files=files, split="train", columns=list(features)
     )
     assert isinstance(table, datasets.Dataset)
-    return (
-        table.cast(features),
-        hash_json(manifest["parts"]),
-        manifest.get("identity", {}).get("target_fingerprint"),
-    )
+    target = manifest.get("identity", {}).get("target_fingerprint")
+    return _Source(table.cast(features), hash_json(manifest["parts"]), target)
 
 
-def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.Dataset, str]:
+def _text(source: str, tokenizer: Tokenizer, max_length: int) -> _Source:
     prompts: list[list[int]] = []
     responses: list[list[int]] = []
     stream: list[int] = []
@@ -193,11 +202,9 @@ def _text(source: str, tokenizer: Tokenizer, max_length: int) -> tuple[datasets.
                 f"{where}: needs `text`, or `messages` that end with the assistant's answer"
             )
     blocks = [stream[i : i + max_length] for i in range(0, len(stream), max_length)]
-    table = datasets.Dataset.from_dict(
-        {"prompt_ids": prompts + [[] for _ in blocks], "response_ids": responses + blocks},
-        features=_FEATURES,
-    )
-    return table, hash_json([prompts, responses, blocks])
+    columns = {"prompt_ids": prompts + [[]] * len(blocks), "response_ids": responses + blocks}
+    table = datasets.Dataset.from_dict(columns, features=_FEATURES)
+    return _Source(table, hash_json([prompts, responses, blocks]))
 
 
 def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
@@ -224,7 +231,7 @@ def trained_prompts(examples: Examples) -> Iterator[int]:
         yield _hash(row, row["response_ids"][:32])
 
 
-def _hash(row: Mapping[str, Any], instead: list[int]) -> int:
+def _hash(row: Row, instead: list[int]) -> int:
     """The hash of a row's prompt, or of `instead`."""
     return int(row[_PROMPT], 16) if row[_PROMPT] else prompt_hash(row["prompt_ids"] or instead)
 
@@ -244,12 +251,11 @@ def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Exa
 def packed(examples: Examples, seed: int) -> Examples:
     """Pack several rows into each unit of at most `max_length` tokens."""
     groups = pack(examples.lengths, examples.max_length, seed)
+    valid_tokens = [examples.valid_tokens[group].sum() for group in groups]
     return replace(
         examples,
-        groups=tuple(map(tuple, groups)),
-        valid_tokens=np.array(
-            [examples.valid_tokens[group].sum() for group in groups], dtype=np.int64
-        ),
+        groups=groups,
+        valid_tokens=np.array(valid_tokens, dtype=np.int64),
         digest=hash_json([examples.digest, "packed", seed]),
         domains=None,
     )
@@ -258,20 +264,20 @@ def packed(examples: Examples, seed: int) -> Examples:
 def with_replay(examples: Examples, replay: Examples) -> Examples:
     """Append the units of `replay`, for `units` to mix in. Both are packed, or neither."""
     stored = examples.stored and replay.stored
-    parts = [
-        side.rows if stored else side.rows.select_columns(_COLUMNS) for side in (examples, replay)
-    ]
+    tables = [examples.rows, replay.rows]
+    if not stored:
+        tables = [table.select_columns(_COLUMNS) for table in tables]
     domains = groups = None
     if examples.domains is not None:
-        domains = np.append(examples.domains, np.full(len(replay), examples.domains.max() + 1))
+        new_domain = examples.domains.max() + 1
+        domains = np.append(examples.domains, np.full(len(replay), new_domain))
     if examples.groups is not None and replay.groups is not None:
-        shift = len(examples.rows)
-        groups = examples.groups + tuple(
-            tuple(shift + row for row in group) for group in replay.groups
-        )
+        groups = examples.groups.copy()
+        for group in replay.groups:
+            groups.append([len(examples.rows) + row for row in group])
     return replace(
         examples,
-        rows=datasets.concatenate_datasets(parts),
+        rows=datasets.concatenate_datasets(tables),
         lengths=np.concatenate([examples.lengths, replay.lengths]),
         valid_tokens=np.concatenate([examples.valid_tokens, replay.valid_tokens]),
         dropped=examples.dropped + replay.dropped,
@@ -285,47 +291,56 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
     )
 
 
+@dataclass
+class _Unit:
+    """The documents of a unit in one row."""
+
+    ids: list[int]
+    labels: list[int]
+    positions: list[int]
+    documents: list[int]
+
+    def add(self, number: int, document: Row, limit: int) -> None:
+        """Append a document, cut to `limit` tokens."""
+        tokens = (document["prompt_ids"] + document["response_ids"])[:limit]
+        # The first token of a sequence is not predicted: there is nothing before it.
+        first = max(len(document["prompt_ids"]), 1)
+        self.ids += tokens
+        self.labels += [IGNORE] * (first - 1) + tokens[first:] + [IGNORE]
+        self.positions += range(len(tokens))
+        self.documents += [number] * len(tokens)
+
+
 def collate(examples: Examples, indices: Iterable[int]) -> Batch:
     """Make one right-padded batch of the units at `indices`."""
-    chosen = [int(i) for i in indices]
-    groups = [[i] if examples.groups is None else list(examples.groups[i]) for i in chosen]
-    documents = [[examples.rows[row] for row in group] for group in groups]
-    limit = examples.max_length
-    lengths = [
-        [min(len(row["prompt_ids"] + row["response_ids"]), limit) for row in group]
-        for group in documents
-    ]
-    width = max(map(sum, lengths))
-    ids_BT = torch.zeros(len(groups), width, dtype=torch.long)
-    labels_BT = torch.full_like(ids_BT, IGNORE)
-    # Padding attends to itself, and no document attends to it.
-    positions_BT, documents_BT = torch.zeros_like(ids_BT), torch.full_like(ids_BT, -1)
-    for b, group in enumerate(documents):
-        start = 0
-        for number, (row, length) in enumerate(zip(group, lengths[b], strict=True)):
-            tokens, first = (
-                torch.tensor((row["prompt_ids"] + row["response_ids"])[:length]),
-                len(row["prompt_ids"]),
-            )
-            place = slice(start, start + length)
-            ids_BT[b, place], positions_BT[b, place], documents_BT[b, place] = (
-                tokens,
-                torch.arange(length),
-                number,
-            )
-            # The first token of a sequence is not predicted: there is nothing before it.
-            labels_BT[b, start + max(first, 1) - 1 : start + length - 1] = tokens[max(first, 1) :]
-            start += length
-    stored = (
-        _stored([row for group in documents for row in group], limit) if examples.stored else None
-    )
+    units: list[_Unit] = []
+    documents: list[Row] = []
+    for index in map(int, indices):
+        group = [index] if examples.groups is None else examples.groups[index]
+        units.append(_Unit([], [], [], []))
+        for number, row in enumerate(group):
+            documents.append(examples.rows[row])
+            units[-1].add(number, documents[-1], examples.max_length)
+    ids_BT = _padded([unit.ids for unit in units], 0)
+    labels_BT = _padded([unit.labels for unit in units], IGNORE)
+    stored = _stored(documents, examples.max_length) if examples.stored else None
     if examples.groups is None:
         return Batch(ids_BT, labels_BT, stored=stored)
+    # Padding attends to itself, and no document attends to it.
+    positions_BT = _padded([unit.positions for unit in units], 0)
+    documents_BT = _padded([unit.documents for unit in units], -1)
     return Batch(ids_BT, labels_BT, positions_BT, documents_BT, stored)
 
 
-def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredTeacher:
-    ids, logprobs, tails = [], [], []
+def _padded(rows: Sequence[list[int]], fill: int) -> torch.Tensor:
+    tensors = [torch.tensor(row) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)
+
+
+def _stored(rows: Sequence[Row], limit: int) -> StoredTeacher:
+    ids = []
+    logprobs = []
+    tails = []
     for row in rows:
         # The first token of a sequence is not predicted, and tokens beyond the limit were cut off.
         valid = slice(0 if row["prompt_ids"] else 1, limit - len(row["prompt_ids"]))
@@ -333,18 +348,21 @@ def _stored(rows: Sequence[dict[str, Any]], limit: int) -> StoredTeacher:
         ids.append(ids_RK[valid])
         logprobs.append(logprobs_RK[valid])
         tails.append(tail_R[valid])
-    # At least one: a row may list no token, only the tail mass.
-    width = max([1, *(ids_RK.shape[1] for ids_RK in ids)])
-    padded = [
-        np.concatenate(
-            [
-                np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill)
-                for part in parts
-            ]
-        )
-        for parts, fill in ((ids, 0), (logprobs, -math.inf))
-    ]
-    return StoredTeacher(*map(torch.from_numpy, (*padded, np.concatenate(tails))))
+    return StoredTeacher(
+        top_ids_NK=_columns(ids, 0),
+        top_logprobs_NK=_columns(logprobs, -math.inf),
+        tail_N=torch.from_numpy(np.concatenate(tails)),
+    )
+
+
+def _columns(parts: Sequence[npt.NDArray[np.generic]], fill: float) -> torch.Tensor:
+    """Rows of all parts, as wide as the widest; one column if all rows have only a tail."""
+    width = max(part.shape[1] for part in parts) or 1
+    padded = []
+    for part in parts:
+        missing = (0, 0), (0, width - part.shape[1])
+        padded.append(np.pad(part, missing, constant_values=fill))
+    return torch.from_numpy(np.concatenate(padded))
 
 
 def order(count: int, start: int, stop: int, seed: int) -> Indices:
@@ -352,7 +370,8 @@ def order(count: int, start: int, stop: int, seed: int) -> Indices:
     pieces = []
     for epoch in range(start // count, math.ceil(stop / count)):
         shuffled = np.random.default_rng([seed, epoch]).permutation(count)
-        pieces.append(shuffled[max(start - epoch * count, 0) : min(stop - epoch * count, count)])
+        first = epoch * count
+        pieces.append(shuffled[max(start - first, 0) : stop - first])
     return np.concatenate(pieces)
 
 
@@ -365,25 +384,46 @@ def shares(counts: Sequence[int], temperature: float) -> list[float]:
     return [size / sum(sizes) for size in sizes]
 
 
-def drawn(shares: Sequence[float], start: int, stop: int) -> list[tuple[Indices, int, int]]:
-    """Return for each domain its places in `start`..`stop`, counted from `start`, and how many
-    places it has before `start` and before `stop`.
+class Draw(NamedTuple):
+    """The places of a domain among those asked for; the first of them, and the one after the last,
+    in the domain's own stream.
+    """
+
+    places: Indices
+    first: int
+    last: int
+
+
+def drawn(shares: Sequence[float], start: int, stop: int) -> list[Draw]:
+    """Divide the places `start`..`stop` of the stream among domains with these shares.
 
     The first domain takes place g if floor((g + 1) p) > floor(g p), so its places are evenly
     spread; the others divide the remaining places in the same way.
     """
-    places, left, result = np.arange(stop - start), sum(shares), []
+    places = np.arange(stop - start)
+    left = sum(shares)
+    draws = []
     for share in shares:
         # How many places this domain has before each remaining one. 1e-9 keeps rounding from
         # lowering a floor by one.
-        before = np.floor(
-            np.arange(start, stop + 1) * min(1.0, share / (left or 1.0)) + 1e-9
-        ).astype(np.int64)
+        expected = np.arange(start, stop + 1) * min(1.0, share / (left or 1.0))
+        before = np.floor(expected + 1e-9).astype(np.int64)
         taken = np.diff(before) > 0
-        result.append((places[taken], int(before[0]), int(before[-1])))
-        places, left = places[~taken], left - share
-        start, stop = start - int(before[0]), stop - int(before[-1])
-    return result
+        draw = Draw(places[taken], int(before[0]), int(before[-1]))
+        draws.append(draw)
+        places = places[~taken]
+        left -= share
+        start -= draw.first
+        stop -= draw.last
+    return draws
+
+
+class _Domain(NamedTuple):
+    """Units that are shuffled among themselves, and their share of the stream."""
+
+    units: Indices
+    share: float
+    seed: int
 
 
 def units(
@@ -401,24 +441,22 @@ def units(
     the data (`shares`).
     """
     main = len(examples) if examples.replay_from is None else examples.replay_from
-    # Rows, share and seed of each domain. With one seed for two, the same rows of both would meet
-    # in every epoch.
-    domains = [(np.arange(main), 1 - fraction, seed)]
+    # Each domain has its own seed: with one for two, their same rows would meet in every epoch.
+    domains = [_Domain(np.arange(main), 1 - fraction, seed)]
     if temperature != 1 and examples.domains is not None:
-        rows = [
-            np.flatnonzero(examples.domains[:main] == domain)
-            for domain in np.unique(examples.domains[:main])
-        ]
-        parts = zip(rows, shares([*map(len, rows)], temperature), strict=True)
-        domains = [
-            (own, (1 - fraction) * part, seed + (n + 2) * 2**32)
-            for n, (own, part) in enumerate(parts)
-        ]
+        domain_of = examples.domains[:main]
+        members = [np.flatnonzero(domain_of == domain) for domain in np.unique(domain_of)]
+        parts = shares([len(own) for own in members], temperature)
+        domains = []
+        for own, part in zip(members, parts, strict=True):
+            own_seed = seed + (len(domains) + 2) * 2**32
+            domains.append(_Domain(own, (1 - fraction) * part, own_seed))
     if examples.replay_from is not None:
-        domains.insert(0, (np.arange(main, len(examples)), fraction, seed + 2**32))
+        domains.insert(0, _Domain(np.arange(main, len(examples)), fraction, seed + 2**32))
     result = np.empty(stop - start, dtype=np.int64)
-    taken = drawn([share for _, share, _ in domains], start, stop)
-    for (own, _, own_seed), (places, first, last) in zip(domains, taken, strict=True):
-        if last > first:
-            result[places] = own[order(len(own), first, last, own_seed)]
+    draws = drawn([domain.share for domain in domains], start, stop)
+    for domain, draw in zip(domains, draws, strict=True):
+        if draw.last > draw.first:
+            index = order(len(domain.units), draw.first, draw.last, domain.seed)
+            result[draw.places] = domain.units[index]
     return result

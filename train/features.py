@@ -56,7 +56,8 @@ class FeatureCache:
         process: int = 0,
         processes: int = 1,
     ) -> None:
-        self.layers, self.dtype = tuple(layers), dtype
+        self.layers = tuple(layers)
+        self.dtype = dtype
         self._identity = {"target": fingerprint, "dtype": str(dtype).removeprefix("torch.")}
         self._directory = Path(directory) / hash_json(self._identity)[:16]
         if process == 0:
@@ -126,7 +127,8 @@ class FeatureCache:
         """
         if not self._waiting:
             return
-        waiting, self._waiting = self._waiting, {}
+        waiting = self._waiting
+        self._waiting = {}
         content = save(waiting)
         self._room -= len(content)
         if self._room < 0:
@@ -150,7 +152,8 @@ class StateMemory:
     """
 
     def __init__(self, max_bytes: int, training: bool) -> None:
-        self.room, self.training = max_bytes, training
+        self.room = max_bytes
+        self.training = training
         self._held: dict[Sequence[int], Tensor] = {}
         self.get = self._held.get
 
@@ -184,12 +187,10 @@ class FrozenTarget:
         cache: FeatureCache | None = None,
         memory: StateMemory | None = None,
     ) -> None:
-        self.model, self.layers, self.cache, self.memory = (
-            model.eval(),
-            tuple(layers),
-            cache,
-            memory,
-        )
+        self.model = model.eval()
+        self.layers = tuple(layers)
+        self.cache = cache
+        self.memory = memory
         self.projection = find_projection(model, "target")
         self.packing = packing_method(model, "target") if packing and cache is None else None
 
@@ -206,9 +207,8 @@ class FrozenTarget:
         elif self.memory is not None and (self.memory.training or not training):
             states = self._kept(batch, self.memory, self.model.dtype)
         else:
-            states = self._forward(
-                batch.ids_BT, forward_options(batch, self.packing, self.model.dtype)
-            )
+            options = forward_options(batch, self.packing, self.model.dtype)
+            states = self._forward(batch.ids_BT, options)
         by_layer = dict(zip(cached_layers(self.layers), states, strict=True))
         return [by_layer[layer] for layer in self.layers], by_layer[-1]
 
@@ -227,7 +227,8 @@ class FrozenTarget:
         shape = len(cached_layers(self.layers)), *batch.ids_BT.shape, size
         states_LBTH = torch.zeros(shape, dtype=dtype, device=batch.ids_BT.device)
         for row, start, stop in documents(batch):
-            ids_T, labels_T = batch.ids_BT[row, start:stop], batch.labels_BT[row, start:stop]
+            ids_T = batch.ids_BT[row, start:stop]
+            labels_T = batch.labels_BT[row, start:stop]
             key: Any = ids_T.tolist()
             first = 0
             if isinstance(kept, StateMemory):
@@ -237,9 +238,8 @@ class FrozenTarget:
             if states_LTH is None:
                 # Alone: others in its batch would change its rounding.
                 with torch.autocast(ids_T.device.type, enabled=False):
-                    states_LTH = torch.stack(
-                        [state[0, first:].to(dtype) for state in self._forward(ids_T[None], {})]
-                    )
+                    states = self._forward(ids_T[None], {})
+                states_LTH = torch.stack([state[0, first:].to(dtype) for state in states])
                 kept.put(key, states_LTH)
             states_LBTH[:, row, start + first : stop] = states_LTH.to(states_LBTH.device)
         return list(states_LBTH)

@@ -44,7 +44,8 @@ class TrainingJob:
     @property
     def layout(self) -> str:
         """How this run divides the rows of a step."""
-        config, world = self.config, self.world
+        config = self.config
+        world = self.world
         return (
             f"{config.batch_size} x {config.accumulation} x {world.size} processes "
             f"({world.sharing})"

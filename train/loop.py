@@ -24,7 +24,7 @@ from draftsmith_core.progress import progress
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.signals import StopSignal
 from train import checkpoint, parallel
-from train.batch import Batch, Totals
+from train.batch import Batch, LossSums
 from train.config import Optim
 from train.data import collate, units
 from train.job import Position, TrainingJob
@@ -40,18 +40,21 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     through = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
+    cosine = 1 + math.cos(math.pi * through)
     fraction = optim.final_lr_fraction
-    return optim.lr * (fraction + (1 - fraction) * 0.5 * (1 + math.cos(math.pi * through)))
+    return optim.lr * (fraction + (1 - fraction) * 0.5 * cosine)
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """AdamW with decay on matrices only, or plain SGD."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    groups = []
+    if matrices:
+        groups.append({"params": matrices, "weight_decay": optim.weight_decay})
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2))
@@ -63,33 +66,34 @@ def make_batches(job: TrainingJob, step: int) -> list[Batch]:
     A step takes consecutive rows of the shuffled stream and deals them to (forward, process) in
     turn, so that its rows do not depend on how they are divided (law 6).
     """
-    config, world = job.config, job.world
+    config = job.config
+    world = job.world
     shape = (config.accumulation, world.size, config.batch_size)
-    places = np.arange(step * math.prod(shape), (step + 1) * math.prod(shape))
+    start = step * math.prod(shape)
+    stop = start + math.prod(shape)
     rows = units(
         job.training,
-        places[0],
-        places[-1] + 1,
+        start,
+        stop,
         seed=config.seed,
         fraction=config.replay_fraction,
         temperature=config.mixing_temperature,
     )
+    own_rows = rows.reshape(shape)[:, world.rank]
+    own_places = np.arange(start, stop).reshape(shape)[:, world.rank]
     batches = []
-    mine = zip(
-        rows.reshape(shape)[:, world.rank], places.reshape(shape)[:, world.rank], strict=True
-    )
-    for rows_B, places_B in mine:
+    for rows_B, places_B in zip(own_rows, own_places, strict=True):
         seeds = [row_seed(config.seed, f"row {place}") for place in places_B.tolist()]
-        batch = replace(collate(job.training, rows_B.tolist()), seeds_B=torch.tensor(seeds))
-        batches.append(batch.to(world.device))
+        batch = collate(job.training, rows_B)
+        batches.append(replace(batch, seeds_B=torch.tensor(seeds)).to(world.device))
     return batches
 
 
-def curves(totals: Totals, prefix: str) -> dict[str, float]:
+def curves(sums: LossSums, prefix: str) -> dict[str, float]:
     """Alpha of each measured depth, the tau it gives, and the target's mass on tokens that the
     draft lacks.
     """
-    alphas = totals.alphas
+    alphas = sums.alphas
     figures: dict[str, float] = {}
     if alphas:
         # Predict tau of the default chain, as `independent` in the predictions of `eval`.
@@ -97,8 +101,8 @@ def curves(totals: Totals, prefix: str) -> dict[str, float]:
         figures |= {f"{prefix}alpha": alphas[0], f"{prefix}tau": independent_tau(chain)}
     if len(alphas) > 1:
         figures |= {f"{prefix}alpha_{depth}": alpha for depth, alpha in enumerate(alphas, start=1)}
-    if totals.missing_tokens:
-        figures[f"{prefix}missing_mass"] = totals.missing / totals.missing_tokens
+    if sums.missing is not None:
+        figures[f"{prefix}missing_mass"] = float(sums.missing / sums.tokens)
     return figures
 
 
@@ -106,7 +110,8 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
     """Do one optimizer step; return its loss per valid token, gradient norm, rate, tokens, and
     alpha if there is one.
     """
-    config, accelerator = job.config, job.world.accelerator
+    config = job.config
+    accelerator = job.world.accelerator
     batches = make_batches(job, step)
     rate = learning_rate(config.optim, step, job.steps)
     for group in wrapped.optimizer.param_groups:
@@ -122,8 +127,8 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
             # not per process or batch (law 6).
             wrapped.backward(sums.loss * (job.world.size / max(valid, 1)))
         vectors.append(sums.to_vector())
-    totals = Totals.from_vector(accelerator.reduce(sum_of(vectors), reduction="sum"))
-    loss = totals.loss / max(valid, 1)
+    totals = LossSums.from_vector(accelerator.reduce(sum_of(vectors), reduction="sum"))
+    loss = float(totals.loss) / max(valid, 1)
     norm = wrapped.step(config.optim.clip_norm) if math.isfinite(loss) else math.nan
     if not math.isfinite(norm):
         raise RunError(
@@ -153,13 +158,14 @@ def evaluate(job: TrainingJob, wrapped: Copies) -> dict[str, float]:
         vector = wrapped.module(collate(job.heldout, rows).to(world.device)).to_vector()
         vectors.append(vector if index < len(batches) else torch.zeros_like(vector))
     wrapped.trainee.train()
-    totals = Totals.from_vector(world.accelerator.reduce(sum_of(vectors), reduction="sum"))
-    if not math.isfinite(totals.loss) or totals.tokens == 0:
+    totals = LossSums.from_vector(world.accelerator.reduce(sum_of(vectors), reduction="sum"))
+    loss = float(totals.loss)
+    tokens = float(totals.tokens)
+    if not math.isfinite(loss) or tokens == 0:
         raise RunError(
-            f"the held-out loss is {totals.loss} over {totals.tokens:g} tokens; check the models "
-            "and `heldout`"
+            f"the held-out loss is {loss} over {tokens:g} tokens; check the models and `heldout`"
         )
-    return {"heldout_loss": totals.loss / totals.tokens, **curves(totals, "heldout_")}
+    return {"heldout_loss": loss / tokens, **curves(totals, "heldout_")}
 
 
 def sum_of(vectors: list[Tensor]) -> Tensor:

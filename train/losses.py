@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Draft's logits [N, V], target's logits [N, V], tokens of the data [N] (and options by name) ->
@@ -32,9 +31,13 @@ _FLOOR = -100.0
 _LEAST_SPREAD = 1e-2
 
 
+def at_least_fp32(logits: Tensor) -> Tensor:
+    """Logits in fp32; float64 stays."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def _log_probs(logits_NV: Tensor) -> Tensor:
-    wide = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    return wide.log_softmax(-1)
+    return at_least_fp32(logits_NV).log_softmax(-1)
 
 
 def _both_log_probs(draft_NV: Tensor, target_NV: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -93,7 +96,9 @@ def jensen_shannon(
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     m_NV = beta * log_p_NV.exp() + (1 - beta) * log_q_NV.exp()
     log_m_NV = m_NV.clamp_min(torch.finfo(m_NV.dtype).tiny).log()
-    return beta * _kl(log_p_NV, log_m_NV) + (1 - beta) * _kl(log_q_NV, log_m_NV)
+    kl_p_N = _kl(log_p_NV, log_m_NV)
+    kl_q_N = _kl(log_q_NV, log_m_NV)
+    return beta * kl_p_N + (1 - beta) * kl_q_N
 
 
 def total_variation(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
@@ -114,7 +119,8 @@ def total_variation_plus(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: T
     of at least 0.01.
     """
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
-    p_NV, q_NV = log_p_NV.exp(), log_q_NV.exp()
+    p_NV = log_p_NV.exp()
+    q_NV = log_q_NV.exp()
     with torch.no_grad():
         reward_NV = (q_NV <= p_NV).to(q_NV.dtype)
         mean_N1 = (q_NV * reward_NV).sum(-1, keepdim=True).clamp(0, 1)
@@ -154,8 +160,9 @@ def overlap(draft_NV: Tensor, target_NV: Tensor) -> Tensor:
     """alpha `[N]` = sum_x min(p(x), q(x)) at temperature 1: the probability that a draft token is
     accepted.
     """
-    wide = [x if x.dtype == torch.float64 else x.float() for x in (draft_NV, target_NV)]
-    return torch.minimum(F.softmax(wide[0], -1), F.softmax(wide[1], -1)).sum(-1)
+    q_NV = at_least_fp32(draft_NV).softmax(-1)
+    p_NV = at_least_fp32(target_NV).softmax(-1)
+    return torch.minimum(q_NV, p_NV).sum(-1)
 
 
 @torch.no_grad()
@@ -175,7 +182,8 @@ def forward_kl_in_place(
     log_q_NV, log_p_NV = scratch
     torch.log_softmax(draft_NV, -1, out=log_q_NV)
     torch.log_softmax(target_NV, -1, out=log_p_NV)
-    slope_NV, p_NV = torch.exp(log_q_NV, out=draft_NV), torch.exp(log_p_NV, out=target_NV)
+    slope_NV = torch.exp(log_q_NV, out=draft_NV)
+    p_NV = torch.exp(log_p_NV, out=target_NV)
     loss_N: Tensor = torch.linalg.vecdot(p_NV, log_p_NV.sub_(log_q_NV))
     # sum min(p, q) = (sum p + sum q - sum |p - q|) / 2.
     if mass_N is None:
@@ -200,7 +208,8 @@ def jensen_shannon_in_place(
     log_q_NV, log_p_NV = scratch
     torch.log_softmax(draft_NV, -1, out=log_q_NV)
     torch.log_softmax(target_NV, -1, out=log_p_NV)
-    q_NV, p_NV = torch.exp(log_q_NV, out=draft_NV), torch.exp(log_p_NV, out=target_NV)
+    q_NV = torch.exp(log_q_NV, out=draft_NV)
+    p_NV = torch.exp(log_p_NV, out=target_NV)
     alpha_N = torch.minimum(p_NV if mass_N is None else p_NV * mass_N[:, None], q_NV).sum(-1)
     log_m_NV = torch.lerp(q_NV, p_NV, beta).clamp_min_(torch.finfo(q_NV.dtype).tiny).log_()
     kl_p_N: Tensor = torch.linalg.vecdot(p_NV, log_p_NV.sub_(log_m_NV))

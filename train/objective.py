@@ -105,14 +105,11 @@ class Objective:
         from train.losses import IN_PLACE
 
         term = self.terms[0]
-        if (
-            len(self.terms) > 1
-            or term.weight != 1
-            or self.temperature != 1
-            or term.function is not None
-        ):
+        # The name of a caller's own loss is in no table.
+        in_place = IN_PLACE.get(term.name)
+        if len(self.terms) > 1 or term.weight != 1 or self.temperature != 1 or in_place is None:
             return None
-        return partial(IN_PLACE[term.name], **dict(term.options)) if term.name in IN_PLACE else None
+        return partial(in_place, **dict(term.options))
 
     def loss(self, draft_NV: "Tensor", target_NV: "Tensor | None", tokens_N: "Tensor") -> "Tensor":
         """Loss `[N]` per token, fp32, from logits. `target_NV` may be None when `needs_target` is
@@ -125,9 +122,8 @@ class Objective:
             else:
                 cooled_NV = None if target_NV is None else target_NV / self.temperature
                 value = term.loss(draft_NV / self.temperature, cooled_NV, tokens_N)
-                value = (
-                    value * self.temperature**2 if term.name in _MULTIPLIED_BY_T_SQUARED else value
-                )
+                if term.name in _MULTIPLIED_BY_T_SQUARED:
+                    value = value * self.temperature**2
             value = value if term.weight == 1 else term.weight * value
             total = value if total is None else total + value
         assert total is not None
@@ -142,9 +138,8 @@ def parse_objective(spec: str, temperature: float = 1.0) -> Objective:
     losses, at, pace = text.partition("@")
     if at and pace != "dpace":
         raise InputError(f"objective: {spec!r}: after '@' write dpace, not '{pace}'")
-    return Objective(
-        text, tuple(_term(part, spec) for part in losses.split("+")), temperature, paced=bool(at)
-    )
+    terms = tuple(_term(part, spec) for part in losses.split("+"))
+    return Objective(text, terms, temperature, paced=bool(at))
 
 
 def custom_objective(loss: "LossFn", temperature: float = 1.0) -> Objective:
@@ -191,7 +186,8 @@ def _term(part: str, spec: str) -> Term:
     if key not in LOSS_OPTIONS[name]:
         known = ", ".join(LOSS_OPTIONS[name]) or "none"
         raise InputError(f"objective: {spec!r}: {name} has no option '{key}'; it has {known}")
-    value, (low, high) = _number(value_text, key, spec), LOSS_OPTIONS[name][key]
+    value = _number(value_text, key, spec)
+    low, high = LOSS_OPTIONS[name][key]
     if not low < value < high:
         raise InputError(
             f"objective: {spec!r}: {key} must lie between {low:g} and {high:g}, not {value:g}"

@@ -132,7 +132,12 @@ class Copies:
     def load_optimizer(self, values: dict[str, Tensor]) -> None:
         """Restore the result of `gather_optimizer`, from however many processes it came."""
         for name, parameter in self.trained() if values else ():
-            moments = {key: values[f"{key}/{name}"].to(self.world.device) for key in _MOMENTS}
+            moments = {}
+            for key in _MOMENTS:
+                moment = values[f"{key}/{name}"].to(self.world.device)
+                if isinstance(parameter, DTensor):
+                    moment = distribute_tensor(moment, parameter.device_mesh, parameter.placements)
+                moments[key] = moment
             self.set_moments(parameter, moments, values["step"].clone())
 
     def states(self) -> dict[Any, dict[str, Tensor]]:
@@ -147,8 +152,8 @@ class Copies:
     def set_moments(
         self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: Tensor
     ) -> None:
-        """Put whole moments in the place of a parameter's."""
-        self.optimizer.state[parameter] = {"step": step, **moments}
+        """Put moments, whole or of a shard, in the place of a parameter's."""
+        self.states()[parameter] = {"step": step, **moments}
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """The trained parameters with their names."""
@@ -246,8 +251,9 @@ class Sharded(Copies):
 
     def wrap(self, make_optimizer: MakeOptimizer, config: TrainConfig) -> None:
         mesh = init_device_mesh(self.world.device.type, (self.world.size,))
-        # Whether gathered weights are freed after each layer's forward.
-        keep = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in ("false", "0", "no")
+        # Whether gathered weights stay after each layer's forward.
+        reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
+        keep = reshard in ("false", "0", "no")
         for layer in repeated_layers(self.trainee.draft):
             fully_shard(layer, mesh=mesh, reshard_after_forward=not keep)
         fully_shard(self.trainee, mesh=mesh)
@@ -267,16 +273,6 @@ class Sharded(Copies):
             if hasattr(module, "reshard"):
                 module.reshard()
         return super().gather_weights()
-
-    def set_moments(
-        self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: Tensor
-    ) -> None:
-        shard: Any = parameter
-        shards = {
-            key: distribute_tensor(value, shard.device_mesh, shard.placements)
-            for key, value in moments.items()
-        }
-        super().set_moments(parameter, shards, step)
 
 
 WRAPPERS: dict[str, type[Copies]] = {
@@ -305,11 +301,8 @@ def wrap(
 
 def repeated_layers(draft: nn.Module) -> list[nn.Module]:
     """The decoder layers of a draft, in order; empty if there are none."""
-    lists = [
-        module
-        for module in draft.modules()
-        if isinstance(module, nn.ModuleList) and module is not draft
-    ]
+    inner = [module for module in draft.modules() if module is not draft]
+    lists = [module for module in inner if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=_parameter_count, default=()))
 
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import OutputProjection, output_projection
 from draftsmith_core.errors import InputError
+from train.losses import at_least_fp32
 
 # Logarithm of a negligible mass that does not underflow to zero in fp32.
 _NEGLIGIBLE_LOG_MASS = -80.0
@@ -65,16 +66,15 @@ class LiveTeacher:
         if self.row_N is not None:
             used, place_C = self.row_N[rows].unique_consecutive(return_inverse=True)
             rows = slice(int(used[0]), int(used[-1]) + 1)
-        weight, bias = self.projection.weight_VH, self.projection.bias_V
-        dtype = compute_dtype(weight)
-        projected = F.linear(
-            self.hidden_NH[rows].to(dtype),
-            weight.to(dtype),
-            None if bias is None else bias.to(dtype),
-        )
-        logits_CV = self.projection.finish(projected)
+        weight_VH = self.projection.weight_VH
+        bias_V = self.projection.bias_V
+        dtype = compute_dtype(weight_VH)
+        if bias_V is not None:
+            bias_V = bias_V.to(dtype)
+        projected_CV = F.linear(self.hidden_NH[rows].to(dtype), weight_VH.to(dtype), bias_V)
+        logits_CV = self.projection.finish(projected_CV)
         if self.ids is not None:
-            whole_CW = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+            whole_CW = at_least_fp32(logits_CV)
             logits_CV = whole_CW[:, self.ids] - whole_CW.logsumexp(-1, keepdim=True)
         elif self.further:
             logits_CV = F.pad(logits_CV, (0, self.further), value=-math.inf)
@@ -100,7 +100,8 @@ class StoredTeacher:
     @torch.no_grad()
     def logits(self, rows: slice, draft_CV: Tensor) -> Tensor:
         """Log-probabilities `[C, V]`; stored tokens that the draft does not have are left out."""
-        draft_CV, ids_CK = draft_CV.float(), self.top_ids_NK[rows]
+        draft_CV = draft_CV.float()
+        ids_CK = self.top_ids_NK[rows]
         unknown_CK = ids_CK >= draft_CV.shape[-1]
         logprobs_CK = self.top_logprobs_NK[rows].float().masked_fill(unknown_CK, -math.inf)
         # amax and not an assignment, because padding repeats id 0 with -inf.
@@ -123,17 +124,19 @@ class StoredTeacher:
         """A lower bound of alpha, `[C]`: sum of min(p, q) over the stored tokens, nothing for the
         tail.
         """
-        wide_CV = draft_CV if draft_CV.dtype == torch.float64 else draft_CV.float()
+        wide_CV = at_least_fp32(draft_CV)
         ids_CK = self.top_ids_NK[rows]
         unknown_CK = ids_CK >= draft_CV.shape[-1]
-        p_CK = self.top_logprobs_NK[rows].to(wide_CV.dtype).exp().masked_fill(unknown_CK, 0)
         # Padding repeats id 0 with p = 0, so that it adds nothing.
-        return torch.minimum(
-            p_CK, wide_CV.softmax(-1).gather(-1, ids_CK.masked_fill(unknown_CK, 0))
-        ).sum(-1)
+        p_CK = self.top_logprobs_NK[rows].to(wide_CV.dtype).exp().masked_fill(unknown_CK, 0)
+        ids_CK = ids_CK.masked_fill(unknown_CK, 0)
+        q_CK = wide_CV.softmax(-1).gather(-1, ids_CK)
+        return torch.minimum(p_CK, q_CK).sum(-1)
 
     def to(self, device: torch.device) -> "StoredTeacher":
-        return StoredTeacher(*(part.to(device) for part in vars(self).values()))
+        return StoredTeacher(
+            self.top_ids_NK.to(device), self.top_logprobs_NK.to(device), self.tail_N.to(device)
+        )
 
 
 Teacher = LiveTeacher | StoredTeacher

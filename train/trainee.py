@@ -4,18 +4,26 @@ from torch import Tensor, nn
 
 from drafts.load import Draft
 from train.batch import Batch, LossSums
+from train.chunked import TokenLoss
 from train.features import FrozenTarget
+from train.objective import Objective
 
 
 class Trainee(nn.Module):
     """A draft with what trains it; the target stays outside its parameters.
 
     `trainee(batch)` gives the sums over the valid tokens of a batch. target: its live teacher; None
-    if there is none.
+    if there is none. chunk: tokens whose logits are held at once; None for what suits the device.
     """
 
     draft: Draft
     target: FrozenTarget | None
+
+    def __init__(self, draft: Draft, objective: Objective, chunk: int | None) -> None:
+        super().__init__()
+        self.draft = draft
+        self.objective = objective
+        self.loss = TokenLoss(objective, chunk)
 
     def count(self, batch: Batch) -> Tensor:
         """How many tokens `loss` will be a sum over, a scalar, without the forward."""

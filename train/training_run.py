@@ -97,7 +97,13 @@ def train(
             on_main(lambda: checkpoint.drop_old(job))
             record = read_record(out)
         else:
-            wandb_runs.start(job.world.accelerator, config, job.identity, job.run_dir)
+            wandb_runs.start(
+                job.world.accelerator,
+                job.run_dir,
+                job.identity,
+                tracker=config.tracker,
+                project=config.project,
+            )
             record = _publish(job, _fit(loaded, run.stop), command)
     atexit.register(leave_processes)
     keys = ["objective", "steps", "best_step", "heldout_loss", "heldout_alpha", "heldout_tau"]
@@ -220,7 +226,8 @@ def _announce(
 
 
 def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
-    config, training, heldout = job.config, job.training, job.heldout
+    config = job.config
+    training = job.training
     position = done.position
     objective = job.objective.spec
     record = {
@@ -229,16 +236,8 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
         "target": config.target,
         "target_fingerprint": job.identity["target_fingerprint"],
         "data": {
-            "training": {
-                "rows": len(training.rows),
-                "dropped": training.dropped,
-                "digest": training.digest,
-            },
-            "heldout": {
-                "rows": len(heldout.rows),
-                "dropped": heldout.dropped,
-                "digest": heldout.digest,
-            },
+            "training": _data_record(training),
+            "heldout": _data_record(job.heldout),
             "response_tokens": int(training.valid_tokens.sum()),
         },
         "processes": job.world.size,
@@ -269,18 +268,29 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
     return record
 
 
+def _data_record(examples: Examples) -> dict[str, Any]:
+    return {
+        "rows": len(examples.rows),
+        "dropped": examples.dropped,
+        "digest": examples.digest,
+    }
+
+
 def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
-    config, heldout, target = job.config, job.heldout, job.target
+    config = job.config
+    target = job.target
     assert target is not None
-    rows = range(min(len(heldout), _CALIBRATION_ROWS))
+    rows = range(min(len(job.heldout), _CALIBRATION_ROWS))
     size = min(config.batch_size, (len(rows) + 1) // 2)
     trainee = BlockTrainee(head.to(target.device), job.objective, target, config.packing)
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]
-    batches = (collate(heldout, group).to(target.device) for group in groups)
+    batches = (collate(job.heldout, group).to(target.device) for group in groups)
     figures = calibrate(trainee, batches)
     head.to("cpu")
-    raw, scaled = figures["confidence_error_raw"], figures["confidence_error"]
-    say(f"train: confidence: calibration error {raw:.3f}, with temperatures {scaled:.3f}")
+    say(
+        f"train: confidence: calibration error {figures['confidence_error_raw']:.3f}, with "
+        f"temperatures {figures['confidence_error']:.3f}"
+    )
     return figures
 
 
@@ -341,6 +351,7 @@ def _examples(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Example
         training, heldout = divide(training, config.heldout_fraction)
     replay = read("replay") if config.replay else None
     if config.packing:
-        training, heldout = packed(training, config.seed), packed(heldout, config.seed)
+        training = packed(training, config.seed)
+        heldout = packed(heldout, config.seed)
         replay = None if replay is None else packed(replay, config.seed)
     return training if replay is None else with_replay(training, replay), heldout

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -18,8 +19,7 @@ from draftsmith_core.signals import interruptible
 from train.config import TrainConfig
 
 
-@dataclass(frozen=True)
-class LauncherSetting:
+class LauncherSetting(NamedTuple):
     """A setting of the launcher that is decided elsewhere.
 
     agreeing: values of its environment variable that change nothing, the default first.
@@ -42,9 +42,7 @@ _SETTINGS = (
         ("false",),
         "zero3_init_flag: weights are sharded after they are loaded",
     ),
-)
-# Read under FSDP only.
-_FSDP_SETTINGS = (
+    # Those of FSDP count under FSDP only.
     LauncherSetting("FSDP_VERSION", ("2",), "fsdp_version: only 2 is supported"),
     LauncherSetting(
         "FSDP_ACTIVATION_CHECKPOINTING",
@@ -131,10 +129,9 @@ def _check_launcher(sharing: str, bf16: bool) -> None:
         ("no", "bf16") if bf16 else ("no",),
         "mixed_precision: set `precision`",
     )
-    settings = [precision, *_SETTINGS]
-    if sharing == "fsdp":
-        settings += _FSDP_SETTINGS
-    for setting in settings:
+    for setting in (precision, *_SETTINGS):
+        if setting.variable.startswith("FSDP") and sharing != "fsdp":
+            continue
         value = os.environ.get(setting.variable, setting.agreeing[0]).lower()
         if value not in setting.agreeing:
             raise RunError(f"the launcher sets {value} for {setting.advice}")

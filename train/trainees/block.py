@@ -24,7 +24,7 @@ from draftsmith_core.sampling import generator
 from train.batch import Batch, LossSums
 from train.chunked import LowRank, Output, TokenLoss
 from train.objective import parse_objective
-from train.trainees.head import Drafts, HeadTrainee, Pairs, join, pairs_at
+from train.trainees.head import Drafts, HeadTrainee, Pairs, Part, join, pairs_at
 
 # Candidates for a slot's temperature, and the bins of the calibration error.
 _TEMPERATURES = tuple(2.0 ** (step / 10) for step in range(-30, 31))
@@ -34,7 +34,8 @@ _CROSS_ENTROPY = parse_objective("ce")
 
 def decay(block_size: int) -> float:
     """exp(-1 / gamma), gamma as DFlash has it for blocks of 16, 10 and 8; DSpark takes 4 for 7."""
-    return math.exp(-1 / (7 if block_size >= 16 else 5 if block_size >= 10 else 4))
+    gamma = 7 if block_size >= 16 else 5 if block_size >= 10 else 4
+    return math.exp(-1 / gamma)
 
 
 class Slots(NamedTuple):
@@ -62,9 +63,8 @@ class BlockTrainee(HeadTrainee):
     def __init__(
         self, draft: BlockHead, *arguments: Any, anchors: int = 512, **options: Any
     ) -> None:
-        super().__init__(
-            draft, *arguments, **{"step_decay": decay(draft.config.block_size)} | options
-        )
+        options.setdefault("step_decay", decay(draft.config.block_size))
+        super().__init__(draft, *arguments, **options)
         self.anchors = anchors
 
     def blocks(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -84,13 +84,15 @@ class BlockTrainee(HeadTrainee):
         place_BT = torch.full_like(batch.ids_BT, -1)
         for row, columns in enumerate(rows):
             place_BT[row, columns] = torch.arange(len(columns), device=columns.device)
-        # One at least: a batch without a block has gradients too, all zero.
-        return anchors_BA if anchors_BA.shape[1] else F.pad(anchors_BA, (0, 1)), place_BT
+        if not anchors_BA.shape[1]:
+            # One at least: a batch without a block has gradients too, all zero.
+            anchors_BA = F.pad(anchors_BA, (0, 1))
+        return anchors_BA, place_BT
 
     def count(self, batch: Batch) -> Tensor:
         return (self.blocks(batch)[1] >= 0).sum()
 
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
         """For every depth the pairs before the anchors that count, and the normed states `[N, H]`
         of their slots.
         """
@@ -120,7 +122,7 @@ class BlockTrainee(HeadTrainee):
     def slots(self, batch: Batch) -> Slots:
         """The sums of a batch, and what each slot that counts gives."""
         states, last_BTH = self.target.read(batch)
-        drafts = join(self.by_depth(batch, states), batch)
+        drafts = join(list(self.drafts(batch, states)), batch)
         paced = self.objective.paced
         weights_N = self.paces(drafts, batch) if paced else self.step_decay**drafts.depth_N
         low_rank = self.markov(drafts.pairs, batch)
@@ -131,10 +133,10 @@ class BlockTrainee(HeadTrainee):
             return Slots(sums, drafts, alpha_N, None)
         tokens_N = drafts.pairs.of_targets(batch.ids_BT)
         logits_N = self.draft.confidence_logits(drafts.hidden_NH, tokens_N)
-        loss = F.binary_cross_entropy_with_logits(
-            logits_N, alpha_N.to(logits_N), weights_N, reduction="sum"
-        )
-        return Slots(sums._replace(loss=sums.loss + loss), drafts, alpha_N, logits_N)
+        accepted_N = alpha_N.to(logits_N)
+        loss = F.binary_cross_entropy_with_logits(logits_N, accepted_N, weights_N, reduction="sum")
+        sums = sums._replace(loss=sums.loss + loss)
+        return Slots(sums, drafts, alpha_N, logits_N)
 
     def markov(self, pairs: Pairs, batch: Batch) -> LowRank | None:
         """What the Markov head adds to the logits: W1 of the tokens before the slots, and W2."""
@@ -158,10 +160,12 @@ class BlockTrainee(HeadTrainee):
             low_rank=self.markov(drafts.pairs, batch),
             per_token_3N=per_token_3N,
         )
-        steps_MD = torch.zeros(batch.ids_BT.numel(), self.draft.depths, device=tokens_N.device)
+        q_N = (-per_token_3N[0]).exp() * drafted_N
         slots = drafts.pairs.block_N(batch), drafts.depth_N
-        steps_MD[slots] = (1 + (-per_token_3N[0]).exp() * drafted_N) / 2
-        return steps_MD.cumprod(1).flip(1).cumsum(1).flip(1)[slots]
+        steps_MD = torch.zeros(batch.ids_BT.numel(), self.draft.depths, device=tokens_N.device)
+        steps_MD[slots] = (1 + q_N) / 2
+        reached_MD = steps_MD.cumprod(1)
+        return reached_MD.flip(1).cumsum(1).flip(1)[slots]
 
 
 @torch.no_grad()
@@ -177,24 +181,31 @@ def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, floa
     head = trainee.eval().draft
     parts = []
     for batch in batches:
-        # Confidence logits and alphas of every block, `[2, M, D]`; NaN in slots that do not count.
-        part_2MD = torch.full((2, batch.ids_BT.numel(), head.depths), math.nan)
         slots = trainee.slots(batch)
         assert slots.confidence_N is not None
+        figures_2N = torch.stack([slots.confidence_N.float(), slots.alpha_N.float()]).cpu()
         blocks_N = slots.drafts.pairs.block_N(batch).cpu()
-        figures_2N = torch.stack([slots.confidence_N.float(), slots.alpha_N.float()])
-        part_2MD[:, blocks_N, slots.drafts.depth_N.cpu()] = figures_2N.cpu()
-        parts.append(part_2MD[:, part_2MD[1, :, 0].isfinite()])
-    fitted, judged = (torch.cat(parts[start::2] or parts, dim=1) for start in (0, 1))
+        # Confidence logits and alphas of every block, `[2, M, D]`; NaN in slots that do not count.
+        part_2MD = torch.full((2, batch.ids_BT.numel(), head.depths), math.nan)
+        part_2MD[:, blocks_N, slots.drafts.depth_N.cpu()] = figures_2N
+        counts_M = part_2MD[1, :, 0].isfinite()
+        parts.append(part_2MD[:, counts_M])
+    fitted = torch.cat(parts[::2], dim=1)
+    judged = torch.cat(parts[1::2] or parts, dim=1)
     temperatures: list[float] = []
     for _ in range(head.depths):
-        errors = {t: _error(fitted, [*temperatures, t]) for t in _TEMPERATURES}
-        temperatures.append(min(errors, key=lambda t: (errors[t], abs(math.log(t)))))
+        temperatures.append(_next_temperature(fitted, temperatures))
     head.config = replace(head.config, confidence_temperatures=tuple(temperatures))
     return {
         "confidence_error_raw": _mean_error(judged, [1.0] * head.depths),
         "confidence_error": _mean_error(judged, temperatures),
     }
+
+
+def _next_temperature(found_2MD: Tensor, temperatures: Sequence[float]) -> float:
+    """The temperature of the next slot with the least error; of equal ones the nearest to 1."""
+    errors = {t: _error(found_2MD, [*temperatures, t]) for t in _TEMPERATURES}
+    return min(errors, key=lambda t: (errors[t], abs(math.log(t))))
 
 
 def _mean_error(found_2MD: Tensor, temperatures: Sequence[float]) -> float:
@@ -211,7 +222,8 @@ def _error(found_2MD: Tensor, temperatures: Sequence[float]) -> float:
     said_M = (logits_Md / torch.tensor(temperatures)).sigmoid().prod(1)
     is_M = alphas_Md.prod(1)
     counts_M = is_M.isfinite()
-    apart_M = (said_M - is_M)[counts_M].double()
-    bins_M = (said_M[counts_M] * _BINS).long().clamp_max(_BINS - 1)
+    said_M = said_M[counts_M]
+    apart_M = (said_M - is_M[counts_M]).double()
+    bins_M = (said_M * _BINS).long().clamp_max(_BINS - 1)
     sums = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bins_M, apart_M)
     return float(sums.abs().sum()) / max(len(apart_M), 1)

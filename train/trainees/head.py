@@ -23,12 +23,11 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from drafts.draft_vocabulary import DraftVocabulary, drafted_rows
 from drafts.heads import Head
-from drafts.heads.borrowed import OutputProjection
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
 from train.batch import IGNORE, Batch, LossSums
-from train.chunked import LowRank, Output, TokenLoss
+from train.chunked import LowRank, Output
 from train.features import FeatureCache, FrozenTarget
 from train.objective import Objective
 from train.teacher import LiveTeacher
@@ -76,6 +75,10 @@ class Pairs:
         return self.row_N * batch.ids_BT.shape[1] + self.target_at_N
 
 
+# What is drafted at one depth: the pairs that count, and `[N, H]` of each.
+Part = tuple[Pairs, Tensor]
+
+
 def pairs_at(batch: Batch, depth: int) -> Pairs:
     """The pairs that count at this depth, from 1."""
     valid_BT = batch.labels_BT != IGNORE
@@ -96,9 +99,7 @@ def pairs_at(batch: Batch, depth: int) -> Pairs:
     return Pairs(row_N, at_N, at_N + depth)
 
 
-def unroll(
-    head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int
-) -> Iterator[tuple[Pairs, Tensor]]:
+def unroll(head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int) -> Iterator[Part]:
     """Yield, for depth 1, 2, ..., the pairs that count and the head's own features `[N, H]` there.
 
     What pair t reads at depth d, as in decoding (arXiv 2503.01840, section 3.2):
@@ -143,43 +144,29 @@ class Drafts:
     first: int
 
 
-@dataclass(frozen=True, eq=False)
-class DepthDrafts:
-    """What is drafted at one depth, from 0: the pairs that count, and `[N, H]` of each."""
-
-    depth: int
-    pairs: Pairs
-    hidden_NH: Tensor
-
-
-def join(parts: Sequence[DepthDrafts], batch: Batch) -> Drafts:
-    """Sort the drafts of several depths by the target's distribution."""
+def join(parts: Sequence[Part], batch: Batch, first: int = 0) -> Drafts:
+    """Sort the drafts of several depths, from `first`, by the target's distribution."""
     pairs = Pairs(
-        row_N=torch.cat([part.pairs.row_N for part in parts]),
-        at_N=torch.cat([part.pairs.at_N for part in parts]),
-        target_at_N=torch.cat([part.pairs.target_at_N for part in parts]),
+        row_N=torch.cat([pairs.row_N for pairs, _ in parts]),
+        at_N=torch.cat([pairs.at_N for pairs, _ in parts]),
+        target_at_N=torch.cat([pairs.target_at_N for pairs, _ in parts]),
     )
-    depth_N = torch.cat([torch.full_like(part.pairs.row_N, part.depth) for part in parts])
-    hidden_NH = torch.cat([part.hidden_NH for part in parts])
+    depths = [torch.full_like(pairs.row_N, d) for d, (pairs, _) in enumerate(parts, first)]
+    hidden_NH = torch.cat([hidden_NH for _, hidden_NH in parts])
     order_N = pairs.place_N(batch).argsort(stable=True)
     return Drafts(
         pairs=pairs.at(order_N),
         hidden_NH=hidden_NH[order_N],
-        depth_N=depth_N[order_N],
-        first=parts[0].depth,
+        depth_N=torch.cat(depths)[order_N],
+        first=first,
     )
 
 
-def total(sums: Sequence[LossSums]) -> LossSums:
+def total(groups: Sequence[LossSums]) -> LossSums:
     """The sums of several groups of depths as one."""
-    missing = [part.missing for part in sums if part.missing is not None]
-    return LossSums(
-        loss=torch.stack([part.loss for part in sums]).sum(0),
-        tokens=torch.stack([part.tokens for part in sums]).sum(0),
-        alpha=torch.stack([part.alpha for part in sums]).sum(0),
-        depth_alpha_D=torch.stack([part.depth_alpha_D for part in sums]).sum(0),
-        depth_tokens_D=torch.stack([part.depth_tokens_D for part in sums]).sum(0),
-        missing=torch.stack(missing).sum(0) if missing else None,
+    fields = zip(*groups, strict=True)
+    return LossSums._make(
+        None if parts[0] is None else torch.stack(parts).sum(0) for parts in fields
     )
 
 
@@ -193,10 +180,9 @@ class HeadSums(NamedTuple):
 class HeadTrainee(Trainee):
     """Base of the head trainees: sums the objective over the depths of a head.
 
-    A kind of head defines `drafts`, and overrides `projection_at` or `forward` where it differs.
-    packing: whether batches will be packed. cache: of the target's states. chunk: tokens whose
-    logits are held at once, by default what suits the device. step_decay: depth j, from 1, weighs
-    step_decay ** (j - 1).
+    A kind of head defines `drafts`, and overrides `output_at` or `forward` where it differs.
+    packing: whether batches will be packed. cache: of the target's states. step_decay: weight of a
+    depth relative to the depth before.
     """
 
     # Whether all depths share an output projection, and with it the passes over the target's
@@ -215,10 +201,7 @@ class HeadTrainee(Trainee):
         chunk: int | None = None,
         step_decay: float = STEP_DECAY,
     ) -> None:
-        super().__init__()
-        self.draft = draft
-        self.objective = objective
-        self.loss = TokenLoss(objective, chunk)
+        super().__init__(draft, objective, chunk)
         self.step_decay = step_decay
         self.target = FrozenTarget(target, draft.hidden_layers, packing, cache)
 
@@ -230,23 +213,18 @@ class HeadTrainee(Trainee):
 
     def forward(self, batch: Batch) -> LossSums:
         states, last_BTH = self.target.read(batch)
-        drafts = self.by_depth(batch, states)
-        groups = [drafts] if self.one_projection else [[part] for part in drafts]
+        parts = list(self.drafts(batch, states))
+        if self.one_projection:
+            groups = [join(parts, batch)]
+        else:
+            groups = [join([part], batch, depth) for depth, part in enumerate(parts)]
         sums = []
-        for group in groups:
-            joined = join(group, batch)
-            weights_N = self.step_decay**joined.depth_N
-            sums.append(self.sums(joined, batch, last_BTH, weights_N, depths=len(drafts)).sums)
+        for drafts in groups:
+            weights_N = self.step_decay**drafts.depth_N
+            sums.append(self.sums(drafts, batch, last_BTH, weights_N, depths=len(parts)).sums)
         return total(sums)
 
-    def by_depth(self, batch: Batch, states: Sequence[Tensor]) -> list[DepthDrafts]:
-        """The drafts of every depth."""
-        return [
-            DepthDrafts(depth, pairs, hidden_NH)
-            for depth, (pairs, hidden_NH) in enumerate(self.drafts(batch, states))
-        ]
-
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
         """Yield, for every depth, the pairs that count and what the output projection reads there,
         `[N, H]`.
 
@@ -259,20 +237,6 @@ class HeadTrainee(Trainee):
         borrowed = self.draft.borrowed
         projection = borrowed.projection
         return Output(projection.weight_VH.detach(), borrowed.bias_V, projection)
-
-    def teaching(
-        self, teacher: LiveTeacher, tokens_N: Tensor
-    ) -> tuple[LiveTeacher, Tensor, Tensor | None]:
-        """Teacher, tokens and weights of the loss, in the head's vocabulary.
-
-        Tokens that it lacks have weight 0 where the objective reads them.
-        """
-        if not isinstance(self.draft, DraftVocabulary) or not self.draft.reduced:
-            return teacher, tokens_N, None
-        ids_D = self.draft.target_ids_D
-        rows_N, drafted_N = drafted_rows(ids_D, tokens_N)
-        weights_N = drafted_N.float() if self.objective.reads_tokens else None
-        return replace(teacher, ids=ids_D), rows_N, weights_N
 
     def sums(
         self,
@@ -287,10 +251,15 @@ class HeadTrainee(Trainee):
         """The objective with these weights, and acceptance. low_rank: as in `TokenLoss.sums`."""
         pairs = drafts.pairs
         places, row_N = pairs.place_N(batch).unique_consecutive(return_inverse=True)
-        live = LiveTeacher(last_BTH.flatten(0, 1)[places], self.target.projection, row_N=row_N)
-        teacher, tokens_N, drafted_N = self.teaching(live, pairs.of_targets(batch.labels_BT))
-        if drafted_N is not None:
-            weights_N = weights_N * drafted_N
+        last_NH = last_BTH.flatten(0, 1)[places]
+        teacher = LiveTeacher(last_NH, self.target.projection, row_N=row_N)
+        tokens_N = pairs.of_targets(batch.labels_BT)
+        if isinstance(self.draft, DraftVocabulary) and self.draft.reduced:
+            teacher = replace(teacher, ids=self.draft.target_ids_D)
+            tokens_N, drafted_N = drafted_rows(self.draft.target_ids_D, tokens_N)
+            if self.objective.reads_tokens:
+                # Leave out tokens that the draft lacks.
+                weights_N = weights_N * drafted_N
         wide = torch.promote_types(drafts.hidden_NH.dtype, torch.float32)
         per_token_3N = torch.zeros(3, len(tokens_N), dtype=wide, device=tokens_N.device)
         sums = self.loss.sums(
@@ -310,7 +279,6 @@ class HeadTrainee(Trainee):
         of_depths = LossSums(
             loss=sums.loss,
             tokens=tokens_D[0],
-            alpha=alpha_D[0],
             depth_alpha_D=alpha_D,
             depth_tokens_D=tokens_D,
             missing=missing,
@@ -337,23 +305,25 @@ class EagleTrainee(HeadTrainee):
         self, *arguments: Any, noise: float = 0.1, depths: int = 5, **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
-        self.noise, self.depths = noise, depths
+        self.noise = noise
+        self.depths = depths
 
     def forward(self, batch: Batch) -> LossSums:
         (features_BTH,), last_BTH = self.target.read(batch)
-        drafts = self.by_depth(batch, [features_BTH])
-        first = drafts[0]
-        wanted_NH = first.pairs.of_targets(features_BTH)
-        apart_NH = F.smooth_l1_loss(first.hidden_NH.float(), wanted_NH.float(), reduction="none")
-        joined = join(drafts, batch)
-        weights_N = TOKEN_WEIGHT * (joined.depth_N == 0)
-        sums = self.sums(joined, batch, last_BTH, weights_N, depths=self.depths).sums
+        parts = list(self.drafts(batch, [features_BTH]))
+        pairs, hidden_NH = parts[0]
+        wanted_NH = pairs.of_targets(features_BTH).float()
+        apart_NH = F.smooth_l1_loss(hidden_NH.float(), wanted_NH, reduction="none")
+        drafts = join(parts, batch)
+        weights_N = TOKEN_WEIGHT * (drafts.depth_N == 0)
+        sums = self.sums(drafts, batch, last_BTH, weights_N, depths=self.depths).sums
         return sums._replace(loss=apart_NH.mean(-1).sum() + sums.loss)
 
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
         inputs_BWH = states[0][:, :-1].to(self.draft.fc.weight.dtype)
         if self.training and self.noise:
-            inputs_BWH = inputs_BWH + (torch.rand_like(inputs_BWH) * 2 - 1) * self.noise
+            shift_BWH = torch.rand_like(inputs_BWH) * 2 - 1
+            inputs_BWH = inputs_BWH + shift_BWH * self.noise
         depths = 1 if self.training else self.depths
         return unroll(self.draft.states, batch, inputs_BWH, depths)
 
@@ -374,13 +344,9 @@ class Eagle3Trainee(HeadTrainee):
     def __init__(self, *arguments: Any, test_steps: int = 7, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.test_steps = test_steps
-        self.projection = OutputProjection(
-            self.draft.lm_head,
-            self.draft.borrowed.projection.scale,
-            self.draft.borrowed.projection.softcap,
-        )
+        self.projection = replace(self.draft.borrowed.projection, module=self.draft.lm_head)
 
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
         features_BWH = self.draft.fuse([state_BTH[:, :-1] for state_BTH in states])
         for pairs, states_NH in unroll(self.draft.states, batch, features_BWH, self.test_steps):
             yield pairs, self.draft.normed(states_NH)
@@ -403,7 +369,7 @@ class MedusaTrainee(HeadTrainee):
     draft: MedusaHeads
     one_projection = False
 
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
         for d in range(len(self.draft)):
             pairs = pairs_at(batch, d + 1)
             head = cast(nn.Sequential, self.draft[d])
@@ -435,7 +401,7 @@ class HydraTrainee(HeadTrainee):
         super().__init__(*arguments, **options)
         self.one_projection = not self.draft.config.own_projection
 
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[tuple[Pairs, Tensor]]:
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
         dtype = next(self.draft.parameters()).dtype
         for d, head in enumerate(self.draft.heads):
             pairs = pairs_at(batch, d + 1)
@@ -443,7 +409,8 @@ class HydraTrainee(HeadTrainee):
             tokens_Nd = batch.ids_BT[pairs.row_N[:, None], between_N]
             embedded_NX = self.draft.borrowed.embed(tokens_Nd, dtype).flatten(-2)
             features_NH = pairs.of_pairs(states[0]).to(dtype)
-            yield pairs, head(torch.cat([features_NH, embedded_NX], dim=-1))
+            inputs_NX = torch.cat([features_NH, embedded_NX], dim=-1)
+            yield pairs, head(inputs_NX)
 
     def output_at(self, depth: int) -> Output:
         """The target's, or the head's own in checkpoints of Hydra's authors."""

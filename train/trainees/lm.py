@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from drafts.draft_vocabulary import draft_rows, draft_vocabulary, drafted_rows
 from draftsmith_core.models import vocabulary_size
 from train.batch import IGNORE, Batch, LossSums, forward_options, packing_method
-from train.chunked import Output, TokenLoss
+from train.chunked import Output
 from train.features import FeatureCache, FrozenTarget, StateMemory
 from train.objective import Objective
 from train.teacher import LiveTeacher, Teacher, find_projection, teacher_for_draft
@@ -22,8 +22,8 @@ class LMTrainee(Trainee):
     """A language model as the draft.
 
     target: the live teacher; None if the objective needs none or batches bring stored rows.
-    packing: whether batches will be packed. chunk: tokens whose logits are held at once; by default
-    what suits the device. cache, memory: hidden states of the target, on disk and in memory.
+    packing: whether batches will be packed. cache, memory: hidden states of the target, on disk and
+    in memory.
 
     With a draft vocabulary, the draft trains on the target's distribution renormalised to it, as
     EAGLE-3 heads do, and `ce` skips tokens outside it. Raise InputError if a model cannot be
@@ -42,10 +42,7 @@ class LMTrainee(Trainee):
         cache: FeatureCache | None = None,
         memory: StateMemory | None = None,
     ) -> None:
-        super().__init__()
-        self.draft = draft
-        self.objective = objective
-        self.loss = TokenLoss(objective, chunk)
+        super().__init__(draft, objective, chunk)
         self.ids_D = draft_vocabulary(draft)
         self.projection = replace(find_projection(draft, "draft"), rows_D=self.ids_D)
         self.packing = packing_method(draft, "draft") if packing else None
@@ -54,7 +51,6 @@ class LMTrainee(Trainee):
             self.target = FrozenTarget(
                 target, layers=(-1,), packing=packing, cache=cache, memory=memory
             )
-        self.size = vocabulary_size(draft)
 
     def count(self, batch: Batch) -> Tensor:
         return (batch.labels_BT != IGNORE).sum()
@@ -87,7 +83,9 @@ class LMTrainee(Trainee):
             live = LiveTeacher(states_NH, self.target.projection)
             if self.ids_D is not None:
                 return replace(live, ids=self.ids_D)
-            return teacher_for_draft(live, vocabulary_size(self.target.model), self.size)
+            return teacher_for_draft(
+                live, vocabulary_size(self.target.model), vocabulary_size(self.draft)
+            )
         if batch.stored is None or self.ids_D is None:
             return batch.stored
         # Index len(ids_D) marks a token outside the draft vocabulary.
