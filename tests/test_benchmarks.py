@@ -18,8 +18,8 @@ from benchmarks.speed.methods import Pair, endless
 from benchmarks.speed.sections import Bench
 from decode.native import kernel
 from drafts.heads.eagle import EagleHead
-from drafts.make.widen import widen
 from draftsmith.demo import corpus
+from draftsmith.demo.widen import widen
 from tests.test_benchmarks_objectives import texts
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafts.make.widen import widen
+from draftsmith.demo.widen import widen
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
 from eval import remarks
 from eval.schema import Conditions, ModelRow, SuiteKind

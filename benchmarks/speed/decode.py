@@ -5,8 +5,9 @@ forward beneath.
         [--device cuda --dtype bfloat16]
 
 Prints one JSON object. Without arguments it needs nothing but the clone: the target is
-draftsmith/demo/pair/target and the draft configs/bench/draft, both widened (`drafts.make.widen`) to
-the cost of a 99 M and a 7 M model; the prompts are held-out passages of the demo's corpus.
+draftsmith/demo/pair/target and the draft configs/bench/draft, both widened
+(`draftsmith.demo.widen`) to the cost of a 99 M and a 7 M model; the prompts are held-out passages
+of the demo's corpus.
 README.md in this directory says what the sections hold and how to read them.
 """
 
@@ -38,8 +39,8 @@ from decode import take_over
 from decode.native import kernel
 from drafts.draft_vocabulary import read_draft_vocabulary, trim
 from drafts.heads import load_head
-from drafts.make.widen import widen
 from draftsmith.demo import corpus
+from draftsmith.demo.widen import widen
 from draftsmith_core.command_line import parse
 from draftsmith_core.devices import resolve_device
 from draftsmith_core.errors import InputError

@@ -29,8 +29,8 @@ hf: tokens per processor-second for `prompts` prompts of 10 to 300 tokens, tempe
     with left padding. Medians of `rounds` rounds in turn. Answers of the first three are checked to
     be the same. `busy`: which share of the rows of a refilled batch is at work while a prompt
     waits.
-hf_wide: the same on the demo's target widened to the cost of a 99 M model (`drafts.make.widen`),
-    with `wide_prompts` prompts of 4 to 24 tokens.
+hf_wide: the same on the demo's target widened to the cost of a 99 M model
+    (`draftsmith.demo.widen`), with `wide_prompts` prompts of 4 to 24 tokens.
 
 On a shared machine only the seconds of the processor say something; quote ratios of one run.
 """
@@ -69,7 +69,7 @@ from distill.config import DistillConfig  # noqa: E402
 from distill.engines import ENGINES, Answer, AnswerRequest, Done, Key  # noqa: E402
 from distill.engines.hf import HFEngine  # noqa: E402
 from distill.generate import distill  # noqa: E402
-from drafts.make.widen import widen  # noqa: E402
+from draftsmith.demo.widen import widen  # noqa: E402
 from draftsmith_core.command_line import parse  # noqa: E402
 from draftsmith_core.io import write_json_atomic  # noqa: E402
 from draftsmith_core.models import eos_ids, load_model  # noqa: E402

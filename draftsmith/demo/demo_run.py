@@ -1,5 +1,5 @@
 """The demo: align the shipped pair on text that every Python carries, then time the drafts beside
-the target padded to the cost of a large one (`drafts.make.widen`).
+the target padded to the cost of a large one (`draftsmith.demo.widen`).
 """
 
 import shutil
@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from transformers import LlamaForCausalLM
 
-from drafts.make.widen import widen
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.demo import corpus
+from draftsmith.demo.widen import widen
 from draftsmith_core.io import atomic_dir, make_dir, write_rows, write_text_atomic
 from draftsmith_core.launcher import join_processes
 from draftsmith_core.models import load_model
