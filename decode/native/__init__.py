@@ -216,17 +216,29 @@ def narrowest(weight_OI: Tensor) -> Tensor:
     `weight_OI` itself.
     """
     if weight_OI.dtype == torch.float32:
-        for dtype in (torch.bfloat16, torch.float16):
+        for convert in (_to_bfloat16, _to_float16):
             # Most matrices that do not fit show it in their first rows.
-            if _holds(dtype, weight_OI[:4]) and _holds(dtype, weight_OI):
-                return weight_OI.to(dtype)
+            narrow_OI = convert(weight_OI[:4])
+            if narrow_OI is not None:
+                narrow_OI = convert(weight_OI)
+            if narrow_OI is not None:
+                return narrow_OI
     return weight_OI
 
 
-def _holds(dtype: torch.dtype, weight_OI: Tensor) -> bool:
+def _to_bfloat16(weight_OI: Tensor) -> Tensor | None:
+    # bf16 is the upper half of fp32. By bits, because torch's conversion does not keep every NaN.
     bits_OI = weight_OI.contiguous().view(torch.int32)
-    again_OI = weight_OI.to(dtype).float().contiguous()
-    return torch.equal(again_OI.view(torch.int32), bits_OI)
+    if (bits_OI & 0xFFFF).any():
+        return None
+    return (bits_OI >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _to_float16(weight_OI: Tensor) -> Tensor | None:
+    half_OI = weight_OI.to(torch.float16)
+    again_OI = half_OI.float().contiguous()
+    bits_OI = weight_OI.contiguous().view(torch.int32)
+    return half_OI if torch.equal(again_OI.view(torch.int32), bits_OI) else None
 
 
 def kernel() -> Kernel | None:
