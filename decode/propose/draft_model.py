@@ -33,8 +33,7 @@ from decode.tree import TreeShape
 from drafts.vocabulary import VocabularyMap, vocabulary_map
 from draftsmith_core.models import context_length, vocabulary_size
 
-# One target token may be several tokens of a draft with another vocabulary: so many of them are
-# read at most.
+# Most pieces of one target token that a draft with another vocabulary reads.
 _MOST_PIECES = 4
 
 
@@ -59,7 +58,6 @@ class DraftModelProposer(NetworkProposer):
         )
         self._packs = [packs_of(model) if fast else None for model in self.models]
         self._windows = [attention_windows(model) for model in self.models]
-        self._limits = [context_length(model) for model in self.models]
         self._words = [vocabulary_map(model) for model in self.models]
         self._fast = fast
 
@@ -78,33 +76,38 @@ class DraftModelProposer(NetworkProposer):
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if any(model.training for model in self.models):
             raise ValueError("a draft is in training mode; call eval() on it first")
-        for limit, words in zip(self._limits, self._words, strict=True):
+        for model, words in zip(self.models, self._words, strict=True):
             read = prompts if words is None else [words.translate(prompt) for prompt in prompts]
-            check_context("draft", limit, read, max_new_tokens)
+            check_context("draft", context_length(model), read, max_new_tokens)
 
     def network(self, setup: SessionSetup) -> Network:
         self.steps = steps_for(self.models, setup.compile, self._fast, self.steps)
         networks: list[_OneNetwork] = []
-        for place, (model, words) in enumerate(zip(self.models, self._words, strict=True)):
-            steps = self.steps[place] if self.steps else None
+        for place, model in enumerate(self.models):
+            words = self._words[place]
             runner = make_runner(
-                model, self._windows[place], self._limits[place], self._packs[place], steps
+                model,
+                self._windows[place],
+                context_length(model),
+                self._packs[place],
+                self.steps[place] if self.steps else None,
             )
-            heads, roots = (
-                [prompt[:-1] for prompt in setup.prompts],
-                [[prompt[-1]] for prompt in setup.prompts],
-            )
+            cached = [_read(prompt[:-1], words, model) for prompt in setup.prompts]
+            roots = [_read(prompt[-1:], words, model)[-_MOST_PIECES:] for prompt in setup.prompts]
             room = setup.max_new_tokens
-            if words is None:
-                largest = vocabulary_size(model) - 1
-                heads = [[min(token, largest) for token in head] for head in heads]
-            else:
-                heads = [words.translate(head) for head in heads]
-                roots = [words.translate(root)[-_MOST_PIECES:] for root in roots]
+            if words is not None:
                 room = _MOST_PIECES * (setup.max_new_tokens + 2)
-            runner.prefill(heads, room + slots_per_step(setup.tree))
+            runner.prefill(cached, room + slots_per_step(setup.tree))
             networks.append(_OneNetwork(runner, roots, setup.vocabulary, words))
         return networks[0] if len(networks) == 1 else _SeveralNetworks(networks)
+
+
+def _read(tokens: Sequence[int], words: VocabularyMap | None, model: PreTrainedModel) -> list[int]:
+    """Return the target's tokens as a draft reads them. It may lack the last ones."""
+    if words is not None:
+        return words.translate(tokens)
+    largest = vocabulary_size(model) - 1
+    return [min(token, largest) for token in tokens]
 
 
 class _OneNetwork(CachedNetwork):
@@ -113,10 +116,14 @@ class _OneNetwork(CachedNetwork):
         runner: Runner,
         pending: list[list[int]],
         vocabulary: int,
-        words: VocabularyMap | None = None,
+        words: VocabularyMap | None,
     ) -> None:
-        self.runner, self.device, self.rows, self.words = runner, runner.device, pending, words
-        self.vocabulary, self.draft_vocabulary = vocabulary, vocabulary_size(runner.model)
+        self.runner = runner
+        self.device = runner.device
+        self.rows = pending
+        self.vocabulary = vocabulary
+        self.draft_vocabulary = vocabulary_size(runner.model)
+        self.words = words
         if words is not None:
             self.draft_of_V = words.draft_of_V.to(runner.device)
 
@@ -150,19 +157,15 @@ class _OneNetwork(CachedNetwork):
         # pending.
         slots: list[list[int]] = []
         for row, (path, emitted) in enumerate(zip(expanded, outcome.tokens, strict=True)):
-            cached = [index for index in path if index is not None]
-            slots.append(
-                [*range(self.lead[row], self.width), *(self.width + index for index in cached)]
-            )
+            cached = [self.width + index for index in path if index is not None]
+            slots.append([*range(self.lead[row], self.width), *cached])
             new = list(emitted[len(cached) :])
             if self.words is not None:
                 # Drafted tokens are shared, one for one. Only the target's own token can be many
                 # pieces, of which the last are read: whatever a draft has read, its guesses are
                 # verified.
-                new = [
-                    *self.words.translate(new[:-1]),
-                    *self.words.translate(new[-1:])[-_MOST_PIECES:],
-                ]
+                own = self.words.translate(new[-1:])
+                new = self.words.translate(new[:-1]) + own[-_MOST_PIECES:]
             self.rows[row] = new
         self.runner.keep(slots)
 
@@ -173,7 +176,9 @@ class _SeveralNetworks(Network):
     """
 
     def __init__(self, networks: Sequence[_OneNetwork]) -> None:
-        self.networks, self.drafts, self.device = networks, len(networks), networks[0].device
+        self.networks = networks
+        self.drafts = len(networks)
+        self.device = networks[0].device
 
     def open(self) -> Tensor:
         logits = [network.open() for network in self.networks]

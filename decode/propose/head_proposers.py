@@ -15,11 +15,12 @@ adds what depends on the token above a node.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch.nn.functional import pad
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from decode.cache import TreeCache
@@ -59,8 +60,10 @@ class HeadProposer(NetworkProposer):
         self.hidden_layers = tuple(head.hidden_layers)
         self._chains_only = chains_only
         self._model: _HeadAsModel | None = None
-        if isinstance(head, EagleHead | Eagle3Head | BlockHead):
-            self._model = (_BlockAsModel if isinstance(head, BlockHead) else _HeadAsModel)(head)
+        if isinstance(head, BlockHead):
+            self._model = _BlockAsModel(head)
+        elif isinstance(head, EagleHead | Eagle3Head):
+            self._model = _HeadAsModel(head)
         self._packs = packs_of(self._model or head) if fast else None
 
     def default_tree(self) -> Tree:
@@ -68,22 +71,17 @@ class HeadProposer(NetworkProposer):
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         width = int(target.config.get_text_config().hidden_size)
-        reads = (
-            self.head.config.target_hidden_size
-            if isinstance(self.head, Eagle3Head)
-            else self.head.config.hidden_size
-        )
+        reads = self.head.config.hidden_size
+        if isinstance(self.head, Eagle3Head):
+            reads = self.head.config.target_hidden_size
         if reads != width:
             raise ValueError(
                 f"head for hidden size {reads}, target has {width}; use its own target"
             )
         heads = depth_limit(self.head) or tree.depth
         if tree.depth > heads:
-            what = (
-                f"a block drafts {heads} tokens"
-                if isinstance(self.head, BlockHead)
-                else f"there are {heads} heads"
-            )
+            block = isinstance(self.head, BlockHead)
+            what = f"a block drafts {heads} tokens" if block else f"there are {heads} heads"
             raise ValueError(
                 f"tree of depth {tree.depth}, but {what}; use for example chain:{heads}"
             )
@@ -100,27 +98,37 @@ class HeadProposer(NetworkProposer):
         if self._model is None:
             if self._packs is not None and self._packs.owned:
                 self._packs.prepare(self.head)
-            return (_MedusaNetwork if isinstance(self.head, MedusaHeads) else _HydraNetwork)(
-                self.head, setup
-            )
+            medusa = isinstance(self.head, MedusaHeads)
+            return (_MedusaNetwork if medusa else _HydraNetwork)(self.head, setup)
         self.steps = steps_for([self._model], setup.compile, False, self.steps)
         steps = self.steps[0] if self.steps else None
-        window = self.head.config.window if isinstance(self.head, BlockHead) else None
+        window = None
+        kind: type[_EagleNetwork] = _EagleNetwork
+        if isinstance(self.head, BlockHead):
+            window = self.head.config.window
+            kind = _BlockNetwork
         runner = make_runner(self._model, {"full_attention": window}, None, self._packs, steps)  # type: ignore[arg-type]
-        kind = _BlockNetwork if isinstance(self._model, _BlockAsModel) else _EagleNetwork
         return kind(self._model, runner, setup)
 
 
-def last_features(prompts: Sequence[Sequence[int]], hidden_BTH: Tensor) -> list[Tensor]:
-    """By row `[H]`: the state that the last prompt token was chosen from; zeros if no token is
-    before it.
+class _Pending(NamedTuple):
+    """What a head has not read of a row: its newest tokens, the root last, and features."""
+
+    tokens: list[int]
+    features_nH: Tensor
+
+
+def _first_rows(prompts: Sequence[Sequence[int]], features_BTH: Tensor) -> list[_Pending]:
+    """Return the last token of each prompt with the state that it was chosen from; zeros if no
+    token is before it.
     """
-    return [
-        hidden_BTH[row, len(prompt) - 2]
-        if len(prompt) > 1
-        else hidden_BTH.new_zeros(hidden_BTH.shape[2])
-        for row, prompt in enumerate(prompts)
-    ]
+    rows: list[_Pending] = []
+    for prompt, features_TH in zip(prompts, features_BTH, strict=True):
+        feature_1H = features_TH[len(prompt) - 2 : len(prompt) - 1]
+        if len(prompt) == 1:
+            feature_1H = features_TH.new_zeros(1, features_TH.shape[1])
+        rows.append(_Pending([prompt[-1]], feature_1H))
+    return rows
 
 
 class _HeadAsModel(nn.Module):
@@ -128,14 +136,18 @@ class _HeadAsModel(nn.Module):
     features.
     """
 
-    def __init__(self, head: Any) -> None:
+    features_BTH: Tensor
+
+    def __init__(self, head: EagleHead | Eagle3Head | BlockHead) -> None:
         super().__init__()
         self.head: Any = head
-        self.features_BTH: Any = None
-        sizes = {key: getattr(head.config, key) for key in ("num_hidden_layers", "hidden_size")}
-        self.config = PreTrainedConfig.from_dict(sizes)
+        sizes = head.config
+        self.config = PreTrainedConfig.from_dict(
+            {"num_hidden_layers": sizes.num_hidden_layers, "hidden_size": sizes.hidden_size}
+        )
         weight = next(head.parameters())
-        self.dtype, self.device = weight.dtype, weight.device
+        self.dtype = weight.dtype
+        self.device = weight.device
         self.eval()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -145,17 +157,18 @@ class _HeadAsModel(nn.Module):
         """Give the cache its memory, by a forward of one token."""
         one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         one_11H = torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        coming, self.features_BTH = self.features_BTH, one_11H
+        coming = self.features_BTH
+        self.features_BTH = one_11H
         self(one_11, None, one_11, cache)
         self.features_BTH = coming
 
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Any,
+        attention_mask: Tensor | None,
         position_ids: Tensor,
-        past_key_values: Any,
-        **_: Any,
+        past_key_values: Cache,
+        **_: object,
     ) -> CausalLMOutput:
         """Forward every token with its coming feature. A head has no use for a runner's other
         options.
@@ -174,58 +187,68 @@ class _BlockAsModel(_HeadAsModel):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Any,
+        attention_mask: Tensor | None,
         position_ids: Tensor,
-        past_key_values: Any,
-        **_: Any,
+        past_key_values: Cache,
+        **_: object,
     ) -> CausalLMOutput:
         """Cache the features; return, in the place of logits, the states of the slots that
         draft.
         """
-        known, cache = self.features_BTH.shape[1], past_key_values
+        known = self.features_BTH.shape[1]
+        cache = past_key_values
         self.head.remember(self.features_BTH, position_ids[:, :known], cache)
         if known == input_ids.shape[1]:
             return CausalLMOutput(logits=self.features_BTH[:, :0])
         if isinstance(cache, TreeCache):
             cache.column += known  # where the block is written
+        assert attention_mask is not None
         states = self.head.states(
             input_ids[:, known:], attention_mask[:, :, known:], position_ids[:, known:], cache
         )
         return CausalLMOutput(logits=self.head.slots(states))
 
 
-class _EagleNetwork(CachedNetwork):
+class _HeadNetwork(Network):
+    """A head; each row is a `_Pending`."""
+
+    def __init__(self, head: Any, setup: SessionSetup) -> None:
+        self.head = head
+        self.device = setup.device
+        self.vocabulary = setup.vocabulary
+
+    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+        for row, (emitted, hidden) in enumerate(zip(outcome.tokens, outcome.hidden, strict=True)):
+            features_1nH = self.head.fuse([state.unsqueeze(0) for state in hidden])
+            self.rows[row] = _Pending(list(emitted), features_1nH[0])
+
+
+class _EagleNetwork(_HeadNetwork, CachedNetwork):
     def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
-        self.head, self.runner, self.device, self.vocabulary = (
-            model.head,
-            runner,
-            setup.device,
-            setup.vocabulary,
-        )
-        features_BTH = self.head.fuse(setup.hidden_BTH)
-        model.features_BTH = features_BTH[:, : max(features_BTH.shape[1] - 1, 0)]
+        super().__init__(model.head, setup)
+        self.runner = runner
+        self._prefill(model, setup, self.head.fuse(setup.hidden_BTH))
+
+    def _prefill(self, model: _HeadAsModel, setup: SessionSetup, features_BTH: Tensor) -> None:
+        model.features_BTH = features_BTH[:, :-1]
         room = setup.max_new_tokens + slots_per_step(setup.tree)
-        runner.prefill([prompt[1:-1] for prompt in setup.prompts], room)
-        features = last_features(setup.prompts, features_BTH)
-        self.rows = [
-            ([prompt[-1]], feature.unsqueeze(0))
-            for prompt, feature in zip(setup.prompts, features, strict=True)
-        ]
+        self.runner.prefill([prompt[1:-1] for prompt in setup.prompts], room)
+        self.rows = _first_rows(setup.prompts, features_BTH)
 
     def forward(self, frontier: Frontier | None) -> NetworkForward:
         opening = frontier is None
         if frontier is None:
-            tokens_Bq, self.lead = self.runner.open_pending([tokens for tokens, _ in self.rows])
+            tokens_Bq, self.lead = self.runner.open_pending([row.tokens for row in self.rows])
             self.known = self.width = tokens_Bq.shape[1]
             features_BqH = self._features()
             self.outputs_BEH = features_BqH[:, :0]
             block = pending_block(self.width, self.runner.device)
         else:
-            tokens_Bq, block = frontier.tokens_Be, frontier.block
+            tokens_Bq = frontier.tokens_Be
+            block = frontier.block
             # A drafted token goes with the feature that the head predicted for its parent.
-            parents_Be1 = frontier.parents_Re.expand(len(tokens_Bq), -1).unsqueeze(2)
-            size = self.outputs_BEH.shape[2]
-            features_BqH = self.outputs_BEH.gather(1, parents_Be1.expand(-1, -1, size))
+            parents_Re1 = frontier.parents_Re.unsqueeze(2)
+            features_BqH = self.outputs_BEH.take_along_dim(parents_Re1, dim=1)
         bound = self.runner.bind(block, hidden_layers=(0,))
 
         def run(
@@ -233,7 +256,8 @@ class _EagleNetwork(CachedNetwork):
         ) -> tuple[Tensor, Tensor]:
             logits, (features_BqH,) = bound.run(tokens_Bq, inputs, features_BqH)
             if opening:
-                logits, features_BqH = logits[:, -1:], features_BqH[:, -1:]
+                logits = logits[:, -1:]
+                features_BqH = features_BqH[:, -1:]
             if isinstance(self.head, Eagle3Head):
                 logits = self.head.to_target(logits)
             return fit_vocabulary(logits, self.vocabulary), features_BqH
@@ -250,18 +274,12 @@ class _EagleNetwork(CachedNetwork):
         # Only tokens forwarded with true features stay; the emitted ones now have theirs and are
         # pending.
         self.runner.keep([range(lead, self.known) for lead in self.lead])
-        for row, (emitted, hidden) in enumerate(zip(outcome.tokens, outcome.hidden, strict=True)):
-            self.rows[row] = (
-                list(emitted),
-                self.head.fuse([state.unsqueeze(0) for state in hidden])[0],
-            )
+        super().commit(expanded, outcome)
 
     def _features(self) -> Tensor:
-        # Of the pending tokens, right-aligned as they are.
+        """Features of the pending tokens, right-aligned as they are."""
         pairs = zip(self.rows, self.lead, strict=True)
-        return torch.stack(
-            [nn.functional.pad(features, (0, 0, lead, 0)) for (_, features), lead in pairs]
-        )
+        return torch.stack([pad(row.features_nH, (0, 0, lead, 0)) for row, lead in pairs])
 
 
 class _BlockNetwork(_EagleNetwork):
@@ -269,54 +287,46 @@ class _BlockNetwork(_EagleNetwork):
     the newest begins.
     """
 
-    def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
-        self.head, self.runner, self.device, self.vocabulary = (
-            model.head,
-            runner,
-            setup.device,
-            setup.vocabulary,
-        )
-        model.features_BTH = features_BTH = self.head.fuse(setup.hidden_BTH)
+    def _prefill(self, model: _HeadAsModel, setup: SessionSetup, features_BTH: Tensor) -> None:
+        model.features_BTH = features_BTH
         config = self.head.config
         room = setup.max_new_tokens + slots_per_step(setup.tree) + config.block_size
-        runner.prefill([prompt[:-1] for prompt in setup.prompts], room)
-        self.masks, self.causal = [config.mask_token_id] * (config.block_size - 1), config.causal
+        self.runner.prefill([prompt[:-1] for prompt in setup.prompts], room)
+        self.masks = [config.mask_token_id] * (config.block_size - 1)
+        self.causal = config.causal
         self.deepest = setup.tree.depth
-        self.draft_rows = (
-            self._packed_rows(runner.packs)
-            if self.head.reduced and runner.packs is not None
-            else None
-        )
-        self.rows = [
-            ([prompt[-1]], features_BTH[row, :0]) for row, prompt in enumerate(setup.prompts)
-        ]
+        self.draft_rows: FusedLinear | None = None
+        if self.head.reduced and self.runner.packs is not None:
+            self.draft_rows = self._packed_rows(self.runner.packs)
+        self.rows = [_Pending([prompt[-1]], features_BTH[0, :0]) for prompt in setup.prompts]
 
     def open(self) -> Tensor:
-        blocks = [[*[0] * len(features), tokens[-1], *self.masks] for tokens, features in self.rows]
+        blocks: list[list[int]] = []
+        for tokens, features_nH in self.rows:
+            blocks.append([0] * len(features_nH) + [tokens[-1]] + self.masks)
         tokens_BT, self.lead = self.runner.open_pending(blocks)
-        self.known = tokens_BT.shape[1] - len(self.masks) - 1
-        block = _block_behind(self.known, len(self.masks) + 1, self.causal, self.runner.device)
+        slots = len(self.masks) + 1
+        self.known = tokens_BT.shape[1] - slots
+        block = _block_behind(self.known, slots, self.causal, self.runner.device)
         bound = self.runner.bind(block)
         states_BSH, _ = self.runner.call(
             ("forward", bound.name), bound.run, tokens_BT, bound.inputs, self._features()
         )
-        self.depth, self.states_BDH = 0, states_BSH[:, : self.deepest]
+        self.depth = 0
+        self.states_BDH = states_BSH[:, : self.deepest]
         self.raw_BDV = self._raw_logits()
         self.roots_B1 = tokens_BT[:, self.known : self.known + 1]
         return self._logits_below(self.roots_B1)
 
     def _packed_rows(self, packs: Packs) -> FusedLinear | None:
-        """The target's output projection of the draft vocabulary; torch multiplies up to four rows
-        in bf16 slowly.
+        """Pack the target's output projection of the draft vocabulary, because torch multiplies up
+        to four rows in bf16 slowly.
         """
-        linear = nn.Linear(
-            self.head.config.hidden_size,
-            self.head.config.draft_vocab_size,
-            bias=False,
-            device="meta",
-        )
+        config = self.head.config
+        linear = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False, device="meta")
         linear.weight = nn.Parameter(self.head.rows_DH, requires_grad=False)
-        if (bias_V := self.head.borrowed.bias_V) is not None:
+        bias_V = self.head.borrowed.bias_V
+        if bias_V is not None:
             linear.bias = nn.Parameter(bias_V[self.head.target_ids_D], requires_grad=False)
         matrix = packs.matrix("rows_DH", [linear])
         return None if matrix is None else FusedLinear([linear], matrix, torch.float32)
@@ -363,39 +373,29 @@ def _block_behind(width: int, slots: int, causal: bool, device: torch.device) ->
     return Block(torch.arange(total, device=device).unsqueeze(0), sees_TT[None], static=True)
 
 
-class _FeatureNetwork(Network):
-    """Heads without a cache; of each row the root and the feature that it was chosen from. Nothing
-    is recorded.
-    """
+class _FeatureNetwork(_HeadNetwork):
+    """Heads without a cache, which read the root and its feature. Nothing is recorded."""
 
-    def __init__(self, heads: nn.Module, setup: SessionSetup) -> None:
-        self.heads, self.device, self.vocabulary = heads, setup.device, setup.vocabulary
-        features = last_features(setup.prompts, setup.hidden_BTH[0])
-        self.rows = [
-            (prompt[-1], feature) for prompt, feature in zip(setup.prompts, features, strict=True)
-        ]
-
-    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        pairs = zip(outcome.tokens, outcome.hidden, strict=True)
-        self.rows = [(tokens[-1], states[0][-1]) for tokens, states in pairs]
+    def __init__(self, head: nn.Module, setup: SessionSetup) -> None:
+        super().__init__(head, setup)
+        self.rows = _first_rows(setup.prompts, setup.hidden_BTH[0])
 
     def features_B1H(self) -> Tensor:
-        return torch.stack([feature for _, feature in self.rows]).unsqueeze(1)
+        return torch.stack([row.features_nH[-1:] for row in self.rows])
 
 
 class _MedusaNetwork(_FeatureNetwork):
     """Head d gives all nodes of depth d + 1 the same distribution; all heads run at once."""
 
     def open(self) -> Tensor:
-        self.logits_BKV = fit_vocabulary(self.heads(self.features_B1H())[:, 0], self.vocabulary)
+        self.logits_BKV = fit_vocabulary(self.head(self.features_B1H())[:, 0], self.vocabulary)
         self.depth = 0
         return self.logits_BKV[:, :1]
 
     def extend(self, frontier: Frontier) -> Tensor:
         self.depth += 1
-        return self.logits_BKV[:, self.depth : self.depth + 1].expand(
-            -1, frontier.tokens_Be.shape[1], -1
-        )
+        logits_B1V = self.logits_BKV[:, self.depth : self.depth + 1]
+        return logits_B1V.expand(-1, frontier.tokens_Be.shape[1], -1)
 
 
 class _HydraNetwork(_FeatureNetwork):
@@ -403,21 +403,17 @@ class _HydraNetwork(_FeatureNetwork):
 
     def open(self) -> Tensor:
         self.open_B1H = self.features_B1H()
+        roots = [[row.tokens[-1:]] for row in self.rows]
         # The tokens from the root down to each node of the newest level, and how many nodes were
         # expanded before it.
-        self.paths_Bed = torch.tensor(
-            [root for root, _ in self.rows], device=self.open_B1H.device
-        ).view(-1, 1, 1)
+        self.paths_Bed = torch.tensor(roots, device=self.open_B1H.device)
         self.before = 0
-        return fit_vocabulary(self.heads(self.open_B1H, self.paths_Bed), self.vocabulary)
+        return fit_vocabulary(self.head(self.open_B1H, self.paths_Bed), self.vocabulary)
 
     def extend(self, frontier: Frontier) -> Tensor:
-        rows, count = frontier.tokens_Be.shape
-        above_Be = (frontier.parents_Re - self.before).expand(rows, -1)
+        above_Re1 = (frontier.parents_Re - self.before).unsqueeze(2)
         self.before += self.paths_Bed.shape[1]
-        paths_Bed = self.paths_Bed.gather(
-            1, above_Be.unsqueeze(2).expand(-1, -1, self.paths_Bed.shape[2])
-        )
+        paths_Bed = self.paths_Bed.take_along_dim(above_Re1, dim=1)
         self.paths_Bed = torch.cat([paths_Bed, frontier.tokens_Be.unsqueeze(2)], dim=2)
-        logits = self.heads(self.open_B1H.expand(-1, count, -1), self.paths_Bed)
-        return fit_vocabulary(logits, self.vocabulary)
+        features_BeH = self.open_B1H.expand(-1, paths_Bed.shape[1], -1)
+        return fit_vocabulary(self.head(features_BeH, self.paths_Bed), self.vocabulary)

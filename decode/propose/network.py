@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from decode.propose.protocol import Outcome
 from decode.runner import Block, Runner, call_directly
@@ -25,8 +26,8 @@ from decode.runner import Block, Runner, call_directly
 class Frontier:
     """The nodes to expand next.
 
-    parents_Re: each one's parent among the nodes expanded so far (0 the root). block: what they
-    attend to.
+    parents_Re: the parents' numbers among the nodes expanded so far (0: the root). block: what the
+    nodes attend to.
     """
 
     tokens_Be: Tensor
@@ -128,11 +129,12 @@ def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
         return logits
     if surplus > 0:
         return logits[..., :vocabulary]
-    return torch.nn.functional.pad(logits, (0, -surplus), value=-torch.inf)
+    return pad(logits, (0, -surplus), value=-torch.inf)
 
 
 @lru_cache(maxsize=8)
 def pending_block(width: int, device: torch.device) -> Block:
     """The forward of `width` pending tokens, a causal chain."""
     sees_1WW = torch.ones(1, width, width, dtype=torch.bool, device=device).tril()
-    return Block(torch.arange(width, device=device).unsqueeze(0), sees_1WW, static=True)
+    offsets_W = torch.arange(width, device=device)
+    return Block(offsets_W[None], sees_1WW, static=True)

@@ -9,10 +9,11 @@ level, V vocabulary of the target, R = 1 when rows share a tree, else B.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from decode.propose.network import Frontier, Network
 from decode.propose.protocol import Outcome, Proposal, Session
@@ -42,6 +43,10 @@ class Level:
     count: int  # number of these children
     parents_1e: Tensor  # of these children: their parents among all expanded nodes
 
+    def of_expanded(self, values_Bc: Tensor) -> Tensor:
+        """Return the values of the children that have children themselves."""
+        return values_Bc if self.expanded_c is None else values_Bc[:, self.expanded_c]
+
 
 @dataclass(frozen=True, eq=False)
 class DraftingPlan:
@@ -52,9 +57,8 @@ class DraftingPlan:
     tree: Tree
     device: torch.device
     levels: tuple[Level, ...]
-    number_of: dict[
-        int, int
-    ]  # M indices of the expanded nodes after the root -> their numbers, from 0
+    # M indices of the expanded nodes after the root -> their numbers, from 0
+    number_of: dict[int, int]
     batches: tuple[TreeBatch, ...]  # the tree cut to each depth, on the target's device
     blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict)
 
@@ -62,47 +66,45 @@ class DraftingPlan:
     def build(tree: Tree, device: torch.device, target_device: torch.device) -> "DraftingPlan":
         """Put the indices on the draft's device, and the trees of proposals on the target's."""
 
-        def tensor(values: list[Any]) -> Tensor:
+        def tensor(values: object) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=device)
 
-        depth_of, levels, chosen = (0, *tree.depths), list[Level](), [0]
-        for depth in range(tree.depth):
-            parents = [m for m, below in enumerate(tree.children) if below and depth_of[m] == depth]
-            kids = [m for m, d in enumerate(depth_of) if d == depth + 1]
-            counts = tuple(len(tree.children[m]) for m in parents)
-            parent_c = [parents.index(tree.parents[m - 1] + 1) for m in kids]
-            expanded = [i for i, m in enumerate(kids) if tree.children[m]]
+        levels: list[Level] = []
+        batches = [TreeBatch.build(Tree(()), target_device)]
+        nodes = [0]  # the expanded nodes of one depth
+        forwarded = [0]  # and of all depths so far
+        last = 0
+        for draws in tree.widths:
+            counts: list[int] = []
+            kids: list[int] = []
+            parents: list[int] = []
+            uniforms: list[list[int]] = []
+            for place, node in enumerate(nodes):
+                below = list(tree.children[node])
+                counts.append(len(below))
+                kids += below
+                parents += [place] * len(below)
+                uniforms.append(below + below[-1:] * (draws - len(below)))
+            expanded = [place for place, kid in enumerate(kids) if tree.children[kid]]
+            above = [forwarded.index(nodes[parents[place]]) for place in expanded]
             levels.append(
                 Level(
-                    draws=max(counts),
-                    counts_e=counts,
-                    uniform_eK=tensor(
-                        [
-                            [
-                                tree.children[m][min(k, len(tree.children[m]) - 1)] - 1
-                                for k in range(max(counts))
-                            ]
-                            for m in parents
-                        ]
-                    ),
-                    parent_c=tensor(parent_c),
-                    rank_c=tensor([tree.ranks[m - 1] for m in kids]),
+                    draws=draws,
+                    counts_e=tuple(counts),
+                    uniform_eK=tensor(uniforms) - 1,
+                    parent_c=tensor(parents),
+                    rank_c=tensor([tree.ranks[kid - 1] for kid in kids]),
                     expanded_c=None if len(expanded) == len(kids) else tensor(expanded),
                     count=len(expanded),
-                    parents_1e=tensor(
-                        [[chosen.index(tree.parents[kids[i] - 1] + 1) for i in expanded]]
-                    ),
+                    parents_1e=tensor([above]),
                 )
             )
-            chosen += [kids[i] for i in expanded]
-        cuts = [
-            Tree(tuple(p for p, d in zip(tree.parents, tree.depths, strict=True) if d <= end))
-            for end in range(tree.depth + 1)
-        ]
-        batches = tuple(TreeBatch.build(cut, target_device) for cut in cuts)
-        return DraftingPlan(
-            tree, device, tuple(levels), {m: n for n, m in enumerate(chosen[1:])}, batches
-        )
+            nodes = [kids[place] for place in expanded]
+            forwarded += nodes
+            last += len(kids)
+            batches.append(TreeBatch.build(Tree(tree.parents[:last]), target_device))
+        number_of = {node: number for number, node in enumerate(forwarded[1:])}
+        return DraftingPlan(tree, device, tuple(levels), number_of, tuple(batches))
 
     def block(self, depth: int, width: int) -> Block:
         """The forward of the expanded nodes of this depth (from 1) behind `width` pending
@@ -113,16 +115,17 @@ class DraftingPlan:
         return self.blocks[width][depth - 1]
 
     def _blocks(self, width: int) -> tuple[Block, ...]:
-        depth_of = (0, *self.tree.depths)
-        offsets = list(range(width)) + [width - 1 + depth_of[m] for m in self.number_of]
-        total = len(offsets)
-        sees_TT = torch.zeros(total, total, dtype=torch.bool)
-        sees_TT[:, :width] = True
+        depths = [self.tree.depths[node - 1] for node in self.number_of]
+        offsets = [*range(width), *(width - 1 + depth for depth in depths)]
         nodes = torch.tensor(list(self.number_of), dtype=torch.long)
-        sees_TT[width:, width:] = self.batches[-1].sees_RMM[0].cpu()[nodes][:, nodes]
-        blocks, end = [], width
+        tree_MM = self.batches[-1].sees_RMM[0].cpu()
+        sees_TT = torch.ones(len(offsets), len(offsets), dtype=torch.bool)
+        sees_TT[width:, width:] = tree_MM[nodes][:, nodes]
+        blocks: list[Block] = []
+        end = width
         for level in self.levels[:-1]:
-            begin, end = end, end + level.count
+            begin = end
+            end += level.count
             offsets_1T = torch.tensor([offsets[:end]], device=self.device)
             # Contiguous: a compiled step holds for one shape and its strides.
             sees_1qT = sees_TT[None, begin:end, :end].clone(memory_format=torch.contiguous_format)
@@ -131,21 +134,24 @@ class DraftingPlan:
 
 
 class Expanded(NamedTuple):
-    """Nodes of one level that have children: their tokens (-1 for those that a row lacks), the
-    probability of their paths if the tree has a stop, and the tokens to forward.
-    """
+    """The nodes of one level that have children."""
 
+    # Their tokens, -1 for those that get no children in a row.
     live_Be: Tensor
+    # Probability of the paths to them, None if the tree has no stop.
     confidence_Be: Tensor | None
+    # Their tokens to forward.
     inputs_Be: Tensor
 
 
 class Grown(NamedTuple):
-    """The children drawn in one level, and those that have children; None at the deepest level."""
+    """The children drawn in one level."""
 
     tokens_Bc: Tensor
-    q_BeV: Tensor | None
     finite_B: Tensor
+    # The distributions that they were drawn from, None if deterministic.
+    q_BeV: Tensor | None
+    # Those that have children; None in the last level.
     expanded: Expanded | None
 
 
@@ -163,7 +169,10 @@ class StaticTreeSession(Session):
         """recorded: each forward, with the drawing after it, is one function of tensors of fixed
         shapes.
         """
-        self.network, self.plan, self.drawing, self.sampling = network, plan, drawing, sampling
+        self.network = network
+        self.plan = plan
+        self.drawing = drawing
+        self.sampling = sampling
         self._origin: Tensor | None = None
         plain = drawing == "deterministic" and plan.tree.is_chain and network.drafts == 1
         self._on_host = plain and plan.device.type == "cpu" and not recorded
@@ -173,72 +182,63 @@ class StaticTreeSession(Session):
 
     def of_tensors(self, u_BN: Tensor | None) -> Proposal:
         """`propose` on tensors, so that its forwards can be recorded."""
-        network, plan, stop = self.network, self.plan, self.plan.tree.stop
         self._forwarded = 0
-        drafted: list[Tensor] = []
-        parts_q: list[Tensor] = []
-        finite: Tensor | None = None
+        drafted: list[Grown] = []
         above: Expanded | None = None
         frontier: Frontier | None = None
-        for depth, level in enumerate(plan.levels):
+        for depth, level in enumerate(self.plan.levels):
             grown = self._level(depth, frontier, above, u_BN)
-            finite = grown.finite_B if finite is None else finite & grown.finite_B
-            if grown.q_BeV is not None:
-                parts_q.append(grown.q_BeV)
-            drafted.append(grown.tokens_Bc)
+            drafted.append(grown)
             above = grown.expanded
-            if above is None or (stop and not bool((above.live_Be >= 0).any())):
+            if above is None:
+                break
+            if self.plan.tree.stop and not bool((above.live_Be >= 0).any()):
                 break
             self._forwarded += level.count
-            block = plan.block(depth + 1, network.width)
+            block = self.plan.block(depth + 1, self.network.width)
             frontier = Frontier(above.inputs_Be, level.parents_1e, block)
-        assert finite is not None
-        root_B1 = torch.full((drafted[0].shape[0], 1), -1, device=drafted[0].device)
-        return self._proposal(torch.cat([root_B1, *drafted], dim=1), parts_q, len(drafted), finite)
+        tokens = [grown.tokens_Bc for grown in drafted]
+        tokens_BM = pad(torch.cat(tokens, dim=1), (1, 0), value=-1)
+        parts_q = [grown.q_BeV for grown in drafted if grown.q_BeV is not None]
+        finite_B = drafted[0].finite_B
+        for grown in drafted[1:]:
+            finite_B = finite_B & grown.finite_B
+        return self._proposal(tokens_BM, parts_q, len(drafted), finite_B)
 
     def _most_probable_chain(self) -> Proposal:
         # On a CPU, reading a tensor does not wait, and lists take less than half the time of small
         # tensors.
-        network, plan, stop = self.network, self.plan, self.plan.tree.stop
+        network = self.network
+        stop = self.plan.tree.stop
         self._forwarded = 0
         drafted: list[list[int]] = []
-        finite = True
+        largest: list[float] = []
         logits_B1V = network.open()
-        rows = len(logits_B1V)
-        alive_B, confidence_B = [True] * rows, [1.0] * rows
-        for depth, level in enumerate(plan.levels):
-            best = logits_B1V.max(-1)
-            finite = finite and all(isfinite(value) for (value,) in best.values.tolist())
-            tokens_B1 = best.indices
-            drafted.append(
-                [
-                    token if alive else -1
-                    for (token,), alive in zip(tokens_B1.tolist(), alive_B, strict=True)
-                ]
-            )
-            if depth + 1 == len(plan.levels):
+        confidence_B = [1.0] * len(logits_B1V)
+        for depth, level in enumerate(self.plan.levels):
+            best_values, tokens_B1 = logits_B1V.max(-1)
+            largest += best_values.flatten().tolist()
+            drafted.append([])
+            for (token,), confidence in zip(tokens_B1.tolist(), confidence_B, strict=True):
+                drafted[-1].append(token if confidence >= stop else -1)
+            if depth + 1 == len(self.plan.levels):
                 break
             if stop:
                 sure_B1 = network.confidence(tokens_B1)
-                beliefs_B1 = (
-                    logits_B1V.float().softmax(-1).amax(-1) if sure_B1 is None else sure_B1
-                ).tolist()
-                confidence_B = [
-                    before * now for before, (now,) in zip(confidence_B, beliefs_B1, strict=True)
-                ]
-                alive_B = [
-                    alive and sure >= stop
-                    for alive, sure in zip(alive_B, confidence_B, strict=True)
-                ]
-                if not any(alive_B):
+                if sure_B1 is None:
+                    sure_B1 = logits_B1V.float().softmax(-1).amax(-1)
+                for row, (sure,) in enumerate(sure_B1.tolist()):
+                    confidence_B[row] *= sure
+                if max(confidence_B) < stop:
                     break
             # The token at which a row stops is forwarded too: it may be accepted, and is then in
             # the cache.
             self._forwarded += 1
-            block = plan.block(depth + 1, network.width)
+            block = self.plan.block(depth + 1, network.width)
             logits_B1V = network.extend(Frontier(tokens_B1, level.parents_1e, block))
-        tokens_BM = torch.tensor([[-1] * rows, *drafted]).T.contiguous()
-        return self._proposal(tokens_BM, [], len(drafted), torch.tensor(finite))
+        tokens_BM = torch.tensor([[-1] * len(confidence_B), *drafted]).T.contiguous()
+        finite = torch.tensor(isfinite(sum(largest)))
+        return self._proposal(tokens_BM, [], len(drafted), finite)
 
     def _level(
         self, depth: int, frontier: Frontier | None, above: Expanded | None, u_BN: Tensor | None
@@ -260,63 +260,55 @@ class StaticTreeSession(Session):
         return drafted
 
     def _grow(
-        self,
-        depth: int,
-        logits_BeV: Tensor,
-        above: Expanded | None,
-        u_BN: Tensor | None,
+        self, depth: int, logits_BeV: Tensor, above: Expanded | None, u_BN: Tensor | None
     ) -> Grown:
-        plan, level, stop = self.plan, self.plan.levels[depth], self.plan.tree.stop
+        levels = self.plan.levels
+        level = levels[depth]
+        stop = self.plan.tree.stop
+        drafts = self.network.drafts
         finite_B = logits_BeV.amax((1, 2)).isfinite()
-        if self.drawing == "deterministic":
-            draws_BeK, q_BeV = most_probable(logits_BeV, level.draws, self.network.drafts), None
+        if u_BN is None:
+            q_BeV = None
+            draws_BeK = most_probable(logits_BeV, level.draws, drafts)
         else:
-            assert u_BN is not None
             q_BeV = probs(logits_BeV, self.sampling)
             u_BeK = u_BN.to(q_BeV.device)[:, level.uniform_eK]
-            draws_BeK = draw_children(
-                self.drawing, q_BeV, u_BeK, level.counts_e, self.network.drafts
-            )
+            draws_BeK = draw_children(self.drawing, q_BeV, u_BeK, level.counts_e, drafts)
         chain = level.parent_c.numel() == 1
         tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.parent_c, level.rank_c]
-        if above is not None and (
-            stop or any(earlier.draws > 1 for earlier in plan.levels[:depth])
-        ):
+        if above is not None and (stop or any(earlier.draws > 1 for earlier in levels[:depth])):
             # A node that does not exist or was not expanded has no children. Nodes can be missing
             # because of a stop or because q has fewer tokens than the node has children, so a chain
             # without a stop skips this.
-            tokens_Bc = tokens_Bc.masked_fill(above.live_Be[:, level.parent_c] < 0, -1)
-        if depth + 1 == len(plan.levels):
-            return Grown(tokens_Bc, q_BeV, finite_B, None)
-        live_Bc, confidence_Be = tokens_Bc, None
+            missing_Bc = above.live_Be[:, level.parent_c] < 0
+            tokens_Bc = tokens_Bc.masked_fill(missing_Bc, -1)
+        if depth + 1 == len(levels):
+            return Grown(tokens_Bc, finite_B, q_BeV, None)
+        tokens_Be = live_Be = level.of_expanded(tokens_Bc)
+        confidence_Be = None
         if stop:
             confidence_Bc = self.network.confidence(tokens_Bc)
             if confidence_Bc is None:
-                believed_BeV = q_BeV if q_BeV is not None else logits_BeV.float().softmax(-1)
-                source_c = level.parent_c * self.network.drafts + level.rank_c % self.network.drafts
-                rows_B1 = torch.arange(len(tokens_Bc), device=believed_BeV.device).unsqueeze(1)
-                confidence_Bc = believed_BeV[rows_B1, source_c, tokens_Bc.clamp(min=0)]
+                believed_BeV = logits_BeV.float().softmax(-1) if q_BeV is None else q_BeV
+                slot_c = level.parent_c * drafts + level.rank_c % drafts
+                rows_B1 = torch.arange(len(tokens_Bc), device=tokens_Bc.device).unsqueeze(1)
+                confidence_Bc = believed_BeV[rows_B1, slot_c, tokens_Bc.clamp(min=0)]
             if above is not None and above.confidence_Be is not None:
                 confidence_Bc = confidence_Bc * above.confidence_Be[:, level.parent_c]
-            live_Bc = tokens_Bc.masked_fill(confidence_Bc < stop, -1)
-            confidence_Be = (
-                confidence_Bc if level.expanded_c is None else confidence_Bc[:, level.expanded_c]
-            )
-        live_Be = live_Bc if level.expanded_c is None else live_Bc[:, level.expanded_c]
+            confidence_Be = level.of_expanded(confidence_Bc)
+            live_Be = tokens_Be.masked_fill(confidence_Be < stop, -1)
         # A node at which a row stops is forwarded too: it may be accepted, and is then in the
         # cache.
-        inputs_Be = (
-            tokens_Bc if level.expanded_c is None else tokens_Bc[:, level.expanded_c]
-        ).clamp(min=0)
-        expanded = Expanded(live_Be, confidence_Be, inputs_Be)
-        return Grown(tokens_Bc, q_BeV, finite_B, expanded)
+        expanded = Expanded(live_Be, confidence_Be, tokens_Be.clamp(min=0))
+        return Grown(tokens_Bc, finite_B, q_BeV, expanded)
 
     def commit(self, outcome: Outcome) -> None:
-        origin = None if self._origin is None else self._origin.tolist()
-        expanded = [
-            [self._number(m if origin is None else origin[row][m]) for m in path]
-            for row, path in enumerate(outcome.paths)
-        ]
+        origins = None if self._origin is None else self._origin.tolist()
+        expanded: list[list[int | None]] = []
+        for row, path in enumerate(outcome.paths):
+            if origins is not None:
+                path = [origins[row][node] for node in path]
+            expanded.append([self._number(node) for node in path])
         self.network.commit(expanded, outcome)
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -334,7 +326,9 @@ class StaticTreeSession(Session):
         self._origin = None
         tokens_BM = tokens_BM.to(device)
         if self.plan.tree.stop and not self.plan.tree.is_chain:
-            batch, tokens_BM, self._origin = _compact(batch, tokens_BM)
+            self._origin = _present(tokens_BM)
+            batch = _compact(batch, self._origin, tokens_BM)
+            tokens_BM = tokens_BM.gather(1, self._origin)
         return Proposal(
             tree=batch,
             tokens_BM=tokens_BM,
@@ -345,29 +339,29 @@ class StaticTreeSession(Session):
         )
 
 
-def _compact(batch: TreeBatch, tokens_BM: Tensor) -> tuple[TreeBatch, Tensor, Tensor]:
-    """Keep only the nodes that exist in each row: the per-row tree, its tokens, and the index each
-    node had before.
-    """
-    rows = tokens_BM.shape[0]
-    exists_BN = tokens_BM[:, 1:] >= 0
+def _present(tokens_BM: Tensor) -> Tensor:
+    """Return the root and the nodes that exist in each row, as many as the fullest row has."""
+    exists_BN = (tokens_BM[:, 1:] >= 0).int()
+    order_BN = torch.sort(exists_BN, dim=1, descending=True, stable=True).indices
     most = int(exists_BN.sum(1).max())
-    order_BN = torch.sort(exists_BN.int(), dim=1, descending=True, stable=True).indices[:, :most]
-    origin_BM = torch.nn.functional.pad(order_BN + 1, (1, 0))
-    index_BM = torch.zeros_like(tokens_BM).scatter_(
-        1, origin_BM, torch.arange(most + 1, device=tokens_BM.device).expand(rows, -1)
-    )
-    above_BN = batch.parents_RN.expand(rows, -1).gather(1, order_BN) + 1
-    parents_BN = index_BM.gather(1, above_BN) - 1
+    return pad(order_BN[:, :most] + 1, (1, 0))
+
+
+def _compact(batch: TreeBatch, origin_BM: Tensor, tokens_BM: Tensor) -> TreeBatch:
+    """Return a tree per row of the nodes `origin_BM` of the whole tree and its tokens."""
+    rows, total = origin_BM.shape
+    numbers_BM = torch.arange(total, device=origin_BM.device).expand(rows, -1)
+    index_BM = torch.zeros_like(tokens_BM).scatter_(1, origin_BM, numbers_BM)
+    order_BN = origin_BM[:, 1:]
+    above_BN = batch.parents_RN.expand(rows, -1).gather(1, order_BN - 1) + 1
     grown = grow_batch(
-        parents_BN, exists_BN.gather(1, order_BN), batch.depth, batch.children_RMK.shape[2]
+        parents_BN=index_BM.gather(1, above_BN) - 1,
+        exists_BN=tokens_BM.gather(1, order_BN) >= 0,
+        depth=batch.depth,
+        most=batch.children_RMK.shape[2],
     )
     groups_BM = batch.groups_RM.expand(rows, -1).gather(1, origin_BM)
-    return (
-        replace(grown, groups_RM=groups_BM, widths=batch.widths),
-        tokens_BM.gather(1, origin_BM),
-        origin_BM,
-    )
+    return replace(grown, groups_RM=groups_BM, widths=batch.widths)
 
 
 def draw_children(
@@ -379,21 +373,17 @@ def draw_children(
     most = u_BeK.shape[2]
     if drafts > 1:
         assert drawing == "with_replacement"
-        return torch.stack(
-            [draw(q_BeV[:, k % drafts :: drafts], u_BeK[:, :, k]) for k in range(most)], dim=2
-        )
+        drawn = [draw(q_BeV[:, k % drafts :: drafts], u_BeK[:, :, k]) for k in range(most)]
+        return torch.stack(drawn, dim=2)
     if drawing == "top_and_one":
         if len(set(counts_e)) == 1:
             return draw_top_and_one(q_BeV, u_BeK[..., -1], most)
         # The drawn child is the last one, so nodes with fewer children are drawn by themselves.
-        drawn = [
-            draw_top_and_one(q_BeV[:, e], u_BeK[:, e, n - 1], n) for e, n in enumerate(counts_e)
-        ]
-        padded = [
-            torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=-1)
-            for tokens in drawn
-        ]
-        return torch.stack(padded, dim=1)
+        drawn = []
+        for e, count in enumerate(counts_e):
+            tokens_BK = draw_top_and_one(q_BeV[:, e], u_BeK[:, e, count - 1], count)
+            drawn.append(pad(tokens_BK, (0, most - count), value=-1))
+        return torch.stack(drawn, dim=1)
     if most == 1:
         return draw(q_BeV, u_BeK[..., 0]).unsqueeze(-1)
     if drawing == "with_replacement":
@@ -411,12 +401,13 @@ def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
         return logits.max(-1, keepdim=True).indices  # faster than argmax on a CPU
     if drafts > 1:
         left = logits.unflatten(-2, (-1, drafts)).clone()
-        picks = []
+        picks: list[Tensor] = []
         for k in range(count):
-            best = left[..., k % drafts, :].max(-1, keepdim=True)
-            picks.append(best.indices.masked_fill(best.values == -torch.inf, -1))
-            left.scatter_(-1, best.indices.unsqueeze(-1).expand(*left.shape[:-1], 1), -torch.inf)
+            values, tokens = left[..., k % drafts, :].max(-1, keepdim=True)
+            picks.append(tokens.masked_fill(values == -torch.inf, -1))
+            taken = tokens.unsqueeze(-1).expand(*left.shape[:-1], 1)
+            left.scatter_(-1, taken, -torch.inf)
         return torch.cat(picks, dim=-1)
-    best_values, best = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    best = best.masked_fill(best_values == -torch.inf, -1)
-    return torch.nn.functional.pad(best, (0, count - best.shape[-1]), value=-1)
+    values, tokens = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    tokens = tokens.masked_fill(values == -torch.inf, -1)
+    return pad(tokens, (0, count - tokens.shape[-1]), value=-1)
