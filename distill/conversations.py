@@ -7,14 +7,13 @@ target's tokens.
 import logging
 from collections.abc import Sequence
 
+from draftsmith_core.chats import THINKING, chat_text, encode_messages
 from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import Chat
-from draftsmith_core.tokenization import Tokenizer, chat_text, decode_text, encode_messages
+from draftsmith_core.tokenization import Tokenizer, decode_text
 
 log = logging.getLogger(__name__)
 
-# Marks around thinking in Qwen3, DeepSeek-R1 and models distilled from them.
-THINKING = ("<think>", "</think>")
 # The switch in templates: the first name in Qwen3, SmolLM3 and GLM, the second in Granite and
 # DeepSeek-V3.1. Jinja removes the line break with the block.
 _OFF = "{% set enable_thinking = false %}{% set thinking = false %}\n"

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from distill.config import DistillConfig
-from distill.conversations import THINKING
 from distill.engines import Answer
+from draftsmith_core.chats import THINKING
 from draftsmith_core.io import JsonObject, hash_json
 from draftsmith_core.prompt_rows import KEYS, iterate_rows, parse_named
 from draftsmith_core.tokenization import Tokenizer, decode_text

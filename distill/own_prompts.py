@@ -20,13 +20,14 @@ from distill.engines import Engine
 from distill.manifest import DRAWN, OWN_PROMPTS
 from distill.part_maker import Job, make_parts
 from distill.parts import part_path, read_record
+from draftsmith_core.chats import chat_text
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import canonical_json, write_json_atomic
 from draftsmith_core.prompt_rows import Record
 from draftsmith_core.prompts import Prompt, Reasons
 from draftsmith_core.ranks import on_main
 from draftsmith_core.runs import Run
-from draftsmith_core.tokenization import Tokenizer, chat_text, decode_text
+from draftsmith_core.tokenization import Tokenizer, decode_text
 
 PROMPTS = "prompts.jsonl"
 # Stands in for a user's text, to find what a chat template writes around it.

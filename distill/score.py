@@ -299,8 +299,8 @@ def _row(
         own_id = text_of(stored, "id")
         is_chat = stored.get("messages") is not None
         if is_chat:
-            tools = stored.get("tools") or None
-            prompt, response = answered(stored["messages"], where, tokenizer, tools)
+            chat = answered(stored, where, tokenizer, ends)
+            prompt, response = chat.prompt_ids, chat.answer_ids
         else:
             prompt = _token_ids(stored, "prompt_ids", where)
             response = _token_ids(stored, "response_ids", where)

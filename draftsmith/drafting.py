@@ -16,11 +16,12 @@ from decode import (
 )
 from decode.propose.text_proposer import check_static
 from drafts.heads import HEADS
+from draftsmith_core.chats import encode_messages
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.prompt_rows import KEYS, iterate_rows
 from draftsmith_core.prompts import check_turns
-from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
+from draftsmith_core.tokenization import Tokenizer, encode_text
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,13 @@ from drafts.load import (
 )
 from draftsmith.detokenizer import Detokenizer, Piece
 from draftsmith.drafting import DraftingMethod, choose_method, read_documents
+from draftsmith_core.chats import encode_messages
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
 from draftsmith_core.prompts import Prompt, check_messages, content_id, unique_id
 from draftsmith_core.sampling import generator, row_seed
 from draftsmith_core.settings import Sampling, resolve_sampling
-from draftsmith_core.tokenization import Tokenizer, decode_text, encode_messages, encode_text
+from draftsmith_core.tokenization import Tokenizer, decode_text, encode_text
 
 # A text, token ids, or a chat (a list of {"role", "content"}), which goes through the tokenizer's
 # chat template.

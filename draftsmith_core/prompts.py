@@ -15,6 +15,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from draftsmith_core.chats import ChatRefused, Exchange, encode_messages, exchange
 from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.io import JsonObject, hash_json
 from draftsmith_core.prompt_rows import (
@@ -27,7 +28,7 @@ from draftsmith_core.prompt_rows import (
     text_of,
 )
 from draftsmith_core.ranks import say
-from draftsmith_core.tokenization import Tokenizer, encode_messages, encode_text
+from draftsmith_core.tokenization import Tokenizer, encode_text
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
@@ -362,20 +363,27 @@ def check_messages(value: object, where: str) -> list[Message]:
 
 
 def answered(
-    value: object, where: str, tokenizer: Tokenizer, tools: list[object] | None = None
-) -> tuple[list[int], list[int]]:
-    """Split a chat that ends with an assistant turn into prompt ids and answer ids, with EOS;
-    InputError for others.
+    row: JsonObject,
+    where: str,
+    tokenizer: Tokenizer,
+    ends: Sequence[int] = (),
+    *,
+    thinking: bool = True,
+) -> Exchange:
+    """Cut the chat of a row, which ends with an assistant turn, into prompt and answer.
+
+    ends, thinking: as `exchange` has them. Raise InputError for another chat, and ChatRefused if
+    the chat template does not write the answer.
     """
-    messages = check_messages(value, where)
-    turns = check_turns(value, where)
-    if len(messages) == len(turns) or turns[-1].get("tool_calls"):
-        raise InputError(
-            f"{where}: key 'messages': does not end with an assistant turn of text to train on"
-        )
-    encoded = tokenizer(turns[-1]["content"], add_special_tokens=False)
-    response: list[int] = encoded["input_ids"]
-    return encode_messages(tokenizer, messages, where, tools), with_eos(response, tokenizer)
+    messages = check_messages(row["messages"], where)
+    turns = check_turns(row["messages"], where)
+    if len(messages) == len(turns):
+        raise InputError(f"{where}: key 'messages': does not end with an assistant turn")
+    tools = row.get("tools") or None
+    try:
+        return exchange(turns, tools, tokenizer, ends, thinking=thinking)
+    except ChatRefused as error:
+        raise ChatRefused(f"{where}: key 'messages': {error}") from None
 
 
 def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:

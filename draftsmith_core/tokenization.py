@@ -3,11 +3,9 @@ by itself.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith_core.errors import InputError
@@ -103,42 +101,11 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids[:-1] if ends else ids
 
 
-def encode_messages(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, object]],
-    where: str,
-    tools: list[object] | None = None,
-) -> list[int]:
-    """Tokens of a chat up to where the assistant's answer begins, by the tokenizer's chat template.
-
-    Raise InputError, beginning with `where`, without a template and for a chat that it refuses.
-    """
-    encoded = _apply_template(
-        tokenizer, messages, where, tools=tools, tokenize=True, return_dict=True
+def text_with_specials(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Text of tokens, special ones too, with the spacing as it is."""
+    return str(
+        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )
-    return list(encoded["input_ids"])
-
-
-def chat_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], where: str) -> str:
-    """Return the text that `encode_messages` tokenises; raise InputError as it does."""
-    return str(_apply_template(tokenizer, messages, where, tokenize=False))
-
-
-def _apply_template(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], where: str, **options: Any
-) -> Any:
-    where = f"{where}: key 'messages'"
-    if tokenizer.chat_template is None:
-        raise InputError(
-            f"{where}: the tokenizer has no chat template; name one with --chat_template FILE"
-        )
-    try:
-        turns: list[Any] = [dict(message) for message in messages]
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        # Besides its own errors a template raises whatever Python raises for a turn of a kind that
-        # it did not expect.
-        raise InputError(f"{where}: the chat template refuses it ({error})") from None
 
 
 def decode_text(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from draftsmith.cli.commands import COMMANDS, SHELLS
+from draftsmith.config import TrainCommandConfig
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError
 from draftsmith_core.options import (
@@ -170,8 +171,8 @@ def test_print_config_goes_back_in(tmp_path, door):
     assert code == 0
     assert yaml.safe_load(out)["optim"]["lr"] == 3e-5
     (tmp_path / "c.yaml").write_text(out)
-    again = parse(TrainConfig, "train", ["--config", str(tmp_path / "c.yaml")])
-    assert again == parse(TrainConfig, "train", words)
+    again = parse(TrainCommandConfig, "train", ["--config", str(tmp_path / "c.yaml")])
+    assert again == parse(TrainCommandConfig, "train", words)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

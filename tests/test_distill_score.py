@@ -145,7 +145,7 @@ def test_rows_from_elsewhere(words, door, target_dir):
                     {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
                 ]
             },
-            "turn of text",
+            "does not write the answer's tool calls",
         ),
         ("{broken", "not valid JSON"),
     ]

@@ -116,6 +116,11 @@ class TrainConfig(RunOptions, TargetOptions):
     """
     tokenizer: Rare[str | None] = None
     """Tokenizer for rows of text, saved with the draft. Default: the target's, else the draft's."""
+    thinking: Rare[Literal["keep", "drop"]] = "keep"
+    """Of chats in files. `keep`: train the answers' thinking too; an answer whose thinking the chat
+    template does not write is skipped. `drop`: train the answers without it, with the template's
+    switch off.
+    """
     objective: str = "ce"
     """ce, fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha, lk_hybrid:eta=3; or a sum such as
     `0.9*fkl+0.1*ce`. For block drafters, `@dpace` may follow.

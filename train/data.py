@@ -9,6 +9,7 @@ per position.
 """
 
 import glob
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,10 +27,11 @@ import pyarrow.parquet as pq
 import torch
 
 from drafts.draft_vocabulary import token_counts
+from draftsmith_core.chats import ChatRefused
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompt_rows import iterate_rows
-from draftsmith_core.prompts import answered, prompt_hash, with_eos
+from draftsmith_core.prompts import Reasons, answered, prompt_hash, with_eos
 from draftsmith_core.teacher_rows import COLUMN, unpack
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
 from train.batch import IGNORE, Batch, pack
@@ -47,6 +49,7 @@ _FEATURES = datasets.Features(
 # a conversation; empty for other rows.
 _PROMPT = "prompt_hash"
 _COLUMNS = [*_FEATURES, _PROMPT]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,16 +93,25 @@ class Examples:
         return counts
 
 
-def load_examples(sources: Sequence[str], tokenizer: Tokenizer | None, max_length: int) -> Examples:
-    """Read distilled sets and files into one table. Raise InputError that names the file, line and
-    key at fault.
+def load_examples(
+    sources: Sequence[str],
+    tokenizer: Tokenizer | None,
+    max_length: int,
+    *,
+    ends: Sequence[int] = (),
+    thinking: bool = True,
+) -> Examples:
+    """Read distilled sets and files into one table.
+
+    ends, thinking: of chats in files, as `draftsmith_core.chats.exchange` has them. Raise
+    InputError that names the file, line and key at fault.
     """
     parts: list[_Source] = []
     for source in sources:
         if Path(source).is_dir():
             parts.append(_distilled(Path(source), tokenizer))
         elif tokenizer is not None:
-            parts.append(_text(source, tokenizer, max_length))
+            parts.append(_text(source, tokenizer, max_length, ends, thinking=thinking))
         else:
             raise InputError(
                 f"{source}: is text, and there is no tokenizer; set `tokenizer` or `target`"
@@ -185,23 +197,36 @@ def _distilled(directory: Path, tokenizer: Tokenizer | None) -> _Source:
     return _Source(table.cast(features), hash_json(manifest["parts"]), target)
 
 
-def _text(source: str, tokenizer: Tokenizer, max_length: int) -> _Source:
+def _text(
+    source: str, tokenizer: Tokenizer, max_length: int, ends: Sequence[int], *, thinking: bool
+) -> _Source:
+    """Read a file; chats whose answer the template does not write are skipped, with a warning."""
     prompts: list[list[int]] = []
     responses: list[list[int]] = []
     stream: list[int] = []
+    skipped = Reasons()
     for number, row in iterate_rows(source):
         where = f"{source}:{number}"
         if row.get("messages") is not None:
-            prompt, response = answered(row["messages"], where, tokenizer, row.get("tools") or None)
-            prompts.append(prompt)
-            responses.append(response)
+            try:
+                chat = answered(row, where, tokenizer, ends, thinking=thinking)
+            except ChatRefused as error:
+                skipped.add(number, str(error).removeprefix(f"{where}: "))
+                continue
+            prompts.append(chat.prompt_ids)
+            responses.append(chat.answer_ids)
         elif isinstance(row.get("text"), str):
             stream += with_eos(encode_text(tokenizer, row["text"]), tokenizer)
         else:
             raise InputError(
                 f"{where}: needs `text`, or `messages` that end with the assistant's answer"
             )
+    for line in skipped.lines("rows skipped"):
+        log.warning("%s: %s", source, line)
     blocks = [stream[i : i + max_length] for i in range(0, len(stream), max_length)]
+    if not prompts and not blocks:
+        reason = "; ".join(skipped.lines("rows skipped")) or "holds no rows"
+        raise InputError(f"{source}: {reason}")
     columns = {"prompt_ids": prompts + [[]] * len(blocks), "response_ids": responses + blocks}
     table = datasets.Dataset.from_dict(columns, features=_FEATURES)
     return _Source(table, hash_json([prompts, responses, blocks]))

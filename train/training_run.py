@@ -26,6 +26,7 @@ from draftsmith_core.models import (
     check_tokenizer,
     context_length,
     dtype_name,
+    eos_ids,
     fingerprint,
     load_model,
     vocabulary_size,
@@ -155,7 +156,8 @@ def _load(config: TrainConfig, loss: LossFn | None) -> _Loaded:
     options: Any = loading(config) | {"device": str(world.device)}
     target = load_model(config.target, **options) if config.target else None
     with world.accelerator.main_process_first():
-        training, heldout = _examples(config, tokenizer)
+        ends = () if target is None else eos_ids(target)
+        training, heldout = _examples(config, tokenizer, ends)
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, target, training)
     _check(config, objective, draft, target, tokenizer, (training, heldout))
@@ -337,10 +339,18 @@ def _check(
         )
 
 
-def _examples(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Examples, Examples]:
+def _examples(
+    config: TrainConfig, tokenizer: Tokenizer | None, ends: Sequence[int]
+) -> tuple[Examples, Examples]:
     def read(option: str) -> Examples:
         try:
-            return load_examples(getattr(config, option), tokenizer, config.max_length)
+            return load_examples(
+                getattr(config, option),
+                tokenizer,
+                config.max_length,
+                ends=ends,
+                thinking=config.thinking == "keep",
+            )
         except InputError as error:
             raise InputError(f"{option}: {error}") from None
 

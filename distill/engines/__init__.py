@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from transformers import GenerationConfig
 
 from distill.config import DistillConfig
+from draftsmith_core.chats import end_of_answer
 from draftsmith_core.errors import require_package
 from draftsmith_core.models import end_tokens
 from draftsmith_core.settings import (
@@ -154,9 +155,8 @@ class RemoteTarget:
         except OSError:  # a directory with a tokenizer alone
             self.generation_config = GenerationConfig()
         ids = list(end_tokens(name, self.generation_config.eos_token_id))
-        eos = tokenizer.eos_token_id
-        if eos is not None and (eos in ids or not ids):
-            # First, because it is appended when a server says `stop` without returning an EOS
-            # token.
-            ids = [eos, *(token for token in ids if token != eos)]
-        self.eos_ids = tuple(ids)
+        if not ids and tokenizer.eos_token_id is not None:
+            ids = [tokenizer.eos_token_id]
+        # First, because it is appended when a server says `stop` without an end token.
+        first = end_of_answer(tokenizer, ids)
+        self.eos_ids = tuple(sorted(ids, key=lambda token: token != first))

@@ -31,7 +31,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject
 from draftsmith_core.settings import Sampling
 from draftsmith_core.teacher_rows import pack_likeliest
-from draftsmith_core.tokenization import Tokenizer, encode_text
+from draftsmith_core.tokenization import Tokenizer, encode_text, text_with_specials
 
 _LIST_TIMEOUT_S = 30.0
 _TRIAL = AnswerRequest(Key(0, 0, 0), (), seed=1)
@@ -220,9 +220,7 @@ def encode_answer(
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text that a server tokenises to `ids`: without the BOS that its tokenizer adds."""
-    text = str(
-        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
+    text = text_with_specials(tokenizer, ids)
     bos = str(tokenizer.bos_token or "")
     adds_bos = bool(bos) and encode_text(tokenizer, "a")[:1] == [tokenizer.bos_token_id]
     return text.removeprefix(bos) if adds_bos else text
