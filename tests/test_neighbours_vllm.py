@@ -168,7 +168,8 @@ def test_exports_are_proven_by_vllm(served):
     assert served.proofs.keys() == {"eagle", "eagle3", "medusa", "dflash", "jetspec"}
     for name, proof in served.proofs.items():
         kind, form, _ = SERVED[name]
-        assert proof.engine == WRITERS[form, kind].proven_in
+        # A local version, as of the CPU build, may follow.
+        assert proof.engine.partition("+")[0] == WRITERS[form, kind].proven_in
 
 
 def test_greedy_outputs_are_the_targets_own(served):
