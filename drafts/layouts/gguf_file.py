@@ -64,80 +64,117 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Check:
     import gguf
 
     assert source.tokenizer is not None
-    file, tensors = out / FILE, dict(source.draft.state_dict())
-    if isinstance(source.draft, PreTrainedModel):
-        config = text_config(source.draft)
-        arch, paired = ARCHITECTURES[config.model_type]
-        if config.tie_word_embeddings:
-            tensors.pop("lm_head.weight", None)
-    else:
-        head: Any = source.draft
-        config = head.config.llama()
-        arch, paired = "eagle3", True
-        tensors.pop("t2d", None)
-        if "d2t" in tensors:
-            # Ours are offsets (token id less row number); llama.cpp wants the token ids themselves.
-            tensors["d2t"] = head.target_ids_D
-        if head.borrowed.scales_embedding:
-            tensors["embed_tokens.weight"] = head.borrowed.embedding_table
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    writer = gguf.GGUFWriter(file, arch)
-    writer.add_name(Path(source.name).name)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(size)
-    writer.add_vocab_size(config.vocab_size)
+    file = out / FILE
+    content = _content(source)
+    writer = gguf.GGUFWriter(file, content.architecture)
     names_of_types = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    kind_of_matrices = matrices or names_of_types[source.dtype]
-    weights, stored = gguf.GGMLQuantizationType, gguf.GGMLQuantizationType[kind_of_matrices]
-    writer.add_file_type(
-        gguf.LlamaFileType["ALL_F32" if kind_of_matrices == "F32" else f"MOSTLY_{kind_of_matrices}"]
-    )
+    matrix_type = matrices or names_of_types[source.dtype]
+    file_type = "ALL_F32" if matrix_type == "F32" else f"MOSTLY_{matrix_type}"
+    writer.add_name(Path(source.name).name)
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    _add_shape(writer, content.config)
     if not isinstance(source.draft, PreTrainedModel):
+        head: Any = source.draft
         writer.add_array("eagle3.target_layers", list(head.hidden_layers))
         writer.add_uint32("eagle3.target_hidden_size", head.config.target_hidden_size)
         writer.add_bool("eagle3.norm_before_residual", head.config.norm_before_residual)
         writer.add_bool("eagle3.norm_before_fc", False)
-    _add_tokenizer(writer, source.tokenizer, config.vocab_size)
-    written: dict[str, Tensor] = {}
-    # Qwen 3's names include those of the other families.
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
-    for name, tensor in tensors.items():
-        common = name.replace("midlayer.", "layers.0.")
-        theirs = _OF_HEADS.get(name) or names.get_name(common, try_suffixes=(".weight", ".bias"))
-        if theirs is None:
-            raise InputError(
-                f"--format gguf: {source.name}: its tensor '{name}' has no place in llama.cpp's "
-                "layout"
-            )
-        tensor = tensor.detach().cpu()
+    _add_tokenizer(writer, source.tokenizer, content.config.vocab_size)
+    written = _named(content, source.name)
+    types = gguf.GGMLQuantizationType
+    for name, tensor in written.items():
         if not tensor.is_floating_point():
-            written[theirs] = tensor.long()
-            writer.add_tensor(theirs, tensor.long().numpy())
+            writer.add_tensor(name, tensor.numpy())
             continue
-        if paired and ("attn_q." in theirs or "attn_k." in theirs):
-            tensor = _paired(tensor, heads if "attn_q." in theirs else kv_heads)
-        written[theirs] = tensor
         # llama.cpp wants its norms and biases in fp32.
-        kind = weights.F32 if tensor.dim() == 1 else stored
-        writer.add_tensor(
-            theirs, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind
-        )
-    if (factors := _add_rope(writer, config, size)) is not None:
+        stored = types.F32 if tensor.dim() == 1 else types[matrix_type]
+        values = gguf.quants.quantize(tensor.float().contiguous().numpy(), stored)
+        writer.add_tensor(name, values, raw_dtype=stored)
+        if tensor.dim() > 1 and matrices is None:
+            written[name] = tensor.to(source.dtype)
+    factors = _add_rope(writer, content.config)
+    if factors is not None:
         written["rope_freqs.weight"] = factors
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return _read_back(file, written, exact=matrices is None)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a file holds. paired: whether llama.cpp pairs neighbouring dimensions in its rope."""
+
+    config: Any
+    architecture: str
+    paired: bool
+    tensors: dict[str, Tensor]
+
+
+def _content(source: Source) -> _Content:
+    tensors = dict(source.draft.state_dict())
+    if isinstance(source.draft, PreTrainedModel):
+        config = text_config(source.draft)
+        if config.tie_word_embeddings:
+            tensors.pop("lm_head.weight", None)
+        architecture, paired = ARCHITECTURES[config.model_type]
+        return _Content(config, architecture, paired, tensors)
+    head: Any = source.draft
+    tensors.pop("t2d", None)
+    if "d2t" in tensors:
+        # Ours are offsets (token id less row number); llama.cpp wants the token ids themselves.
+        tensors["d2t"] = head.target_ids_D
+    if head.borrowed.scales_embedding:
+        tensors["embed_tokens.weight"] = head.borrowed.embedding_table
+    return _Content(head.config.llama(), "eagle3", paired=True, tensors=tensors)
+
+
+def _head_size(config: Any) -> int:
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+
+
+def _add_shape(writer: Any, config: Any) -> None:
+    size = _head_size(config)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(size)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _named(content: _Content, source_name: str) -> dict[str, Tensor]:
+    """The tensors under llama.cpp's names, with queries and keys in its order."""
+    import gguf
+
+    config = content.config
+    heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
+    # Qwen 3's names include those of the other families.
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
+    named: dict[str, Tensor] = {}
+    for name, tensor in content.tensors.items():
+        common = name.replace("midlayer.", "layers.0.")
+        theirs = _OF_HEADS.get(name) or names.get_name(common, try_suffixes=(".weight", ".bias"))
+        if theirs is None:
+            raise InputError(
+                f"--format gguf: {source_name}: its tensor '{name}' has no place in llama.cpp's "
+                "layout"
+            )
+        tensor = tensor.detach().cpu()
+        tensor = tensor if tensor.is_floating_point() else tensor.long()
+        for part, count in heads.items():
+            if content.paired and part in theirs:
+                tensor = _paired(tensor, count)
+        named[theirs] = tensor
+    return named
 
 
 def _read_back(file: Path, written: dict[str, Tensor], *, exact: bool) -> Check:
@@ -173,14 +210,15 @@ def _paired(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, rows, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _add_rope(writer: Any, config: Any, size: int) -> Tensor | None:
+def _add_rope(writer: Any, config: Any) -> Tensor | None:
     """Add the keys of the rotary embedding; return the factors `[head_dim / 2]` of llama3's form,
     which llama.cpp wants as a tensor.
     """
     import gguf
 
     rope = config.rope_parameters
-    kind, base = rope.get("rope_type", "default"), float(rope["rope_theta"])
+    kind = rope.get("rope_type", "default")
+    base = float(rope["rope_theta"])
     writer.add_rope_freq_base(base)
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -189,6 +227,7 @@ def _add_rope(writer: Any, config: Any, size: int) -> Tensor | None:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        size = _head_size(config)
         plain = 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
         factors = plain / scaled
         writer.add_tensor("rope_freqs.weight", factors.numpy())

@@ -90,31 +90,44 @@ def prune(
     small = type(target)(config)
     nn.Module.to(small, dtype=target.dtype, device=target.device)
     inside = f"{family.layers}."
-    weights = {
-        name: value for name, value in target.state_dict().items() if not name.startswith(inside)
-    }
-    squares = _sums_of_squares(target, layers, kept, family, texts) if wanted_width != width else {}
+    weights: dict[str, Tensor] = {}
+    for name, value in target.state_dict().items():
+        if not name.startswith(inside):
+            weights[name] = value
+    thinner = wanted_width != width
+    squares = _sums_of_squares(target, layers, kept, family, texts) if thinner else {}
     for place, index in enumerate(kept):
-        layer, cut = layers[index], dict(layers[index].state_dict())
-        if wanted_width != width:
-            added_F = squares[index] * _by_inputs(
-                layer.get_submodule(family.down)
-            ).double().square().sum(1)
+        layer = layers[index]
+        cut = dict(layer.state_dict())
+        if thinner:
+            down_FH = _by_inputs(layer.get_submodule(family.down)).double()
+            added_F = squares[index] * down_FH.square().sum(1)
             neurons_F = added_F.topk(wanted_width).indices.sort().values
-            for name in (*family.up, family.down):
-                # GPT-2's Conv1D keeps its weight the other way round.
-                rows = (name != family.down) != isinstance(layer.get_submodule(name), Conv1D)
-                cut[f"{name}.weight"] = cut[f"{name}.weight"].index_select(
-                    0 if rows else 1, neurons_F
-                )
-                if name != family.down and f"{name}.bias" in cut:
-                    cut[f"{name}.bias"] = cut[f"{name}.bias"].index_select(0, neurons_F)
-        weights |= {f"{inside}{place}.{name}": value for name, value in cut.items()}
+            cut |= _thinner(layer, cut, neurons_F, family)
+        for name, value in cut.items():
+            weights[f"{inside}{place}.{name}"] = value
     small.load_state_dict(weights)
     small.tie_weights()
     small.generation_config = copy.deepcopy(target.generation_config)
     small.eval()
     return small, kept
+
+
+def _thinner(
+    layer: nn.Module, weights: dict[str, Tensor], neurons_F: Tensor, family: Family
+) -> dict[str, Tensor]:
+    """The weights of a layer's feed-forward part with these neurons only."""
+    cut: dict[str, Tensor] = {}
+    for name in (*family.up, family.down):
+        into_neurons = name != family.down
+        # GPT-2's Conv1D keeps its weight the other way round.
+        rows = into_neurons != isinstance(layer.get_submodule(name), Conv1D)
+        weight = weights[f"{name}.weight"]
+        cut[f"{name}.weight"] = weight.index_select(0 if rows else 1, neurons_F)
+        bias = weights.get(f"{name}.bias")
+        if into_neurons and bias is not None:
+            cut[f"{name}.bias"] = bias.index_select(0, neurons_F)
+    return cut
 
 
 def _within(key: str, wanted: int | None, present: int) -> int:
