@@ -421,7 +421,7 @@ def spawn(_server, tmp_path_factory):
 
 
 @pytest.fixture
-def launch(tmp_path):
+def launch(tmp_path, tmp_path_factory):
     """`launch(options, program..., cwd=)` runs `accelerate launch`, really: two interpreters and a
     launcher.
     """
@@ -437,8 +437,14 @@ def launch(tmp_path):
         ]
         # PET_STANDALONE: the launcher opens a port of the system's choice and keeps it. A port that
         # was chosen before, or stands in a configuration file, may be taken by another process by
-        # the time it is used.
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PET_STANDALONE": "1"}
+        # the time it is used. TORCH_EXTENSIONS_DIR: a build that was killed leaves a lock, for which
+        # every later build in the same directory waits for ever.
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PET_STANDALONE": "1",
+            "TORCH_EXTENSIONS_DIR": str(tmp_path_factory.getbasetemp() / "torch-extensions"),
+        }
         done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done
