@@ -80,7 +80,8 @@ def _head_options(config: TrainConfig, *keys: str) -> dict[str, Any]:
     """Those options of a head that are not null; the others have their defaults in the head or its
     trainee.
     """
-    return {key: value for key in keys if (value := getattr(config.head, key)) is not None}
+    options = {key: getattr(config.head, key) for key in keys}
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _build_lm(config: TrainConfig, target: PreTrainedModel | None) -> PreTrainedModel:
@@ -105,7 +106,8 @@ def _build_lm(config: TrainConfig, target: PreTrainedModel | None) -> PreTrained
         "intermediate_size",
         "vocab_size",
     ):
-        has, wanted = getattr(model.config, key, None), getattr(given, key, None)
+        has = getattr(model.config, key, None)
+        wanted = getattr(given, key, None)
         if given is not None and has != wanted:
             raise InputError(
                 f"{config.draft}: its {key} is {has}, {config.draft_config} says {wanted}"
@@ -214,14 +216,15 @@ def _feature_cache(
         return None
     make_dir(Path(config.head.features), "head.features")
     layers = (-1,) if isinstance(draft, PreTrainedModel) else cached_layers(draft.hidden_layers)
+    limit_gib = config.head.features_gib or _CACHE_GIB
     return FeatureCache(
         config.head.features,
-        fingerprint(target),
-        layers,
-        target.dtype,
-        int((config.head.features_gib or _CACHE_GIB) * 2**30),
-        world.rank,
-        world.size,
+        fingerprint=fingerprint(target),
+        layers=layers,
+        dtype=target.dtype,
+        max_bytes=int(limit_gib * 2**30),
+        process=world.rank,
+        processes=world.size,
     )
 
 
@@ -229,7 +232,8 @@ def write(draft: Draft, directory: Path) -> None:
     """The draft's own files, into a directory that exists."""
     if isinstance(draft, PreTrainedModel):
         draft.save_pretrained(directory)
-        if (ids_D := draft_vocabulary(draft)) is not None:
+        ids_D = draft_vocabulary(draft)
+        if ids_D is not None:
             write_draft_vocabulary(directory, ids_D)
     else:
         write_head(draft, directory)

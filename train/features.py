@@ -62,7 +62,8 @@ class FeatureCache:
         self._directory = Path(directory) / hash_json(self._identity)[:16]
         if process == 0:
             remove_leftovers(self._directory)
-        used = sum(file.stat().st_size for file in Path(directory).rglob("*.safetensors"))
+        shards = Path(directory).rglob("*.safetensors")
+        used = sum(file.stat().st_size for file in shards)
         self._room = (max_bytes - used) // processes
         # At least eight shards fit, else much of a small cache would stay empty.
         self._shard_bytes = min(_SHARD_BYTES, max_bytes // (8 * processes))
@@ -136,7 +137,8 @@ class FeatureCache:
                 "%s: the cache is full; other features are computed in every epoch", self._directory
             )
             return
-        file = self._directory / f"{hashlib.sha256(content).hexdigest()}.safetensors"
+        digest = hashlib.sha256(content).hexdigest()
+        file = self._directory / f"{digest}.safetensors"
         with writing(file), atomic_file(file) as temporary:
             temporary.write_bytes(content)
         self._file_of |= dict.fromkeys(waiting, file)
@@ -239,7 +241,8 @@ class FrozenTarget:
                 # Alone: others in its batch would change its rounding.
                 with torch.autocast(ids_T.device.type, enabled=False):
                     states = self._forward(ids_T[None], {})
-                states_LTH = torch.stack([state[0, first:].to(dtype) for state in states])
+                cut = [state[0, first:].to(dtype) for state in states]
+                states_LTH = torch.stack(cut)
                 kept.put(key, states_LTH)
             states_LBTH[:, row, start + first : stop] = states_LTH.to(states_LBTH.device)
         return list(states_LBTH)

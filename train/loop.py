@@ -84,8 +84,8 @@ def make_batches(job: TrainingJob, step: int) -> list[Batch]:
     batches = []
     for rows_B, places_B in zip(own_rows, own_places, strict=True):
         seeds = [row_seed(config.seed, f"row {place}") for place in places_B.tolist()]
-        batch = collate(job.training, rows_B)
-        batches.append(replace(batch, seeds_B=torch.tensor(seeds)).to(world.device))
+        batch = replace(collate(job.training, rows_B), seeds_B=torch.tensor(seeds))
+        batches.append(batch.to(world.device))
     return batches
 
 
@@ -116,8 +116,8 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
     rate = learning_rate(config.optim, step, job.steps)
     for group in wrapped.optimizer.param_groups:
         group["lr"] = rate
-    counts = torch.stack([wrapped.trainee.count(batch) for batch in batches]).sum()
-    valid = int(accelerator.reduce(counts, reduction="sum"))
+    counts = [wrapped.trainee.count(batch) for batch in batches]
+    valid = int(accelerator.reduce(torch.stack(counts).sum(), reduction="sum"))
     vectors = []
     for index, batch in enumerate(batches):
         with wrapped.accumulating(last=index == len(batches) - 1):
@@ -155,7 +155,8 @@ def evaluate(job: TrainingJob, wrapped: Copies) -> dict[str, float]:
     # repeats the last batch, which does not count.
     for index in range(world.rank, rounds * world.size, world.size):
         rows = batches[min(index, len(batches) - 1)]
-        vector = wrapped.module(collate(job.heldout, rows).to(world.device)).to_vector()
+        batch = collate(job.heldout, rows).to(world.device)
+        vector = wrapped.module(batch).to_vector()
         vectors.append(vector if index < len(batches) else torch.zeros_like(vector))
     wrapped.trainee.train()
     totals = LossSums.from_vector(world.accelerator.reduce(sum_of(vectors), reduction="sum"))
@@ -277,8 +278,9 @@ def _start(job: TrainingJob, trainee: Trainee, run: Progress) -> Copies:
     step = run.position.step
     lines = metrics.read_text().splitlines() if step > 0 and metrics.exists() else []
     # A kill may have cut the last line short; its step is after the checkpoint.
-    done = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-    write_text_atomic(metrics, "".join(line + "\n" for line in done))
+    whole = [line for line in lines if line.endswith("}")]
+    done = [line + "\n" for line in whole if json.loads(line)["step"] <= step]
+    write_text_atomic(metrics, "".join(done))
     return wrapped
 
 

@@ -53,6 +53,11 @@ def _kl(log_a_NV: Tensor, log_b_NV: Tensor) -> Tensor:
     return (log_a_NV.exp() * ratio_NV).sum(-1)
 
 
+def _rejected(p_NV: Tensor, q_NV: Tensor) -> Tensor:
+    """The total variation of two distributions."""
+    return 1 - torch.minimum(p_NV, q_NV).sum(-1)
+
+
 def cross_entropy(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
     """-log q(token): on the target's own outputs this is sequence-level KD (Kim & Rush 2016,
     section 3.2).
@@ -106,7 +111,7 @@ def total_variation(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor
     2023, cor. 3.6).
     """
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
-    return 1 - torch.minimum(log_p_NV.exp(), log_q_NV.exp()).sum(-1)
+    return _rejected(log_p_NV.exp(), log_q_NV.exp())
 
 
 def total_variation_plus(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
@@ -124,9 +129,10 @@ def total_variation_plus(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: T
     with torch.no_grad():
         reward_NV = (q_NV <= p_NV).to(q_NV.dtype)
         mean_N1 = (q_NV * reward_NV).sum(-1, keepdim=True).clamp(0, 1)
-        spread_N1 = (mean_N1 * (1 - mean_N1)).sqrt().clamp_min(_LEAST_SPREAD)
+        variance_N1 = mean_N1 * (1 - mean_N1)
+        spread_N1 = variance_N1.sqrt().clamp_min(_LEAST_SPREAD)
         advantage_NV = (reward_NV - mean_N1) / spread_N1
-        value_N = 1 - torch.minimum(p_NV, q_NV).sum(-1)
+        value_N = _rejected(p_NV, q_NV)
     surrogate_N = -(q_NV * advantage_NV).sum(-1)
     return value_N + surrogate_N - surrogate_N.detach()
 
@@ -150,8 +156,9 @@ def hybrid(
     Medusa heads.
     """
     log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
-    tv_N = 1 - torch.minimum(log_p_NV.exp(), log_q_NV.exp()).sum(-1)
-    w_N = (-eta * (1 - tv_N.detach())).exp()
+    tv_N = _rejected(log_p_NV.exp(), log_q_NV.exp())
+    alpha_N = 1 - tv_N.detach()
+    w_N = (-eta * alpha_N).exp()
     return w_N * _kl(log_p_NV, log_q_NV) + (1 - w_N) * tv_N
 
 
@@ -187,10 +194,12 @@ def forward_kl_in_place(
     loss_N: Tensor = torch.linalg.vecdot(p_NV, log_p_NV.sub_(log_q_NV))
     # sum min(p, q) = (sum p + sum q - sum |p - q|) / 2.
     if mass_N is None:
-        return loss_N, 1 - torch.linalg.vector_norm(slope_NV.sub_(p_NV), 1, -1) / 2
-    apart_NV = torch.mul(p_NV, mass_N[:, None], out=log_p_NV).sub_(slope_NV)
+        apart_N = torch.linalg.vector_norm(slope_NV.sub_(p_NV), 1, -1)
+        return loss_N, 1 - apart_N / 2
+    known_NV = torch.mul(p_NV, mass_N[:, None], out=log_p_NV)
+    apart_N = torch.linalg.vector_norm(known_NV.sub_(slope_NV), 1, -1)
     slope_NV.sub_(p_NV)
-    return loss_N, (mass_N + 1 - torch.linalg.vector_norm(apart_NV, 1, -1)) / 2
+    return loss_N, (mass_N + 1 - apart_N) / 2
 
 
 @torch.no_grad()
@@ -210,7 +219,9 @@ def jensen_shannon_in_place(
     torch.log_softmax(target_NV, -1, out=log_p_NV)
     q_NV = torch.exp(log_q_NV, out=draft_NV)
     p_NV = torch.exp(log_p_NV, out=target_NV)
-    alpha_N = torch.minimum(p_NV if mass_N is None else p_NV * mass_N[:, None], q_NV).sum(-1)
+    known_NV = p_NV if mass_N is None else p_NV * mass_N[:, None]
+    alpha_N = torch.minimum(known_NV, q_NV).sum(-1)
+    del known_NV
     log_m_NV = torch.lerp(q_NV, p_NV, beta).clamp_min_(torch.finfo(q_NV.dtype).tiny).log_()
     kl_p_N: Tensor = torch.linalg.vecdot(p_NV, log_p_NV.sub_(log_m_NV))
     kl_q_N: Tensor = torch.linalg.vecdot(q_NV, log_q_NV.sub_(log_m_NV))

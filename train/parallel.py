@@ -115,10 +115,10 @@ class Copies:
     @torch.no_grad()
     def gather_optimizer(self) -> dict[str, Tensor]:
         """The optimizer's state by `key/parameter`, whole, on the CPU of the main process."""
-        steps = [state["step"] for state in self.states().values() if "step" in state]
-        if not steps:
+        states = [state for state in self.states().values() if "step" in state]
+        if not states:
             return {}
-        values: dict[str, Tensor] = {"step": steps[0].cpu()}
+        values = {"step": states[0]["step"].cpu()}
         for name, parameter in self.trained():
             for key in _MOMENTS:
                 value = self.moment(parameter, key)

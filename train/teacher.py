@@ -109,7 +109,8 @@ class StoredTeacher:
         top_CV = top_CV.scatter_reduce(1, ids_CK.masked_fill(unknown_CK, 0), logprobs_CK, "amax")
         rest_CV = draft_CV.masked_fill(top_CV > -math.inf, -math.inf)
         norm_C1 = rest_CV.logsumexp(-1, keepdim=True)
-        tail_C1 = self.tail_N[rows, None].float().clamp_min(0).log()
+        mass_C1 = self.tail_N[rows, None].float()
+        tail_C1 = mass_C1.clamp_min(0).log()
         # Without a stored token that the draft has, the tail must keep some mass: a log_softmax of
         # -inf alone is NaN.
         nothing_C1 = logprobs_CK.amax(-1, keepdim=True) == -math.inf
@@ -128,7 +129,8 @@ class StoredTeacher:
         ids_CK = self.top_ids_NK[rows]
         unknown_CK = ids_CK >= draft_CV.shape[-1]
         # Padding repeats id 0 with p = 0, so that it adds nothing.
-        p_CK = self.top_logprobs_NK[rows].to(wide_CV.dtype).exp().masked_fill(unknown_CK, 0)
+        logprobs_CK = self.top_logprobs_NK[rows].to(wide_CV.dtype)
+        p_CK = logprobs_CK.exp().masked_fill(unknown_CK, 0)
         ids_CK = ids_CK.masked_fill(unknown_CK, 0)
         q_CK = wide_CV.softmax(-1).gather(-1, ids_CK)
         return torch.minimum(p_CK, q_CK).sum(-1)

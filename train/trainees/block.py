@@ -90,7 +90,8 @@ class BlockTrainee(HeadTrainee):
         return anchors_BA, place_BT
 
     def count(self, batch: Batch) -> Tensor:
-        return (self.blocks(batch)[1] >= 0).sum()
+        _, place_BT = self.blocks(batch)
+        return (place_BT >= 0).sum()
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
         """For every depth the pairs before the anchors that count, and the normed states `[N, H]`
@@ -183,11 +184,12 @@ def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, floa
     for batch in batches:
         slots = trainee.slots(batch)
         assert slots.confidence_N is not None
-        figures_2N = torch.stack([slots.confidence_N.float(), slots.alpha_N.float()]).cpu()
+        figures_2N = torch.stack([slots.confidence_N.float(), slots.alpha_N.float()])
         blocks_N = slots.drafts.pairs.block_N(batch).cpu()
         # Confidence logits and alphas of every block, `[2, M, D]`; NaN in slots that do not count.
         part_2MD = torch.full((2, batch.ids_BT.numel(), head.depths), math.nan)
-        part_2MD[:, blocks_N, slots.drafts.depth_N.cpu()] = figures_2N
+        depth_N = slots.drafts.depth_N.cpu()
+        part_2MD[:, blocks_N, depth_N] = figures_2N.cpu()
         counts_M = part_2MD[1, :, 0].isfinite()
         parts.append(part_2MD[:, counts_M])
     fitted = torch.cat(parts[::2], dim=1)
@@ -226,4 +228,5 @@ def _error(found_2MD: Tensor, temperatures: Sequence[float]) -> float:
     apart_M = (said_M - is_M[counts_M]).double()
     bins_M = (said_M * _BINS).long().clamp_max(_BINS - 1)
     sums = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bins_M, apart_M)
-    return float(sums.abs().sum()) / max(len(apart_M), 1)
+    error = float(sums.abs().sum())
+    return error / max(len(apart_M), 1)

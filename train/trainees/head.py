@@ -125,7 +125,7 @@ def unroll(head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int) -
         if depth > 1:
             attends = torch.cat([attends, itself], dim=-1)
             mask = attends
-            ids_BW = torch.cat([ids_BW[:, 1:], torch.zeros_like(ids_BW[:, :1])], dim=1)
+            ids_BW = F.pad(ids_BW[:, 1:], (0, 1))
         features_BWH = head(ids_BW, features_BWH, mask, positions_BW + (depth - 1), cache)
         pairs = pairs_at(batch, depth)
         yield pairs, pairs.of_pairs(features_BWH)
@@ -146,12 +146,12 @@ class Drafts:
 
 def join(parts: Sequence[Part], batch: Batch, first: int = 0) -> Drafts:
     """Sort the drafts of several depths, from `first`, by the target's distribution."""
-    pairs = Pairs(
-        row_N=torch.cat([pairs.row_N for pairs, _ in parts]),
-        at_N=torch.cat([pairs.at_N for pairs, _ in parts]),
-        target_at_N=torch.cat([pairs.target_at_N for pairs, _ in parts]),
-    )
-    depths = [torch.full_like(pairs.row_N, d) for d, (pairs, _) in enumerate(parts, first)]
+    by_depth = [pairs for pairs, _ in parts]
+    depths = [torch.full_like(pairs.row_N, d) for d, pairs in enumerate(by_depth, first)]
+    row_N = torch.cat([pairs.row_N for pairs in by_depth])
+    at_N = torch.cat([pairs.at_N for pairs in by_depth])
+    target_at_N = torch.cat([pairs.target_at_N for pairs in by_depth])
+    pairs = Pairs(row_N, at_N, target_at_N)
     hidden_NH = torch.cat([hidden_NH for _, hidden_NH in parts])
     order_N = pairs.place_N(batch).argsort(stable=True)
     return Drafts(
@@ -317,7 +317,8 @@ class EagleTrainee(HeadTrainee):
         drafts = join(parts, batch)
         weights_N = TOKEN_WEIGHT * (drafts.depth_N == 0)
         sums = self.sums(drafts, batch, last_BTH, weights_N, depths=self.depths).sums
-        return sums._replace(loss=apart_NH.mean(-1).sum() + sums.loss)
+        regression = apart_NH.mean(-1).sum()
+        return sums._replace(loss=regression + sums.loss)
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
         inputs_BWH = states[0][:, :-1].to(self.draft.fc.weight.dtype)
@@ -347,7 +348,8 @@ class Eagle3Trainee(HeadTrainee):
         self.projection = replace(self.draft.borrowed.projection, module=self.draft.lm_head)
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
-        features_BWH = self.draft.fuse([state_BTH[:, :-1] for state_BTH in states])
+        inputs = [state_BTH[:, :-1] for state_BTH in states]
+        features_BWH = self.draft.fuse(inputs)
         for pairs, states_NH in unroll(self.draft.states, batch, features_BWH, self.test_steps):
             yield pairs, self.draft.normed(states_NH)
 
