@@ -59,12 +59,16 @@ class Examples:
 
     A unit is what is shuffled and dealt to processes: a row, or the rows of one of the `groups` if
     they are packed.
-    lengths: tokens of each row. valid_tokens: predicted tokens of each unit. dropped: number of
-    rows that had none.
-    digest: identifies the data. max_token: the largest token. targets: fingerprints of the targets
-    that wrote the data.
-    stored: whether every row has the teacher's column. Units from `replay_from` on are general data
-    to mix in. domains: the source of each row; None if rows are packed.
+
+    * lengths: tokens of each row.
+    * valid_tokens: predicted tokens of each unit.
+    * dropped: number of rows that had none.
+    * digest: identifies the data.
+    * max_token: the largest token.
+    * targets: fingerprints of the targets that wrote the data.
+    * stored: whether every row has the teacher's column.
+    * replay_from: first unit of the general data to mix in.
+    * domains: the source of each row; None if rows are packed.
     """
 
     rows: datasets.Dataset
@@ -410,8 +414,9 @@ def shares(counts: Sequence[int], temperature: float) -> list[float]:
 
 
 class Draw(NamedTuple):
-    """The places of a domain among those asked for; the first of them, and the one after the last,
-    in the domain's own stream.
+    """Places of the stream that a domain fills, with `first`..`last` of its own stream.
+
+    places: counted from the first place that was asked for.
     """
 
     places: Indices

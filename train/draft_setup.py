@@ -34,10 +34,9 @@ from train import parallel
 from train.config import VOCABULARY_KINDS, TrainConfig
 from train.data import Examples
 from train.features import FeatureCache, StateMemory, cached_layers
-from train.objective import Objective
+from train.job import TrainingJob
 from train.trainee import Trainee
 from train.trainees import TRAINEES
-from train.world import World
 
 _CACHE_GIB = 16.0
 # Limit of the hidden states that are kept in memory, in each process.
@@ -178,29 +177,20 @@ def announce_draft_vocabulary(draft: Draft, training: Examples) -> None:
         say(f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses {known}")
 
 
-def make_trainee(
-    config: TrainConfig,
-    objective: Objective,
-    world: World,
-    draft: Draft,
-    target: PreTrainedModel | None,
-    *,
-    reuse_states: bool,
-) -> Trainee:
-    """Put the draft into the trainee of its kind, on this process's device.
-
-    reuse_states: whether rows repeat, so that their target's states are worth holding.
-    """
-    draft.to(world.device)  # type: ignore[arg-type]
-    cache = None if target is None else _feature_cache(config, world, draft, target)
+def make_trainee(job: TrainingJob, draft: Draft) -> Trainee:
+    """Put the draft into the trainee of its kind, on this process's device."""
+    config = job.config
+    device = job.world.device
+    draft.to(device)  # type: ignore[arg-type]
+    cache = None if job.target is None else _feature_cache(job, draft, job.target)
     given: dict[str, Any] = {"packing": config.packing, "cache": cache}
     if not isinstance(draft, PreTrainedModel):
         given |= _head_options(config, "noise", "test_steps", "step_decay", "anchors")
-        return TRAINEES[config.kind](draft, objective, target, **given)
-    if world.device.type == "cpu":
+        return TRAINEES[config.kind](draft, job.objective, job.target, **given)
+    if device.type == "cpu":
         # On a CPU only: documents run one at a time, which would leave another device idle.
-        given["memory"] = StateMemory(_MEMORY_BYTES, reuse_states)
-    trainee = TRAINEES["lm"](draft, objective, target, **given)
+        given["memory"] = StateMemory(_MEMORY_BYTES, _reuses_states(job))
+    trainee = TRAINEES["lm"](draft, job.objective, job.target, **given)
     if config.gradient_checkpointing:
         draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.compile:
@@ -209,22 +199,28 @@ def make_trainee(
     return trainee
 
 
-def _feature_cache(
-    config: TrainConfig, world: World, draft: Draft, target: PreTrainedModel
-) -> FeatureCache | None:
-    if config.head.features is None:
+def _reuses_states(job: TrainingJob) -> bool:
+    """Whether rows of the training data repeat and the objective reads the target's states."""
+    drawn = job.steps * job.rows_per_step * (1 - job.config.replay_fraction)
+    repeat = drawn > (job.training.replay_from or len(job.training))
+    return repeat and job.objective.needs_target
+
+
+def _feature_cache(job: TrainingJob, draft: Draft, target: PreTrainedModel) -> FeatureCache | None:
+    options = job.config.head
+    if options.features is None:
         return None
-    make_dir(Path(config.head.features), "head.features")
+    make_dir(Path(options.features), "head.features")
     layers = (-1,) if isinstance(draft, PreTrainedModel) else cached_layers(draft.hidden_layers)
-    limit_gib = config.head.features_gib or _CACHE_GIB
+    limit_gib = options.features_gib or _CACHE_GIB
     return FeatureCache(
-        config.head.features,
+        options.features,
         fingerprint=fingerprint(target),
         layers=layers,
         dtype=target.dtype,
         max_bytes=int(limit_gib * 2**30),
-        process=world.rank,
-        processes=world.size,
+        process=job.world.rank,
+        processes=job.world.size,
     )
 
 

@@ -1,5 +1,6 @@
 """A training job: all that a run needs, and how far it is."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from train.world import World
 class TrainingJob:
     """All that a run needs beside the draft.
 
-    identity: settings that must match for a run to resume this one. tokenizer: saved with the
-    draft.
+    tokenizer: saved with the draft. identity: settings that must match for a run to resume this
+    one.
     """
 
     config: TrainConfig
@@ -26,10 +27,19 @@ class TrainingJob:
     objective: Objective
     training: Examples
     heldout: Examples
-    steps: int
-    identity: dict[str, Any]
     tokenizer: Tokenizer | None = None
     target: PreTrainedModel | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.config.batch_size * self.config.accumulation * self.world.size
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        rows = self.config.epochs * len(self.training)
+        return self.config.steps or math.ceil(rows / self.rows_per_step)
 
     @property
     def run_dir(self) -> Path:

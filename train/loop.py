@@ -127,7 +127,9 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
             # not per process or batch (law 6).
             wrapped.backward(sums.loss * (job.world.size / max(valid, 1)))
         vectors.append(sums.to_vector())
-    totals = LossSums.from_vector(accelerator.reduce(sum_of(vectors), reduction="sum"))
+    # Added in the order of the batches, which decides how the sum rounds.
+    vector = accelerator.reduce(sum(vectors[1:], vectors[0]), reduction="sum")
+    totals = LossSums.from_vector(vector)
     loss = float(totals.loss) / max(valid, 1)
     norm = wrapped.step(config.optim.clip_norm) if math.isfinite(loss) else math.nan
     if not math.isfinite(norm):
@@ -159,7 +161,8 @@ def evaluate(job: TrainingJob, wrapped: Copies) -> dict[str, float]:
         vector = wrapped.module(batch).to_vector()
         vectors.append(vector if index < len(batches) else torch.zeros_like(vector))
     wrapped.trainee.train()
-    totals = LossSums.from_vector(world.accelerator.reduce(sum_of(vectors), reduction="sum"))
+    vector = world.accelerator.reduce(sum(vectors[1:], vectors[0]), reduction="sum")
+    totals = LossSums.from_vector(vector)
     loss = float(totals.loss)
     tokens = float(totals.tokens)
     if not math.isfinite(loss) or tokens == 0:
@@ -167,14 +170,6 @@ def evaluate(job: TrainingJob, wrapped: Copies) -> dict[str, float]:
             f"the held-out loss is {loss} over {tokens:g} tokens; check the models and `heldout`"
         )
     return {"heldout_loss": loss / tokens, **curves(totals, "heldout_")}
-
-
-def sum_of(vectors: list[Tensor]) -> Tensor:
-    """The sum in the order of the vectors, which decides how it rounds."""
-    total = vectors[0]
-    for vector in vectors[1:]:
-        total = total + vector
-    return total
 
 
 def agree_to_stop(world: World, stop: StopSignal) -> None:

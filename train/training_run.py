@@ -3,10 +3,9 @@
 import atexit
 import json
 import logging
-import math
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ from train.data import (
 from train.job import TrainingJob
 from train.loop import Progress, fit
 from train.losses import LossFn
-from train.objective import Objective, custom_objective, loss_digest, parse_objective
+from train.objective import custom_objective, loss_digest, parse_objective
 from train.parallel import load_weights
 from train.trainee import Trainee
 from train.trainees.block import BlockTrainee, calibrate
@@ -85,7 +84,7 @@ def train(
     command = command or command_line("train", config)
     atexit.unregister(leave_processes)
     with Run(out) as run:
-        loaded = _load(config, loss)
+        loaded = _prepare(config, loss)
         job = loaded.job
         if (out / "config.json").exists() and not (job.run_dir / "run.json").exists():
             raise InputError(
@@ -145,8 +144,8 @@ def _fit(loaded: _Loaded, stop: StopSignal) -> Progress:
     return done
 
 
-def _load(config: TrainConfig, loss: LossFn | None) -> _Loaded:
-    """Load target, data and draft, check that they fit, and put the draft into its trainee."""
+def _load(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
+    """Load target, tokenizer and data."""
     objective = parse_objective(config.objective, config.temperature)
     if loss is not None:
         objective = custom_objective(loss, config.temperature)
@@ -158,47 +157,42 @@ def _load(config: TrainConfig, loss: LossFn | None) -> _Loaded:
     with world.accelerator.main_process_first():
         ends = () if target is None else eos_ids(target)
         training, heldout = _examples(config, tokenizer, ends)
+    return TrainingJob(config, world, objective, training, heldout, tokenizer, target)
+
+
+def _prepare(config: TrainConfig, loss: LossFn | None) -> _Loaded:
+    """Load the job and its draft, check that they fit, and put the draft into its trainee."""
+    job = _load(config, loss)
     torch.manual_seed(config.seed)
-    draft = draft_setup.build(config, target, training)
-    _check(config, objective, draft, target, tokenizer, (training, heldout))
-    rows_per_step = config.batch_size * config.accumulation * world.size
-    identity = {
-        "config": identity_options(config) | {"objective": objective.spec},
-        "data": training.digest,
-        "heldout_data": heldout.digest,
-        "target_fingerprint": fingerprint(target) if target is not None else None,
-        "initial_fingerprint": draft_fingerprint(draft),
-        "target_dtype": None if target is None else dtype_name(target),
-        "precision": "bf16" if world.bf16 else "fp32",
-        "rows_per_step": rows_per_step,
-        "loss_source": None if loss is None else loss_digest(loss),
-    }
+    draft = draft_setup.build(config, job.target, job.training)
+    _check(job, draft)
+    source = None if loss is None else loss_digest(loss)
+    job = replace(job, identity=_identity(job, draft) | {"loss_source": source})
     if is_main():
-        draft_setup.announce_draft_vocabulary(draft, training)
-        _announce(config, training, heldout, str(identity["target_fingerprint"]))
-    steps = config.steps or math.ceil(config.epochs * len(training) / rows_per_step)
-    drawn = steps * rows_per_step * (1 - config.replay_fraction)
-    # Keep the target's states only if rows repeat and the objective reads them.
-    repeat = drawn > (training.replay_from or len(training))
-    trainee = draft_setup.make_trainee(
-        config, objective, world, draft, target, reuse_states=repeat and objective.needs_target
-    )
+        draft_setup.announce_draft_vocabulary(draft, job.training)
+        _announce(job)
+    trainee = draft_setup.make_trainee(job, draft)
     # From here on random numbers are for dropout and noise; processes with one seed would all drop
     # the same units.
-    torch.manual_seed(row_seed(config.seed, f"process {world.rank}"))
-    job = TrainingJob(
-        config=config,
-        world=world,
-        objective=objective,
-        training=training,
-        heldout=heldout,
-        steps=steps,
-        # As JSON, because the identity is compared with what was written.
-        identity=json.loads(json.dumps(identity)),
-        tokenizer=tokenizer,
-        target=target,
-    )
+    torch.manual_seed(row_seed(config.seed, f"process {job.world.rank}"))
     return _Loaded(job, trainee)
+
+
+def _identity(job: TrainingJob, draft: Draft) -> dict[str, Any]:
+    """Return what decides the result of a run, as plain JSON."""
+    target = job.target
+    identity = {
+        "config": identity_options(job.config) | {"objective": job.objective.spec},
+        "data": job.training.digest,
+        "heldout_data": job.heldout.digest,
+        "target_fingerprint": None if target is None else fingerprint(target),
+        "initial_fingerprint": draft_fingerprint(draft),
+        "target_dtype": None if target is None else dtype_name(target),
+        "precision": "bf16" if job.world.bf16 else "fp32",
+        "rows_per_step": job.rows_per_step,
+    }
+    # As JSON, because the identity is compared with what was written.
+    return dict(json.loads(json.dumps(identity)))
 
 
 def _tokenizer(config: TrainConfig) -> Tokenizer | None:
@@ -209,14 +203,13 @@ def _tokenizer(config: TrainConfig) -> Tokenizer | None:
     return load_tokenizer(name, config.trust_remote_code, config.chat_template, revision)
 
 
-def _announce(
-    config: TrainConfig, training: Examples, heldout: Examples, target_fingerprint: str
-) -> None:
+def _announce(job: TrainingJob) -> None:
     """Warn of data of another target, of rows that are dropped, and of held-out rows in `data`."""
-    targets = training.targets | heldout.targets
-    if config.target is not None and targets - {target_fingerprint}:
+    config = job.config
+    targets = job.training.targets | job.heldout.targets
+    if config.target is not None and targets - {job.identity["target_fingerprint"]}:
         log.warning("data: was distilled from other weights than those of target %s", config.target)
-    dropped = training.dropped + (heldout.dropped if config.heldout else 0)
+    dropped = job.training.dropped + (job.heldout.dropped if config.heldout else 0)
     if dropped:
         fits = f"within max_length {config.max_length}"
         log.warning("data: %d rows have no response token %s and are skipped", dropped, fits)
@@ -296,45 +289,47 @@ def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
     return figures
 
 
-def _check(
-    config: TrainConfig,
-    objective: Objective,
-    draft: Draft,
-    target: PreTrainedModel | None,
-    tokenizer: Tokenizer | None,
-    data: Sequence[Examples],
-) -> None:
+def _check(job: TrainingJob, draft: Draft) -> None:
     """Raise InputError unless draft, target, tokenizer and data belong together and there is a
     teacher if needed.
     """
-    # Fresh weights come without a tokenizer that could differ from the target's.
-    if config.draft is not None and target is not None and tokenizer is not None:
-        check_draft_vocabulary(config.draft, draft, target, tokenizer, config.trust_remote_code)
-    models = {"target": target, "draft": draft}
-    if isinstance(draft, PreTrainedModel) and tokenizer is not None:
-        check_tokenizer(config.draft or config.draft_config or "draft", draft, tokenizer)
+    config = job.config
+    target = job.target
+    models: dict[str, PreTrainedModel] = {}
+    sizes: dict[str, int] = {}
+    if isinstance(draft, PreTrainedModel):
+        models["draft"] = draft
+    else:
+        sizes["draft"] = draft.vocab_size
+    if target is not None:
+        models["target"] = target
+    if job.tokenizer is not None:
+        # Fresh weights come without a tokenizer that could differ from the target's.
+        if config.draft is not None and target is not None:
+            check_draft_vocabulary(
+                config.draft, draft, target, job.tokenizer, config.trust_remote_code
+            )
+        if "draft" in models:
+            name = config.draft or config.draft_config or "draft"
+            check_tokenizer(name, models["draft"], job.tokenizer)
     for role, model in models.items():
-        limit = context_length(model) if isinstance(model, PreTrainedModel) else None
+        sizes[role] = vocabulary_size(model)
+        limit = context_length(model)
         if limit is not None and config.max_length > limit:
             raise InputError(
                 f"max_length: {config.max_length} is more than the {limit} positions of the {role}"
             )
-    sizes = {
-        "draft": vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
-    }
-    if target is not None:
-        sizes["target"] = vocabulary_size(target)
-    token = max(examples.max_token for examples in data)
+    token = max(job.training.max_token, job.heldout.max_token)
     for role, size in sizes.items():
         if token >= size:
             raise InputError(
                 f"data: token {token} exceeds the {role}'s vocabulary of {size}; use data in its "
                 "tokens"
             )
-    stored = all(examples.stored for examples in data)
-    if target is None and not stored and objective.needs_target:
+    stored = job.training.stored and job.heldout.stored
+    if target is None and not stored and job.objective.needs_target:
         raise InputError(
-            f"target: objective {objective.spec} needs the target as its teacher, or data with "
+            f"target: objective {job.objective.spec} needs the target as its teacher, or data with "
             "teacher columns"
         )
 
