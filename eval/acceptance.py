@@ -1,11 +1,10 @@
 """Acceptance under every rule and at every depth, from one forward of target and draft over a text
 of the target.
 
-Decoding a given text walks along it: below a root with n emitted tokens, the accepted token at
-depth d can only be the text's own, because accepted tokens are output. So a draft language model,
-which at depth d has read d of its own tokens, has read the text: its teacher-forced distribution is
-exactly the one it drafts from, without bias. Medusa's and Hydra's heads and EAGLE's own features
-are unrolled to their depth from every root.
+Decoding a given text walks along it. Accepted tokens are output, so the accepted token at depth d
+can only be the text's own. A draft language model has then read the text itself, and its
+teacher-forced distribution is the one it drafts from, without bias. Heads are unrolled to their
+depth from every root.
 
 The chance that the text's token x was accepted as the candidate of rank k, given that x was output,
 is P(rank k accepted, token x) / p(x):
@@ -28,6 +27,8 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from decode.verify.siblings import without
@@ -97,7 +98,7 @@ def draft_logits(
     states = [hidden_states[layer] for layer in head.hidden_layers]
     row_N, column_N = at
     # Beyond the end of a text there are no tokens; entries there mean nothing.
-    later_BT = torch.nn.functional.pad(ids_BT, (0, depths))
+    later_BT = pad(ids_BT, (0, depths))
     columns_NT = column_N.unsqueeze(1) + torch.arange(depths, device=ids_BT.device)
     below_NT = later_BT[row_N.unsqueeze(1), columns_NT]
     if isinstance(head, BlockHead):
@@ -108,7 +109,7 @@ def draft_logits(
         yield from _block_logits(head, drafted_NDH, below_NT)
         return
     # A head pairs each token with the state it was predicted from, one position earlier.
-    chosen_from = [torch.nn.functional.pad(state[:, :-1], (0, 0, 1, 0)) for state in states]
+    chosen_from = [pad(state[:, :-1], (0, 0, 1, 0)) for state in states]
     if isinstance(head, EagleHead | Eagle3Head):
         for features_BTH in _eagle_features(head, chosen_from, ids_BT, alone_B, depths):
             logits_NV = head.logits(features_BTH[at])
@@ -120,7 +121,8 @@ def draft_logits(
             yield logits_NV, None
     else:
         for depth in range(min(depths, head.config.num_heads)):
-            yield head(states_1NH, below_NT[None, :, : depth + 1])[0], None
+            below_1ND = below_NT[None, :, : depth + 1]
+            yield head(states_1NH, below_1ND)[0], None
 
 
 def _block_logits(
@@ -164,7 +166,7 @@ def _eagle_features(
     for depth in range(depths):
         if depth:
             sees_B1TP = torch.cat([sees_B1TP, itself_B1TT], dim=-1)
-            ids_BT = torch.cat([ids_BT[:, 1:], torch.zeros_like(ids_BT[:, :1])], dim=1)
+            ids_BT = pad(ids_BT[:, 1:], (0, 1))
         features_BTH = head.states(ids_BT, features_BTH, sees_B1TP, position_1T + depth, cache)
         yield features_BTH
 
@@ -188,18 +190,21 @@ def model_logits(draft: PreTrainedModel, ids_BT: Tensor, keep: int) -> Tensor:
         rows.append(torch.tensor(list(chain.from_iterable(pieces))))
         counts.append([len(piece) for piece in pieces])
     last_BT = torch.tensor(counts, device=draft.device).cumsum(1) - 1
-    ids_BS = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(draft.device)
-    logits_BSV = draft(input_ids=ids_BS, use_cache=False).logits
-    index = last_BT[:, -keep:].unsqueeze(2).expand(-1, -1, logits_BSV.shape[2])
-    return words.to_target(logits_BSV.gather(1, index))
+    ids_BS = pad_sequence(rows, batch_first=True)
+    logits_BSV = draft(input_ids=ids_BS.to(draft.device), use_cache=False).logits
+    last_BC = last_BT[:, -keep:]
+    row_B1 = torch.arange(len(last_BC), device=draft.device).unsqueeze(1)
+    return words.to_target(logits_BSV[row_B1, last_BC])
 
 
 def rank_chances(
     rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor, ranks: int
 ) -> Tensor:
-    """`[N, K]`: for every rank, an unbiased draw of the chance that it was accepted with token x,
-    given that x was output. `rule`: mcsd (without replacement), specinfer (with), exact (drawn
-    without). u: uniforms; K - 1 are used.
+    """Return the chance `[N, K]` that each rank was accepted with token x, given that x was output.
+    It is an unbiased draw.
+
+    rule: mcsd and exact draw candidates without replacement, specinfer with. u: uniforms, of which
+    K - 1 are used.
     """
     size = max(1, MAX_ELEMENTS // p_NV.shape[1])
     chances = []
@@ -211,12 +216,14 @@ def rank_chances(
 
 
 def _rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor) -> Tensor:
-    own_N1 = p_NV.gather(1, x_N1).clamp(min=torch.finfo(p_NV.dtype).tiny)
+    tiny = torch.finfo(p_NV.dtype).tiny
+    own_N1 = p_NV.gather(1, x_N1).clamp(min=tiny)
     if rule == "exact":
         laws = [q_NV] + [refusal.q_NV for refusal in refusals(p_NV, q_NV, u_NK)]
         return torch.cat([q.gather(1, x_N1) for q in laws], dim=1)
     refused_N1 = torch.ones_like(own_N1)
-    chances = [torch.minimum(p_NV.gather(1, x_N1), q_NV.gather(1, x_N1)) / own_N1]
+    both_N1 = torch.minimum(p_NV.gather(1, x_N1), q_NV.gather(1, x_N1))
+    chances = [both_N1 / own_N1]
     for refusal in refusals(p_NV, q_NV, u_NK, replace=rule == "specinfer"):
         refused_N1 = refused_N1 * (1 - refusal.accepted_N1)
         both_N1 = torch.minimum(refusal.p_NV.gather(1, x_N1), refusal.q_NV.gather(1, x_N1))
@@ -234,12 +241,13 @@ class Refusal(NamedTuple):
 
 def refusals(p_NV: Tensor, q_NV: Tensor, u_NK: Tensor, replace: bool = False) -> Iterator[Refusal]:
     """Draw candidates from q and try them in turn (Yang et al. 2024, algorithm 1)."""
+    tiny = torch.finfo(q_NV.dtype).tiny
     for u_N in u_NK.unbind(1):
         y_N1 = draw(q_NV, u_N).clamp(min=0).unsqueeze(1)
         q_y_N1 = q_NV.gather(1, y_N1)
         # False once the support of q is used up: nothing is drawn, nothing refused.
         drawn_N1 = q_y_N1 > 0
-        ratio_N1 = p_NV.gather(1, y_N1) / q_y_N1.clamp(min=torch.finfo(q_y_N1.dtype).tiny)
+        ratio_N1 = p_NV.gather(1, y_N1) / q_y_N1.clamp(min=tiny)
         p_NV = torch.where(drawn_N1, residual(p_NV, q_NV), p_NV)
         q_NV = q_NV if replace else without(q_NV, y_N1)
         yield Refusal(ratio_N1.clamp(max=1) * drawn_N1, p_NV, q_NV)

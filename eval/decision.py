@@ -10,7 +10,7 @@ little less on others.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from statistics import geometric_mean
 from typing import Literal
 
@@ -99,10 +99,10 @@ def decide(results: ResultsTable) -> Decision:
     if not speedups:
         return Decision("not_timed", None, [], None)
     all_signs = signs(list(chain.from_iterable(speedups.values())), ratios=True)
-    timed: list[_Timed] = []
+    timed = []
+    in_order = iter(all_signs)
     for setting, rows in speedups.items():
-        first = sum(len(other.signs) for other in timed)
-        timed.append(_Timed(setting, rows, all_signs[first : first + len(rows)]))
+        timed.append(_Timed(setting, rows, list(islice(in_order, len(rows)))))
     chosen = _prefer_smaller_loss(results, timed)
     cells = []
     for index, row in enumerate(chosen.speedups):
@@ -119,14 +119,15 @@ def decide(results: ResultsTable) -> Decision:
         cells.append(cell)
     over_base = None
     if chosen.setting.draft != results.base:
-        of_base = [other for other in timed if other.setting.draft == results.base]
+        of_base = (other for other in timed if other.setting.draft == results.base)
         base = max(of_base, key=lambda other: other.merit)
         over_base = _quotient(results, chosen.speedups, base.speedups)
     return Decision(_verdict(results, cells, all_signs), chosen.setting, cells, over_base)
 
 
 def _fastest(timed: Sequence[_Timed], index: int) -> _Timed:
-    return max(timed, key=lambda other: other.speedups[index]["value"] or 0.0)
+    speeds = [other.speedups[index]["value"] or 0.0 for other in timed]
+    return timed[speeds.index(max(speeds))]
 
 
 def _prefer_smaller_loss(results: ResultsTable, timed: Sequence[_Timed]) -> _Timed:
@@ -176,9 +177,8 @@ def _quotient(results: ResultsTable, new: Sequence[Row], base: Sequence[Row]) ->
             seed = config["seed"] + len(picks)
             picks[row["domain"]] = resamples(row["n"], config["bootstrap"], seed)
     weights = [picks[row["domain"]].weights_RP for row in new]
-    pooled = Resamples(
-        np.concatenate(weights, axis=1), tuple(part.sizes[0] for part in picks.values())
-    )
+    sizes = tuple(part.prompts for part in picks.values())
+    pooled = Resamples(np.concatenate(weights, axis=1), sizes)
     counts = results.counts("speed")
 
     def rates(rows: Sequence[Row]) -> PromptSums:

@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from decode.propose.network import fit_vocabulary
@@ -44,19 +45,20 @@ MAX_LOGITS = 2**26
 
 
 class AlphaMeasurement(TypedDict):
-    """Per prompt, summed over `count` response positions: sum_x min(p, q) (`sum`), p(argmax q)
-    (`greedy`), sum_x p q (`match`) and p of the tokens that the draft cannot draft (`missing`).
+    """Acceptance of one draft per prompt, summed over `count` response positions."""
 
-    `roots`: by root step, what `eval.diagnosis.diagnose` found at some of these positions.
-    `predicted`: by method, the counts expected of decoding with it. `diagnosis`: if asked for.
-    """
-
+    # sum_x min(p, q)
     sum: list[float]
+    # p(argmax q)
     greedy: list[float]
+    # sum_x p q
     match: list[float]
+    # p of the tokens that the draft cannot draft
     missing: list[float]
     count: list[int]
+    # By root step, simulated at some of these positions.
     roots: dict[str, RootMeasurement]
+    # By method, the counts expected of decoding with it.
     predicted: dict[str, PredictedCounts]
     diagnosis: Diagnosis | None
 
@@ -71,8 +73,9 @@ def _groups(rows: Sequence[Continuation], most_columns: int) -> list[Sequence[Co
     """Halve the rows until each group has at most `most_columns` columns with logits, padding
     included, or one row.
     """
+    prompts = [len(row.prompt_ids) for row in rows]
     longest = max(len(row.prompt_ids) + len(row.output_ids) for row in rows)
-    columns = longest - min(len(row.prompt_ids) for row in rows)
+    columns = longest - min(prompts)
     if len(rows) == 1 or len(rows) * columns <= most_columns:
         return [rows]
     half = len(rows) // 2
@@ -101,13 +104,14 @@ class _Batch:
     @classmethod
     def of(cls, start: int, rows: Sequence[Continuation], device: torch.device) -> "_Batch":
         texts = [torch.tensor([*row.prompt_ids, *row.output_ids]) for row in rows]
-        ids_BS = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device)
+        ids_BS = pad_sequence(texts, batch_first=True).to(device)
         ids_BT = ids_BS[:, :-1]  # the last token predicts nothing that is measured
         prompt_B = torch.tensor([len(row.prompt_ids) for row in rows], device=device)
         lengths_B = torch.tensor([len(row.output_ids) for row in rows], device=device)
         column_T = torch.arange(ids_BT.shape[1], device=device)
         mask_BT = column_T < (prompt_B + lengths_B - 1)[:, None]
-        predicts_BT = mask_BT & (column_T >= prompt_B[:, None] - 1)
+        first_B1 = (prompt_B - 1).unsqueeze(1)
+        predicts_BT = mask_BT & (column_T >= first_B1)
         row_N, column_N = predicts_BT.nonzero(as_tuple=True)
         return cls(
             start=start,
@@ -182,11 +186,12 @@ class _Reader:
         batch = _Batch.of(start, rows, self.target.device)
         first = int(batch.prompt_B.min()) - 1  # columns before it predict no response token
         columns = batch.ids_BT.shape[1]
+        column_T = torch.arange(columns, device=batch.ids_BT.device)
         heads = [draft for draft in self.drafts.values() if isinstance(draft, Head)]
         out = self.target(
             input_ids=batch.ids_BT,
             attention_mask=batch.mask_BT.long(),
-            position_ids=torch.arange(columns, device=batch.ids_BT.device).expand_as(batch.ids_BT),
+            position_ids=column_T.expand_as(batch.ids_BT),
             use_cache=False,
             output_hidden_states=bool(heads),
             logits_to_keep=columns - first,
@@ -249,7 +254,8 @@ class _Reader:
         logits_NV = self._finite(drafted.name, chosen_NV, batch)
         q_NV = probs(logits_NV, self.sampling)
         p_x_N1 = p_NV[n_N, x_N1[:, 0]].unsqueeze(1)
-        values = {"ratio": q_NV.gather(1, x_N1) / p_x_N1.clamp(min=torch.finfo(p_NV.dtype).tiny)}
+        tiny = torch.finfo(p_NV.dtype).tiny
+        values = {"ratio": q_NV.gather(1, x_N1) / p_x_N1.clamp(min=tiny)}
         if drafted.sure_N is None:
             belief_NV = logits_NV.float().softmax(-1) if self.sampling.greedy else q_NV
             values["belief"] = belief_NV.gather(1, x_N1)
@@ -257,24 +263,27 @@ class _Reader:
             values["belief"] = drafted.sure_N[n_N - depth].unsqueeze(1)
         if self.places:
             values["place"] = _place_in_order(logits_NV, x_N1)
-        at = (batch.row_N[n_N].cpu().numpy(), batch.place_N[n_N].cpu().numpy())
+        rows = batch.row_N[n_N].tolist()
+        places = batch.place_N[n_N].tolist()
         if not depth:
             # A sum of fp32 probabilities may exceed 1 by its rounding; a probability may not.
-            values["alpha"] = acceptance(p_NV, q_NV).unsqueeze(1).double().clamp(max=1.0)
+            alpha_N = acceptance(p_NV, q_NV).double()
+            values["alpha"] = alpha_N.clamp(max=1.0).unsqueeze(1)
             values["greedy"] = p_NV.gather(1, q_NV.argmax(1, keepdim=True))
             values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
-            values["missing"] = p_NV.masked_fill(logits_NV > -torch.inf, 0).sum(1, keepdim=True)
-            places = list(zip(at[0].tolist(), at[1].tolist(), strict=True))
-            positions = Positions(batch.start, batch.rows, places, p_NV, q_NV, logits_NV)
+            lacking_NV = p_NV.masked_fill(logits_NV > -torch.inf, 0)
+            values["missing"] = lacking_NV.sum(1, keepdim=True)
+            where = list(zip(rows, places, strict=True))
+            positions = Positions(batch.start, batch.rows, where, p_NV, q_NV, logits_NV)
             part.observed[drafted.name] = {
                 key: observe(positions) for key, observe in self.observers.items()
             }
         for key, value in values.items():
-            arrays[key][depth, *at] = value[:, 0].double().cpu().numpy()
-        u_NK = u_BLK[at].to(q_NV.device)
+            arrays[key][depth, rows, places] = _numpy(value[:, 0])
+        u_NK = u_BLK[rows, places].to(q_NV.device)
         for rule, count in self.ranks.items():
             chances_NK = rank_chances(rule, p_NV[n_N], q_NV, x_N1, u_NK, count)
-            arrays[rule][depth, *at] = chances_NK.double().cpu().numpy()
+            arrays[rule][depth, rows, places] = _numpy(chances_NK)
 
     def _finite(self, name: str, logits_NV: Tensor, batch: _Batch) -> Tensor:
         """Return the logits; raise RunError if a row has a NaN or +inf, or only -inf (tokens that
@@ -282,8 +291,9 @@ class _Reader:
         """
         broken_N = ~logits_NV.amax(-1).isfinite()  # max() returns a NaN or +inf as it is
         if broken_N.any():
-            row = batch.rows[int(batch.row_N[broken_N.nonzero()[0, 0]])].id
+            first = int(batch.row_N[broken_N].min())
             model = self.names.get(name, f"draft {name}" if name else "the target")
+            row = batch.rows[first].id
             raise RunError(
                 f"{model}: non-finite logits on prompt {row}; try --dtype float32, or check its "
                 "weights"
@@ -291,12 +301,18 @@ class _Reader:
         return logits_NV
 
 
+def _numpy(values: Tensor) -> Floats:
+    array: Floats = values.double().cpu().numpy()
+    return array
+
+
 def _place_in_order(logits_NV: Tensor, x_N1: Tensor) -> Tensor:
     """The place of token x among all tokens by logit, from 1; beyond all if the draft lacks it."""
     own_N1 = logits_NV.gather(1, x_N1)
     ids_V = torch.arange(logits_NV.shape[1], device=x_N1.device)
     ahead_NV = (logits_NV > own_N1) | ((logits_NV == own_N1) & (ids_V < x_N1))
-    return 1 + ahead_NV.sum(1, keepdim=True).masked_fill(own_N1 == -torch.inf, len(ids_V))
+    ahead_N1 = ahead_NV.sum(1, keepdim=True)
+    return 1 + ahead_N1.masked_fill(own_N1 == -torch.inf, len(ids_V))
 
 
 def read_traces(
@@ -312,10 +328,9 @@ def read_traces(
     names: Mapping[str, str] | None = None,
     observers: Mapping[str, Observer] | None = None,
 ) -> tuple[dict[str, Traces], dict[str, dict[str, Measurements]]]:
-    """Return, by draft, the traces of all rows as far as `methods` need them, and each observer's
-    results.
+    """Return each draft's traces as far as `methods` need them, and each observer's results.
 
-    All drafts share one forward of the target, and launched processes divide the batches.
+    All drafts share one forward of the target. Launched processes divide the batches.
     max_logits: the most logits held at once per model, except for a single row. names: the models
     in error messages; the target's key is "". Raise RunError with model and prompt if logits are
     not finite.
@@ -332,7 +347,8 @@ def read_traces(
             start += len(group)
         return results
 
-    parts = list(chain.from_iterable(divided(-(-len(rows) // batch_size), read_batch)))
+    batches = -(-len(rows) // batch_size)
+    parts = list(chain.from_iterable(divided(batches, read_batch)))
     traces = {name: Traces.joined([part.traces[name] for part in parts]) for name in drafts}
     observed: dict[str, dict[str, Measurements]] = {name: {} for name in drafts}
     for name, by_observer in observed.items():

@@ -110,7 +110,7 @@ def _document(
         suites=work.suites,
         drafts=list(request.drafts),
         base=request.base,
-        temperatures=[sampling.temperature for sampling in request.samplings],
+        temperatures=list(dict.fromkeys(request.config.temperature)),
         methods=request.methods,
         bootstrap=request.config.bootstrap,
         seed=request.config.seed,

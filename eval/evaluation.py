@@ -88,8 +88,9 @@ class Evaluation:
         total = 0
         for suite in self.suites:
             prompts = len(suite.prompts)
-            units = prompts * (1 + len(request.drafts) + runs) + min(timed, prompts) * (1 + runs)
-            total += units * len(request.samplings)
+            counted = prompts * (1 + len(request.drafts) + runs)
+            clocked = min(timed, prompts) * (1 + runs)
+            total += (counted + clocked) * len(request.samplings)
         measured = Measured({}, {}, {}, {})
         with progress("eval", total) as self.advance:
             for suite in self.suites:
@@ -172,7 +173,9 @@ class Evaluation:
         missing = {name: draft for name, draft in drafts.items() if not self.kept(cells[name])}
         measured: dict[str, AlphaMeasurement] = {}
         if missing:
-            names = {name: f"draft {name} ({self.models[name]['name']})" for name in missing}
+            names = {"": f"the target {self.models['target']['name']}"}
+            for name in missing:
+                names[name] = f"draft {name} ({self.models[name]['name']})"
             measured = measure_alphas(
                 self.pair.target,
                 missing,
@@ -183,7 +186,7 @@ class Evaluation:
                 roots=list(steps.values()),
                 diagnose=True,
                 seed=self.request.config.seed,
-                names=names | {"": f"the target {self.models['target']['name']}"},
+                names=names,
             )
 
         def of(name: str) -> AlphaMeasurement:

@@ -196,11 +196,12 @@ class Task:
 
     def _one_level(self, draft: Draft, method: Method) -> SpeculativeDecoder:
         """Return a decoder of one level with as many nodes as a method has."""
-        level = Tree((-1,) * min(method.shape.size, MOST_NODES))
+        nodes = min(method.shape.size, MOST_NODES)
         # A verifier of chains takes one candidate a level, so the cheapest rule for several takes
         # its place.
         rule = "exact" if method.shape.size == method.shape.depth else method.verifier
-        return SpeculativeDecoder(self.target, PROPOSERS[kind_of(draft)].make(draft), level, rule)
+        proposer = PROPOSERS[kind_of(draft)].make(draft)
+        return SpeculativeDecoder(self.target, proposer, Tree((-1,) * nodes), rule)
 
     def _decode(
         self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick
@@ -243,7 +244,8 @@ class Task:
             shared = same.index(False)
             ids_1T = torch.tensor([[*prompt.ids, *ours[:shared]]], device=self.target.device)
             logits_V = self.target(input_ids=ids_1T).logits[0, -1].double()
-            gaps.append(float((logits_V[ours[shared]] - logits_V[theirs[shared]]).abs()))
+            gap = logits_V[ours[shared]] - logits_V[theirs[shared]]
+            gaps.append(abs(float(gap)))
         return Identity(
             same=len(outputs) - len(gaps), of=len(outputs), largest_gap=max(gaps, default=None)
         )

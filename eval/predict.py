@@ -154,7 +154,8 @@ def chances(width: int, verifier: str, sampling: Sampling, traces: Traces) -> Fl
     """
     if sampling.greedy or verifier == "naive":
         places_K11 = np.arange(1, 1 + width)[:, None, None]
-        return np.equal(traces.values["place"][:, None], places_K11).astype(np.float64)
+        same_DKPL = traces.values["place"][:, None] == places_K11
+        return same_DKPL.astype(np.float64)
     if verifier in _DRAWN and (width > 1 or verifier == "exact"):
         return traces.values[verifier].transpose(0, 3, 1, 2)
     return np.minimum(1.0, traces.values["ratio"])[:, None]
@@ -173,7 +174,8 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
         beyond the text.
         """
         values_PL = values_DPL[min(level, len(values_DPL) - 1)]
-        return np.pad(values_PL[:, level:], ((0, 0), (0, min(level, longest))))[:, :longest]
+        later_PL = np.pad(values_PL[:, level:], ((0, 0), (0, level)))
+        return later_PL[:, :longest]
 
     one_PL = np.ones_like(inside_PL, dtype=np.float64)
     # By node, the root first: the chance to reach it, and the draft's joint probability of its
@@ -206,7 +208,8 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
     reached_by_depth = []
     for depth in range(1, tree.depth + 1):
         accepted_by_depth.append((visits_PL * accepted[depth]).sum(1))
-        reached_by_depth.append((visits_PL * offered[depth] * (left_PL >= depth)).sum(1))
+        reached_PL = visits_PL * offered[depth] * (left_PL >= depth)
+        reached_by_depth.append(reached_PL.sum(1))
     variance_P = square_PL[:, 0] - calls_PL[:, 0] ** 2
     return PredictedCounts(
         target_calls=calls_PL[:, 0].tolist(),
@@ -243,14 +246,13 @@ def _visits(ends: dict[int, Floats], inside_PL: NDArray[np.bool_]) -> Floats:
 def run_interval(
     sums: PromptSums, variance_P: Sequence[float], picks: Resamples, seed: int
 ) -> tuple[float, float] | tuple[None, None]:
-    """95 % interval for tau of one decoding run over as many prompts, given the predicted tokens
-    over target calls and the variance of those calls.
+    """Return the 95 % interval for tau of one decoding run over as many prompts.
 
-    Both sides vary: the prediction by its texts, the run by its own texts and by what it accepts.
-    So the interval is the prediction plus the quantiles of a difference of two independent
-    resamples of prompts; the run's side gets normal noise with the variance of its calls. For a run
-    over the same prompts the interval is wider than needed: it covers at least 95 %. None if no
-    bootstrap is possible.
+    sums: predicted tokens over target calls. variance: of those calls. Both sides vary: the
+    prediction by its texts, the run by its own texts and by what it accepts. So the interval is the
+    prediction plus the quantiles of a difference of two independent resamples of prompts. The run's
+    side gets normal noise with the variance of its calls. For a run over the same prompts the
+    interval covers more than 95 %. Return (None, None) if no bootstrap is possible.
     """
     rng = np.random.default_rng(seed)
     again_RP = picks.weights_RP[rng.permutation(len(picks.weights_RP))]

@@ -48,7 +48,7 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
     """
     remarks = []
     for one, other in combinations(suites, 2):
-        names = f"{one.name} ({one.kind.upper()}) and {other.name} ({other.kind.upper()})"
+        names = f"{_with_kind(one)} and {_with_kind(other)}"
         meaning = ""
         if one.kind != other.kind:
             meaning = "; figures in and out of distribution are not apart"
@@ -63,6 +63,10 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
             text += f", such as {near[0].id}"
             remarks.append(Remark(about="near_duplicates", text=text + meaning))
     return remarks
+
+
+def _with_kind(suite: Suite) -> str:
+    return f"{suite.name} ({suite.kind.upper()})"
 
 
 def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
@@ -105,7 +109,7 @@ def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Rema
             continue
         hashes = [prompt_hash(prompt.ids) for prompt in suite.prompts]
         if seen := int(np.isin(np.array(hashes, dtype=np.uint64), trained).sum()):
-            where = f"{suite.name} ({suite.kind.upper()}): draft {name}"
+            where = f"{_with_kind(suite)}: draft {name}"
             text = f"{where} was trained on {seen} of its {counted(len(hashes), 'prompt')}"
             text += "; its figures there are not about unseen prompts"
             remarks.append(Remark(about="trained_on", text=text))

@@ -100,8 +100,10 @@ class Results(ResultsTable):
         for figure in figures:
             if figure not in known:
                 raise InputError(f"to_frame: no figure {figure!r}; {nearest(figure, known)}")
-        frame = frame[frame["figure"].isin(figures)].reset_index(drop=True)
-        empty = [name for name in ("tree", "verifier", "at", "part") if frame[name].isna().all()]
+        frame = frame[frame["figure"].isin(figures)]
+        frame = frame.reset_index(drop=True)
+        absent = frame.isna().all()
+        empty = [name for name in ("tree", "verifier", "at", "part") if absent[name]]
         if len(figures) == 1:
             empty.append("figure")
         return frame.drop(columns=empty)

@@ -103,7 +103,7 @@ class Group:
         """One row about this group; a plain number has no interval."""
         if not isinstance(value, dict):
             known = None if value is None else float(value)
-            prompts = self.picks.weights_RP.shape[1] if n is None else n
+            prompts = self.picks.prompts if n is None else n
             value = Estimate(value=known, low=None, high=None, n=prompts)
         return Row(
             figure=figure,

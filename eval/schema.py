@@ -20,7 +20,7 @@ TARGET = "target"
 """Name of the target in the column `draft`, for figures of the target decoding alone."""
 
 BUSY = "busy_machine"
-"""What the remark on a busy machine is about."""
+"""Subject of the remark on a busy machine."""
 
 _COSTS = ("draft_call", "verify", "speedup_with_prompt")
 CLOCK = (
@@ -195,6 +195,5 @@ def definitions() -> dict[str, str]:
     """Return the meaning of every figure, from definitions.yaml."""
     import yaml
 
-    return dict(
-        yaml.safe_load((Path(__file__).parent / "definitions.yaml").read_text(encoding="utf-8"))
-    )
+    file = Path(__file__).parent / "definitions.yaml"
+    return dict(yaml.safe_load(file.read_text(encoding="utf-8")))

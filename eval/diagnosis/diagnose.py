@@ -24,19 +24,18 @@ DRAWN_POSITIONS = 4
 
 
 class Diagnosis(TypedDict):
-    """Diagnosis of one draft on one set at one temperature; every list is by prompt.
+    """Diagnosis of one draft on one set at one temperature; every list is by prompt."""
 
-    `alpha`, `entropy`: by position, sum_x min(p, q) and the entropy of p in bits. `confidence`: by
-    bin, the mass that the draft drew, and that mass times its confidence and times p, the chance
-    that the target takes the token. `best`: summed over positions, the mass of p on the draft's 1,
-    2, ... most probable tokens. `drawn`: summed over `drawn_count` positions, the acceptance of 1,
-    2, ... candidates drawn from q without replacement and tried in turn; empty at temperature 0.
-    """
-
+    # By position: sum_x min(p, q).
     alpha: list[list[float]]
+    # By position: the entropy of p in bits.
     entropy: list[list[float]]
+    # By bin: the mass that the draft drew, that mass times its confidence, and times p.
     confidence: list[list[list[float]]]
+    # Summed over positions: the mass of p on the draft's 1, 2, ... most probable tokens.
     best: list[list[float]]
+    # Summed over `drawn_count` positions: the acceptance of 1, 2, ... candidates that are drawn
+    # from q without replacement and tried in turn. Empty at temperature 0.
     drawn: list[list[float]]
     drawn_count: list[int]
 
@@ -47,16 +46,17 @@ def diagnosis_of(sampling: Sampling, seed: int, at: Positions) -> Diagnosis:
     # At temperature 0 q is one token, so take the draft's confidence from its logits.
     belief_NV = at.logits_NV.float().softmax(-1) if sampling.greedy else at.q_NV
     alpha_N = acceptance(at.p_NV, at.q_NV).clamp(max=1.0)
-    bits = torch.log(torch.tensor(2.0))
-    entropy_N = (torch.special.entr(at.p_NV).sum(-1) / bits).abs()
+    nats_N = torch.special.entr(at.p_NV).sum(-1)
+    entropy_N = (nats_N / torch.log(torch.tensor(2.0))).abs()
     lengths = [len(text.output_ids) for text in at.texts]
     count = min(CANDIDATES, at.p_NV.shape[1])
     belief_NK, ids_NK = belief_NV.topk(count, dim=-1)
     p_NK = at.p_NV.gather(1, ids_NK)
     best_NK = p_NK.cumsum(1).double()
     # A vocabulary smaller than the candidates is used up, and more of them change nothing.
-    missing_NK = best_NK[:, -1:].expand(-1, CANDIDATES - count)
-    best_NK = torch.cat([best_NK, missing_NK], dim=1).clamp(max=1.0)
+    last_N1 = best_NK[:, -1:]
+    more_NK = last_N1.expand(-1, CANDIDATES - count)
+    best_NK = torch.cat([best_NK, more_NK], dim=1).clamp(max=1.0)
     confidence_NB3 = _by_confidence(belief_NK, p_NK, at.q_NV.gather(1, ids_NK))
     everywhere = list(range(len(at.places)))
     counts = [0 if sampling.greedy else DRAWN_POSITIONS] * len(at.texts)
@@ -66,7 +66,8 @@ def diagnosis_of(sampling: Sampling, seed: int, at: Positions) -> Diagnosis:
         chosen = [n for n in everywhere if at.places[n] in u_K]
         drawn_NK = torch.zeros(0, CANDIDATES)
         if chosen:
-            u_NK = torch.stack([u_K[at.places[n]] for n in chosen]).to(at.p_NV.device)
+            drawn_for = [u_K[at.places[n]] for n in chosen]
+            u_NK = torch.stack(drawn_for).to(at.p_NV.device)
             drawn_NK = drawn_acceptance(at.p_NV[chosen], at.q_NV[chosen], u_NK)
         drawn = _sums_by_text(at, chosen, drawn_NK)
     return Diagnosis(
@@ -90,15 +91,16 @@ def _by_confidence(belief_NK: Tensor, p_NK: Tensor, q_NK: Tensor) -> Tensor:
 def _sums_by_text(at: Positions, chosen: Sequence[int], values: Tensor) -> list[Any]:
     """Sum values of chosen positions over each text."""
     sums = np.zeros((len(at.texts), *values.shape[1:]))
-    np.add.at(sums, [at.places[n][0] for n in chosen], values.cpu().numpy())
+    rows = [at.places[n][0] for n in chosen]
+    np.add.at(sums, rows, values.cpu().numpy())
     as_lists: list[Any] = sums.tolist()
     return as_lists
 
 
 def drawn_acceptance(p_NV: Tensor, q_NV: Tensor, u_NK: Tensor) -> Tensor:
-    """`[N, K]`: the chance that one of the first k candidates is accepted, drawn from q without
-    replacement and tried in turn, given those that the uniforms `u` draw. Its mean over draws is
-    exact.
+    """Return the chance `[N, K]` that one of the first k candidates is accepted.
+
+    The uniforms `u` draw them from q without replacement. The mean over draws is exact.
     """
     refused_N = torch.ones(len(p_NV), dtype=torch.double, device=p_NV.device)
     chances = []

@@ -13,6 +13,7 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from decode import VERIFIERS
 from decode.propose.protocol import Proposal
@@ -124,7 +125,7 @@ def _simulate(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -> Tens
         tokens = most_probable(q_SV.log(), count)
     proposal = Proposal(
         tree=TreeBatch.build(step.tree, p_NV.device),
-        tokens_BM=torch.nn.functional.pad(tokens, (1, 0), value=-1),
+        tokens_BM=pad(tokens, (1, 0), value=-1),
         q_BEV=q_S1V if drawn else None,
         drawing=step.drawing,
     )

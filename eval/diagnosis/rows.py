@@ -93,7 +93,7 @@ def _by_part(
     group: Group, positions: pd.DataFrame, alphas: pd.DataFrame
 ) -> Iterator[tuple[str, dict[str, PromptSums]]]:
     """Every kind of position that occurs, and the drafts' per-prompt acceptance there."""
-    prompts = range(group.picks.weights_RP.shape[1])
+    prompts = range(group.picks.prompts)
     for by in (ENTROPY, PLACE, CLASS, NEAR):
         # At temperature 0 the target's distribution is a single token, whose entropy says nothing.
         if by == ENTROPY and group.temperature == 0:
@@ -151,7 +151,8 @@ def similarities(suites: Sequence[Suite]) -> dict[str, list[float]]:
     """By set, the largest share of each prompt's token trigrams that one other ID prompt has
     too.
     """
-    known = list(chain.from_iterable(suite.prompts for suite in suites if suite.kind == "id"))
+    id_suites = [suite for suite in suites if suite.kind == "id"]
+    known = list(chain.from_iterable(suite.prompts for suite in id_suites))
     shares: dict[str, list[float]] = {suite.name: [] for suite in suites}
     for suite in suites:
         counted = zip(suite.prompts, overlaps(known, suite.prompts, NGRAM), strict=True)

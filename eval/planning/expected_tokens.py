@@ -40,17 +40,18 @@ class JointRuns:
     def value(self, path: Path) -> float:
         """How often a step accepts this node."""
         if path not in self._values:
-            self._values[path] = float(self._run(path).sum()) / self._positions
+            total = self._run(path).sum()
+            self._values[path] = float(total) / self._positions
         return self._values[path]
 
     def _run(self, path: Path) -> Floats:
         if path not in self._runs:
-            level = len(path) - 1
-            here = self._chances[min(level, len(self._chances) - 1), path[-1]]
-            later = np.zeros_like(here)
-            if level < here.shape[1]:
-                later[:, : here.shape[1] - level] = here[:, level:]
-            self._runs[path] = self._run(path[:-1]) * later
+            *above, rank = path
+            level = len(above)
+            depth = min(level, len(self._chances) - 1)
+            here_PL = self._chances[depth, rank]
+            later_PL = np.pad(here_PL[:, level:], ((0, 0), (0, level)))
+            self._runs[path] = self._run(tuple(above)) * later_PL[:, : here_PL.shape[1]]
         return self._runs[path]
 
     def length(self, tree: Tree) -> float:
@@ -76,11 +77,13 @@ class JointRuns:
                 break
             chosen.append(path)
             trees.append(tree_of_paths(chosen))
-            if path[-1] + 1 < self._chances.shape[1]:
-                after = (*path[:-1], path[-1] + 1)
-                heapq.heappush(waiting, (-self.value(after), after))
+            *above, rank = path
+            if rank + 1 < self._chances.shape[1]:
+                sibling = (*above, rank + 1)
+                heapq.heappush(waiting, (-self.value(sibling), sibling))
             if len(path) < depth:
-                heapq.heappush(waiting, (-self.value((*path, 0)), (*path, 0)))
+                child = (*path, 0)
+                heapq.heappush(waiting, (-self.value(child), child))
         return trees
 
 

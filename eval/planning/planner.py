@@ -226,15 +226,17 @@ class Planner:
 
     def ranks(self, texts: Sequence[Continuation]) -> int:
         """Number of siblings whose acceptance is measured."""
-        elements = sum(len(row.output_ids) for row in texts) * vocabulary_size(self.target)
+        positions = sum(len(row.output_ids) for row in texts)
+        elements = positions * vocabulary_size(self.target)
         return RANKS if self.sampling.greedy or elements <= MANY_ELEMENTS else FEW_RANKS
 
     def traces(self, texts: Sequence[Continuation]) -> Traces:
         """Read the acceptance of chains and trees off the answers."""
         chain = Method(f"chain:{self.depth}", "naive")
-        methods = [chain, Method(f"kary:{self.ranks(texts)}", "mcsd")]
+        tree = Method(f"kary:{self.ranks(texts)}", "mcsd")
+        drafts = {"d": self.draft}
         traces, _ = read_traces(
-            self.target, {"d": self.draft}, texts, self.sampling, methods, batch_size=TEXT_BATCH
+            self.target, drafts, texts, self.sampling, [chain, tree], batch_size=TEXT_BATCH
         )
         return traces["d"]
 
@@ -245,7 +247,8 @@ class Planner:
         contexts = []
         for row in texts:
             ids = [*row.prompt_ids, *row.output_ids]
-            contexts.append(ids[: max(1, 2 * len(ids) // 3)])
+            length = max(1, 2 * len(ids) // 3)
+            contexts.append(ids[:length])
         batch = [contexts[index % len(contexts)] for index in range(self.batch_size)]
         decoder = cache(self.decoder)
 

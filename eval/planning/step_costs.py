@@ -76,7 +76,8 @@ def fit(seconds: Mapping[str, Sequence[float]]) -> Costs:
     rows.
     """
     least = {name: min(values) for name, values in seconds.items()}
-    verify = isotonic({1: least["alone"]} | {1 + n: least[f"rows:{n}"] for n in ROWS})
+    by_rows = {1 + n: least[f"rows:{n}"] for n in ROWS}
+    verify = isotonic({1: least["alone"], **by_rows})
     draft: dict[int, float] = {}
     for name, value in least.items():
         kind, _, text = name.partition(":")

@@ -41,8 +41,8 @@ SHARES = (-0.03, 1.03)  # of an axis from 0 to 1, with whole marks at its ends
 
 @dataclass(frozen=True)
 class Line:
-    """One line: a heading if it has no draft; else dots (hollow: out of distribution), a dashed
-    mark, and a number.
+    """One line of a dot plot: dots (hollow: out of distribution), a dashed mark, and a number. A
+    line without a draft is a heading.
     """
 
     text: str
@@ -60,8 +60,10 @@ def _dot_plots(
     reference: float | None = None,
     notes: str = "",
 ) -> Figure:
-    """Draw panels of (label, lines) one above the other. The x limits hold every interval, within
-    `bounds`; a vertical line stands at `reference`, and `notes` above the numbers on the right.
+    """Draw panels of (label, lines) one above the other.
+
+    bounds: of the x axis, which holds every interval. reference: place of a vertical line. notes:
+    stand above the numbers on the right.
     """
     height = sum(len(lines) * LINE + FRAME for _, lines in panels)
     with drawing(look.colours):
@@ -142,7 +144,8 @@ def alpha_figure(results: ResultsTable, look: Look) -> Figure | None:
         lines: list[Line] = []
         for domain in results.domains():
             base = results.alpha(results.base, domain, temperature)["value"]
-            lines.append(Line(f"{domain} ({results.kind(domain).upper()})"))
+            kind = results.kind(domain).upper()
+            lines.append(Line(f"{domain} ({kind})"))
             for draft in results.drafts:
                 row = results.alpha(draft, domain, temperature)
                 lines.append(Line(draft, draft, [row], number(row["value"]), base))
@@ -249,7 +252,8 @@ def _by_depth(ax: Axes, look: Look, draft: str, rows: Sequence[Row], **style: ob
 
 
 def _sets(results: ResultsTable) -> dict[str, str]:
-    return {name: name + " (OOD)" * (results.kind(name) == "ood") for name in results.domains()}
+    titles = {name: name for name in results.domains("id")}
+    return titles | {name: f"{name} (OOD)" for name in results.domains("ood")}
 
 
 def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
@@ -348,8 +352,9 @@ def cost_figure(results: ResultsTable, look: Look) -> Figure | None:
     for draft in results.drafts:
         lines += [_CostLine.of(results, draft, domain, method) for domain in domains]
     # As far as this machine's most costly draft, so that its mark stands beside a line.
-    most = max([1.0, *(line.call for line in lines if line.call)])
-    powers = range(CHEAPEST, 1 + math.ceil(20 * math.log10(most)))
+    most = max(line.call or 0.0 for line in lines)
+    last = math.ceil(20 * math.log10(max(1.0, most)))
+    powers = range(CHEAPEST, 1 + last)
     costs = [10 ** (power / 20) for power in powers]
     highest = [1.0]
 

@@ -41,10 +41,12 @@ def lead(results: ResultsTable) -> Lead:
     decision = decide(results)
     out = results.document["config"].get("out", "DIR")
     again = shlex.join(["draftsmith", "eval", "--time_again", out])
+    busy = any(cell.busy for cell in decision.cells)
+    setting = decision.setting
     return Lead(
-        command=again if any(cell.busy for cell in decision.cells) else "",
-        draft=decision.setting.draft if decision.setting else best_aligned(results),
-        setting=_setting(decision.setting) if decision.setting else "",
+        command=again if busy else "",
+        draft=setting.draft if setting else best_aligned(results),
+        setting=_setting(setting) if setting else "",
         headline=_fill(WORDS["headlines"][decision.verdict], decision, results),
         detail=_detail(decision, results),
         changes=[f"At T = {t:g}, {_change(results, t)}" for t in sorted(results.temperatures)],
@@ -124,7 +126,8 @@ def _cell(cell: Cell, decision: Decision, results: ResultsTable) -> tuple[str, s
     if cell.fastest != decision.setting and (cell.fastest_speedup["value"] or 0) > 1:
         speed = with_interval(cell.fastest_speedup, 2)
         text += f" Fastest there: {_setting(cell.fastest)}, {speed}."
-    return f"{cell.domain} ({results.kind(cell.domain).upper()}), T = {cell.temperature:g}", text
+    kind = results.kind(cell.domain).upper()
+    return f"{cell.domain} ({kind}), T = {cell.temperature:g}", text
 
 
 def best_aligned(results: ResultsTable) -> str:
@@ -134,7 +137,8 @@ def best_aligned(results: ResultsTable) -> str:
 
     def gains(draft: str) -> float:
         rows = [results.gain(draft, kind) for kind in results.kinds]
-        return sum(row["value"] if row and row["value"] is not None else -1.0 for row in rows)
+        values = [row["value"] if row else None for row in rows]
+        return sum(-1.0 if value is None else value for value in values)
 
     return max(results.aligned, key=gains, default=results.base)
 

@@ -12,9 +12,8 @@ import yaml
 from eval.schema import SuiteKind
 
 # The sentences, captions, notes and columns of a report.
-WORDS: dict[str, Any] = yaml.safe_load(
-    (Path(__file__).parent / "templates" / "words.yaml").read_text(encoding="utf-8")
-)
+_WORDS = Path(__file__).parent / "templates" / "words.yaml"
+WORDS: dict[str, Any] = yaml.safe_load(_WORDS.read_text(encoding="utf-8"))
 MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
 KIND_TITLES: dict[SuiteKind, str] = {"id": "in distribution", "ood": "out of distribution"}

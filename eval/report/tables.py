@@ -125,14 +125,13 @@ def _table(name: str, names: int, rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _of_figures(results: ResultsTable, name: str) -> Table:
-    """A table of the rows of one figure: of every set, and of all sets of a kind where that says
-    more.
-    """
+    """Make a table of one figure: every set, and all sets of a kind if there are several."""
     words = WORDS["tables"][name]
     rows = list(results.rows(words["of"]))
     if any(row["domain"] != row["kind"] for row in rows):
-        several = [kind for kind in results.kinds if len(results.domains(kind)) > 1]
-        rows = [row for row in rows if row["domain"] in (*results.domains(), *several)]
+        shown = results.domains()
+        shown += [kind for kind in results.kinds if len(results.domains(kind)) > 1]
+        rows = [row for row in rows if row["domain"] in shown]
     if name == "missing_mass":
         rows = [row for row in rows if row["value"]]
     special = _special(results, rows)
@@ -252,6 +251,5 @@ def _models(results: ResultsTable) -> Table:
         rows.append(row)
     table = _table("models", 2, rows)
     whole = "" if clock["machine"]["gpu"] else ", all of the process included"
-    return replace(
-        table, note=table.note.format(memory=memory(clock["peak_memory_bytes"]), whole=whole)
-    )
+    peak = memory(clock["peak_memory_bytes"])
+    return replace(table, note=table.note.format(memory=peak, whole=whole))

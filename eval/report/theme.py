@@ -36,12 +36,10 @@ _ROLES = {
 }
 LIGHT = {role: light for role, (light, _) in _ROLES.items()}
 DARK = {role: dark for role, (_, dark) in _ROLES.items()}
-# More of them than colours, so that no two of many drafts have both alike; the base draft has the
-# circle.
+# More markers than colours, so that no two drafts share both. The circle is the base draft's.
 _MARKERS = ("s", "D", "^", "v", "P", "X", "h")
 _FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
-# Inches. One width for every figure: CSS scales it, and at 350 pixels, a phone, its text is still
-# read.
+# Inches. CSS scales every figure; on a phone of 350 pixels its text is still readable.
 WIDTH = 5.2
 STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
 
