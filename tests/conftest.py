@@ -437,8 +437,8 @@ def launch(tmp_path, tmp_path_factory):
         ]
         # PET_STANDALONE: the launcher opens a port of the system's choice and keeps it. A port that
         # was chosen before, or stands in a configuration file, may be taken by another process by
-        # the time it is used. TORCH_EXTENSIONS_DIR: a build that was killed leaves a lock, for which
-        # every later build in the same directory waits for ever.
+        # the time it is used. TORCH_EXTENSIONS_DIR: a killed build leaves a lock, and every later
+        # build in that directory waits for it for ever.
         env = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
