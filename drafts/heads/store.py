@@ -21,10 +21,11 @@ from drafts.heads.borrowed import borrow
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
-from drafts.layouts.table import HeadFiles, Layout, layout_of, may_be_head, renamed
+from drafts.layouts.layout import EMBEDDING, HeadFiles, Layout, renamed
+from drafts.layouts.table import layout_of, may_be_head
 from draftsmith_core.errors import InputError, first_line, one_line
 from draftsmith_core.hub import cached, is_hub_name, lfs_pointer, snapshot
-from draftsmith_core.io import atomic_dir, read_json, write_json_atomic
+from draftsmith_core.io import JsonObject, atomic_dir, read_json, write_json_atomic
 from draftsmith_core.runs import read_record
 
 Head = EagleHead | Eagle3Head | MedusaHeads | HydraHeads | BlockHead
@@ -39,7 +40,6 @@ HEADS: dict[str, type[Head]] = {
     "jetspec": JetSpecHead,
 }
 
-_EMBEDDING = "embed_tokens.weight"
 _COMPARED_ROWS = 1024
 # Frequencies that older versions of transformers saved; they follow from the config.
 _COMPUTED = "rotary_emb.inv_freq"
@@ -79,9 +79,12 @@ def _directory(path: str | Path) -> Path:
     )
 
 
-def _layout(directory: Path, values: Mapping[str, Any]) -> Layout | None:
+def _layout(directory: Path, values: JsonObject) -> Layout | None:
     def names() -> set[str]:
-        return {name for file in _tensor_files(directory) for name in _load(file, names_only=True)}
+        found: set[str] = set()
+        for file in _tensor_files(directory):
+            found.update(_load(file, names_only=True))
+        return found
 
     return layout_of(values, cache(names))
 
@@ -123,9 +126,9 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
         ) from None
     if (
         isinstance(head, EagleHead | Eagle3Head | BlockHead)
-        and _EMBEDDING in tensors.keys() - head.state_dict().keys()
+        and EMBEDDING in tensors.keys() - head.state_dict().keys()
     ):
-        _check_embedding(head, file, tensors.pop(_EMBEDDING))
+        _check_embedding(head, file, tensors.pop(EMBEDDING))
     try:
         head.load_state_dict(tensors)
     except RuntimeError as error:
@@ -143,13 +146,14 @@ def _check_embedding(head: EagleHead | Eagle3Head | BlockHead, file: Path, copy:
     step = max(1, len(table) // _COMPARED_ROWS)
     # Rounding to bf16 changes it by 0.4 %, fine-tuning by a few percent; another model's embedding
     # is unrelated. Older files of ours hold the bare table of a target that scales it.
-    tables = [known[::step].float().cpu() for known in (table, head.borrowed.embedding_weight)]
     rows = copy[::step].float()
-    if copy.shape != table.shape or all(
-        (rows - known).norm() > 0.5 * known.norm() for known in tables
-    ):
+    is_another = copy.shape != table.shape
+    if not is_another:
+        known = [table[::step].float().cpu(), head.borrowed.embedding_weight[::step].float().cpu()]
+        is_another = all((rows - each).norm() > 0.5 * each.norm() for each in known)
+    if is_another:
         raise InputError(
-            f"{file}: '{_EMBEDDING}' is not the target's embedding; use the target it was "
+            f"{file}: '{EMBEDDING}' is not the target's embedding; use the target it was "
             "trained for"
         )
 
@@ -159,7 +163,7 @@ def write_head(head: Head, directory: Path) -> None:
     tensors = head.state_dict()
     if isinstance(head, EagleHead):
         # The authors' loader requires a copy of the target's embedding, and multiplies nothing.
-        tensors[_EMBEDDING] = head.borrowed.embedding_table
+        tensors[EMBEDDING] = head.borrowed.embedding_table
     write_tensors(directory, tensors, head.config.to_json())
 
 
@@ -173,9 +177,9 @@ def _tensor_files(directory: Path) -> list[Path]:
     """The files that hold a directory's tensors: safetensors if there are any, else pickles."""
     if safetensors := sorted(directory.glob("*.safetensors")):
         return safetensors
-    pickles = [
-        file for ending in ("*.bin", "*.pt", "*.pth") for file in sorted(directory.glob(ending))
-    ]
+    pickles: list[Path] = []
+    for ending in ("*.bin", "*.pt", "*.pth"):
+        pickles += sorted(directory.glob(ending))
     return [file for file in pickles if not file.name.startswith(_NOT_WEIGHTS)]
 
 
@@ -188,9 +192,9 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= {
-            name: tensor for name, tensor in _load(file).items() if not name.endswith(_COMPUTED)
-        }
+        for name, tensor in _load(file).items():
+            if not name.endswith(_COMPUTED):
+                tensors[name] = tensor
     return files[0], tensors
 
 
@@ -225,13 +229,11 @@ def _load(file: Path, names_only: bool = False) -> dict[str, Any]:
     raise InputError(f"{file}: cannot be read ({reason})")
 
 
-def write_tensors(
-    directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
-) -> None:
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], config: JsonObject) -> None:
     """Write `model.safetensors`, then `config.json`, into a directory that exists."""
     # Cloned, because safetensors refuses tensors that share memory, as views of one buffer do.
     owned = {
         name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
     }
     save_file(owned, directory / "model.safetensors", metadata={"format": "pt"})
-    write_json_atomic(directory / "config.json", dict(config))
+    write_json_atomic(directory / "config.json", config)

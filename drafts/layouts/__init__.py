@@ -1,3 +1,3 @@
-"""Layouts of drafts on disk: `table.py` has those of heads, `export.py` writes them and those of
+"""Layouts of drafts on disk: `table.py` lists those of heads, `export.py` writes them and those of
 language models.
 """

@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from drafts.config import ExportConfig
 from drafts.doctor import Model, Pair, first_broken, path_trap
 from drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
+from drafts.heads.block import BlockHead
 from drafts.heads.store import write_tensors
 from drafts.layouts import gguf_file
+from drafts.layouts.layout import EMBEDDING, ExportedHead, Layout, inverted, renamed
 from drafts.layouts.read_back import Check, check_head, check_logits, probe_ids
-from drafts.layouts.table import LAYOUTS, Layout, inverted, renamed
-from drafts.load import Source, draft_fingerprint, load_source
+from drafts.layouts.table import LAYOUTS
+from drafts.load import Source, depth_limit, draft_fingerprint, load_source
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, writing
 from draftsmith_core.models import fingerprint, text_config
@@ -126,28 +128,35 @@ def _write_model(source: Source, out: Path) -> Check:
 @torch.no_grad()
 def _write_head(layout: Layout, source: Source, out: Path) -> Check:
     """A head under the names of its layout, with the shapes that the layout's readers look for."""
-    head: Any = source.draft
-    assert source.target is not None
-    config = layout.config(head.config.to_json(), source)
-    tensors: dict[str, Tensor] = renamed(head.state_dict(), inverted(layout.names))
-    if layout.embedding == "always" or (
-        layout.embedding == "scaled" and head.borrowed.scales_embedding
-    ):
-        tensors.setdefault("embed_tokens.weight", head.borrowed.embedding_table)
-    expected = layout.expected(
-        config, "embed_tokens.weight" in tensors and layout.embedding != "never"
+    head = source.draft
+    assert source.target is not None and source.target_name is not None
+    assert not isinstance(head, PreTrainedModel)
+    architectures = source.target.config.architectures or [type(source.target).__name__]
+    exported = ExportedHead(
+        values=head.config.to_json(),
+        kind=head.kind,
+        hidden_layers=head.hidden_layers,
+        depths=depth_limit(head),
+        dtype=str(source.dtype).removeprefix("torch."),
+        target_name=source.target_name,
+        target_architectures=list(architectures),
     )
-    if "lm_head.weight" in expected.keys() - tensors.keys():
-        tensors["lm_head.weight"] = (
-            head.rows_DH
-        )  # of a block drafter: the target's, for the tokens that it drafts
+    config = layout.config(exported)
+    tensors: dict[str, Tensor] = renamed(head.state_dict(), inverted(layout.names))
+    scaled = layout.embedding == "scaled" and head.borrowed.scales_embedding
+    if scaled or layout.embedding == "always":
+        tensors.setdefault(EMBEDDING, head.borrowed.embedding_table)
+    expected = layout.expected(config, EMBEDDING in tensors and layout.embedding != "never")
+    if isinstance(head, BlockHead) and "lm_head.weight" in expected:
+        # The target's rows for the tokens that it drafts.
+        tensors["lm_head.weight"] = head.rows_DH
     for name, shape in expected.items():
         if name.endswith(".bias"):
             tensors.setdefault(name, torch.zeros(shape))
-    rounded = {
-        name: t.to(source.dtype) if t.is_floating_point() else t for name, t in tensors.items()
-    }
-    write_tensors(out, rounded, config)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            tensors[name] = tensor.to(source.dtype)
+    write_tensors(out, tensors, config)
     check_layout(out / "model.safetensors", expected)
     return check_head(out, head, source.target, layout.title)
 
