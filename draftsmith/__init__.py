@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from draftsmith_core import __version__, lazy_names
+from draftsmith_core.host import wait_briefly
 
 if TYPE_CHECKING:
     from decode import SpeculativeDecoder as SpeculativeDecoder
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from train.losses import LOSSES as losses  # noqa: N811
     from train.training_run import train as train
 
+# Of every command and of Python programs: this package is imported before torch.
+wait_briefly()
 _PUBLIC = lazy_names(__file__)
 # Type checkers export the names that an import keeps; renamed ones stand here.
 __all__ = ["__version__", "doctor", "losses"]

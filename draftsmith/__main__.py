@@ -18,7 +18,7 @@ import warnings  # noqa: E402
 from draftsmith import __version__  # noqa: E402
 from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
 from draftsmith_core.errors import InputError, RequirementError, RunError, nearest, one_line  # noqa: E402
-from draftsmith_core.host import keep_freed_memory, settle_threads  # noqa: E402
+from draftsmith_core.host import keep_freed_memory, limit_threads  # noqa: E402
 from draftsmith_core.ranks import is_main  # noqa: E402
 from draftsmith_core.signals import Terminated  # noqa: E402
 
@@ -91,7 +91,7 @@ def _prepare(words: list[str]) -> int | None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     warnings.filterwarnings("ignore", category=FutureWarning)
     if "torch" not in sys.modules:
-        settle_threads(name)
+        limit_threads()
         keep_freed_memory()
     return None
 

@@ -4,17 +4,9 @@ import contextlib
 import ctypes
 import math
 import os
+import sys
 from pathlib import Path
 
-# The variable of OpenMP to set by command, unless the user has set one of `_WAITING`.
-_WAITS = {
-    "train": "OMP_WAIT_POLICY",
-    "distill": "OMP_WAIT_POLICY",
-    "align": "GOMP_SPINCOUNT",
-    "demo": "GOMP_SPINCOUNT",
-    "eval": "GOMP_SPINCOUNT",
-}
-_VALUES = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # Parameters of malloc.h.
 _MMAP_MAX = -4
@@ -33,18 +25,21 @@ def keep_freed_memory() -> None:
         libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
-def settle_threads(command: str, control_groups: Path = Path("/sys/fs/cgroup")) -> None:
-    """Set the variables of OpenMP that suit a command, unless the user has set them. Torch reads
-    them once.
+def wait_briefly() -> None:
+    """Let waiting threads spin for microseconds, then sleep, unless the user chose otherwise.
 
-    Waiting threads of GNU OpenMP spin for milliseconds, on cores that other threads need. Training
-    and distillation wait seldom and sleep at once; timed decoding spins for microseconds. The
-    number of threads is that of the cores or of the container's share. It ignores the current load:
-    a different thread count changes rounding.
+    By default GNU OpenMP spins for milliseconds, on cores that other threads need. Torch reads the
+    variable once, when it is imported: do nothing after that.
     """
-    if command in _WAITS and not any(name in os.environ for name in _WAITING):
-        name = _WAITS[command]
-        os.environ[name] = _VALUES[name]
+    if "torch" not in sys.modules and not any(name in os.environ for name in _WAITING):
+        os.environ["GOMP_SPINCOUNT"] = "2000"
+
+
+def limit_threads(control_groups: Path = Path("/sys/fs/cgroup")) -> None:
+    """Use as many threads as the container's share has cores, unless the user has set the number.
+
+    It ignores the current load: a different thread count changes rounding.
+    """
     with contextlib.suppress(OSError, ValueError):  # no control groups, or no limit
         limit = (control_groups / "cpu.max").read_text()
         quota, period = limit.split()

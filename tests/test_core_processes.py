@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from draftsmith.__main__ import main
-from draftsmith_core.host import settle_threads
+from draftsmith_core.host import limit_threads
 from draftsmith_core.launcher import launcher_request
 from draftsmith_core.ranks import divided, on_main
 
@@ -51,46 +51,53 @@ def test_a_process_that_waits_for_others_can_be_ended(number):
     assert waiting.wait() == -number
 
 
-OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
-
-
 @pytest.mark.parametrize(
-    ("command", "given", "limit", "expected"),
+    ("given", "limit", "expected"),
     [
-        ("train", {}, "max 100000", {"OMP_WAIT_POLICY": "PASSIVE"}),
-        ("eval", {}, "1600000 100000", {"GOMP_SPINCOUNT": "2000"}),
-        ("plan", {}, None, {}),
-        ("decode", {}, "250000 100000", {"OMP_NUM_THREADS": "2"}),
-        ("decode", {}, "50000 100000", {"OMP_NUM_THREADS": "1"}),
-        # What the user has set stays.
-        ("train", {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "5"}, "200000 100000", {}),
+        (None, "max 100000", None),
+        (None, None, None),
+        (None, "250000 100000", "2"),
+        (None, "50000 100000", "1"),
+        ("5", "200000 100000", "5"),  # what the user has set stays
     ],
 )
-def test_threads_follow_the_command_and_the_share_of_the_container(
-    command, given, limit, expected, tmp_path, monkeypatch
-):
-    for name in OPENMP:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+def test_threads_follow_the_share_of_the_container(given, limit, expected, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     if limit is not None:
         (tmp_path / "cpu.max").write_text(f"{limit}\n")
-    settle_threads(command, tmp_path)
-    assert {name: os.environ[name] for name in OPENMP if name in os.environ} == given | expected
+    limit_threads(tmp_path)
+    assert os.environ.get("OMP_NUM_THREADS") == expected
 
 
-def test_commands_settle_it_before_torch_is_imported():
+OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@pytest.mark.parametrize(
+    ("imports", "given", "expected"),
+    [
+        ("draftsmith.__main__", {}, {"GOMP_SPINCOUNT": "2000"}),
+        ("draftsmith", {}, {"GOMP_SPINCOUNT": "2000"}),
+        ("draftsmith", {"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+        ("torch, draftsmith", {}, {}),
+    ],
+)
+def test_threads_wait_alike_in_every_command_and_in_python(imports, given, expected):
     program = (
-        "import os, sys, draftsmith.__main__ as door\n"
-        "door.run = lambda name, argv: print('torch' in sys.modules, "
-        "os.environ['OMP_WAIT_POLICY'])\n"
-        "door.main(['train'])\n"
+        f"import os, {imports}\n"
+        f"print({{name: os.environ[name] for name in {OPENMP} if name in os.environ}})"
     )
+    clean = {name: value for name, value in os.environ.items() if name not in OPENMP}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        env=clean | given,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert done.stdout.split() == ["False", "PASSIVE"]
+    assert done.stdout.strip() == str(expected)
 
 
 @pytest.mark.skipif(
