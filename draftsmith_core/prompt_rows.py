@@ -14,19 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
-
-import yaml
 
 from draftsmith_core.errors import (
     InputError,
     first_line,
-    nearest,
     one_line,
     require_package,
     without_secrets,
 )
 from draftsmith_core.io import JsonObject
+from draftsmith_core.suites import expand, load_suite, suite_name
 
 KEYS = ("messages", "prompt", "text", "conversations", "instruction")
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
@@ -35,8 +32,6 @@ _JSON_LINES = (".jsonl", ".json", ".ndjson")
 SELF = "self:"
 TOKEN = "token:"
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-_ROOT = Path(__file__).parents[1]
-DIRECTORY = _ROOT / "configs" / "prompts"
 
 
 @dataclass(frozen=True)
@@ -294,7 +289,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
     """Models or prompt sets by name: `["a=x", "runs/b", "data/c.jsonl", "@d"]` are called a, b, c
-    and d.
+    and d. A family of suites becomes its suites: `x=@spec-bench` gives x-qa, x-rag and others.
 
     Raise InputError for a name that cannot be, or that comes twice.
     """
@@ -308,11 +303,13 @@ def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
             raise InputError(
                 f"{option} {value}: write NAME=VALUE; a name has letters, digits, '.', '_' and '-'"
             )
-        if name in named:
-            raise InputError(
-                f"{option} {value}: the name {name!r} is used twice; write NAME={source}"
-            )
-        named[name] = source
+        members = {f"{name}-{part}": member for part, member in expand(source).items()}
+        for key, member in (members or {name: source}).items():
+            if key in named:
+                raise InputError(
+                    f"{option} {value}: the name {key!r} is used twice; write NAME={source}"
+                )
+            named[key] = member
     return named
 
 
@@ -325,46 +322,30 @@ def _name_of(value: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")
 
 
-# What a file of configs/prompts/ may leave open. `user` (a message), `prompt` (text to continue) or
-# `turns` (a column with a chat, of which the first `keep_turns` are kept) makes a prompt of a row;
-# `{column}`, `{column[key]}` and `{column[0]}` are filled in. Rows must match `where` and not
-# repeat an earlier prompt; every `every`-th is taken, up to `prompts`.
-_SUITE: JsonObject = dict.fromkeys(("subset", "files", "user", "prompt", "turns"))
-_SUITE |= {"keep_turns": 1, "where": {}, "every": 1}
-
-
-def suite_names() -> list[str]:
-    """All suites there are."""
-    files = DIRECTORY.glob("*.yaml")
-    return sorted(path.stem for path in files)
-
-
-def suite_name(source: str) -> str:
-    """The name in `@NAME` or `@NAME:FILE`."""
-    name, _, _ = source.removeprefix("@").partition(":")
-    return name
-
-
-def load_suite(name: str) -> SimpleNamespace:
-    """Read a suite; InputError for an unknown name."""
-    if name not in suite_names():
-        raise InputError(
-            f"@{name}: no such suite; "
-            f"{nearest(f'@{name}', [f'@{suite}' for suite in suite_names()])}"
-        )
-    text = (DIRECTORY / f"{name}.yaml").read_text(encoding="utf-8")
-    values = yaml.safe_load(text)
-    return SimpleNamespace(**_SUITE | values, name=name)
-
-
 def _suite_records(source: str) -> Iterator[Record]:
-    """The prompts of a suite, made of rows from the hub or, for `@NAME:FILE`, from a file with the
-    same columns.
+    """The prompts of a suite; InputError if they depend on what the target answers."""
+    if load_suite(suite_name(source)).asks_again:
+        raise InputError(
+            f"{source}: asks behind the target's own answers, which only eval and plan write"
+        )
+    yield from iterate_suite(source)
+
+
+def iterate_suite(source: str) -> Iterator[Record]:
+    """Yield the prompts of a suite as rows, made of rows from the hub or, for `@NAME:FILE`, from a
+    file with the same columns. FILE may be a directory that holds the file under its own name.
     """
     suite = load_suite(suite_name(source))
-    _, _, file = source.partition(":")
+    _, _, place = source.partition(":")
+    file = suite.local_file(place)
     if file:
         records = iterate_records(file)
+    elif suite.gated:
+        raise InputError(
+            f"{source}: {suite.dataset} is gated; accept its conditions on the hub, run `hf "
+            f"download {suite.dataset} --repo-type dataset --local-dir DIR`, and name "
+            f"@{suite.name}:FILE"
+        )
     else:
         records = _hub_records(
             source, suite.dataset, suite.split, name=suite.subset, data_files=suite.files
@@ -373,15 +354,18 @@ def _suite_records(source: str) -> Iterator[Record]:
     seen: set[str] = set()
     for record in records:
         row = _stored_row(record, file or source)
+        where = f"{file or source}:{record.number}"
         try:
-            if any(str(row[key]) not in allowed for key, allowed in suite.where.items()):
+            if not suite.fits(row):
                 continue
-            prompt = _suite_prompt(suite, row)
+            prompt = suite.prompt_of(row)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             reason = (
                 f"lacks {error}, which suite {suite.name} reads; name a file without @{suite.name}"
             )
-            raise InputError(f"{file or source}:{record.number}: {reason}") from None
+            raise InputError(f"{where}: {reason}") from None
+        if suite.placeholder and suite.placeholder in str(prompt):
+            raise InputError(f"{where}: is a placeholder; {suite.fill}, and name @{suite.name}:DIR")
         if repr(prompt) in seen:
             continue
         seen.add(repr(prompt))
@@ -390,14 +374,3 @@ def _suite_records(source: str) -> Iterator[Record]:
             yield Record(record.number, prompt)
             if fitting > (suite.prompts - 1) * suite.every:
                 return
-
-
-def _suite_prompt(suite: SimpleNamespace, row: JsonObject) -> JsonObject:
-    if suite.turns is not None:
-        turns = row[suite.turns][: suite.keep_turns]
-        is_sharegpt = turns and "from" in turns[0]
-        return {"conversations" if is_sharegpt else "messages": turns}
-    if suite.user is None:
-        return {"prompt": suite.prompt.format_map(row)}
-    content = suite.user.format_map(row).strip()
-    return {"messages": [{"role": "user", "content": content}]}

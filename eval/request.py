@@ -11,8 +11,9 @@ from pathlib import Path
 from decode import VERIFIERS, default_verifier, parse_tree
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
-from draftsmith_core.prompt_rows import load_suite, parse_named, suite_name
+from draftsmith_core.prompt_rows import parse_named
 from draftsmith_core.settings import Sampling
+from draftsmith_core.suites import load_suite, suite_name
 from eval.config import EvalConfig
 from eval.method import Method
 from eval.requirement import Requirement, Scope

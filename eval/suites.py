@@ -9,9 +9,12 @@ from drafts.load import LoadedModels, load_models
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json
 from draftsmith_core.prompts import Prompt, read_prompts
+from draftsmith_core.ranks import say
 from draftsmith_core.settings import loading, tokenizing
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith_core.suites import load_suite, suite_name
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from eval.config import EvalConfig, PlanConfig
+from eval.own_answers import ask_again, read_questions
 from eval.schema import SuiteKind
 
 
@@ -72,8 +75,28 @@ def load(
 ) -> tuple[list[Suite], LoadedModels]:
     """Read the prompts, ID sets first, then load the models. options: as for `load_models`."""
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
-    suites = []
-    for name, source in (id_sets | ood_sets).items():
+    suites = [_read(config, tokenizer, name, source, "id") for name, source in id_sets.items()]
+    suites += [_read(config, tokenizer, name, source, "ood") for name, source in ood_sets.items()]
+    options = {"quantize": config.quantize, "tokenizer": tokenizer, **loading(config), **options}
+    pair = load_models(config.target, drafts, **options)
+    take_over(pair.target, *pair.drafts.values())
+    suites = fit(suites, config.max_new_tokens, pair.context)
+    if any(_asks_again(suite.source) for suite in suites):
+        suites = [_with_own_answers(suite, pair, config) for suite in suites]
+        suites = fit(suites, config.max_new_tokens, pair.context)
+    return suites, pair
+
+
+def _read(
+    config: EvalConfig | PlanConfig,
+    tokenizer: Tokenizer,
+    name: str,
+    source: str,
+    kind: SuiteKind,
+) -> Suite:
+    if _asks_again(source):
+        read = read_questions(source, tokenizer, domain=name, limit=config.max_prompts)
+    else:
         read = read_prompts(
             source,
             tokenizer,
@@ -81,10 +104,17 @@ def load(
             prompt_tokens=config.prompt_tokens,
             limit=config.max_prompts,
         )
-        skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
-        kind: SuiteKind = "id" if name in id_sets else "ood"
-        suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more))
-    options = {"quantize": config.quantize, "tokenizer": tokenizer, **loading(config), **options}
-    pair = load_models(config.target, drafts, **options)
-    take_over(pair.target, *pair.drafts.values())
-    return fit(suites, config.max_new_tokens, pair.context), pair
+    skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
+    return Suite(name, kind, source, read.prompts, skipped, read.rows, read.more)
+
+
+def _asks_again(source: str) -> bool:
+    return source.startswith("@") and load_suite(suite_name(source)).asks_again
+
+
+def _with_own_answers(suite: Suite, pair: LoadedModels, config: EvalConfig | PlanConfig) -> Suite:
+    if not _asks_again(suite.source):
+        return suite
+    say(f"{suite.name}: {len(suite.prompts)} first answers by the target")
+    prompts = ask_again(pair.target, pair.tokenizer, suite.prompts, config.max_new_tokens)
+    return replace(suite, prompts=prompts)

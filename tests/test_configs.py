@@ -72,6 +72,11 @@ RECIPES: dict[str, tuple[str, type[Any], tuple[str, ...]]] = {
         ("--out=o", "--target=t", "--draft=a=b", "--id=c=d"),
     ),
     "configs/eval/gemma2-9b-2b-nf4.yaml": ("eval", EvalConfig, ("--out=o", "--id=c=d")),
+    "configs/eval/model_card.yaml": (
+        "eval",
+        EvalConfig,
+        ("--out=o", "--target=t", "--draft=d", "--id=@redhat-question", "--ood=@speed-bench"),
+    ),
     "configs/eval/id_ood.yaml": (
         "eval",
         EvalConfig,

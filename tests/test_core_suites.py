@@ -8,7 +8,8 @@ import pytest
 
 from draftsmith_core import prompt_rows
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import iterate_rows, load_suite, suite_names
+from draftsmith_core.prompt_rows import iterate_rows, iterate_suite, parse_named
+from draftsmith_core.suites import expand, load_suite, suite_names
 from eval.config import EvalConfig
 from eval.request import check
 from tests.distilled import write_rows
@@ -51,6 +52,24 @@ def _judged(model: str, question: str) -> dict[str, Any]:
     }
 
 
+def _speed_bench(category: str) -> list[dict[str, Any]]:
+    """As on the hub, filled; as NVIDIA's prepare.py of NeMo Skills writes it; another category."""
+    row = {"question_id": "a", "category": category, "sub_category": "s", "multiturn": True}
+    messages = [{"role": "user", "content": text} for text in ("another first turn", "then")]
+    return [
+        row | {"turns": ["the first turn", "the second"], "source": "x", "src_id": "1"},
+        row | {"messages": messages, "difficulty": None},
+        row | {"category": "other", "turns": ["not this"]},
+    ]
+
+
+SPEED_BENCH = (
+    "coding humanities math multilingual qa rag reasoning roleplay stem summarization writing"
+).split()
+REDHAT = (
+    "HumanEval math_reasoning qa question rag summarization tool_call translation writing"
+).split()
+LANGUAGES = "de en es fr ja mix vi zh".split()
 SECOND = [
     {"role": "user", "content": "what?"},
     {"role": "assistant", "content": "an answer"},
@@ -70,6 +89,23 @@ STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
             "rag": "rag",
         }.items()
     },
+    **{
+        f"speed-bench-{category}": (_speed_bench(category), [FIRST, _user("another first turn")])
+        for category in SPEED_BENCH
+    },
+    **{
+        f"speed-bench-throughput-{length}k-{tier}": (
+            _speed_bench(tier.replace("-", "_")),
+            [FIRST, _user("another first turn")],
+        )
+        for length in (1, 2, 8, 16, 32)
+        for tier in ("low-entropy", "mixed", "high-entropy")
+    },
+    **{
+        f"redhat-{subset}": ([{"prompt": " def f():\n"}], [_user(" def f():\n")])
+        for subset in REDHAT
+    },
+    **{f"multi-spec-{language}": (_spec_bench("qa")[1:], [FIRST]) for language in LANGUAGES},
     "mt-bench": (
         [
             {
@@ -172,8 +208,12 @@ STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
 }
 
 
+# Its prompts hold the target's own answers; test_eval_own_answers.py has its rows.
+OWN = "mt-bench-own"
+
+
 def test_every_suite_has_a_stand_in():
-    assert suite_names() == sorted(STAND_INS)
+    assert suite_names() == sorted([*STAND_INS, OWN])
 
 
 @pytest.mark.parametrize("name", sorted(STAND_INS))
@@ -181,8 +221,13 @@ def test_a_suite_makes_its_prompts_of_its_data_sets_columns(name, tmp_path, monk
     rows, wanted = STAND_INS[name]
     file = write_rows(tmp_path / "rows.jsonl", *rows)
     assert [row for _, row in iterate_rows(f"@{name}:{file}")] == wanted
-    # From the hub the same rows make the same prompts.
     suite = load_suite(name)
+    assert suite.version >= 1 and suite.citation and suite.licence and suite.prompts >= 80
+    if suite.gated:
+        with pytest.raises(InputError, match=f"is gated; accept .*, and name @{name}:FILE"):
+            list(iterate_rows(f"@{name}"))
+        return
+    # From the hub the same rows make the same prompts.
     asked: list[Any] = []
 
     def hub(*names: str, **which: str | None) -> Any:
@@ -194,7 +239,59 @@ def test_a_suite_makes_its_prompts_of_its_data_sets_columns(name, tmp_path, monk
     assert asked == [
         (f"@{name}", suite.dataset, suite.split, {"name": suite.subset, "data_files": suite.files})
     ]
-    assert suite.version >= 1 and suite.citation and suite.licence and suite.prompts >= 80
+
+
+def test_a_family_stands_for_its_suites_and_a_directory_holds_their_files(tmp_path):
+    for subset in REDHAT:
+        write_rows(tmp_path / f"{subset}.jsonl", {"prompt": subset})
+    place = f"{tmp_path}"
+    named = parse_named("--ood", [f"@redhat:{place}", f"x=@speed-bench:{place}"])
+    assert list(named) == [
+        *(f"redhat-{subset}" for subset in REDHAT),
+        *(f"x-{category}" for category in SPEED_BENCH),
+    ]
+    assert named["x-qa"] == f"@speed-bench-qa:{place}"
+    for subset in REDHAT:
+        assert [row for _, row in iterate_rows(named[f"redhat-{subset}"])] == [_user(subset)]
+    with pytest.raises(InputError, match=r"qualitative\.jsonl: no such file"):
+        list(iterate_rows(named["x-qa"]))
+    write_rows(tmp_path / "qualitative.jsonl", *_speed_bench("qa"))
+    assert [row for _, row in iterate_rows(named["x-qa"])][0] == FIRST
+    # Only where sets are named; elsewhere one suite is wanted.
+    with pytest.raises(InputError, match="@speed-bench: stands for 11 suites; name one, such as"):
+        list(iterate_rows("@speed-bench"))
+    assert expand("@gsm8k") == expand("gsm8k.jsonl") == {}
+
+
+def test_rows_that_are_still_placeholders_name_the_script_that_fills_them(tmp_path):
+    """Some rows of SPEED-Bench hold the texts of others, whose licences forbid copies."""
+    unfilled = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    for turns in ([unfilled, unfilled], [f"{unfilled}\n\nSummarize {{article}}"]):
+        row = {"category": "qa", "turns": turns}
+        file = write_rows(tmp_path / "qualitative.jsonl", row)
+        with pytest.raises(InputError) as error:
+            list(iterate_rows(f"@speed-bench-qa:{file}"))
+        assert str(error.value) == (
+            f"{file}:1: is a placeholder; run `python prepare.py --output_dir DIR` "
+            "(github.com/NVIDIA-NeMo/Skills, nemo_skills/dataset/speed-bench), and name "
+            "@speed-bench-qa:DIR"
+        )
+        # Rows of other categories may be unfilled.
+        assert not list(iterate_rows(f"@speed-bench-rag:{file}"))
+
+
+def test_questions_behind_own_answers_are_asked_by_eval_and_plan_alone(tmp_path):
+    file = write_rows(
+        tmp_path / "q.jsonl", {"prompt": ["one", "two"]}, {"turns": ["three", "four"]}
+    )
+    with pytest.raises(InputError, match="own answers, which only eval and plan write"):
+        list(iterate_rows(f"@{OWN}:{file}"))
+    rows: list[Any] = [record.stored for record in iterate_suite(f"@{OWN}:{file}")]
+    found = [row["messages"] for row in rows]
+    assert [[turn["content"] for turn in turns] for turns in found] == [
+        ["one", "two"],
+        ["three", "four"],
+    ]
 
 
 def test_a_suite_takes_every_nth_row_up_to_its_number_and_no_prompt_twice(tmp_path):
