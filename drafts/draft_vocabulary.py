@@ -99,15 +99,12 @@ def offsets(ids_D: Tensor) -> Tensor:
 
 
 def from_offsets(d2t: Tensor, size: int) -> Tensor | None:
-    """The tokens that `d2t` names; None unless they are ascending ids below `size`."""
+    """The tokens that `d2t` names, in its order; None unless they are distinct ids below `size`."""
     if d2t.ndim != 1 or not len(d2t) or d2t.is_floating_point():
         return None
     ids_D = d2t + torch.arange(len(d2t), device=d2t.device)
-    return (
-        ids_D
-        if bool((ids_D >= 0).all() and (ids_D < size).all() and (ids_D.diff() > 0).all())
-        else None
-    )
+    differ = len(ids_D.unique()) == len(ids_D)
+    return ids_D if differ and bool((ids_D >= 0).all() and (ids_D < size).all()) else None
 
 
 class DraftVocabulary(nn.Module):
@@ -166,7 +163,7 @@ def read_draft_vocabulary(name: str, size: int) -> Tensor | None:
             f"{file}: does not name tokens of a vocabulary of {size}; copy the whole directory "
             "again"
         )
-    return ids_D
+    return ids_D.sort().values
 
 
 def attach_draft_vocabulary(model: PreTrainedModel, ids_D: Tensor) -> None:

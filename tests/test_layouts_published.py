@@ -215,6 +215,15 @@ def inner(*layers: int, **more: Any) -> dict[str, Any]:
     return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), **more}}
 
 
+def reordered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tokens of a draft vocabulary in another order, with their rows."""
+    order_D = torch.randperm(D, generator=torch.Generator().manual_seed(0))
+    rows = ("lm_head.weight", "markov_head.markov_w2.weight")
+    moved = {name: tensors[name][order_D] for name in rows if name in tensors}
+    ids_D = tensors["d2t"] + torch.arange(D)
+    return tensors | moved | {"d2t": ids_D[order_D] - torch.arange(D)}
+
+
 FULL = {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=torch.bool)}
 NARROW = {"hidden_size": 8, "head_dim": 4, "target_hidden_size": H}
 LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 2.0}
@@ -255,6 +264,7 @@ EAGLE3 = {
         BIN,
     ),
     "layers.0": case(SPECFORGE, lambda h: renamed(h.state_dict())),
+    "tokens in another order": case(SPECFORGE, lambda h: reordered(h.state_dict())),
     "a prefix": case(SPECFORGE, lambda h: renamed(h.state_dict(), "model.")),
     "ModelOpt": case(MODELOPT, lambda h: without(h.state_dict(), "t2d")),
     "ModelOpt, five layers": case(
@@ -271,6 +281,13 @@ def test_eagle3(name, target, tmp_path):
     values, tensors, file, options = EAGLE3[name]
     head = eagle3(target, **options)
     check(write(tmp_path / "head", values, tensors(head), file), head, target)
+
+
+def test_a_draft_vocabulary_without_names_is_refused(target, tmp_path):
+    tensors = without(eagle3(target).state_dict(), "d2t", "t2d")
+    directory = write(tmp_path / "head", SPECFORGE, tensors, "model.safetensors")
+    with pytest.raises(InputError, match="drafts 12 of 40 tokens, and the file has neither 'd2t'"):
+        load_head(directory, target)
 
 
 @pytest.mark.parametrize("ids", [DRAFT_VOCAB, None])
@@ -537,6 +554,8 @@ def test_dspark_of_deepspec_and_of_speculators(reduced, target, tmp_path):
     tensors = head.state_dict() | rows | {"verifier_norm.weight": torch.ones(H)}
     check(write(tmp_path / "speculators", values, tensors, "model.safetensors"), head, target)
     if reduced:
+        other_order = reordered(tensors)
+        check(write(tmp_path / "order", values, other_order, "model.safetensors"), head, target)
         tensors["lm_head.weight"] = tensors["lm_head.weight"] + 0.1
         with pytest.raises(InputError, match=r"'lm_head.weight' is not the target's own"):
             load_head(write(tmp_path / "other", values, tensors, "model.safetensors"), target)

@@ -71,8 +71,8 @@ def _read_block(files: HeadFiles) -> None:
         values["dflash_config"] = {"causal": True} | window | inner
     size = values.get("vocab_size") or len(files.lm_head_VH)
     values["draft_vocab_size"] = values.get("draft_vocab_size") or size
-    rows_DH = files.tensors.pop("lm_head.weight", None)
     ids_D = files.read_draft_vocabulary(size)
+    rows_DH = files.tensors.pop("lm_head.weight", None)
     if rows_DH is None:
         return
     own_DH = files.target_rows(ids_D).float()

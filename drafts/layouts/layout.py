@@ -21,6 +21,8 @@ from draftsmith_core.io import JsonObject
 Names: TypeAlias = Callable[[], Set[str]]
 T = TypeVar("T")
 EMBEDDING = "embed_tokens.weight"
+# Tensors with a row for each token of a draft vocabulary.
+_DRAFTED_ROWS = {"lm_head.weight", "markov_head.markov_w2.weight"}
 _FIELDS = {"i": r"\d+", "j": r"\d+", "part": "weight|bias", "rest": ".+"}
 
 
@@ -48,13 +50,21 @@ class HeadFiles:
     def read_draft_vocabulary(self, size: int) -> Tensor:
         """Return the drafted tokens. Leave `d2t` as offsets and `t2d` as a mask; neither if every
         token can be drafted.
+
+        Engines follow a `d2t` in any order. Ours ascends, so the rows of the tokens are sorted too.
         """
         d2t = self.tensors.pop("d2t", None)
         t2d = self.tensors.pop("t2d", None)
         if d2t is None and t2d is not None:
             d2t = offsets(t2d.bool().nonzero().flatten())
-        if self.values["draft_vocab_size"] == size or d2t is None:
+        drafted = self.values["draft_vocab_size"]
+        if drafted == size:
             return torch.arange(size)
+        if d2t is None:
+            raise InputError(
+                f"the head drafts {drafted} of {size} tokens, and the file has neither 'd2t' nor "
+                "'t2d', which name them; export it again"
+            )
         ids_D = from_offsets(d2t, size)
         mask = torch.zeros(size, dtype=torch.bool)
         if ids_D is not None:
@@ -63,8 +73,11 @@ class HeadFiles:
             raise InputError(
                 f"'d2t' and 't2d' do not describe one set of tokens below {size}; export it again"
             )
-        self.tensors |= {"d2t": d2t, "t2d": mask}
-        return ids_D
+        order_D = ids_D.argsort()
+        for name in _DRAFTED_ROWS & self.tensors.keys():
+            self.tensors[name] = self.tensors[name][order_D]
+        self.tensors |= {"d2t": offsets(ids_D[order_D]), "t2d": mask}
+        return ids_D[order_D]
 
 
 @dataclass(frozen=True, kw_only=True)
