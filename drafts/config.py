@@ -75,6 +75,7 @@ class MergeConfig(CodeOptions):
     """The draft that the others were trained from. Without it the weights must add up to 1."""
 
     def __post_init__(self) -> None:
+        check_out(Path(self.out))
         self.weights()
 
     def weights(self) -> list[tuple[str, float]]:

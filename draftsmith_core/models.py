@@ -215,6 +215,15 @@ def memory_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+def architecture(config: JsonObject) -> JsonObject:
+    """The values of a config.json that decide what a model computes."""
+    return {
+        key: value
+        for key, value in config.items()
+        if not key.startswith("_") and key not in _NOT_ARCHITECTURE
+    }
+
+
 def fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits that change with the architecture or the weights.
 
@@ -223,10 +232,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     M values take every n-th, about 4 M of them: a change to a few values of a large matrix can go
     unseen, and a 70B model takes minutes instead of an hour.
     """
-    config = model.config.to_dict()
-    for key in list(config):
-        if key.startswith("_") or key in _NOT_ARCHITECTURE:
-            del config[key]
+    config = architecture(model.config.to_dict())
     names = [name for name, _ in model.named_parameters()]
     # Read one by one through their modules, because decoders keep weights packed
     # (`decode.packed_weights`).

@@ -1,16 +1,20 @@
 """Weights of drafts add up as the options say, and what does not fit together is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import draftsmith as ds
 from drafts.heads import save_head
+from drafts.heads.block import DFlashHead
+from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HeadsConfig, MedusaHeads
 from drafts.load import load_models
 from drafts.merge import merge_states
@@ -123,6 +127,51 @@ def test_the_merged_draft_decodes_and_says_what_it_is(
         main(["merge", "--base", draft_dir, "--draft", f"{moved_dir}=0.4", "--out", str(out)]) == 2
     )
     assert "exists; choose another" in capsys.readouterr().err
+
+
+def eagle3(target: PreTrainedModel, path: Path, **changes: Any) -> str:
+    head = Eagle3Head.fresh(target)
+    save_head(Eagle3Head(replace(head.config, **changes), target), path)
+    return str(path)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "eagle_aux_hidden_state_layer_ids": {"eagle_aux_hidden_state_layer_ids": (2, 1, 0)},
+    "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+    "norm_before_residual": {"norm_before_residual": True},
+}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_heads_of_one_shape_that_compute_differently_are_refused(key, target_dir, tmp_path):
+    target = load_models(target_dir, device="cpu").target
+    heads = [eagle3(target, tmp_path / "a"), eagle3(target, tmp_path / "b", **OTHERS[key])]
+    with pytest.raises(InputError, match=f"b: '{key}' is .* only drafts that compute alike"):
+        ds.merge(out=str(tmp_path / "out"), draft=heads)
+    assert not (tmp_path / "out").exists()
+
+
+def test_heads_of_other_targets_masks_and_windows_are_refused(target_dir, tmp_path):
+    target = load_models(target_dir, device="cpu").target
+    heads = [str(tmp_path / name) for name in ("a", "b")]
+    for path, window in zip(heads, (3, 4), strict=True):
+        head = DFlashHead.fresh(target)
+        save_head(DFlashHead(replace(head.config, window=window), target), path)
+    with pytest.raises(InputError, match="'dflash_config' is .*'swa_window_size': 4"):
+        ds.merge(out=str(tmp_path / "out"), draft=heads)
+    for path in heads:
+        record = {"kind": "dflash", "target": path, "target_fingerprint": path}
+        (Path(path) / "draftsmith.json").write_text(json.dumps(record))
+    with pytest.raises(InputError, match="the heads were trained for different targets"):
+        ds.merge(out=str(tmp_path / "out"), draft=heads)
+
+
+def test_language_models_of_another_rope_are_refused(draft_dir, tmp_path):
+    other = AutoModelForCausalLM.from_pretrained(draft_dir)
+    other.config.rope_parameters = {"rope_type": "default", "rope_theta": 7.0}
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(InputError, match="'rope_parameters' is .* compute alike"):
+        ds.merge(out=str(tmp_path / "out"), draft=[draft_dir, str(tmp_path / "other")])
 
 
 def test_heads_are_merged_with_their_config(target_dir, tmp_path):
