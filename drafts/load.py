@@ -35,6 +35,7 @@ from draftsmith_core.models import (
     hash_tensors,
     load_model,
     parameter_count,
+    quantization,
     vocabulary_size,
 )
 from draftsmith_core.runs import read_record
@@ -204,6 +205,23 @@ def draft_fingerprint(draft: Draft) -> str:
         )
     return hash_tensors(
         {"kind": draft.kind, **draft.config.to_json()}, sorted(draft.state_dict().items())
+    )
+
+
+def other_target(source: str, target: PreTrainedModel) -> str | None:
+    """Say that a draft's record names other target weights than these; None if it names these or
+    none.
+
+    Targets of 4 bits and padded ones have fingerprints of their own, so they are not compared.
+    """
+    record = read_record(Path(source))
+    recorded = record.get("target_fingerprint")
+    changed = quantization(target) != "none" or hasattr(target.config, "widened_from")
+    if recorded is None or changed or recorded == fingerprint(target):
+        return None
+    return (
+        f"draft {source} was trained for other target weights ({record.get('target')}, {recorded})"
+        "; it may be accepted less here"
     )
 
 

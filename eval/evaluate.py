@@ -75,6 +75,7 @@ def evaluate_request(request: EvalRequest) -> Results:
         for name, draft in pair.drafts.items():
             models[name] = model_row(request.drafts[name], draft)
         notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
+        notes += announce(remarks.of_targets(request.drafts, pair.target), strict=given.strict)
         notes += announce(remarks.of_target(given.target, pair.target), strict=False)
         work = Evaluation(request, suites, pair, models, run)
         measured = work.measure()

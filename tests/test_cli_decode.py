@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,19 @@ def test_one_prompt_is_streamed(door, target_dir, draft_dir):
         summary["outputs"][0]["prompt_ids"]
         == load_tokenizer(target_dir)("# The quick")["input_ids"]
     )
+
+
+def test_a_draft_that_was_trained_for_another_target_is_one_warning(
+    door, target_dir, draft_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("draftsmith.cli.decode_run.missing_kernel", lambda device: None)
+    shutil.copytree(draft_dir, tmp_path / "draft")
+    record = {"kind": "draft-lm", "target": "big", "target_fingerprint": "0" * 16}
+    (tmp_path / "draft" / "draftsmith.json").write_text(json.dumps(record))
+    words = ["--target", target_dir, "--draft", str(tmp_path / "draft"), "--prompt", "Return"]
+    _, err = door.ok("decode", *words, "--max_new_tokens", "2", "--temperature", "0")
+    (line,) = [line for line in err.splitlines() if "warning" in line]
+    assert "was trained for other target weights (big, 0000000000000000)" in line
 
 
 def test_a_missing_kernel_is_one_warning(door, target_dir, monkeypatch):

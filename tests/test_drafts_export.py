@@ -39,6 +39,8 @@ from drafts.layouts.table import LAYOUTS
 from draftsmith.__main__ import main
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import read_json
+from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
+from draftsmith_core.runs import read_record
 from draftsmith_core.tokenization import load_tokenizer
 from tests.tiny_models import stirred
 
@@ -319,6 +321,18 @@ def test_the_command(target, tmp_path, capsys):
         "dflash",
         "gguf",
     }
+
+
+def test_an_export_keeps_what_the_draft_was_trained_on_and_for(target, tmp_path):
+    head_of("eagle3", target, tmp_path / "head")
+    write_prompt_hashes(tmp_path / "head", [5, 7])
+    record = {"kind": "eagle3", "target": "big", "target_fingerprint": "0" * 16}
+    (tmp_path / "head" / "draftsmith.json").write_text(json.dumps(record))
+    summary = exported(tmp_path, "sglang")
+    kept = read_prompt_hashes(tmp_path / "out")
+    assert kept is not None and kept.tolist() == [5, 7]
+    assert "prompt_hashes.npy" in summary["files"]
+    assert read_record(tmp_path / "out")["target_fingerprint"] == "0" * 16
 
 
 def test_gguf_holds_the_model_and_the_tokenizer(target, tmp_path):

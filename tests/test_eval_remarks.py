@@ -2,12 +2,14 @@
 with --strict.
 """
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.demo.widen import widen
+from draftsmith_core.models import fingerprint, load_model
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
 from eval import remarks
 from eval.schema import Conditions, ModelRow, SuiteKind
@@ -70,6 +72,18 @@ def test_prompts_that_a_draft_was_trained_on_are_found_by_the_hashes_in_its_chec
     (remark,) = remarks.of_training({"mine": str(tmp_path), "hub": "owner/name"}, sets)
     assert remark["about"] == "trained_on"
     assert remark["text"].startswith("prose (ID): draft mine was trained on 1 of its 2 prompts")
+
+
+def test_drafts_that_were_trained_for_another_target(target_dir, draft_dir, tmp_path):
+    target = load_model(target_dir, device="cpu")
+    for name, recorded in (("mine", fingerprint(target)), ("other", "0" * 16)):
+        (tmp_path / name).mkdir()
+        record = {"kind": "draft-lm", "target": "big", "target_fingerprint": recorded}
+        (tmp_path / name / "draftsmith.json").write_text(json.dumps(record))
+    drafts = {name: str(tmp_path / name) for name in ("mine", "other")} | {"plain": draft_dir}
+    (remark,) = remarks.of_targets(drafts, target)
+    assert remark["about"] == "other_target"
+    assert f"{tmp_path}/other was trained for other target weights (big, 0000" in remark["text"]
 
 
 def test_drafts_that_are_not_smaller():

@@ -27,7 +27,8 @@ from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import atomic_dir, writing
 from draftsmith_core.models import fingerprint, text_config
 from draftsmith_core.options import configured
-from draftsmith_core.runs import RECORD, command_line, hold, provenance
+from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
+from draftsmith_core.runs import RECORD, command_line, hold, provenance, read_record
 
 # The engine in which the tests ran a language model's directory.
 _DIRECTORY_PROVEN_IN = "vllm 0.32.0"
@@ -73,7 +74,12 @@ def export(config: ExportConfig | None = None, **options: Any) -> dict[str, Any]
         "kind": source.kind,
         "proven_in": writer.proven_in,
     }
+    checkpoint = Path(source.name)
+    hashes = read_prompt_hashes(checkpoint)
     record: dict[str, Any] = {} if source.kind != "draft" else {"kind": "draft-lm"}
+    for key in ("target", "target_fingerprint"):
+        if trained_for := read_record(checkpoint).get(key):
+            record[key] = trained_for
     with hold(out), writing(out), atomic_dir(out) as directory:
         written["check"] = asdict(writer.write(source, directory))
         record |= {
@@ -83,7 +89,9 @@ def export(config: ExportConfig | None = None, **options: Any) -> dict[str, Any]
         if source.target_name is not None:
             record["target"] = source.target_name
         if source.target is not None:
-            record["target_fingerprint"] = fingerprint(source.target)
+            record.setdefault("target_fingerprint", fingerprint(source.target))
+        if hashes is not None:
+            write_prompt_hashes(directory, hashes.tolist())
         record |= provenance(command_line("export", config), asdict(config))
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}

@@ -17,7 +17,7 @@ from rich.text import Text
 from decode import PROPOSERS, DecodeStats
 from decode.native import missing_kernel
 from decode.suffix_index import SuffixIndex
-from drafts.load import draft_kind
+from drafts.load import draft_kind, other_target
 from draftsmith.cli.outcome import Outcome
 from draftsmith.config import DecodeConfig
 from draftsmith.detokenizer import Detokenizer, Piece
@@ -127,6 +127,9 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         fast=config.fast,
         compile=config.compile,
     )
+    for name in config.draft if drafts else ():
+        if line := other_target(name, pair.target):
+            _say(f"warning: {line}")
     if method is None:
         return pair, pair.decoding(proposer="none")
     decoding = pair.decoding(

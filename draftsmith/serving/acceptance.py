@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from distill.engines.server import Completion
-from drafts.load import depth_limit
+from drafts.load import depth_limit, other_target
 from draftsmith.config import ServedConfig
 from draftsmith.pair import Pair, load_pair
 from draftsmith.serving.replay import Case, Replay, replay
@@ -67,8 +67,9 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
 
     Return what `doctor --served --json` prints: `served` and `predicted` with `tokens_per_call` and
     `by_depth`, their `difference`, the `likelihood` of the served texts (1: they are the target's
-    own), the `verdict`, the `cause` with its `remedy`, and what was `tried`. Raise InputError for a
-    server that cannot be asked or counts no drafts.
+    own), the `verdict`, the `cause` with its `remedy`, and what was `tried`. `other_target` says if
+    the draft was trained for another target. Raise InputError for a server that cannot be asked or
+    counts no drafts.
     """
     config = configured(ServedConfig, config, options)
     server = RunningServer(config.served)
@@ -122,6 +123,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
         "likelihood": likelihood,
         "verdict": "less than predicted" if less else "as predicted",
         "own_texts": own_texts,
+        "other_target": other_target(config.draft, pair.target),
         "cause": cause and f"{cause['suspect']}: {cause['detail']}",
         "remedy": cause and SUSPECTS[cause["suspect"]].remedy,
         "tried": tried,

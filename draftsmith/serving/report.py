@@ -24,6 +24,8 @@ def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]
         counted = served["by_depth"] and served["by_depth"][depth]
         lines.append(_row(f"position {depth + 1}", counted, predicted["by_depth"][depth]))
     lines += _tried(found["tried"][:_SHOWN])
+    if found["other_target"]:
+        lines.append(f"suspect: {found['other_target']}")
     verdict = _verdict(found)
     if found["verdict"] == "as predicted":
         return [*lines, verdict], None
