@@ -151,6 +151,9 @@ def test_a_server_that_drafts_as_asked_is_as_predicted(place, engine, temperatur
     assert (served["by_depth"] is None) == (engine == "sglang")
     lines, missed = in_words(found)
     assert missed is None and lines[-1] == "as predicted"
+    assert found["other_target"] is None
+    lines, _ = in_words(found | {"other_target": "draft lm was trained for other target weights"})
+    assert lines[-2:] == ["suspect: draft lm was trained for other target weights", "as predicted"]
 
 
 def earlier_layers(pair: ds.Pair, draft: Any) -> None:
