@@ -28,6 +28,7 @@ class Drafting:
     speculates: bool = True
     tokens: int = 3
     others: int = 0
+    per_request: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
@@ -105,6 +106,17 @@ class Drafting:
                 "meta_info": {"spec_verify_ct": stats.target_calls * self.speculates},
             },
         }
+        if self.per_request:
+            reached = [stats.target_calls, *stats.accepted_by_depth, *[0] * self.tokens]
+            steps = [reached[j] - reached[j + 1] for j in range(self.tokens + 1)]
+            metrics = {
+                "acceptance_histogram": steps,
+                "num_spec_steps": stats.target_calls,
+                "num_accepted_draft_tokens": stats.accepted,
+                "num_draft_tokens": stats.target_calls * self.tokens,
+                "num_spec_tokens": self.tokens,
+            }
+            replies["vllm"]["metrics"] = {"speculative_decoding": metrics}
         return replies[self.engine]
 
 

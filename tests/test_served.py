@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 import draftsmith as ds
 from benchmarks.lib.engines import llama_server, vllm_server
 from draftsmith.serving.report import in_words
+from draftsmith.serving.running_server import count_steps
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
 from tests.drafting_server import drafting
 from tests.openvino_ir import engine
@@ -351,6 +352,36 @@ def test_a_server_that_cannot_be_compared_says_so(place, engine, mistake, messag
     ):
         ask(place, url, temperature=0, max_prompts=1)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_counts_of_each_request_tolerate_other_traffic(place):
+    with drafting("vllm", pair_of(place), per_request=True, others=50) as (url, _):
+        found = ask(place, url, temperature=0)
+    assert found["verdict"] == "as predicted" and found["draft_tokens"] == 3
+    assert found["served"]["tokens_per_call"] == found["predicted"]["tokens_per_call"]
+
+
+def test_tokens_that_vllm_accepted_behind_the_end_are_not_counted():
+    """Six tokens behind the first: 1 + 3 by two steps, then 4 of which EOS cuts off 2."""
+    summary = {
+        "acceptance_histogram": [1, 0, 1, 1],
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 5,
+        "num_draft_tokens": 9,
+        "num_spec_tokens": 3,
+    }
+    steps = {"per_step_accepted": [0, 2, 3], "per_step_drafted": [3, 3, 3]}
+    for metrics in (summary, summary | steps):
+        answer = count_steps([5], [7, 8, 8, 8, 8, 8, 1], metrics)
+        assert (answer.calls, answer.drafted) == (3, 9)
+        assert answer.accepted_by_depth == [2, 2, 0]
+        assert answer.reached_by_depth == [3, 2, 1]
+    # The last step need not have accepted most; `detailed` says so.
+    last = {"per_step_accepted": [3, 0, 2], "per_step_drafted": [3, 3, 3]}
+    answer = count_steps([5], [7, 8, 8, 8, 8, 8, 1], summary | last)
+    assert answer.accepted_by_depth == [2, 1, 1] and answer.reached_by_depth == [3, 1, 1]
+    # Steps without drafts are not listed.
+    assert count_steps([5], [7] * 12, summary).calls == 3 + 3
 
 
 def test_nobody_answers(place):

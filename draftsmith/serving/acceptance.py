@@ -241,6 +241,9 @@ def _served_by_depth(
     # What reaches a depth was accepted at the depth before; every call reaches the first.
     reached_PD = np.roll(accepted_PD, 1, axis=1)
     reached_PD[:, 0] = [answer.calls for answer in answers]
+    for row, answer in enumerate(answers):
+        if answer.reached_by_depth is not None:
+            reached_PD[row, : len(answer.reached_by_depth)] = answer.reached_by_depth
     return _by_depth(accepted_PD, reached_PD, picks)
 
 

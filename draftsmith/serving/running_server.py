@@ -2,12 +2,13 @@
 
 | engine | `owned_by` | prompts | counts |
 |---|---|---|---|
-| vLLM | vllm | v1/completions, chats to v1/chat/completions | /metrics, before and after |
+| vLLM | vllm | v1/completions, chats to v1/chat/completions | `metrics`, else /metrics |
 | llama.cpp | llamacpp | /completion, chats by /apply-template | `timings`, /metrics by position |
 | SGLang | sglang | /generate, chats by the tokenizer here | `meta_info` of the answer |
 
-All three take the first token from the prompt's forward. From then on, a target call emits one
-token and the drafted tokens that it accepts.
+/metrics is read before and after an answer. All three engines take the first token from the
+prompt's forward. From then on, a target call emits one token and the drafted tokens that it
+accepts.
 """
 
 import json
@@ -51,8 +52,9 @@ class ServedAnswer:
     """One answer, with the prompt as the server read it.
 
     calls: target calls after the first token. drafted: number of drafted tokens. accepted_by_depth:
-    drafted tokens that were accepted, by position; None if the server does not say. sampling: what
-    the server drew from, if it says so.
+    drafted tokens that were accepted, by position; None if the server does not say.
+    reached_by_depth: calls that verified a token at each position; None: those that accepted the
+    one before. sampling: what the server drew from, if it says so.
     """
 
     prompt_ids: list[int]
@@ -60,6 +62,7 @@ class ServedAnswer:
     calls: int
     drafted: int
     accepted_by_depth: list[int] | None = None
+    reached_by_depth: list[int] | None = None
     sampling: Sampling | None = None
 
 
@@ -109,7 +112,9 @@ class RunningServer:
         before = self._counters()
         reply = self._json(path, body)
         read = list(reply.get("prompt_token_ids") or read)
-        return self._counted(read, self._ids(dialect, completion, read, reply), before)
+        ids = self._ids(dialect, completion, read, reply)
+        steps = (reply.get("metrics") or {}).get("speculative_decoding")
+        return self._counted(read, ids, before) if steps is None else count_steps(read, ids, steps)
 
     def _llamacpp(
         self, prompt: Prompt, completion: Completion, states_sampling: bool
@@ -250,3 +255,36 @@ def _body(
 def _by_depth(counts: Counter[str]) -> list[int]:
     places = sum(name.startswith("accepted_tokens_per_pos ") for name in counts)
     return [counts[f"accepted_tokens_per_pos {place}"] for place in range(places)]
+
+
+def count_steps(prompt_ids: list[int], ids: list[int], metrics: dict[str, Any]) -> ServedAnswer:
+    """Count one request of vLLM with `--per-request-spec-decode-metrics`.
+
+    vLLM also counts what it accepted behind the end of an answer; it is left out here. `detailed`
+    lists the steps in order. Of `summary`, the step that accepted most is taken for the last.
+    """
+    depth = metrics["num_spec_tokens"]
+    steps = metrics.get("per_step_accepted")
+    if steps is None:
+        steps = []
+        for accepted, count in enumerate(metrics["acceptance_histogram"]):
+            steps += [accepted] * count
+    drafted = metrics.get("per_step_drafted") or [depth] * len(steps)
+    accepted_by_depth = [0] * depth
+    reached_by_depth = [0] * depth
+    # The first token comes from the prompt's forward.
+    left = len(ids) - 1
+    for accepted, proposed in zip(steps, drafted, strict=True):
+        for place in range(min(accepted + 1, proposed, left)):
+            reached_by_depth[place] += 1
+            accepted_by_depth[place] += place < accepted
+        left -= min(accepted + 1, left)
+    return ServedAnswer(
+        prompt_ids=prompt_ids,
+        output_ids=ids,
+        # vLLM lists no step without drafts; each of them emits one token.
+        calls=len(steps) + left,
+        drafted=metrics["num_draft_tokens"],
+        accepted_by_depth=accepted_by_depth,
+        reached_by_depth=reached_by_depth,
+    )
