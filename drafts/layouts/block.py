@@ -84,12 +84,10 @@ def _read_block(files: HeadFiles) -> None:
 
 
 def _block_config(head: ExportedHead) -> JsonObject:
-    config = head.values | {"dtype": head.dtype}
-    if "markov_rank" in config:
-        # DeepSpec keeps these two outside.
-        for key in ("mask_token_id", "target_layer_ids"):
-            config[key] = config["dflash_config"][key]
-    return config
+    inner = head.values["dflash_config"]
+    # DeepSpec keeps these two outside.
+    beside = {key: inner[key] for key in ("mask_token_id", "target_layer_ids")}
+    return head.values | beside | {"dtype": head.dtype}
 
 
 def _is_speculators_dflash(values: JsonObject, names: Names) -> bool:
