@@ -44,6 +44,7 @@ from drafts.heads.borrowed import borrow, dtype_of
 from drafts.heads.eagle import LayerConfig, Rotary, draw
 from drafts.heads.eagle3 import aux_layers
 from draftsmith_core.errors import InputError
+from draftsmith_core.io import JsonObject
 from draftsmith_core.models import text_config, vocabulary_size
 
 # Queries of one attention: blocks are forwarded in groups, so that masks grow with the tokens, not
@@ -72,8 +73,10 @@ def target_layers_of(layers: int, chosen: Sequence[int] | None = None) -> tuple[
             )
         return tuple(chosen)
     if layers < 8:
-        return tuple(sorted({entering - 1 for entering in aux_layers(layers) if entering}))
-    return tuple(round(1 + index * (layers - 4) / 4) for index in range(5))
+        read = {entering - 1 for entering in aux_layers(layers) if entering}
+        return tuple(sorted(read))
+    step = (layers - 4) / 4
+    return tuple(round(1 + index * step) for index in range(5))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,37 +102,39 @@ class BlockConfig(LayerConfig):
     confidence_temperatures: tuple[float, ...] = ()
     """Temperature of the confidence logit, per slot; empty: 1 for all."""
 
-    def to_json(self) -> dict[str, Any]:
-        inner: dict[str, Any] = {
+    def to_json(self) -> JsonObject:
+        dspark = self.markov_rank > 0 or self.confidence
+        inner: JsonObject = {
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": list(self.target_layer_ids),
-        }
-        values = super().to_json() | {
-            "architectures": [
-                "Qwen3DSparkModel" if self.markov_rank or self.confidence else "DFlashDraftModel"
-            ],
-            "model_type": "qwen3",
-            **{key: getattr(self, key) for key in _SAME_KEYS},
-            "dflash_config": inner | {"causal": self.causal},
+            "causal": self.causal,
         }
         if self.window is not None:
-            values["dflash_config"] |= {"use_swa": True, "swa_window_size": self.window}
+            inner |= {"use_swa": True, "swa_window_size": self.window}
+        values = super().to_json()
+        values["architectures"] = ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"]
+        values["model_type"] = "qwen3"
+        for key in _SAME_KEYS:
+            values[key] = getattr(self, key)
+        values["dflash_config"] = inner
         if self.markov_rank:
             values["markov_head_type"] = "vanilla"
         if self.confidence:
-            values |= {
-                "enable_confidence_head": True,
-                "confidence_head_with_markov": self.markov_rank > 0,
-            }
+            values["enable_confidence_head"] = True
+            values["confidence_head_with_markov"] = self.markov_rank > 0
             values["confidence_temperatures"] = list(self.confidence_temperatures)
         return values
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
-        borrow(target).check_sizes(values["hidden_size"], values["vocab_size"])
+    def from_json(cls, values: JsonObject, target: PreTrainedModel) -> Self:
+        borrow(target).check_sizes(
+            hidden_size=values["hidden_size"], vocab_size=values["vocab_size"]
+        )
         layers = int(text_config(target).num_hidden_layers)
-        values = dict(values.get("dflash_config") or {}) | dict(values) | {"qk_norm": True}
-        if (last := max(values["target_layer_ids"])) >= layers:
+        inner: JsonObject = values.get("dflash_config") or {}
+        values = inner | values | {"qk_norm": True}
+        last = max(values["target_layer_ids"])
+        if last >= layers:
             raise InputError(
                 f"'target_layer_ids' has {last} and the target has {layers} layers; use its own "
                 "target"
@@ -138,6 +143,7 @@ class BlockConfig(LayerConfig):
             raise InputError(
                 f"'markov_head_type' is {values['markov_head_type']}; only 'vanilla' can be loaded"
             )
+        dspark = "DSpark" in values["architectures"][0]
         return cls.read(
             values,
             block_size=values["block_size"],
@@ -146,9 +152,7 @@ class BlockConfig(LayerConfig):
             mask_token_id=values["mask_token_id"],
             draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
             window=values.get("swa_window_size") if values.get("use_swa") else None,
-            sample_from_anchor=bool(
-                values.get("sample_from_anchor", "DSpark" in values["architectures"][0])
-            ),
+            sample_from_anchor=bool(values.get("sample_from_anchor", dspark)),
             markov_rank=int(values.get("markov_rank") or 0),
             confidence=bool(values.get("enable_confidence_head")),
             causal=bool(values.get("causal", values.get("causal_head", False))),
@@ -175,9 +179,12 @@ class _Layer(Qwen3DecoderLayer):
             return super().forward(hidden_states, *given, **attending)
         attention: Any = self.self_attn
         shape = (*hidden_states.shape[:2], attention.config.num_key_value_heads, attention.head_dim)
-        keys = attention.k_norm(attention.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        keys = attention.k_proj(hidden_states).view(shape)
+        keys = attention.k_norm(keys).transpose(1, 2)
         values = attention.v_proj(hidden_states).view(shape).transpose(1, 2)
-        return apply_rotary_pos_emb(keys, keys, *context)[1], values
+        cos, sin = context
+        _, rotated = apply_rotary_pos_emb(keys, keys, cos, sin)
+        return rotated, values
 
 
 class BlockHead(DraftVocabulary):
@@ -189,16 +196,18 @@ class BlockHead(DraftVocabulary):
     """
 
     kind: ClassVar[str]
-    preset: ClassVar[Mapping[str, Any]] = {"block_size": 16}
+    preset: ClassVar[Mapping[str, int]] = {"block_size": 16}
     config_type = BlockConfig
 
     def __init__(self, config: BlockConfig, target: PreTrainedModel) -> None:
         super().__init__()
-        self.config, self.borrowed = config, borrow(target)
+        self.config = config
+        self.borrowed = borrow(target)
         self.hidden_layers = tuple(layer + 1 for layer in config.target_layer_ids)
-        hidden, eps = config.hidden_size, config.rms_norm_eps
+        hidden = config.hidden_size
         self.fc = nn.Linear(len(self.hidden_layers) * hidden, hidden, bias=False)
-        self.hidden_norm, self.norm = Qwen3RMSNorm(hidden, eps), Qwen3RMSNorm(hidden, eps)
+        self.hidden_norm = Qwen3RMSNorm(hidden, config.rms_norm_eps)
+        self.norm = Qwen3RMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList()
         for index in range(config.num_hidden_layers):
             layer = _Layer(config.llama(), index)
@@ -210,9 +219,8 @@ class BlockHead(DraftVocabulary):
             w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
             self.markov_head = nn.ModuleDict({"markov_w1": w1, "markov_w2": w2})
         if config.confidence:
-            self.confidence_head = nn.ModuleDict(
-                {"proj": nn.Linear(hidden + config.markov_rank, 1)}
-            )
+            projection = nn.Linear(hidden + config.markov_rank, 1)
+            self.confidence_head = nn.ModuleDict({"proj": projection})
         self.register_buffer("rows_DH", None, persistent=False)
         self.hold_vocabulary(config.draft_vocab_size, config.vocab_size)
 
@@ -234,15 +242,18 @@ class BlockHead(DraftVocabulary):
         draft_vocab: sorted ids of the target's tokens to draft; None for all. mask_token_id: by
         default the last token. Raises InputError for layers that the target does not have.
         """
-        depth, size = int(text_config(target).num_hidden_layers), vocabulary_size(target)
-        preset = dict(cls.preset) | ({} if block_size is None else {"block_size": block_size})
+        layers = int(text_config(target).num_hidden_layers)
+        size = vocabulary_size(target)
+        preset = dict(cls.preset)
+        if block_size is not None:
+            preset["block_size"] = block_size
         if "markov_rank" in preset:
             preset["markov_rank"] = min(preset["markov_rank"], borrow(target).hidden_size // 4)
         config = BlockConfig.like(
             target,
             {"qk_norm": True, "num_hidden_layers": num_layers},
-            target_layer_ids=target_layers_of(depth, target_layers),
-            num_target_layers=depth,
+            target_layer_ids=target_layers_of(layers, target_layers),
+            num_target_layers=layers,
             mask_token_id=size - 1 if mask_token_id is None else mask_token_id,
             draft_vocab_size=size if draft_vocab is None else len(draft_vocab),
             window=window,
@@ -263,22 +274,21 @@ class BlockHead(DraftVocabulary):
         """Take the draft vocabulary from `d2t`, and its rows of the target's output projection."""
         super().read_draft_vocab()
         if self.reduced:
-            weight = self.borrowed.projection.weight_VH.detach()
-            self.rows_DH = weight.index_select(0, self.target_ids_D.to(weight.device)).to(
-                self.fc.weight
-            )
+            weight_VH = self.borrowed.projection.weight_VH.detach()
+            rows_DH = weight_VH.index_select(0, self.target_ids_D.to(weight_VH.device))
+            self.rows_DH = rows_DH.to(self.fc.weight)
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """H `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that order."""
-        return self.hidden_norm(self.fc(torch.cat(list(hidden), -1).to(dtype_of(self.fc))))
+        joined = torch.cat(list(hidden), -1).to(dtype_of(self.fc))
+        return self.hidden_norm(self.fc(joined))
 
     def remember(self, context_BTH: Tensor, positions_BT: Tensor, past_key_values: Any) -> None:
-        """Append the keys and values of H, which stands at these positions, to the cache of every
-        layer.
-        """
+        """Append the keys and values of H at these positions to the cache of every layer."""
         rotation = self.rotary(context_BTH, positions_BT)
         for index, layer in enumerate(self.layers):
-            past_key_values.update(*layer(context_BTH, context=rotation), index)
+            keys, values = layer(context_BTH, context=rotation)
+            past_key_values.update(keys, values, index)
 
     def states(
         self, ids_BN: Tensor, mask: Tensor | None, positions_BN: Tensor, past_key_values: Any
@@ -291,9 +301,12 @@ class BlockHead(DraftVocabulary):
         """
         states_BNH = self.borrowed.embed(ids_BN, dtype_of(self.fc))
         if mask is None:
-            count, past = ids_BN.shape[1], int(past_key_values.get_seq_length())
+            count = ids_BN.shape[1]
+            past = int(past_key_values.get_seq_length())
             mask = torch.ones(count, past + count, dtype=torch.bool, device=ids_BN.device)
-            mask = (mask.tril(past) if self.config.causal else mask)[None, None]
+            if self.config.causal:
+                mask = mask.tril(past)
+            mask = mask[None, None]
         rotation = self.rotary(states_BNH, positions_BN)
         for layer in self.layers:
             states_BNH = layer(
@@ -310,7 +323,8 @@ class BlockHead(DraftVocabulary):
 
     def block(self, anchors: Tensor) -> Tensor:
         """Tokens `[..., S]` of blocks that begin with these tokens `[...]`."""
-        ids = anchors.new_full((*anchors.shape, self.config.block_size), self.config.mask_token_id)
+        shape = (*anchors.shape, self.config.block_size)
+        ids = anchors.new_full(shape, self.config.mask_token_id)
         ids[..., 0] = anchors
         return ids
 
@@ -322,27 +336,25 @@ class BlockHead(DraftVocabulary):
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
     ) -> Tensor:
-        """States `[B, A, depths, H]` of blocks at these columns of whole texts: what decoding
-        computes at each of them.
+        """States `[B, A, depths, H]` of blocks at these columns of whole texts, as decoding
+        computes them there.
 
-        hidden: the target's states at `hidden_layers`. positions, documents: for packed rows; a
-        block sees its own.
+        hidden: the target's states at `hidden_layers`. positions, documents: for packed rows, in
+        which a block sees its own document.
         """
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         context = _Context()
         self.remember(self.fuse(hidden), positions_BT, context)
         slots = self.config.block_size
+        columns_S = torch.arange(slots, device=ids_BT.device)
         drafted = []
         for group_BG in anchors_BA.split(max(1, _QUERIES // slots), dim=1):
             # Later columns are hidden from all blocks of the group.
             context.shown = int(group_BG.max())
-            positions_BGS = positions_BT.gather(1, group_BG)[..., None] + torch.arange(
-                slots, device=ids_BT.device
-            )
-            mask = self._mask(
-                group_BG, positions_BGS, positions_BT[:, : context.shown], documents_BT
-            )
+            positions_BGS = positions_BT.gather(1, group_BG)[..., None] + columns_S
+            shown_BP = positions_BT[:, : context.shown]
+            mask = self._mask(group_BG, positions_BGS, shown_BP, documents_BT)
             ids_BGS = self.block(ids_BT.gather(1, group_BG))
             states_BNH = self.states(ids_BGS.flatten(1), mask, positions_BGS.flatten(1), context)
             drafted.append(self.slots(states_BNH.unflatten(1, (-1, slots))))
@@ -355,23 +367,22 @@ class BlockHead(DraftVocabulary):
         positions_BP: Tensor,
         documents_BT: Tensor | None,
     ) -> Tensor:
-        """Which keys, context then blocks, each query of several blocks sees: `[B, 1, N, P +
-        N]`.
+        """Return `[B, 1, N, P + N]`: which keys, of the context and then of the blocks, each query
+        sees.
         """
         rows, blocks, slots = positions_BGS.shape
         columns_P = torch.arange(positions_BP.shape[1], device=positions_BP.device)
         sees_BGSP = (columns_P < anchors_BG[..., None, None]).expand(-1, -1, slots, -1)
         if documents_BT is not None:
-            own_BG = documents_BT.gather(1, anchors_BG)
-            sees_BGSP = sees_BGSP & (
-                documents_BT[:, None, None, : len(columns_P)] == own_BG[..., None, None]
-            )
+            own_BG11 = documents_BT.gather(1, anchors_BG)[..., None, None]
+            context_B11P = documents_BT[:, None, None, : len(columns_P)]
+            sees_BGSP = sees_BGSP & (context_B11P == own_BG11)
         if self.config.window is not None:
-            sees_BGSP = sees_BGSP & (
-                positions_BGS[..., None] - positions_BP[:, None, None] < self.config.window
-            )
+            back_BGSP = positions_BGS[..., None] - positions_BP[:, None, None]
+            sees_BGSP = sees_BGSP & (back_BGSP < self.config.window)
         inside_SS = torch.ones(slots, slots, dtype=torch.bool, device=columns_P.device)
-        inside_SS = inside_SS.tril() if self.config.causal else inside_SS
+        if self.config.causal:
+            inside_SS = inside_SS.tril()
         inside_NN = torch.block_diag(*[inside_SS] * blocks).expand(rows, -1, -1)
         return torch.cat([sees_BGSP.flatten(1, 2), inside_NN], dim=-1)[:, None]
 
@@ -380,9 +391,8 @@ class BlockHead(DraftVocabulary):
         if not self.reduced:
             return self.borrowed.project(states, finish=False)
         bias_V = self.borrowed.bias_V
-        return F.linear(
-            states, self.rows_DH, None if bias_V is None else bias_V[self.target_ids_D].to(states)
-        )
+        bias_D = None if bias_V is None else bias_V[self.target_ids_D].to(states)
+        return F.linear(states, self.rows_DH, bias_D)
 
     def logits(self, raw: Tensor, previous: Tensor | None = None) -> Tensor:
         """Logits over the target's vocabulary `[..., V]`, -inf for tokens that the head cannot
@@ -392,12 +402,13 @@ class BlockHead(DraftVocabulary):
         """
         if self.config.markov_rank:
             assert previous is not None, "the Markov head needs the tokens before"
-            raw = raw + self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous))
+            embedded = self.markov_head["markov_w1"](previous)
+            raw = raw + self.markov_head["markov_w2"](embedded)
         return self.to_target(self.borrowed.projection.finish(raw))
 
     def confidence_logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Logits `[...]` of the confidence, before its temperatures, from states `[..., H]` and
-        tokens before them.
+        """Logits `[...]` of the confidence before its temperatures, given states `[..., H]` and
+        the tokens before them.
         """
         if self.config.markov_rank:
             states = torch.cat([states, self.markov_head["markov_w1"](previous)], dim=-1)
@@ -405,11 +416,10 @@ class BlockHead(DraftVocabulary):
         return out.float()
 
     def confidence(self, states: Tensor, previous: Tensor, slot: int) -> Tensor:
-        """Estimated alpha `[...]` of the token that `slot`, from 0, drafts, given all before it."""
+        """Estimated alpha `[...]` of the token that `slot` (from 0) drafts, given all before it."""
         temperatures = self.config.confidence_temperatures
-        return (
-            self.confidence_logits(states, previous) / (temperatures[slot] if temperatures else 1)
-        ).sigmoid()
+        logits = self.confidence_logits(states, previous)
+        return (logits / temperatures[slot] if temperatures else logits).sigmoid()
 
 
 class _Context:
@@ -440,7 +450,8 @@ class DFlashHead(BlockHead):
 class JetSpecHead(BlockHead):
     """DFlash, causal within the block."""
 
-    kind, preset = "jetspec", {"block_size": 16, "causal": True}
+    kind = "jetspec"
+    preset = {"block_size": 16, "causal": True}
 
 
 class DSparkHead(BlockHead):

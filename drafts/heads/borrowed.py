@@ -42,8 +42,10 @@ class OutputProjection:
     @property
     def bias_V(self) -> Tensor | None:
         """The bias that few models have (Phi)."""
-        bias = getattr(self.module, "bias", None)
-        return bias if bias is None or self.rows_D is None else bias.index_select(0, self.rows_D)
+        bias: Tensor | None = getattr(self.module, "bias", None)
+        if bias is None or self.rows_D is None:
+            return bias
+        return bias.index_select(0, self.rows_D)
 
     @property
     def is_linear(self) -> bool:
@@ -54,24 +56,22 @@ class OutputProjection:
         """Scale and cap the linear module's logits `[..., V]`."""
         if self.scale != 1:
             logits = logits * self.scale
-        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+        if self.softcap is None:
+            return logits
+        return (logits / self.softcap).tanh() * self.softcap
 
 
 def dtype_of(module: Any) -> torch.dtype:
-    """The dtype of a module's weight. Decoding packs weights; a packed module has it without
-    unpacking the weight.
-    """
+    """The dtype of a module's weight. A module that decoding packed knows it without unpacking."""
     return getattr(module, "dtype", None) or module.weight.dtype
 
 
 def output_projection(module: Any, config: Any) -> OutputProjection:
     """`module` as the output projection of a model with this text configuration."""
-    multiplied, divided = (
-        getattr(config, "logit_scale", None),
-        getattr(config, "logits_scaling", None),
-    )
-    scale = float(multiplied or 1.0) / float(divided or 1.0)
-    return OutputProjection(module, scale, getattr(config, "final_logit_softcapping", None))
+    multiplied = float(getattr(config, "logit_scale", None) or 1.0)
+    divided = float(getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return OutputProjection(module, scale=multiplied / divided, softcap=softcap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +87,14 @@ class Borrowed:
     hidden_size: int
     vocab_size: int
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Borrowed":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Borrowed":
         return self
 
     def check_sizes(self, hidden_size: int, vocab_size: int) -> None:
         """Raise InputError unless these sizes of a head are the target's."""
-        for key, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
-            if size != (target := getattr(self, key)):
+        for key, size in {"hidden_size": hidden_size, "vocab_size": vocab_size}.items():
+            target = getattr(self, key)
+            if size != target:
                 raise InputError(
                     f"'{key}' is {size} and the target's is {target}; use the target it was "
                     "trained for"
@@ -118,7 +119,8 @@ class Borrowed:
         weight = self.embedding_weight
         if not self.scales_embedding:
             return weight
-        return self.embed(torch.arange(len(weight), device=weight.device), weight.dtype)
+        ids_V = torch.arange(len(weight), device=weight.device)
+        return self.embed(ids_V, weight.dtype)
 
     @property
     def scales_embedding(self) -> bool:
@@ -127,7 +129,8 @@ class Borrowed:
         """
         weight = self.embedding_weight
         # Several rows, because one may be zero.
-        rows = torch.arange(0, len(weight), max(1, len(weight) // 16), device=weight.device)
+        step = max(1, len(weight) // 16)
+        rows = torch.arange(0, len(weight), step, device=weight.device)
         return not torch.equal(self.embed(rows, weight.dtype), weight[rows])
 
     def project(self, states: Tensor, finish: bool = True) -> Tensor:
@@ -136,7 +139,8 @@ class Borrowed:
 
         finish: scale and cap them as the target does.
         """
-        module, states = self.projection.module, states.to(dtype_of(self.projection.module))
+        module = self.projection.module
+        states = states.to(dtype_of(module))
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             detached = {name: p.detach() for name, p in module.named_parameters()}
             logits: Tensor = torch.func.functional_call(module, detached, (states,))
@@ -176,9 +180,12 @@ def borrow(target: PreTrainedModel) -> Borrowed:
     config = text_config(target)
     projection = output_projection(target.get_output_embeddings(), config)
     borrowed = Borrowed(
-        target.get_input_embeddings(), projection, config.hidden_size, vocabulary_size(target)
+        embedding=target.get_input_embeddings(),
+        projection=projection,
+        hidden_size=config.hidden_size,
+        vocab_size=vocabulary_size(target),
     )
-    widths = {borrowed.embedding_weight.shape[-1], borrowed.projection.weight_VH.shape[-1]}
+    widths = {borrowed.embedding_weight.shape[-1], projection.weight_VH.shape[-1]}
     if widths != {borrowed.hidden_size}:
         what = (
             f"{type(target).__name__}: its embedding or output projection is not as wide as "

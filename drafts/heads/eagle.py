@@ -9,9 +9,8 @@ target's embedding, which is not trained.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from types import MappingProxyType
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -26,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from drafts.heads.borrowed import ReadsLastState, borrow, dtype_of
 from draftsmith_core.errors import InputError
+from draftsmith_core.io import JsonObject
 from draftsmith_core.models import text_config, vocabulary_size
 from draftsmith_core.sampling import generator
 
@@ -33,14 +33,16 @@ from draftsmith_core.sampling import generator
 _INITIALIZER_RANGE = 0.02
 
 
-_SIZES = [
+_SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
-]
-_SIZES += ["max_position_embeddings", "rms_norm_eps", "rope_parameters"]
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class LayerConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_parameters: Mapping[str, Any]
+    rope_parameters: JsonObject
     vocab_size: int
     num_hidden_layers: int = 1
     hidden_act: str = "silu"
@@ -67,85 +69,70 @@ class LayerConfig:
     qk_norm: bool = False
 
     @classmethod
-    def like(
-        cls, target: PreTrainedModel, changes: Mapping[str, Any] = MappingProxyType({}), **more: Any
-    ) -> Self:
-        """A layer as wide as the target's own, for any family of targets; what a family lacks is as
-        in LLaMA.
+    def like(cls, target: PreTrainedModel, changes: JsonObject | None = None, **more: Any) -> Self:
+        """A layer as wide as one of the target, for any family of targets. What a family lacks is
+        as in LLaMA.
         """
-        values = {key: getattr(text_config(target), key, None) for key in _SIZES}
-        return cls.read(values | {"vocab_size": vocabulary_size(target)} | dict(changes), **more)
+        config = text_config(target)
+        values: JsonObject = {key: getattr(config, key, None) for key in _SIZES}
+        values["vocab_size"] = vocabulary_size(target)
+        return cls.read(values | (changes or {}), **more)
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], **more: Any) -> Self:
+    def read(cls, values: JsonObject, **more: Any) -> Self:
         """The layer that a config.json of transformers 4 or 5 describes."""
         present = {key: value for key, value in values.items() if value is not None}
-        if cls.one_layer and (layers := present.get("num_hidden_layers", 1)) != 1:
+        layers = present.get("num_hidden_layers", 1)
+        if cls.one_layer and layers != 1:
             raise InputError(
                 f"'num_hidden_layers' is {layers}; only heads of one layer can be loaded"
             )
-        hidden, heads = present["hidden_size"], present["num_attention_heads"]
-        rope = dict(present.get("rope_parameters", present.get("rope_scaling", {})))
-        if "type" in rope:
-            rope.setdefault("rope_type", rope.pop("type"))
-        # Gemma 3 has one set per kind of layer; the head's layer has full attention.
-        rope = dict(rope.get("full_attention", rope))
-        # A head rotates all dimensions, even if its target rotates a part.
-        rope.pop("partial_rotary_factor", None)
-        defaults = {
-            "intermediate_size": 4 * hidden,
-            "num_key_value_heads": heads,
-            "head_dim": hidden // heads,
-        }
-        defaults |= {
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-            "qk_norm": False,
-        }
-        defaults |= {"num_hidden_layers": 1}
-        o_bias = present.get("attention_bias", False)
+        hidden = present["hidden_size"]
+        heads = present["num_attention_heads"]
+        bias = present.get("attention_bias", False)
         return cls(
-            **{key: present.get(key, default) for key, default in defaults.items()},
             hidden_size=hidden,
+            intermediate_size=present.get("intermediate_size", 4 * hidden),
             num_attention_heads=heads,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": float(present.get("rope_theta", 10000.0)),
-            }
-            | rope,
+            num_key_value_heads=present.get("num_key_value_heads", heads),
+            head_dim=present.get("head_dim", hidden // heads),
+            max_position_embeddings=present.get("max_position_embeddings", 2048),
+            rms_norm_eps=present.get("rms_norm_eps", 1e-6),
+            rope_parameters=_rope_parameters(present),
             vocab_size=values["vocab_size"],
-            qkv_bias=present.get("qkv_bias", o_bias),
-            o_bias=o_bias,
+            num_hidden_layers=layers,
+            hidden_act=present.get("hidden_act", "silu"),
+            qkv_bias=present.get("qkv_bias", bias),
+            o_bias=bias,
+            qk_norm=present.get("qk_norm", False),
             **more,
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """config.json, with rope also under the names that other engines and transformers 4
         read.
         """
-        values, rope = asdict(self), dict(self.rope_parameters)
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **{key: values[key] for key in (*_SIZES, "hidden_act")},
-            "rope_theta": rope["rope_theta"],
-            "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
-            "num_hidden_layers": self.num_hidden_layers,
-            "attention_bias": self.o_bias,
-            "mlp_bias": False,
-            **{key: True for key in ("qkv_bias", "qk_norm") if values[key]},
-            "vocab_size": self.vocab_size,
-            "tie_word_embeddings": False,
-        }
+        values: JsonObject = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        for key in (*_SIZES, "hidden_act"):
+            values[key] = getattr(self, key)
+        scaling = dict(self.rope_parameters)
+        values["rope_theta"] = scaling.pop("rope_theta")
+        values["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
+        values["num_hidden_layers"] = self.num_hidden_layers
+        values["attention_bias"] = self.o_bias
+        values["mlp_bias"] = False
+        if self.qkv_bias:
+            values["qkv_bias"] = True
+        if self.qk_norm:
+            values["qk_norm"] = True
+        values["vocab_size"] = self.vocab_size
+        values["tie_word_embeddings"] = False
+        return values
 
     def llama(self) -> Any:
         """The config that transformers' modules of LLaMA and Qwen 3 take."""
-        values = {
-            key: getattr(self, key)
-            for key in (*_SIZES, "hidden_act", "vocab_size", "num_hidden_layers")
-        }
+        keys = (*_SIZES, "hidden_act", "vocab_size", "num_hidden_layers")
+        values = {key: getattr(self, key) for key in keys}
         values["rope_parameters"] = dict(self.rope_parameters)
         config: Any = Qwen3Config(**values, attention_bias=False)
         config.mlp_bias = False
@@ -153,21 +140,32 @@ class LayerConfig:
         return config
 
     def attention(self, inputs: int, layer: int = 0) -> nn.Module:
-        """Self-attention over states `inputs` wide: LLaMA's, with the biases (Qwen 2) or norms
-        (Qwen 3) asked for.
+        """Self-attention over states `inputs` wide: LLaMA's, with biases (Qwen 2) or norms (Qwen 3)
+        if the config has them.
         """
-        module: nn.Module = (Qwen3Attention if self.qk_norm else LlamaAttention)(
-            self.llama(), layer
-        )
-        queries, keys = (
-            self.num_attention_heads * self.head_dim,
-            self.num_key_value_heads * self.head_dim,
-        )
+        attention = Qwen3Attention if self.qk_norm else LlamaAttention
+        module: nn.Module = attention(self.llama(), layer)
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
         module.q_proj = nn.Linear(inputs, queries, bias=self.qkv_bias)
         module.k_proj = nn.Linear(inputs, keys, bias=self.qkv_bias)
         module.v_proj = nn.Linear(inputs, keys, bias=self.qkv_bias)
         module.o_proj = nn.Linear(queries, self.hidden_size, bias=self.o_bias)
         return module
+
+
+def _rope_parameters(values: JsonObject) -> JsonObject:
+    """The rotary parameters of a config of transformers 4 or 5, as version 5 names them."""
+    key = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
+    rope: JsonObject = dict(values.get(key, {}))
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    # Gemma 3 has one set per kind of layer; the head's layer has full attention.
+    rope = dict(rope.get("full_attention", rope))
+    # A head rotates all dimensions, even if its target rotates a part.
+    rope.pop("partial_rotary_factor", None)
+    base = float(values.get("rope_theta", 10000.0))
+    return {"rope_type": "default", "rope_theta": base} | rope
 
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc, unused-ignore]
@@ -199,15 +197,20 @@ class FeatureHead(nn.Module):
     logits: Callable[[Tensor], Tensor]
 
     def forward(
-        self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any
+        self,
+        input_ids_BT: Tensor,
+        features_BTH: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past_key_values: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits of the token after each input token, and the features `[B, T, H]` under them, for
         a next step.
 
-        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`.
-        `attending`: what the method of this name takes after the states.
+        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. mask,
+        positions, past_key_values: as for `attending`.
         """
-        states_BTH = self.states(input_ids_BT, features_BTH, *attending)
+        states_BTH = self.states(input_ids_BT, features_BTH, mask, positions, past_key_values)
         return self.logits(states_BTH), states_BTH
 
     def attending(
@@ -217,11 +220,10 @@ class FeatureHead(nn.Module):
         positions: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> dict[str, Any]:
-        """The arguments of the layer's attention. Default: causal, at positions `[1, T]` after the
-        P cached tokens.
+        """The arguments of the layer's attention.
 
-        mask: additive or boolean, `[B or 1, 1, T, P + T]`; needed for several tokens after cached
-        ones.
+        mask: additive or boolean, `[B or 1, 1, T, P + T]`; default: causal. Several tokens after
+        cached ones need it. positions: `[B or 1, T]`; default: those after the P cached tokens.
         """
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         queries = states_BTH.shape[1]
@@ -240,16 +242,15 @@ def draw(fc: nn.Linear, layers: nn.Module, seed: int) -> None:
     in `layers`.
     """
     random = generator(seed)
-    maps = [
-        module
-        for module in layers.modules()
-        if isinstance(module, nn.Linear | nn.Embedding) and module is not fc
-    ]
-    for module in (fc, *maps):
-        std = 1 / math.sqrt(fc.in_features) if module is fc else _INITIALIZER_RANGE
-        nn.init.normal_(module.weight, 0.0, std, generator=random)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+    maps: list[nn.Linear | nn.Embedding] = [fc]
+    for module in layers.modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and module is not fc:
+            maps.append(module)
+    for drawn in maps:
+        std = 1 / math.sqrt(fc.in_features) if drawn is fc else _INITIALIZER_RANGE
+        nn.init.normal_(drawn.weight, 0.0, std, generator=random)
+        if isinstance(drawn, nn.Linear) and drawn.bias is not None:
+            nn.init.zeros_(drawn.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,13 +259,15 @@ class EagleConfig(LayerConfig):
 
     bias: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return super().to_json() | {"bias": self.bias}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> "EagleConfig":
+    def from_json(cls, values: JsonObject, target: PreTrainedModel) -> "EagleConfig":
         """Read config.json. Raises InputError if its sizes are not the target's."""
-        borrow(target).check_sizes(values["hidden_size"], values["vocab_size"])
+        borrow(target).check_sizes(
+            hidden_size=values["hidden_size"], vocab_size=values["vocab_size"]
+        )
         # The authors' code gives `fc` a bias if the key is absent.
         return cls.read(values, bias=values.get("bias", True))
 
@@ -279,7 +282,8 @@ class EagleHead(ReadsLastState, FeatureHead):
 
     def __init__(self, config: EagleConfig, target: PreTrainedModel) -> None:
         super().__init__()
-        self.config, self.borrowed = config, borrow(target)
+        self.config = config
+        self.borrowed = borrow(target)
         hidden = config.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.bias)
         layer = LlamaDecoderLayer(config.llama(), 0)
@@ -295,13 +299,22 @@ class EagleHead(ReadsLastState, FeatureHead):
         draw(head.fc, head.layers, seed)
         return head.to(device=target.device, dtype=target.dtype)
 
-    def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:
+    def states(
+        self,
+        input_ids_BT: Tensor,
+        features_BTH: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
         """The predicted features `[B, T, H]` of `forward`."""
         dtype = dtype_of(self.fc)
         embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
         states_BTH: Tensor = self.fc(torch.cat([embedded_BTH, features_BTH.to(dtype)], dim=-1))
-        return self.layers[0](states_BTH, **self.attending(states_BTH, *attending))
+        return self.layers[0](
+            states_BTH, **self.attending(states_BTH, mask, positions, past_key_values)
+        )
 
     def logits(self, states_BTH: Tensor) -> Tensor:
-        """`[B, T, V]`, the target's own of the predicted features."""
+        """Logits `[B, T, V]` that the target's output projection gives for predicted features."""
         return self.borrowed.project(states_BTH)

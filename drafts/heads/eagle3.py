@@ -11,19 +11,20 @@ its own (`embed_tokens`), a width other than the target's (`target_hidden_size`)
 places (EAGLE-3.1), attention as in Qwen 3.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafts.draft_vocabulary import DraftVocabulary
 from drafts.heads.borrowed import borrow, dtype_of
 from drafts.heads.eagle import FeatureHead, LayerConfig, Rotary, draw
 from draftsmith_core.errors import InputError
+from draftsmith_core.io import JsonObject
 from draftsmith_core.models import text_config, vocabulary_size
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
@@ -31,17 +32,17 @@ _AUX = "eagle_aux_hidden_state_layer_ids"
 _VARIANTS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 
 
-def aux_layers(layers: int) -> tuple[int, int, int]:
+def aux_layers(layers: int) -> tuple[int, ...]:
     """Indices into `hidden_states` of a target's low, middle and high states: those entering layers
     2, n // 2, n - 3.
 
-    In a target of fewer than seven layers these coincide or do not exist; the nearest that differ
-    are taken.
+    In a target of fewer than seven layers these coincide or do not exist; then the nearest layers
+    that differ.
     """
     low = min(2, max(layers - 3, 0))
     high = max(layers - 3, low + 2)
     middle = min(max(layers // 2, low + 1), high - 1)
-    return min(low, layers), min(middle, layers), min(high, layers)
+    return tuple(min(layer, layers) for layer in (low, middle, high))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +62,15 @@ class Eagle3Config(LayerConfig):
     fc_norm: bool = False
     """A norm for each of the fused states."""
 
-    def to_json(self) -> dict[str, Any]:
-        values = super().to_json() | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": self.draft_vocab_size,
-            _AUX: list(self.eagle_aux_hidden_state_layer_ids),
-            "norm_before_residual": self.norm_before_residual,
-            **{key: True for key in _VARIANTS[1:] if getattr(self, key)},
-        }
+    def to_json(self) -> JsonObject:
+        values = super().to_json()
+        values["architectures"] = ["LlamaForCausalLMEagle3"]
+        values["draft_vocab_size"] = self.draft_vocab_size
+        values[_AUX] = list(self.eagle_aux_hidden_state_layer_ids)
+        values["norm_before_residual"] = self.norm_before_residual
+        for key in _VARIANTS:
+            if getattr(self, key):
+                values[key] = True
         if self.own_embedding:
             values["embed_requires_grad"] = True
         if self.target_hidden_size != self.hidden_size:
@@ -76,33 +78,35 @@ class Eagle3Config(LayerConfig):
         return values
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> "Eagle3Config":
-        hidden, vocab_size = values["hidden_size"], values["vocab_size"]
+    def from_json(cls, values: JsonObject, target: PreTrainedModel) -> "Eagle3Config":
+        hidden = values["hidden_size"]
+        vocab_size = values["vocab_size"]
         width = values.get("target_hidden_size") or hidden
         own_embedding = bool(values.get("embed_requires_grad"))
-        borrow(target).check_sizes(width, vocab_size)
+        borrow(target).check_sizes(hidden_size=width, vocab_size=vocab_size)
         if width != hidden and not own_embedding:
             sizes = f"'hidden_size' is {hidden} and the target's is {width}"
             raise InputError(
                 f"{sizes}, and the file holds no 'embed_tokens.weight'; export it again with it"
             )
+        layers = int(text_config(target).num_hidden_layers)
         return cls.read(
             values,
             draft_vocab_size=values.get("draft_vocab_size") or vocab_size,
-            eagle_aux_hidden_state_layer_ids=_aux_from_json(
-                values, int(text_config(target).num_hidden_layers)
-            ),
+            eagle_aux_hidden_state_layer_ids=_aux_from_json(values, layers),
             target_hidden_size=width,
             own_embedding=own_embedding,
             **{key: bool(values.get(key)) for key in _VARIANTS},
         )
 
 
-def _aux_from_json(values: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+def _aux_from_json(values: JsonObject, layers: int) -> tuple[int, ...]:
     """The indices into `hidden_states`; the paper's if config.json has none."""
-    # SGLang names a layer by its output, which is the state that enters the next.
-    inner = [layer + 1 for layer in (values.get("eagle_config") or {}).get(_AUX) or []]
-    ids = values.get(_AUX) or inner or aux_layers(layers)
+    ids = values.get(_AUX)
+    if not ids:
+        # SGLang names a layer by its output, which is the state that enters the next.
+        outputs = (values.get("eagle_config") or {}).get(_AUX) or []
+        ids = [layer + 1 for layer in outputs] or aux_layers(layers)
     if min(ids) < 0 or max(ids) > layers:
         raise InputError(
             f"'{_AUX}' is {ids} and the target has {layers} layers; use the target it was "
@@ -118,7 +122,8 @@ class _MidLayer(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
+        hidden = config.hidden_size
+        eps = config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
         self.hidden_norm = LlamaRMSNorm(hidden, eps=eps)
         self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
@@ -131,7 +136,8 @@ class _MidLayer(nn.Module):
         normed_BTH = self.hidden_norm(features_BTH)
         both = torch.cat([self.input_layernorm(embedded_BTH), normed_BTH], dim=-1)
         attended, _ = self.self_attn(hidden_states=both, **attending)
-        states: Tensor = (normed_BTH if self.norm_before_residual else features_BTH) + attended
+        residual_BTH = normed_BTH if self.norm_before_residual else features_BTH
+        states: Tensor = residual_BTH + attended
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
@@ -148,10 +154,13 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
 
     def __init__(self, config: Eagle3Config, target: PreTrainedModel) -> None:
         super().__init__()
-        self.config, self.borrowed = config, borrow(target)
+        self.config = config
+        self.borrowed = borrow(target)
         self.hidden_layers = config.eagle_aux_hidden_state_layer_ids
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        fused, width = len(self.hidden_layers), config.target_hidden_size
+        hidden = config.hidden_size
+        width = config.target_hidden_size
+        fused = len(self.hidden_layers)
+        eps = config.rms_norm_eps
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         if config.norm_before_fc:
@@ -175,17 +184,19 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         target's output projection start the head's.
         """
         ids = list(range(vocabulary_size(target)) if draft_vocab is None else draft_vocab)
+        layers = int(text_config(target).num_hidden_layers)
         config = Eagle3Config.like(
             target,
             draft_vocab_size=len(ids),
-            eagle_aux_hidden_state_layer_ids=aux_layers(int(text_config(target).num_hidden_layers)),
+            eagle_aux_hidden_state_layer_ids=aux_layers(layers),
             target_hidden_size=borrow(target).hidden_size,
         )
         head = cls(config, target)
         draw(head.fc, head.midlayer, seed)
         with torch.no_grad():
-            weight = head.borrowed.projection.weight_VH
-            head.lm_head.weight.copy_(weight[torch.tensor(ids, device=weight.device)])
+            weight_VH = head.borrowed.projection.weight_VH
+            ids_D = torch.tensor(ids, device=weight_VH.device)
+            head.lm_head.weight.copy_(weight_VH[ids_D])
         if head.reduced:
             head.set_draft_vocab(ids)
         return head.to(device=target.device, dtype=target.dtype)
@@ -199,27 +210,35 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         if self.config.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         joined = torch.cat(states, dim=-1)
-        return self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
+        if self.config.norm_before_fc:
+            joined = self.input_norm(joined)
+        return self.fc(joined)
 
     def normed(self, states_BTH: Tensor) -> Tensor:
-        """What the output projection reads, `[..., H]`, of what `states` gives."""
+        """The states `[..., H]` that the output projection reads, from those of `states`."""
         return states_BTH if self.config.norm_output else self.norm(states_BTH)
 
-    def states(self, input_ids_BT: Tensor, features_BTH: Tensor, *attending: Any) -> Tensor:
+    def states(
+        self,
+        input_ids_BT: Tensor,
+        features_BTH: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
         """The head's own features `[B, T, H]` of `forward`: before its norm, unless the config has
         `norm_output`.
         """
         dtype = dtype_of(self.fc)
-        own = self.embed_tokens if self.config.own_embedding else None
-        embedded_BTH = (
-            self.borrowed.embed(input_ids_BT, dtype) if own is None else own(input_ids_BT)
-        )
+        if self.config.own_embedding:
+            embedded_BTH = self.embed_tokens(input_ids_BT)
+        else:
+            embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
         features_BTH = features_BTH.to(dtype)
-        g_BTH: Tensor = self.midlayer(
-            embedded_BTH, features_BTH, **self.attending(features_BTH, *attending)
-        )
+        attending = self.attending(features_BTH, mask, positions, past_key_values)
+        g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, **attending)
         return self.norm(g_BTH) if self.config.norm_output else g_BTH
 
     def logits(self, g_BTH: Tensor) -> Tensor:
-        """`[B, T, D]`, of its own features."""
+        """Logits `[B, T, D]` of the head's own features."""
         return self.borrowed.projection.finish(self.lm_head(self.normed(g_BTH)))

@@ -14,17 +14,15 @@ every head one of its own (V * H parameters each), and a checkpoint of theirs ke
 Fresh heads give the target's own logits at t: blocks begin as the identity.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafts.heads.borrowed import ReadsLastState, borrow
-
-_HYDRA_EXTRAS = ("own_projection", "skip_bias")
+from draftsmith_core.io import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,21 +40,27 @@ class HeadsConfig:
     """Hydra's map beside the first block has a bias."""
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: PreTrainedModel) -> Self:
-        """Read config.json; sizes that it lacks are the target's. Raises InputError if its sizes
-        are others.
+    def from_json(cls, values: JsonObject, target: PreTrainedModel) -> Self:
+        """Read config.json; sizes that it lacks are the target's. Raises InputError for sizes that
+        are not the target's.
         """
         parts = borrow(target)
-        sizes: dict[str, Any] = {"hidden_size": parts.hidden_size, "vocab_size": parts.vocab_size}
-        sizes = {key: values.get(key) or size for key, size in sizes.items()}
-        parts.check_sizes(**sizes)
+        hidden_size = values.get("hidden_size") or parts.hidden_size
+        vocab_size = values.get("vocab_size") or parts.vocab_size
+        parts.check_sizes(hidden_size=hidden_size, vocab_size=vocab_size)
         kind = "medusa" if "medusa_num_heads" in values else "hydra"
-        num_heads, num_layers = values[f"{kind}_num_heads"], values.get(f"{kind}_num_layers", 1)
-        extras = {key: bool(values.get(f"hydra_{key}")) for key in _HYDRA_EXTRAS}
-        return cls(kind=kind, **sizes, num_heads=num_heads, num_layers=num_layers, **extras)
+        return cls(
+            kind=kind,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            num_heads=values[f"{kind}_num_heads"],
+            num_layers=values.get(f"{kind}_num_layers", 1),
+            own_projection=bool(values.get("hydra_own_projection")),
+            skip_bias=bool(values.get("hydra_skip_bias")),
+        )
 
-    def to_json(self) -> dict[str, Any]:
-        values: dict[str, Any] = {
+    def to_json(self) -> JsonObject:
+        values: JsonObject = {
             "architectures": ["MedusaModel" if self.kind == "medusa" else "HydraHeads"],
             "model_type": self.kind,
             "hidden_size": self.hidden_size,
@@ -67,7 +71,11 @@ class HeadsConfig:
         if self.kind == "medusa":
             # Serving engines read the one pair of names or the other.
             values |= {"num_heads": self.num_heads, "num_hidden_layers": self.num_layers}
-        return values | {f"hydra_{key}": True for key in _HYDRA_EXTRAS if getattr(self, key)}
+        if self.own_projection:
+            values["hydra_own_projection"] = True
+        if self.skip_bias:
+            values["hydra_skip_bias"] = True
+        return values
 
 
 class ResBlock(nn.Module):
@@ -92,14 +100,14 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
     config_type = HeadsConfig
 
     def __init__(self, config: HeadsConfig, target: PreTrainedModel) -> None:
+        super().__init__()
         hidden = config.hidden_size
-        super().__init__(
-            nn.Sequential(
-                *(ResBlock(hidden, hidden) for _ in range(config.num_layers)),
-                nn.Linear(hidden, config.vocab_size, bias=False),
-            )
-            for _ in range(config.num_heads)
-        )
+        for _ in range(config.num_heads):
+            head = nn.Sequential()
+            for _ in range(config.num_layers):
+                head.append(ResBlock(hidden, hidden))
+            head.append(nn.Linear(hidden, config.vocab_size, bias=False))
+            self.append(head)
         self.config = config
         self.borrowed = borrow(target)
 
@@ -152,13 +160,12 @@ class HydraHeads(ReadsLastState, nn.Module):
         self.config = config
         self.borrowed = borrow(target)
         hidden = config.hidden_size
-        self.heads = nn.ModuleList(
-            nn.Sequential(
-                _FirstBlock((d + 2) * hidden, hidden, config.skip_bias),
-                *(ResBlock(hidden, hidden) for _ in range(config.num_layers - 1)),
-            )
-            for d in range(config.num_heads)
-        )
+        self.heads = nn.ModuleList()
+        for d in range(config.num_heads):
+            head = nn.Sequential(_FirstBlock((d + 2) * hidden, hidden, config.skip_bias))
+            for _ in range(config.num_layers - 1):
+                head.append(ResBlock(hidden, hidden))
+            self.heads.append(head)
         if config.own_projection:
             self.projections = nn.ModuleList(
                 nn.Linear(hidden, config.vocab_size) for _ in range(config.num_heads)
@@ -169,9 +176,8 @@ class HydraHeads(ReadsLastState, nn.Module):
         cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1
     ) -> "HydraHeads":
         """Untrained heads on the target's device, in its dtype and in training mode."""
-        config = HeadsConfig.from_json(
-            {"hydra_num_heads": num_heads, "hydra_num_layers": num_layers}, target
-        )
+        values = {"hydra_num_heads": num_heads, "hydra_num_layers": num_layers}
+        config = HeadsConfig.from_json(values, target)
         return cls(config, target).to(device=target.device, dtype=target.dtype)
 
     def forward(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
@@ -183,9 +189,9 @@ class HydraHeads(ReadsLastState, nn.Module):
         count_d = tokens_BTd.shape[-1]
         dtype = next(self.parameters()).dtype
         embedded_BTX = self.borrowed.embed(tokens_BTd, dtype).flatten(-2)
-        states_BTH = self.heads[count_d - 1](
-            torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1)
-        )
+        inputs_BTX = torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1)
+        states_BTH = self.heads[count_d - 1](inputs_BTX)
         if self.config.own_projection:
-            return self.borrowed.projection.finish(self.projections[count_d - 1](states_BTH))
+            logits_BTV = self.projections[count_d - 1](states_BTH)
+            return self.borrowed.projection.finish(logits_BTV)
         return self.borrowed.project(states_BTH)
