@@ -22,7 +22,7 @@ from drafts.load import Source, first_difference, load_source
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source, why_not
-from draftsmith_core.io import read_json
+from draftsmith_core.io import JsonObject, read_json
 from draftsmith_core.models import text_config
 from draftsmith_core.options import configured
 from draftsmith_core.tokenization import Tokenizer, find_tokenizer
@@ -73,7 +73,8 @@ class Pair:
     @property
     def sizes(self) -> str | None:
         """Both vocabulary sizes, in words, if they differ."""
-        target, draft = self.models[0].size, self.models[1].size
+        target = self.models[0].size
+        draft = self.models[1].size
         return (
             None
             if target == draft
@@ -209,7 +210,8 @@ _NO_WORD = (
     "draftsmith instead"
 )
 _CONVERT = "use --format hf and llama.cpp's own convert_hf_to_gguf.py"
-_OTHER, _BLOCK = "use --format sglang, or speculators for an EAGLE-3 head", "use --format dflash"
+_OTHER = "use --format sglang, or speculators for an EAGLE-3 head"
+_BLOCK = "use --format dflash"
 
 
 RULES: tuple[Rule, ...] = (
@@ -406,7 +408,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any]:
+def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
     """The verdict of every engine on a target and a draft.
 
     `loads`: whether it loads the pair without an error. `serves`: it loads, and token ids mean the
@@ -419,7 +421,9 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any
         plan = read_json(Path(config.plan), "a plan of `draftsmith plan`")
         tokens = {row["engine"]: row["draft_tokens"] for row in plan.get("engines") or ()}
     kind = head_kind(config.draft) or "draft"
-    differs, holds, usual = None, "its layout holds this head", DRAFT_TOKENS
+    differs: str | None = None
+    holds = "its layout holds this head"
+    usual = DRAFT_TOKENS
     if kind == "draft":
         target = _model(config.target, config.trust_remote_code, config.revision)
         draft = _model(config.draft, config.trust_remote_code)
@@ -440,7 +444,7 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> dict[str, Any
     for engine, kinds in SERVING.items():
         if not {kind, "draft"} & kinds.keys():
             continue
-        verdict: dict[str, Any] = {
+        verdict: JsonObject = {
             "engine": engine,
             "loads": False,
             "serves": False,

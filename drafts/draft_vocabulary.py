@@ -65,7 +65,8 @@ def rarest_token(counts: Counter[int], embedding_VH: Tensor) -> int:
 
 def coverage(ids_D: Tensor, counts: Counter[int]) -> str:
     """In words: how many of the tokens of a text are among `ids_D`."""
-    every, drafted = counts.total(), sum(counts[token] for token in ids_D.tolist())
+    every = counts.total()
+    drafted = sum(counts[token] for token in ids_D.tolist())
     return f"{drafted:,} of {every:,} tokens are among them ({drafted / max(every, 1):.2%})"
 
 
@@ -120,7 +121,8 @@ class DraftVocabulary(nn.Module):
 
     def hold_vocabulary(self, drafted: int, size: int) -> None:
         """Begin with the first `drafted` tokens of `size`."""
-        self.vocab_size, self.reduced = size, drafted < size
+        self.vocab_size = size
+        self.reduced = drafted < size
         ids_D = torch.arange(drafted)
         self.register_buffer("target_ids_D", ids_D, persistent=False)
         if self.reduced:

@@ -309,7 +309,8 @@ def load_source(
     """
     kind = head_kind(name)
     options: Any = {"device": "cpu", "dtype": "float32", "trust_remote_code": trust_remote_code}
-    target, tokenizer = None, None
+    target = None
+    tokenizer = None
     target_name = target_name or (None if kind is None else read_record(Path(name)).get("target"))
     if target_name is not None:
         target = load_model(target_name, **options, revision=revision)

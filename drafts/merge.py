@@ -56,7 +56,7 @@ def merge_states(
 
 def merge(
     config: MergeConfig | None = None, command: str | None = None, **options: Any
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write the merged draft to `config.out`, unless the same merge is there; returns the summary,
     a dictionary.
 
@@ -67,7 +67,7 @@ def merge(
     config = configured(MergeConfig, config, options)
     out, weights, sources = Path(config.out), dict(config.weights()), config.sources()
     kind = head_kind(sources[0]) or "draft-lm"
-    record: dict[str, Any] = {
+    record: JsonObject = {
         "kind": kind,
         **shared_target(sources, kind),
         "merged_from": [{"draft": source, "weight": weight} for source, weight in weights.items()],

@@ -145,7 +145,8 @@ def map_vocabulary(
     added = draft.get_added_vocab()
     special = {t: added[token] for token, t in target.get_added_vocab().items() if token in added}
     for role in _ROLES:
-        in_target, in_draft = getattr(target, role, None), getattr(draft, role, None)
+        in_target = getattr(target, role, None)
+        in_draft = getattr(draft, role, None)
         if in_target is not None and in_draft is not None:
             special.setdefault(in_target, in_draft)
     pairs |= {t: d for t, d in special.items() if t < target_size and d < draft_size}

@@ -54,7 +54,8 @@ def head_kind(path: str | Path) -> str | None:
     so.
     """
     directory = _directory(path)
-    config, kind = directory / "config.json", read_record(directory).get("kind")
+    config = directory / "config.json"
+    kind = read_record(directory).get("kind")
     if isinstance(kind, str):
         return None if kind == "draft-lm" else kind
     if not config.is_file():
@@ -115,7 +116,8 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
                 values=values, tensors=tensors, lm_head_VH=borrow(target).projection.weight_VH
             )
             layout.read(files)
-            values, tensors = files.values, files.tensors
+            values = files.values
+            tensors = files.tensors
         head: Head = head_class(head_class.config_type.from_json(values, target), target)
     except InputError as error:
         raise InputError(f"{config}: {error}") from None

@@ -24,7 +24,7 @@ from drafts.layouts.read_back import Check, check_head, check_logits, probe_ids
 from drafts.layouts.table import LAYOUTS
 from drafts.load import Source, depth_limit, draft_fingerprint, load_source
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir, writing
+from draftsmith_core.io import JsonObject, atomic_dir, writing
 from draftsmith_core.models import fingerprint, text_config
 from draftsmith_core.options import configured
 from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
@@ -42,7 +42,7 @@ class Writer:
     proven_in: str | None
 
 
-def export(config: ExportConfig | None = None, **options: Any) -> dict[str, Any]:
+def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
     """Write `config.out` whole or not at all. Return its format, files, bytes, and what reading it
     back showed.
 
@@ -62,21 +62,22 @@ def export(config: ExportConfig | None = None, **options: Any) -> dict[str, Any]
         raise InputError(
             f"--format {config.format}: {source.name} is a {what}; formats for it are {formats}"
         )
-    pair, form = Pair((), source), str(config.format)
+    pair = Pair((), source)
+    form = str(config.format)
     if isinstance(source.draft, PreTrainedModel):
         pair = Pair((Model(source.name, text_config(source.draft), source.tokenizer),))
         form = "gguf-lm" if form == "gguf" else form
     if broken := first_broken(pair, {form}):
         raise InputError(f"--format {config.format}: {broken}")
     out = Path(config.out)
-    written: dict[str, Any] = {
+    written: JsonObject = {
         "format": config.format,
         "kind": source.kind,
         "proven_in": writer.proven_in,
     }
     checkpoint = Path(source.name)
     hashes = read_prompt_hashes(checkpoint)
-    record: dict[str, Any] = {} if source.kind != "draft" else {"kind": "draft-lm"}
+    record: JsonObject = {} if source.kind != "draft" else {"kind": "draft-lm"}
     for key in ("target", "target_fingerprint"):
         if trained_for := read_record(checkpoint).get(key):
             record[key] = trained_for

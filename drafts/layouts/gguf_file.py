@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from drafts.layouts.read_back import Check
 from drafts.load import Source
 from draftsmith_core.errors import InputError, RunError, require_package
+from draftsmith_core.io import JsonObject
 from draftsmith_core.models import text_config
 from draftsmith_core.tokenization import Tokenizer
 
@@ -254,15 +255,18 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
     Raises InputError for a tokenizer whose text llama.cpp would cut differently.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    backend: dict[str, Any] = (
-        {"model": {"type": "slow"}} if fast is None else json.loads(fast.to_str())
-    )
-    model, kind, name, unknown = backend["model"], "llama", "default", ""
+    backend: JsonObject = {"model": {"type": "slow"}} if fast is None else json.loads(fast.to_str())
+    model = backend["model"]
+    kind = "llama"
+    name = "default"
+    unknown = ""
     if model["type"] != "BPE":
         unknown = f"its tokens come from a {model['type']} model"
     elif not (model.get("byte_fallback") and any(map(_is_byte, model["vocab"]))):
-        rules, ignores = _rules(backend["pre_tokenizer"]), bool(model.get("ignore_merges"))
-        kind, name = "gpt2", next((name for name, known in _RULES.items() if known == rules), "")
+        rules = _rules(backend["pre_tokenizer"])
+        ignores = bool(model.get("ignore_merges"))
+        kind = "gpt2"
+        name = next((name for name, known in _RULES.items() if known == rules), "")
         if not name or (name == "llama-bpe") != ignores:
             unknown = f"its pre-tokenizer cuts text by {rules} ('ignore_merges' is {ignores})"
     if unknown:
@@ -271,7 +275,9 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
             "do the same; "
             f"use --format hf and llama.cpp's own convert_hf_to_gguf.py"
         )
-    empty, bos, eos = tokenizer("")["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
+    empty = tokenizer("")["input_ids"]
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
     added = {
         "bos": bos if empty and empty[0] == bos else None,
         "eos": eos if empty and empty[-1] == eos != bos else None,
@@ -291,7 +297,7 @@ def _is_byte(token: str) -> bool:
     return token.startswith("<0x") and len(token) == 6
 
 
-def _rules(pre: dict[str, Any] | None) -> list[str]:
+def _rules(pre: JsonObject | None) -> list[str]:
     """A pre-tokenizer's rules in the words of `_RULES`."""
     steps = [] if pre is None else pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     rules = []

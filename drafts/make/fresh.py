@@ -60,7 +60,8 @@ def read_per_token(model: nn.Module) -> int:
     """
     looked_up = 0
     if isinstance(model, PreTrainedModel):
-        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        output = model.get_output_embeddings()
         if embedding is not None and (output is None or embedding.weight is not output.weight):
             looked_up = int(embedding.weight.numel())  # type: ignore[operator]
     return parameter_count(model) - looked_up
@@ -104,9 +105,11 @@ def _shapes(target: PreTrainedModel) -> list[LlamaConfig]:
     # Widths from an eighth of the target's up to its own, in steps of a head, by depths below the
     # target's.
     text = target.config.get_text_config(decoder=True)
-    hidden, depth = int(text.hidden_size), int(text.num_hidden_layers)
+    hidden = int(text.hidden_size)
+    depth = int(text.num_hidden_layers)
     # Even, because rotary embeddings turn pairs.
     head = min(_HEAD, max(8, hidden // 8 * 2))
+    widths = {max(head, round(hidden * eighth / 8 / head) * head) for eighth in range(1, 9)}
     shared, _ = filled({"tie_word_embeddings": True}, target.config)
     return [
         LlamaConfig(
@@ -117,9 +120,7 @@ def _shapes(target: PreTrainedModel) -> list[LlamaConfig]:
             num_attention_heads=width // head,
             num_key_value_heads=width // head,
         )
-        for width in sorted(
-            {max(head, round(hidden * eighth / 8 / head) * head) for eighth in range(1, 9)}
-        )
+        for width in sorted(widths)
         for layers in _DEPTHS
         if layers <= max(1, depth // 2)
     ]

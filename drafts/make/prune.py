@@ -69,7 +69,8 @@ def prune(
             f"{target.name_or_path}: a {kind} model cannot be pruned; use --method transplant or "
             "fresh"
         )
-    family, config = FAMILIES[kind], copy.deepcopy(target.config)
+    family = FAMILIES[kind]
+    config = copy.deepcopy(target.config)
     layers: Any = target.get_submodule(family.layers)
     depth = len(layers)
     width = int(_by_inputs(layers[0].get_submodule(family.down)).shape[0])
@@ -149,7 +150,8 @@ def _sums_of_squares(
     sums: dict[int, Tensor] = {}
 
     def add(index: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        sums[index] = sums.get(index, 0) + args[0].detach().flatten(0, -2).double().square().sum(0)
+        inputs_TF = args[0].detach().flatten(0, -2).double()
+        sums[index] = sums.get(index, 0) + inputs_TF.square().sum(0)
 
     downs = {index: layers[index].get_submodule(family.down) for index in kept}
     hooks = [down.register_forward_pre_hook(partial(add, index)) for index, down in downs.items()]

@@ -50,7 +50,8 @@ def transplant(
         source=donor.name_or_path or type(donor).__name__,
     )
     pairs = dict(zip(mapping.target_ids.tolist(), mapping.draft_ids.tolist(), strict=True))
-    texts, names = token_texts(tokenizer), {i: token for token, i in tokenizer.get_vocab().items()}
+    texts = token_texts(tokenizer)
+    names = {i: token for token, i in tokenizer.get_vocab().items()}
     # An end of turn of a chat target is the end of text to a donor without turns.
     eos = donor_tokenizer.eos_token_id
     ends = eos_ids(donor)[:1] or (() if eos is None else (eos,))
@@ -65,7 +66,8 @@ def transplant(
     from_pieces = sum(len(row) > 1 for row in rows)
     unmapped = tuple(names[token] for token, row in enumerate(rows) if not row and token in names)
     shared = sum(len(row) == 1 for row in rows)
-    embedding, output = donor.get_input_embeddings(), donor.get_output_embeddings()
+    embedding = donor.get_input_embeddings()
+    output = donor.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding) and isinstance(output, nn.Linear)
     config = copy.deepcopy(donor.config)
     taken = filled({"max_position_embeddings": 0, "rope_parameters": 0}, target.config)[1]
@@ -85,7 +87,8 @@ def transplant(
             weights.pop(f"{name}.weight", None)
             weights.pop(f"{name}.bias", None)
     moved_to.load_state_dict(weights, strict=False)
-    new_embedding, new = moved_to.get_input_embeddings(), moved_to.get_output_embeddings()
+    new_embedding = moved_to.get_input_embeddings()
+    new = moved_to.get_output_embeddings()
     assert isinstance(new_embedding, nn.Embedding) and isinstance(new, nn.Linear)
     _fill(new_embedding.weight, embedding.weight, rows)
     _fill(new.weight, output.weight, [row[:1] for row in rows])
