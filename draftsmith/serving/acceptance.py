@@ -98,12 +98,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
     less = (away["value"] or 0.0) < -_margin(predicted)
     if own_texts:  # then require a significant difference, too
         less = less and not _close(away, 0.0, 0.0)
-    suspects = {
-        name: suspect
-        for name, suspect in SUSPECTS.items()
-        if not own_texts or (less and not suspect.changes_target_text)
-    }
-    tried = _try(suspects, case, tokens, counted, picks)
+    tried = _try(_to_try(own_texts, less), case, tokens, counted, picks)
     cause = next((row for row in tried if row["fits"]), None)
     return {
         "url": server.url,
@@ -245,6 +240,19 @@ def _served_by_depth(
         if answer.reached_by_depth is not None:
             reached_PD[row, : len(answer.reached_by_depth)] = answer.reached_by_depth
     return _by_depth(accepted_PD, reached_PD, picks)
+
+
+def _to_try(own_texts: bool, less: bool) -> dict[str, Suspect]:
+    """Return the suspects that can explain what was found.
+
+    Texts that are not the target's own can have any cause. The target's own texts rule out causes
+    that change them, and acceptance as predicted needs no cause.
+    """
+    if not own_texts:
+        return SUSPECTS
+    if not less:
+        return {}
+    return {name: each for name, each in SUSPECTS.items() if not each.changes_target_text}
 
 
 def _try(

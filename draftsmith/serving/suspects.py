@@ -37,9 +37,10 @@ class Suspect:
 def _layers(case: Case) -> Iterator[tuple[str, Case]]:
     if isinstance(case.draft, PreTrainedModel) or len(case.draft.hidden_layers) == 1:
         return
-    for detail, step in (("one later", 1), ("one earlier", -1)):
+    deepest = text_config(case.target).num_hidden_layers
+    for detail, step in {"one later": 1, "one earlier": -1}.items():
         layers = tuple(layer + step for layer in case.draft.hidden_layers)
-        if min(layers) >= 0 and max(layers) <= text_config(case.target).num_hidden_layers:
+        if min(layers) >= 0 and max(layers) <= deepest:
             draft: Any = copy.deepcopy(case.draft)
             draft.hidden_layers = layers
             yield detail, replace(case, draft=draft)
