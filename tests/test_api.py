@@ -47,7 +47,7 @@ def test_type_checkers_see_names_and_types(pair: Pair) -> None:
     assert_type(pair, ds.Pair)
     assert_type(pair.generate("a", max_new_tokens=2), ds.Output)
     assert_type(pair.generate(["a", "b"], max_new_tokens=2, tree="kary:3,2"), list[ds.Output])
-    assert_type(ds.TrainConfig(out="o", data=["d"], draft="d").optim.lr, float)
+    assert_type(ds.TrainConfig(out="o", data=["d"], draft="d").optim.clip_norm, float)
     with pytest.raises(AttributeError):
         ds.load_pear  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(TypeError):

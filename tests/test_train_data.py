@@ -23,8 +23,9 @@ from tests.train_laws import FAMILIES, tiny_family
 from train.batch import IGNORE, LossSums, pack, packing_method
 from train.config import Optim
 from train.data import Examples, collate, divide, load_examples, order, packed, units, with_replay
-from train.loop import curves, learning_rate, make_optimizer
+from train.loop import curves
 from train.objective import parse_objective
+from train.optimizer import learning_rate, make_optimizer, orthogonal, usual_rate
 from train.trainees.lm import LMTrainee
 
 Row = dict[str, Any]
@@ -61,6 +62,40 @@ def test_the_rate_warms_up_and_follows_a_cosine_down():
     assert learning_rate(Optim(lr=1.0, warmup_steps=9), 3, 5) == pytest.approx(4 / 9)
 
 
+def test_with_wsd_the_rate_falls_over_the_last_fifth():
+    optim = Optim(lr=2.0, warmup_steps=4, final_lr_fraction=0.25, schedule="wsd")
+    rates = [learning_rate(optim, step, 20) for step in range(21)]
+    assert rates[3:17] == pytest.approx([2.0] * 14)
+    assert rates[18] == pytest.approx((2.0 + 0.5) / 2)
+    assert rates[20] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "taught", "lr"),
+    [(68_000_000, True, 2e-4), (160_000_000, True, 1e-4), (1000, False, 1e-3)],
+)
+def test_the_usual_rate_is_that_of_the_recipes(parameters, taught, lr):
+    assert usual_rate(parameters, taught) == lr
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6)])
+def test_an_update_of_muon_has_singular_values_near_one(shape):
+    matrix = torch.zeros(shape).fill_diagonal_(1e-3)
+    values = torch.linalg.svdvals(orthogonal(matrix))
+    assert 0.6 < float(values.min()) and float(values.max()) < 1.3
+
+
+def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(draft_dir):
+    model = load_model(draft_dir, device="cpu")
+    optimizer = make_optimizer(model, Optim(lr=0.01, name="muon"))
+    rest, hidden = optimizer.parts
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    taken = {names[id(each)] for each in hidden.param_groups[0]["params"]}
+    layers = {name for name in names.values() if "proj" in name}
+    assert taken == layers
+    assert sum(len(group["params"]) for group in rest.param_groups) == len(names) - len(layers)
+
+
 def test_tau_of_training_is_that_of_the_default_chain():
     """One alpha is that of every depth of chain:4, 1 + a + ... + a^4; several are cut to as many
     depths.
@@ -80,12 +115,13 @@ def test_tau_of_training_is_that_of_the_default_chain():
 
 def test_decay_is_for_matrices_only(draft_dir):
     model = load_model(draft_dir, device="cpu")
-    groups = make_optimizer(model, Optim(weight_decay=0.1)).param_groups
+    groups = make_optimizer(model, Optim(lr=1.0, weight_decay=0.1)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert all(p.ndim == 2 for p in groups[0]["params"])
     assert all(p.ndim == 1 for p in groups[1]["params"])
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-    assert isinstance(make_optimizer(model, Optim(name="sgd")), torch.optim.SGD)
+    (part,) = make_optimizer(model, Optim(name="sgd", lr=1.0)).parts
+    assert isinstance(part, torch.optim.SGD)
 
 
 def test_every_epoch_is_a_permutation_and_a_pure_function():

@@ -52,7 +52,7 @@ def words(distilled, dropout_dir):
         f"train --out draft --data {distilled} --draft {dropout_dir} --max_length 48 --steps 24 "
         "--batch_size 4 "
         "--eval_every 4 --save_every 3 --heldout_fraction 0.2 --optim.lr 0.01 "
-        "--optim.warmup_steps 3 --device cpu"
+        "--optim.warmup_steps 3 --optim.name muon --optim.schedule wsd --device cpu"
     ).split()
 
 

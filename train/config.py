@@ -25,12 +25,16 @@ from train.objective import parse_objective
 
 @options
 class Optim:
-    """Optimizer and schedule: linear warm-up, then a cosine down to a fraction of the peak."""
+    """Optimizer and schedule."""
 
-    name: Rare[Literal["adamw", "sgd"]] = "adamw"
-    """`sgd` (no momentum) is for checking gradients; AdamW hides a wrong scale."""
-    lr: Positive = 1e-4
-    """Peak learning rate."""
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """`muon` takes the matrices of layers at three times `lr`, and AdamW the rest. `sgd` (no
+    momentum) is for checking gradients; AdamW hides a wrong scale.
+    """
+    lr: Positive | None = None
+    """Peak learning rate. null: by a rule from the number of trained parameters, which is said."""
+    schedule: Rare[Literal["cosine", "wsd"]] = "cosine"
+    """How the rate falls after the warm-up: as a cosine at once, or over the last fifth."""
     beta1: Rare[ShareBelow1] = 0.9
     """AdamW's decay of the mean gradient."""
     beta2: Rare[ShareBelow1] = 0.95
@@ -40,7 +44,7 @@ class Optim:
     warmup_steps: AtLeast0 = 0
     """Steps in which the rate rises from 0."""
     final_lr_fraction: Rare[NonNegative] = 0.1
-    """The cosine ends at this fraction of `lr`."""
+    """The rate ends at this fraction of `lr`."""
     clip_norm: Rare[NonNegative] = 1.0
     """Scale gradients down to this global norm; 0 turns clipping off."""
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from decode.propose import CHAIN
 from decode.stats import independent_tau
@@ -25,39 +25,12 @@ from draftsmith_core.sampling import row_seed
 from draftsmith_core.signals import StopSignal
 from train import checkpoint, parallel
 from train.batch import Batch, LossSums
-from train.config import Optim
 from train.data import collate, units
 from train.job import Position, TrainingJob
+from train.optimizer import learning_rate, make_optimizer
 from train.parallel import Copies
 from train.trainee import Trainee
 from train.world import World
-
-
-def learning_rate(optim: Optim, step: int, steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then cosine to
-    the final fraction.
-    """
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
-    through = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
-    cosine = 1 + math.cos(math.pi * through)
-    fraction = optim.final_lr_fraction
-    return optim.lr * (fraction + (1 - fraction) * 0.5 * cosine)
-
-
-def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """AdamW with decay on matrices only, or plain SGD."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    groups = []
-    if matrices:
-        groups.append({"params": matrices, "weight_decay": optim.weight_decay})
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
-    if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2))
 
 
 def make_batches(job: TrainingJob, step: int) -> list[Batch]:
@@ -114,8 +87,11 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
     accelerator = job.world.accelerator
     batches = make_batches(job, step)
     rate = learning_rate(config.optim, step, job.steps)
+    rates = {"lr": rate}
     for group in wrapped.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("multiple", 1.0)
+        if "multiple" in group:
+            rates["muon_lr"] = group["lr"]
     counts = [wrapped.trainee.count(batch) for batch in batches]
     valid = int(accelerator.reduce(torch.stack(counts).sum(), reduction="sum"))
     vectors = []
@@ -137,7 +113,7 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
             f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; lower optim.lr (now "
             f"{config.optim.lr})"
         )
-    figures = {"loss": loss, "lr": rate, "grad_norm": norm, "tokens": valid}
+    figures = {"loss": loss, **rates, "grad_norm": norm, "tokens": valid}
     return figures | curves(totals, "")
 
 
@@ -260,7 +236,7 @@ def _start(job: TrainingJob, trainee: Trainee, run: Progress) -> Copies:
     if saved is not None:
         parallel.load_weights(trainee.draft, load_file(saved / "model.safetensors"))
     wrapped = parallel.wrap(
-        job.world, trainee, lambda model: make_optimizer(model, config.optim), config
+        job.world, trainee, lambda: make_optimizer(trainee.draft, config.optim), config
     )
     if saved is not None:
         wrapped.load_optimizer(load_file(saved / "optimizer.safetensors"))

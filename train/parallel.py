@@ -8,7 +8,7 @@ wrote it.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftsmith_core.errors import RunError
 from train.config import TrainConfig
+from train.optimizer import Optimizers
 from train.trainee import Trainee
 from train.world import World, silent
 
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-# Moments of AdamW, as torch names them; SGD without momentum has none.
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MakeOptimizer = Callable[[], Optimizers]
+# Moments of AdamW and Muon, as torch names them; SGD without momentum has none.
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class Copies:
@@ -48,11 +49,12 @@ class Copies:
 
     def wrap(self, make_optimizer: MakeOptimizer, config: TrainConfig) -> None:
         """Set `module` and `optimizer`."""
-        with silent(self.world.zero):
-            self.module, prepared = self.world.accelerator.prepare(
-                self.trainee, make_optimizer(self.trainee)
-            )
-        self.optimizer = prepared.optimizer
+        self.module = self.world.accelerator.prepare(self.trainee)
+        self.optimizer = make_optimizer()
+        self.check_wrapper()
+
+    def check_wrapper(self) -> None:
+        """Raise RunError if accelerate did not wrap the trainee as asked."""
         single = self.world.sharing == "single"
         expected = (type(self.trainee).__name__,) if single else self.wrapper_names
         if type(self.module).__name__ not in expected:
@@ -115,12 +117,10 @@ class Copies:
     @torch.no_grad()
     def gather_optimizer(self) -> dict[str, Tensor]:
         """The optimizer's state by `key/parameter`, whole, on the CPU of the main process."""
-        states = [state for state in self.states().values() if "step" in state]
-        if not states:
-            return {}
-        values = {"step": states[0]["step"].cpu()}
+        steps = [state["step"] for state in self.states().values() if "step" in state]
+        values: dict[str, Tensor] = {"step": steps[0].cpu()} if steps else {}
         for name, parameter in self.trained():
-            for key in _MOMENTS:
+            for key in self.moments(parameter):
                 value = self.moment(parameter, key)
                 if self.world.is_main:
                     shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -134,26 +134,32 @@ class Copies:
         for name, parameter in self.trained() if values else ():
             moments = {}
             for key in _MOMENTS:
+                if f"{key}/{name}" not in values:
+                    continue
                 moment = values[f"{key}/{name}"].to(self.world.device)
                 if isinstance(parameter, DTensor):
                     moment = distribute_tensor(moment, parameter.device_mesh, parameter.placements)
                 moments[key] = moment
-            self.set_moments(parameter, moments, values["step"].clone())
+            step = {"step": values["step"].clone()} if "exp_avg" in moments else {}
+            self.set_moments(parameter, {**step, **moments})
 
     def states(self) -> dict[Any, dict[str, Tensor]]:
         """The state of the optimizer by what it works on."""
         states: dict[Any, dict[str, Tensor]] = self.optimizer.state
         return states
 
+    def moments(self, parameter: nn.Parameter) -> list[str]:
+        """Names of the moments that a parameter has."""
+        state = self.states().get(parameter, {})
+        return [key for key in _MOMENTS if key in state]
+
     def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         """One moment of a parameter, whole."""
         return _whole(self.states()[parameter][key])
 
-    def set_moments(
-        self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: Tensor
-    ) -> None:
-        """Put moments, whole or of a shard, in the place of a parameter's."""
-        self.states()[parameter] = {"step": step, **moments}
+    def set_moments(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
+        """Put a state, whole or of a shard, in the place of a parameter's."""
+        self.optimizer.put(parameter, state)
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """The trained parameters with their names."""
@@ -175,7 +181,16 @@ class Zero(Copies):
                 )
         options["train_micro_batch_size_per_gpu"] = config.batch_size
         options["gradient_clipping"] = config.optim.clip_norm
-        super().wrap(make_optimizer, config)
+        if config.optim.name == "muon":
+            raise RunError(
+                "optim.name: muon needs whole matrices, and DeepSpeed shares them in pieces; "
+                "launch with configs/accelerate/ddp.yaml or fsdp2.yaml"
+            )
+        (optimizer,) = make_optimizer().parts
+        with silent(True):
+            self.module, prepared = self.world.accelerator.prepare(self.trainee, optimizer)
+        self.optimizer = prepared.optimizer
+        self.check_wrapper()
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
@@ -206,7 +221,7 @@ class Zero(Copies):
     def load_optimizer(self, values: dict[str, Tensor]) -> None:
         if values:
             for piece in self.pieces():
-                moments = {key: torch.zeros_like(piece) for key in _MOMENTS}
+                moments = {key: torch.zeros_like(piece) for key in _MOMENTS[:2]}
                 self.states()[piece] = {"step": values["step"].clone(), **moments}
             self.pieces()
         super().load_optimizer(values)
@@ -215,19 +230,21 @@ class Zero(Copies):
         states: dict[Any, dict[str, Tensor]] = self.optimizer.optimizer.state
         return states
 
+    def moments(self, parameter: nn.Parameter) -> list[str]:
+        known = {key for state in self.states().values() for key in state}
+        return [key for key in _MOMENTS if key in known]
+
     def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         value: Tensor = safe_get_full_optimizer_state(parameter, key)
         return value
 
-    def set_moments(
-        self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: Tensor
-    ) -> None:
+    def set_moments(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        for key, value in moments.items():
-            safe_set_full_optimizer_state(parameter, value, key)
+        for key in _MOMENTS[:2]:
+            safe_set_full_optimizer_state(parameter, state[key], key)
 
     def pieces(self) -> list[Tensor]:
         """This process's flat pieces that DeepSpeed's inner optimizer works on, linked to their
@@ -258,7 +275,7 @@ class Sharded(Copies):
             fully_shard(layer, mesh=mesh, reshard_after_forward=not keep)
         fully_shard(self.trainee, mesh=mesh)
         self.module = self.trainee
-        self.optimizer = make_optimizer(self.trainee)
+        self.optimizer = make_optimizer()
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
@@ -290,7 +307,7 @@ def wrap(
 ) -> Copies:
     """Wrap the trainee as `world.sharing` says.
 
-    make_optimizer: called with the trainee when its parameters are final.
+    make_optimizer: called when the trainee's parameters are final.
     """
     trainee.to(world.device)
     if world.bf16:

@@ -49,10 +49,11 @@ from train.data import (
     trained_prompts,
     with_replay,
 )
-from train.job import TrainingJob
+from train.job import Position, TrainingJob
 from train.loop import Progress, fit
 from train.losses import LossFn
 from train.objective import custom_objective, loss_digest, parse_objective
+from train.optimizer import MUON_RATE, hidden_matrices, usual_rate
 from train.parallel import load_weights
 from train.trainee import Trainee
 from train.trainees.block import BlockTrainee, calibrate
@@ -61,6 +62,8 @@ from train.world import make_world
 log = logging.getLogger(__name__)
 # Held-out rows that a confidence is calibrated on; its few temperatures need no more.
 _CALIBRATION_ROWS = 512
+# Below this alpha one drafted token saves less than the cheapest step of a draft costs.
+_NO_USE = 0.05
 
 
 def train(
@@ -166,6 +169,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Loaded:
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, job.target, job.training)
     _check(job, draft)
+    job = _with_rate(job, draft)
     source = None if loss is None else loss_digest(loss)
     job = replace(job, identity=_identity(job, draft) | {"loss_source": source})
     if is_main():
@@ -176,6 +180,22 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Loaded:
     # the same units.
     torch.manual_seed(row_seed(config.seed, f"process {job.world.rank}"))
     return _Loaded(job, trainee)
+
+
+def _with_rate(job: TrainingJob, draft: Draft) -> TrainingJob:
+    """Choose the learning rate if the options leave it open; say it, and what Muon takes."""
+    optim = job.config.optim
+    trained = sum(each.numel() for each in draft.parameters() if each.requires_grad)
+    lr = optim.lr or usual_rate(trained, taught=job.objective.needs_target)
+    if optim.lr is None:
+        say(f"train: optim.lr {lr:g}, as usual for {trained:,} trained parameters")
+    if optim.name == "muon":
+        taken = sum(each.numel() for each in hidden_matrices(draft))
+        say(
+            f"train: Muon trains {taken:,} parameters at {MUON_RATE * lr:g}, AdamW "
+            f"{trained - taken:,} at {lr:g}"
+        )
+    return replace(job, config=replace(job.config, optim=replace(optim, lr=lr)))
 
 
 def _identity(job: TrainingJob, draft: Draft) -> dict[str, Any]:
@@ -225,6 +245,7 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
     training = job.training
     position = done.position
     objective = job.objective.spec
+    _warn_of_no_use(position)
     record = {
         "kind": "draft-lm" if config.kind == "lm" else config.kind,
         "objective": objective,
@@ -261,6 +282,17 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
     on_main(write)
     wandb_runs.finish(job.world.accelerator, config.tracker, record, Path(config.out))
     return record
+
+
+def _warn_of_no_use(position: Position) -> None:
+    alpha = position.best_figures.get("heldout_alpha")
+    if is_main() and alpha is not None and alpha < _NO_USE:
+        log.warning(
+            "held-out alpha %.3f at step %d: too low for any tree to pay; raise optim.lr or steps, "
+            "or give more answers",
+            alpha,
+            position.best_step,
+        )
 
 
 def _data_record(examples: Examples) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts
 from draftsmith_core.errors import InputError
 from draftsmith_core.options import put, value_at
+from train.optimizer import usual_rate
 
 T = TypeVar("T")
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
@@ -162,17 +163,7 @@ def _steps(known: Known) -> int:
 
 
 def _learning_rate(known: Known) -> float:
-    # A fit through the recipes of this repository: 2e-4 at 68 M parameters, 1e-4 at 160 M, 3e-3 at
-    # 0.4 M.
-    fitted = 2e-4 * math.sqrt(68e6 / known.draft_parameters)
-    peak = _rounded(min(3e-3, max(1e-5, fitted)))
-    # Cross-entropy on sampled answers is a noisier gradient than a divergence between
-    # distributions.
-    return _rounded(peak / 3) if set(known["objective"]) == {"ce"} else peak
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.0e}")
+    return usual_rate(known.draft_parameters, taught=set(known["objective"]) != {"ce"})
 
 
 def _max_length(known: Known) -> int:

@@ -1,0 +1,205 @@
+"""Optimizers of a run, and the learning rate of each step.
+
+Muon (K. Jordan et al., 2024) makes the update of a matrix orthogonal before it is subtracted. It is
+for matrices between hidden states; rows of a vocabulary, norms and biases stay with AdamW.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from draftsmith_core.errors import InputError
+from train.config import Optim
+
+# Share of the steps in which `wsd` lowers the rate, at the end.
+_DECAY = 0.2
+# Muon's rate is this many times `lr`, and it keeps this share of its mean gradient at each step.
+MUON_RATE = 3.0
+_MOMENTUM = 0.95
+# The quintic that drives singular values towards 1, and how often it is applied (Jordan).
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+
+
+def usual_rate(parameters: int, taught: bool) -> float:
+    """Return the peak learning rate for a draft of so many trained parameters.
+
+    taught: whether its loss reads the target's distributions. The rule is a fit through the recipes
+    of this repository: 2e-4 at 68 M parameters, 1e-4 at 160 M, 3e-3 at 0.4 M.
+    """
+    peak = _rounded(min(3e-3, max(1e-5, 2e-4 * math.sqrt(68e6 / parameters))))
+    # Cross-entropy on sampled answers is a noisier gradient than a divergence between
+    # distributions.
+    return peak if taught else _rounded(peak / 3)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.0e}")
+
+
+def learning_rate(optim: Optim, step: int, steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `steps`.
+
+    After a linear warm-up it falls as a cosine to the final fraction: at once, or with `wsd` over
+    the last fifth of the steps.
+    """
+    assert optim.lr is not None
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    start = optim.warmup_steps
+    if optim.schedule == "wsd":
+        start = max(start, steps - math.ceil(_DECAY * steps))
+    through = (step - start) / max(1, steps - start)
+    cosine = 1 + math.cos(math.pi * max(0.0, through))
+    fraction = optim.final_lr_fraction
+    return optim.lr * (fraction + (1 - fraction) * 0.5 * cosine)
+
+
+def make_optimizer(draft: nn.Module, optim: Optim) -> "Optimizers":
+    """AdamW with decay on matrices only, plain SGD, or Muon with AdamW for what is no layer's
+    matrix.
+    """
+    assert optim.lr is not None
+    trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+    hidden = hidden_matrices(draft) if optim.name == "muon" else []
+    taken = set(map(id, hidden))
+    rest = [parameter for parameter in trained if id(parameter) not in taken]
+    parts: list[torch.optim.Optimizer] = []
+    if rest:
+        groups = _decayed(rest, optim.weight_decay)
+        if optim.name == "sgd":
+            parts.append(torch.optim.SGD(groups, lr=optim.lr))
+        else:
+            parts.append(torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2)))
+    if hidden:
+        parts.append(Muon(hidden, optim.lr, optim.weight_decay))
+    return Optimizers(parts)
+
+
+def _decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups: list[dict[str, Any]] = []
+    if matrices:
+        groups.append({"params": matrices, "weight_decay": weight_decay})
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
+    return groups
+
+
+def hidden_matrices(draft: nn.Module) -> list[nn.Parameter]:
+    """Return the trained matrices between hidden states: none with a side as long as a vocabulary,
+    and no embedding.
+
+    Raise InputError if there are none.
+    """
+    config: Any = draft.config
+    vocabularies = {config.vocab_size, getattr(config, "draft_vocab_size", None)}
+    tables = set()
+    for module in draft.modules():
+        if isinstance(module, nn.Embedding):
+            tables.add(id(module.weight))
+    matrices = []
+    for parameter in draft.parameters():
+        hidden = parameter.ndim == 2 and id(parameter) not in tables
+        if parameter.requires_grad and hidden and not vocabularies & set(parameter.shape):
+            matrices.append(parameter)
+    if not matrices:
+        raise InputError("optim.name: muon is for matrices of layers, and this draft has none")
+    return matrices
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """One or two optimizers, of parameters that they do not share, as one."""
+
+    parts: list[torch.optim.Optimizer]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, dict[str, Tensor]]:
+        """The states by parameter; `put` changes them."""
+        states: dict[Any, dict[str, Tensor]] = {}
+        for part in self.parts:
+            states |= part.state
+        return states
+
+    def put(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
+        """Set the state of a parameter."""
+        for part in self.parts:
+            owned = (one for group in part.param_groups for one in group["params"])
+            if any(one is parameter for one in owned):
+                part.state[parameter] = state
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon in the precision of the weights, for whole and for sharded matrices.
+
+    `torch.optim.Muon` multiplies in bf16, which a CPU without such instructions does several
+    hundred times slower. The update has the size of AdamW's (Liu et al., arXiv 2502.16982), so that
+    the two share their schedule.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+        # multiple: of the rate that the schedule gives.
+        defaults = {"lr": lr, "weight_decay": weight_decay, "multiple": MUON_RATE}
+        super().__init__(matrices, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every matrix that has a gradient."""
+        for group, parameter in self._with_gradients():
+            state = self.state[parameter]
+            mean = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+            mean.lerp_(parameter.grad, 1 - _MOMENTUM)
+            ahead = parameter.grad.lerp(mean, _MOMENTUM)
+            size = 0.2 * math.sqrt(max(parameter.shape))
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(_orthogonal_like(ahead), alpha=-group["lr"] * size)
+
+    def _with_gradients(self) -> Iterator[tuple[dict[str, Any], Any]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield group, parameter
+
+
+def _orthogonal_like(update: Tensor) -> Tensor:
+    """A matrix made orthogonal; a sharded one is gathered for it and sharded again."""
+    if isinstance(update, DTensor):
+        whole = orthogonal(update.full_tensor())
+        return distribute_tensor(whole, update.device_mesh, update.placements)
+    return orthogonal(update)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return the matrix with singular values of about 1, by Newton-Schulz iterations.
+
+    bf16 on a GPU, as the authors do; elsewhere fp32.
+    """
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    step = wide.bfloat16() if matrix.is_cuda else wide.float()
+    step = step / step.norm().clamp(min=1e-7)
+    linear, cubic, quintic = _QUINTIC
+    for _ in range(_ITERATIONS):
+        gram = step @ step.T
+        polynomial = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
+        step = torch.addmm(step, polynomial, step, beta=linear)
+    found = step if matrix.shape[0] <= matrix.shape[1] else step.T
+    return found.to(matrix.dtype)
