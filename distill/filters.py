@@ -8,8 +8,11 @@ from collections.abc import Iterator, Sequence
 from distill.config import DistillConfig
 from distill.engines import Answer
 from draftsmith_core.chats import THINKING
+from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject, hash_json
-from draftsmith_core.prompt_rows import KEYS, iterate_rows, parse_named
+from draftsmith_core.prompt_rows import iterate_rows, parse_named
+from draftsmith_core.row_formats import KEYS
+from draftsmith_core.token_rows import ID_KEYS
 from draftsmith_core.tokenization import Tokenizer, decode_text
 
 # A repetitive answer: this share of its runs of this many tokens occurred earlier in it, in at
@@ -72,7 +75,7 @@ class Suites:
 
 def runs_of_words(row: JsonObject) -> Iterator[int]:
     """Yield a 64-bit hash of each run of WORDS words of a row's users or text; a shorter text is
-    one run.
+    one run. Raise InputError for a row of token ids.
 
     Hashes are of the text before any chat template, whose words all prompts would share.
     """
@@ -82,6 +85,10 @@ def runs_of_words(row: JsonObject) -> Iterator[int]:
         for turn in row["messages"]:
             if isinstance(turn, dict) and turn.get("role") == "user":
                 texts.append(str(turn.get("content")))
+    elif present[:1] and present[0] in ID_KEYS:
+        raise InputError(
+            f"--decontaminate: compares texts, and a row has ids in {present[0]!r}; leave it out"
+        )
     elif present:
         texts.append(str(row[present[0]]))
     for text in texts:

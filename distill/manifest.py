@@ -23,8 +23,8 @@ from draftsmith_core.io import (
     write_text_atomic,
     writing,
 )
-from draftsmith_core.prompts import Reasons
 from draftsmith_core.ranks import on_main
+from draftsmith_core.reasons import Reasons
 from draftsmith_core.runs import provenance
 from draftsmith_core.tokenization import Tokenizer, vocabulary_sample
 

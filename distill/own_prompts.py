@@ -24,8 +24,9 @@ from draftsmith_core.chats import chat_text
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import canonical_json, write_json_atomic
 from draftsmith_core.prompt_rows import Record
-from draftsmith_core.prompts import Prompt, Reasons
+from draftsmith_core.prompts import Prompt
 from draftsmith_core.ranks import on_main
+from draftsmith_core.reasons import Reasons
 from draftsmith_core.runs import Run
 from draftsmith_core.tokenization import Tokenizer, decode_text
 

@@ -7,8 +7,9 @@ from typing import Protocol
 from distill.config import DistillConfig
 from distill.filters import WORDS, Suites
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import KEYS, Record, count_rows, iterate_records, parse_record
+from draftsmith_core.prompt_rows import Record, count_rows, iterate_records, parse_record
 from draftsmith_core.prompts import Prompt, PromptReader, Skipped
+from draftsmith_core.row_formats import KEYS
 
 
 class PromptSource(Protocol):
@@ -55,13 +56,8 @@ class StoredPrompts:
 
     def read(self, record: Record) -> Prompt | Skipped:
         """Skip a row that shares words with a suite and, unless `strict`, one that is broken."""
-        try:
-            prompt = self._reader.read(record)
-        except InputError as error:
-            if self._strict:
-                raise
-            reason = str(error).removeprefix(f"{self.name}:{record.number}: ")
-            return Skipped(record.number, reason)
+        read = self._reader.read if self._strict else self._reader.read_or_skip
+        prompt = read(record)
         if self._suites is None or isinstance(prompt, Skipped):
             return prompt
         suite = self._suites.shared_with(parse_record(record, self.name))

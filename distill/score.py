@@ -47,11 +47,12 @@ from draftsmith_core.prompt_rows import (
     parse_record,
     text_of,
 )
-from draftsmith_core.prompts import Skipped, answered, content_id
+from draftsmith_core.prompts import Skipped, answers, content_id
 from draftsmith_core.ranks import on_main
 from draftsmith_core.runs import Run, command_line
 from draftsmith_core.settings import loading, tokenizing
 from draftsmith_core.teacher_rows import bytes_per_token, pack
+from draftsmith_core.token_rows import ID_KEYS
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, load_tokenizer
 
 # Bounds the memory of the float64 copy of a chunk's logits.
@@ -97,10 +98,13 @@ def score(
 
 @dataclass(frozen=True)
 class NumberedRow:
-    """An answer to score, with its row number in its file or set."""
+    """The answers to score in a row, with its number in its file or set.
+
+    Each answer's prompt holds the earlier answers.
+    """
 
     number: int
-    row: SetRow
+    answers: list[SetRow]
 
 
 class AnswerPart(Protocol):
@@ -194,11 +198,11 @@ def _write_scored(
         if isinstance(entry, Skipped):
             skipped.append((entry.row, entry.reason))
             continue
-        row = entry.row
-        reason = _why_not_scored(row, model)
+        reason = _why_not_scored(entry.answers[-1], model)
         if reason:
             skipped.append((entry.number, reason))
-        else:
+            continue
+        for row in entry.answers:
             teacher = score(model, row["prompt_ids"], row["response_ids"], k)
             scored.append({**row, "teacher": teacher})
     record = PartRecord(read=len(rows), digest=digest, skipped=skipped, failed=[], shortened=[])
@@ -235,7 +239,7 @@ class _SetPart:
         rows: list[NumberedRow | Skipped] = []
         for number, stored in enumerate(pq.read_table(self.path).to_pylist(), self.first):
             row = {name: stored.get(name) for name in SCHEMA.names}
-            rows.append(NumberedRow(number, cast(SetRow, row)))
+            rows.append(NumberedRow(number, [cast(SetRow, row)]))
         return rows
 
 
@@ -291,43 +295,33 @@ def _of_file(config: ScoreConfig, tokenizer: Tokenizer, ends: Sequence[int]) -> 
 def _row(
     record: Record, config: ScoreConfig, tokenizer: Tokenizer, ends: Sequence[int]
 ) -> NumberedRow | Skipped:
-    """Return the answer in a row of a file, or why it cannot be read."""
+    """Return the answers in a row of a file, or why it cannot be read."""
     source = without_secrets(config.score)
     where = f"{source}:{record.number}"
     try:
         stored = parse_record(record, source)
-        own_id = text_of(stored, "id")
-        is_chat = stored.get("messages") is not None
-        if is_chat:
-            chat = answered(stored, where, tokenizer, ends)
-            prompt, response = chat.prompt_ids, chat.answer_ids
-        else:
-            prompt = _token_ids(stored, "prompt_ids", where)
-            response = _token_ids(stored, "response_ids", where)
+        cut = answers(stored, where, tokenizer, ends)
     except InputError as error:
         return Skipped(record.number, str(error).removeprefix(f"{where}: "))
-    row = SetRow(
-        id=own_id or content_id([*prompt, *response]),
-        prompt_id=own_id or content_id(prompt),
-        prompt_hash=content_id(prompt),
-        domain=text_of(stored, "domain") or config.domain,
-        prompt_ids=prompt,
-        response_ids=response,
-        finish_reason="stop" if response and response[-1] in ends else "length",
-        temperature=None,
-        seed=None,
-        sample_index=0,
-        turn=0,
-        tokens_from="text" if is_chat else "target",
-    )
-    return NumberedRow(record.number, row)
-
-
-def _token_ids(stored: dict[str, Any], key: str, where: str) -> list[int]:
-    ids = stored.get(key)
-    if not isinstance(ids, list) or not all(
-        type(token) is int and 0 <= token < 2**31 for token in ids
-    ):
-        needs = "needs `messages` that end with the assistant's answer, or token ids in"
-        raise InputError(f"{where}: {needs} prompt_ids and response_ids")
-    return ids
+    own_id = text_of(stored, "id")
+    from_target = any(stored.get(key) is not None for key in ID_KEYS)
+    rows = []
+    for turn, answer in enumerate(cut):
+        prompt, response = answer.prompt_ids, answer.answer_ids
+        numbered_id = f"{own_id}-{turn}" if turn else own_id
+        row = SetRow(
+            id=numbered_id if own_id else content_id([*prompt, *response]),
+            prompt_id=own_id or content_id(prompt),
+            prompt_hash=content_id(prompt),
+            domain=text_of(stored, "domain") or config.domain,
+            prompt_ids=prompt,
+            response_ids=response,
+            finish_reason="stop" if response and response[-1] in ends else "length",
+            temperature=None,
+            seed=None,
+            sample_index=0,
+            turn=turn,
+            tokens_from="target" if from_target else "text",
+        )
+        rows.append(row)
+    return NumberedRow(record.number, rows)

@@ -19,8 +19,8 @@ from drafts.heads import HEADS
 from draftsmith_core.chats import encode_messages
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
-from draftsmith_core.prompt_rows import KEYS, iterate_rows
-from draftsmith_core.prompts import check_turns
+from draftsmith_core.prompt_rows import iterate_rows
+from draftsmith_core.row_formats import KEYS
 from draftsmith_core.tokenization import Tokenizer, encode_text
 
 
@@ -132,10 +132,12 @@ def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) ->
 
 
 def _tokens(row: dict[str, Any], tokenizer: Tokenizer, where: str) -> list[int]:
+    if row.get("input_ids") is not None:
+        return list(row["input_ids"])
     if row.get("response_ids") is not None:
         return [*(row.get("prompt_ids") or []), *row["response_ids"]]
     if row.get("messages") is not None:
-        return encode_messages(tokenizer, check_turns(row["messages"], where), where)
+        return encode_messages(tokenizer, row["messages"], where)
     text = row.get("text") or row.get("prompt") or ""
     return encode_text(tokenizer, text) if text.strip() else []
 

@@ -41,7 +41,8 @@ from draftsmith.drafting import DraftingMethod, choose_method, read_documents
 from draftsmith_core.chats import encode_messages
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
-from draftsmith_core.prompts import Prompt, check_messages, content_id, unique_id
+from draftsmith_core.prompts import Prompt, asked, content_id, unique_id
+from draftsmith_core.row_formats import read_turns
 from draftsmith_core.sampling import generator, row_seed
 from draftsmith_core.settings import Sampling, resolve_sampling
 from draftsmith_core.tokenization import Tokenizer, decode_text, encode_text
@@ -346,7 +347,8 @@ class Pair:
         # An array or tensor of ids has `tolist`.
         items: Any = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
         if items and isinstance(items[0], Mapping):
-            return encode_messages(self.tokenizer, check_messages(items, where), where)
+            turns = asked(read_turns(items, where), where)
+            return encode_messages(self.tokenizer, turns, where)
         return [int(item) for item in items]
 
     def decoding(

@@ -22,6 +22,8 @@ THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Marks around thinking in Qwen 3, DeepSeek R1 and models distilled from them.
 THINKING = ("<think>", "</think>")
 _CLOSE = THINKING[1]
+# Roles of the API of servers. A template may name others.
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 # The switch of templates: Qwen 3, SmolLM 3 and GLM read the first name, DeepSeek V3.1 and Granite
 # the second.
 _SWITCH = ("enable_thinking", "thinking")
@@ -63,6 +65,8 @@ class Template:
             raise ChatRefused(
                 "the tokenizer has no chat template; name one with --chat_template FILE"
             )
+        for turn in turns:
+            self._check_role(turn["role"])
         switch: Any = {} if self.thinking is None else dict.fromkeys(_SWITCH, self.thinking)
         tools: Any = self.tools
         calls = any(turn.get("tool_calls") for turn in turns)
@@ -83,6 +87,15 @@ class Template:
             except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
                 refusal = refusal or error
         raise ChatRefused(f"the chat template refuses it ({refusal})")
+
+    def _check_role(self, role: str) -> None:
+        """Refuse a role that the template does not name: many write any role into the prompt."""
+        source = str(self.tokenizer.chat_template)
+        if role not in _ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
+            raise ChatRefused(
+                f"role {role!r} is unknown to the chat template; use user, assistant, system or "
+                "tool"
+            )
 
 
 def encode_messages(

@@ -9,6 +9,7 @@ seconds.
 import hashlib
 import io
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,14 +24,18 @@ from draftsmith_core.errors import (
     without_secrets,
 )
 from draftsmith_core.io import JsonObject
+from draftsmith_core.reasons import Reasons
+from draftsmith_core.row_formats import KEYS, as_known
 from draftsmith_core.suites import expand, load_suite, suite_name
 
-KEYS = ("messages", "prompt", "text", "conversations", "instruction")
+log = logging.getLogger(__name__)
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
 # Sources of texts that the target writes: `self:N` begins with BOS, `token:N` with BOS and a random
 # token.
 SELF = "self:"
 TOKEN = "token:"
+# Keys of rows of token ids.
+_ID_ROW = ("input_ids", "loss_mask", "labels", "prompt_ids")
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -57,15 +62,17 @@ def digest_of(records: list[Record]) -> str:
 
 
 def parse_record(record: Record, source: str) -> JsonObject:
-    """The row in a record, with `messages` in place of the keys of ShareGPT or Alpaca; InputError
-    names its line.
-    """
-    return _as_messages(_stored_row(record, source), f"{source}:{record.number}")
+    """The row in a record, as `as_known` reads it; InputError names its line and key."""
+    row = _stored_row(record, source)
+    try:
+        return as_known(row)
+    except InputError as error:
+        raise InputError(f"{source}:{record.number}: {error}") from None
 
 
 def asked_of(row: JsonObject) -> JsonObject:
     """The keys of a row that make its prompt, with their values."""
-    keys = ("messages", "tools", "prompt", "text")
+    keys = ("messages", "tools", "prompt", "text", *_ID_ROW)
     return {key: row[key] for key in keys if row.get(key) is not None}
 
 
@@ -104,15 +111,20 @@ def free_rows(source: str) -> int | None:
 
 
 def iterate_rows(source: str) -> Iterator[tuple[int, JsonObject]]:
-    """Yield (line or row number from 1, row) of a JSON-lines file, a Parquet file, a dataset on the
-    hub or a suite.
+    """Yield (line or row number from 1, row as `as_known` reads it) of any source.
 
-    ShareGPT rows (`conversations`), Alpaca rows (`instruction`, `input`, `output`) and logged
-    requests of an OpenAI-compatible server (`request` or `body`) get `messages`. Raises InputError
-    for the first unreadable row.
+    Rows that cannot be read are skipped; afterwards a warning counts them.
     """
+    skipped = Reasons()
     for record in iterate_records(source):
-        yield record.number, parse_record(record, source)
+        try:
+            row = parse_record(record, source)
+        except InputError as error:
+            skipped.add(record.number, str(error).removeprefix(f"{source}:{record.number}: "))
+        else:
+            yield record.number, row
+    for line in skipped.lines("rows skipped"):
+        log.warning("%s: %s", source, line)
 
 
 def count_rows(source: str) -> int | None:
@@ -120,92 +132,8 @@ def count_rows(source: str) -> int | None:
     path = Path(source)
     if path.suffix in _JSON_LINES and path.is_file():
         with path.open("rb") as file:
-            return sum(1 for _ in file)
+            return None if _holds_array(file) else sum(1 for _ in file)
     return free_rows(source)
-
-
-def _as_messages(row: JsonObject, where: str) -> JsonObject:
-    for key in ("request", "body"):  # of a log of requests, and of a file of requests to be done
-        if row.get("messages") is None and isinstance(row.get(key), dict):
-            inner = row[key]
-            row = {name: value for name, value in row.items() if name != key} | inner
-    if isinstance(row.get("messages"), list):
-        return {**row, "messages": [_as_text(turn) for turn in row["messages"]]}
-    if row.get("messages") is not None or row.get("prompt") is not None:
-        return row
-    if row.get("conversations") is not None:
-        try:
-            turns = _sharegpt(row["conversations"])
-        except (TypeError, KeyError):
-            raise InputError(
-                f"{where}: key 'conversations': expected a list of {{from, value}} objects"
-            ) from None
-        # ShareGPT's ids name the chat that a row was cut out of, and repeat.
-        read = ["conversations", "id"]
-    elif row.get("instruction") is not None:
-        turns = _alpaca(row)
-        # `text` in Alpaca files holds the other three again, under a heading that is the same in
-        # every row.
-        read = ["instruction", "input", "output", "text"]
-    else:
-        return row
-    rest = {key: value for key, value in row.items() if key not in read}
-    return rest | ({"messages": turns} if turns else {"prompt": ""})
-
-
-def _alpaca(row: JsonObject) -> list[dict[str, str]]:
-    """Question and answer, if there are any."""
-    texts = [text_of(row, key).strip() for key in ("instruction", "input")]
-    question = "\n\n".join(text for text in texts if text)
-    output = text_of(row, "output")
-    turns = []
-    if question:
-        turns.append({"role": "user", "content": question})
-        if output:
-            turns.append({"role": "assistant", "content": output})
-    return turns
-
-
-def _as_text(turn: object) -> object:
-    """A message whose content is a list of text parts, as clients of servers write it, with the
-    text itself.
-    """
-    parts = turn.get("content") if isinstance(turn, dict) else None
-    if not isinstance(turn, dict) or not isinstance(parts, list):
-        return turn
-    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-        return turn
-    texts = [str(part.get("text", "")) for part in parts]
-    return {**turn, "content": "".join(texts)}
-
-
-# The names of speakers in ShareGPT files; some files mix them.
-_SPEAKERS = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-}
-
-
-def _sharegpt(conversation: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Turns as chat templates want them: the user first, no two of one speaker in a row; empty
-    without a question.
-    """
-    turns: list[dict[str, str]] = []
-    for turn in conversation:
-        role = _SPEAKERS.get(turn["from"], turn["from"])
-        text = str(turn["value"])
-        if role == "assistant" and not any(turn["role"] == "user" for turn in turns):
-            # ShareGPT cuts long chats into rows, so a row can begin with the rest of an answer
-            continue
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += f"\n\n{text}"
-        else:
-            turns.append({"role": role, "content": text})
-    questions = [turn["content"] for turn in turns if turn["role"] == "user"]
-    return turns if any(question.strip() for question in questions) else []
 
 
 def iterate_records(source: str) -> Iterator[Record]:
@@ -246,7 +174,12 @@ def _file_records(source: str, suffix: str) -> Iterator[Record]:
                 return
             # Lines of bytes, so that a line that is not UTF-8 is that line's fault and no other's.
             stream = pyarrow.input_stream(file, compression=_COMPRESSED.get(suffix))
-            for number, line in enumerate(io.BufferedReader(stream, 1 << 20), 1):
+            lines = io.BufferedReader(stream, 1 << 20)
+            if _holds_array(lines):
+                for number, row in enumerate(json.load(lines), 1):
+                    yield Record(number, row)
+                return
+            for number, line in enumerate(lines, 1):
                 if number == 1:  # editors on Windows begin a file with this mark
                     line = line.removeprefix(b"\xef\xbb\xbf")
                 if line.strip():
@@ -256,6 +189,11 @@ def _file_records(source: str, suffix: str) -> Iterator[Record]:
             require_package(error.__cause__.name or "", source)
         reason = getattr(error, "strerror", None) or first_line(error)
         raise InputError(f"{source}: cannot be read ({reason})") from None
+
+
+def _holds_array(file: io.BufferedReader) -> bool:
+    """Whether a JSON file is one list of rows, as Alpaca and LLaMA-Factory keep them."""
+    return file.peek(1)[:4].removeprefix(b"\xef\xbb\xbf").startswith(b"[")
 
 
 def _hub_records(source: str, dataset: str, split: str, **which: str | None) -> Iterator[Record]:

@@ -4,7 +4,6 @@ is counted.
 
 import hashlib
 import logging
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +14,17 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from draftsmith_core.chats import ChatRefused, Exchange, encode_messages, exchange
+from draftsmith_core.chats import (
+    ChatRefused,
+    Exchange,
+    encode_behind,
+    encode_messages,
+    encode_rendered,
+    exchange,
+)
 from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.io import JsonObject, hash_json
 from draftsmith_core.prompt_rows import (
-    KEYS,
     TOKEN,
     Record,
     free_rows,
@@ -28,6 +33,9 @@ from draftsmith_core.prompt_rows import (
     text_of,
 )
 from draftsmith_core.ranks import say
+from draftsmith_core.reasons import Reasons
+from draftsmith_core.row_formats import KEYS
+from draftsmith_core.token_rows import ID_KEYS, answers_in_ids, prompt_in_ids
 from draftsmith_core.tokenization import Tokenizer, encode_text
 
 _warn_once = cache(logging.getLogger(__name__).warning)
@@ -35,8 +43,9 @@ _warn_once = cache(logging.getLogger(__name__).warning)
 # Beside the weights of a checkpoint: hashes of the prompts it was trained on.
 PROMPT_HASHES = "prompt_hashes.npy"
 # Keys of a row that other tools put into the prompt; they are ignored here.
-_CONTEXT = ("system", "functions", "documents", "images", "image", "audio", "video", "videos")
-
+_CONTEXT = ("system", "functions", "documents")
+# Keys that an answer stands under, in the order of preference: ids are the target's own tokens.
+ANSWER_KEYS = (*ID_KEYS, "messages", "completion")
 
 # With the keys role and content, and others that a chat template reads.
 Message: TypeAlias = JsonObject
@@ -92,45 +101,16 @@ class PromptSet:
         return hash_json([[p.id, p.domain, list(p.ids)] for p in self.prompts])
 
     def say_skipped(self) -> None:
-        """Print how many rows were skipped, if any, and why the first was."""
-        if self.skipped:
-            first = self.skipped[0]
-            count = len(self.skipped)
-            say(
-                f"{self.source}: {count} of {self.rows} rows skipped (row {first.row}: "
-                f"{first.reason})"
-            )
+        """Print a line for each reason why rows were skipped."""
+        for line in self.skipped_lines():
+            say(line)
 
-
-@dataclass
-class _Reason:
-    """Rows with one reason. text: the reason of the first of them."""
-
-    row: int
-    text: str
-    count: int = 0
-
-
-class Reasons:
-    """Counts of reasons. Reasons that differ only in their numbers count as one."""
-
-    def __init__(self) -> None:
-        self._reasons: dict[str, _Reason] = {}
-
-    def add(self, row: int, reason: str) -> None:
-        pattern = re.sub(r"\d+", "N", reason)
-        self._reasons.setdefault(pattern, _Reason(row, reason)).count += 1
-
-    def total(self) -> int:
-        return sum(reason.count for reason in self._reasons.values())
-
-    def lines(self, outcome: str) -> list[str]:
-        """One line per reason: the number of rows with this `outcome`, and the first of them."""
-        lines = []
-        for reason in self._reasons.values():
-            row = f"row {reason.row}, the first" if reason.count > 1 else f"row {reason.row}"
-            lines.append(f"{reason.count} {outcome}: {reason.text} ({row})")
-        return lines
+    def skipped_lines(self) -> list[str]:
+        """Return one line for each reason: source, number of rows, reason and the first row."""
+        reasons = Reasons()
+        for skip in self.skipped:
+            reasons.add(skip.row, skip.reason)
+        return [f"{self.source}: {line}" for line in reasons.lines(f"of {self.rows} rows skipped")]
 
 
 @dataclass
@@ -138,8 +118,8 @@ class PromptReader:
     """Turn the rows of one source into prompts, one at a time.
 
     A row has `messages` (chat; a final assistant turn is dropped), or `prompt`, or `text` (its
-    first `prompt_tokens` tokens are the prompt); optional `id` and `domain`. ShareGPT and Alpaca
-    rows are read as `messages`.
+    first `prompt_tokens` tokens are the prompt), or token ids (a final answer is dropped); optional
+    `id` and `domain`. `row_formats` lists what is read as `messages`.
     whole_chats: whether a chat must fit `max_tokens`; if not, the caller generates turn by turn.
     """
 
@@ -152,6 +132,14 @@ class PromptReader:
 
     def __post_init__(self) -> None:
         self.source = without_secrets(self.source)
+
+    def read_or_skip(self, record: Record) -> Prompt | Skipped:
+        """`read`, with a skip in place of an InputError."""
+        try:
+            return self.read(record)
+        except InputError as error:
+            where = f"{self.source}:{record.number}: "
+            return Skipped(record.number, str(error).removeprefix(where))
 
     def read(self, record: Record) -> Prompt | Skipped:
         """Return the prompt of a row, or why it is skipped. Raise InputError for a row that cannot
@@ -172,8 +160,7 @@ class PromptReader:
             return Skipped(record.number, "empty prompt")
         chat = None
         if row.get("messages") is not None:
-            turns = check_turns(row["messages"], where)
-            chat = Chat(tuple(turns), row.get("tools") or None)
+            chat = Chat(tuple(row["messages"]), row.get("tools") or None)
         limited = self.whole_chats or chat is None
         if limited and self.max_tokens is not None and len(encoded) > self.max_tokens:
             return Skipped(
@@ -232,8 +219,8 @@ def read_prompts(
     `PromptReader` makes them.
 
     The id of a row without one is a hash of its tokens, with a count if the same prompt came
-    before. limit: most rows to read. If a row cannot be read, raise InputError with its file, line
-    and key.
+    before. Rows that cannot be read, or repeat the id of another, are skipped. limit: most rows to
+    read. Raise InputError if no row is usable.
     """
     reader = PromptReader(source, tokenizer, domain, prompt_tokens, max_tokens)
     prompts: list[Prompt] = []
@@ -246,17 +233,17 @@ def read_prompts(
         if more := limit is not None and rows >= limit:
             break
         rows += 1
-        prompt = reader.read(record)
+        prompt = reader.read_or_skip(record)
         if isinstance(prompt, Skipped):
             skipped.append(prompt)
         elif prompt.own_id:
             # Ids label the rows of outputs and seed answers, so no two rows may share one.
             first = first_rows.setdefault(prompt.id, prompt.row)
-            if first != prompt.row:
-                raise InputError(
-                    f"{source}:{prompt.row}: key 'id': {prompt.id!r} is also the id of row {first}"
-                )
-            prompts.append(prompt)
+            if first == prompt.row:
+                prompts.append(prompt)
+            else:
+                reason = f"key 'id': {prompt.id!r} is also the id of row {first}; name it otherwise"
+                skipped.append(Skipped(prompt.row, reason))
         else:
             own_id = unique_id(prompt.id, repeats)
             prompts.append(replace(prompt, id=own_id))
@@ -329,8 +316,9 @@ def _encode(
     key = present[0]
     value = row[key]
     if key == "messages":
-        messages = check_messages(value, where)
-        return encode_messages(tokenizer, messages, where, row.get("tools") or None)
+        return encode_messages(tokenizer, asked(value, where), where, row.get("tools") or None)
+    if key in ID_KEYS:
+        return prompt_in_ids(row, where, len(tokenizer))
     if not isinstance(value, str):
         raise InputError(f"{where}: key {key!r}: expected text, got {type(value).__name__}")
     if not value.strip():
@@ -348,64 +336,57 @@ def _encode(
     return ids
 
 
-def check_messages(value: object, where: str) -> list[Message]:
-    """The messages that make the prompt, without a final assistant turn; InputError if there are
-    none.
-    """
-    messages = check_turns(value, where)
-    if messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages:
+def asked(turns: Sequence[Message], where: str) -> list[Message]:
+    """Return a chat without a final assistant turn. Raise InputError if nothing is left."""
+    kept = list(turns[:-1] if turns[-1]["role"] == "assistant" else turns)
+    if not kept:
         raise InputError(
             f"{where}: key 'messages': holds only an assistant turn; the prompt is missing"
         )
-    return messages
+    return kept
 
 
-def answered(
+def answers(
     row: JsonObject,
     where: str,
     tokenizer: Tokenizer,
     ends: Sequence[int] = (),
     *,
     thinking: bool = True,
-) -> Exchange:
-    """Cut the chat of a row, which ends with an assistant turn, into prompt and answer.
+) -> list[Exchange]:
+    """Cut a row into answers behind their prompts: of token ids each run of trained ones, of a chat
+    the last turn, else the completion of a prompt.
 
-    ends, thinking: as `exchange` has them. Raise InputError for another chat, and ChatRefused if
-    the chat template does not write the answer.
+    ends, thinking: of a chat, as `exchange` has them. Raise InputError for a row without an answer,
+    and ChatRefused if the chat template does not write it.
     """
-    messages = check_messages(row["messages"], where)
-    turns = check_turns(row["messages"], where)
-    if len(messages) == len(turns):
-        raise InputError(f"{where}: key 'messages': does not end with an assistant turn")
-    tools = row.get("tools") or None
+    key = next((key for key in ANSWER_KEYS if row.get(key) is not None), None)
+    if key in ID_KEYS:
+        return answers_in_ids(row, where, len(tokenizer))
+    if key == "completion":
+        return [_completed(row, where, tokenizer)]
+    if key is None:
+        raise InputError(f"{where}: has no answer; add one of the keys {', '.join(ANSWER_KEYS)}")
+    turns = row["messages"]
+    asked(turns, where)
+    if turns[-1]["role"] != "assistant":
+        raise InputError(f"{where}: the chat does not end with an assistant turn; add the answer")
     try:
-        return exchange(turns, tools, tokenizer, ends, thinking=thinking)
+        return [exchange(turns, row.get("tools") or None, tokenizer, ends, thinking=thinking)]
     except ChatRefused as error:
         raise ChatRefused(f"{where}: key 'messages': {error}") from None
+
+
+def _completed(row: JsonObject, where: str, tokenizer: Tokenizer) -> Exchange:
+    """Tokens of a prompt and of the text behind it, up to and with EOS."""
+    for key in ("prompt", "completion"):
+        if not isinstance(row.get(key), str) or not row[key]:
+            raise InputError(f"{where}: key {key!r}: must be text, beside the other of the two")
+    prompt = row["prompt"]
+    ids = encode_behind(tokenizer, prompt, encode_rendered(tokenizer, prompt), row["completion"])
+    return Exchange(encode_text(tokenizer, prompt), with_eos(ids, tokenizer))
 
 
 def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """A text's tokens, and EOS if the tokenizer has one."""
     return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
-
-
-def check_turns(value: object, where: str) -> list[Message]:
-    """All messages without null keys; InputError if `value` is not a chat. Only tool calls may lack
-    content.
-    """
-    turns = value if isinstance(value, list | tuple) and value else [None]
-    return [_check_turn(turn, where) for turn in turns]
-
-
-def _check_turn(turn: object, where: str) -> Message:
-    if isinstance(turn, dict):
-        message = {key: item for key, item in turn.items() if item is not None}
-        if message.get("tool_calls"):
-            message = {"content": ""} | message
-        if isinstance(message.get("role"), str) and isinstance(message.get("content"), str):
-            return message
-    raise InputError(
-        f"{where}: key 'messages': expected a list of {{role, content}} objects with texts"
-    )

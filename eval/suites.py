@@ -10,6 +10,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json
 from draftsmith_core.prompts import Prompt, read_prompts
 from draftsmith_core.ranks import say
+from draftsmith_core.reasons import Reasons
 from draftsmith_core.settings import loading, tokenizing
 from draftsmith_core.suites import load_suite, suite_name
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
@@ -43,7 +44,7 @@ def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> li
     """Skip the prompts that leave no room for `max_new_tokens` in `context`, the shortest context
     of all models.
 
-    All drafts skip the same prompts, because they are compared on the same ones.
+    All drafts skip the same prompts, because they are compared on the same ones. Say how many.
     """
     if context is None:
         return list(suites)
@@ -62,6 +63,8 @@ def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> li
             raise InputError(
                 f"{suite.source}: {reason}; lower --max_new_tokens or use shorter prompts"
             )
+        if count := len(skipped) - len(suite.skipped):
+            say(f"{suite.source}: {count} of {suite.rows} rows skipped: {skipped[-1][1]}")
         fitted.append(replace(suite, prompts=tuple(prompts), skipped=tuple(skipped)))
     return fitted
 
@@ -84,7 +87,19 @@ def load(
     if any(_asks_again(suite.source) for suite in suites):
         suites = [_with_own_answers(suite, pair, config) for suite in suites]
         suites = fit(suites, config.max_new_tokens, pair.context)
+    for suite in suites:
+        _say_skipped_rows(suite)
     return suites, pair
+
+
+def _say_skipped_rows(suite: Suite) -> None:
+    reasons = Reasons()
+    for place, reason in suite.skipped:
+        kind, _, number = place.partition(" ")
+        if kind == "row":
+            reasons.add(int(number), reason)
+    for line in reasons.lines(f"of {suite.rows} rows skipped"):
+        say(f"{suite.source}: {line}")
 
 
 def _read(

@@ -70,7 +70,7 @@ def test_rows_are_those_of_the_contract(
     ]
     words += ["--temperature", "1", "--out", str(out), "--json"]
     words += ["--draft", draft_dir, "--tree", "kary:2,2"] if drafted else []
-    printed, _ = door.ok("decode", *words)
+    printed, said = door.ok("decode", *words)
     rows = read(out)
     assert [p.name for p in out.parent.iterdir()] == ["rows.jsonl"]
     tokenizer = load_tokenizer(target_dir)
@@ -114,7 +114,8 @@ def test_rows_are_those_of_the_contract(
     assert summary["skipped"] == [{"row": 4, "reason": "key 'prompt' is empty"}]
     assert summary["tokens"] == sum(len(row["output_ids"]) for row in rows)
     assert summary["tau"] == pytest.approx(summary["tokens"] / summary["target_calls"])
-    assert "1 of 9 prompts skipped (row 4" in printed
+    skipped = f"{prompts_file}: 1 of 9 rows skipped: key 'prompt' is empty (row 4)"
+    assert f"draftsmith decode: {skipped}" in said
 
 
 def test_a_killed_run_continues_where_it_was(tmp_path, spawn, target_dir, draft_dir, prompts_file):

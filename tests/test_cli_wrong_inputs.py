@@ -56,7 +56,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ),
         (
             "--target {target} --prompts {torn_rows} --out rows.jsonl",
-            "torn_rows.jsonl:2: not valid JSON",
+            "torn_rows.jsonl: none of its 1 rows can be used (row 1: not valid JSON",
         ),
     ],
     "distill --target {target} --prompts {prompts}": [
@@ -136,7 +136,7 @@ def files(tmp_path_factory, target_dir, draft_dir, prompts_file, donor_dir):
         "unknown.yaml": "out: a\nobjectiv: ce\n",
         "empty.jsonl": "",
         "keyless.jsonl": '{"question": "Why?"}\n',
-        "torn_rows.jsonl": '{"prompt": "a"}\n{"prompt": \n',
+        "torn_rows.jsonl": '{"prompt": \n',
         "one.jsonl": '{"prompt": "a single prompt"}\n',
         "long.jsonl": "".join(f'{{"prompt": "{number} {"dog " * 100}"}}\n' for number in range(9)),
     }

@@ -8,7 +8,7 @@ import pytest
 
 from distill.engines import RemoteTarget
 from draftsmith_core.chats import ChatRefused, encode_messages, end_of_answer, exchange
-from draftsmith_core.prompts import check_turns
+from draftsmith_core.row_formats import read_turns
 from tests.chat_families import CHATS, FAMILIES, TOOL
 from train.data import load_examples
 
@@ -31,7 +31,7 @@ def test_prompt_and_answer_are_those_of_serving(name, case):
     family = FAMILIES[name]
     tokenizer = family.tokenizer
     tools: list[object] | None = [TOOL] if "tool" in case else None
-    turns = check_turns(CHATS[case], "row")
+    turns = read_turns(CHATS[case])
     thinking = "dropped" not in case
     wanted = family.cases[case]
     if isinstance(wanted, str):
@@ -121,4 +121,4 @@ def test_training_rows_are_those_tokens_and_the_others_are_counted(
     # The target ends its turn; it never writes <eos> there.
     expected = ["Blue.<end_of_turn>", "4<end_of_turn>", "Blue.<end_of_turn>"]
     assert answers == ([expected[0], expected[2]] if thinking else expected)
-    assert ("1 rows skipped" in caplog.text) == thinking
+    assert ("1 of 3 rows skipped" in caplog.text) == thinking

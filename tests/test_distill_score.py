@@ -123,7 +123,6 @@ def test_rows_from_elsewhere(words, door, target_dir):
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     )
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
-    ids = "token ids in prompt_ids"
     cases: list[tuple[Any, str]] = [
         ({"messages": chat, "id": "c", "domain": "chat"}, ""),
         ({"prompt_ids": [5, 6], "response_ids": [7, 8, 1]}, ""),
@@ -131,13 +130,15 @@ def test_rows_from_elsewhere(words, door, target_dir):
         ({"prompt_ids": [5, 6], "response_ids": []}, "no answer"),
         (
             {"prompt_ids": [5, 6], "response_ids": [290]},
-            "holds a token that the target, with 290, does not have",
+            "'response_ids': holds a token that the tokenizer, with 290, does not have",
         ),
         ({"prompt_ids": [5], "response_ids": [7] * 96}, "97 tokens, more than the 96 that fit"),
-        ({"prompt_ids": "five", "response_ids": [7]}, ids),
-        ({"text": "no answer"}, f"needs `messages` that end with the assistant's answer, or {ids}"),
+        ({"prompt_ids": "five", "response_ids": [7]}, "'prompt_ids': must be a list of token ids"),
+        ({"text": "no answer"}, "has no answer; add one of the keys"),
         ({"prompt_ids": [], "response_ids": [7, 8, 9]}, ""),
-        ({"prompt_ids": [2**31], "response_ids": [7]}, ids),
+        ({"prompt_ids": [2**31], "response_ids": [7]}, "'prompt_ids': holds a token"),
+        ({"input_ids": [5, 6, 7, 8, 1], "loss_mask": [0, 1, 0, 1, 1], "id": "two"}, ""),
+        ({"prompt": "The fox", "completion": " jumps"}, ""),
         (
             {
                 "messages": [
@@ -151,7 +152,7 @@ def test_rows_from_elsewhere(words, door, target_dir):
     ]
     words[4] = write_rows("rows.jsonl", *(row for row, _ in cases))
     out, _ = door.ok(*words, "--chat_template", "chat.jinja", "--part_rows", 4)
-    assert "3 of 12 rows scored" in out and "9 skipped" in out
+    assert "5 of 14 rows scored" in out and "9 skipped" in out
     reasons = {line["row"]: line["reason"] for line in errors("scored")}
     assert all(why in reasons.get(number, "") for number, (_, why) in enumerate(cases, 1))
     rows = rows_of("scored")
@@ -160,7 +161,15 @@ def test_rows_from_elsewhere(words, door, target_dir):
         ("chat", "text"),
         ("default", "target"),
     ]
-    assert [row["finish_reason"] for row in rows] == ["stop", "stop", "length"]
+    assert [row["finish_reason"] for row in rows] == [
+        "stop",
+        "stop",
+        "length",
+        "length",
+        "stop",
+        "stop",
+    ]
+    assert [(row["id"], row["turn"]) for row in rows[3:5]] == [("two", 0), ("two-1", 1)]
     check_teacher_rows(rows, target_dir)
 
 
@@ -173,6 +182,6 @@ def test_a_source_that_cannot_be_used(words, door):
         *words, "--out", "o"
     )
     words[4] = write_rows("prompts.jsonl", {"prompt": "only asked"})
-    assert "o: no row is left: 1 skipped: needs `messages`" in door.refused(
+    assert "o: no row is left: 1 skipped: has no answer" in door.refused(
         *words, "--out", "o", code=1
     )

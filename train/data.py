@@ -27,11 +27,11 @@ import pyarrow.parquet as pq
 import torch
 
 from drafts.draft_vocabulary import token_counts
-from draftsmith_core.chats import ChatRefused
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json, read_json, sha256_file
-from draftsmith_core.prompt_rows import iterate_rows
-from draftsmith_core.prompts import Reasons, answered, prompt_hash, with_eos
+from draftsmith_core.prompt_rows import iterate_records, parse_record
+from draftsmith_core.prompts import ANSWER_KEYS, answers, prompt_hash, with_eos
+from draftsmith_core.reasons import Reasons
 from draftsmith_core.teacher_rows import COLUMN, unpack
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
 from train.batch import IGNORE, Batch, pack
@@ -204,36 +204,43 @@ def _distilled(directory: Path, tokenizer: Tokenizer | None) -> _Source:
 def _text(
     source: str, tokenizer: Tokenizer, max_length: int, ends: Sequence[int], *, thinking: bool
 ) -> _Source:
-    """Read a file; chats whose answer the template does not write are skipped, with a warning."""
+    """Read a file. Rows without an answer or text, or whose answer the template does not write, are
+    skipped, with a warning.
+    """
     prompts: list[list[int]] = []
     responses: list[list[int]] = []
     stream: list[int] = []
     skipped = Reasons()
-    for number, row in iterate_rows(source):
-        where = f"{source}:{number}"
-        if row.get("messages") is not None:
-            try:
-                chat = answered(row, where, tokenizer, ends, thinking=thinking)
-            except ChatRefused as error:
-                skipped.add(number, str(error).removeprefix(f"{where}: "))
-                continue
-            prompts.append(chat.prompt_ids)
-            responses.append(chat.answer_ids)
-        elif isinstance(row.get("text"), str):
-            stream += with_eos(encode_text(tokenizer, row["text"]), tokenizer)
-        else:
-            raise InputError(
-                f"{where}: needs `text`, or `messages` that end with the assistant's answer"
-            )
-    for line in skipped.lines("rows skipped"):
+    rows = 0
+    for record in iterate_records(source):
+        rows += 1
+        where = f"{source}:{record.number}"
+        try:
+            row = parse_record(record, source)
+            if any(row.get(key) is not None for key in ANSWER_KEYS):
+                for answer in answers(row, where, tokenizer, ends, thinking=thinking):
+                    prompts.append(answer.prompt_ids)
+                    responses.append(answer.answer_ids)
+            else:
+                stream += _document(row, where, tokenizer)
+        except InputError as error:
+            skipped.add(record.number, str(error).removeprefix(f"{where}: "))
+    lines = skipped.lines(f"of {rows} rows skipped")
+    for line in lines:
         log.warning("%s: %s", source, line)
     blocks = [stream[i : i + max_length] for i in range(0, len(stream), max_length)]
     if not prompts and not blocks:
-        reason = "; ".join(skipped.lines("rows skipped")) or "holds no rows"
-        raise InputError(f"{source}: {reason}")
+        raise InputError(f"{source}: {'; '.join(lines) or 'holds no rows'}")
     columns = {"prompt_ids": prompts + [[]] * len(blocks), "response_ids": responses + blocks}
     table = datasets.Dataset.from_dict(columns, features=_FEATURES)
     return _Source(table, hash_json([prompts, responses, blocks]))
+
+
+def _document(row: Row, where: str, tokenizer: Tokenizer) -> list[int]:
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise InputError(f"{where}: needs `text`, or one of the keys {', '.join(ANSWER_KEYS)}")
+    return with_eos(encode_text(tokenizer, text), tokenizer)
 
 
 def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:

@@ -21,10 +21,10 @@ from draftsmith_core.tokenization import load_tokenizer
 class Facts:
     """What the choices depend on.
 
-    rows: "chat", "prompt" or "text". prompts: number of usable prompts. longest_prompt, context: in
-    tokens; the context is the shortest of all models, None if unknown. head: whether the draft is a
-    head; fresh_head: whether there is no draft to start from. projection_share, layer_share: share
-    of the target's parameters in the output projection and in one layer.
+    rows: "chat", "prompt", "text" or "ids". prompts: number of usable prompts. longest_prompt,
+    context: in tokens; the context is the shortest of all models, None if unknown. head: whether
+    the draft is a head; fresh_head: whether there is no draft to start from. projection_share,
+    layer_share: share of the target's parameters in the output projection and in one layer.
     """
 
     rows: str
@@ -107,7 +107,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
 def _row_kind(row: Mapping[str, object]) -> str:
     if row.get("messages") is not None:
         return "chat"
-    return "text" if row.get("prompt") is None else "prompt"
+    return next((kind for kind in ("prompt", "text") if row.get(kind) is not None), "ids")
 
 
 def _read(

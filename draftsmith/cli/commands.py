@@ -70,7 +70,7 @@ def _score(config: "ScoreConfig", command: str) -> Outcome:
 
     summary = score_set(config, command)
     line = (
-        f"{summary['out']}: {summary['rows']} of {summary['prompts_read']} rows scored, "
+        f"{summary['out']}: {summary['prompts_done']} of {summary['prompts_read']} rows scored, "
         f"{summary['response_tokens']} "
         f"response tokens of {summary['bytes_per_token']} bytes; {summary['prompts_skipped']} "
         "skipped"

@@ -52,6 +52,8 @@ def decode(config: DecodeConfig) -> Outcome:
             "target's distribution"
         )
     prompts = _prompts(config, pair)
+    for line in prompts.skipped_lines():
+        _say(line)
     sampling = resolve_sampling(config.target, pair.target, **sampling_options(config))
     requests = list(product(prompts.prompts, range(config.num_samples)))
     draw = partial(
@@ -278,12 +280,6 @@ def _in_words(summary: dict[str, Any], note: str, shown: bool) -> list[str]:
         if len(outputs) > 1:
             lines.append(f"--- {row['id']}, sample {row['sample_index']}")
         lines.append(row["text"])
-    if summary["prompts_skipped"]:
-        first = summary["skipped"][0]
-        lines.append(
-            f"{summary['prompts_skipped']} of {summary['prompts_read']} prompts skipped (row "
-            f"{first['row']}: {first['reason']})"
-        )
     if note:
         lines.append(f"sampling: {note}")
     where = f"{summary['out']}: {summary['rows']} rows, " if "out" in summary else ""

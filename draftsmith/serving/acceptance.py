@@ -129,13 +129,14 @@ def _ask(
     server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampling
 ) -> list[ServedPrompt]:
     """Ask every prompt. Return those whose answer has at least two tokens."""
-    prompts = read_prompts(
+    read = read_prompts(
         config.prompts,
         pair.tokenizer,
         prompt_tokens=config.prompt_tokens,
         max_tokens=room_for_prompts(pair.context, config.max_new_tokens),
         limit=config.max_prompts,
-    ).prompts
+    )
+    read.say_skipped()
     completion = Completion(
         model=server.model,
         tokenizer=pair.tokenizer,
@@ -146,7 +147,7 @@ def _ask(
         vocabulary=len(pair.tokenizer),
     )
     kept = []
-    for prompt in track(prompts, "prompts served", len(prompts)):
+    for prompt in track(read.prompts, "prompts served", len(read.prompts)):
         answer = server.answer(prompt, completion, config.temperature is not None)
         if len(answer.output_ids) > 1:
             kept.append(ServedPrompt(prompt, answer))

@@ -23,7 +23,7 @@ import httpx
 from distill.engines import AnswerRequest, Key
 from distill.engines.server import Completion, Dialect, client_options
 from draftsmith_core.errors import InputError, RunError, first_line
-from draftsmith_core.prompts import Prompt, check_messages
+from draftsmith_core.prompts import Prompt, asked
 from draftsmith_core.sampling import Sampling
 
 NAMES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "sglang": "SGLang"}
@@ -231,7 +231,7 @@ class RunningServer:
 
 def _chat(prompt: Prompt) -> dict[str, object]:
     assert prompt.chat is not None
-    messages = check_messages(prompt.chat.messages, f"row {prompt.row}")
+    messages = asked(prompt.chat.messages, f"row {prompt.row}")
     chat: dict[str, object] = {"messages": messages}
     if prompt.chat.tools:
         chat["tools"] = prompt.chat.tools

@@ -171,8 +171,6 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     (suite,), pair = load(config, {"draft": config.draft}, {"prompts": config.prompts}, {})
     draft = pair.drafts["draft"]
     remarks.announce(remarks.of_target(config.target, pair.target), strict=False)
-    for place, reason in suite.skipped:
-        say(f"plan: {place} skipped: {reason}")
     resolved = resolve_sampling(config.target, pair.target, **sampling_options(config))
     if resolved.note:
         say(f"plan: {resolved.note}")
