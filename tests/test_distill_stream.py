@@ -30,7 +30,7 @@ BAD = [
     (b'{"prompt": "\\ud83d"}', "surrogates not allowed"),
     (b'{"prompt": 5}', "expected text, got int"),
     (json.dumps({"prompt": "dog " * 200}).encode(), "more than the 90 that fit"),
-    (b'{"messages": []}', "expected a list of"),
+    (b'{"messages": []}', "must be a list of at least one turn"),
     (b'{"messages": [{"role": "user", "content": "a"}]}', "has no chat template"),
 ]
 
