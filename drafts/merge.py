@@ -1,6 +1,5 @@
 """Merge drafts by adding up their weights, as `MergeConfig` describes. Nothing is trained."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +14,13 @@ from drafts.config import MergeConfig
 from drafts.draft_vocabulary import write_draft_vocabulary
 from drafts.heads import head_kind
 from drafts.heads.store import read_tensors, write_tensors
-from draftsmith_core.cards import checkpoint_card
+from draftsmith_core.cards import write_record
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject, atomic_dir, read_json, writing
 from draftsmith_core.models import fingerprint, hash_tensors, load_model, vocabulary_size
 from draftsmith_core.options import configured
 from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
-from draftsmith_core.runs import RECORD, command_line, provenance, read_record
+from draftsmith_core.runs import command_line, provenance, read_record
 from draftsmith_core.tokenization import find_tokenizer
 
 State = Mapping[str, Tensor]
@@ -65,7 +64,9 @@ def merge(
     InputError for drafts that compute differently, and for heads of different targets.
     """
     config = configured(MergeConfig, config, options)
-    out, weights, sources = Path(config.out), dict(config.weights()), config.sources()
+    out = Path(config.out)
+    weights = dict(config.weights())
+    sources = config.sources()
     kind = head_kind(sources[0]) or "draft-lm"
     record: JsonObject = {
         "kind": kind,
@@ -84,10 +85,13 @@ def merge(
             hashes = [read_prompt_hashes(Path(source)) for source in sources]
             if known := [each for each in hashes if each is not None]:
                 write_prompt_hashes(directory, np.concatenate(known).tolist())
-            (directory / RECORD).write_text(json.dumps(merged, indent=2, ensure_ascii=False) + "\n")
-            (directory / "README.md").write_text(checkpoint_card(merged), encoding="utf-8")
-    done = {key: merged[key] for key in ("kind", "fingerprint")}
-    return {"checkpoint": str(out), "weights": weights, **done}
+            write_record(directory, merged)
+    return {
+        "checkpoint": str(out),
+        "kind": kind,
+        "weights": weights,
+        "fingerprint": merged["fingerprint"],
+    }
 
 
 def _merge_heads(config: MergeConfig, directory: Path) -> str:
@@ -106,7 +110,8 @@ def _merge_heads(config: MergeConfig, directory: Path) -> str:
 
 def _merge_models(config: MergeConfig, directory: Path) -> str:
     """Write the merged language model into a directory; return its fingerprint."""
-    sources, code = config.sources(), config.trust_remote_code
+    sources = config.sources()
+    code = config.trust_remote_code
     models = {
         source: load_model(source, device="cpu", dtype="float32", trust_remote_code=code)
         for source in sources

@@ -15,6 +15,7 @@ from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import PLACEHOLDER, cached, is_hub_name
 from draftsmith_core.io import JsonObject, read_json, write_text_atomic
+from draftsmith_core.runs import RECORD
 
 _MEASURED = {
     "heldout_alpha": "alpha: expected acceptance of one drafted token, teacher-forced on the "
@@ -110,6 +111,13 @@ def distilled_set_card(manifest: JsonObject) -> str:
     rows["target fingerprint"] = manifest["identity"]["target_fingerprint"]
     values = {"config": config, "made": list(rows.items()), "licence": about_licence}
     return _card("distilled_set.md.j2", header, manifest, values)
+
+
+def write_record(directory: Path, record: JsonObject) -> None:
+    """Write the record of a draft checkpoint, and the card made of it, into its directory."""
+    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    (directory / RECORD).write_text(text)
+    (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
 
 
 def add_results(checkpoint: Path, results: Path, draft: str) -> None:

@@ -17,11 +17,10 @@ from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftsmith_core.cards import checkpoint_card
+from draftsmith_core.cards import write_record
 from draftsmith_core.errors import InputError, RunError, one_line
 from draftsmith_core.io import atomic_dir, read_json, sha256_file, writing
 from draftsmith_core.ranks import from_main, on_main
-from draftsmith_core.runs import RECORD
 from draftsmith_core.sampling import row_seed
 from train.job import Position, TrainingJob
 from train.parallel import Copies
@@ -141,8 +140,7 @@ def publish(job: TrainingJob, write: Callable[[Path], None], record: dict[str, A
         write(directory)
         if job.tokenizer is not None:
             job.tokenizer.save_pretrained(directory)
-        (directory / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-        (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
+        write_record(directory, record)
     for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
         file.replace(out / file.name)
     drop_old(job)
