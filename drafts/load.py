@@ -3,7 +3,7 @@ features.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -208,21 +208,28 @@ def draft_fingerprint(draft: Draft) -> str:
     )
 
 
-def other_target(source: str, target: PreTrainedModel) -> str | None:
-    """Say that a draft's record names other target weights than these; None if it names these or
-    none.
+def other_targets(sources: Iterable[str], target: PreTrainedModel) -> list[str]:
+    """Return a line for each draft whose record names other target weights than these.
 
     Targets of 4 bits and padded ones have fingerprints of their own, so they are not compared.
     """
-    record = read_record(Path(source))
-    recorded = record.get("target_fingerprint")
+    records = {source: read_record(Path(source)) for source in sources}
+    known = [record.get("target_fingerprint") for record in records.values()]
     changed = quantization(target) != "none" or hasattr(target.config, "widened_from")
-    if recorded is None or changed or recorded == fingerprint(target):
-        return None
-    return (
-        f"draft {source} was trained for other target weights ({record.get('target')}, {recorded})"
-        "; it may be accepted less here"
-    )
+    if changed or not any(known):
+        return []
+    # All of the target's weights are read for it, once.
+    here = fingerprint(target)
+    lines = []
+    for source, record in records.items():
+        recorded = record.get("target_fingerprint")
+        if recorded not in (None, here):
+            trained_for = f"{record.get('target')}, {recorded}"
+            lines.append(
+                f"draft {source} was trained for other target weights ({trained_for}); it may be "
+                "accepted less here"
+            )
+    return lines
 
 
 def check_draft_vocabulary(

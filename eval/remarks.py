@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from decode.native import missing_kernel
-from drafts.load import other_target
+from drafts.load import other_targets
 from draftsmith_core.errors import InputError, counted
 from draftsmith_core.models import parameter_count
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
@@ -119,8 +119,8 @@ def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Rema
 
 def of_targets(drafts: Mapping[str, str], target: PreTrainedModel) -> list[Remark]:
     """Find drafts that were trained for another target; `drafts` maps names to directories."""
-    lines = [other_target(source, target) for source in drafts.values()]
-    return [Remark(about="other_target", text=line) for line in lines if line is not None]
+    lines = other_targets(drafts.values(), target)
+    return [Remark(about="other_target", text=line) for line in lines]
 
 
 def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None) -> list[Remark]:

@@ -77,10 +77,11 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
     }
     checkpoint = Path(source.name)
     hashes = read_prompt_hashes(checkpoint)
+    trained = read_record(checkpoint)
     record: JsonObject = {} if source.kind != "draft" else {"kind": "draft-lm"}
     for key in ("target", "target_fingerprint"):
-        if trained_for := read_record(checkpoint).get(key):
-            record[key] = trained_for
+        if trained.get(key):
+            record[key] = trained[key]
     with hold(out), writing(out), atomic_dir(out) as directory:
         written["check"] = asdict(writer.write(source, directory))
         record |= {
@@ -89,8 +90,8 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
         }
         if source.target_name is not None:
             record["target"] = source.target_name
-        if source.target is not None:
-            record.setdefault("target_fingerprint", fingerprint(source.target))
+        if source.target is not None and "target_fingerprint" not in record:
+            record["target_fingerprint"] = fingerprint(source.target)
         if hashes is not None:
             write_prompt_hashes(directory, hashes.tolist())
         record |= provenance(command_line("export", config), asdict(config))

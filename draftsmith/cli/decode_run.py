@@ -17,7 +17,7 @@ from rich.text import Text
 from decode import PROPOSERS, DecodeStats
 from decode.native import missing_kernel
 from decode.suffix_index import SuffixIndex
-from drafts.load import draft_kind, other_target
+from drafts.load import draft_kind, other_targets
 from draftsmith.cli.outcome import Outcome
 from draftsmith.config import DecodeConfig
 from draftsmith.detokenizer import Detokenizer, Piece
@@ -129,9 +129,8 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         fast=config.fast,
         compile=config.compile,
     )
-    for name in config.draft if drafts else ():
-        if line := other_target(name, pair.target):
-            _say(f"warning: {line}")
+    for line in other_targets(config.draft if drafts else (), pair.target):
+        _say(f"warning: {line}")
     if method is None:
         return pair, pair.decoding(proposer="none")
     decoding = pair.decoding(

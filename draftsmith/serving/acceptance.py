@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from distill.engines.server import Completion
-from drafts.load import depth_limit, other_target
+from drafts.load import depth_limit, other_targets
 from draftsmith.config import ServedConfig
 from draftsmith.pair import Pair, load_pair
 from draftsmith.serving.replay import Case, Replay, replay
@@ -118,7 +118,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
         "likelihood": likelihood,
         "verdict": "less than predicted" if less else "as predicted",
         "own_texts": own_texts,
-        "other_target": other_target(config.draft, pair.target),
+        "other_target": next(iter(other_targets([config.draft], pair.target)), None),
         "cause": cause and f"{cause['suspect']}: {cause['detail']}",
         "remedy": cause and SUSPECTS[cause["suspect"]].remedy,
         "tried": tried,
