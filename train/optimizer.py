@@ -27,7 +27,7 @@ _ITERATIONS = 5
 
 
 def usual_rate(parameters: int, taught: bool) -> float:
-    """Return the peak learning rate for a draft of so many trained parameters.
+    """Return the usual peak learning rate for a number of trained parameters.
 
     taught: whether its loss reads the target's distributions. The rule is a fit through the recipes
     of this repository: 2e-4 at 68 M parameters, 1e-4 at 160 M, 3e-3 at 0.4 M.
@@ -116,9 +116,15 @@ def hidden_matrices(draft: nn.Module) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class Optimizers:
-    """One or two optimizers, of parameters that they do not share, as one."""
+    """One or two optimizers as one. They share no parameter, and keep their states by parameter in
+    one dict.
+    """
 
     parts: list[torch.optim.Optimizer]
+
+    def __post_init__(self) -> None:
+        for part in self.parts[1:]:
+            part.state = self.parts[0].state
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -126,18 +132,9 @@ class Optimizers:
 
     @property
     def state(self) -> dict[Any, dict[str, Tensor]]:
-        """The states by parameter; `put` changes them."""
-        states: dict[Any, dict[str, Tensor]] = {}
-        for part in self.parts:
-            states |= part.state
+        """The states by parameter."""
+        states: dict[Any, dict[str, Tensor]] = self.parts[0].state
         return states
-
-    def put(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
-        """Set the state of a parameter."""
-        for part in self.parts:
-            owned = (one for group in part.param_groups for one in group["params"])
-            if any(one is parameter for one in owned):
-                part.state[parameter] = state
 
     def step(self) -> None:
         for part in self.parts:
@@ -166,7 +163,9 @@ class Muon(torch.optim.Optimizer):
         """Update every matrix that has a gradient."""
         for group, parameter in self._with_gradients():
             state = self.state[parameter]
-            mean = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            mean = state["momentum_buffer"]
             mean.lerp_(parameter.grad, 1 - _MOMENTUM)
             ahead = parameter.grad.lerp(mean, _MOMENTUM)
             size = 0.2 * math.sqrt(max(parameter.shape))

@@ -25,8 +25,9 @@ from train.trainee import Trainee
 from train.world import World, silent
 
 MakeOptimizer = Callable[[], Optimizers]
-# Moments of AdamW and Muon, as torch names them; SGD without momentum has none.
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+# Moments of AdamW, and those of AdamW and Muon, as torch names them; SGD without momentum has none.
+_ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = (*_ADAMW_MOMENTS, "momentum_buffer")
 
 
 class Copies:
@@ -159,7 +160,7 @@ class Copies:
 
     def set_moments(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
         """Put a state, whole or of a shard, in the place of a parameter's."""
-        self.optimizer.put(parameter, state)
+        self.states()[parameter] = state
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """The trained parameters with their names."""
@@ -221,7 +222,7 @@ class Zero(Copies):
     def load_optimizer(self, values: dict[str, Tensor]) -> None:
         if values:
             for piece in self.pieces():
-                moments = {key: torch.zeros_like(piece) for key in _MOMENTS[:2]}
+                moments = {key: torch.zeros_like(piece) for key in _ADAMW_MOMENTS}
                 self.states()[piece] = {"step": values["step"].clone(), **moments}
             self.pieces()
         super().load_optimizer(values)
@@ -243,7 +244,7 @@ class Zero(Copies):
     def set_moments(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        for key in _MOMENTS[:2]:
+        for key in _ADAMW_MOMENTS:
             safe_set_full_optimizer_state(parameter, state[key], key)
 
     def pieces(self) -> list[Tensor]:
