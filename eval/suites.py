@@ -8,9 +8,8 @@ from decode import take_over
 from drafts.load import LoadedModels, load_models
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import hash_json
-from draftsmith_core.prompts import Prompt, read_prompts
+from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.ranks import say
-from draftsmith_core.reasons import Reasons
 from draftsmith_core.settings import loading, tokenizing
 from draftsmith_core.suites import load_suite, suite_name
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
@@ -78,8 +77,14 @@ def load(
 ) -> tuple[list[Suite], LoadedModels]:
     """Read the prompts, ID sets first, then load the models. options: as for `load_models`."""
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
-    suites = [_read(config, tokenizer, name, source, "id") for name, source in id_sets.items()]
-    suites += [_read(config, tokenizer, name, source, "ood") for name, source in ood_sets.items()]
+    reads: list[PromptSet] = []
+    suites: list[Suite] = []
+    for name, source in (id_sets | ood_sets).items():
+        read = _read(config, tokenizer, name, source)
+        skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
+        kind: SuiteKind = "id" if name in id_sets else "ood"
+        suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more))
+        reads.append(read)
     options = {"quantize": config.quantize, "tokenizer": tokenizer, **loading(config), **options}
     pair = load_models(config.target, drafts, **options)
     take_over(pair.target, *pair.drafts.values())
@@ -87,40 +92,24 @@ def load(
     if any(_asks_again(suite.source) for suite in suites):
         suites = [_with_own_answers(suite, pair, config) for suite in suites]
         suites = fit(suites, config.max_new_tokens, pair.context)
-    for suite in suites:
-        _say_skipped_rows(suite)
+    # Last, so that a refusal above stands alone.
+    for read in reads:
+        read.say_skipped()
     return suites, pair
 
 
-def _say_skipped_rows(suite: Suite) -> None:
-    reasons = Reasons()
-    for place, reason in suite.skipped:
-        kind, _, number = place.partition(" ")
-        if kind == "row":
-            reasons.add(int(number), reason)
-    for line in reasons.lines(f"of {suite.rows} rows skipped"):
-        say(f"{suite.source}: {line}")
-
-
 def _read(
-    config: EvalConfig | PlanConfig,
-    tokenizer: Tokenizer,
-    name: str,
-    source: str,
-    kind: SuiteKind,
-) -> Suite:
+    config: EvalConfig | PlanConfig, tokenizer: Tokenizer, name: str, source: str
+) -> PromptSet:
     if _asks_again(source):
-        read = read_questions(source, tokenizer, domain=name, limit=config.max_prompts)
-    else:
-        read = read_prompts(
-            source,
-            tokenizer,
-            domain=name,
-            prompt_tokens=config.prompt_tokens,
-            limit=config.max_prompts,
-        )
-    skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
-    return Suite(name, kind, source, read.prompts, skipped, read.rows, read.more)
+        return read_questions(source, tokenizer, domain=name, limit=config.max_prompts)
+    return read_prompts(
+        source,
+        tokenizer,
+        domain=name,
+        prompt_tokens=config.prompt_tokens,
+        limit=config.max_prompts,
+    )
 
 
 def _asks_again(source: str) -> bool:
