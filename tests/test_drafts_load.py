@@ -23,11 +23,13 @@ def test_a_pair_by_name_by_source_and_with_the_same_draft_twice(target_dir, draf
     assert load_models(target_dir, device="cpu", tokenizer=tokenizer).tokenizer is tokenizer
 
 
-def test_a_draft_larger_than_its_target_is_remarked_once(target_dir, draft_dir, caplog):
+def test_a_draft_larger_than_its_target_is_remarked_once(target_dir, draft_dir, tmp_path, caplog):
+    # A copy, because a test before this one may have loaded the same pair in this process.
+    larger = str(shutil.copytree(target_dir, tmp_path / "larger"))
     for _ in range(2):
-        load_models(draft_dir, [target_dir, draft_dir], device="cpu")
+        load_models(draft_dir, [larger, draft_dir], device="cpu")
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
-        f"{target_dir}: is larger than the target"
+        f"{larger}: is larger than the target"
     ]
 
 
