@@ -22,9 +22,9 @@ class SuiteSource:
 
     One of four keys makes a prompt of a row; templates fill in `{column}`, `{column[key]}` and
     `{column[0]}`.
-    user: template of a message. prompt: template of a text to continue. turns: column with a chat,
-    of which the first `keep_turns` are kept. questions: columns that may hold the user's turns, of
-    which the first `keep_turns` are asked in turn.
+    user: template of a message. prompt: template of a text to continue. turns: column with a chat;
+    its first `keep_turns` turns are kept. questions: columns that may hold the user's turns; the
+    first `keep_turns` are asked in turn.
 
     where: values that a column must have. every: take every nth row that fits. prompts: maximum
     number of prompts. placeholder: text of rows that `fill` has yet to fill. gated: whether the hub

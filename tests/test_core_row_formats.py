@@ -135,7 +135,7 @@ def user(content: object) -> dict[str, Any]:
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
-# The row, and what is said of it: the key and the fix.
+# A row, and a part of the message: its key and the fix.
 SKIPPED: list[tuple[Any, str]] = [
     (user(None), "key 'messages': turn 1: 'content' must be text, got null"),
     (user(3), "key 'messages': turn 1: 'content' must be text, got int"),

@@ -42,7 +42,7 @@ def _automodel(number: int) -> dict[str, Any]:
 
 
 def _llama_factory(number: int) -> dict[str, Any]:
-    call = {"name": "weather", "arguments": {"city": f"{number}"}}
+    call = {"name": "weather", "arguments": {"city": str(number)}}
     turns = [
         {"from": "human", "value": f"City {number}?"},
         {"from": "function_call", "value": json.dumps(call)},

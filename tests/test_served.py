@@ -362,7 +362,7 @@ def test_counts_of_each_request_tolerate_other_traffic(place):
 
 
 def test_tokens_that_vllm_accepted_behind_the_end_are_not_counted():
-    """Six tokens behind the first: 1 + 3 by two steps, then 4 of which EOS cuts off 2."""
+    """Three steps give 1, 3 and 4 tokens; the sixth ends the answer, so two are left out."""
     summary = {
         "acceptance_histogram": [1, 0, 1, 1],
         "num_spec_steps": 3,
