@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import draftsmith as ds
 from benchmarks.lib.engines import PROGRAMS, complete, llama_server, vllm_answers, work
-from drafts.doctor import PATH_TRAPS
+from drafts.engine_rules import PATH_TRAPS
 from drafts.heads import HEADS, save_head
 from draftsmith.__main__ import main
 from draftsmith_core.engine_commands import SERVING

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafts.config import ExportConfig
-from drafts.doctor import Model, Pair, first_broken, path_trap
 from drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
+from drafts.engine_rules import Model, Pair, first_broken, path_trap
 from drafts.heads.block import BlockHead
 from drafts.heads.store import write_tensors
 from drafts.layouts import gguf_file
