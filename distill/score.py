@@ -25,7 +25,7 @@ from distill.parts import (
     prompts_of_finished,
     write_part,
 )
-from draftsmith_core.errors import InputError, RunError, without_secrets
+from draftsmith_core.errors import InputError, RunError, without_place, without_secrets
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.launcher import join_processes
 from draftsmith_core.models import (
@@ -302,7 +302,7 @@ def _row(
         stored = parse_record(record, source)
         cut = answers(stored, where, tokenizer, ends)
     except InputError as error:
-        return Skipped(record.number, str(error).removeprefix(f"{where}: "))
+        return Skipped(record.number, without_place(error, where))
     own_id = text_of(stored, "id")
     from_target = any(stored.get(key) is not None for key in ID_KEYS)
     rows = []

@@ -61,6 +61,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(words) or type(error).__name__
 
 
+def without_place(error: BaseException, place: str) -> str:
+    """Return an error's message without the place that it begins with, for a list of one place."""
+    return str(error).removeprefix(f"{place}: ")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class name if the message is empty."""
     lines = str(error).strip().splitlines()

@@ -21,6 +21,7 @@ from draftsmith_core.errors import (
     first_line,
     one_line,
     require_package,
+    without_place,
     without_secrets,
 )
 from draftsmith_core.io import JsonObject
@@ -120,7 +121,7 @@ def iterate_rows(source: str) -> Iterator[tuple[int, JsonObject]]:
         try:
             row = parse_record(record, source)
         except InputError as error:
-            skipped.add(record.number, str(error).removeprefix(f"{source}:{record.number}: "))
+            skipped.add(record.number, without_place(error, f"{source}:{record.number}"))
         else:
             yield record.number, row
     for line in skipped.lines("rows skipped"):

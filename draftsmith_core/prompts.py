@@ -22,7 +22,7 @@ from draftsmith_core.chats import (
     encode_rendered,
     exchange,
 )
-from draftsmith_core.errors import InputError, without_secrets
+from draftsmith_core.errors import InputError, without_place, without_secrets
 from draftsmith_core.io import JsonObject, hash_json
 from draftsmith_core.prompt_rows import (
     TOKEN,
@@ -138,8 +138,8 @@ class PromptReader:
         try:
             return self.read(record)
         except InputError as error:
-            where = f"{self.source}:{record.number}: "
-            return Skipped(record.number, str(error).removeprefix(where))
+            where = f"{self.source}:{record.number}"
+            return Skipped(record.number, without_place(error, where))
 
     def read(self, record: Record) -> Prompt | Skipped:
         """Return the prompt of a row, or why it is skipped. Raise InputError for a row that cannot

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import torch
 
 from drafts.draft_vocabulary import token_counts
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, without_place
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompt_rows import iterate_records, parse_record
 from draftsmith_core.prompts import ANSWER_KEYS, answers, prompt_hash, with_eos
@@ -224,7 +224,7 @@ def _text(
             else:
                 stream += _document(row, where, tokenizer)
         except InputError as error:
-            skipped.add(record.number, str(error).removeprefix(f"{where}: "))
+            skipped.add(record.number, without_place(error, where))
     lines = skipped.lines(f"of {rows} rows skipped")
     for line in lines:
         log.warning("%s: %s", source, line)
