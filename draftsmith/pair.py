@@ -120,7 +120,8 @@ class Output:
         }
         stats["accepted_by_depth"] = list(self.stats.accepted_by_depth)
         stats["seconds"] = self.prefill_s + self.decode_s
-        return {key: getattr(self, key) for key in keys} | {"stats": stats}
+        row = {key: getattr(self, key) for key in keys}
+        return row | {"stats": stats}
 
 
 @dataclass(frozen=True)
@@ -456,8 +457,9 @@ class Pair:
                 )
             except ValueError as error:
                 raise InputError(str(error)) from None
-            yield [
-                Output(
+            outputs = []
+            for (prompt, sample), generation in zip(rows, batch.generations, strict=True):
+                output = Output(
                     id=prompt.id,
                     sample_index=sample,
                     prompt_ids=list(prompt.ids),
@@ -469,8 +471,8 @@ class Pair:
                     prefill_s=batch.prefill_s / len(rows),
                     decode_s=batch.decode_s / len(rows),
                 )
-                for (prompt, sample), generation in zip(rows, batch.generations, strict=True)
-            ]
+                outputs.append(output)
+            yield outputs
 
 
 def _is_one_prompt(prompts: Any) -> bool:

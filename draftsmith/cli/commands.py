@@ -37,7 +37,9 @@ def _init(config: "InitConfig", command: str) -> Outcome:
     from draftsmith.starting import in_words, init
 
     summary = init(config)
-    return Outcome(summary, [*in_words(summary, config.temperature), f"draft:  {summary['out']}"])
+    lines = in_words(summary, config.temperature)
+    lines.append(f"draft:  {summary['out']}")
+    return Outcome(summary, lines)
 
 
 def _distill(config: "DistillConfig", command: str) -> Outcome:
@@ -100,7 +102,8 @@ def _train(config: "TrainCommandConfig", command: str) -> Outcome:
         f"{summary['checkpoint']}: {summary['steps']} steps, best held-out loss "
         f"{summary['heldout_loss']:.4f}"
     )
-    return Outcome(summary, [f"{line}{alpha} at step {summary['best_step']}"])
+    line += f"{alpha} at step {summary['best_step']}"
+    return Outcome(summary, [line])
 
 
 def _merge(config: "MergeConfig", command: str) -> Outcome:
@@ -110,8 +113,10 @@ def _merge(config: "MergeConfig", command: str) -> Outcome:
     weights = summary["weights"]
     sums = [f"{weight:g} x {source}" for source, weight in weights.items()]
     if config.base is not None:
-        sums.append(f"{1 - sum(weights.values()):g} x {config.base}")
-    return Outcome(summary, [f"{summary['checkpoint']}: {' + '.join(sums)}"])
+        rest = 1 - sum(weights.values())
+        sums.append(f"{rest:g} x {config.base}")
+    added = " + ".join(sums)
+    return Outcome(summary, [f"{summary['checkpoint']}: {added}"])
 
 
 def _decode(config: "DecodeConfig", command: str) -> Outcome:
@@ -140,11 +145,11 @@ def _demo(config: "DemoConfig", command: str) -> Outcome:
     options, results = run_stages(prepared)
     large = demo_run.time_large(options, config.short)
     page = from_main(lambda: demo_run.write_page(results, large))
-    took = f"took {time.monotonic() - started:.0f} s"
-    return Outcome(
-        summary.summary(options, results) | {"large": eval_summary(large)},
-        [*summary.lines(options, results), *page, took],
-    )
+    lines = summary.lines(options, results)
+    seconds = time.monotonic() - started
+    shown = summary.summary(options, results)
+    shown["large"] = eval_summary(large)
+    return Outcome(shown, [*lines, *page, f"took {seconds:.0f} s"])
 
 
 def _eval(config: "EvalConfig", command: str) -> Outcome:
@@ -158,8 +163,10 @@ def _eval(config: "EvalConfig", command: str) -> Outcome:
     unmet = _unmet(lambda: evaluate_request(request))
     results = Results.load(config.out)
     shown = summary(results)
-    files = [f"results: {shown['results']}", f"report:  {shown['report']}"]
-    return Outcome(shown, [*headline_and_table(results), *files], unmet)
+    lines = headline_and_table(results)
+    lines.append(f"results: {shown['results']}")
+    lines.append(f"report:  {shown['report']}")
+    return Outcome(shown, lines, unmet)
 
 
 def _render(config: "RenderConfig", command: str) -> Outcome:
@@ -224,10 +231,8 @@ def _export(config: "ExportConfig", command: str) -> Outcome:
     if summary["proven_in"] is not None:
         checked += f"; our tests ran such a file in {summary['proven_in']}"
     size = sum(summary["files"].values()) / 2**20
-    line = (
-        f"{config.out}: {summary['kind']} as {config.format}, {len(summary['files'])} files, "
-        f"{size:.1f} MiB"
-    )
+    count = len(summary["files"])
+    line = f"{config.out}: {summary['kind']} as {config.format}, {count} files, {size:.1f} MiB"
     return Outcome(summary, [line, checked, *summary["remarks"]])
 
 
@@ -248,7 +253,8 @@ def _plan(config: "PlanConfig", command: str) -> Outcome:
     )
     summary = {"plan": str(config.file), **{key: document[key] for key in keys}}
     tree = "auto" if config.out is None else f"auto:{config.out}"
-    return Outcome(summary, [*plan_lines(document), "", f"plan: {config.file} (--tree {tree})"])
+    lines = plan_lines(document)
+    return Outcome(summary, [*lines, "", f"plan: {config.file} (--tree {tree})"])
 
 
 @dataclass(frozen=True)
@@ -364,7 +370,8 @@ def run(name: str, argv: list[str]) -> None:
         if name == "decode" and typed & {"-h", "--help"}:
             from draftsmith.cli.method_table import terminal
 
-            print("\n" + terminal(shutil.get_terminal_size().columns))
+            columns = shutil.get_terminal_size().columns
+            print("\n" + terminal(columns))
         raise
     if not command.parallel:
         require_single_process(name)
@@ -393,10 +400,6 @@ def print_completion(argv: list[str]) -> None:
     whole = argparse.ArgumentParser(prog="draftsmith")
     parsers = whole.add_subparsers()
     for name, command in COMMANDS.items():
-        parsers.add_parser(
-            name,
-            help=command.what,
-            parents=[parser(command.options, name, True, command.modes)],
-            add_help=False,
-        )
+        options = parser(command.options, name, True, command.modes)
+        parsers.add_parser(name, help=command.what, parents=[options], add_help=False)
     print(shtab.complete(whole, argv[0]))

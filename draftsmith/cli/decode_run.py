@@ -223,8 +223,9 @@ class Stream:
             return
         # Remove escape sequences: a model must not control the terminal.
         shown = [c for c in piece if c in "\n\t" or unicodedata.category(c) != "Cc"]
+        text = "".join(shown)
         style = DRAFT_STYLE if piece.from_draft else ""
-        self._console.print(Text("".join(shown), style=style), end="")
+        self._console.print(Text(text, style=style), end="")
 
 
 def _summary(

@@ -23,9 +23,8 @@ def method_rows() -> dict[str, list[MethodRow]]:
         # Grown trees hold the most probable tokens, which only some rules may verify.
         trees = "any" if "deterministic" in rule.drawings else "chain, kary, static, sequoia"
         trees = "chain" if rule.chains_only else trees
-        rules.append(
-            MethodRow(name, rule.title, "yes" if rule.lossless else "NO", trees, rule.paper)
-        )
+        lossless = "yes" if rule.lossless else "NO"
+        rules.append(MethodRow(name, rule.title, lossless, trees, rule.paper))
     return {
         "--proposer": [
             MethodRow(name, kind.title, "", kind.trees, kind.paper)
@@ -62,9 +61,8 @@ def terminal(columns: int = 100) -> str:
     for option, rows in method_rows().items():
         lines.append(option)
         for name, what, _, trees, paper in rows:
-            text = (
-                f"  {name:18}{what}; {trees if option == '--tree' else f'trees: {trees}'}; {paper}"
-            )
+            shape = trees if option == "--tree" else f"trees: {trees}"
+            text = f"  {name:18}{what}; {shape}; {paper}"
             lines += textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
     for note in _notes():
         lines += ["", *textwrap.wrap(note, width)]

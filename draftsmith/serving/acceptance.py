@@ -202,14 +202,16 @@ def _by_depth(accepted_PD: Floats, reached_PD: Floats, picks: Resamples) -> list
 
     Skip steps that the text's end cuts off: the server may have accepted tokens past it.
     """
-    parts = [PromptSums(a, r) for a, r in zip(accepted_PD.T, reached_PD.T, strict=True)]
-    values = np.cumprod([part.pooled or 0.0 for part in parts])
-    shares_DR = np.cumprod([np.nan_to_num(pooled_ratios(part, picks)) for part in parts], axis=0)
-    ends = [interval(share_R, picks, least=0.0, most=1.0) for share_R in shares_DR]
-    return [
-        Estimate(value=float(value), low=low, high=high, n=len(accepted_PD))
-        for value, (low, high) in zip(values, ends, strict=True)
-    ]
+    value = 1.0
+    share_R = np.ones(())
+    estimates = []
+    for accepted_P, reached_P in zip(accepted_PD.T, reached_PD.T, strict=True):
+        sums = PromptSums(accepted_P, reached_P)
+        value *= sums.pooled or 0.0
+        share_R = share_R * np.nan_to_num(pooled_ratios(sums, picks))
+        low, high = interval(share_R, picks, least=0.0, most=1.0)
+        estimates.append(Estimate(value=value, low=low, high=high, n=len(accepted_PD)))
+    return estimates
 
 
 def _close(value: Estimate, to: float, margin: float) -> bool:
@@ -276,7 +278,8 @@ def _try(
             likelihood = estimate(found.likelihood, picks)
             away = difference(counted, found.tokens, picks)
             differing_P = np.abs(found.tokens.denominator_P - calls_P)
-            misfit = differing_P.sum() / calls_P.sum() + abs(1 - (likelihood["value"] or 0.0))
+            unlikely = abs(1 - (likelihood["value"] or 0.0))
+            misfit = differing_P.sum() / calls_P.sum() + unlikely
             likely = _close(likelihood, 1.0, _TEXT_MARGIN)
             row = {
                 "suspect": name,

@@ -79,8 +79,8 @@ def replay(case: Case, tokens: int) -> Replay:
 
 def _likelihood(at: Positions) -> dict[str, list[float]]:
     """Sum over each text p(x), and its expectation under p, sum_x p(x)^2."""
-    tokens = [[at.texts[row].output_ids[n]] for row, n in at.places]
-    x_N1 = torch.tensor(tokens, device=at.p_NV.device)
+    tokens = [at.texts[row].output_ids[n] for row, n in at.places]
+    x_N = torch.tensor(tokens, device=at.p_NV.device)
     rows_N = torch.tensor([row for row, _ in at.places])
 
     def total(values_N: Tensor) -> list[float]:
@@ -88,5 +88,6 @@ def _likelihood(at: Positions) -> dict[str, list[float]]:
         sums_B.index_add_(0, rows_N, values_N.double().cpu())
         return sums_B.tolist()
 
-    own_N = at.p_NV.gather(1, x_N1)[:, 0]
-    return {"own": total(own_N), "expected": total(at.p_NV.square().sum(1))}
+    own_N = at.p_NV.gather(1, x_N[:, None])[:, 0]
+    expected_N = at.p_NV.square().sum(1)
+    return {"own": total(own_N), "expected": total(expected_N)}

@@ -14,9 +14,10 @@ def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]
     """Return the lines, and the error of exit code 3 if less is accepted than predicted."""
     served = found["served"]
     predicted = found["predicted"]
+    drafts = f"{found['engine']} at {found['url']} drafts {found['draft_tokens']} tokens"
+    asked = f"{found['prompts']} prompts, temperature {found['temperature']:g}"
     lines = [
-        f"{found['engine']} at {found['url']} drafts {found['draft_tokens']} tokens; "
-        f"{found['prompts']} prompts, temperature {found['temperature']:g}",
+        f"{drafts}; {asked}",
         f"{'':<18}{'served':<24}predicted",
         _row("tokens per call", served["tokens_per_call"], predicted["tokens_per_call"]),
     ]
@@ -43,7 +44,8 @@ def _tried(tried: list[dict[str, Any]]) -> list[str]:
     width = 4 + max(map(len, names))
     lines = [f"{'tried':<{width}}tokens per call  texts  misfit"]
     for name, row in zip(names, tried, strict=True):
-        marked = f"{'*' if row['fits'] else ' '} {name}"
+        mark = "*" if row["fits"] else " "
+        marked = f"{mark} {name}"
         figures = f"{row['tokens_per_call']:>15.3f}{row['likelihood']:>7.0%}{row['misfit']:>8.3f}"
         lines.append(f"{marked:<{width}}{figures}")
     return lines
@@ -60,5 +62,6 @@ def _verdict(found: dict[str, Any]) -> str:
     if found["cause"]:
         return f"{verdict}; likely cause: {found['cause']}; {found['remedy']}"
     if found["tried"]:
-        return f"{verdict}; no suspect fits, the closest is '{found['tried'][0]['suspect']}'"
+        closest = found["tried"][0]["suspect"]
+        return f"{verdict}; no suspect fits, the closest is '{closest}'"
     return verdict

@@ -52,7 +52,8 @@ def _residual(case: Case) -> Iterator[tuple[str, Case]]:
         layer: Any = draft.midlayer
         taken = not layer.norm_before_residual
         layer.norm_before_residual = taken
-        yield f"taken as {str(taken).lower()}", replace(case, draft=draft)
+        word = str(taken).lower()
+        yield f"taken as {word}", replace(case, draft=draft)
 
 
 def _vocabulary(case: Case) -> Iterator[tuple[str, Case]]:
@@ -104,7 +105,8 @@ def _other_ropes(model: nn.Module) -> Iterator[tuple[str, Any]]:
             rotary = getattr(parent, name)
             config = copy.deepcopy(rotary.config)
             config.rope_parameters = kept | left
-            setattr(parent, name, type(rotary)(config).to(rotary.inv_freq.device))
+            again = type(rotary)(config)
+            setattr(parent, name, again.to(rotary.inv_freq.device))
         yield detail, changed
 
 
@@ -213,8 +215,9 @@ def _round_to_four_bits(weight: Tensor) -> None:
     blocks = weight.view(-1, 32)
     largest = blocks.abs().argmax(1, keepdim=True)
     scale = blocks.gather(1, largest) / -8
-    levels = (blocks / scale).nan_to_num().add(0.5).floor()
-    blocks.copy_(levels.clamp(-8, 7) * scale)
+    nearest = (blocks / scale).nan_to_num() + 0.5
+    levels = nearest.floor().clamp(-8, 7)
+    blocks.copy_(levels * scale)
 
 
 _EXPORT = "write the draft again with `draftsmith export` for this engine"
