@@ -5,25 +5,20 @@ Keys and tokens stay in the environment, where wandb reads them; nothing here pa
 """
 
 import json
-import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith_core.errors import InputError, one_line, require_package
 from draftsmith_core.io import hash_json
-from draftsmith_core.ranks import launched, on_main
+from draftsmith_core.ranks import launched, on_main, say
 
 if TYPE_CHECKING:
     import wandb
     from accelerate import Accelerator
-
-log = logging.getLogger(__name__)
-
-_OFFLINE = "set WANDB_MODE=offline, which needs neither account nor network"
 
 
 def check_tracker(tracker: str) -> None:
@@ -61,94 +56,99 @@ def without_prompts() -> Iterator[None]:
         if hasattr(error, "errors"):
             # The full text of a validation error contains the value, which may be the key.
             reason = ", ".join(part["msg"] for part in error.errors())
-        raise InputError(f"tracker: wandb: {reason.rstrip('.')}; or {_OFFLINE}") from None
+        raise InputError(
+            f"tracker: wandb: {reason.rstrip('.')}; or set WANDB_MODE=offline, which needs neither "
+            "account nor network"
+        ) from None
     finally:
         sys.stdin = stdin
 
 
-def run_options(directory: Path, name: str, run_id: str, job_type: str) -> dict[str, Any]:
-    """Return the arguments of `wandb.init` beside the project; a `run_id` that was used before
-    continues that run.
+def run_options(
+    directory: Path, *, out: Path, config: dict[str, Any], job_type: str
+) -> dict[str, Any]:
+    """Return the arguments of `wandb.init` beside the project. The same directory and config
+    continue their run.
     """
     import wandb
 
     directory.mkdir(parents=True, exist_ok=True)
     return {
         "dir": str(directory),
-        "name": name,
-        "id": run_id,
+        "name": out.resolve().name,
+        "id": hash_json([str(directory.resolve()), config])[:16],
         "resume": "allow",
         "job_type": job_type,
-        # Else wandb uploads uncommitted changes of the directory it is started in, and its remote.
-        "settings": wandb.Settings(disable_git=True),
+        "config": config,
+        # Without `disable_git` wandb uploads uncommitted changes of the current directory, and its
+        # remote. `announce` stands for its banners.
+        "settings": wandb.Settings(disable_git=True, silent=True),
     }
 
 
+def announce(run: "wandb.Run") -> None:
+    """Print where the run is."""
+    directory = os.path.relpath(run.settings.sync_dir)
+    place = f"offline; upload with: wandb sync {directory}" if run.offline else run.url
+    say(f"W&B: {place}")
+
+
 def start(
-    accelerator: "Accelerator",
-    run_dir: Path,
-    identity: dict[str, Any],
-    *,
-    tracker: str,
-    project: str,
+    accelerator: "Accelerator", out: Path, identity: dict[str, Any], *, tracker: str, project: str
 ) -> None:
     """Open the tracker of a training run, if there is one; a resumed run continues the same W&B
     run.
     """
-    if tracker == "wandb":
-        on_main(lambda: _start_wandb(accelerator, run_dir, identity, project))
-    elif tracker == "tensorboard":
-        # Its table of settings takes plain values only. A kill loses what is not flushed.
-        accelerator.init_trackers(
-            "tensorboard",
-            config={"identity": json.dumps(identity)},
-            init_kwargs={"tensorboard": {"flush_secs": 10}},
-        )
+    if tracker == "tensorboard":
+        # Its table of settings takes plain values only.
+        accelerator.init_trackers("tensorboard", config={"identity": json.dumps(identity)})
+    elif tracker == "wandb":
+        inputs = {name: value for name, value in identity.items() if name != "config"}
+        config = {**identity["config"], "inputs": inputs}
+        on_main(lambda: _start_wandb(accelerator, out, config, project))
 
 
 def _start_wandb(
-    accelerator: "Accelerator", run_dir: Path, identity: dict[str, Any], project: str
+    accelerator: "Accelerator", out: Path, config: dict[str, Any], project: str
 ) -> None:
-    # Another directory is another run.
-    run_id = hash_json([str(run_dir.resolve()), identity])[:16]
     with without_prompts():
-        options = run_options(run_dir, run_dir.resolve().parent.name, run_id, "train")
-        accelerator.init_trackers(project, config=identity, init_kwargs={"wandb": options})
-        run = accelerator.get_tracker("wandb", unwrap=True)
-        run.define_metric("heldout_loss", summary="min")
-        run.define_metric("heldout_alpha", summary="max")
-        run.define_metric("heldout_tau", summary="max")
-        _catch_up(run, run_dir)
+        options = run_options(out / "run", out=out, config=config, job_type="train")
+        accelerator.init_trackers(project, init_kwargs={"wandb": options})
+    run = accelerator.get_tracker("wandb", unwrap=True)
+    run.define_metric("heldout/*", summary="min,max")
+    announce(run)
 
 
-def _catch_up(run: "wandb.Run", run_dir: Path) -> None:
-    """Log the steps up to the newest checkpoint that the W&B run lacks: those not sent before a
-    kill, and all of them when offline.
+def curve_names(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of a step as `train/NAME` and `heldout/NAME`."""
+    named = {}
+    for name, value in figures.items():
+        heldout = name.removeprefix("heldout_")
+        named[f"train/{name}" if heldout == name else f"heldout/{heldout}"] = value
+    return named
+
+
+def log_again(accelerator: "Accelerator", lines: Iterable[str]) -> None:
+    """Log the lines of metrics.jsonl whose steps the W&B run lacks: those not sent before a kill,
+    and all when offline.
     """
-    checkpoints = run_dir.glob("checkpoints/step_*")
-    last = max((int(path.name.removeprefix("step_")) for path in checkpoints), default=-1)
-    metrics = run_dir / "metrics.jsonl"
-    for text in metrics.read_text().splitlines() if metrics.exists() else []:
-        # A kill may have cut the last line short; that step is repeated.
-        if text.endswith("}"):
-            line = json.loads(text)
-            step = line.pop("step")
-            if run.step <= step <= last:
-                run.log(line, step=step)
+    for tracker in accelerator.trackers:
+        for line in lines if tracker.name == "wandb" else ():
+            figures = json.loads(line)
+            step = figures.pop("step")
+            if tracker.tracker.step <= step:
+                tracker.log(curve_names(figures), step=step)
 
 
-def finish(accelerator: "Accelerator", tracker: str, record: dict[str, Any], out: Path) -> None:
-    """Log the checkpoint of a training run (W&B only), and close the tracker."""
-    if tracker == "wandb" and accelerator.is_main_process:
-        try:
-            with without_prompts():
-                _log_checkpoint(accelerator.get_tracker("wandb", unwrap=True), record, out)
-        except InputError as error:
-            # The draft is written; a tracker that fails now must not fail the run.
-            log.warning("%s", error)
+def finish(accelerator: "Accelerator", record: dict[str, Any], out: Path) -> None:
+    """Log the checkpoint of a training run (W&B only, in the main process), and close the
+    tracker.
+    """
     # `end_training` would also leave the process group, which the next stage of `align` needs.
-    for opened in accelerator.trackers:
-        opened.finish()
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            _log_checkpoint(tracker.tracker, record, out)
+        tracker.finish()
 
 
 def _log_checkpoint(run: "wandb.Run", record: dict[str, Any], out: Path) -> None:
@@ -157,7 +157,6 @@ def _log_checkpoint(run: "wandb.Run", record: dict[str, Any], out: Path) -> None
 
     run.summary.update({key: record[key] for key in ("best_step", "fingerprint")})
     artifact = wandb.Artifact(f"draft-{record['fingerprint']}", type="model", metadata=record)
-    for path in sorted(out.glob("[!.]*")):
-        if path.is_file():
-            artifact.add_reference(path.resolve().as_uri(), name=path.name)
+    for path in out.resolve().glob("[!.]*.*"):
+        artifact.add_reference(path.as_uri(), name=path.name)
     run.log_artifact(artifact, aliases=["best"])

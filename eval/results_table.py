@@ -72,11 +72,15 @@ class ResultsTable:
         )
 
     def busy(self, domain: str, temperature: float) -> bool:
-        """Whether the machine was too busy to rely on the timings of one set at one temperature."""
-        for row in self.document["conditions"]:
-            if row["domain"] == domain and row["temperature"] == temperature:
-                return row["busy"]
-        return False
+        """Whether the machine was too busy to rely on the timings of a set, or of a pool of sets,
+        at one temperature.
+        """
+        sets = [name for kind in self.kinds if kind == domain for name in self.domains(kind)]
+        return any(
+            row["busy"]
+            for row in self.document["conditions"]
+            if row["domain"] in (domain, *sets) and row["temperature"] == temperature
+        )
 
     def figure(
         self,

@@ -23,6 +23,7 @@ from draftsmith_core.io import write_text_atomic, writing
 from draftsmith_core.progress import progress
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.signals import StopSignal
+from draftsmith_core.wandb_runs import curve_names, log_again
 from train import checkpoint, parallel
 from train.batch import Batch, LossSums
 from train.data import collate, units
@@ -252,6 +253,7 @@ def _start(job: TrainingJob, trainee: Trainee, run: Progress) -> Copies:
     whole = [line for line in lines if line.endswith("}")]
     done = [line + "\n" for line in whole if json.loads(line)["step"] <= step]
     write_text_atomic(metrics, "".join(done))
+    log_again(job.world.accelerator, done)
     return wrapped
 
 
@@ -289,4 +291,4 @@ def _log(
     if job.world.is_main:
         with writing(path), path.open("a") as file:
             file.write(json.dumps({"step": step, **figures}) + "\n")
-    job.world.accelerator.log(figures | (clock or {}), step=step)
+    job.world.accelerator.log(curve_names(figures | (clock or {})), step=step)

@@ -102,7 +102,7 @@ def train(
         else:
             wandb_runs.start(
                 job.world.accelerator,
-                job.run_dir,
+                out,
                 job.identity,
                 tracker=config.tracker,
                 project=config.project,
@@ -280,7 +280,7 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
         checkpoint.publish(job, write_files, record)
 
     on_main(write)
-    wandb_runs.finish(job.world.accelerator, config.tracker, record, Path(config.out))
+    wandb_runs.finish(job.world.accelerator, record, Path(config.out))
     return record
 
 
