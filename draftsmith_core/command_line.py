@@ -7,7 +7,6 @@ nearest right one.
 """
 
 import argparse
-import difflib
 import functools
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,15 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from draftsmith_core.errors import InputError, one_line
-from draftsmith_core.options import Option, options_of, partial_of, put, reason_of, value_at
+from draftsmith_core.options import (
+    Option,
+    nearest_option,
+    options_of,
+    partial_of,
+    put,
+    reason_of,
+    value_at,
+)
 
 C = TypeVar("C")
 # Options of every command.
@@ -108,14 +115,8 @@ def check_file(cls: type, file: Path) -> None:
 
 
 def _nearest(key: str, table: Iterable[str], dashes: str = "") -> str:
-    known = [*_COMMON, *table]
-    # `--lrr` means `optim.lr`: the part behind the dot is what people remember.
-    by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
-    lasts = difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if lasts:
-        close = [by_last[lasts[0]]]
-    return f"; did you mean {dashes}{close[0]}?" if close else "; --help=all lists them"
+    near = nearest_option(key, [*_COMMON, *table])
+    return f"; did you mean {dashes}{near}?" if near else "; --help=all lists them"
 
 
 def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> dict[str, str]:

@@ -27,6 +27,7 @@ result. The first sentence of an inherited or nested class is the heading of its
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import os
@@ -139,16 +140,42 @@ def options(cls: type[C]) -> type[C]:
         try:
             validating_init(self, **{key: _plain(value) for key, value in values.items()})
         except ValidationError as error:
-            raise InputError(reason_of(error).line) from None
+            raise InputError(_unknown_option(cls, error) or reason_of(error).line) from None
 
     decorated.__init__ = init  # type: ignore[method-assign, assignment]
     return decorated
+
+
+def _unknown_option(cls: type, error: ValidationError) -> str | None:
+    """Return a line that names the option nearest to one that the class lacks, if one is given."""
+    for each in error.errors():
+        if each["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            key = ".".join(map(str, each["loc"]))
+            near = nearest_option(key, [option.key for option in options_of(cls)])
+            fix = f"did you mean {near}?" if near else f"help({cls.__name__}) lists them"
+            return f"{key}: no option of {cls.__name__}; {fix}"
+    return None
+
+
+def nearest_option(key: str, known: Sequence[str]) -> str | None:
+    """Return the known dotted key nearest to an unknown one, or None if none is near."""
+    # `lrr` means `optim.lr`: the part behind the dot is what people remember.
+    by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
+    lasts = difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if lasts:
+        return by_last[lasts[0]]
+    return close[0] if close else None
 
 
 def configured(cls: type[C], config: C | None, given: Mapping[str, Any]) -> C:
     """Return `config` with `given` replaced; build one from `given` alone if `config` is None."""
     if config is None:
         return cls(**given)
+    if not isinstance(config, cls):
+        name = cls.__name__
+        kind = type(config).__name__
+        raise TypeError(f"expected {name}(...) or options by name (**options), got a {kind}")
     return dataclasses.replace(config, **given) if given else config  # type: ignore[type-var]
 
 
@@ -430,8 +457,8 @@ class Reason:
 
 
 def reason_of(error: ValidationError) -> Reason:
-    """The first error of a validation."""
-    first = error.errors()[0]
+    """The first error of a validation; a value that is wrong comes before one that is missing."""
+    first = min(error.errors(), key=lambda each: each["type"] == "missing")
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, InputError):
@@ -439,10 +466,13 @@ def reason_of(error: ValidationError) -> Reason:
         line = f"{key}.{raised}" if key else str(raised)
         start, _, _ = line.partition(":")
         return Reason(start.removeprefix("--").split()[0], line)
+    if first["type"] == "missing":
+        return Reason(key, f"{key}: is missing")
     text = first["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
     # Pydantic's "Input should be a valid number, unable to parse string as a number" says it twice.
     line = f"{key}: " + re.sub(r", (unable to|got a number with) .*", "", text)
-    if "missing" not in first["type"]:
-        got = "null" if first["input"] is None else repr(first["input"])[:200]
-        line += f", got {got}"
+    got = "null" if first["input"] is None else repr(first["input"])[:200]
+    line += f", got {got}"
+    if first["type"] == "list_type" and isinstance(first["input"], str):
+        line += f"; write [{got}]"
     return Reason(key, line)

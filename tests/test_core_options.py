@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+from draftsmith.alignment.config import AlignConfig
 from draftsmith.cli.commands import COMMANDS, SHELLS
 from draftsmith.config import TrainCommandConfig
 from draftsmith_core.command_line import parse
@@ -216,16 +217,22 @@ def test_python_callers_get_the_same_checks():
     assert (config.name, config.words, config.limit, type(config.limit)) == ("a", ["b"], 3, int)
     for values, told in (
         ({"limit": 0}, "limit: must be greater than or equal to 1, got 0"),
-        ({"words": "b"}, "words: must be a valid list, got 'b'"),
+        ({"words": "b"}, "words: must be a valid list, got 'b'; write ['b']"),
+        ({"words": "b", "name": ...}, "words: must be a valid list"),
+        ({"name": ...}, "name: is missing"),
         ({"colour": "blue"}, "colour: must be 'red' or 'green', got 'blue'"),
         ({"count": float("nan")}, "count: "),
-        ({"colours": "red"}, "colours: Unexpected keyword argument"),
+        ({"colours": "red"}, "colours: no option of Options; did you mean colour?"),
+        ({"nam": "a", "name": ...}, "nam: no option of Options; did you mean name?"),
+        ({"inner": {"rat": 1}}, "inner.rat: no option of Options; did you mean inner.rate?"),
+        ({"zz": 1}, "zz: no option of Options; help(Options) lists them"),
         ({"inner": {"rate": -1}}, "inner.rate: must be greater than 0, got -1"),
         ({"count": -1}, "count: -1 must not be negative"),
         ({"name": None}, "name: must be a valid string, got null"),
     ):
         with pytest.raises(InputError) as caught:
-            Options(**{"name": "a", **values})  # type: ignore[arg-type]
+            given = {"name": "a", **values}
+            Options(**{key: value for key, value in given.items() if value is not ...})  # type: ignore[arg-type]
         assert str(caught.value).startswith(told)
     with pytest.raises(InputError, match="limit: must be greater than or equal to 1"):
         replace(config, limit=0)
@@ -245,3 +252,7 @@ def test_options_are_laid_over_the_configuration_of_a_call():
     for config, named in ((None, {"out": "a", "data": ["d"]}), (given, {})):
         with pytest.raises(InputError, match="stepz"):
             configured(TrainConfig, config, {**named, "stepz": 3})
+    with pytest.raises(TypeError, match=r"expected TrainConfig\(...\) .* got a dict"):
+        configured(TrainConfig, {"data": ["d"]}, {})
+    with pytest.raises(InputError, match=r"did you mean train\.optim\.lr\?"):
+        AlignConfig(target="t", out="o", prompts="p", train={"optim": {"lrr": 1}})
