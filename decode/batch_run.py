@@ -72,8 +72,8 @@ class StopStrings:
         return None
 
     def _complete(self, ids: Sequence[int], begin: int, end: int) -> bool:
-        recent = list(ids[max(begin - self._reach, 0) : end])
-        text = self._tokenizer.decode(recent, clean_up_tokenization_spaces=False)
+        first = max(begin - self._reach, 0)
+        text = self._tokenizer.decode(list(ids[first:end]), clean_up_tokenization_spaces=False)
         return any(string in text for string in self._strings)
 
 
@@ -283,7 +283,9 @@ class BatchRun:
         best = logits_BMV.max(-1)  # of equal logits the first, as argmax, and faster
         walks = follow(proposal, best.indices.tolist())
         target_B = [all(map(math.isfinite, values)) for values in best.values.tolist()]
-        draft_B = [True] if proposal.finite is None else proposal.finite.view(-1).tolist()
+        draft_B = [True]
+        if proposal.finite is not None:
+            draft_B = proposal.finite.view(-1).tolist()
         draft_B *= len(target_B) // len(draft_B)
         finite_B = [target + 2 * draft for target, draft in zip(target_B, draft_B, strict=True)]
         if hidden:
@@ -433,14 +435,15 @@ def _verify(
 def _on_path(hidden: Sequence[Tensor], nodes_BD: Tensor) -> tuple[Tensor, ...]:
     """Return states at the root and at these nodes."""
     path_BD1 = pad(nodes_BD, (1, 0)).unsqueeze(2)
-    return tuple(layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden)
+    return tuple(layer.take_along_dim(path_BD1, dim=1) for layer in hidden)
 
 
 def _finite(logits_BMV: Tensor, draft: Tensor | None) -> Tensor:
     """`[B]`: 1 if the target's logits are finite, plus 2 if the draft's are. The largest logit
     shows any NaN or plus infinity; minus infinity marks an impossible token.
     """
-    target_B = logits_BMV.amax((1, 2)).isfinite().long()
+    largest_B = logits_BMV.amax((1, 2))
+    target_B = largest_B.isfinite().long()
     return target_B + 2 if draft is None else target_B + 2 * draft
 
 
@@ -458,5 +461,7 @@ def _static_block(tree: TreeBatch) -> Block:
 
 def _widest(tree: TreeShape) -> TreeBatch:
     """Return a tree that takes at least as many uniforms as any drafted on this shape."""
-    flat = TreeBatch.build(Tree((-1,) * tree.size), torch.device("cpu"))
-    return replace(flat, widths=(tree.size,) * tree.depth)
+    size = tree.size
+    flat = Tree((-1,) * size)
+    batch = TreeBatch.build(flat, torch.device("cpu"))
+    return replace(batch, widths=(size,) * tree.depth)

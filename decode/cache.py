@@ -169,7 +169,8 @@ class TreeCache(Cache):
         if not moves:
             return
         for store in self._stores:
-            row_n, source_n, target_n = torch.tensor(moves, device=store.keys.device).unbind(1)
+            moves_n3 = torch.tensor(moves, device=store.keys.device)
+            row_n, source_n, target_n = moves_n3.unbind(1)
             source_n = source_n + column
             for block in (store.keys, store.values):
                 moved = block[:, row_n, :, source_n]

@@ -93,9 +93,8 @@ class SpeculativeDecoder:
             self.verifier = VERIFIERS[verifier] if isinstance(verifier, str) else verifier
             proposer.check(target, self.tree)
             # The first method of drawing that the verifier prefers and the proposer has.
-            self.drawing = next(
-                (name for name in self.verifier.drawings if name in offered), min(offered)
-            )
+            usable = [drawing for drawing in self.verifier.drawings if drawing in offered]
+            self.drawing = usable[0] if usable else min(offered)
             self.verifier.check(self.tree, self.drawing, proposer.drafts)
         elif tree is not None or verifier is not None:
             raise ValueError(
@@ -187,7 +186,8 @@ class SpeculativeDecoder:
         while True:
             live = len(run.batch) if run is not None else 0
             free = rows - live
-            joining = source(free) if not live or free >= max(1, rows * _FREE) else ()
+            refills = not live or free >= max(1, rows * _FREE)
+            joining = source(free) if refills else ()
             if not joining and not live:
                 return
             with self._products():

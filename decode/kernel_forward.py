@@ -54,15 +54,19 @@ class Layer:
         return all(product.matrix is not None for product in products)
 
 
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
 # The structures of `forward.c`.
 class _Matrix(ctypes.Structure):
-    _fields_ = (("values", _POINTER), ("bias", _POINTER), ("outputs", _SIZE), ("kind", _SIZE))
+    _fields_ = _fields(_POINTER, "values bias") + _fields(_SIZE, "outputs kind")
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, _POINTER) for name in ("norm", "query_norm", "key_norm", "ffn_norm")),
+        *_fields(_Matrix, "qkv out gate_up down"),
+        *_fields(_POINTER, "norm query_norm key_norm ffn_norm"),
         ("mask", _SIZE),
     )
 
@@ -72,27 +76,25 @@ class _Model(ctypes.Structure):
         ("layers", ctypes.POINTER(_Layer)),
         ("count", _SIZE),
         ("head", _Matrix),
-        ("norm", _POINTER),
-        ("embedding", _POINTER),
-        *((name, _SIZE) for name in ("embedding_packed", "embedding_kind", "vocabulary")),
-        *((name, _SIZE) for name in ("width", "heads", "groups", "size")),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        *_fields(_POINTER, "norm embedding"),
+        *_fields(_SIZE, "embedding_packed embedding_kind vocabulary width heads groups size"),
+        *_fields(ctypes.c_float, "eps scale"),
     )
 
 
 class _Mask(ctypes.Structure):
-    _fields_ = (("values", _POINTER), ("batch_stride", _SIZE), ("query_stride", _SIZE))
+    _fields_ = (("values", _POINTER), *_fields(_SIZE, "batch_stride query_stride"))
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, _SIZE) for name in ("batch", "queries", "kept")),
-        *((name, _POINTER) for name in ("tokens", "positions")),
+        *_fields(_SIZE, "batch queries kept"),
+        *_fields(_POINTER, "tokens positions"),
         ("position_stride", _SIZE),
-        *((name, _POINTER) for name in ("rotary", "keys", "values")),
-        *((name, _SIZE) for name in ("layer_stride", "batch_stride", "group_stride", "column")),
+        *_fields(_POINTER, "rotary keys values"),
+        *_fields(_SIZE, "layer_stride batch_stride group_stride column"),
         ("masks", _Mask * 2),
-        *((name, _POINTER) for name in ("states", "wanted", "logits", "scratch")),
+        *_fields(_POINTER, "states wanted logits scratch"),
     )
 
 
@@ -135,7 +137,7 @@ class KernelForward:
                 mask=self.kinds.index(layer.kind),
             )
         self._model = _Model(
-            layers=ctypes.cast(self._layers, ctypes.POINTER(_Layer)),
+            layers=self._layers,
             count=len(layers),
             head=_matrix(head),
             norm=_address(norm_D),
@@ -171,7 +173,8 @@ class KernelForward:
         batch, queries = tokens_Bq.shape
         kept = min(keep_logits or queries, queries)
         wanted = sorted(set(numbers))
-        flags = bytes(index in wanted for index in range(len(self.layers) + 1))
+        every = range(len(self.layers) + 1)
+        flags = bytes(number in wanted for number in every)
         tokens_Bq = tokens_Bq.contiguous()
         positions_Rq = positions_Rq.contiguous()
         keys_LBGPE, values_LBGPE = cache.whole(

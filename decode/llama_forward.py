@@ -85,7 +85,8 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
 def _is_plain(module: nn.Module, family: object) -> bool:
     kind = type(module)
     known = kind in _PLAIN or kind.__module__ == "transformers.activations"
-    return known or vars(family).get(kind.__name__) is kind
+    of_family = vars(family).get(kind.__name__)
+    return known or of_family is kind
 
 
 class LeanForward:
@@ -100,7 +101,7 @@ class LeanForward:
         config: Any = model.config
         attention = body.layers[0].self_attn
         weights = list(model.parameters())
-        on_cpu = packs is not None and packs.native and weights[0].device.type == "cpu"
+        on_cpu = packs is not None and packs.native and model.device.type == "cpu"
         functions = kernel() if on_cpu else None
         self.sizes = Sizes(
             heads=config.num_attention_heads,
@@ -130,10 +131,8 @@ class LeanForward:
         windowed = getattr(config, "sliding_window", None) is not None
         kind = "sliding_attention" if windowed else "full_attention"
         kinds = getattr(config, "layer_types", None) or [kind] * len(body.layers)
-        self.layers = [
-            self._layer(index, layer, kinds[index])
-            for index, layer in enumerate(body.layers[: config.num_hidden_layers])
-        ]
+        layers = enumerate(body.layers[: config.num_hidden_layers])
+        self.layers = [self._layer(index, layer, kinds[index]) for index, layer in layers]
         tied = head._parameters["weight"] is self.embedding._parameters["weight"]
         packed = self.head.matrix is not None and all(layer.packed for layer in self.layers)
         table = self._embedding_table(tied) if packed and silu else None
@@ -215,8 +214,9 @@ class LeanForward:
             if prefill:
                 logits = x_BqD.new_empty(len(tokens_Bq), 0, 0)
             else:
-                logits = self.head(x_BqD[:, -keep_logits:].flatten(0, 1))
-                logits = logits.view(len(tokens_Bq), -1, logits.shape[1])
+                kept_BqD = x_BqD[:, -keep_logits:]
+                logits = self.head(kept_BqD.flatten(0, 1))
+                logits = logits.unflatten(0, kept_BqD.shape[:2])
         hidden = tuple(state.to(self._state_dtype) for state in states)
         if self._ids_D is not None and not prefill:
             logits = to_target(logits, self._ids_D, self._vocabulary)
@@ -236,7 +236,8 @@ class LeanForward:
         last = len(self.layers)
         folded = {kind: self._folded(mask, queries) for kind, mask in masks.items()}
         states: dict[int, Tensor] = {}
-        x_XD = self.embedding(tokens_Bq).view(rows * queries, -1).to(self.dtype)
+        x_BqD = self.embedding(tokens_Bq).to(self.dtype)
+        x_XD = x_BqD.view(rows * queries, -1)
         for index, layer in enumerate(self.layers):
             if index in numbers:
                 states[index] = x_XD.view(rows, queries, -1)
@@ -272,17 +273,18 @@ class LeanForward:
         cos_Bq1E = rope_Bq1E[..., :size]
         sin_Bq1E = rope_Bq1E[..., size:]
         qk_BqHE = (qk_BqHE * cos_Bq1E).addcmul_(qk_BqHE.roll(size // 2, -1), sin_Bq1E)
-        new_keys = qk_BqHE[:, :, heads:].transpose(1, 2)
-        new_values = qkv_BqHE[:, :, rotated:].transpose(1, 2)
-        keys, values = cache.update(new_keys, new_values)
-        return qk_BqHE[:, :, :heads].transpose(1, 2), keys, values
+        qk_BHqE = qk_BqHE.transpose(1, 2)
+        new_values = qkv_BqHE.transpose(1, 2)[:, rotated:]
+        keys, values = cache.update(qk_BHqE[:, heads:], new_values)
+        return qk_BHqE[:, :heads], keys, values
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         size, eps = (x.shape[-1],), self.sizes.eps
         if x.dtype == torch.float32:
             return F.rms_norm(x, size, weight, eps)
         # The model scales after rounding back to half precision.
-        return F.rms_norm(x.float(), size, eps=eps).to(x.dtype) * weight
+        normed = F.rms_norm(x.float(), size, eps=eps)
+        return normed.to(x.dtype) * weight
 
     def rotary_table(self, top: int) -> Tensor:
         """Return cosines and signed sines of the positions up to `top`, `[N, 2E]`; cached until

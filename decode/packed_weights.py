@@ -72,8 +72,9 @@ class Place:
         values = self._last() if self._last is not None else None
         if values is None:
             numbers = torch.arange(self.first, self.first + self.count)
-            rows_OI = self.matrix.rows(numbers).to(self.dtype)
-            values = rows_OI.t().contiguous() if self.transposed else rows_OI
+            values = self.matrix.rows(numbers).to(self.dtype)
+            if self.transposed:
+                values = values.t().contiguous()
             self._last = weakref.ref(values)
         return values
 
@@ -106,15 +107,17 @@ class Packed(nn.Module):
         place = self.place
         matrix = place.matrix
         if isinstance(self, nn.Embedding):
-            rows = matrix.rows(x.reshape(-1).long() + place.first)
-            return rows.view(*x.shape, -1).to(place.dtype)
+            ids_N = x.reshape(-1).long()
+            rows_NI = matrix.rows(ids_N + place.first)
+            return rows_NI.unflatten(0, x.shape).to(place.dtype)
         if not _KERNEL_PRODUCTS.get() or not place.whole:
             own: Tensor = super().forward(x)
             return own
         bias_O = self._parameters["bias"]
-        x_XI = x.reshape(-1, matrix.inputs).float().contiguous()
-        y_XO = matrix.linear(x_XI, None if bias_O is None else bias_O.float())
-        return y_XO.view(*x.shape[:-1], matrix.outputs).to(x.dtype)
+        x_XI = x.reshape(-1, matrix.inputs).float()
+        y_XO = matrix.linear(x_XI.contiguous(), None if bias_O is None else bias_O.float())
+        shape = (*x.shape[:-1], matrix.outputs)
+        return y_XO.view(shape).to(x.dtype)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -201,7 +204,9 @@ class Packs:
         if four_bits:
             matrix = pack_four_bits(functions, weights)
         else:
-            rows = [weight.detach().t() if transposed else weight.detach() for weight in weights]
+            rows = [weight.detach() for weight in weights]
+            if transposed:
+                rows = [weight.t() for weight in rows]
             whole_OI = rows[0] if len(rows) == 1 else torch.cat(rows)
             matrix = PackedMatrix(functions, whole_OI.contiguous())
         if not replaces:
@@ -212,7 +217,7 @@ class Packs:
             count = weight.shape[1 if transposed else 0]
             place = Place(matrix, first, count, weight.dtype, transposed)
             first += count
-            nothing = torch.full((1,), torch.nan, dtype=weight.dtype).expand(weight.shape)
+            nothing = weight.new_full((1,), torch.nan).expand(weight.shape)
             stand_in = nn.Parameter(nothing, requires_grad=False)
             for holder in self._holders[id(linear)]:
                 holder._parameters["weight"] = stand_in
@@ -366,6 +371,8 @@ def _stamp(weights: Sequence[Tensor]) -> list[float]:
     stamp: list[float] = []
     states = [state for weight in weights if (state := four_bit_state(weight)) is not None]
     for tensor in [*weights, *(state.absmax for state in states)]:
-        sample = tensor.detach().reshape(-1)[:: tensor.numel() // _SAMPLE + 1]
-        stamp += [tensor.data_ptr(), tensor._version, float(sample.sum(dtype=torch.float32))]
+        values = tensor.detach().reshape(-1)
+        step = len(values) // _SAMPLE + 1
+        sample_sum = values[::step].sum(dtype=torch.float32)
+        stamp += [tensor.data_ptr(), tensor._version, float(sample_sum)]
     return stamp

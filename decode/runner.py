@@ -87,7 +87,8 @@ class Block:
             far_1P = torch.arange(room, 0, -1, device=self.sees_RqT.device)
             near_qP = torch.ones(self.queries, room, dtype=torch.bool, device=far_1P.device)
             if window is not None:
-                near_qP = self.offsets_Rq[0].unsqueeze(1) + far_1P < window
+                offsets_q1 = self.offsets_Rq[0].unsqueeze(1)
+                near_qP = offsets_q1 + far_1P < window
             block_qT = self.within(window)[0]
             allowed_qS = torch.cat([near_qP, block_qT], dim=1)
             mask = additive(allowed_qS[None, None], dtype)
@@ -130,7 +131,8 @@ class Runner:
         self.windows = windows
         self.limit = limit
         self.packs = packs
-        self.device: torch.device = next(model.get_input_embeddings().parameters()).device
+        embedding = model.get_input_embeddings()
+        self.device: torch.device = next(embedding.parameters()).device
         self.dtype: torch.dtype = model.dtype  # of masks
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
@@ -277,9 +279,8 @@ class Runner:
 
         return BlockForward(run)
 
-    def call(self, name: Hashable, function: Callable[..., Result], *inputs: object) -> Result:
-        """Return `function(*inputs)`. `decode.recorded` records it under its name."""
-        return function(*inputs)
+    # `decode.recorded` records a call under its name.
+    call = staticmethod(call_directly)
 
     def keep(self, slots: Sequence[Sequence[int]]) -> None:
         """Append each row's listed slots to its prefix, in order; drop the step's other slots."""
@@ -326,7 +327,8 @@ class Runner:
         if self._lead_B11 is not None:
             slot_T = torch.arange(block.slots, device=self.device)
             # A padding slot is seen by itself only: a query with nothing to see would give NaN.
-            itself_qT = slot_T[block.slots - block.queries :].unsqueeze(1) == slot_T
+            query_q = slot_T[block.slots - block.queries :]
+            itself_qT = query_q.unsqueeze(1) == slot_T
             sees_RqT = sees_RqT & ((slot_T >= self._lead_B11) | itself_qT)
         slot_P = torch.arange(self.column, device=self.device)
         if self._aligned:
@@ -337,7 +339,8 @@ class Runner:
             base_R1 = self._base_B1
         if window is not None:
             # With a sliding window, the visible prefix slots depend on each query's position.
-            distance_RqP = (block.offsets_Rq + base_R1).unsqueeze(2) - slot_P
+            position_Rq = block.offsets_Rq + base_R1
+            distance_RqP = position_Rq.unsqueeze(2) - slot_P
             prefix_RqP = prefix_RqP & (distance_RqP < window)
         rows = max(prefix_RqP.shape[0], sees_RqT.shape[0])
         parts = [part.expand(rows, block.queries, -1) for part in (prefix_RqP, sees_RqT)]

@@ -28,7 +28,8 @@ class DecodeStats:
     reached_by_depth: tuple[int, ...] = ()
 
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
-        return DecodeStats(*map(_add, vars(self).values(), vars(other).values()))
+        sums = {name: _add(count, getattr(other, name)) for name, count in vars(self).items()}
+        return DecodeStats(**sums)
 
     @property
     def tau(self) -> float | None:
@@ -57,7 +58,9 @@ def independent_tau(alphas: Sequence[float]) -> float:
 
 
 def _add(a: Any, b: Any) -> Any:
-    return a + b if isinstance(a, int) else tuple(map(sum, zip_longest(a, b, fillvalue=0)))
+    if isinstance(a, int):
+        return a + b
+    return tuple(map(sum, zip_longest(a, b, fillvalue=0)))
 
 
 def _ratio(count: int, total: int) -> float | None:

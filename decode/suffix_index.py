@@ -42,8 +42,8 @@ class SuffixIndex:
         """
         if sum(map(len, documents)) + len(documents) >= 2**31:
             raise ValueError("suffix index: 2**31 tokens or more; index a part of the corpus")
-        pieces = [np.array([*document, SEPARATOR]) for document in documents]
-        text_n = np.concatenate(pieces or [np.array([SEPARATOR])]).astype(np.int32)
+        pieces = [np.array([*document, SEPARATOR]) for document in documents or [()]]
+        text_n = np.concatenate(pieces).astype(np.int32)
         positions = len(text_n) - suffix_array(text_n[::-1])
         positions = positions[positions < len(text_n)]
         inside = (text_n[positions] >= 0) & (text_n[positions - 1] >= 0)
@@ -67,7 +67,8 @@ class SuffixIndex:
         at = self._rank(bisect_left, query)
         longest = 0
         for rank in range(max(at - 1, 0), min(at + 1, len(self.positions))):
-            longest = max(longest, len(commonprefix([query, self._before(rank, len(query))])))
+            before = self._before(rank, len(query))
+            longest = max(longest, len(commonprefix([query, before])))
         return longest
 
     def continuations(
@@ -83,15 +84,18 @@ class SuffixIndex:
         high = self._rank(bisect_right, query)
         starts_c = self.positions[low:high]
         if high - low > SAMPLE:
-            starts_c = self.positions[np.linspace(low, high - 1, SAMPLE).astype(np.int64)]
+            sampled = np.linspace(low, high - 1, SAMPLE).astype(np.int64)
+            starts_c = self.positions[sampled]
         reach_cL = np.minimum(starts_c[:, None] + np.arange(length), len(self.text_n) - 1)
         # Tokens plus one, so that 0 marks the end of a document; as big-endian bytes, which sort in
         # the same order.
         codes_cL = self.text_n[reach_cL] + 1
         codes_cL *= np.logical_and.accumulate(codes_cL > 0, axis=1)
-        keys = codes_cL.astype(">i4").view(f"V{4 * length}").ravel().tolist()
+        keys_c = codes_cL.astype(">i4").view(f"V{4 * length}")
+        counts = Counter(keys_c.ravel().tolist())
         # Ties go by the tokens, so that the answer does not depend on the order of the documents.
-        best = sorted((-times, key) for key, times in Counter(keys).items())[:count]
+        ranked = sorted((-times, key) for key, times in counts.items())
+        best = ranked[:count]
         joined = b"".join(key for _, key in best)
         best_cL = np.frombuffer(joined, dtype=">i4").reshape(-1, length)
         found: list[tuple[tuple[int, ...], int]] = []

@@ -76,7 +76,8 @@ def _all_inside(q_V: Tensor, k: int) -> Tensor:
     needed = (q_V > 0).sum(-1, keepdim=True).clamp(max=k)
     # Once `needed` clocks are sure to have rung nothing is left to integrate. Rows that go on for
     # long come first.
-    slowest = q_V.sort(dim=-1, descending=True).values.gather(-1, needed - 1)
+    falling_V = q_V.sort(dim=-1, descending=True).values
+    slowest = falling_V.gather(-1, needed - 1)
     last = (SURE / slowest).log()[:, 0] + 1
     order = last.argsort(descending=True)
     q_V = q_V[order]
@@ -84,10 +85,12 @@ def _all_inside(q_V: Tensor, k: int) -> Tensor:
     ends = last[order].tolist()
     # Shifted and not subtracted, so that small masses outside keep all their digits and none is
     # exactly 0.
-    from_V = q_V.flip(-1).cumsum(-1).flip(-1)
+    upto_V = q_V.flip(-1).cumsum(-1)
+    from_V = upto_V.flip(-1)
     outside_V = pad(from_V[..., 1:], (0, 1))
     miss_V = torch.zeros_like(q_V)
-    places = math.ceil((max(ends, default=START) - START) / STEP) + 1
+    duration = max(ends, default=START) - START
+    places = math.ceil(duration / STEP) + 1
     live = len(ends)
     for place in range(places):
         x = START + place * STEP
@@ -110,4 +113,5 @@ def _all_inside(q_V: Tensor, k: int) -> Tensor:
         out_V = outside_V[:live]
         still_V = torch.exp(-unsure_V.cumsum(-1) - out_V * t)
         miss_V[:live] += few_V * still_V * out_V * dt
-    return torch.empty_like(q_V).index_copy_(0, order, 1 - miss_V).view(shape)
+    inside_V = torch.empty_like(q_V).index_copy_(0, order, 1 - miss_V)
+    return inside_V.view(shape)

@@ -8,9 +8,11 @@ drafted node n index n + 1.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -92,12 +94,16 @@ def batch_of(
         depths[row, : len(listed)] = depth_of[1:]
         deepest = max(deepest, depth_of[-1])
         masks[:, 0] = True
+
+    def tensor(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
     return TreeBatch(
-        parents_RN=torch.from_numpy(parents).to(device),
-        depths_RN=torch.from_numpy(depths).to(device),
-        children_RMK=torch.from_numpy(children).to(device),
-        groups_RM=torch.from_numpy(groups).to(device),
-        sees_RMM=torch.from_numpy(sees).to(device),
+        parents_RN=tensor(parents),
+        depths_RN=tensor(depths),
+        children_RMK=tensor(children),
+        groups_RM=tensor(groups),
+        sees_RMM=tensor(sees),
         widths=widths[:deepest],
     )
 

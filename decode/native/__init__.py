@@ -91,9 +91,11 @@ class PackedMatrix:
         # Panels of outputs, input by input; the surplus columns of the last panel are zero.
         count, rest = divmod(outputs, width)
         panels = self.values.view(-1, inputs, width)
-        panels[:count] = narrow_OI[: outputs - rest].reshape(count, width, inputs).transpose(1, 2)
+        full_OI = narrow_OI[: outputs - rest]
+        panels[:count] = full_OI.reshape(count, width, inputs).transpose(1, 2)
         if rest:
-            panels[count] = F.pad(narrow_OI[outputs - rest :].t(), (0, width - rest))
+            last_OI = narrow_OI[outputs - rest :]
+            panels[count] = F.pad(last_OI.t(), (0, width - rest))
 
     @staticmethod
     def of_codes(functions: Kernel, codes: Tensor, scales: Tensor, table: Tensor) -> "PackedMatrix":
@@ -110,10 +112,12 @@ class PackedMatrix:
         by_column = codes_OI.view(-1, width, blocks, _BLOCK).permute(0, 2, 3, 1)
         lower, upper = by_column.chunk(2, dim=3)
         scales_OI = F.pad(scales.float(), surplus)
-        columns = scales_OI.view(-1, width, blocks).transpose(1, 2).contiguous()
+        by_panel = scales_OI.view(-1, width, blocks)
+        columns = by_panel.transpose(1, 2).contiguous()
         # The table; then by panel and block a scale for each column, and the codes input by input,
         # two in a byte.
-        made.values[:_TABLE_BYTES] = table.float().contiguous().view(torch.uint8)
+        table = table.float().contiguous()
+        made.values[:_TABLE_BYTES] = table.view(torch.uint8)
         panels = made.values[_TABLE_BYTES:].view(len(columns), blocks, -1)
         panels[..., : 4 * width] = columns.view(torch.uint8)
         panels[..., 4 * width :] = (lower | upper << 4).flatten(2)
@@ -203,8 +207,11 @@ def pack_four_bits(functions: Kernel, weights: Sequence[Tensor]) -> PackedMatrix
     for state in states:
         scales = state.absmax.float()
         if state.nested:
-            outer = state.state2.absmax.float().repeat_interleave(state.state2.blocksize)
-            inner = state.state2.code.float()[state.absmax.reshape(-1).long()]
+            nested = state.state2
+            absmax = nested.absmax.float()
+            outer = absmax.repeat_interleave(nested.blocksize)
+            codes_of_scales = state.absmax.reshape(-1).long()
+            inner = nested.code.float()[codes_of_scales]
             scales = inner * outer[: len(inner)] + state.offset
         scales = scales.view(-1, inputs // state.blocksize)
         parts.append(scales.repeat_interleave(state.blocksize // _BLOCK, dim=1))
@@ -297,7 +304,8 @@ def _load(compiler: str) -> ctypes.CDLL:
         content = library.read_bytes()
         # A directory that cannot be written is no cache.
         with suppress(OSError), atomic_file(cached) as unfinished:
-            unfinished.write_bytes(content + hashlib.sha256(content).digest())
+            digest = hashlib.sha256(content).digest()
+            unfinished.write_bytes(content + digest)
         return ctypes.CDLL(str(library))
 
 
@@ -327,7 +335,8 @@ def _is_right(built: Kernel) -> bool:
     codes = torch.randint(0, 256, (83, 160), generator=generator, dtype=torch.uint8)
     scales = weight_OI[:, :5].abs()
     table = weight_OI[0, :16]
-    weights.append(table[_unpacked(codes).long()] * scales.repeat_interleave(_BLOCK, dim=1))
+    values_OI = table[_unpacked(codes).long()]
+    weights.append(values_OI * scales.repeat_interleave(_BLOCK, dim=1))
     matrices.append(PackedMatrix.of_codes(built, codes, scales, table))
     for weight, matrix in zip(weights, matrices, strict=True):
         x_XI = random(7, matrix.inputs)

@@ -53,9 +53,8 @@ def _mapped(size: int) -> Tensor:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
     # Large pages begin at multiples of their size. Not every kernel places a mapping there.
-    memory = mmap.mmap(
-        -1, -(-size // _PAGE) * _PAGE + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
+    pages = -(-size // _PAGE) + 1
+    memory = mmap.mmap(-1, pages * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel that was built without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

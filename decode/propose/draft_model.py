@@ -53,9 +53,8 @@ class DraftModelProposer(NetworkProposer):
         super().__init__()
         self.models = [models] if isinstance(models, PreTrainedModel) else list(models)
         self.drafts = len(self.models)
-        self.name = "draft " + " or ".join(
-            model.name_or_path or type(model).__name__ for model in self.models
-        )
+        names = [model.name_or_path or type(model).__name__ for model in self.models]
+        self.name = "draft " + " or ".join(names)
         self._packs = [packs_of(model) if fast else None for model in self.models]
         self._windows = [attention_windows(model) for model in self.models]
         self._words = [vocabulary_map(model) for model in self.models]
@@ -158,7 +157,8 @@ class _OneNetwork(CachedNetwork):
         slots: list[list[int]] = []
         for row, (path, emitted) in enumerate(zip(expanded, outcome.tokens, strict=True)):
             cached = [self.width + index for index in path if index is not None]
-            slots.append([*range(self.lead[row], self.width), *cached])
+            pending = range(self.lead[row], self.width)
+            slots.append([*pending, *cached])
             new = list(emitted[len(cached) :])
             if self.words is not None:
                 # Drafted tokens are shared, one for one. Only the target's own token can be many
@@ -197,4 +197,5 @@ class _SeveralNetworks(Network):
             network.select_rows(rows)
 
     def _side_by_side(self, logits: list[Tensor]) -> Tensor:
-        return torch.stack([each.to(self.device) for each in logits], dim=2).flatten(1, 2)
+        here = [logits_BeV.to(self.device) for logits_BeV in logits]
+        return torch.stack(here, dim=2).flatten(1, 2)

@@ -54,12 +54,14 @@ class DynamicTreeSession(Session):
         first = 0  # of the newest candidates
         forwarded = 0  # nodes before those that the newest candidates hang under
         for depth in range(1, shape.depth):
-            count = min(shape.beam, values[-1].shape[1])
-            best_Be = values[-1].topk(count, dim=1).indices
+            newest_Bc = values[-1]
+            candidates = newest_Bc.shape[1]
+            count = min(shape.beam, candidates)
+            best_Be = newest_Bc.topk(count, dim=1).indices
             # In order of the candidates, so that siblings stay side by side and parents in order.
             best_Be = best_Be.sort(dim=1).values
             # Each of the nodes expanded last has equally many candidates, side by side.
-            place_Be = best_Be // (values[-1].shape[1] // expanded[-1].shape[1])
+            place_Be = best_Be // (candidates // expanded[-1].shape[1])
             itself = torch.eye(count, dtype=torch.bool, device=device).expand(rows, -1, -1)
             sees_BeT = torch.cat([sees_BeT[rows_B1, place_Be], itself], dim=2)
             offsets += [width - 1 + depth] * count
@@ -67,10 +69,10 @@ class DynamicTreeSession(Session):
             inputs_Be = tokens[-1].gather(1, best_Be)
             logits_BeV = self.network.extend(Frontier(inputs_Be, place_Be + forwarded, block))
             tokens_Bek, new_Bek = self._children(logits_BeV.unsqueeze(2))
-            above_Be1 = values[-1].gather(1, best_Be).unsqueeze(2)
+            above_Be1 = newest_Bc.gather(1, best_Be).unsqueeze(2)
             forwarded += expanded[-1].shape[1]
             expanded.append(best_Be + first)
-            first += values[-1].shape[1]
+            first += candidates
             tokens.append(tokens_Bek.flatten(1))
             values.append((new_Bek + above_Be1).flatten(1))
             parents.append(expanded[-1].repeat_interleave(tokens_Bek.shape[2], dim=1))
@@ -79,7 +81,8 @@ class DynamicTreeSession(Session):
                 values[-1] = values[-1].masked_fill(~growing_B1, -torch.inf)
                 before_B = reached_B
                 reached_B = self._expected(values)
-                growing_B1 = growing_B1 & (reached_B - before_B >= shape.gain).unsqueeze(1)
+                gains_B = reached_B - before_B >= shape.gain
+                growing_B1 = growing_B1 & gains_B.unsqueeze(1)
                 if not bool(growing_B1.any()):
                     break
         self._expanded = torch.cat(expanded, dim=1)[:, 1:]
@@ -108,7 +111,8 @@ class DynamicTreeSession(Session):
         logits: `[B, ..., 1, V]`.
         """
         logits = logits.squeeze(-2)
-        self._finite = self._finite & logits.amax().isfinite().to(self.device)
+        finite = logits.amax().isfinite()
+        self._finite = self._finite & finite.to(self.device)
         if self.sampling.greedy:
             log_q = logits.float().log_softmax(-1)
         else:
@@ -132,7 +136,8 @@ class DynamicTreeSession(Session):
         rows, total = values_BC.shape
         count = min(self.tree.nodes, total)
         ranked_BC = values_BC.sort(dim=1, descending=True, stable=True).indices
-        kept_BN = ranked_BC[:, :count].sort(dim=1).values
+        best_BN = ranked_BC[:, :count]
+        kept_BN = best_BN.sort(dim=1).values
         numbers_BN = torch.arange(1, count + 1, device=kept_BN.device).expand(rows, -1)
         number_BC = torch.zeros(rows, total + 1, dtype=torch.long, device=kept_BN.device)
         number_BC.scatter_(1, kept_BN + 1, numbers_BN)
@@ -141,12 +146,7 @@ class DynamicTreeSession(Session):
         exists_BN = values_BC.gather(1, kept_BN) > -torch.inf
         drafted_BN = tokens_BC.gather(1, kept_BN).masked_fill(~exists_BN, -1)
         self._kept_BN = kept_BN
-        return Proposal(
-            tree=grow_batch(
-                parents_BN.to(self.device), exists_BN.to(self.device), depth, self.tree.beam
-            ),
-            tokens_BM=pad(drafted_BN, (1, 0), value=-1).to(self.device),
-            q_BEV=None,
-            drawing="deterministic",
-            finite=self._finite,
-        )
+        device = self.device
+        tree = grow_batch(parents_BN.to(device), exists_BN.to(device), depth, self.tree.beam)
+        tokens_BM = pad(drafted_BN, (1, 0), value=-1)
+        return Proposal(tree, tokens_BM.to(device), None, "deterministic", finite=self._finite)

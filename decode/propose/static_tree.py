@@ -226,7 +226,8 @@ class StaticTreeSession(Session):
             if stop:
                 sure_B1 = network.confidence(tokens_B1)
                 if sure_B1 is None:
-                    sure_B1 = logits_B1V.float().softmax(-1).amax(-1)
+                    believed_B1V = logits_B1V.float().softmax(-1)
+                    sure_B1 = believed_B1V.amax(-1)
                 for row, (sure,) in enumerate(sure_B1.tolist()):
                     confidence_B[row] *= sure
                 if max(confidence_B) < stop:
@@ -236,9 +237,10 @@ class StaticTreeSession(Session):
             self._forwarded += 1
             block = self.plan.block(depth + 1, network.width)
             logits_B1V = network.extend(Frontier(tokens_B1, level.parents_1e, block))
-        tokens_BM = torch.tensor([[-1] * len(confidence_B), *drafted]).T.contiguous()
+        roots = [-1] * len(confidence_B)
+        tokens_MB = torch.tensor([roots, *drafted])
         finite = torch.tensor(isfinite(sum(largest)))
-        return self._proposal(tokens_BM, [], len(drafted), finite)
+        return self._proposal(tokens_MB.T.contiguous(), [], len(drafted), finite)
 
     def _level(
         self, depth: int, frontier: Frontier | None, above: Expanded | None, u_BN: Tensor | None
@@ -289,7 +291,9 @@ class StaticTreeSession(Session):
         if stop:
             confidence_Bc = self.network.confidence(tokens_Bc)
             if confidence_Bc is None:
-                believed_BeV = logits_BeV.float().softmax(-1) if q_BeV is None else q_BeV
+                believed_BeV = q_BeV
+                if believed_BeV is None:
+                    believed_BeV = logits_BeV.float().softmax(-1)
                 slot_c = level.parent_c * drafts + level.rank_c % drafts
                 rows_B1 = torch.arange(len(tokens_Bc), device=tokens_Bc.device).unsqueeze(1)
                 confidence_Bc = believed_BeV[rows_B1, slot_c, tokens_Bc.clamp(min=0)]
@@ -341,7 +345,8 @@ class StaticTreeSession(Session):
 
 def _present(tokens_BM: Tensor) -> Tensor:
     """Return the root and the nodes that exist in each row, as many as the fullest row has."""
-    exists_BN = (tokens_BM[:, 1:] >= 0).int()
+    drafted_BN = tokens_BM[:, 1:]
+    exists_BN = (drafted_BN >= 0).int()
     order_BN = torch.sort(exists_BN, dim=1, descending=True, stable=True).indices
     most = int(exists_BN.sum(1).max())
     return pad(order_BN[:, :most] + 1, (1, 0))
@@ -353,7 +358,8 @@ def _compact(batch: TreeBatch, origin_BM: Tensor, tokens_BM: Tensor) -> TreeBatc
     numbers_BM = torch.arange(total, device=origin_BM.device).expand(rows, -1)
     index_BM = torch.zeros_like(tokens_BM).scatter_(1, origin_BM, numbers_BM)
     order_BN = origin_BM[:, 1:]
-    above_BN = batch.parents_RN.expand(rows, -1).gather(1, order_BN - 1) + 1
+    parents_BN = batch.parents_RN.expand(rows, -1)
+    above_BN = parents_BN.gather(1, order_BN - 1) + 1
     grown = grow_batch(
         parents_BN=index_BM.gather(1, above_BN) - 1,
         exists_BN=tokens_BM.gather(1, order_BN) >= 0,
@@ -405,7 +411,7 @@ def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
         for k in range(count):
             values, tokens = left[..., k % drafts, :].max(-1, keepdim=True)
             picks.append(tokens.masked_fill(values == -torch.inf, -1))
-            taken = tokens.unsqueeze(-1).expand(*left.shape[:-1], 1)
+            taken = tokens.unsqueeze(-1).expand_as(left[..., :1])
             left.scatter_(-1, taken, -torch.inf)
         return torch.cat(picks, dim=-1)
     values, tokens = logits.topk(min(count, logits.shape[-1]), dim=-1)

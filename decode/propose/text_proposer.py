@@ -95,10 +95,11 @@ class TextSession(Session):
             row.draft(trie)
             self.drafted.append(trie.flatten())
         size = max(len(drafted.tokens) for drafted in self.drafted)
-        tokens = [
-            [-1, *drafted.tokens] + [-1] * (size - len(drafted.tokens)) for drafted in self.drafted
-        ]
-        tokens_BM = torch.tensor(tokens, device=self.device)
+        rows: list[list[int]] = []
+        for drafted in self.drafted:
+            missing = size - len(drafted.tokens)
+            rows.append([-1, *drafted.tokens, *[-1] * missing])
+        tokens_BM = torch.tensor(rows, device=self.device)
         return Proposal(self._batch(size), tokens_BM, None, "deterministic")
 
     def commit(self, outcome: Outcome) -> None:

@@ -33,7 +33,7 @@ _VERSIONS = 512
 # call.
 _WARM_UP = 2
 Result = TypeVar("Result")
-OfTensors = Callable[..., tuple[Tensor, ...]]
+OfTensors = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 def bucket(size: int) -> int:
@@ -151,7 +151,7 @@ class StaticSteps:
             self._steps[key] = self._make(function, form, tensors)
             self.count += 1
         step = self._steps[key]
-        outputs = step.run(*tensors)
+        outputs = step.run(tensors)
         if new:
             if tensors[0].device.type == "cuda":
                 torch.cuda.synchronize(tensors[0].device)
@@ -161,16 +161,18 @@ class StaticSteps:
         return result
 
     def _make(self, function: Callable[..., object], form: Hashable, inputs: list[Tensor]) -> _Step:
-        def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
-            outputs: list[Tensor] = []
+        def result_of(tensors: Sequence[Tensor], outputs: list[Tensor]) -> Hashable:
             values = _put_together(form, iter(tensors))
-            _take_apart(function(*values), outputs)
+            return _take_apart(function(*values), outputs)
+
+        def of_tensors(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            outputs: list[Tensor] = []
+            result_of(tensors, outputs)
             return tuple(outputs)
 
         # The first call imports and allocates, which cannot be traced. Repeating a step writes the
         # same states again.
-        values = _put_together(form, iter(inputs))
-        result_form = _take_apart(function(*values), [])
+        result_form = result_of(inputs, [])
         run: OfTensors = of_tensors
         if isinstance(self.backend, str):
             run = _compiled(run, self.backend)
@@ -236,11 +238,11 @@ def _put_together(form: Any, tensors: Iterator[Tensor]) -> Any:
 def _compiled(function: OfTensors, backend: str) -> OfTensors:
     compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
-    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def step(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch._dynamo.config.patch(
             recompile_limit=_VERSIONS, accumulated_recompile_limit=4 * _VERSIONS
         ):
-            return compiled(*tensors)
+            return compiled(tensors)
 
     return step
 
@@ -255,19 +257,19 @@ def _record(function: OfTensors, inputs: Sequence[Tensor], pool: Any) -> OfTenso
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UP):
-            function(*held)
+            function(held)
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, pool=pool):
-            outputs = function(*held)
+            outputs = function(held)
     except RuntimeError as error:
         raise RunError(
             f"compile: a step cannot be recorded as a CUDA graph ({first_line(error)}); run "
             "without compile"
         ) from None
 
-    def replay(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def replay(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for buffer, tensor in zip(held, tensors, strict=True):
             buffer.copy_(tensor)
         graph.replay()

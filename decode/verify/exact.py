@@ -56,7 +56,8 @@ def exact(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
             offer_BK = path.offer(widths[depth])
             # At most one sibling carries y when siblings differ; of repeated tokens the first in
             # rank order is taken.
-            path.accept(first(offer_BK == y_B.unsqueeze(1)), (offer_BK >= 0).any(1))
+            hit_BK = offer_BK == y_B.unsqueeze(1)
+            path.accept(first(hit_BK), (offer_BK >= 0).any(1))
     return path.finish(last_B)
 
 

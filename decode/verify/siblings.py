@@ -33,6 +33,7 @@ from decode.verify.tree_walk import (
     residual,
     row_numbers,
     rows_of,
+    tiny,
     walk,
 )
 from draftsmith_core.sampling import draw
@@ -63,20 +64,25 @@ def speculative(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     p_x_BD = p_BMV[rows_B1, nodes_D - 1, x_BD]
     q_x_BD = torch.ones_like(p_x_BD) if q_BEV is None else q_BEV[rows_B1, groups_BD, x_BD]
     # u q < p, not u < p / q: no division, and a token with p(x) = 0 is refused even at u = 0.
-    taken_BD = (u_BU[:, :depth] * q_x_BD < p_x_BD) & offered_BD
-    accepted_B = taken_BD.long().cumprod(1).sum(1)
+    uq_BD = u_BU[:, :depth] * q_x_BD
+    taken_BD = (uq_BD < p_x_BD) & offered_BD
+    walked_BD = taken_BD.long().cumprod(1)
+    accepted_B = walked_BD.sum(1)
     accepted_B1 = accepted_B.unsqueeze(1)
     last_B1 = accepted_B1.clamp(max=depth - 1)
-    open_B = (accepted_B < depth) & offered_BD.gather(1, last_B1).squeeze(1)
+    offered_B = offered_BD.gather(1, last_B1).squeeze(1)
+    open_B = (accepted_B < depth) & offered_B
     left_BV = p_BMV[rows_B1[:, 0], accepted_B]
     if not known_empty(open_B):
         if q_BEV is None:
             q_BV = torch.zeros_like(left_BV).scatter_(1, x_BD.gather(1, last_B1), 1.0)
         else:
-            q_BV = q_BEV[rows_B1, groups_BD.gather(1, last_B1)].squeeze(1)
+            group_B1 = groups_BD.gather(1, last_B1)
+            q_BV = q_BEV[rows_B1, group_B1].squeeze(1)
         left_BV = torch.where(open_B.unsqueeze(1), residual(left_BV, q_BV), left_BV)
     nodes_BD = torch.where(nodes_D <= accepted_B1, nodes_D, 0)
-    return finish(proposal, nodes_BD, accepted_B, open_B, draw(left_BV, u_BU[:, -1]))
+    last_B = draw(left_BV, u_BU[:, -1])
+    return finish(proposal, nodes_BD, accepted_B, open_B, last_B)
 
 
 def mcsd(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
@@ -145,7 +151,7 @@ def without(q_BV: Tensor, x_BK: Tensor) -> Tensor:
     taken_BK = q_BV.gather(1, token_BK).masked_fill(x_BK < 0, 0.0)
     left_BV = q_BV.scatter_add(1, token_BK, -taken_BK)
     mass_B1 = left_BV.sum(1, keepdim=True)
-    return left_BV.div_(mass_B1.clamp_(min=torch.finfo(q_BV.dtype).tiny))
+    return left_BV.div_(mass_B1.clamp_(min=tiny(q_BV)))
 
 
 def kseq(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
@@ -182,8 +188,7 @@ def _decide_kseq(node: Node) -> tuple[Tensor, Tensor]:
         return rank_B, node.p_BV
     taken_BV = torch.minimum(q_BV, node.p_BV / rho_B1.float())
     beta_B1 = taken_BV.sum(1, keepdim=True, dtype=torch.double).clamp_(max=1)
-    tiny = torch.finfo(torch.float32).tiny
-    gain_B1 = _any_accepted(beta_B1, count_B1) / beta_B1.clamp(min=tiny)
+    gain_B1 = _any_accepted(beta_B1, count_B1) / beta_B1.clamp(min=tiny(q_BV))
     left_BV = node.p_BV.addcmul(taken_BV, gain_B1.float(), value=-1).clamp_(min=0)
     # As in `residual`: when p and q differ by rounding only, nothing is left, and p is drawn from.
     some_B1 = refused_B.unsqueeze(1) & (left_BV.sum(1, keepdim=True) > 0)

@@ -34,6 +34,7 @@ from decode.verify.tree_walk import (
     recording,
     row_numbers,
     rows_of,
+    tiny,
     walk,
 )
 from draftsmith_core.sampling import draw
@@ -77,7 +78,7 @@ class _State(NamedTuple):
         w_B1 = self.w_BD[place].unsqueeze(1)
         left_BV = (w_B1 * p_BV).sub_(q_BV).clamp_(min=0)
         mass_B1 = left_BV.sum(1, keepdim=True)
-        left_BV.div_(mass_B1.clamp(min=torch.finfo(mass_B1.dtype).tiny))
+        left_BV.div_(mass_B1.clamp(min=tiny(mass_B1)))
         # As in `residual`: where rounding leaves no mass, p stays.
         self.p_BDV[place] = torch.where(refused_B1 & (mass_B1 > 0), left_BV, p_BV)
         self.q_BDV[place] = torch.where(refused_B1, without(q_BV, x_B1), q_BV)
@@ -146,14 +147,16 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
             which = rows_of(refused_B)
             state.refuse(at(above, which), refused_B[which, None], x_B[which, None])
     end_BV = torch.where(live_B[:, None], p_BDV[:, 0], end_BV)
-    return finish_at(proposal, node_B, draw(end_BV, u_BU[:, -1]))
+    last_B = draw(end_BV, u_BU[:, -1])
+    return finish_at(proposal, node_B, last_B)
 
 
 def weight(w: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
     """min(1, w p(x)/q(x)): the weight of a path that ends in token x, from the weight w of the path
     without x.
     """
-    return (w * p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny)).clamp_(max=1)
+    ratio = w * p_x / q_x.clamp(min=tiny(q_x))
+    return ratio.clamp_(max=1)
 
 
 def keep_probability(w: Tensor, mass: Tensor) -> Tensor:

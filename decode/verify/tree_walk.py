@@ -131,7 +131,8 @@ def walk(
             break
         taking = width if per_node is None else per_node
         walking_B1 = path.walking_B.unsqueeze(1)
-        rank_B, left_BV = rule(Node(p_BV, offer_BK, u_BU[:, used : used + taking], path.q))
+        u_Bn = u_BU[:, used : used + taking]
+        rank_B, left_BV = rule(Node(p_BV, offer_BK, u_Bn, path.q))
         last_BV = torch.where(walking_B1, left_BV, last_BV) if depth else left_BV
         path.accept(rank_B, offered_B)
         if known_empty(path.walking_B):
@@ -196,6 +197,11 @@ def rows_of(mask_B: Tensor) -> Rows:
     return mask_B.nonzero()[:, 0]
 
 
+def tiny(values: Tensor) -> float:
+    """The least positive number to divide by, in the dtype of `values`."""
+    return torch.finfo(values.dtype).tiny
+
+
 def row_numbers(p_BMV: Tensor) -> Tensor:
     """0 to B - 1, an index of the rows."""
     return torch.arange(len(p_BMV), device=p_BMV.device)
@@ -220,7 +226,8 @@ def finish_at(proposal: Proposal, node_B: Tensor, last_B: Tensor) -> Verdict:
     tree = proposal.tree
     path = Path(proposal, node_B)
     path.at_B = node_B
-    path.open_B = (path.offer(max(tree.widths)) >= 0).any(1)
+    offer_BK = path.offer(max(tree.widths))
+    path.open_B = (offer_BK >= 0).any(1)
     rows = len(node_B)
     depths_BM = pad(tree.depths_RN, (1, 0)).expand(rows, -1)
     above_BM = pad(tree.parents_RN + 1, (1, 0)).expand(rows, -1)
