@@ -19,7 +19,8 @@ from draftsmith_core.prompts import Chat, prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from tests.distilled import errors, manifest, rows_of, write_rows
 from train.batch import IGNORE
-from train.data import Examples, collate
+from train.batches import collate
+from train.data import Examples
 
 # How three families of models write a chat, in the essentials: roles, separators, and what they do
 # to history.

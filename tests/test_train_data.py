@@ -21,11 +21,13 @@ from draftsmith_core.io import sha256_file
 from draftsmith_core.models import load_model
 from tests.train_laws import FAMILIES, tiny_family
 from train.batch import IGNORE, LossSums, pack, packing_method
+from train.batches import collate
 from train.config import Optim
-from train.data import Examples, collate, divide, load_examples, order, packed, units, with_replay
+from train.data import Examples, divide, load_examples, packed, with_replay
 from train.loop import curves
 from train.objective import parse_objective
 from train.optimizer import learning_rate, make_optimizer, orthogonal, usual_rate
+from train.stream import order, units
 from train.trainees.lm import LMTrainee
 
 Row = dict[str, Any]

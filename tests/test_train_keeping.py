@@ -11,7 +11,8 @@ from transformers import LlamaModel
 from tests import train_laws
 from tests.train_laws import words_of
 from train import draft_setup
-from train.data import load_examples, units
+from train.data import load_examples
+from train.stream import units
 
 MIXED = ["--mixing_temperature", "3"]
 

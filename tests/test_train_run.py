@@ -16,9 +16,11 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.models import load_model
 from draftsmith_core.prompts import prompt_hash, read_prompt_hashes
 from tests.train_laws import BEFORE, SGD, close, metrics, result
+from train.batches import collate
 from train.config import TrainConfig
-from train.data import collate, load_examples, order
+from train.data import load_examples
 from train.objective import parse_objective
+from train.stream import order
 from train.trainees.lm import LMTrainee
 from train.training_run import train
 

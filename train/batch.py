@@ -1,6 +1,6 @@
 """What goes into a forward of a trainee, how documents share a row of it, and what comes out.
 
-Apart from `train.data`, because a step needs only torch.
+Apart from `train.batches`, because a step needs only torch.
 
 Legend: B rows of a batch, T tokens of the longest of them, R documents, D depths (depth 1 is the
 first drafted token).

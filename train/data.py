@@ -1,22 +1,16 @@
-"""Training data: rows of prompt and response tokens, their order, and the batches made of them.
+"""Training data: rows of prompt and response tokens, read from distilled sets and files.
 
-The order is an endless stream of shuffled epochs that depends on the place in it alone. So a
-resumed run needs to know its step and nothing else, and a step has the same units however it is
-divided (law 6).
-
-Legend: B rows of a batch, T tokens of the longest of them, N valid tokens, K stored teacher tokens
-per position.
+`train.stream` orders them, `train.batches` makes batches of them.
 """
 
 import glob
 import logging
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -24,7 +18,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch
 
 from drafts.draft_vocabulary import token_counts
 from draftsmith_core.errors import InputError, without_place
@@ -32,10 +25,9 @@ from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompt_rows import iterate_records, parse_record
 from draftsmith_core.prompts import ANSWER_KEYS, answers, prompt_hash, with_eos
 from draftsmith_core.reasons import Reasons
-from draftsmith_core.teacher_rows import COLUMN, unpack
+from draftsmith_core.teacher_rows import COLUMN
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
-from train.batch import IGNORE, Batch, pack
-from train.teacher import StoredTeacher
+from train.batch import pack
 
 # Its progress bars would be drawn over ours.
 datasets.disable_progress_bars()
@@ -298,7 +290,7 @@ def packed(examples: Examples, seed: int) -> Examples:
 
 
 def with_replay(examples: Examples, replay: Examples) -> Examples:
-    """Append the units of `replay`, for `units` to mix in. Both are packed, or neither."""
+    """Append the units of `replay`, for `train.stream` to mix in. Both are packed, or neither."""
     stored = examples.stored and replay.stored
     tables = [examples.rows, replay.rows]
     if not stored:
@@ -325,175 +317,3 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
         replay_from=len(examples),
         domains=domains,
     )
-
-
-@dataclass
-class _Unit:
-    """The documents of a unit in one row."""
-
-    ids: list[int]
-    labels: list[int]
-    positions: list[int]
-    documents: list[int]
-
-    def add(self, number: int, document: Row, limit: int) -> None:
-        """Append a document, cut to `limit` tokens."""
-        tokens = (document["prompt_ids"] + document["response_ids"])[:limit]
-        # The first token of a sequence is not predicted: there is nothing before it.
-        first = max(len(document["prompt_ids"]), 1)
-        self.ids += tokens
-        self.labels += [IGNORE] * (first - 1) + tokens[first:] + [IGNORE]
-        self.positions += range(len(tokens))
-        self.documents += [number] * len(tokens)
-
-
-def collate(examples: Examples, indices: Iterable[int]) -> Batch:
-    """Make one right-padded batch of the units at `indices`."""
-    units: list[_Unit] = []
-    documents: list[Row] = []
-    for index in map(int, indices):
-        group = [index] if examples.groups is None else examples.groups[index]
-        units.append(_Unit([], [], [], []))
-        for number, row in enumerate(group):
-            documents.append(examples.rows[row])
-            units[-1].add(number, documents[-1], examples.max_length)
-    ids_BT = _padded([unit.ids for unit in units], 0)
-    labels_BT = _padded([unit.labels for unit in units], IGNORE)
-    stored = _stored(documents, examples.max_length) if examples.stored else None
-    if examples.groups is None:
-        return Batch(ids_BT, labels_BT, stored=stored)
-    # Padding attends to itself, and no document attends to it.
-    positions_BT = _padded([unit.positions for unit in units], 0)
-    documents_BT = _padded([unit.documents for unit in units], -1)
-    return Batch(ids_BT, labels_BT, positions_BT, documents_BT, stored)
-
-
-def _padded(rows: Sequence[list[int]], fill: int) -> torch.Tensor:
-    tensors = [torch.tensor(row) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)
-
-
-def _stored(rows: Sequence[Row], limit: int) -> StoredTeacher:
-    ids = []
-    logprobs = []
-    tails = []
-    for row in rows:
-        # The first token of a sequence is not predicted, and tokens beyond the limit were cut off.
-        valid = slice(0 if row["prompt_ids"] else 1, limit - len(row["prompt_ids"]))
-        ids_RK, logprobs_RK, tail_R = unpack(row[COLUMN])
-        ids.append(ids_RK[valid])
-        logprobs.append(logprobs_RK[valid])
-        tails.append(tail_R[valid])
-    return StoredTeacher(
-        top_ids_NK=_columns(ids, 0),
-        top_logprobs_NK=_columns(logprobs, -math.inf),
-        tail_N=torch.from_numpy(np.concatenate(tails)),
-    )
-
-
-def _columns(parts: Sequence[npt.NDArray[np.generic]], fill: float) -> torch.Tensor:
-    """Rows of all parts, as wide as the widest; one column if all rows have only a tail."""
-    width = max(part.shape[1] for part in parts) or 1
-    padded = []
-    for part in parts:
-        missing = (0, 0), (0, width - part.shape[1])
-        padded.append(np.pad(part, missing, constant_values=fill))
-    return torch.from_numpy(np.concatenate(padded))
-
-
-def order(count: int, start: int, stop: int, seed: int) -> Indices:
-    """Row indices of places `start`..`stop` in the endless stream of freshly shuffled epochs."""
-    pieces = []
-    for epoch in range(start // count, math.ceil(stop / count)):
-        shuffled = np.random.default_rng([seed, epoch]).permutation(count)
-        first = epoch * count
-        pieces.append(shuffled[max(start - first, 0) : stop - first])
-    return np.concatenate(pieces)
-
-
-def shares(counts: Sequence[int], temperature: float) -> list[float]:
-    """Share of each domain: proportional to size^(1 / temperature) (arXiv 1907.05019, section
-    4.1).
-    """
-    # Divide by the largest first: a small temperature would overflow.
-    sizes = [(count / max(counts)) ** (1 / temperature) for count in counts]
-    return [size / sum(sizes) for size in sizes]
-
-
-class Draw(NamedTuple):
-    """Places of the stream that a domain fills, with `first`..`last` of its own stream.
-
-    places: counted from the first place that was asked for.
-    """
-
-    places: Indices
-    first: int
-    last: int
-
-
-def drawn(shares: Sequence[float], start: int, stop: int) -> list[Draw]:
-    """Divide the places `start`..`stop` of the stream among domains with these shares.
-
-    The first domain takes place g if floor((g + 1) p) > floor(g p), so its places are evenly
-    spread; the others divide the remaining places in the same way.
-    """
-    places = np.arange(stop - start)
-    left = sum(shares)
-    draws = []
-    for share in shares:
-        # How many places this domain has before each remaining one. 1e-9 keeps rounding from
-        # lowering a floor by one.
-        expected = np.arange(start, stop + 1) * min(1.0, share / (left or 1.0))
-        before = np.floor(expected + 1e-9).astype(np.int64)
-        taken = np.diff(before) > 0
-        draw = Draw(places[taken], int(before[0]), int(before[-1]))
-        draws.append(draw)
-        places = places[~taken]
-        left -= share
-        start -= draw.first
-        stop -= draw.last
-    return draws
-
-
-class _Domain(NamedTuple):
-    """Units that are shuffled among themselves, and their share of the stream."""
-
-    units: Indices
-    share: float
-    seed: int
-
-
-def units(
-    examples: Examples,
-    start: int,
-    stop: int,
-    seed: int,
-    fraction: float = 0.0,
-    temperature: float = 1.0,
-) -> Indices:
-    """Unit indices of places `start`..`stop` in the endless stream, `fraction` of them replay,
-    evenly spread.
-
-    Data and replay are each reshuffled in every epoch of their own. temperature: mixes domains of
-    the data (`shares`).
-    """
-    main = len(examples) if examples.replay_from is None else examples.replay_from
-    # Each domain has its own seed: with one for two, their same rows would meet in every epoch.
-    domains = [_Domain(np.arange(main), 1 - fraction, seed)]
-    if temperature != 1 and examples.domains is not None:
-        domain_of = examples.domains[:main]
-        members = [np.flatnonzero(domain_of == domain) for domain in np.unique(domain_of)]
-        parts = shares([len(own) for own in members], temperature)
-        domains = []
-        for own, part in zip(members, parts, strict=True):
-            own_seed = seed + (len(domains) + 2) * 2**32
-            domains.append(_Domain(own, (1 - fraction) * part, own_seed))
-    if examples.replay_from is not None:
-        domains.insert(0, _Domain(np.arange(main, len(examples)), fraction, seed + 2**32))
-    result = np.empty(stop - start, dtype=np.int64)
-    draws = drawn([domain.share for domain in domains], start, stop)
-    for domain, draw in zip(domains, draws, strict=True):
-        if draw.last > draw.first:
-            index = order(len(domain.units), draw.first, draw.last, domain.seed)
-            result[draw.places] = domain.units[index]
-    return result

@@ -21,46 +21,16 @@ from draftsmith_core.devices import peak_memory
 from draftsmith_core.errors import RunError
 from draftsmith_core.io import write_text_atomic, writing
 from draftsmith_core.progress import progress
-from draftsmith_core.sampling import row_seed
 from draftsmith_core.signals import StopSignal
 from draftsmith_core.wandb_runs import curve_names, log_again
 from train import checkpoint, parallel
-from train.batch import Batch, LossSums
-from train.data import collate, units
+from train.batch import LossSums
+from train.batches import collate, make_batches
 from train.job import Position, TrainingJob
 from train.optimizer import learning_rate, make_optimizer
 from train.parallel import Copies
 from train.trainee import Trainee
 from train.world import World
-
-
-def make_batches(job: TrainingJob, step: int) -> list[Batch]:
-    """Return this process's batches of a step.
-
-    A step takes consecutive rows of the shuffled stream and deals them to (forward, process) in
-    turn, so that its rows do not depend on how they are divided (law 6).
-    """
-    config = job.config
-    world = job.world
-    shape = (config.accumulation, world.size, config.batch_size)
-    start = step * math.prod(shape)
-    stop = start + math.prod(shape)
-    rows = units(
-        job.training,
-        start,
-        stop,
-        seed=config.seed,
-        fraction=config.replay_fraction,
-        temperature=config.mixing_temperature,
-    )
-    own_rows = rows.reshape(shape)[:, world.rank]
-    own_places = np.arange(start, stop).reshape(shape)[:, world.rank]
-    batches = []
-    for rows_B, places_B in zip(own_rows, own_places, strict=True):
-        seeds = [row_seed(config.seed, f"row {place}") for place in places_B.tolist()]
-        batch = replace(collate(job.training, rows_B), seeds_B=torch.tensor(seeds))
-        batches.append(batch.to(world.device))
-    return batches
 
 
 def curves(sums: LossSums, prefix: str) -> dict[str, float]:

@@ -39,10 +39,10 @@ from draftsmith_core.settings import loading
 from draftsmith_core.signals import StopSignal, Terminated
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import checkpoint, draft_setup
+from train.batches import collate
 from train.config import TrainConfig
 from train.data import (
     Examples,
-    collate,
     divide,
     load_examples,
     packed,
@@ -116,7 +116,7 @@ def train(
 
 
 @dataclass
-class _Loaded:
+class _Prepared:
     """A job and its draft in the trainee, which is None once it is freed."""
 
     job: TrainingJob
@@ -131,7 +131,7 @@ class _Loaded:
         self.job.world.accelerator.free_memory()
 
 
-def _fit(loaded: _Loaded, stop: StopSignal) -> Progress:
+def _fit(loaded: _Prepared, stop: StopSignal) -> Progress:
     """Train to the end; then, and when a signal stopped it, free the trainee."""
     assert loaded.trainee is not None
     try:
@@ -147,7 +147,7 @@ def _fit(loaded: _Loaded, stop: StopSignal) -> Progress:
     return done
 
 
-def _load(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
+def _load_job(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     """Load target, tokenizer and data."""
     objective = parse_objective(config.objective, config.temperature)
     if loss is not None:
@@ -163,9 +163,9 @@ def _load(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     return TrainingJob(config, world, objective, training, heldout, tokenizer, target)
 
 
-def _prepare(config: TrainConfig, loss: LossFn | None) -> _Loaded:
+def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     """Load the job and its draft, check that they fit, and put the draft into its trainee."""
-    job = _load(config, loss)
+    job = _load_job(config, loss)
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, job.target, job.training)
     _check(job, draft)
@@ -179,7 +179,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Loaded:
     # From here on random numbers are for dropout and noise; processes with one seed would all drop
     # the same units.
     torch.manual_seed(row_seed(config.seed, f"process {job.world.rank}"))
-    return _Loaded(job, trainee)
+    return _Prepared(job, trainee)
 
 
 def _with_rate(job: TrainingJob, draft: Draft) -> TrainingJob:

@@ -24,7 +24,8 @@ from draftsmith_core.models import fingerprint, load_model
 from draftsmith_core.progress import track
 from draftsmith_core.tokenization import load_tokenizer
 from train.batch import IGNORE
-from train.data import collate, load_examples
+from train.batches import collate
+from train.data import load_examples
 from train.losses import cross_entropy
 
 BLOCK = 256
