@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP := $(BIN)/python -m pip install --quiet --no-warn-script-location --root-user-action=ignore -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 JOBS ?= 2
 
 # Scripts that pip installs contain the path of their environment. After `cp -r` or `mv` of a clone they still run the old

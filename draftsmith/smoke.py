@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.hub import quiet
 from draftsmith_core.io import read_json
 from draftsmith_core.ranks import require_single_process
 from train.config import TrainConfig
@@ -98,6 +99,7 @@ def _write_inputs(config: TrainConfig, inputs: Path) -> None:
         raise InputError(
             f"{inputs.parent}: is not from an earlier --smoke; move it away or choose another `out`"
         )
+    quiet()
     draft = config.draft_config or config.draft or config.target
     sources = {"target": config.target or draft, "draft": draft}
     shapes = {role: _shape(source) for role, source in sources.items() if source}

@@ -15,6 +15,7 @@ from typing import Literal
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
+import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
@@ -28,12 +29,15 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def quiet() -> None:
-    """Keep transformers and the hub's client from drawing bars and printing advice; their errors
-    still show.
+    """Keep transformers, the hub's client and DeepSpeed from drawing bars and giving advice; their
+    errors still show.
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
+    # transformers imports DeepSpeed to save a model, and DeepSpeed prints that it sees no GPU.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def check_source(name: str) -> None:

@@ -34,7 +34,9 @@ def check_tracker(tracker: str) -> None:
         import wandb
 
         with without_prompts():
-            if wandb.setup().settings.mode in ("online", "run", "shared"):
+            # Without the line that says who is logged in.
+            setup = wandb.setup(wandb.Settings(show_info=False))
+            if setup.settings.mode in ("online", "run", "shared"):
                 wandb.login()
 
 

@@ -113,3 +113,21 @@ def test_output_that_cannot_be_written_is_one_line(words):
         1,
         f"draftsmith {words[0]}: No space left on device\n",
     )
+
+
+@pytest.mark.slow
+def test_libraries_print_nothing(tmp_path):
+    """Neither bars of transformers nor the warning of DeepSpeed."""
+    recipe = ROOT / "configs/train/eagle_vicuna-7b_sharegpt.yaml"
+    command = [sys.executable, "-m", "draftsmith", "train", "--config", str(recipe), "--smoke"]
+    done = subprocess.run(
+        [*command, "--out", "o", "--device", "cpu"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("o-smoke: ") and done.stdout.count("\n") == 1
+    lines = [line for line in done.stderr.replace("\r", "\n").splitlines() if line]
+    assert [line for line in lines if not line.startswith("train")] == []
