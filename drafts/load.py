@@ -116,8 +116,7 @@ def load_models(
             source,
             model,
             **options,
-            # The target's dtype for all: drafts in the dtypes that they were saved in would differ
-            # by those, too.
+            # Use the target's dtype for every draft, so that drafts are compared at one precision.
             dtype=dtype_name(model) if dtype == "auto" else dtype,
             quantize=quantize_draft or quantize,
         )
@@ -256,7 +255,8 @@ def check_draft_vocabulary(
             "has no tokenizer"
         )
         raise InputError(
-            f"{source}: {differs}; use a draft with the target's (docs/choosing-a-draft.md)"
+            f"{source}: {differs}; use a draft with the target's vocabulary "
+            "(docs/choosing-a-draft.md)"
         )
     if own is None or (token := first_difference(tokenizer, own, min(sizes))) is None:
         return None
@@ -288,7 +288,10 @@ def first_difference(a: Tokenizer, b: Tokenizer, size: int) -> int | None:
 
 @dataclass(frozen=True)
 class Source:
-    """What an export starts from: a draft, its weights rounded to `dtype` and held in fp32."""
+    """What an export starts from: a draft, its weights rounded to `dtype` and held in fp32.
+
+    target: of a head; None for a language model.
+    """
 
     name: str
     draft: Draft
@@ -347,8 +350,7 @@ def load_source(
         )
     else:
         weights_dtype = DTYPES[dtype]
-    # In fp32 with the values that `dtype` will hold on disk, so that proofs compare what is
-    # written.
+    # Round to `dtype` but keep fp32: the check of an export then compares the written values.
     for parameter in draft.parameters():
         parameter.copy_(parameter.to(weights_dtype))
     return Source(name, draft, weights_dtype, tokenizer, target, target_name)

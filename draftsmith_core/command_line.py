@@ -68,7 +68,7 @@ def parse(
         put(values, key, None if is_null else typed[key])
     try:
         if "print_config" in typed:
-            _print_config(table, TypeAdapter(partial_of([cls])).validate_python(values))
+            _print_config(table, TypeAdapter(partial_of(cls)).validate_python(values))
             raise SystemExit(0)
         for option in table.values():
             if option.default is MISSING and "." not in option.key and option.key not in values:

@@ -57,23 +57,23 @@ T = TypeVar("T")
 
 
 class Given:
-    """Marker: a dict of options for inner configs, with only the keys that the user set.
+    """Marker: a dict of options for an inner config, with only the keys that the user set.
 
     without: fields that the outer config sets. shown: options for the short --help.
     """
 
     def __init__(
-        self, *configs: type, without: Sequence[str] = (), shown: Sequence[str] = ()
+        self, config: type, *, without: Sequence[str] = (), shown: Sequence[str] = ()
     ) -> None:
-        self.configs = configs
+        self.config = config
         self.without = without
         self.shown = shown
 
     def __get_pydantic_core_schema__(
         self, marked: object, handler: GetCoreSchemaHandler
     ) -> Mapping[str, object]:
-        """Check the values by the types of the configs; a null leaves the option open."""
-        partial = partial_of(self.configs, self.without)
+        """Check the values by the config's types, without nulls: they leave an option open."""
+        partial = partial_of(self.config, self.without)
         return handler.generate_schema(Annotated[partial, BeforeValidator(_without_nulls)])
 
 
@@ -83,15 +83,14 @@ def _without_nulls(values: object) -> object:
     return {key: _without_nulls(value) for key, value in values.items() if value is not None}
 
 
-def partial_of(configs: Sequence[type], without: Sequence[str] = ()) -> type:
-    """A TypedDict of the fields of configs, none of them required."""
+def partial_of(config: type, without: Sequence[str] = ()) -> type:
+    """Return a TypedDict of the fields of a config, none of them required."""
     types: dict[str, object] = {}
-    for config in configs:
-        hints = typing.get_type_hints(config, include_extras=True)
-        for name in _field_names(config):
-            if name not in without:
-                group = _split(hints[name]).hint
-                types[name] = partial_of([group]) if _is_group(group) else hints[name]
+    hints = typing.get_type_hints(config, include_extras=True)
+    for name in _field_names(config):
+        if name not in without:
+            group = _split(hints[name]).hint
+            types[name] = partial_of(group) if _is_group(group) else hints[name]
     partial = TypedDict("partial", types, total=False)  # type: ignore[misc]
     partial.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]
     return typing.cast(type, partial)
@@ -177,6 +176,19 @@ def configured(cls: type[C], config: C | None, given: Mapping[str, Any]) -> C:
         kind = type(config).__name__
         raise TypeError(f"expected {name}(...) or options by name (**options), got a {kind}")
     return dataclasses.replace(config, **given) if given else config  # type: ignore[type-var]
+
+
+def refuse_unused(config: object, unused: Mapping[str, str]) -> None:
+    """Raise InputError for an option that was set although nothing reads it.
+
+    unused: the reason by option. An option is set if it differs from its default.
+    """
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        if field.name in unused and getattr(config, field.name) != default:
+            raise InputError(f"{field.name}: is not read: {unused[field.name]}; leave it out")
 
 
 def _plain(value: object) -> object:
@@ -323,10 +335,12 @@ def options_of(cls: type) -> list[Option]:
     return sorted(_walk(cls), key=lambda option: "." in option.key)
 
 
-def _walk(cls: type, prefix: str = "", rare: bool = False, same: bool = True) -> Iterator[Option]:
+def _walk(
+    cls: type, prefix: str = "", rare: bool = False, identity: bool = True
+) -> Iterator[Option]:
     """Yield the options of a configuration class, by class that declares them.
 
-    rare, same: the marks of the group that `cls` is in; `same` is false for `NotIdentity`.
+    rare, identity: inherited from the group that `cls` is in.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -342,7 +356,7 @@ def _walk(cls: type, prefix: str = "", rare: bool = False, same: bool = True) ->
                 continue
             marked = _split(hints[name])
             is_rare = rare or "rare" in marked.marks
-            is_identity = same and "not identity" not in marked.marks
+            is_identity = identity and "not identity" not in marked.marks
             given = next((mark for mark in marked.marks if isinstance(mark, Given)), None)
             if given is not None:
                 yield from _given_options(name, given)
@@ -364,11 +378,10 @@ def _walk(cls: type, prefix: str = "", rare: bool = False, same: bool = True) ->
 
 
 def _given_options(name: str, given: Given) -> Iterator[Option]:
-    for config in given.configs:
-        for option in _walk(config, f"{name}."):
-            inner = option.key.removeprefix(f"{name}.")
-            if inner.partition(".")[0] not in given.without:
-                yield dataclasses.replace(option, default=None, rare=inner not in given.shown)
+    for option in _walk(given.config, f"{name}."):
+        inner = option.key.removeprefix(f"{name}.")
+        if inner.partition(".")[0] not in given.without:
+            yield dataclasses.replace(option, default=None, rare=inner not in given.shown)
 
 
 @dataclass(frozen=True)

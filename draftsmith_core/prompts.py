@@ -148,7 +148,7 @@ class PromptReader:
         row = parse_record(record, self.source)
         where = f"{self.source}:{record.number}"
         if free_rows(self.source) is not None:
-            ids = self._begun(record.number)
+            ids = self._start_ids(record.number)
             return Prompt(f"free-{record.number}", "general", ids, record.number, own_id=True)
         self._warn_of_ignored(row)
         encoded = _encode(row, where, self.tokenizer, self.prompt_tokens)
@@ -184,10 +184,11 @@ class PromptReader:
         for key in ignored:
             _warn_once(f"{self.source}: key {key!r} is ignored; prompts do not contain it")
 
-    def _begun(self, number: int) -> tuple[int, ...]:
-        """Return the start of free text `number`: BOS, or EOS for models without a BOS.
+    def _start_ids(self, number: int) -> tuple[int, ...]:
+        """Return the first tokens of row `number` of `self:N` or `token:N`.
 
-        For `token:N`, append one uniformly random token, seeded by `number`.
+        They begin with BOS, or with EOS for models without a BOS. For `token:N`, append one
+        uniformly random token, seeded by `number`.
         """
         first = self.tokenizer.bos_token_id
         if first is None:
@@ -242,11 +243,12 @@ def read_prompts(
             if first == prompt.row:
                 prompts.append(prompt)
             else:
-                reason = f"key 'id': {prompt.id!r} is also the id of row {first}; name it otherwise"
+                reason = (
+                    f"key 'id': {prompt.id!r} is also the id of row {first}; give one another id"
+                )
                 skipped.append(Skipped(prompt.row, reason))
         else:
-            own_id = unique_id(prompt.id, repeats)
-            prompts.append(replace(prompt, id=own_id))
+            prompts.append(replace(prompt, id=unique_id(prompt.id, repeats)))
     if not prompts:
         reason = f"holds no rows; a row needs one of the keys {', '.join(KEYS)}"
         if skipped:
@@ -354,10 +356,12 @@ def answers(
     *,
     thinking: bool = True,
 ) -> list[Exchange]:
-    """Cut a row into answers behind their prompts: of token ids each run of trained ones, of a chat
-    the last turn, else the completion of a prompt.
+    """Split a row into prompts and answers.
 
-    ends, thinking: of a chat, as `exchange` has them. Raise InputError for a row without an answer,
+    Token ids: one for each run of trained tokens. Chat: the last turn. Otherwise: prompt and
+    completion.
+
+    ends, thinking: passed to `exchange` for chats. Raise InputError for a row without an answer,
     and ChatRefused if the chat template does not write it.
     """
     key = next((key for key in ANSWER_KEYS if row.get(key) is not None), None)
@@ -381,7 +385,9 @@ def _completed(row: JsonObject, where: str, tokenizer: Tokenizer) -> Exchange:
     """Tokens of a prompt and of the text behind it, up to and with EOS."""
     for key in ("prompt", "completion"):
         if not isinstance(row.get(key), str) or not row[key]:
-            raise InputError(f"{where}: key {key!r}: must be text, beside the other of the two")
+            raise InputError(
+                f"{where}: key {key!r}: must be text, as 'prompt' and 'completion' both are"
+            )
     prompt = row["prompt"]
     ids = encode_behind(tokenizer, prompt, encode_rendered(tokenizer, prompt), row["completion"])
     return Exchange(encode_text(tokenizer, prompt), with_eos(ids, tokenizer))

@@ -16,7 +16,7 @@ from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
-from draftsmith.alignment.stage_configs import train_config
+from draftsmith.alignment.stage_configs import general_config, train_config
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.settings import ResolvedSampling, Sampling
 from draftsmith_core.tokenization import load_tokenizer
@@ -291,9 +291,20 @@ def test_all_stages_on_two_processes(spawn, launch, files, target_dir, draft_dir
 def test_without_a_draft_a_fresh_head_is_trained(door, files, target_dir, tmp_path):
     out = tmp_path / "out"
     printed, err = door.ok(
-        "align", "--target", target_dir, "--prompts", files["own"], "--out", out, *SMALL
+        "align",
+        "--target",
+        target_dir,
+        "--prompts",
+        files["own"],
+        "--out",
+        out,
+        *SMALL,
+        "--policy",
+        "balanced",
     )
-    assert json.loads((out / "jsd" / "draftsmith.json").read_text())["kind"] == "eagle3"
+    record = json.loads((out / "jsd-balanced" / "draftsmith.json").read_text())
+    assert (record["kind"], record["steps"]) == ("eagle3", 12)
+    assert record["config"]["replay"] == [str(out / "general")]
     # The tests' target is nearly all vocabulary. What is started and how long it takes is said
     # before it begins.
     begun = err.partition("1/3 distil")[0] + printed.partition("1/3 distil")[0]
@@ -305,12 +316,16 @@ def test_without_a_draft_a_fresh_head_is_trained(door, files, target_dir, tmp_pa
         r"expected: distil \d+ (s|min), evaluate \d+ (s|min) \(one step of each", begun
     )
     assert not (out / "features").exists()
-    assert "jsd (jsd:beta=0.5) at temperature 1" in printed and "over the draft" not in printed
+    assert (
+        "jsd-balanced (jsd:beta=0.5) at temperature 1" in printed
+        and "over the draft" not in printed
+    )
 
 
 def facts(**changed: Any) -> Facts:
     usual: dict[str, Any] = {
         "rows": "text",
+        "own_chats": False,
         "prompts": 1000,
         "longest_prompt": 32,
         "context": 2048,
@@ -353,7 +368,6 @@ def test_choices_follow_what_is_given():
     config = AlignConfig(target="t", prompts="p", out="o")
     fresh: dict[str, Any] = {
         "fresh_head": True,
-        "head": True,
         "vocabulary": 49_152,
         "draft_parameters": 4_600_000,
     }
@@ -367,15 +381,15 @@ def test_choices_follow_what_is_given():
         assert complete(short, facts())[0].train["save_every"] == save_every
     # The rows of a step are shared by the processes.
     assert 32 % (4 * chosen(processes=4).train["batch_size"]) == 0
-    # A language model replays general text, a head does not.
-    kept = (usual.policy, usual.train["replay_fraction"], usual.distill["general_texts"])
-    assert kept == ("balanced", 0.5, 1920)
-    head = chosen(head=True)
-    assert (head.policy, head.train["replay_fraction"], head.distill["general_texts"]) == (
-        "id",
-        0.0,
-        0,
-    )
+    # Every draft replays what the target writes by itself: chats, if chats are served.
+    for changed in ({}, {"fresh_head": True}):
+        whole = chosen(**changed)
+        assert (whole.policy, whole.train["replay_fraction"]) == ("balanced", 0.5)
+        assert general_config(whole).prompts == "token:1920"
+    assert general_config(chosen(rows="chat", own_chats=True)).prompts == "magpie:1920"
+    config = AlignConfig(target="t", draft="d", prompts="p", out="o", policy="id")
+    alone = chosen()
+    assert (alone.train["replay_fraction"], alone.distill["general_texts"]) == (0.0, 0)
     greedy = chosen(sampling=ResolvedSampling(Sampling(temperature=0.0), {"temperature": 0.0}))
     assert greedy.eval["temperature"] == [0.0]
 
@@ -461,3 +475,17 @@ def test_prompts_that_change_after_a_run_began_are_not_used_in_silence(target_di
         check_unchanged(str(source), divided)
     source.unlink()
     check_unchanged(str(source), divided)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"donor": "m"}, "donor: is not read: it is for --init transplant"),
+        ({"policy": "id", "plain": True}, "plain: is not read: every draft is trained so"),
+        ({"policy": "id", "distill": {"general_texts": 5}}, "policy: id replays nothing"),
+        ({"id": ["a.jsonl"], "heldout_prompts": 3}, "heldout_prompts: --id names the prompts"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused(given, named):
+    with pytest.raises(ds.InputError, match=named):
+        AlignConfig(target="t", prompts="p", out="o", **given)

@@ -51,8 +51,8 @@ def curves(sums: LossSums, prefix: str) -> dict[str, float]:
 
 
 def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, float]:
-    """Do one optimizer step; return its loss per valid token, gradient norm, rate, tokens, and
-    alpha if there is one.
+    """Do one optimizer step; return its loss per valid token, gradient norm, rates, tokens and
+    `curves`.
     """
     config = job.config
     accelerator = job.world.accelerator
@@ -157,7 +157,7 @@ def fit(job: TrainingJob, trainee: Trainee, stop: StopSignal) -> Progress:
                 if stop.agreed:
                     raise stop.leaving()
                 by = "alpha" if "heldout_alpha" in position.best_figures else "loss"
-                figure = f"best held-out {by} {abs(position.best or 0.0):.3f}"
+                figure = f"best held-out {by} {position.best_figures[f'heldout_{by}']:.3f}"
                 advance(1, f"loss {figures['loss']:.3f} {figure} at step {position.best_step}")
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not should_reduce_batch_size(error):

@@ -148,6 +148,12 @@ def _sampled(key: str) -> Choice:
     return Choice(f"distill.{key}", value, why)
 
 
+def _general_from(known: Known) -> str | None:
+    if not known["distill.general_texts"]:
+        return None
+    return "magpie" if known.facts.own_chats else "token"
+
+
 def _draft_vocabulary(known: Known) -> int | None:
     size = min(_DRAFT_VOCABULARY, known.facts.vocabulary // 2)
     return size if known.large_projection else None
@@ -200,11 +206,7 @@ CHOICES = (
     ),
     Choice("distill.num_samples", _samples, "{known[distill.max_prompts]} prompts"),
     Choice("train.heldout_fraction", lambda known: 0.06, "enough to choose weights by"),
-    Choice(
-        "policy",
-        lambda known: "id" if known.facts.head else "balanced",
-        lambda known: "the draft is a head" if known.facts.head else "docs/robust.md",
-    ),
+    Choice("policy", lambda known: "balanced", "docs/robust.md"),
     Choice(
         "distill.max_new_tokens",
         _answer,
@@ -229,6 +231,11 @@ CHOICES = (
         "distill.general_texts",
         lambda known: min(_MOST_TEXTS, known.answers) if known["train.replay_fraction"] else 0,
         f"as many as answers, at most {_MOST_TEXTS}; 0 with policy id",
+    ),
+    Choice(
+        "distill.general_from",
+        _general_from,
+        lambda known: "chat rows" if known.facts.own_chats else "no chats",
     ),
     Choice(
         "train.draft_vocab_size",

@@ -20,6 +20,7 @@ from draftsmith_core.options import (
     TargetOptions,
     Text,
     options,
+    refuse_unused,
 )
 from draftsmith_core.prompt_rows import parse_named
 from eval.config import EvalConfig
@@ -43,19 +44,25 @@ _SHARED = (
 
 
 @options
-class General:
-    """Text to replay."""
+class AlignedDistilling(DistillConfig):
+    """What the target writes."""
 
     general_texts: AtLeast0 | None = None
-    """Number of texts to replay; the target writes each from a random token of the vocabulary."""
+    """Number of texts to replay, which the target writes by itself."""
+    general_from: Literal["magpie", "token"] | None = None
+    """What those texts are. magpie: chats in the target's template, user turns included. token:
+    texts that begin with a random token of the vocabulary.
+    """
 
 
 @options
-class Steps:
-    """Optimizer steps. With replay, more steps are taken, so that the draft still sees every
-    answer: `steps` is the number without replay.
-    """
+class AlignedTraining(TrainConfig):
+    """Training on what the target wrote."""
 
+    steps: AtLeast1 | None = None
+    """Optimizer steps without replay. With replay, more steps are taken, so that the draft still
+    sees every answer: twice as many with policy balanced.
+    """
     rows_per_step: AtLeast1 = 32
     """Sequences per optimizer step, over all processes."""
 
@@ -84,9 +91,9 @@ class AlignConfig(TargetOptions, RunOptions):
     )
     """Training objective, as `train --objective` takes it; several are compared at equal steps."""
     policy: Policy | None = None
-    """id: train on the answers alone. balanced: also replay general text, half of every step over
-    twice the steps, to keep what the base knows (docs/robust.md). Default: balanced for a language
-    model, id for a head.
+    """balanced (the default): fill half of every step with text that the target writes by itself,
+    over twice the steps, so that the draft keeps what it knew (docs/robust.md). id: train on the
+    answers alone.
     """
     plain: bool = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""
@@ -105,8 +112,7 @@ class AlignConfig(TargetOptions, RunOptions):
     distill: Annotated[
         dict[str, Any],
         Given(
-            DistillConfig,
-            General,
+            AlignedDistilling,
             without=(*_SHARED, "prompts", "domain"),
             shown=("num_samples", "max_new_tokens", "temperature", "max_prompts", "batch_size"),
         ),
@@ -115,8 +121,7 @@ class AlignConfig(TargetOptions, RunOptions):
     train: Annotated[
         dict[str, Any],
         Given(
-            TrainConfig,
-            Steps,
+            AlignedTraining,
             without=(
                 *_SHARED,
                 *(
@@ -129,7 +134,7 @@ class AlignConfig(TargetOptions, RunOptions):
                     "heldout",
                     "replay",
                 ),
-                *("accumulation", "epochs", "head", "smoke"),
+                *("accumulation", "epochs", "head"),
             ),
             shown=(
                 "steps",
@@ -159,6 +164,14 @@ class AlignConfig(TargetOptions, RunOptions):
     def __post_init__(self) -> None:
         if self.init is not None and self.draft is not None:
             raise InputError("init: makes the draft that --draft would name; give one of the two")
+        if self.init is None:
+            refuse_unused(self, {"donor": "it is for --init transplant"})
+        if self.policy == "id":
+            refuse_unused(self, {"plain": "every draft is trained so with --policy id"})
+            if self.distill.get("general_texts") or self.train.get("replay_fraction"):
+                raise InputError("policy: id replays nothing; leave out the options of replay")
+        if self.id and self.heldout_prompts is not None:
+            raise InputError("heldout_prompts: --id names the prompts to measure; give one of them")
         for spec in self.objective:
             parse_objective(spec)
         sets = parse_named("id", self.id)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from distill.own_prompts import user_opening
 from drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
 from drafts.load import LoadedModels, load_models
 from draftsmith.alignment.config import AlignConfig
@@ -21,13 +22,15 @@ from draftsmith_core.tokenization import load_tokenizer
 class Facts:
     """What the choices depend on.
 
-    rows: "chat", "prompt", "text" or "ids". prompts: number of usable prompts. longest_prompt,
-    context: in tokens; the context is the shortest of all models, None if unknown. head: whether
-    the draft is a head; fresh_head: whether there is no draft to start from. projection_share,
-    layer_share: share of the target's parameters in the output projection and in one layer.
+    rows: "chat", "prompt", "text" or "ids". own_chats: whether the target can write chats by
+    itself, user turns included. prompts: number of usable prompts. longest_prompt, context: in
+    tokens; the context is the shortest of all models, None if unknown. fresh_head: whether
+    there is no draft to start from. projection_share, layer_share:
+    share of the target's parameters in the output projection and in one layer.
     """
 
     rows: str
+    own_chats: bool
     prompts: int
     longest_prompt: int
     context: int | None
@@ -36,7 +39,6 @@ class Facts:
     target_parameters: int
     draft_parameters: int
     sampling: ResolvedSampling
-    head: bool = False
     fresh_head: bool = False
     vocabulary: int = 0
     projection_share: float = 0.0
@@ -80,8 +82,10 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
     # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the
     # hidden size.
     size = 14 * text.hidden_size**2 if draft is None else parameter_count(draft)
+    rows = _row_kind(first)
     facts = Facts(
-        rows=_row_kind(first),
+        rows=rows,
+        own_chats=rows == "chat" and bool(user_opening(models.tokenizer, config.prompts).ids),
         prompts=len(ids),
         longest_prompt=max(map(len, ids)),
         context=models.context,
@@ -95,7 +99,6 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
             temperature=config.distill.get("temperature"),
             default_temperature=1.0,
         ),
-        head=not isinstance(draft, PreTrainedModel),
         fresh_head=draft is None,
         vocabulary=vocabulary,
         projection_share=projection / whole,

@@ -28,7 +28,7 @@ def _without(options: dict[str, Any], *keys: str) -> dict[str, Any]:
 def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
     """Return the options of distilling the answers to `prompts` (a file)."""
     return DistillConfig(
-        **_without(config.distill, "general_texts"),
+        **_without(config.distill, "general_texts", "general_from"),
         **_common(config),
         prompts=prompts,
         out=str(Path(config.out) / "distilled"),
@@ -38,10 +38,10 @@ def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
 
 
 def general_config(config: AlignConfig) -> DistillConfig:
-    """Return the options of writing text to replay: the target continues single tokens freely."""
+    """Return the options of writing text to replay: what the target writes by itself."""
     return DistillConfig(
         **_common(config),
-        prompts=f"token:{config.distill['general_texts']}",
+        prompts=f"{config.distill['general_from']}:{config.distill['general_texts']}",
         out=str(Path(config.out) / "general"),
         max_new_tokens=config.distill["max_new_tokens"],
         batch_size=config.distill["batch_size"],

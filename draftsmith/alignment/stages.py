@@ -30,7 +30,7 @@ from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import write_text_atomic
 from draftsmith_core.launcher import join_processes
-from draftsmith_core.options import configured, options_of, value_at
+from draftsmith_core.options import Option, configured, options_of, value_at
 from draftsmith_core.ranks import from_main, on_main, say
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import loading
@@ -39,9 +39,6 @@ from eval.request import check
 from eval.results import Results
 from train.config import TrainConfig
 from train.training_run import train
-
-# Options that do not change the result: a run resumes with other values of these.
-_NOT_IDENTITY = ("out", "device", "push_to_hub")
 
 
 def align(config: AlignConfig | None = None, **options: Any) -> Results:
@@ -69,19 +66,19 @@ def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
         say(f"\n1/3 distil: {config.target} answers {prompts}")
         distill(stage_configs.distill_config(config, prompts))
         if config.train["replay_fraction"]:
+            kind = "chats" if config.distill["general_from"] == "magpie" else "texts"
             say(
-                f"{config.target} writes {config.distill['general_texts']} texts by itself, to "
+                f"{config.target} writes {config.distill['general_texts']} {kind} by itself, to "
                 "be replayed"
             )
             distill(stage_configs.general_config(config))
         for name, objective in config.trained().items():
-            settings = stage_configs.train_config(config, name)
+            training = stage_configs.train_config(config, name)
             why = ""
-            if settings.replay:
-                longer = 1 / (1 - settings.replay_fraction)
-                why = f", {longer:.2g} times the steps: as many answers, beside the replayed text"
+            if training.replay:
+                why = f", {training.steps} steps: as many answers, beside the replayed text"
             say(f"\n2/3 train: {name} ({objective}{why})")
-            train(settings)
+            train(training)
             _free()
         on_main(lambda: shutil.rmtree(out / "features", ignore_errors=True))
         say("\n3/3 evaluate")
@@ -109,7 +106,13 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
     else:
         whole = _begin(config, file)
         _free()
-    return replace(whole, **{key: getattr(config, key) for key in _NOT_IDENTITY})
+    free = [option.key for option in options_of(AlignConfig) if _is_free(option)]
+    return replace(whole, **{key: getattr(config, key) for key in free})
+
+
+def _is_free(option: Option) -> bool:
+    """Whether a run resumes with another value of this option; those of stages keep theirs."""
+    return not option.identity and "." not in option.key
 
 
 def _begin(config: AlignConfig, file: Path) -> AlignConfig:
@@ -201,7 +204,7 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     for option in options_of(AlignConfig):
         then = value_at(recorded, option.key)
         now = value_at(given, option.key)
-        if option.key not in _NOT_IDENTITY and now not in (None, [], then):
+        if not _is_free(option) and now not in (None, [], then):
             raise InputError(
                 f"--out {file.parent}: was begun with other options: {option.key} is "
                 f"{json.dumps(then)}, now it is {json.dumps(now)}; name another --out, or edit "

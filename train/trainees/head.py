@@ -206,9 +206,7 @@ class HeadTrainee(Trainee):
         self.target = FrozenTarget(target, draft.hidden_layers, packing, cache)
 
     def count(self, batch: Batch) -> Tensor:
-        """How many tokens `loss` will be a sum over, a scalar, without the forward: the pairs that
-        count at depth 1.
-        """
+        """Count the pairs at depth 1, by which the loss is divided, without a forward."""
         return torch.tensor(len(pairs_at(batch, 1).row_N), device=batch.ids_BT.device)
 
     def forward(self, batch: Batch) -> LossSums:
