@@ -8,8 +8,9 @@ loses least out of distribution. The setting is chosen and judged on the same pr
 little less on others.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from statistics import geometric_mean
 from typing import Literal
@@ -21,8 +22,10 @@ from eval.results_table import ResultsTable, place_of
 from eval.schema import Estimate, Row
 
 Verdict = Literal[
-    "ship", "ship_for", "none_beats_none", "not_shown", "busy", "too_few", "not_timed"
+    "ship", "ship_for", "none_beats_none", "rejected", "not_shown", "busy", "too_few", "not_timed"
 ]
+# A draft whose tokens per target call are surely below this saves no time, whatever the clock says.
+SAVES_NOTHING = 1.05
 
 
 @dataclass(frozen=True, order=True)
@@ -58,18 +61,26 @@ class Decision:
     draft.
 
     `over_base`: the setting's tokens per second over those of the base draft with its own fastest
-    method, all cells pooled, paired by prompt; None if the setting is the base's.
+    method, all cells pooled, paired by prompt; None if the setting is the base's. `comparisons`:
+    speedups that Holm's correction counts.
     """
 
     verdict: Verdict
     setting: Setting | None
     cells: list[Cell]
     over_base: Estimate | None
+    comparisons: int = 0
 
     @property
     def paying(self) -> list[Cell]:
         """The cells in which the setting pays."""
         return [cell for cell in self.cells if cell.sign == 1]
+
+    @property
+    def unclear(self) -> list[Cell]:
+        """The cells in which the setting may yet be faster: its interval reaches beyond 1."""
+        undecided = [cell for cell in self.cells if cell.sign not in (1, -1)]
+        return [cell for cell in undecided if (cell.speedup["high"] or math.inf) > 1]
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,8 @@ def decide(results: ResultsTable) -> Decision:
         of_base = (other for other in timed if other.setting.draft == results.base)
         base = max(of_base, key=lambda other: other.merit)
         over_base = _quotient(results, chosen.speedups, base.speedups)
-    return Decision(_verdict(results, cells, all_signs), chosen.setting, cells, over_base)
+    decision = Decision("not_shown", chosen.setting, cells, over_base, len(all_signs))
+    return replace(decision, verdict=_verdict(results, decision))
 
 
 def _fastest(timed: Sequence[_Timed], index: int) -> _Timed:
@@ -152,18 +164,36 @@ def _prefer_smaller_loss(results: ResultsTable, timed: Sequence[_Timed]) -> _Tim
     return max(alike, key=lambda one: (gain(one), one.merit))
 
 
-def _verdict(
-    results: ResultsTable, cells: Sequence[Cell], all_signs: Sequence[int | None]
-) -> Verdict:
+def _verdict(results: ResultsTable, decision: Decision) -> Verdict:
+    cells = decision.cells
     chosen_signs = {cell.sign for cell in cells}
     if 1 in chosen_signs:
         every_cell = len(cells) == len(results.domains()) * len(results.temperatures)
         return "ship" if every_cell and chosen_signs == {1} else "ship_for"
+    if _all_rejected(results):
+        return "rejected"
     if chosen_signs == {None}:
         return "too_few"
-    if set(all_signs) == {-1}:
-        return "none_beats_none"
-    return "busy" if any(cell.busy for cell in cells) else "not_shown"
+    if chosen_signs == {-1}:
+        promising = any((cell.fastest_speedup["value"] or 0.0) > 1 for cell in cells)
+        return "not_shown" if promising else "none_beats_none"
+    return "busy" if any(cell.busy for cell in decision.unclear) else "not_shown"
+
+
+def _all_rejected(results: ResultsTable) -> bool:
+    """Whether no lossless setting saves target calls on any set, by the intervals of tau."""
+    taus = lossless_taus(results)
+    highs = [row["high"] or math.inf for row in taus]
+    return bool(highs) and max(highs) < SAVES_NOTHING
+
+
+def lossless_taus(results: ResultsTable) -> list[Row]:
+    """Tokens per target call of every lossless setting on every set."""
+    return [
+        row
+        for row in results.rows("tau")
+        if row["domain"] in results.domains() and results.lossless(row["verifier"])
+    ]
 
 
 def _quotient(results: ResultsTable, new: Sequence[Row], base: Sequence[Row]) -> Estimate:

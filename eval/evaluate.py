@@ -27,6 +27,7 @@ from eval.diagnosis.rows import diagnosis_rows
 from eval.evaluation import Evaluation
 from eval.facts import clock, model_row
 from eval.measuring import decoder_of
+from eval.moved import found_again
 from eval.remarks import announce
 from eval.report.page import write_report
 from eval.request import EvalRequest, check
@@ -77,6 +78,7 @@ def evaluate_request(request: EvalRequest) -> Results:
         notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
         notes += announce(remarks.of_targets(request.drafts, pair.target), strict=given.strict)
         notes += announce(remarks.of_target(given.target, pair.target), strict=False)
+        notes += announce(remarks.of_few(suites), strict=False)
         work = Evaluation(request, suites, pair, models, run)
         measured = work.measure()
         cpus = os.cpu_count() or 1
@@ -143,7 +145,7 @@ def without_timings(directory: str | Path) -> EvalConfig:
     """Remove the timings of an evaluation and return its options: `evaluate` measures only them
     again.
     """
-    options = Results.load(directory).document["config"] | {"out": str(directory)}
+    options = found_again(Results.load(directory).document["config"], str(directory))
     for cell in Path(directory).glob("cells/*.json"):
         if "one_level" in json.loads(cell.read_text(encoding="utf-8")):
             cell.unlink()

@@ -1,5 +1,6 @@
 """The facts of the models, the machine and the run."""
 
+import json
 import os
 import platform
 import re
@@ -67,9 +68,21 @@ def _training(checkpoint: Path) -> Training | None:
             epochs=steps * batch / data["training"]["rows"],
             steps=steps,
             best_step=record["best_step"],
+            heldout=_heldout_curve(checkpoint),
         )
     except KeyError:
         return None
+
+
+def _heldout_curve(checkpoint: Path) -> list[tuple[int, float]]:
+    """Steps and held-out alphas of the training, from the metrics beside the weights."""
+    metrics = checkpoint / "run" / "metrics.jsonl"
+    curve = []
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
+        figures = json.loads(line)
+        if "heldout_alpha" in figures:
+            curve.append((figures["step"], figures["heldout_alpha"]))
+    return curve
 
 
 def identity(model: ModelRow) -> list[str]:

@@ -26,6 +26,8 @@ from eval.suites import Suite
 SHINGLE = 5
 # The share of their n-grams (Jaccard similarity) that makes two prompts near-duplicates.
 SIMILAR = 0.8
+# Intervals from fewer prompts are called rough.
+FEW = 8
 # On a quiet machine, the interquartile range of the target's timings is at most this share of their
 # median.
 SPREAD = 0.15
@@ -64,6 +66,16 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
             text += f", such as {near[0].id}"
             remarks.append(Remark(about="near_duplicates", text=text + meaning))
     return remarks
+
+
+def of_few(suites: Sequence[Suite]) -> list[Remark]:
+    """Find sets with so few prompts that intervals are rough."""
+    few = [suite for suite in suites if len(suite.prompts) < FEW]
+    if not few:
+        return []
+    sets = ", ".join(f"{suite.name} {len(suite.prompts)}" for suite in few)
+    text = f"few prompts ({sets}): intervals are rough, and one of width 0 is not certainty"
+    return [Remark(about="few_prompts", text=f"{text}; use 32 or more")]
 
 
 def _with_kind(suite: Suite) -> str:

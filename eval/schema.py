@@ -3,7 +3,7 @@ what figures mean.
 """
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NotRequired
 
 # pydantic reads those of `typing` only from Python 3.12 on.
 from typing_extensions import TypedDict
@@ -118,13 +118,17 @@ class SuiteRow(TypedDict):
 
 
 class Training(TypedDict):
-    """How a draft was aligned, from the `draftsmith.json` beside its weights."""
+    """How a draft was aligned, from the `draftsmith.json` beside its weights.
+
+    heldout: steps and held-out alphas, if the metrics of the training are beside the weights.
+    """
 
     objective: str
     response_tokens: int
     epochs: float
     steps: int
     best_step: int
+    heldout: NotRequired[list[tuple[int, float]]]
 
 
 class ModelRow(TypedDict):

@@ -12,9 +12,15 @@ from eval.schema import Estimate, Row
 
 
 def headline_and_table(results: ResultsTable) -> list[str]:
-    """The decision, and alpha, tokens per call and speed by draft and set at the highest
-    temperature.
-    """
+    """The decision, what to do next, and `rows_by_set` as a table."""
+    head = lead(results)
+    lines = [head.headline, " ".join([head.todo, head.command]).strip()]
+    title = f"temperature {results.top_temperature:g}, 95 % intervals"
+    return lines + text_table(title, rows_by_set(results))
+
+
+def rows_by_set(results: ResultsTable) -> list[dict[str, str]]:
+    """Alpha, tokens per call and speed by draft and set at the highest temperature."""
     rows = []
     top = results.top_temperature
     for alpha in results.rows("alpha"):
@@ -34,11 +40,7 @@ def headline_and_table(results: ResultsTable) -> list[str]:
                 "tree": tree_name(tau["tree"] or ""),
             }
             rows.append(row)
-    head = lead(results)
-    lines = [head.headline]
-    if head.command:
-        lines.append(f"time again on a quiet machine: {head.command}")
-    return lines + text_table(f"temperature {top:g}, 95 % intervals", rows)
+    return rows
 
 
 def summary(results: ResultsTable) -> dict[str, Any]:

@@ -59,11 +59,16 @@ def test_a_setting_that_pays_everywhere_is_shipped_whichever_tree_it_is():
     head = lead(timed(everywhere("mine", "kary:2,1", *FAST)))
     assert head.headline == "Ship mine: 1.40 times the target alone"
     assert head.detail.startswith(
-        "Decode with kary:2,1 and exact: it is faster than the target alone on every set at "
-        "every temperature "
-        "(1.40 times with the prompt's forward counted). All sets together, it is 2.80 [2."
+        "Faster than the target alone? Yes, with kary:2,1 and exact: on every set at every "
+        "temperature (1.40 times with the prompt's forward counted). "
+        "Faster than base, too? Yes: 2.80 [2."
     )
-    assert head.detail.endswith("] times as fast as base with its own fastest method.")
+    assert head.detail.endswith("] times, all sets together, each with its fastest method.")
+    assert head.todo == "Decode with it:"
+    assert head.command.startswith("draftsmith decode --target t --draft mine --tree kary:2,1 ")
+    # Alphas of the base and the draft stand above the fold.
+    assert [row["draft"] for row in head.alphas] == ["base", "mine"]
+    assert list(head.alphas[0]) == ["draft", "α ID", "α OOD"]
     labels = ["prose (ID), T = 0", "prose (ID), T = 1", "code (OOD), T = 0", "code (OOD), T = 1"]
     assert head.cells == [
         (label, "Faster: 1.40 [1.30, 1.50] times the target alone.") for label in labels
@@ -81,9 +86,7 @@ def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_
     equal = everywhere("mine", "chain:2", *(1.6, 1.5, 1.7)) | everywhere("base", "kary:2,1", *FAST)
     equal |= {("base", "kary:2,1", "code", 1.0): (1.9, 1.8, 2.0)}
     head = lead(timed(equal))
-    assert (
-        "it is not measurably faster than base with its own fastest method (1.07 [0." in head.detail
-    ), head.detail
+    assert "Faster than base, too? Not measurably: 1.07 [0." in head.detail, head.detail
     assert dict(head.cells)["code (OOD), T = 1"].endswith(
         "Fastest there: base with kary:2,1 and exact, 1.90 [1.80, 2.00]."
     )
@@ -97,9 +100,8 @@ def test_a_draft_is_shipped_for_the_sets_on_which_it_pays():
     assert head.setting == "mine with chain:2 and exact"
     assert "It is slower on code at T = 0: decode without a draft there." in head.detail
     assert "No clear speedup on code at T = 1: time more prompts" in head.detail
-    assert head.detail.endswith(
-        "The machine was busy during timing. Time again on a quiet machine; all else is kept:"
-    )
+    assert head.detail.endswith("The machine was busy during timing.")
+    assert head.todo == "Time again on a quiet machine; all else is kept:"
     assert head.command == "draftsmith eval --time_again DIR"
     assert render_page(timed(speeds, busy=True)).count("machine was busy") == 1
     # What is not shown on a busy machine is not denied; what is shown to be slower is.
@@ -127,6 +129,50 @@ def test_what_is_not_shown_is_not_shipped(speed, verdict, headline):
     assert found.setting is not None
     assert (found.verdict, found.setting.draft, found.paying) == (verdict, "mine", [])
     assert lead(results).headline == headline and f"{speed[0]:.2f} times" in lead(results).detail
+
+
+def test_a_busy_machine_speaks_with_one_voice():
+    """Cells that are surely slower are not called unknown, and the clock excuses none of them."""
+    speeds = everywhere("mine", "chain:2", *SLOW)
+    found = timed(speeds | {("base", "kary:2,1", "code", 1.0): (0.6, 0.3, 0.9)}, busy=True)
+    assert decide(found).verdict == "none_beats_none"
+    speeds |= {("mine", "chain:2", "code", T): UNSURE for T in (0.0, 1.0)}
+    head = lead(timed(speeds, busy=True))
+    assert head.headline == "Cannot tell on code: the machine was busy"
+    assert "It is slower on prose: decode without a draft there." in head.detail
+    assert "No clear speedup on" not in head.detail
+
+
+def test_an_interval_beside_1_that_is_one_of_many_is_told_apart():
+    head = lead(timed({("mine", "chain:2", "prose", 0.0): (1.05, 1.005, 1.097)}))
+    assert dict(head.cells)["prose (ID), T = 0"] == (
+        "Faster taken alone, not for sure as one of 16 comparisons: "
+        "1.05 [1.00, 1.10] times the target alone."
+    )
+
+
+def test_a_draft_that_saves_no_call_does_not_pay_whatever_the_clock_says():
+    results = timed(everywhere("mine", "chain:2", *UNSURE), busy=True)
+    for row in results.rows("tau"):
+        row |= {"value": 1.0, "low": 1.0, "high": 1.0}
+    head = lead(results)
+    assert head.headline == "Do not ship: the target accepts next to nothing"
+    assert head.detail.startswith("Tokens per target call are 1.00") and head.command == ""
+
+
+def test_a_draft_that_was_still_improving_is_said_to_be():
+    results = timed(everywhere("mine", "chain:2", *FAST))
+    curve = [(0, 0.1), (10, 0.2), (20, 0.3), (30, 0.36), (40, 0.4)]
+    training = results.document["models"]["mine"]["training"]
+    assert training is not None
+    training["heldout"] = curve
+    assert lead(results).todo == (
+        "mine: held-out alpha was still rising when training stopped "
+        "(+0.040 in the last fifth of its steps): train longer. Decode with it:"
+    )
+    assert "How held-out acceptance rose in training" in render_page(results)
+    curve[-1] = (40, 0.362)
+    assert lead(results).todo == "Decode with it:"
 
 
 def test_without_a_clock_or_without_a_lossless_rule_nothing_is_decided():

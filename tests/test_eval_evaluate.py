@@ -16,6 +16,7 @@ from draftsmith.cli.commands import run
 from draftsmith_core.errors import InputError, RunError
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
+from eval.moved import found_again
 from eval.results import Results
 from eval.summary import summary as summarise
 from tests.results_made_up import timeless
@@ -31,6 +32,7 @@ import draftsmith_core.runs
 from draftsmith_core import io
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
+from eval.moved import found_again
 writes = 0
 def write(path, value):
     global writes
@@ -195,7 +197,8 @@ def test_without_a_tree_nothing_is_decoded_and_acceptance_is_the_same(world, sum
 def test_files_are_written(world, summary):
     out = Path(world.out)
     assert summary["report"] == str(out / "report.html") and Path(summary["report"]).is_file()
-    plots = ("accept", "alpha", "calibration", "candidates", "cost", "gain", "tau")
+    # Two gains are a row of a table, not a figure.
+    plots = ("accept", "alpha", "calibration", "candidates", "cost", "tau")
     assert sorted(path.stem for path in (out / "plots").iterdir()) == list(plots)
     assert "alignment raised acceptance in distribution from" in Path(summary["report"]).read_text()
 
@@ -274,6 +277,21 @@ def test_a_report_is_drawn_again_from_its_results(world, summary, tmp_path, caps
     assert (tmp_path / "plots" / "alpha.png").is_file()
     with pytest.raises(InputError, match="--tree: unknown option"):
         run("eval", ["--render", str(tmp_path), "--tree", "chain:4"])
+
+
+def test_files_are_found_from_anywhere_and_after_a_move(tmp_path, monkeypatch):
+    for name in ("demo/eval", "demo/target", "demo/jsd"):
+        (tmp_path / "moved" / name).mkdir(parents=True)
+    options = {"out": "out/demo/eval", "target": "out/demo/target", "id": ["@gsm8k", "out/x.jsonl"]}
+    options |= {"draft": ["base=owner/name", "jsd=out/demo/jsd"], "ood": [], "tree": ["chain:4"]}
+    monkeypatch.chdir(tmp_path)
+    found = found_again(options, "moved/demo/eval")
+    assert (found["out"], found["target"]) == ("moved/demo/eval", "moved/demo/target")
+    assert found["draft"] == ["base=owner/name", "jsd=moved/demo/jsd"]
+    assert found["id"] == options["id"]
+    monkeypatch.chdir("/")
+    found = found_again(options, str(tmp_path / "moved/demo/eval"))
+    assert found["target"] == str(tmp_path / "moved/demo/target")
 
 
 def test_an_evaluation_is_timed_again_and_all_else_is_kept(world, summary, tmp_path):

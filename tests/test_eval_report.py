@@ -74,7 +74,7 @@ def test_the_worst_set_stands_beside_the_pool_and_a_loss_is_no_share():
     )
     drafts, *_ = tables(results)
     assert drafts.rows[0]["worst OOD set"].startswith("talk \N{MINUS SIGN}0.300 [")
-    assert re.fullmatch(r"[\d.]+ points lost", drafts.rows[0]["of the ID gain"])
+    assert re.fullmatch(r"[\d.]+ points lost", drafts.rows[0]["ID gain kept"])
 
 
 def test_the_best_of_several_drafts_leads():
@@ -362,7 +362,7 @@ def test_a_figure_of_the_report_is_one_call_and_a_repr_is_a_line(results, tmp_pa
 
 
 def test_what_eval_prints_is_the_decision_and_a_row_by_draft_and_set(results):
-    headline, *table = headline_and_table(results)
+    headline, _, *table = headline_and_table(results)
     assert headline == lead(results).headline
     text = "\n".join(table)
     assert all(heading in text for heading in ("draft", "set", "alpha", "tokens per call", "speed"))

@@ -22,9 +22,10 @@ from eval.evaluate import evaluate
 from eval.report.findings import lead
 from eval.report.formats import WORDS
 from eval.report.page import FIGURES, Picture, render_template
+from eval.report.tables import Table
 from eval.report.theme import LIGHT, Look, inline_svg, roles_of
 from eval.results import Results
-from eval.summary import headline_and_table
+from eval.summary import headline_and_table, rows_by_set
 
 RECIPES = Path(__file__).parent / "recipes"
 PAIR = Path(__file__).parent / "pair"
@@ -112,7 +113,9 @@ def write_page(small: Results, large: Results) -> list[str]:
         f"The target here is the shipped one of {small_m:.1f} M parameters, padded with zeros to "
         f"{large_m:.0f} M: it writes the same and costs as a large one."
     )
-    headline, *table = headline_and_table(large)
+    headline, *lines = headline_and_table(large)
+    title = f"The drafts at temperature {large.top_temperature:g}"
+    rows = rows_by_set(large)
     note = f"The shipped target of {small_m:.1f} M parameters is too cheap for drafting to pay."
     words = WORDS["figures"]["alpha"]
     figure = FIGURES["alpha"](small, Look(LIGHT, roles_of(small.drafts, small.base)))
@@ -122,13 +125,13 @@ def write_page(small: Results, large: Results) -> list[str]:
         pictures.append(Picture(words["title"], words["caption"], svg))
     page = large.directory.parent / "report.html"
     values = {
-        "detail": lead(large).detail,
         "padded": padded,
-        "table": "\n".join(table),
+        "table": Table(title, "With 95 % intervals.", 2, rows),
+        "lead": lead(large),
         "small": note,
     }
     write_text_atomic(page, render_template("demo.html.j2", headline, pictures, **values))
-    return ["", padded, headline, *table, f"report: {page.resolve()}"]
+    return ["", padded, headline, *lines, f"report: {page.resolve()}"]
 
 
 def _write(out: Path) -> None:

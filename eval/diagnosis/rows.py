@@ -173,10 +173,12 @@ def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator
         low, high = interval(ece_R, group.picks, least=0.0, most=1.0)
         value = float(_ece(pooled_B3))
         yield group.row("ece", draft, Estimate(value=value, low=low, high=high, n=len(sums_PB3)))
-    for tenth, (mass, sure, accepted) in enumerate(pooled_B3):
+    for tenth, (mass, sure, _) in enumerate(pooled_B3):
         yield group.row("drafted_mass", draft, mass, at=tenth)
         yield group.row("confidence", draft, sure / mass if mass else None, at=tenth)
-        yield group.row("acceptance", draft, accepted / mass if mass else None, at=tenth)
+        drafted_P, _, accepted_P = sums_PB3[:, tenth].T
+        share = estimate(PromptSums(accepted_P, drafted_P), group.picks)
+        yield group.row("acceptance", draft, share, at=tenth)
 
 
 def _ece(sums_B3: Any) -> Any:

@@ -37,6 +37,8 @@ LEGEND_LINE = 0.23  # inches
 # Coordinates of what stands beside the line `y` of a dot plot.
 BESIDE = ("axes fraction", "data")
 SHARES = (-0.03, 1.03)  # of an axis from 0 to 1, with whole marks at its ends
+# A panel, or a curve, of fewer points than this says no more than its row of a table.
+LEAST_POINTS = 3
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,15 @@ def _dot_plots(
     *,
     reference: float | None = None,
     notes: str = "",
-) -> Figure:
-    """Draw panels of (label, lines) one above the other.
+) -> Figure | None:
+    """Draw panels of (label, lines) one above the other, without those of few points.
 
     bounds: of the x axis, which holds every interval. reference: place of a vertical line. notes:
     stand above the numbers on the right.
     """
+    panels = [panel for panel in panels if _count_dots(panel[1]) >= LEAST_POINTS]
+    if not panels:
+        return None
     height = sum(len(lines) * LINE + FRAME for _, lines in panels)
     with drawing(look.colours):
         figure = Figure(figsize=(WIDTH, height))
@@ -94,6 +99,10 @@ def _dot_plots(
             ax.set_xlabel(label)
             ax.annotate(notes, (1.02, -0.8), xycoords=BESIDE, color=look.colours["soft"])
     return figure
+
+
+def _count_dots(lines: Sequence[Line]) -> int:
+    return sum(1 for line in lines for row in line.dots if row and row["value"] is not None)
 
 
 def _heading(ax: Axes, look: Look, y: int, text: str) -> None:
@@ -143,7 +152,9 @@ def alpha_figure(results: ResultsTable, look: Look) -> Figure | None:
     for temperature in sorted(results.temperatures):
         lines: list[Line] = []
         for domain in results.domains():
-            base = results.alpha(results.base, domain, temperature)["value"]
+            base = None
+            if results.aligned:
+                base = results.alpha(results.base, domain, temperature)["value"]
             kind = results.kind(domain).upper()
             lines.append(Line(f"{domain} ({kind})"))
             for draft in results.drafts:
@@ -194,7 +205,7 @@ def tau_figure(results: ResultsTable, look: Look) -> Figure | None:
         if lines:
             panels.append((f"{title} (T = {results.top_temperature:g})", lines))
     notes = "ID / OOD" if len(results.kinds) > 1 else ""
-    return _dot_plots(look, panels, (0.0, 1e9), reference=1.0, notes=notes) if panels else None
+    return _dot_plots(look, panels, (0.0, 1e9), reference=1.0, notes=notes)
 
 
 def _panels(
@@ -251,6 +262,29 @@ def _by_depth(ax: Axes, look: Look, draft: str, rows: Sequence[Row], **style: ob
     _line(ax, look, draft, depths, values, **style)
 
 
+def _bar(ax: Axes, look: Look, x: float, row: Row) -> None:
+    """Draw the interval of a point of a curve."""
+    if row["low"] is not None and row["high"] is not None:
+        ends = [row["low"], row["high"]]
+        ax.plot([x, x], ends, color=look.colour(row["draft"]), lw=1.2, alpha=0.5)
+
+
+def training_figure(results: ResultsTable, look: Look) -> Figure | None:
+    """Held-out alpha by step of every draft's training."""
+    curves = {}
+    for draft in results.drafts:
+        training = results.document["models"][draft]["training"]
+        curve = training.get("heldout", []) if training else []
+        if len(curve) >= LEAST_POINTS:
+            curves[draft] = curve
+
+    def draw(ax: Axes, _: str) -> None:
+        for draft, curve in curves.items():
+            _line(ax, look, draft, [step for step, _ in curve], [alpha for _, alpha in curve])
+
+    return _panels(look, {"": ""}, draw, "step of the training") if curves else None
+
+
 def _sets(results: ResultsTable) -> dict[str, str]:
     titles = {name: name for name in results.domains("id")}
     return titles | {name: f"{name} (OOD)" for name in results.domains("ood")}
@@ -271,10 +305,7 @@ def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
         for draft in results.drafts:
             rows = series(draft, domain)
             for row in rows:
-                if row["low"] is not None and row["high"] is not None:
-                    depth = [row["at"] or 0] * 2
-                    ends = [row["low"], row["high"]]
-                    ax.plot(depth, ends, color=look.colour(draft), lw=1.2, alpha=0.5)
+                _bar(ax, look, row["at"] or 0, row)
             if rows:
                 _by_depth(ax, look, draft, rows)
         ax.set_ylim(SHARES)
@@ -282,7 +313,7 @@ def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
 
     titles = _sets(results)
     for name in list(titles):
-        if not any(series(draft, name) for draft in results.drafts):
+        if all(len(series(draft, name)) < LEAST_POINTS for draft in results.drafts):
             del titles[name]
     return _panels(look, titles, draw, "depth d") if titles else None
 
@@ -296,13 +327,16 @@ def calibration_figure(results: ResultsTable, look: Look) -> Figure | None:
         ax.plot([0, 1], [0, 1], color=look.colours["line"], lw=1)
         for draft in results.drafts:
             sure = [row["value"] for row in results.series("confidence", draft, kind)]
-            taken = [row["value"] for row in results.series("acceptance", draft, kind)]
+            taken = results.series("acceptance", draft, kind)
+            for x, row in zip(sure, taken, strict=True):
+                if x is not None:
+                    _bar(ax, look, x, row)
             _line(
                 ax,
                 look,
                 draft,
                 [x for x in sure if x is not None],
-                [y for y in taken if y is not None],
+                [row["value"] for row in taken if row["value"] is not None],
             )
         ax.set_ylim(SHARES)
 

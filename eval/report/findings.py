@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.decision import Cell, Decision, Setting, decide
+from eval.decision import Cell, Decision, Setting, decide, lossless_taus
 from eval.report.formats import WORDS, number, percent, points, sign, tree_name, with_interval
 from eval.results_table import ResultsTable
 from eval.schema import BUSY, Row, SuiteKind
@@ -18,19 +18,27 @@ class Lead:
     """The head of a report: the decision, its cells (label, sentence), the changes, and whether
     outputs differ.
 
-    draft: the decided draft, or the best aligned one. command: repeats timings of a busy machine.
+    draft: the decided draft, or the best aligned one. alphas: of at most three drafts, at
+    `temperature`. todo: what to do next, with its command if there is one.
     """
 
     draft: str
     setting: str
-    command: str
     headline: str
+    temperature: str
+    alphas: list[dict[str, str]]
+    todo: str
+    command: str
     detail: str
     cells: list[tuple[str, str]]
     changes: list[str]
     lossless: str
 
 
+# A draft that gained this much held-out alpha in the last fifth of its steps was still improving.
+RISING = 0.005
+# Fewest points of a curve that say so.
+LEAST_POINTS = 4
 # The largest logit gap that rounding can flip, by dtype: a few units in the last place of a logit
 # of 32.
 TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}
@@ -39,20 +47,76 @@ TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}
 def lead(results: ResultsTable) -> Lead:
     """The decision, each of its cells, and the changes at each temperature."""
     decision = decide(results)
-    out = results.document["config"].get("out", "DIR")
-    again = shlex.join(["draftsmith", "eval", "--time_again", out])
-    busy = any(cell.busy for cell in decision.cells)
     setting = decision.setting
+    draft = setting.draft if setting else best_aligned(results)
+    todo = "busy" if decision.verdict == "ship_for" and _busy(decision) else decision.verdict
+    words = [*rising(results), WORDS["todo"][todo]]
     return Lead(
-        command=again if busy else "",
-        draft=setting.draft if setting else best_aligned(results),
+        draft=draft,
         setting=_setting(setting) if setting else "",
         headline=_fill(WORDS["headlines"][decision.verdict], decision, results),
+        temperature=f"{results.top_temperature:g}",
+        alphas=_alphas(results, draft),
+        todo=" ".join(words),
+        command=_command(decision, results, todo),
         detail=_detail(decision, results),
         changes=[f"At T = {t:g}, {_change(results, t)}" for t in sorted(results.temperatures)],
         cells=[_cell(cell, decision, results) for cell in decision.cells],
         lossless=_lossless(results),
     )
+
+
+def _busy(decision: Decision) -> bool:
+    return any(cell.busy for cell in decision.cells)
+
+
+def _alphas(results: ResultsTable, draft: str) -> list[dict[str, str]]:
+    """The alphas of the base, the decided draft and the best aligned one."""
+    rows = []
+    for name in dict.fromkeys([results.base, draft, best_aligned(results)]):
+        row = {"draft": name}
+        for kind in results.kinds:
+            row[f"α {kind.upper()}"] = with_interval(results.alpha(name, kind))
+        rows.append(row)
+    return rows
+
+
+def rising(results: ResultsTable) -> list[str]:
+    """A sentence on every draft whose held-out alpha still rose when training stopped."""
+    sentences = []
+    for name in results.drafts:
+        training = results.document["models"][name]["training"]
+        rise = still_rising(training.get("heldout", [])) if training else None
+        if rise is not None:
+            gained = number(rise, 3, sign=True)
+            sentences.append(WORDS["rising"].format(draft=name, gained=gained))
+    return sentences
+
+
+def still_rising(curve: Sequence[tuple[int, float]]) -> float | None:
+    """The rise of held-out alpha over the last fifth of the steps; None if it is below `RISING`."""
+    if len(curve) < LEAST_POINTS:
+        return None
+    last_step, last = curve[-1]
+    before = [alpha for step, alpha in curve if step <= 0.8 * last_step]
+    rise = last - max(before)
+    return rise if rise >= RISING else None
+
+
+def _command(decision: Decision, results: ResultsTable, todo: str) -> str:
+    """The command of `todo`, ready to paste."""
+    config = results.document["config"]
+    setting = decision.setting
+    if todo == "busy":
+        return shlex.join(["draftsmith", "eval", "--time_again", config.get("out", "DIR")])
+    if setting is None or todo not in ("ship", "ship_for"):
+        return ""
+    models = results.document["models"]
+    words = ["draftsmith", "decode", "--target", models["target"]["name"]]
+    words += ["--draft", models[setting.draft]["name"]]
+    words += ["--tree", setting.tree, "--verifier", setting.verifier]
+    words += ["--temperature", f"{results.top_temperature:g}", "--prompt", "TEXT"]
+    return shlex.join(words)
 
 
 def _fill(template: str, decision: Decision, results: ResultsTable) -> str:
@@ -65,15 +129,19 @@ def _fill(template: str, decision: Decision, results: ResultsTable) -> str:
     whole = [row for row in with_prompt if row is not None]
     rest = []
     for cell_sign, text in WORDS["rest"].items():
-        if where := _where(decision, cell_sign):
+        where = _where(decision, [cell for cell in decision.cells if cell.sign == cell_sign])
+        if where and not (decision.verdict == "busy" and cell_sign == 0):
             rest.append(text.format(where))
+    unclear = decision.unclear if len(decision.unclear) < len(decision.cells) else []
     return template.format(
         draft=setting.draft,
         setting=_setting(setting),
         method=f"{tree_name(setting.tree)} and {setting.verifier}",
         speed=_range(speedups),
         whole=WORDS["whole"].format(speed=_range(whole)) if whole else "",
-        where=_where(decision, 1),
+        where=_where(decision, decision.paying),
+        unclear=WORDS["unclear"].format(where=_where(decision, unclear)) if unclear else "",
+        tau=_range(lossless_taus(results)) if decision.verdict == "rejected" else "",
         elsewhere="" if results.domains("ood") else WORDS["elsewhere"],
         rest=" ".join(rest),
     ).strip()
@@ -90,14 +158,12 @@ def _setting(setting: Setting) -> str:
     return f"{setting.draft} with {tree_name(setting.tree)} and {setting.verifier}"
 
 
-def _where(decision: Decision, sign: int | None) -> str:
-    """The sets on which the setting has this sign, with the temperatures unless it is all of
-    them.
-    """
+def _where(decision: Decision, fits: Sequence[Cell]) -> str:
+    """The sets of some cells, with the temperatures unless it is all of them."""
     parts = []
     for name in dict.fromkeys(cell.domain for cell in decision.cells):
         cells = [cell for cell in decision.cells if cell.domain == name]
-        if fit := [f"{cell.temperature:g}" for cell in cells if cell.sign == sign]:
+        if fit := [f"{cell.temperature:g}" for cell in cells if cell in fits]:
             parts.append(name if len(fit) == len(cells) else f"{name} at T = {' and '.join(fit)}")
     *first, last = parts or [""]
     return f"{', '.join(first)} and {last}" if first else last
@@ -112,17 +178,22 @@ def _detail(decision: Decision, results: ResultsTable) -> str:
             text += " " + words.format(base=results.base, figure=with_interval(over, 2))
         if not results.domains("ood"):
             text += f" {WORDS['no_ood']}"
-    if any(cell.busy for cell in decision.cells):
+    if _busy(decision) and decision.verdict not in ("rejected", "none_beats_none"):
         cause = "the machine was busy during timing"
         for remark in results.document["remarks"]:
             if remark["about"] == BUSY:
                 cause = remark["text"]
-        text += f" {cause[0].upper()}{cause[1:]}. {WORDS['busy']}"
-    return text
+        text += f" {cause[0].upper()}{cause[1:]}."
+    return text.strip()
 
 
 def _cell(cell: Cell, decision: Decision, results: ResultsTable) -> tuple[str, str]:
-    text = WORDS["cells"][cell.sign].format(speed=with_interval(cell.speedup, 2))
+    words = WORDS["cells"][cell.sign]
+    alone = sign(cell.speedup, 1.0)
+    if cell.sign == 0 and alone:
+        words = WORDS["taken_alone"][alone]
+    speed = with_interval(cell.speedup, 2)
+    text = words.format(speed=speed, count=decision.comparisons)
     if cell.fastest != decision.setting and (cell.fastest_speedup["value"] or 0) > 1:
         speed = with_interval(cell.fastest_speedup, 2)
         text += f" Fastest there: {_setting(cell.fastest)}, {speed}."

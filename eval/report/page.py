@@ -2,6 +2,7 @@
 were made.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class Picture:
 FIGURES = {
     "alpha": figures.alpha_figure,
     "gain": figures.gain_figure,
+    "training": figures.training_figure,
     "accept": figures.accept_figure,
     "tau": figures.tau_figure,
     "cost": figures.cost_figure,
@@ -58,8 +60,9 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
         figure = draw(results, look)
         if figure is None:
             continue
-        title = WORDS["figures"][name]["title"]
-        caption = WORDS["figures"][name]["caption"]
+        words = WORDS["figures"][name]
+        title = words["title"]
+        caption = words["caption"] if results.aligned else words.get("alone", words["caption"])
         if name == "accept":
             tree, verifier = results.methods[0]
             lossy = "" if results.lossless(verifier) else " (lossless: false)"
@@ -75,6 +78,8 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
         prompts[suite["kind"]] += suite["done"]
     remarks = results.document["remarks"]
     head = lead(results)
+    of_pairs = () if results.aligned else ("gain", "transfer")
+    definitions = results.document["definitions"].items()
     return render_template(
         "report.html.j2",
         head.headline,
@@ -83,6 +88,7 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
         lead=head,
         remarks=[remark["text"] for remark in remarks if remark["about"] != BUSY],
         tables=tables(results),
+        definitions={word: text for word, text in definitions if word not in of_pairs},
         open_rows=OPEN_ROWS,
         prompts=prompts,
     )
@@ -103,6 +109,7 @@ def render_template(name: str, headline: str, pictures: Sequence[Picture], **val
 
 
 def _unbroken(text: str) -> str:
-    """No line ends inside T = 1 or 37 %."""
+    """No line ends inside T = 1, 37 % or an interval."""
+    text = re.sub(r"\[[^]]*\]", lambda part: part[0].replace(" ", "\N{NO-BREAK SPACE}"), text)
     text = text.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
     return text.replace(" %", "\N{NO-BREAK SPACE}%")

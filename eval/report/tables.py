@@ -6,6 +6,7 @@ A column there is [figure, style of `STYLES`, digits], or the name of a column o
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from decode.propose import CHAIN
 from eval.bootstrap import signs
@@ -96,25 +97,35 @@ def by_draft(results: ResultsTable) -> Table:
             worst = worst_set(results, draft, temperature)
             lost = f"{worst['domain']} {with_interval(worst, sign=True)}" if worst else NONE
             ood = results.gain(draft, "ood", temperature) if results.domains("ood") else None
+            alphas = {
+                f"α {kind.upper()} [95 %]": with_interval(results.alpha(draft, kind, temperature))
+                for kind in results.kinds
+            }
             row = {
                 "draft": draft,
                 "T": f"{temperature:g}",
+                **alphas,
                 "gain ID [95 %]": with_interval(results.gain(draft, "id", temperature), sign=True),
                 "gain OOD [95 %]": with_interval(ood, sign=True),
                 "worst OOD set": lost,
-                "of the ID gain": kept(results.transfer(draft, "ood", temperature), ood),
+                "ID gain kept": kept(results.transfer(draft, "ood", temperature), ood),
                 "τ ID [95 %]": with_interval(tau if tau["figure"] == "tau" else None, 2),
                 "tree": tree_name(tau["tree"] or NONE),
-                "predicted [95 %]": with_interval(results.beside(tau, "tau_predicted"), 2),
+                "predicted [95 %]": with_interval(tau if tau["figure"] != "tau" else None, 2),
                 "speed ID [95 %]": with_interval(results.beside(tau, "speedup"), 2),
             }
             rows.append(row)
-    return _table("drafts", 2, rows)
+    return _table(_words(results, "drafts"), 2, rows)
 
 
-def _table(name: str, names: int, rows: Sequence[Mapping[str, str]]) -> Table:
-    """Make a table without the columns that are empty."""
+def _words(results: ResultsTable, name: str) -> Mapping[str, Any]:
+    """Title, note and columns of a table. A single draft has no base to be compared with."""
     words = WORDS["tables"][name]
+    return words if results.aligned else words | words.get("alone", {})
+
+
+def _table(words: Mapping[str, Any], names: int, rows: Sequence[Mapping[str, str]]) -> Table:
+    """Make a table without the columns that are empty."""
     filled: dict[str, None] = {}
     for row in rows:
         filled |= dict.fromkeys(key for key, cell in row.items() if cell not in ("", NONE))
@@ -126,7 +137,7 @@ def _table(name: str, names: int, rows: Sequence[Mapping[str, str]]) -> Table:
 
 def _of_figures(results: ResultsTable, name: str) -> Table:
     """Make a table of one figure: every set, and all sets of a kind if there are several."""
-    words = WORDS["tables"][name]
+    words = _words(results, name)
     rows = list(results.rows(words["of"]))
     if any(row["domain"] != row["kind"] for row in rows):
         shown = results.domains()
@@ -152,7 +163,7 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
     cells = []
     for row in rows:
         cells.append({key: cell(row) for key, cell in columns.items()})
-    return _table(name, len(words["names"]), cells)
+    return _table(words, len(words["names"]), cells)
 
 
 def _column(
@@ -223,7 +234,7 @@ def _suites(results: ResultsTable) -> Table:
             "why skipped (first two)": "; ".join(reasons),
         }
         rows.append(row)
-    return _table("suites", 2, rows)
+    return _table(_words(results, "suites"), 2, rows)
 
 
 def _models(results: ResultsTable) -> Table:
@@ -249,7 +260,7 @@ def _models(results: ResultsTable) -> Table:
             "fingerprint": model["fingerprint"],
         }
         rows.append(row)
-    table = _table("models", 2, rows)
+    table = _table(_words(results, "models"), 2, rows)
     whole = "" if clock["machine"]["gpu"] else ", all of the process included"
     peak = memory(clock["peak_memory_bytes"])
     return replace(table, note=table.note.format(memory=peak, whole=whole))

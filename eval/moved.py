@@ -1,0 +1,30 @@
+"""Find the files of an evaluation again: from another working directory, or after a move."""
+
+import os
+import re
+from typing import Any
+
+# What stands before the path in an option: a name, a suite, a kind of tree.
+_BEFORE = re.compile(r"(?:[^=/]*=)?(?:@[\w-]+:|static:|sequoia:|auto:|prompt_lookup\+)?")
+
+
+def found_again(options: dict[str, Any], directory: str) -> dict[str, Any]:
+    """Return the options with `directory` as OUT and with local paths as seen from it.
+
+    A path that lies to `directory` as it lay to OUT is taken; the others stay as they are.
+    """
+    out = options["out"]
+
+    def found(value: str) -> str:
+        before = _BEFORE.match(value)
+        name = before[0] if before else ""
+        path = value.removeprefix(name)
+        if not path or os.path.isabs(path) != os.path.isabs(out):
+            return value
+        place = os.path.normpath(os.path.join(directory, os.path.relpath(path, out)))
+        return name + place if os.path.exists(place) else value
+
+    lists = {
+        key: [found(value) for value in options[key]] for key in ("draft", "id", "ood", "tree")
+    }
+    return options | lists | {"target": found(options["target"]), "out": directory}
