@@ -4,12 +4,10 @@
 
 import dataclasses
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from numbers import Integral
+from itertools import chain, product
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypedDict, Unpack, overload
@@ -38,18 +36,16 @@ from drafts.load import (
 )
 from draftsmith.detokenizer import Detokenizer, Piece
 from draftsmith.drafting import DraftingMethod, choose_method, read_documents
-from draftsmith_core.chats import encode_messages
-from draftsmith_core.errors import InputError, nearest
+from draftsmith.given_prompts import OnePrompt, PromptEncoder
+from draftsmith.transformers_names import takes_their_names
+from draftsmith_core.errors import InputError
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
-from draftsmith_core.prompts import Prompt, asked, content_id, unique_id
-from draftsmith_core.row_formats import read_turns
+from draftsmith_core.options import AtLeast1, SamplingOptions, Seed, options
+from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import generator, row_seed
-from draftsmith_core.settings import Sampling, resolve_sampling
-from draftsmith_core.tokenization import Tokenizer, decode_text, encode_text
+from draftsmith_core.settings import Sampling, resolve_sampling, sampling_options
+from draftsmith_core.tokenization import Tokenizer, decode_text
 
-# A text, token ids, or a chat (a list of {"role", "content"}), which goes through the tokenizer's
-# chat template.
-OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 PathOrName = str | os.PathLike[str]
 Request = tuple[Prompt, int]  # a prompt and the index of its sample
 
@@ -62,6 +58,10 @@ class GenerateOptions(TypedDict, total=False):
     tree: str | TreeShape | None
     verifier: str | Verifier | None
     datastore: str | SuffixIndex | None
+    raw: bool
+    chat_template: str | None
+    tools: list[object] | None
+    do_sample: bool | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -74,16 +74,14 @@ class GenerateOptions(TypedDict, total=False):
     on_tokens: OnTokens | None
 
 
-# What to use in place of options of transformers' `generate`.
-_THEIRS = {
-    "do_sample": "temperature (0 is greedy)",
-    "num_return_sequences": "a list that holds the prompt that often",
-    "stop_strings": "stop",
-    "max_length": "max_new_tokens",
-    "streamer": "on_tokens, or Pair.stream",
-    "eos_token_id": "stop, or ignore_eos",
-    "num_assistant_tokens": "tree='chain:N'",
-}
+@options
+class _Numbers(SamplingOptions):
+    """Numbers that `generate` takes, within the bounds of the command."""
+
+    max_new_tokens: AtLeast1
+    num_samples: AtLeast1
+    batch_size: AtLeast1
+    seed: Seed
 
 
 @dataclass(frozen=True, repr=False)
@@ -157,6 +155,7 @@ class Decoding:
         ]
 
 
+@takes_their_names(load_models)
 def load_pair(
     target: PathOrName,
     draft: PathOrName | Sequence[PathOrName] | Mapping[str, PathOrName] | None = None,
@@ -178,7 +177,8 @@ def load_pair(
     four-bit weights), `trust_remote_code`, `revision` (of the target on the hub), `chat_template`
     (a Jinja file in place of the target's own), `tokenizer` (the target's, if loaded already),
     `heterogeneous_vocab` (accept drafts of another tokenizer; they draft the tokens that both have,
-    lossless). Raise InputError for what cannot be loaded or does not fit the target.
+    lossless). Those of transformers that mean something here, such as `device_map` and
+    `torch_dtype`, are read. Raise InputError for what cannot be loaded or does not fit the target.
     """
     drafts: Mapping[str, str] | list[str]
     if isinstance(draft, Mapping):
@@ -223,6 +223,15 @@ class Pair:
     def generate(
         self, prompts: Sequence[OnePrompt], **options: Unpack[GenerateOptions]
     ) -> list[Output]: ...
+    @overload
+    def generate(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        *,
+        num_samples: int,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Output]: ...
+    @takes_their_names()
     def generate(
         self,
         prompts: OnePrompt | Sequence[OnePrompt],
@@ -232,6 +241,11 @@ class Pair:
         tree: str | TreeShape | None = None,
         verifier: str | Verifier | None = None,
         datastore: str | SuffixIndex | None = None,
+        raw: bool = False,
+        chat_template: str | None = None,
+        tools: list[object] | None = None,
+        num_samples: int | None = None,
+        do_sample: bool | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
@@ -242,66 +256,65 @@ class Pair:
         ignore_eos: bool = False,
         batch_size: int = 8,
         on_tokens: OnTokens | None = None,
-        **unknown: object,
     ) -> Output | list[Output]:
         """Continue one prompt, or each of a list. Return an `Output`, or a list of them in order.
 
         With the same seed, `draftsmith decode` gives the same outputs. An output does not depend on
-        its batch. Raise InputError for options that do not go together.
+        its batch. Options of transformers' `generate` that mean something here are read, and so is
+        what a tokenizer returns. Raise InputError for options that do not go together.
 
-        prompts: texts, token ids or chats.
+        prompts: texts, token ids or chats (`messages`). To a target with a chat template, a text is
+        what the user says.
+        raw: continue texts as they are, without the chat template.
+        chat_template, tools: a Jinja file or its text in place of the target's, and the tools of
+        chats.
+        num_samples: outputs per prompt, in a list; default one, without a list.
         draft: names of the pair's drafts to use; default all.
         proposer, tree, verifier: names as in `draftsmith decode --help`, or objects of your own;
         default: what suits the drafts.
         datastore: file to retrieve from.
         temperature, top_p, top_k, min_p: default as in the target's generation_config.json, else
         greedy. Temperature 0 is greedy; top_k 0 keeps every token.
+        do_sample: False is temperature 0; True is temperature 1 if nothing else names one.
         stop: texts; an output ends after the token that completes one.
         batch_size: prompts decoded together.
         on_tokens(row of its batch, ids, from_draft): called after each step with its new tokens.
         """
-        for name in unknown:
-            known = GenerateOptions.__annotations__
-            fix = f"use {_THEIRS[name]}" if name in _THEIRS else nearest(name, known)
-            raise TypeError(f"generate: no option {name!r}; {fix}")
+        if do_sample is False and temperature:
+            raise InputError(f"do_sample: False goes with temperature 0, not {temperature}")
+        numbers = _Numbers(
+            temperature=0.0 if do_sample is False else temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_new_tokens=max_new_tokens,
+            num_samples=1 if num_samples is None else num_samples,
+            batch_size=batch_size,
+            seed=seed,
+        )
         decoding = self.decoding(
             draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore
         )
         resolved = resolve_sampling(
             self.target_name,
             self.target,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
+            **sampling_options(numbers),
+            default_temperature=1.0 if do_sample else 0.0,
         )
-        one = _is_one_prompt(prompts)
-        if one:
-            named = [Prompt("prompt", "default", tuple(self.encode(prompts)))]  # type: ignore[arg-type]
-        else:
-            named = self._named(prompts)  # type: ignore[arg-type]
+        given = PromptEncoder(self.tokenizer, raw, chat_template, tools).read(prompts)
         batches = self.decode(
             decoding.decoder,
-            [(prompt, 0) for prompt in named],
+            list(product(given.prompts, range(numbers.num_samples))),
             resolved.sampling,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
+            max_new_tokens=numbers.max_new_tokens,
+            seed=numbers.seed,
             stop=stop,
             ignore_eos=ignore_eos,
-            batch_size=batch_size,
+            batch_size=numbers.batch_size,
             on_tokens=on_tokens,
         )
         outputs = list(chain.from_iterable(batches))
-        return outputs[0] if one else outputs
-
-    def _named(self, prompts: Sequence[OnePrompt]) -> list[Prompt]:
-        """Encode prompts, named by their tokens as in a file."""
-        repeats = Counter[str]()
-        named = []
-        for i, prompt in enumerate(prompts):
-            ids = self.encode(prompt, f"prompts[{i}]")
-            named.append(Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)))
-        return named
+        return outputs[0] if given.one and num_samples is None else outputs
 
     def stream(self, prompt: OnePrompt, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
         """Continue one prompt as `generate` does; yield its text piece by piece.
@@ -338,19 +351,9 @@ class Pair:
             abandoned.set()
             thread.join()
 
-    def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
-        """Return the token ids of a text, with the tokenizer's special tokens, or of a chat.
-
-        Token ids are returned as they are.
-        """
-        if isinstance(prompt, str):
-            return encode_text(self.tokenizer, prompt)
-        # An array or tensor of ids has `tolist`.
-        items: Any = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-        if items and isinstance(items[0], Mapping):
-            turns = asked(read_turns(items, where), where)
-            return encode_messages(self.tokenizer, turns, where)
-        return [int(item) for item in items]
+    def encode(self, prompt: OnePrompt, *, raw: bool = False) -> list[int]:
+        """Return the token ids of a prompt, as `generate` reads it."""
+        return PromptEncoder(self.tokenizer, raw).encode(prompt)
 
     def decoding(
         self,
@@ -473,11 +476,3 @@ class Pair:
                 )
                 outputs.append(output)
             yield outputs
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    if isinstance(prompts, str):
-        return True
-    if shape := getattr(prompts, "shape", None):
-        return len(shape) == 1
-    return len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping)

@@ -25,8 +25,8 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer in a local directory or on the hub; InputError if there is none.
 
-    chat_template: a Jinja file that takes the place of the chat template that comes with the
-    tokenizer.
+    chat_template: a Jinja file, or its text, that takes the place of the chat template that comes
+    with the tokenizer.
     """
     quiet()
     check_source(name)
@@ -40,11 +40,18 @@ def load_tokenizer(
             reason = why_not(name, error)
         raise InputError(f"{name}: no tokenizer could be loaded: {reason}") from None
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--chat_template {chat_template}: cannot be read ({error})") from None
+        tokenizer.chat_template = chat_template_of(chat_template)
     return tokenizer
+
+
+def chat_template_of(file_or_text: str) -> str:
+    """Return a chat template from its Jinja file, or as it is if it holds Jinja's marks."""
+    if "{{" in file_or_text or "{%" in file_or_text:
+        return file_or_text
+    try:
+        return Path(file_or_text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--chat_template {file_or_text}: cannot be read ({error})") from None
 
 
 def find_tokenizer(

@@ -50,7 +50,7 @@ class Drafting:
         if path == "/apply-template":
             return {"prompt": self.template.format(messages=body["messages"][-1]["content"])}
         if path == "/tokenize":
-            return {"tokens": self.pair.encode(body["content"])}
+            return {"tokens": self.pair.encode(body["content"], raw=True)}
         sampling = body.get("sampling_params", body)
         prompt = body.get("prompt") or body.get("input_ids")
         if prompt is None:

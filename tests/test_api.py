@@ -4,12 +4,15 @@ one's own.
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any, assert_type, cast
 
 import numpy as np
 import pytest
+import torch
+from transformers import GenerationConfig
 
 import draftsmith as ds
 from decode import VERIFIERS, DraftModelProposer, Tree
@@ -47,6 +50,7 @@ def test_type_checkers_see_names_and_types(pair: Pair) -> None:
     assert_type(pair, ds.Pair)
     assert_type(pair.generate("a", max_new_tokens=2), ds.Output)
     assert_type(pair.generate(["a", "b"], max_new_tokens=2, tree="kary:3,2"), list[ds.Output])
+    assert_type(pair.generate("a", max_new_tokens=2, num_samples=2), list[ds.Output])
     assert_type(ds.TrainConfig(out="o", data=["d"], draft="d").optim.clip_norm, float)
     with pytest.raises(AttributeError):
         ds.load_pear  # type: ignore[attr-defined]  # noqa: B018
@@ -132,13 +136,132 @@ def test_pieces_come_as_they_are_decoded_and_are_the_text(pair):
     assert repr(out).startswith("Output(") and len(repr(out)) < 120 and len(repr(pair)) < 200
 
 
+def test_a_text_is_what_the_user_says_to_a_chat_model_at_both_doors(
+    door, pair, target_dir, draft_dir, tmp_path
+):
+    template = "{% for turn in messages %}[{{ turn.content }}]{% endfor %}:"
+    file = tmp_path / "t.jinja"
+    file.write_text(template)
+    chat = [{"role": "user", "content": [{"type": "text", "text": "Who jumps?"}]}]
+    words = ["--target", target_dir, "--draft", draft_dir, "--prompt", "Who jumps?"]
+    words += ["--max_new_tokens", 4, "--chat_template", str(file)]
+    options: dict[str, Any] = {"max_new_tokens": 4, "chat_template": template}
+    chatted = pair.generate("Who jumps?", **options)
+    assert pair.tokenizer.chat_template is None
+    # A template writes its special tokens itself.
+    assert chatted.prompt_ids == pair.encode("[Who jumps?]:")[1:]
+    from_file = pair.generate("Who jumps?", **options | {"chat_template": str(file)})
+    assert from_file.output_ids == chatted.output_ids
+    raw = pair.generate("Who jumps?", raw=True, **options)
+    assert raw.prompt_ids == pair.encode("Who jumps?")
+    for out, more in ((chatted, []), (raw, ["--raw"])):
+        (row,) = decoded(door, *words, *more)
+        assert (row["prompt_ids"], row["output_ids"]) == (out.prompt_ids, out.output_ids)
+    untyped: Any = pair
+    for asked in (
+        untyped.generate(chat, **options),
+        untyped.generate(messages=chat, **options),
+        untyped.generate({"messages": chat}, **options),
+        untyped.generate(["Who jumps?"], **options)[0],
+    ):
+        assert asked.prompt_ids == chatted.prompt_ids
+        assert asked.output_ids == chatted.output_ids
+    with pytest.raises(ds.InputError, match="turn 1: 'content' holds a part 'image'"):
+        untyped.generate([{"role": "user", "content": [{"type": "image"}]}], **options)
+    with pytest.raises(ds.InputError, match="a dict needs 'messages' or 'input_ids'"):
+        untyped.generate(chat[0], **options)
+
+
+def drawn(outputs: ds.Output | list[ds.Output]) -> list[list[int]]:
+    listed = outputs if isinstance(outputs, list) else [outputs]
+    return [out.output_ids for out in listed]
+
+
+# Options by transformers' names, and the same in ours.
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({"do_sample": False}, {"temperature": 0}),
+    "sampled": ({"do_sample": True}, {"temperature": 1}),
+    "sampled at": ({"do_sample": True, "temperature": 0.7}, {"temperature": 0.7}),
+    "several": (
+        {"do_sample": True, "num_return_sequences": 2},
+        {"temperature": 1, "num_samples": 2},
+    ),
+    "stop": ({"stop_strings": ["e"], "pad_token_id": 0}, {"stop": ["e"]}),
+    "config": (
+        {"generation_config": GenerationConfig(do_sample=True, temperature=0.5, eos_token_id=1)},
+        {"temperature": 0.5},
+    ),
+    "greedy config": ({"generation_config": {"temperature": 0.5}}, {"temperature": 0}),
+    "config and option": (
+        {"generation_config": {"do_sample": True, "max_new_tokens": 3}, "temperature": 0.5},
+        {"temperature": 0.5, "max_new_tokens": 9},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_names_of_transformers_do_what_ours_do(pair, name):
+    theirs, ours = SAME[name]
+    alike = {"max_new_tokens": 9, "seed": 4}
+    assert drawn(pair.generate("The quick", **alike | theirs)) == drawn(
+        pair.generate("The quick", **alike | ours)
+    )
+
+
+def test_several_outputs_of_a_prompt_are_those_of_the_command(door, pair, target_dir, draft_dir):
+    words = ["--target", target_dir, "--draft", draft_dir, "--prompt", "dog", "--num_samples", 2]
+    rows = decoded(door, *words, "--temperature", 1, "--max_new_tokens", 6)
+    outputs = pair.generate("dog", num_samples=2, temperature=1, max_new_tokens=6)
+    assert drawn(outputs) == [row["output_ids"] for row in rows]
+
+
+def test_what_a_tokenizer_returns_is_a_prompt(pair):
+    tokenizer = pair.tokenizer
+    untyped: Any = pair
+    texts = ["The quick", "dog"]
+    expected = drawn(pair.generate(texts, max_new_tokens=6))
+    one = tokenizer(texts[0])
+    assert untyped.generate(**one, max_new_tokens=6).output_ids == expected[0]
+    assert untyped.generate(one, max_new_tokens=6).output_ids == expected[0]
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    width = max(map(len, rows))
+    padded = {
+        "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+    }
+    assert not padded["attention_mask"].all()
+    assert drawn(untyped.generate(**padded, max_new_tokens=6)) == expected
+
+
 @pytest.mark.parametrize(
-    ("option", "ours"),
-    [("do_sample", "temperature"), ("stop_strings", "use stop"), ("temprature", "temperature")],
+    ("options", "told"),
+    [
+        ({"num_beams": 2}, "generate: no option 'num_beams'; leave it out"),
+        ({"streamer": None}, "generate: no option 'streamer'; use on_tokens, or Pair.stream"),
+        ({"generation_config": {"num_beams": 2}}, "generation_config: no option 'num_beams'"),
+        ({"stop": "a", "stop_strings": "b"}, "stop is given twice, under two names; keep one"),
+        ({"do_sample": False, "temperature": 0.5}, "do_sample: False goes with temperature 0"),
+        ({"temprature": 1}, "generate: no option 'temprature'; did you mean temperature?"),
+        ({"temperature": "hot"}, "temperature: must be a valid number, got 'hot'"),
+        ({"max_new_tokens": 0}, "max_new_tokens: must be greater than or equal to 1, got 0"),
+    ],
 )
-def test_names_of_transformers_are_answered_with_ours(pair, option, ours):
-    with pytest.raises(TypeError, match=f"no option '{option}'; .*{ours}"):
-        cast(Any, pair).generate("a", **{option: True})
+def test_options_that_mean_nothing_here_are_answered_with_ours(pair, options, told):
+    with pytest.raises((TypeError, ds.InputError)) as caught:
+        pair.generate("a", **options)
+    assert told in str(caught.value)
+
+
+def test_names_of_transformers_load_a_pair(target_dir):
+    loaded = ds.load_pair(target_dir, device_map="cpu", torch_dtype=torch.bfloat16)
+    assert (loaded.target.dtype, loaded.target.device.type) == (torch.bfloat16, "cpu")
+    for options, told in (
+        ({"devcie": "cpu"}, "load_pair: no option 'devcie'; did you mean device?"),
+        ({"device_map": {"": 0}}, "a model is on one device here; write device='cuda:0'"),
+        ({"cache_dir": "x"}, "set the environment variable HF_HOME"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(told)):
+            ds.load_pair(target_dir, **options)
 
 
 def test_a_stop_ends_the_text(pair):

@@ -169,7 +169,7 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
         )
     assert config.prompt is not None
     chat = pair.tokenizer.chat_template is not None and not config.raw
-    ids = pair.encode([{"role": "user", "content": config.prompt}] if chat else config.prompt)
+    ids = pair.encode(config.prompt, raw=config.raw)
     if not 0 < len(ids) <= (room or len(ids)):
         most = f", at most {room}" if room else ""
         raise InputError(f"--prompt: has {len(ids)} tokens; write at least 1{most}")

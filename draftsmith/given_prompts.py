@@ -1,0 +1,81 @@
+"""Prompts as Python callers give them: texts, token ids, chats, and what a tokenizer returns."""
+
+import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
+
+from draftsmith.transformers_names import in_our_names
+from draftsmith_core.chats import encode_messages
+from draftsmith_core.errors import InputError
+from draftsmith_core.prompts import Prompt, asked, content_id, unique_id
+from draftsmith_core.row_formats import read_turns
+from draftsmith_core.tokenization import Tokenizer, chat_template_of, encode_text
+
+# A text, token ids, or a chat: a list of {"role", "content"}.
+OnePrompt = str | Sequence[int] | Sequence[Mapping[str, object]]
+
+
+@dataclass(frozen=True)
+class GivenPrompts:
+    """Encoded prompts. one: whether a single prompt was given, not a list."""
+
+    prompts: list[Prompt]
+    one: bool
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """How prompts become tokens.
+
+    raw: texts are continued as they are; else they are what the user says to a chat model.
+    """
+
+    tokenizer: Tokenizer
+    raw: bool = False
+    chat_template: str | None = None
+    tools: list[object] | None = None
+
+    def read(self, prompts: Any) -> GivenPrompts:
+        """Encode one prompt, or each of a list; those of a list are named by their tokens."""
+        if isinstance(prompts, Mapping):
+            if not prompts.keys() & {"messages", "input_ids"}:
+                raise InputError("prompts: a dict needs 'messages' or 'input_ids'")
+            row = in_our_names("prompts", dict(prompts), ("prompts", "tools"))
+            encoder = replace(self, tools=row.get("tools", self.tools))
+            return encoder.read(row["prompts"])
+        if _is_one(prompts):
+            return GivenPrompts([Prompt("prompt", "default", tuple(self.encode(prompts)))], True)
+        repeats = Counter[str]()
+        named = []
+        for i, prompt in enumerate(prompts):
+            ids = self.encode(prompt, f"prompts[{i}]")
+            named.append(Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)))
+        return GivenPrompts(named, False)
+
+    def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
+        """Return the token ids of a prompt. Token ids are returned as they are."""
+        tokenizer = self.tokenizer
+        if self.chat_template is not None:
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.chat_template = chat_template_of(self.chat_template)
+        if isinstance(prompt, str):
+            if self.raw or tokenizer.chat_template is None:
+                return encode_text(tokenizer, prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        # An array or tensor of ids has `tolist`.
+        items: Any = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        if items and isinstance(items[0], Mapping):
+            turns = asked(read_turns(items, where), where)
+            return encode_messages(tokenizer, turns, where, self.tools)
+        return [int(item) for item in items]
+
+
+def _is_one(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    if shape := getattr(prompts, "shape", None):
+        return len(shape) == 1
+    return len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping)
