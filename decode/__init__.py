@@ -19,7 +19,13 @@ from decode.tree import (
     Tree as Tree,
     TreeShape as TreeShape,
 )
-from decode.tree_spec import TREES as TREES, TreeKind as TreeKind, parse_tree as parse_tree
+from decode.tree_spec import (
+    TREES as TREES,
+    TreeKind as TreeKind,
+    Written as Written,
+    parse_tree as parse_tree,
+    tree_spec as tree_spec,
+)
 from decode.verify import (
     VERIFIERS as VERIFIERS,
     Verifier as Verifier,

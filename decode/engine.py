@@ -23,7 +23,7 @@ from decode.recorded.steps import StaticSteps
 from decode.runner import Runner
 from decode.supported_models import attention_windows, check_context
 from decode.tree import Drawing, Tree, TreeShape
-from decode.tree_spec import parse_tree
+from decode.tree_spec import Written, parse_tree
 from decode.verify import VERIFIERS, Verifier, default_verifier
 from draftsmith_core.models import context_length, eos_ids as eos_of, vocabulary_size
 from draftsmith_core.sampling import Sampling, generator, row_seed
@@ -55,19 +55,19 @@ class SpeculativeDecoder:
         seed=0) batch.generations[0].output_ids
 
     proposer: one of `decode`, or your own (`decode.propose.protocol.Proposer` has an example).
-    tree: a spec (`parse_tree`) or a shape; by default one that suits the proposer. verifier: a key
-    of `VERIFIERS` or your own `Verifier`; by default one that suits proposer and tree. fast: use
-    packed weights and the lean LLaMA forward. The target is not changed; `take_over(target)` saves
-    memory (`decode.packed_weights`). compile: True records each step as a CUDA graph when it first
-    occurs; the name of a torch.compile backend also compiles it, on a CPU too. `fast` and `compile`
-    change outputs by rounding only. Raises ValueError if the parts do not fit.
+    tree: what `parse_tree` takes, or a shape; by default one that suits the proposer. verifier: a
+    key of `VERIFIERS` or your own `Verifier`; by default one that suits proposer and tree. fast:
+    use packed weights and the lean LLaMA forward. The target is not changed; `take_over(target)`
+    saves memory (`decode.packed_weights`). compile: True records each step as a CUDA graph when it
+    first occurs; the name of a torch.compile backend also compiles it, on a CPU too. `fast` and
+    `compile` change outputs by rounding only. Raises ValueError if the parts do not fit.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
         proposer: Proposer | None = None,
-        tree: str | TreeShape | None = None,
+        tree: Written | TreeShape | None = None,
         verifier: str | Verifier | None = None,
         *,
         fast: bool = True,
@@ -79,9 +79,12 @@ class SpeculativeDecoder:
         self.verifier = VERIFIERS["exact"]
         self.drawing: Drawing = "deterministic"
         if proposer is not None:
-            self.tree = (
-                parse_tree(tree) if isinstance(tree, str) else tree or proposer.default_tree()
-            )
+            if tree is None:
+                self.tree = proposer.default_tree()
+            elif isinstance(tree, TreeShape):
+                self.tree = tree
+            else:
+                self.tree = parse_tree(tree, deepest=proposer.deepest)
             offered = proposer.drawings(self.tree)
             if verifier is None:
                 draws = offered != {"deterministic"}

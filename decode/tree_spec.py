@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape, chain, tree_of_paths
+from decode.tree import CHAIN, MAX_NODES, DynamicTree, Tree, TreeShape, chain, tree_of_paths
 from draftsmith_core.errors import nearest
+
+# A tree as a user writes it: see `tree_spec`.
+Written = str | int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,10 @@ class TreeKind:
 # `total_token`, so its default of 60 is nodes=59 here, while its paper speaks of 60 draft tokens.
 TREES: dict[str, TreeKind] = {
     "chain": TreeKind(
-        "chain:N[,stop=P]", "N tokens, one after another", "arXiv 2211.17192", "chain:4"
+        "chain[:N[,stop=P]]",
+        "N tokens, one after another",
+        "arXiv 2211.17192",
+        "chain:4",
     ),
     "kary": TreeKind(
         "kary:K1,K2,...[,stop=P]",
@@ -87,8 +93,27 @@ def kary(branching: Sequence[int]) -> Tree:
     return Tree(tuple(parents))
 
 
-def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeShape:
-    """The shape that a spec of `TREES` stands for.
+def tree_spec(tree: Written, deepest: int | None = None) -> str:
+    """The spec for a tree written short: 4 is `chain:4`, `(3, 2)` is `kary:3,2`, and `chain` is a
+    chain of `deepest` tokens, or of four. Specs stay as they are.
+    """
+    if isinstance(tree, str):
+        if tree == "chain":
+            return f"chain:{deepest or CHAIN}"
+        return f"chain:{tree}" if tree.isdecimal() else tree
+    if isinstance(tree, int):
+        return f"chain:{tree}"
+    if isinstance(tree, Sequence):
+        return "kary:" + ",".join(map(str, tree))
+    raise ValueError(f"tree: {tree!r} is no tree; write for example chain:4, 4 or (3, 2)")
+
+
+def parse_tree(
+    tree: Written,
+    read: Callable[[str], object] | None = None,
+    deepest: int | None = None,
+) -> TreeShape:
+    """The shape that a spec of `TREES`, or a short form of `tree_spec`, stands for.
 
     `read(path)` returns the parsed JSON of a file that a spec names; what it raises passes through.
     Raises ValueError, one line that names the spec, what is wrong and what would work.
@@ -97,6 +122,7 @@ def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeSh
     perhaps `stop`; or just the list of paths, as Medusa and EAGLE write their trees. A sequoia file
     holds `acceptance`, `nodes` and `depth` as in `decode.sequoia.optimal_tree`.
     """
+    spec = tree_spec(tree, deepest)
     kind, colon, body = spec.partition(":")
     if kind not in TREES:
         raise ValueError(f"tree {spec!r}: unknown kind {kind!r}; {nearest(kind, TREES)}")
@@ -114,8 +140,8 @@ def parse_tree(spec: str, read: Callable[[str], object] | None = None) -> TreeSh
         if kind == "sequoia":
             return _sequoia(content)
         if kind == "auto":
-            tree = content["tree"]
-            return parse_tree(tree["spec"]) if tree.get("spec") else Tree(tuple(tree["parents"]))
+            plan = content["tree"]
+            return parse_tree(plan["spec"]) if plan.get("spec") else Tree(tuple(plan["parents"]))
         if kind in _GROWING:
             return _growing(kind, body.split(",") if colon else [])
         return _counted(kind, body.split(","))

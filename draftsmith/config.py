@@ -42,8 +42,8 @@ class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
     alone).
     """
     tree: Named = None
-    """Tree to draft per step; see below. auto:FILE reads a plan of `draftsmith plan`, auto that of
-    DRAFT/plan.json.
+    """Tree to draft per step; see below. 4 is chain:4; chain is as deep as the heads or block of a
+    draft. auto:FILE reads a plan of `draftsmith plan`, auto that of DRAFT/plan.json.
     Default: chain:4 (fewer for fewer heads); lookahead has its own."""
     verifier: Named = None
     """Rule that says which drafted tokens stay; see below. Default: speculative on a chain, mcsd on

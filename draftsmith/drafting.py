@@ -10,9 +10,11 @@ from decode import (
     VERIFIERS,
     TreeShape,
     Verifier,
+    Written,
     default_tree,
     default_verifier,
     parse_tree,
+    tree_spec,
 )
 from decode.propose.text_proposer import check_static
 from drafts.heads import HEADS
@@ -45,7 +47,7 @@ def planned_without_a_draft(tree: object) -> bool:
 def choose_method(
     kinds: Mapping[str, str],
     proposer: str | None = None,
-    tree: str | TreeShape | None = None,
+    tree: Written | TreeShape | None = None,
     verifier: str | Verifier | None = None,
     *,
     datastore: bool = False,
@@ -54,7 +56,8 @@ def choose_method(
     """Return how to draft, or None for the target alone.
 
     kinds: draft name -> "draft" for a language model, else the kind of head. datastore: whether
-    there is a text to retrieve from. heads: number of heads, if known; a default tree is no deeper.
+    there is a text to retrieve from. heads: number of heads, if known: the depth of tree `chain`; a
+    default tree is no deeper.
     By default the drafts choose the proposer, and the tree the verifier. Raise InputError for parts
     that do not go together.
     """
@@ -62,6 +65,8 @@ def choose_method(
     if planned_without_a_draft(tree):
         return None
     try:
+        if tree is not None and not isinstance(tree, TreeShape):
+            tree = tree_spec(tree, heads)
         shape = parse_tree(tree, read_tree_file) if isinstance(tree, str) else tree
         _check_proposer(name, kinds, datastore)
         if name == "none":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from decode import VERIFIERS, default_verifier, parse_tree
+from decode import VERIFIERS, default_verifier, parse_tree, tree_spec
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
 from draftsmith_core.prompt_rows import parse_named
@@ -101,7 +101,7 @@ def check(config: EvalConfig) -> EvalRequest:
         raise InputError(
             f"--tree auto: {plan} is missing; `draftsmith plan` with this draft makes it"
         )
-    trees = [f"auto:{plan}" if spec == "auto" else spec for spec in config.tree]
+    trees = [f"auto:{plan}" if spec == "auto" else tree_spec(spec) for spec in config.tree]
     methods = [] if trees == ["none"] else _methods(trees, config.verifier)
     scope = Scope(
         drafts=list(drafts),

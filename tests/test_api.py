@@ -59,6 +59,21 @@ def test_type_checkers_see_names_and_types(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
+    ("short", "spec"), [(3, "chain:3"), ("3", "chain:3"), ((3, 2), "kary:3,2"), ("chain", None)]
+)
+def test_a_tree_may_be_written_short(pair, short, spec):
+    outputs = [pair.generate("The quick", tree=tree, max_new_tokens=8) for tree in (short, spec)]
+    assert outputs[0].output_ids == outputs[1].output_ids
+    assert outputs[0].stats == outputs[1].stats
+
+
+@pytest.mark.parametrize("tree", [0, (3, "x"), 4.5])
+def test_a_bad_tree_is_refused_in_one_line(pair, tree):
+    with pytest.raises(ds.InputError, match=r"^tree.*write for example"):
+        pair.generate("The quick", tree=tree)
+
+
+@pytest.mark.parametrize(
     ("tree", "temperature"),
     [(None, 0.0), ("kary:2,2", 1.0), ("eagle2:depth=3,beam=2,nodes=6", 1.0)],
 )

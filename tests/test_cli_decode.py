@@ -343,6 +343,7 @@ FAMILIES = [
     ("--draft {hydra} --tree kary:2,2,1", "hydra", "kary:2,2,1", "mcsd"),
     ("--draft {medusa} --proposer blockwise --tree chain:2", "blockwise", "chain:2", "speculative"),
     ("--draft {dflash}", "dflash", "chain:4", "speculative"),
+    ("--draft {draft} --tree 3", "draft", "chain:3", "speculative"),
     ("--draft {dspark} --tree chain:3,stop=0.2", "dspark", "chain:3,stop=0.2", "speculative"),
     ("--draft {jetspec} --tree kary:2,2", "jetspec", "kary:2,2", "mcsd"),
     ("--proposer prompt_lookup", "prompt_lookup", "chain:4", "exact"),
@@ -397,6 +398,15 @@ def test_every_method_of_drafting_gives_the_targets_own_text(
     assert chosen == (proposer, tree.format(**files) if tree else None, verifier)
     assert summary["lossless"] is True
     assert (summary["proposed"] > 0) == (proposer != "none")
+
+
+@pytest.mark.parametrize(("draft", "tree"), [("medusa", "chain:3"), ("draft", "chain:4")])
+def test_chain_takes_the_depth_that_suits_the_draft_and_says_it(door, files, draft, tree):
+    words = ["--target", files["target"], "--prompt", "a", "--max_new_tokens", "4"]
+    code, out, err = door("decode", *words, "--draft", files[draft], "--tree", "chain")
+    assert code == 0
+    assert f"draftsmith decode: --tree chain: drafts {tree}, which suits {draft}" in err
+    assert f"{draft}, {tree}, speculative" in out
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from decode.sequoia import optimal_tree
 from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape
-from decode.tree_spec import TREES, parse_tree
+from decode.tree_spec import TREES, Written, parse_tree, tree_spec
 
 
 def expected_length(tree: Tree, acceptance: Sequence[float]) -> float:
@@ -66,6 +66,38 @@ def parse_file(kind: str, content: object) -> TreeShape:
 )
 def test_a_spec_is_the_shape_it_says(spec, shape):
     assert parse_tree(spec) == shape
+
+
+def test_a_tree_may_be_written_short():
+    short: list[Written] = [4, "4", (3, 2), "chain", "eagle2"]
+    assert [tree_spec(tree) for tree in short] == [
+        "chain:4",
+        "chain:4",
+        "kary:3,2",
+        "chain:4",
+        "eagle2",
+    ]
+    assert tree_spec("chain", deepest=7) == "chain:7"
+    assert parse_tree((3, 2)) == parse_tree("kary:3,2")
+    assert parse_tree("chain", deepest=2) == parse_tree(2) == Tree((-1, 0))
+
+
+@pytest.mark.parametrize(
+    ("tree", "wrong"),
+    [
+        (0, "tree 'chain:0': every number must be at least 1; write for example chain:4"),
+        (-3, "at least 1"),
+        ("0", "at least 1"),
+        ((), "'' is not a whole number; write for example kary:4,2,2"),
+        ((3, "x"), "'x' is not a whole number"),
+        (4.5, "tree: 4.5 is no tree; write for example chain:4, 4 or (3, 2)"),
+        ({"chain": 4}, "is no tree"),
+    ],
+)
+def test_a_bad_short_form_is_refused_in_one_line(tree, wrong):
+    with pytest.raises(ValueError) as caught:
+        parse_tree(tree)
+    assert wrong in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_the_defaults_that_the_table_prints_are_the_defaults():

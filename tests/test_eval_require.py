@@ -25,6 +25,11 @@ GOOD = EvalConfig(
 )
 
 
+def test_a_tree_that_is_written_short_is_measured_under_its_full_name():
+    methods = check(replace(GOOD, tree=["4", "chain", "kary:2,2"])).methods
+    assert [method.tree for method in methods] == ["chain:4", "kary:2,2"]
+
+
 @pytest.fixture
 def results():
     """Figures at T=1; at T=0 all of alpha is 0.1 higher. Nothing was timed."""

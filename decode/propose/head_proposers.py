@@ -25,7 +25,6 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from decode.cache import TreeCache
 from decode.packed_weights import FusedLinear, Packs, packs_of
-from decode.propose import default_tree
 from decode.propose.network import (
     CachedNetwork,
     Frontier,
@@ -39,7 +38,7 @@ from decode.propose.protocol import Outcome, SessionSetup
 from decode.recorded import make_runner
 from decode.recorded.steps import steps_for
 from decode.runner import Block, Runner
-from decode.tree import Tree, TreeShape
+from decode.tree import TreeShape
 from drafts.heads import Head
 from drafts.heads.block import BlockHead
 from drafts.heads.eagle import EagleHead
@@ -57,6 +56,7 @@ class HeadProposer(NetworkProposer):
         super().__init__()
         self.head = head
         self.name = f"draft head {type(head).__name__}"
+        self.deepest = depth_limit(head)
         self.hidden_layers = tuple(head.hidden_layers)
         self._chains_only = chains_only
         self._model: _HeadAsModel | None = None
@@ -65,9 +65,6 @@ class HeadProposer(NetworkProposer):
         elif isinstance(head, EagleHead | Eagle3Head):
             self._model = _HeadAsModel(head)
         self._packs = packs_of(self._model or head) if fast else None
-
-    def default_tree(self) -> Tree:
-        return default_tree(heads=depth_limit(self.head))
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         width = int(target.config.get_text_config().hidden_size)
@@ -78,7 +75,7 @@ class HeadProposer(NetworkProposer):
             raise ValueError(
                 f"head for hidden size {reads}, target has {width}; use its own target"
             )
-        heads = depth_limit(self.head) or tree.depth
+        heads = self.deepest or tree.depth
         if tree.depth > heads:
             block = isinstance(self.head, BlockHead)
             what = f"a block drafts {heads} tokens" if block else f"there are {heads} heads"

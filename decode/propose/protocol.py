@@ -134,6 +134,9 @@ class Proposer(Protocol):
     draft models.
     """
 
+    deepest: int | None = None
+    """Depth of the deepest tree that it can draft; None for any depth."""
+
     hidden_layers: tuple[int, ...] = ()
     """Which of the target's `hidden_states` it needs (0 is the embedding, -1 the last); empty for
     none.
@@ -144,7 +147,7 @@ class Proposer(Protocol):
 
     def default_tree(self) -> Tree:
         """The tree that is drafted when none is named."""
-        return chain(CHAIN)
+        return chain(min(CHAIN, self.deepest or CHAIN))
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         """The methods by which it can choose children on such a tree above temperature 0."""

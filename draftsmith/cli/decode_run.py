@@ -136,6 +136,8 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     decoding = pair.decoding(
         proposer=config.proposer, tree=tree, verifier=config.verifier, datastore=index
     )
+    if tree == "chain" and decoding.method is not None:
+        _say(f"--tree chain: drafts {decoding.method.tree}, which suits {decoding.method.proposer}")
     return pair, decoding
 
 
