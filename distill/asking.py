@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, Key
+from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, Engine, Failed, Key
 from draftsmith_core.io import JsonObject
 from draftsmith_core.prompts import content_id
 from draftsmith_core.runs import Journal
@@ -86,17 +86,28 @@ class Asking:
     def _groups(self, parts: Iterator[PartRequests]) -> Iterator[Sequence[AnswerRequest]]:
         """Yield groups of requests without a kept answer."""
         for part in parts:
-            requests = part.requests
             self._open(part)
-            size = self._engine.wave or len(requests)
-            for start in range(0, len(requests), size):
-                left = [self._unanswered(request) for request in requests[start : start + size]]
+            for requests in self._waves_of(part):
+                left = [self._unanswered(request) for request in requests]
                 group = [request for request in left if request is not None]
                 if self._engine.wave is not None:
                     wave = _Wave(len(group))
                     self._waves |= {request.conversation: wave for request in group}
                 if group:
                     yield group
+
+    def _waves_of(self, part: PartRequests) -> Iterator[Sequence[AnswerRequest]]:
+        """Cut a part into waves, by position. Waves of the first part grow from one batch, so that
+        a run that is stopped early has kept something.
+        """
+        requests = part.requests
+        largest = self._engine.wave or len(requests)
+        size = largest if part.index else max(1, largest // WAVE_BATCHES)
+        start = 0
+        while start < len(requests):
+            yield requests[start : start + size]
+            start += size
+            size = min(2 * size, largest)
 
     def _open(self, part: PartRequests) -> None:
         journal = Journal(self._out / f".part-{part.index:05d}.answers.jsonl")

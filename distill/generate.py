@@ -53,9 +53,8 @@ def distill(
                 return _distill(job, run, command or command_line("distill", config))
     except (KeyboardInterrupt, Terminated) as stop:
         answers = count_kept(Path(config.out))
-        if answers:
-            kept = counted(answers, "answer")
-            stop.add_note(f"kept {kept}; run the same command again to resume")
+        kept = f"kept {counted(answers, 'answer')}" if answers else "no answers to keep yet"
+        stop.add_note(f"{kept}; run the same command again to resume")
         raise
 
 

@@ -12,19 +12,17 @@ import pytest
 
 from tests.distilled import KILL_IN_PART, files, rows_of, write_rows
 
-# A signal arrives once two waves of answers are kept.
-STOP_IN_WAVE = """
+# A signal arrives before the next wave of answers is kept.
+STOP_BEFORE_WAVE = """
 import os, signal, time
-import distill.engines.hf
-distill.engines.hf.WAVE_BATCHES = 1
 import draftsmith_core.runs as module
 append, kept = module.Journal.append, []
 def stopping(self, row):
-    append(self, row)
-    kept.append(row)
-    if len(kept) == 2:
+    if len(kept) == {waves}:
         os.kill(os.getpid(), signal.{name})
         time.sleep(60)
+    append(self, row)
+    kept.append(row)
 module.Journal.append = stopping
 """
 
@@ -66,17 +64,26 @@ def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words, door, 
 
 
 @pytest.mark.parametrize(
-    "name, code, line", [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "stopped by SIGTERM")]
+    "name, code, line, waves, kept",
+    [
+        ("SIGINT", 130, "interrupted", 0, "no answers to keep yet"),
+        ("SIGINT", 130, "interrupted", 2, "kept 3 answers"),
+        ("SIGTERM", 143, "stopped by SIGTERM", 1, "kept 1 answer"),
+    ],
 )
-def test_a_stopped_run_says_how_many_answers_are_kept(words, door, spawn, name, code, line):
-    words += ["--part_rows", "8", "--batch_size", "2"]
-    out, err = spawn(*words, cwd=Path.cwd(), patch=STOP_IN_WAVE.format(name=name)).wait(code)
-    note = "kept 4 answers; run the same command again to resume"
+def test_a_stopped_run_says_how_many_answers_are_kept(
+    words, door, spawn, name, code, line, waves, kept
+):
+    """The waves of a first part are 1, 2, 4 and 8 batches."""
+    words += ["--part_rows", "9", "--batch_size", "1"]
+    patch = STOP_BEFORE_WAVE.format(name=name, waves=waves)
+    out, err = spawn(*words, cwd=Path.cwd(), patch=patch).wait(code)
+    note = f"{kept}; run the same command again to resume"
     assert (out, err.splitlines()[-1]) == ("", f"draftsmith distill: {line}; {note}")
     assert sorted(files()) == [".part-00000.answers.jsonl", "run.json"]
     assert door(*words)[0] == 0
-    kept = rows_of()
-    assert door(*words, "--out", "whole")[0] == 0 and kept == rows_of("whole")
+    resumed = rows_of()
+    assert door(*words, "--out", "whole")[0] == 0 and resumed == rows_of("whole")
     assert not list(Path("set").glob(".*"))
 
 
