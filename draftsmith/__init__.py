@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from drafts.merge import merge as merge
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.stages import align as align
-    from draftsmith.config import InitConfig as InitConfig, ServedConfig as ServedConfig
+    from draftsmith.config import (
+        InitConfig as InitConfig,
+        ServedConfig as ServedConfig,
+        StatusConfig as StatusConfig,
+    )
+    from draftsmith.directory_status import status as status
     from draftsmith.pair import Output as Output, Pair as Pair, load_pair as load_pair
     from draftsmith.serving.acceptance import served as served
     from draftsmith.starting import init as init

@@ -194,6 +194,14 @@ class ServedConfig(TargetOptions, PromptOptions):
 
 
 @options
+class StatusConfig:
+    """Say what a directory holds, whether it is finished, and how to go on."""
+
+    directory: Text
+    """The directory, or one that holds several."""
+
+
+@options
 class DemoConfig(ModelOptions):
     """Align the shipped draft, balanced and plain, and measure both. Then time them beside the same
     target padded to the cost of a large one.

@@ -156,10 +156,43 @@ def _unknown_option(cls: type, error: ValidationError) -> str | None:
     return None
 
 
+# What other tools call an option, and its names here, the likeliest first.
+_ELSEWHERE = {
+    "learning_rate": ("lr",),
+    "num_train_epochs": ("epochs", "steps"),
+    "epochs": ("steps",),
+    "max_steps": ("steps",),
+    "warmup": ("warmup_steps",),
+    "per_device_train_batch_size": ("batch_size",),
+    "gradient_accumulation_steps": ("accumulation",),
+    "max_seq_length": ("max_length",),
+    "max_tokens": ("max_new_tokens",),
+    "output_dir": ("out",),
+    "output": ("out",),
+    "model": ("target",),
+    "base_model": ("target",),
+    "assistant_model": ("draft",),
+    "draft_model": ("draft",),
+    "speculative_model": ("draft",),
+    "dataset": ("data", "prompts"),
+    "train_file": ("data",),
+    "num_speculative_tokens": ("tree",),
+    "num_return_sequences": ("num_samples",),
+    "stop_strings": ("stop",),
+    "loss": ("objective",),
+    "report_to": ("tracker",),
+}
+
+
 def nearest_option(key: str, known: Sequence[str]) -> str | None:
-    """Return the known dotted key nearest to an unknown one, or None if none is near."""
+    """Return the known dotted key nearest to an unknown one, by meaning or else by spelling, or
+    None if none is near.
+    """
     # `lrr` means `optim.lr`: the part behind the dot is what people remember.
     by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
+    for name in _ELSEWHERE.get(key.rpartition(".")[2], ()):
+        if name in by_last:
+            return by_last[name]
     lasts = difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if lasts:

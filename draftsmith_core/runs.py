@@ -220,6 +220,24 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
             os.close(descriptor)
 
 
+def holder(out: Path) -> str | None:
+    """Return the process that writes the directory `out` now, as `hold` names it; None if there is
+    none.
+    """
+    try:
+        descriptor = os.open(out / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        # A shared lock is refused only while a run holds its own.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 4096, 0).decode(errors="replace") or "another run"
+    finally:
+        os.close(descriptor)
+    return None
+
+
 def claim(
     directory: Path, identity: Mapping[str, object], records: Sequence[str] = ("run.json",)
 ) -> bool:

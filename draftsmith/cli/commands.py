@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         DemoConfig,
         InitConfig,
         ServedConfig,
+        StatusConfig,
         TrainCommandConfig,
     )
     from eval.config import EvalConfig, PlanConfig, RenderConfig, TimeAgainConfig
@@ -257,13 +258,24 @@ def _plan(config: "PlanConfig", command: str) -> Outcome:
     return Outcome(summary, [*lines, "", f"plan: {config.file} (--tree {tree})"])
 
 
+def _status(config: "StatusConfig", command: str) -> Outcome:
+    from draftsmith.directory_status import look
+
+    held = look(config.directory)
+    lines: list[str] = []
+    for each in held:
+        lines += each.lines()
+    rows = [dataclasses.asdict(each) for each in held]
+    return Outcome({"directory": config.directory, "held": rows}, lines)
+
+
 @dataclass(frozen=True)
 class Command:
     """A command.
 
     what: its line in `draftsmith --help`. config: class of its options, "module:class". parallel:
     whether it runs on several processes. instead: commands that replace it, by the option that
-    selects them.
+    selects them. alone: the option that a word without `--` gives.
     """
 
     what: str
@@ -271,6 +283,7 @@ class Command:
     function: Callable[[Any, str], Outcome]
     parallel: bool = False
     instead: Mapping[str, "Command"] = field(default_factory=dict)
+    alone: str | None = None
 
     @property
     def options(self) -> type:
@@ -349,6 +362,12 @@ COMMANDS = {
     "plan": Command(
         "the tree with which a draft is fastest on this machine", "eval.config:PlanConfig", _plan
     ),
+    "status": Command(
+        "what a directory holds, and how to go on",
+        "draftsmith.config:StatusConfig",
+        _status,
+        alone="directory",
+    ),
 }
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -360,6 +379,8 @@ def run(name: str, argv: list[str]) -> None:
 
     config: Any
     command = COMMANDS[name]
+    if command.alone is not None and argv and not argv[0].startswith("-"):
+        argv = [f"--{command.alone}", *argv]
     typed = {underscored(word).partition("=")[0] for word in argv}
     for key, other in command.instead.items():
         if f"--{key}" in typed:

@@ -1,0 +1,217 @@
+"""`draftsmith status DIR`: what a directory holds, whether it is finished, and how to go on.
+
+Reads only. Stages leave files that say what they are: a manifest, a record, results, align.yaml.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from distill.config import DistillConfig
+from distill.manifest import count_kept
+from draftsmith.config import StatusConfig
+from draftsmith_core.errors import InputError, counted
+from draftsmith_core.io import JsonObject, read_json
+from draftsmith_core.options import configured
+from draftsmith_core.runs import RECORD, command_line, holder
+from train.config import TrainConfig
+
+State = Literal["finished", "unfinished", "running"]
+# A directory of directories of results is looked into this deep.
+_DEPTH = 2
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one directory holds.
+
+    made_by: the command that made or began it, None if it is not recorded. following: what to run
+    or open next.
+    """
+
+    path: str
+    holds: str
+    state: State
+    facts: str
+    made_by: str | None
+    following: str
+
+    def lines(self) -> list[str]:
+        """Return it in words."""
+        shown = [f"{self.path}: {self.holds}, {self.state}; {self.facts}"]
+        if self.made_by is not None:
+            shown.append(f"  made by: {self.made_by}")
+        return [*shown, f"  next:    {self.following}"]
+
+
+def status(config: StatusConfig | None = None, **options: Any) -> JsonObject:
+    """Return what a directory and those below it hold. Raise InputError if it is nothing of ours.
+
+    The rows of `held` are those of `Held`.
+    """
+    config = configured(StatusConfig, config, options)
+    held = look(config.directory)
+    return {"directory": config.directory, "held": [asdict(each) for each in held]}
+
+
+def look(directory: str) -> list[Held]:
+    """Return what a directory and those below it hold, in the order of their names."""
+    path = Path(directory)
+    if not path.is_dir():
+        raise InputError(f"{directory}: is no directory")
+    held = list(_found(path, _DEPTH))
+    if not held:
+        raise InputError(f"{directory}: holds nothing that draftsmith made")
+    return held
+
+
+def _found(directory: Path, depth: int) -> Iterator[Held]:
+    for kind, read in KINDS.items():
+        held = read(directory)
+        if held is not None:
+            yield held
+            if kind != "alignment":
+                return
+    if depth:
+        for inner in sorted(directory.iterdir()):
+            if inner.is_dir() and not inner.name.startswith("."):
+                yield from _found(inner, depth - 1)
+
+
+def _alignment(directory: Path) -> Held | None:
+    file = directory / "align.yaml"
+    if not file.is_file():
+        return None
+    finished = (directory / "eval" / "report.html").is_file()
+    following = f"open {directory / 'eval' / 'report.html'}"
+    again = shlex.join(["draftsmith", "align", "--config", str(file), "--out", str(directory)])
+    return Held(
+        path=str(directory),
+        holds="an alignment",
+        state=_state(directory, finished),
+        facts=f"its options are in {file}",
+        made_by=again,
+        following=following if finished else again,
+    )
+
+
+def _distilled_set(directory: Path) -> Held | None:
+    manifest = directory / "manifest.json"
+    if manifest.is_file():
+        made = read_json(manifest, "the manifest of a distilled set")
+        target = made["config"]["target"]
+        train = ["draftsmith", "train", "--data", str(directory), "--target", target]
+        return Held(
+            path=str(directory),
+            holds="a distilled set",
+            state="finished",
+            facts=f"{made['counts']['rows']} rows, {made['response_tokens']} response tokens",
+            made_by=made["command"],
+            following=f"{shlex.join(train)} --draft DRAFT --out OUT",
+        )
+    begun = _identity(directory / "run.json")
+    if "prompts" not in begun:
+        return None
+    again = command_line("distill", DistillConfig(**begun, out=str(directory)))
+    return Held(
+        path=str(directory),
+        holds="a distilled set",
+        state=_state(directory, finished=False),
+        facts=f"{counted(count_kept(directory), 'answer')} kept",
+        made_by=again,
+        following=again,
+    )
+
+
+def _draft(directory: Path) -> Held | None:
+    record = directory / RECORD
+    if record.is_file():
+        made = read_json(record, "the record of a draft")
+        words = ["draftsmith", "eval", "--draft", str(directory)]
+        words += ["--target", str(made.get("target") or "TARGET")]
+        return Held(
+            path=str(directory),
+            holds=f"a draft ({made['kind']})",
+            state="finished",
+            facts=_figures(made),
+            made_by=made.get("command"),
+            following=f"{shlex.join(words)} --id PROMPTS --out OUT",
+        )
+    begun = _identity(directory / "run" / "run.json")
+    if not begun:
+        return None
+    training = TrainConfig(**begun, out=str(directory))
+    again = command_line("train", training)
+    names = sorted(path.name for path in directory.glob("run/checkpoints/step_*"))
+    step = int(names[-1].removeprefix("step_")) if names else 0
+    whole = f" of {training.steps}" if training.steps else ""
+    return Held(
+        path=str(directory),
+        holds=f"a draft ({training.kind})",
+        state=_state(directory, finished=False),
+        facts=f"its newest checkpoint is of step {step}{whole}",
+        made_by=again,
+        following=again,
+    )
+
+
+def _figures(record: JsonObject) -> str:
+    steps = record.get("steps")
+    trained = f"trained for {steps} steps" if steps else "not trained"
+    for figure in ("heldout_alpha", "heldout_loss"):
+        if figure in record:
+            name = figure.replace("heldout_", "held-out ")
+            return f"{trained}; best {name} {record[figure]:.3f} at step {record['best_step']}"
+    return trained
+
+
+def _evaluation(directory: Path) -> Held | None:
+    file = directory / "results.json"
+    if file.is_file():
+        results = json.loads(file.read_text(encoding="utf-8"))
+        if "schema_version" not in results:
+            return None
+        return Held(
+            path=str(directory),
+            holds="an evaluation",
+            state="finished",
+            facts=f"of {', '.join(results['drafts'])}",
+            made_by=results["provenance"]["command"],
+            following=f"open {directory / 'report.html'}",
+        )
+    cells = len(list(directory.glob("cells/*.json")))
+    if not cells:
+        return None
+    return Held(
+        path=str(directory),
+        holds="an evaluation",
+        state=_state(directory, finished=False),
+        facts=f"{counted(cells, 'measurement')} kept",
+        made_by=None,
+        following="run the command that began it again; finished measurements are kept",
+    )
+
+
+def _identity(file: Path) -> JsonObject:
+    """Return the options of a run that began, those that decide its result; {} if none did."""
+    if not file.is_file():
+        return {}
+    config: JsonObject = read_json(file, "the record of a run")["identity"]["config"]
+    return config
+
+
+def _state(directory: Path, finished: bool) -> State:
+    if holder(directory) is not None:
+        return "running"
+    return "finished" if finished else "unfinished"
+
+
+KINDS = {
+    "alignment": _alignment,
+    "set": _distilled_set,
+    "draft": _draft,
+    "evaluation": _evaluation,
+}

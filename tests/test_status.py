@@ -1,0 +1,80 @@
+"""`draftsmith status DIR`: what a directory holds, finished or not, and how to go on."""
+
+import json
+import shutil
+
+import pytest
+
+import draftsmith as ds
+from draftsmith.directory_status import status
+from draftsmith_core.runs import RECORD, hold
+from tests.distilled import write_rows
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory, target_dir, draft_dir):
+    """A distilled set and a draft that was trained on it."""
+    root = tmp_path_factory.mktemp("status")
+    rows = [{"prompt": f"The quick brown fox jumps {i} times"} for i in range(6)]
+    prompts = write_rows(root / "prompts.jsonl", *rows)
+    ds.distill(target=target_dir, prompts=str(prompts), out=root / "set", max_new_tokens=6)
+    ds.train(
+        data=[str(root / "set")],
+        draft=draft_dir,
+        target=target_dir,
+        out=root / "draft",
+        steps=2,
+        save_every=1,
+        batch_size=1,
+        heldout_fraction=0.3,
+        max_length=64,
+    )
+    return root
+
+
+def test_what_is_finished_names_its_command_and_the_next(door, out):
+    printed, _ = door.ok("status", out, "--json")
+    draft, made = json.loads(printed.splitlines()[-1])["held"]
+    assert (made["holds"], made["state"]) == ("a distilled set", "finished")
+    assert made["facts"].startswith("6 rows, ")
+    assert made["made_by"].startswith("draftsmith distill ")
+    assert made["following"].startswith(f"draftsmith train --data {out}/set ")
+    assert (draft["holds"], draft["state"]) == ("a draft (draft-lm)", "finished")
+    assert "trained for 2 steps" in draft["facts"]
+    assert f"--draft {out}/draft" in draft["following"]
+    assert f"{out}/set: a distilled set, finished; 6 rows" in printed
+
+
+def test_what_a_kill_left_says_how_far_it_came_and_what_continues_it(out, tmp_path):
+    shutil.copytree(out / "draft", tmp_path / "draft")
+    (tmp_path / "draft" / RECORD).unlink()
+    (held,) = status(directory=str(tmp_path))["held"]
+    assert (held["state"], held["facts"]) == (
+        "unfinished",
+        "its newest checkpoint is of step 2 of 2",
+    )
+    assert held["following"].startswith("draftsmith train ") and "--steps 2" in held["following"]
+    with hold(tmp_path / "draft"):
+        assert status(directory=str(tmp_path))["held"][0]["state"] == "running"
+
+
+def test_an_alignment_goes_on_from_its_file(tmp_path):
+    (tmp_path / "align.yaml").write_text("target: t\n")
+    (held,) = status(directory=str(tmp_path))["held"]
+    assert held["state"] == "unfinished"
+    assert held["following"] == (
+        f"draftsmith align --config {tmp_path}/align.yaml --out {tmp_path}"
+    )
+
+
+def test_a_directory_of_others_is_refused(door, tmp_path):
+    assert "holds nothing that draftsmith made" in door.refused("status", tmp_path)
+    assert "is no directory" in door.refused("status", tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "meant"),
+    [("train", "learning_rate", "optim.lr"), ("align", "epochs", "train.steps")],
+)
+def test_an_option_of_another_tool_is_known_by_its_meaning(door, command, typed, meant):
+    assert f"did you mean --{meant}?" in door.refused(command, f"--{typed}", 3)
