@@ -52,13 +52,15 @@ class _Meaning:
 
 
 def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
-    """Return the `Verdict` of every engine on a target and a draft, as JSON."""
+    """Return the `Verdict` of every engine on a target and a draft, as JSON, and whether a draft
+    `pays` by the plan.
+    """
     config = configured(DoctorConfig, config, options)
     kind = head_kind(config.draft) or "draft"
-    tokens = {}
+    plan: JsonObject = {}
     if config.plan is not None:
         plan = read_json(Path(config.plan), "a plan of `draftsmith plan`")
-        tokens = {row["engine"]: row["draft_tokens"] for row in plan.get("engines") or ()}
+    tokens = {row["engine"]: row["draft_tokens"] for row in plan.get("engines") or ()}
     usual = DRAFT_TOKENS
     if kind == "draft":
         target = _model(config.target, config.trust_remote_code, config.revision)
@@ -86,6 +88,8 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
         "draft": config.draft,
         "kind": kind,
         "plan": config.plan,
+        "pays": plan.get("pays"),
+        "speedup": plan.get("speedup"),
         "verdicts": [asdict(verdict) for verdict in verdicts],
     }
 

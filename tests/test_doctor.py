@@ -172,6 +172,19 @@ def test_the_command_takes_the_length_of_a_plan(tmp_path, capsys):
     )
 
 
+def test_a_plan_by_which_no_draft_pays_leads(tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    speedup = {"value": 0.81, "low": 0.7, "high": 0.92, "n": 8}
+    plan.write_text(json.dumps({"engines": [], "pays": False, "speedup": speedup}))
+    words = ["doctor", "--target", TARGET, "--draft", str(PAIR / "base"), "--plan", str(plan)]
+    assert main([*words, "--json"]) == 0
+    *lines, summary = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Use no draft") and "0.81" in lines[0] and str(plan) in lines[0]
+    assert any(line.startswith("vllm") for line in lines)
+    assert not any("$ " in line for line in lines) and "Without --plan" in lines[-1]
+    assert json.loads(summary)["pays"] is False
+
+
 def test_printed_commands_run(tmp_path, monkeypatch, capsys):
     """Pasted into a shell: those of engines that are here, on a pair whose path a shell would take
     apart.

@@ -195,15 +195,21 @@ def _unmet(check: Callable[[], object]) -> RequirementError | None:
 
 def _doctor(config: "DoctorConfig", command: str) -> Outcome:
     from drafts.doctor import DRAFT_TOKENS, examine
+    from eval.report.formats import with_interval
 
     verdicts = examine(config)
     lines = []
+    pays = verdicts["pays"] is not False
+    if not pays:
+        times = with_interval(verdicts["speedup"], 2)
+        best = f"by {config.plan} the best tree is {times} times as fast"
+        lines.append(f"Use no draft: {best} as the target alone.")
     for verdict in verdicts["verdicts"]:
         word = (
             "serves it" if verdict["serves"] else "loads it" if verdict["loads"] else "refuses it"
         )
         lines.append(f"{verdict['engine']:<18}{word:<12}{verdict['reason']}")
-        if verdict["serves"]:
+        if verdict["serves"] and pays:
             lines += [
                 f"{'':<18}$ {command}" for command in (*verdict["exports"], verdict["command"])
             ]
@@ -211,6 +217,8 @@ def _doctor(config: "DoctorConfig", command: str) -> Outcome:
         lines.append(
             f"Commands draft {DRAFT_TOKENS} tokens; --plan FILE takes the number from a plan."
         )
+    if not pays:
+        lines.append(f"Without --plan, the commands that draft {DRAFT_TOKENS} tokens are printed.")
     return Outcome(verdicts, lines)
 
 
