@@ -11,8 +11,11 @@ if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROO
     del sys.path[0]
 
 import io  # noqa: E402
+import json  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
+import signal  # noqa: E402
+import time  # noqa: E402
 import warnings  # noqa: E402
 
 from draftsmith import __version__  # noqa: E402
@@ -21,6 +24,9 @@ from draftsmith_core.errors import InputError, RequirementError, RunError, neare
 from draftsmith_core.host import keep_freed_memory, limit_threads  # noqa: E402
 from draftsmith_core.ranks import is_main  # noqa: E402
 from draftsmith_core.signals import Terminated  # noqa: E402
+
+# Time for the main process to end after an error that all processes have.
+_MAIN_ENDS_S = 30.0
 
 
 def usage() -> str:
@@ -134,8 +140,29 @@ def _say(line: str, error: BaseException) -> None:
     if is_main() or not isinstance(
         error, InputError | RequirementError | KeyboardInterrupt | Terminated
     ):
-        print(line, file=sys.stderr)
+        print(line, file=sys.stderr, flush=True)
+        _tell_launcher(line)
+
+
+def _tell_launcher(line: str) -> None:
+    """Give torch's launcher the reason; its report of a failed process ends with it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        failure = {"message": line.strip(), "timestamp": int(time.time())}
+        Path(file).write_text(json.dumps(failure))
+
+
+def ended(code: int) -> int:
+    """Return an exit code, after the main process has ended if all have the same error.
+
+    The launcher stops the others when one ends. It must not stop the one that prints the reason,
+    and it reports every process that did not end with 0.
+    """
+    if code in (2, 3) and not is_main():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+        time.sleep(_MAIN_ENDS_S)
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main()))

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from draftsmith.__main__ import main
+from draftsmith.__main__ import ended, main
 from draftsmith_core.host import limit_threads
 from draftsmith_core.launcher import launcher_request
 from draftsmith_core.ranks import divided, on_main
@@ -29,6 +30,30 @@ def test_a_command_of_one_process_is_refused_in_several(line, monkeypatch, tmp_p
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(line.split()) == 2
     assert "runs in one process, but 2 were launched" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_main_process_gives_the_launcher_the_reason(rank, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "error.json"
+    for name, value in (
+        ("RANK", rank),
+        ("WORLD_SIZE", "2"),
+        ("TORCHELASTIC_ERROR_FILE", str(file)),
+    ):
+        monkeypatch.setenv(name, value)
+    handled: list[int] = []
+    slept: list[float] = []
+    monkeypatch.setattr("signal.signal", lambda number, handler: handled.append(number))
+    monkeypatch.setattr("time.sleep", slept.append)
+    assert ended(main(["train"])) == 2
+    reason = capsys.readouterr().err.strip()
+    if rank == "0":
+        assert reason.startswith("draftsmith train: --") and not slept
+        assert ProcessFailure(0, 1, 2, str(file)).message == reason
+    else:
+        # The launcher would stop the main process before it has said why.
+        assert not reason and not file.exists() and len(slept) == 1
+        assert handled == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
