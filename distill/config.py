@@ -20,6 +20,7 @@ from draftsmith_core.options import (
     Temperature,
     Text,
     options,
+    refuse_unused,
 )
 from draftsmith_core.settings import Sampling
 
@@ -27,6 +28,9 @@ from draftsmith_core.settings import Sampling
 _ENGINE_OF = {
     "endpoint": "openai",
     "served_model": "openai",
+    "api_key_env": "openai",
+    "concurrency": "openai",
+    "timeout_s": "openai",
     "max_requests": "openai",
     "max_tokens": "openai",
     "address": "ray",
@@ -163,10 +167,8 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
                 "temperatures: a mixture replaces --temperature; leave one of them out"
             )
         self.mixture()
-        for key, engine in _ENGINE_OF.items():
-            default = 1 if key == "tensor_parallel_size" else None
-            if getattr(self, key) not in (default, []) and self.engine != engine:
-                raise InputError(f"{key}: needs --engine {engine}")
+        others = {key: of for key, of in _ENGINE_OF.items() if of != self.engine}
+        refuse_unused(self, {key: f"it is for --engine {of}" for key, of in others.items()})
         if self.engine == "openai" and not self.endpoint:
             raise InputError(
                 "endpoint: --engine openai needs at least one, such as http://localhost:8000/v1"

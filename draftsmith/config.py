@@ -21,6 +21,7 @@ from draftsmith_core.options import (
     Temperature,
     Text,
     options,
+    refuse_unused,
 )
 from draftsmith_core.settings import Quantize
 from train.config import TrainConfig
@@ -98,8 +99,25 @@ class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
         for key, known in (("proposer", [*PROPOSERS, "none"]), ("verifier", VERIFIERS)):
             if (name := getattr(self, key)) is not None and name not in known:
                 raise InputError(f"{key}: {name!r} is unknown; {nearest(name, known)}")
+        refuse_unused(self, self._unread())
         if self.out is not None:
             check_out(self.out, [self.prompts, self.datastore], file=True)
+
+    def _unread(self) -> dict[str, str]:
+        """Return the options that nothing reads beside the others, with the reason."""
+        unread = {}
+        if self.prompts is not None:
+            unread["raw"] = "it is for --prompt"
+        if not self.draft:
+            unread |= dict.fromkeys(
+                ("quantize_draft", "heterogeneous_vocab"), "there is no --draft"
+            )
+        if self.proposer == "none":
+            unread |= dict.fromkeys(("draft", "tree", "verifier"), "--proposer none drafts nothing")
+        elif not self.draft and self.proposer is None:
+            reason = "nothing drafts; add --draft or --proposer"
+            unread |= dict.fromkeys(("tree", "verifier"), reason)
+        return unread
 
 
 # Options that only some methods of `init` read.
@@ -163,6 +181,8 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
             raise InputError(
                 "donor: --method transplant needs a model to move; name it with --donor"
             )
+        if self.draft_vocab_size is None:
+            refuse_unused(self, {"data": "it is for --draft_vocab_size"})
         if self.prompts is None and self.draft_vocab_size is not None and not self.data:
             raise InputError(
                 "draft_vocab_size: needs texts to count tokens in; add --data, or --prompts"

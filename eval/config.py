@@ -22,6 +22,7 @@ from draftsmith_core.options import (
     TargetOptions,
     Temperature,
     options,
+    refuse_unused,
 )
 from draftsmith_core.settings import Quantize
 
@@ -111,6 +112,10 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """
     project: Rare[str] = "draftsmith"
     """W&B project."""
+
+    def __post_init__(self) -> None:
+        if self.tree == ["none"]:
+            refuse_unused(self, {"verifier": "nothing is decoded with --tree none"})
 
 
 @options

@@ -354,7 +354,7 @@ FAMILIES = [
         "kary:2,2",
         "exact",
     ),
-    ("--proposer none --draft {draft}", "none", None, None),
+    ("--proposer none", "none", None, None),
 ]
 
 

@@ -43,6 +43,10 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     "decode --max_new_tokens 8": [
         ("--target {target}", "give either --prompt TEXT or --prompts FILE"),
         ("--target none/of/these --prompt a", "no such directory"),
+        ("--target {target} --prompt a --tree chain:2", "tree: is not read: nothing drafts"),
+        ("--target {target} --prompt a --proposer none --draft {draft}", "draft: is not read"),
+        ("--target {target} --prompt a --quantize_draft nf4", "there is no --draft"),
+        ("--target {target} --prompts {prompts} --raw", "raw: is not read: it is for --prompt"),
         (
             "--target {target} --prompts {prompts} --out {prompts}",
             "is read as well, and would be overwritten",
@@ -61,8 +65,11 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     ],
     "distill --target {target} --prompts {prompts}": [
         ("--out out --temperatures 0.7:0", "expected TEMPERATURE:SHARE"),
-        ("--out out --max_requests 9", "max_requests: needs --engine openai"),
-        ("--out out --tensor_parallel_size 2", "tensor_parallel_size: needs --engine vllm"),
+        ("--out out --max_requests 9", "max_requests: is not read: it is for --engine openai"),
+        (
+            "--out out --tensor_parallel_size 2",
+            "tensor_parallel_size: is not read: it is for --engine vllm",
+        ),
         ("", "--out: is missing"),
         ("--max_new_tokens 8 --out {prompts}", "{prompts}"),
         (
@@ -80,6 +87,8 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--data {prompts} --objective jsdd", "jsd"),
         ("--data {prompts} --epochs inf", "epochs: must be a finite number"),
         ("--data {prompts} --kind eagl", "eagle"),
+        ("--data {prompts} --temperature 2", "temperature: is not read: `ce` has none"),
+        ("--data {prompts} --head.features_gib 2", "it limits head.features"),
         ("--data {prompts} --lrr 3", "did you mean --optim.lr?"),
         ("--data {prompts} --zzzz 3", "--help=all lists them"),
         ("--data {prompts} --head.draft_vocab_size 9", "did you mean --draft_vocab_size?"),
@@ -97,6 +106,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--require alhpa>0", "did you mean alpha?"),
         ("--require alpha[code]>0", "'code' is not measured"),
         ("--base c", "no draft has this name"),
+        ("--tree none --verifier mcsd", "verifier: is not read: nothing is decoded"),
         ("--ood b={prompts}", "b"),
         ("--tree auto", "plan.json is missing"),
         ("--tree auto:", "needs a file"),

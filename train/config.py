@@ -19,6 +19,7 @@ from draftsmith_core.options import (
     ShareBelow1,
     TargetOptions,
     options,
+    refuse_unused,
 )
 from train.objective import parse_objective
 
@@ -223,6 +224,10 @@ class TrainConfig(RunOptions, TargetOptions):
         for key, wrong, reason in rules:
             if wrong:
                 raise InputError(f"{key}: {reason}")
+        if not objective.needs_target:
+            refuse_unused(self, {"temperature": "`ce` has none"})
+        if self.head.features is None:
+            refuse_unused(self.head, {"features_gib": "it limits head.features"})
         known = _HEAD_OPTIONS[self.kind] | {"features", "features_gib"}
         for key, value in vars(self.head).items():
             if value is not None and key not in known:
