@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0: done. 1: failed while running. 2: bad input or usage. 3: a requirement is not met. 130:
-    interrupted. 143: SIGTERM.
+    interrupted. 143: SIGTERM. 129: the terminal closed.
     """
     words = sys.argv[1:] if argv is None else argv
     if words[:1] in (["-h"], ["--help"], ["help"]) and words[1:2] and words[1] in COMMANDS:
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
             # If the reader is gone or the disk is full, fail here, not when Python shuts down.
             sys.stdout.flush()
     except Terminated as stop:
-        _say(f"\n{called}: stopped by SIGTERM{_note(stop)}", stop)
+        _say(f"\n{called}: stopped by {stop.signal}{_note(stop)}", stop)
         raise
     except (Exception, KeyboardInterrupt) as error:
         return _failed(called, error)

@@ -8,6 +8,7 @@ from typing import TypeVar
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from draftsmith_core.ranks import is_main
+from draftsmith_core.terminal import StandardError
 
 T = TypeVar("T")
 Advance = Callable[[int, str], None]
@@ -31,6 +32,7 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
         leave=not is_terminal,
         mininterval=0.1 if is_terminal else 15,
         dynamic_ncols=True,
+        file=StandardError(),
     )
 
     def advance(count: int, note: str = "") -> None:

@@ -5,7 +5,6 @@ load torch.
 """
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
@@ -13,6 +12,7 @@ from typing import Generic, TypeVar, cast
 from safetensors import SafetensorError
 
 from draftsmith_core.errors import DraftsmithError, InputError, RunError, one_line, without_secrets
+from draftsmith_core.terminal import StandardError
 
 T = TypeVar("T")
 # Whether the main process is in `from_main`.
@@ -38,8 +38,9 @@ def is_main() -> bool:
 def say(line: str) -> None:
     """Print to standard error, in the main process only."""
     if is_main():
-        sys.stderr.write(without_secrets(line) + "\n")
-        sys.stderr.flush()
+        error = StandardError()
+        error.write(without_secrets(line) + "\n")
+        error.flush()
 
 
 def require_single_process(command: str) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: end at once, or after what is done has been saved."""
+"""SIGTERM, SIGHUP and Ctrl-C: end at once, or after what is done has been saved."""
 
 import contextlib
 import os
@@ -11,23 +11,25 @@ from types import FrameType
 from typing import TypeAlias
 
 from draftsmith_core.ranks import is_main, launched
+from draftsmith_core.terminal import discard_if_closed
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 
 class Terminated(SystemExit):
-    """SIGTERM arrived; the command has kept what it could. Exit code 128 + 15, as a shell reports
-    it.
+    """SIGTERM or SIGHUP arrived; the command has kept what it could. Exit code 128 + the signal's
+    number, as a shell reports it.
     """
 
-    def __init__(self) -> None:
-        super().__init__(143)
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number).name
 
 
 @dataclass
 class StopSignal:
-    """Whether SIGTERM or Ctrl-C arrived. While `held` is true it only sets `asked`; otherwise the
-    program ends at once.
+    """Whether SIGTERM, SIGHUP or Ctrl-C arrived. While `held` is true it only sets `asked`;
+    otherwise the program ends at once.
 
     asked: number of the signal that this process received, 0 for none. agreed: whether all
     processes know that one of them received a signal. A second Ctrl-C ends the program at once even
@@ -40,7 +42,7 @@ class StopSignal:
 
     def leaving(self) -> BaseException:
         """The exception to raise once the held work has been saved."""
-        return KeyboardInterrupt() if self.asked == signal.SIGINT else Terminated()
+        return KeyboardInterrupt() if self.asked == signal.SIGINT else Terminated(self.asked)
 
 
 def interruptible() -> contextlib.AbstractContextManager[None]:
@@ -54,9 +56,9 @@ def interruptible() -> contextlib.AbstractContextManager[None]:
 def _handled_by(handler: _Handler) -> Iterator[None]:
     before: dict[int, _Handler] = {}
     if threading.current_thread() is threading.main_thread():
-        for caught in (signal.SIGTERM, signal.SIGINT):
-            # Programs started with `nohup`, or with `&` in a script, ignore Ctrl-C; keep it ignored
-            # for them.
+        for caught in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            # `nohup` makes programs ignore SIGHUP, and `&` in a script Ctrl-C; keep it ignored for
+            # them.
             if signal.getsignal(caught) is not signal.SIG_IGN:
                 before[caught] = signal.signal(caught, handler)
     try:
@@ -68,14 +70,16 @@ def _handled_by(handler: _Handler) -> Iterator[None]:
 
 @contextmanager
 def terminable() -> Iterator[StopSignal]:
-    """Inside the block SIGTERM raises Terminated, Ctrl-C KeyboardInterrupt. While `stop.held` is
-    true, signals are only recorded.
+    """Inside the block SIGTERM and SIGHUP raise Terminated, Ctrl-C KeyboardInterrupt. While
+    `stop.held` is true, signals are only recorded.
     """
     stop = StopSignal()
 
     def arrived(number: int, frame: FrameType | None) -> None:
         again = number == stop.asked == signal.SIGINT
         stop.asked = number
+        if number == signal.SIGHUP:
+            discard_if_closed()
         if again or not stop.held:
             raise stop.leaving()
         if number == signal.SIGINT and is_main():

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import pty
 import signal
 import subprocess
 import sys
@@ -54,6 +55,58 @@ def test_the_main_process_gives_the_launcher_the_reason(rank, tmp_path, monkeypa
         # The launcher would stop the main process before it has said why.
         assert not reason and not file.exists() and len(slept) == 1
         assert handled == [signal.SIGTERM]
+
+
+def test_a_pipe_that_breaks_asks_a_run_to_stop_as_sigterm_does():
+    program = (
+        "from draftsmith_core.progress import progress\n"
+        "from draftsmith_core.signals import terminable\n"
+        "with terminable() as stop:\n"
+        "    stop.held = True\n"
+        "    with progress('work', 1) as advance:\n"
+        "        advance(1)\n"
+        "    print(stop.leaving().code)\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=writer, check=True
+    )
+    os.close(writer)
+    assert done.stdout == b"143\n"
+
+
+def test_a_terminal_that_closes_ends_a_run_without_a_traceback():
+    program = (
+        "import fcntl, os, sys, termios, threading\n"
+        "from draftsmith_core.signals import Terminated, terminable\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "try:\n"
+        "    with terminable():\n"
+        "        print('begun', flush=True)\n"
+        "        threading.Event().wait()\n"
+        "except Terminated as stop:\n"
+        "    print('nobody reads this', file=sys.stderr, flush=True)\n"
+        "    os.write(int(sys.argv[1]), stop.signal.encode())\n"
+        "    raise\n"
+    )
+    reader, writer = os.pipe()
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(writer)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        pass_fds=[writer],
+        start_new_session=True,
+    )
+    os.close(theirs)
+    os.close(writer)
+    assert os.read(ours, 5) == b"begun"
+    os.close(ours)
+    assert child.wait() == 129
+    assert os.read(reader, 100) == b"SIGHUP"
+    os.close(reader)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

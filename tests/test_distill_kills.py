@@ -69,6 +69,7 @@ def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words, door, 
         ("SIGINT", 130, "interrupted", 0, "no answers to keep yet"),
         ("SIGINT", 130, "interrupted", 2, "kept 3 answers"),
         ("SIGTERM", 143, "stopped by SIGTERM", 1, "kept 1 answer"),
+        ("SIGHUP", 129, "stopped by SIGHUP", 1, "kept 1 answer"),
     ],
 )
 def test_a_stopped_run_says_how_many_answers_are_kept(
