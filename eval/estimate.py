@@ -197,7 +197,7 @@ class _Reader:
             logits_to_keep=columns - first,
         )
         at = (batch.row_N, batch.column_N - first)
-        p_NV = probs(self._finite("", out.logits[at], batch), self.sampling)
+        p_NV = probs(self._finite("", out.logits[at], batch, batch.row_N), self.sampling)
         u_BLK = batch.candidates(self.seed, max(self.ranks.values(), default=1))
         part = _Part({}, {})
         for name, draft in self.drafts.items():
@@ -243,7 +243,7 @@ class _Reader:
         """Record the draft's figures at `depth` (0: the next token)."""
         depth = drafted.depth
         total = len(batch.row_N)
-        # Positions with a root `depth` places before.
+        # Positions of a row are consecutive in N, so n's root is n - depth if both are in one row.
         same_N = batch.row_N[depth:] == batch.row_N[: max(0, total - depth)]
         n_N = torch.arange(total, device=p_NV.device)[depth:][same_N]
         if depth and not len(n_N):
@@ -251,7 +251,7 @@ class _Reader:
         x_N1 = batch.x_N1[n_N]
         chosen_NV = drafted.logits_NV[n_N - depth] if depth else drafted.logits_NV
         chosen_NV = fit_vocabulary(chosen_NV, vocabulary_size(self.target))
-        logits_NV = self._finite(drafted.name, chosen_NV, batch)
+        logits_NV = self._finite(drafted.name, chosen_NV, batch, batch.row_N[n_N])
         q_NV = probs(logits_NV, self.sampling)
         p_x_N1 = p_NV[n_N, x_N1[:, 0]].unsqueeze(1)
         tiny = torch.finfo(p_NV.dtype).tiny
@@ -285,13 +285,15 @@ class _Reader:
             chances_NK = rank_chances(rule, p_NV[n_N], q_NV, x_N1, u_NK, count)
             arrays[rule][depth, rows, places] = _numpy(chances_NK)
 
-    def _finite(self, name: str, logits_NV: Tensor, batch: _Batch) -> Tensor:
+    def _finite(self, name: str, logits_NV: Tensor, batch: _Batch, row_N: Tensor) -> Tensor:
         """Return the logits; raise RunError if a row has a NaN or +inf, or only -inf (tokens that
         the model lacks).
+
+        row_N: the row of the batch that each position is in.
         """
         broken_N = ~logits_NV.amax(-1).isfinite()  # max() returns a NaN or +inf as it is
         if broken_N.any():
-            first = int(batch.row_N[broken_N].min())
+            first = int(row_N[broken_N].min())
             model = self.names.get(name, f"draft {name}" if name else "the target")
             row = batch.rows[first].id
             raise RunError(

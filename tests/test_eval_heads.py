@@ -15,14 +15,15 @@ from drafts.heads import save_head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.medusa import MedusaHeads
 from drafts.load import check_draft_vocabulary
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, acceptance, probs
 from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation, draft_logits
 from eval.config import EvalConfig
-from eval.estimate import alpha_sums
+from eval.estimate import alpha_sums, read_traces
 from eval.evaluate import evaluate
+from eval.method import Method
 from eval.summary import summary as summarise
 from tests.tiny_models import HEADS, V, stirred_head, tiny_llama
 
@@ -76,6 +77,15 @@ def test_alpha_of_a_head_is_its_first_law_against_the_targets(name, max_logits, 
     cell = alpha_sums(target, head, rows, SAMPLING, batch_size=4, max_logits=max_logits)
     assert cell["sum"] == pytest.approx(expected, abs=1e-4)
     assert cell["count"] == [6, 3, 5, 1]
+
+
+def test_a_head_that_breaks_at_its_second_depth_is_named_with_the_prompt(target):
+    head: Any = stirred_head("medusa", target)
+    with torch.no_grad():
+        head[1][-1].weight.fill_(torch.nan)
+    method = Method("chain:2", "speculative")
+    with pytest.raises(RunError, match="^draft mine: non-finite logits on prompt p0"):
+        read_traces(target, {"mine": head}, texts(), SAMPLING, [method], batch_size=4)
 
 
 @pytest.mark.parametrize("own", [V - 6, V + 9])
