@@ -51,14 +51,16 @@ class SpeculativeDecoder:
     same code.
 
         decoder = SpeculativeDecoder(target, DraftModelProposer(draft), "kary:4,2,2")
-        batch = decoder.generate([tokenizer.encode("Return the")], Sampling(temperature=0.7), 64,
-        seed=0) batch.generations[0].output_ids
+        prompts = [tokenizer.encode("Return the")]
+        batch = decoder.generate(prompts, Sampling(temperature=0.7), 64, seed=0)
+        batch.generations[0].output_ids
 
     proposer: one of `decode`, or your own (`decode.propose.protocol.Proposer` has an example).
     tree: what `parse_tree` takes, or a shape; by default one that suits the proposer. verifier: a
     key of `VERIFIERS` or your own `Verifier`; by default one that suits proposer and tree. fast:
-    use packed weights and the lean LLaMA forward. The target is not changed; `take_over(target)`
-    saves memory (`decode.packed_weights`). compile: True records each step as a CUDA graph when it
+    use the lean LLaMA forward and, without `compile`, packed weights. The target is not changed;
+    `take_over(target)` saves memory (`decode.packed_weights`). compile: True records each step as a
+    CUDA graph when it
     first occurs; the name of a torch.compile backend also compiles it, on a CPU too. `fast` and
     `compile` change outputs by rounding only. Raises ValueError if the parts do not fit.
     """
@@ -97,6 +99,7 @@ class SpeculativeDecoder:
             proposer.check(target, self.tree)
             # The first method of drawing that the verifier prefers and the proposer has.
             usable = [drawing for drawing in self.verifier.drawings if drawing in offered]
+            # If they have none in common, take any: `check` explains.
             self.drawing = usable[0] if usable else min(offered)
             self.verifier.check(self.tree, self.drawing, proposer.drafts)
         elif tree is not None or verifier is not None:

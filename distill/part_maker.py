@@ -104,6 +104,7 @@ class _PartMaker:
         for prompt in prompts.values():
             count = self._job.config.num_samples
             samples = [self._request(prompt, sample, turn=0) for sample in range(count)]
+            # The first turn is the same for all samples, so all of them fit or none.
             requests = [request for request in samples if request is not None]
             if requests:
                 first += requests
@@ -116,7 +117,9 @@ class _PartMaker:
         return first
 
     def _request(self, prompt: Prompt, sample: int, turn: int) -> AnswerRequest | None:
-        """Return the request for a turn; None if there is no such turn or it does not fit."""
+        """Return the request for a turn; None after the last turn. If it does not fit, return None
+        and record why in `part.shortened`.
+        """
         ids = self._turn_ids(prompt, sample, turn)
         if ids is None:
             return None
@@ -146,7 +149,7 @@ class _PartMaker:
     def _temperature(self, name: str) -> float | None:
         """Choose the temperature of a sample from the mixture, if there is one, for all turns."""
         point = row_seed(self._job.config.seed, f"temperature of {name}") / 2**63
-        return next((part.temperature for part in self._mixture if point <= part.upto), None)
+        return next((share.temperature for share in self._mixture if point <= share.upto), None)
 
     def record(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
         """Put an answer into its part, and write a complete part; return the next request."""

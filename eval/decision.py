@@ -85,7 +85,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Timed:
-    """A setting with its speedup in every cell, and the sign of each speedup."""
+    """A setting with its speedup in every cell, and the sign of each speedup.
+
+    All settings have the same cells in the same order, as the evaluation times them.
+    """
 
     setting: Setting
     speedups: list[Row]
@@ -143,24 +146,25 @@ def _fastest(timed: Sequence[_Timed], index: int) -> _Timed:
 
 
 def _prefer_smaller_loss(results: ResultsTable, timed: Sequence[_Timed]) -> _Timed:
-    """The fastest setting, or that of another draft if it is not measurably slower and loses less
-    OOD.
+    """Return the setting of highest merit, or another draft's that is not measurably slower and
+    loses less OOD.
     """
     ordered = sorted(timed, key=lambda other: other.merit)
-    fastest = max(timed, key=lambda other: other.merit)
+    best = max(timed, key=lambda other: other.merit)
     if not results.domains("ood"):
-        return fastest
+        return best
 
     def gain(one: _Timed) -> float:
         row = results.gain(one.setting.draft, "ood")
         return (row["value"] or 0.0) if row else 0.0
 
     def as_fast(one: _Timed) -> bool:
-        low = _quotient(results, fastest.speedups, one.speedups)["low"]
-        return one.merit[0] == fastest.merit[0] and low is not None and low <= 1
+        low = _quotient(results, best.speedups, one.speedups)["low"]
+        return one.merit[0] == best.merit[0] and low is not None and low <= 1
 
+    # By merit, so that the last entry of each draft is its best setting.
     best_of = {one.setting.draft: one for one in ordered}
-    alike = [one for one in best_of.values() if one == fastest or as_fast(one)]
+    alike = [one for one in best_of.values() if one == best or as_fast(one)]
     return max(alike, key=lambda one: (gain(one), one.merit))
 
 

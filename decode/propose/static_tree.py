@@ -40,8 +40,8 @@ class Level:
     parent_c: Tensor  # for each child c: its parent among the expanded nodes of this depth
     rank_c: Tensor  # and its place among its siblings
     expanded_c: Tensor | None  # which children have children themselves; None when all have
-    count: int  # number of these children
-    parents_1e: Tensor  # of these children: their parents among all expanded nodes
+    count: int  # number of children that have children themselves
+    parents_1e: Tensor  # and of each of them: its parent's number among all expanded nodes
 
     def of_expanded(self, values_Bc: Tensor) -> Tensor:
         """Return the values of the children that have children themselves."""
@@ -57,7 +57,7 @@ class DraftingPlan:
     tree: Tree
     device: torch.device
     levels: tuple[Level, ...]
-    # M indices of the expanded nodes after the root -> their numbers, from 0
+    # tree index of each expanded node except the root -> the order in which it is forwarded, from 0
     number_of: dict[int, int]
     batches: tuple[TreeBatch, ...]  # the tree cut to each depth, on the target's device
     blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict)
@@ -84,6 +84,7 @@ class DraftingPlan:
                 counts.append(len(below))
                 kids += below
                 parents += [place] * len(below)
+                # Short rows are padded; their extra draws are dropped.
                 uniforms.append(below + below[-1:] * (draws - len(below)))
             expanded = [place for place, kid in enumerate(kids) if tree.children[kid]]
             above = [forwarded.index(nodes[parents[place]]) for place in expanded]
@@ -232,8 +233,8 @@ class StaticTreeSession(Session):
                     confidence_B[row] *= sure
                 if max(confidence_B) < stop:
                     break
-            # The token at which a row stops is forwarded too: it may be accepted, and is then in
-            # the cache.
+            # While another row goes on, stopped rows are forwarded too: if their last token is
+            # accepted, it is already in the cache.
             self._forwarded += 1
             block = self.plan.block(depth + 1, network.width)
             logits_B1V = network.extend(Frontier(tokens_B1, level.parents_1e, block))
@@ -294,6 +295,7 @@ class StaticTreeSession(Session):
                 believed_BeV = q_BeV
                 if believed_BeV is None:
                     believed_BeV = logits_BeV.float().softmax(-1)
+                # The child of rank k was drawn from distribution k % drafts.
                 slot_c = level.parent_c * drafts + level.rank_c % drafts
                 rows_B1 = torch.arange(len(tokens_Bc), device=tokens_Bc.device).unsqueeze(1)
                 confidence_Bc = believed_BeV[rows_B1, slot_c, tokens_Bc.clamp(min=0)]
@@ -301,8 +303,8 @@ class StaticTreeSession(Session):
                 confidence_Bc = confidence_Bc * above.confidence_Be[:, level.parent_c]
             confidence_Be = level.of_expanded(confidence_Bc)
             live_Be = tokens_Be.masked_fill(confidence_Be < stop, -1)
-        # A node at which a row stops is forwarded too: it may be accepted, and is then in the
-        # cache.
+        # While another row goes on, the node at which a row stops is forwarded too: if it is
+        # accepted, it is already in the cache.
         expanded = Expanded(live_Be, confidence_Be, tokens_Be.clamp(min=0))
         return Grown(tokens_Bc, finite_B, q_BeV, expanded)
 
@@ -344,7 +346,9 @@ class StaticTreeSession(Session):
 
 
 def _present(tokens_BM: Tensor) -> Tensor:
-    """Return the root and the nodes that exist in each row, as many as the fullest row has."""
+    """Return, per row, the indices of the root and of the nodes that exist; shorter rows are filled
+    with absent ones.
+    """
     drafted_BN = tokens_BM[:, 1:]
     exists_BN = (drafted_BN >= 0).int()
     order_BN = torch.sort(exists_BN, dim=1, descending=True, stable=True).indices

@@ -162,7 +162,7 @@ class BlockTrainee(HeadTrainee):
             per_token_3N=per_token_3N,
         )
         q_N = (-per_token_3N[0]).exp() * drafted_N
-        slots = drafts.pairs.block_N(batch), drafts.depth_N
+        slots = drafts.pairs.pair_index_N(batch), drafts.depth_N
         steps_MD = torch.zeros(batch.ids_BT.numel(), self.draft.depths, device=tokens_N.device)
         steps_MD[slots] = (1 + q_N) / 2
         reached_MD = steps_MD.cumprod(1)
@@ -185,7 +185,7 @@ def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, floa
         slots = trainee.slots(batch)
         assert slots.confidence_N is not None
         figures_2N = torch.stack([slots.confidence_N.float(), slots.alpha_N.float()])
-        blocks_N = slots.drafts.pairs.block_N(batch).cpu()
+        blocks_N = slots.drafts.pairs.pair_index_N(batch).cpu()
         # Confidence logits and alphas of every block, `[2, M, D]`; NaN in slots that do not count.
         part_2MD = torch.full((2, batch.ids_BT.numel(), head.depths), math.nan)
         depth_N = slots.drafts.depth_N.cpu()

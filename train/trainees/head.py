@@ -66,11 +66,11 @@ class Pairs:
         """`[N, ...]` at the positions of the target's distributions."""
         return values_BT[self.row_N, self.target_at_N]
 
-    def block_N(self, batch: Batch) -> Tensor:
+    def pair_index_N(self, batch: Batch) -> Tensor:
         """Where the pairs are in the flattened batch."""
         return self.row_N * batch.ids_BT.shape[1] + self.at_N
 
-    def place_N(self, batch: Batch) -> Tensor:
+    def target_index_N(self, batch: Batch) -> Tensor:
         """Where the target's distributions are in the flattened batch."""
         return self.row_N * batch.ids_BT.shape[1] + self.target_at_N
 
@@ -153,7 +153,7 @@ def join(parts: Sequence[Part], batch: Batch, first: int = 0) -> Drafts:
     target_at_N = torch.cat([pairs.target_at_N for pairs in by_depth])
     pairs = Pairs(row_N, at_N, target_at_N)
     hidden_NH = torch.cat([hidden_NH for _, hidden_NH in parts])
-    order_N = pairs.place_N(batch).argsort(stable=True)
+    order_N = pairs.target_index_N(batch).argsort(stable=True)
     return Drafts(
         pairs=pairs.at(order_N),
         hidden_NH=hidden_NH[order_N],
@@ -248,7 +248,7 @@ class HeadTrainee(Trainee):
     ) -> HeadSums:
         """The objective with these weights, and acceptance. low_rank: as in `TokenLoss.sums`."""
         pairs = drafts.pairs
-        places, row_N = pairs.place_N(batch).unique_consecutive(return_inverse=True)
+        places, row_N = pairs.target_index_N(batch).unique_consecutive(return_inverse=True)
         last_NH = last_BTH.flatten(0, 1)[places]
         teacher = LiveTeacher(last_NH, self.target.projection, row_N=row_N)
         tokens_N = pairs.of_targets(batch.labels_BT)
