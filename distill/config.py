@@ -86,7 +86,7 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     the regenerated earlier ones; one row per turn. `last`: answer once, after the turns as they
     are.
     """
-    thinking: Literal["keep", "drop"] = "keep"
+    thinking: Rare[Literal["keep", "drop"]] = "keep"
     """For targets that think. `keep`: leave the thinking in the answers. `drop`: switch it off in
     the chat template, and leave out answers that still think.
     """
@@ -94,7 +94,7 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Rows generated together. A finished row is replaced by the next prompt."""
     part_rows: Rare[AtLeast1] = 1024
     """About this many rows per Parquet file."""
-    teacher_top_k: TeacherTopK = 0
+    teacher_top_k: Rare[TeacherTopK] = 0
     """Store the target's top-k token ids with log-probabilities, and the remaining probability
     mass, per token, for `train` without the target. About 4 k bytes per token; 0 stores none. Of
     servers, vLLM gives them.
@@ -107,7 +107,7 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Servers with OpenAI's API that all serve the target (vLLM, SGLang, llama-server, hosted),
     such as http://localhost:8000/v1. `target` then gives the tokenizer and needs no weights.
     """
-    served_model: NotIdentity[str | None] = None
+    served_model: Rare[NotIdentity[str | None]] = None
     """Name of the target on the servers. Default: the one model that /models lists. A name is not
     looked up.
     """

@@ -20,6 +20,7 @@ import warnings  # noqa: E402
 
 from draftsmith import __version__  # noqa: E402
 from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
+from draftsmith.cli.examples import ROAD  # noqa: E402
 from draftsmith_core.errors import InputError, RequirementError, RunError, nearest, one_line  # noqa: E402
 from draftsmith_core.host import keep_freed_memory, limit_threads  # noqa: E402
 from draftsmith_core.ranks import is_main  # noqa: E402
@@ -41,8 +42,9 @@ def usage() -> str:
         "usage: draftsmith COMMAND [--key value ...] [--config FILE]\n"
         "       draftsmith --version | --print_shtab bash|zsh|tcsh    # the version; shell "
         "completion\n\n"
+        + f"{ROAD}\n\n"
         + "\n".join(lines)
-        + "\n\n`draftsmith COMMAND --help` lists a command's options."
+        + "\n\n`draftsmith COMMAND --help` shows a command's usual options and an example."
     )
 
 

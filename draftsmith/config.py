@@ -39,40 +39,40 @@ class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
     draft: NotIdentity[list[str]] = field(default_factory=list)
     """A draft model (local directory or hub name), several of them, or a head (local directory)."""
     proposer: Named = None
-    """What drafts; the table below lists them. Default: what --draft is, else none (the target
+    """What drafts; --help=all lists them. Default: what --draft is, else none (the target
     alone).
     """
     tree: Named = None
-    """Tree to draft per step; see below. 4 is chain:4; chain is as deep as the heads or block of a
+    """Tree to draft per step. 4 is chain:4; chain is as deep as the heads or block of a
     draft. auto:FILE reads a plan of `draftsmith plan`, auto that of DRAFT/plan.json.
     Default: chain:4 (fewer for fewer heads); lookahead has its own."""
     verifier: Named = None
-    """Rule that says which drafted tokens stay; see below. Default: speculative on a chain, mcsd on
+    """Rule that says which drafted tokens stay. Default: speculative on a chain, mcsd on
     a tree, specinfer for several drafts together, exact where nothing is drawn.
     """
-    datastore: Named = None
+    datastore: Rare[Named] = None
     """For --proposer retrieval: a .jsonl, .parquet or .txt file, or hub dataset, of text to draft
     from.
     """
     prompt: str | None = None
     """A text to continue; to a target with a chat template it is what the user says."""
-    raw: bool = False
+    raw: Rare[bool] = False
     """Continue --prompt as it is, without the chat template."""
     prompts: Named = None
     """Or a .jsonl/.parquet file or hub dataset of prompts."""
     out: NotIdentity[Out | None] = None
     """Write one JSON object per output to this .jsonl file; a killed run then continues."""
-    num_samples: AtLeast1 = 1
+    num_samples: Rare[AtLeast1] = 1
     """Outputs per prompt."""
     max_new_tokens: AtLeast1 = 128
     """The longest output, in tokens."""
-    stop: list[Text] = field(default_factory=list)
+    stop: Rare[list[Text]] = field(default_factory=list)
     """Texts that end an output after the token that completes one."""
     seed: Seed = 0
     """Base seed. Each output derives its own seed from it."""
-    batch_size: AtLeast1 = 1
+    batch_size: Rare[AtLeast1] = 1
     """Rows that are decoded together."""
-    ignore_eos: bool = False
+    ignore_eos: Rare[bool] = False
     """Go on to max_new_tokens even when the target ends."""
     fast: NotIdentity[Rare[bool]] = True
     """false: use the models' own forward, no packed weights and no lean Llama code. Outputs differ
@@ -82,7 +82,7 @@ class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
     """Record every step as a CUDA graph when it first occurs, and replay it from then on (CUDA
     only). Outputs differ by rounding. The summary reports the time of recording apart.
     """
-    quantize: Quantize = "none"
+    quantize: Rare[Quantize] = "none"
     """nf4: the target's weights in four bits (bitsandbytes); the output then follows the rounded
     model.
     """
@@ -146,19 +146,19 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """prune, transplant: number of layers to keep. Default: a quarter for prune, all for
     transplant.
     """
-    keep: Literal["first", "last", "even"] | None = None
+    keep: Rare[Literal["first", "last", "even"] | None] = None
     """prune, transplant: which layers to keep. Default: even."""
-    intermediate_size: AtLeast1 | None = None
+    intermediate_size: Rare[AtLeast1 | None] = None
     """prune: number of neurons per feed-forward block to keep, those that do most on --prompts."""
     cost: OpenShare | None = None
     """fresh: the largest number of parameters to read per token, as a share of the target's.
     Default: 0.1.
     """
-    draft_vocab_size: AtLeast1 | None = None
+    draft_vocab_size: Rare[AtLeast1 | None] = None
     """Draft only this number of tokens, the most frequent ones in --data, and skip the other output
     rows.
     """
-    data: list[str] = field(default_factory=list)
+    data: Rare[list[str]] = field(default_factory=list)
     """For --draft_vocab_size: distilled sets, or .jsonl/.parquet files. Default: the answers to
     --prompts.
     """
@@ -168,9 +168,9 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """
     max_prompts: AtLeast1 = 16
     """Number of prompts to read."""
-    max_new_tokens: AtLeast1 = 48
+    max_new_tokens: Rare[AtLeast1] = 48
     """Length of the target's answers that alpha is measured on."""
-    temperature: Temperature = 1.0
+    temperature: Rare[Temperature] = 1.0
     """Temperature of the answers and of alpha."""
 
     def __post_init__(self) -> None:
@@ -239,7 +239,7 @@ class DemoConfig(ModelOptions):
 class TrainCommandConfig(TrainConfig):
     """Fit a draft to a distilled set."""
 
-    smoke: bool = False
+    smoke: Rare[bool] = False
     """Try the recipe: tiny random models of the same families, made-up data, a few steps, no
     downloads.
     """

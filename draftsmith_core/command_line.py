@@ -39,18 +39,25 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(
-    cls: type[C], command: str, argv: list[str], modes: Mapping[str, str] | None = None
+    cls: type[C],
+    command: str,
+    argv: list[str],
+    modes: Mapping[str, str] | None = None,
+    example: str = "",
 ) -> tuple[C, bool]:
     """The configuration of a command and whether `--json` was given. Raise InputError for any
     misuse.
 
-    modes: by key, what the command does when that option is typed, for the help.
+    modes, example: for the help: by key, what the command does when that option is typed; a command
+    line that runs on the demo's files.
     """
     table = {option.key: option for option in options_of(cls)}
     words = _joined(argv, table)
-    wants_all = "--help=all" in words or words[-2:] == ["--help", "all"]
+    wants_all = asks_all(words)
     if wants_all or "-h" in words or "--help" in words:
         sys.stdout.write(parser(cls, command, wants_all, modes).format_help())
+        if example:
+            sys.stdout.write(f"\nAfter `draftsmith demo`, for example:\n  {example}\n")
         raise SystemExit(0)
     parsed, unknown = parser(cls, command, everything=False).parse_known_args(words)
     typed = vars(parsed)
@@ -80,6 +87,11 @@ def parse(
         if reason.key in typed:
             raise InputError(f"--{line}") from None
         raise InputError(f"{lines[reason.key]}: {line}" if reason.key in lines else line) from None
+
+
+def asks_all(words: list[str]) -> bool:
+    """Whether the help of every option is asked for."""
+    return "--help=all" in words or words[-2:] == ["--help", "all"]
 
 
 def _joined(argv: list[str], table: Mapping[str, Option]) -> list[str]:
@@ -182,7 +194,9 @@ def parser(
     table = sorted(options_of(cls), key=lambda option: option.default is not MISSING)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for option in table:
-        section = "Required" if option.default is MISSING else option.section
+        section = option.section if everything else "Options that most people set"
+        if option.default is MISSING:
+            section = "Required"
         if section not in groups:
             groups[section] = arguments.add_argument_group(section)
         shown = everything or not option.rare
@@ -204,7 +218,7 @@ def parser(
         "--json", action="store_true", help="End standard output with one JSON object, the summary."
     )
     hidden = sum(option.rare for option in table)
-    more = f"; --help=all lists {hidden} rarely used options as well." if hidden else "."
+    more = f"; --help=all lists {hidden} more." if hidden else "."
     common.add_argument("-h", "--help", nargs="?", const="", metavar="all", help=f"Show this{more}")
     return arguments
 

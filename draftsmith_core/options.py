@@ -252,7 +252,7 @@ class ModelOptions(CodeOptions):
 
     device: NotIdentity[str] = "auto"
     """auto, cpu, cuda or cuda:N."""
-    dtype: str = "auto"
+    dtype: Rare[str] = "auto"
     """Weights: auto (float32 on a CPU, else the checkpoint's own), float32, bfloat16 or float16."""
 
 
@@ -270,9 +270,9 @@ class SamplingOptions:
 
     temperature: Temperature | None = None
     """0 is greedy. Default: the target's generation_config.json if that samples, else 0."""
-    top_k: AtLeast0 | None = None
+    top_k: Rare[AtLeast0 | None] = None
     """Keep the k most probable tokens; 0 keeps all. Default: generation_config.json, else 0."""
-    top_p: TopP | None = None
+    top_p: Rare[TopP | None] = None
     """Keep the smallest set of tokens with this mass; 1 keeps all. Default: generation_config.json,
     else 1.
     """

@@ -80,13 +80,13 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Prompts to read from each set."""
     max_new_tokens: AtLeast1 = 64
     """Maximum length of a continuation."""
-    speed_prompts: AtLeast0 = 8
+    speed_prompts: Rare[AtLeast0] = 8
     """Prompts per set to time at batch 1; 0 skips timing."""
-    batch_size: AtLeast1 = 16
+    batch_size: Rare[AtLeast1] = 16
     """Prompts to decode together, except when timing."""
     bootstrap: Rare[Annotated[int, Field(ge=100)]] = 2000
     """Resamples behind every 95 % interval."""
-    quantize: Quantize = "none"
+    quantize: Rare[Quantize] = "none"
     """nf4: load the target in 4 bits with bitsandbytes. Every figure is then about the 4-bit
     target.
     """
@@ -96,7 +96,7 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Accept draft language models of another tokenizer; they draft the tokens that both have
     (lossless).
     """
-    strict: bool = False
+    strict: Rare[bool] = False
     """Turn warnings into errors: shared or trained-on prompts, oversized drafts (exit code 2),
     timings of a busy machine (exit code 1).
     """

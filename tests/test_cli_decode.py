@@ -562,7 +562,7 @@ def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path
 
 def test_help_ends_with_the_table(door, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = door("decode", "--help")
+    code, out, err = door("decode", "--help=all")
     assert (code, err) == (0, "")
     options, table = out.split("\n--proposer\n")
     assert "--device" in options

@@ -2,6 +2,7 @@
 nearest right one.
 """
 
+import shlex
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import yaml
 
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.cli.commands import COMMANDS, SHELLS
+from draftsmith.cli.examples import EXAMPLES
 from draftsmith.config import TrainCommandConfig
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError
@@ -191,6 +193,16 @@ def test_help_lists_every_option_with_its_sentence(command, door):
     assert headings[0] in ("Required:", "Options:") and not [
         line for line in headings if line.count("`") % 2
     ]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_one_screen_and_ends_with_an_example(command, door, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = door.ok(command, "--help")[0].splitlines()
+    assert len(lines) <= 50 and lines[-1] == f"  {EXAMPLES[command]}"
+    _, named, *words = shlex.split(EXAMPLES[command])
+    alone = COMMANDS[command].alone
+    parse(COMMANDS[command].options, named, [f"--{alone}", *words] if alone else words)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ Python carries.
 
 import html
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
+from draftsmith.cli.examples import EXAMPLES
 from draftsmith.demo import corpus, demo_run
 from eval.report.findings import lead
 from eval.results import Results
@@ -51,6 +53,9 @@ def test_demo_from_prompts_to_report(short_demo, door, monkeypatch):
     assert "padded with zeros" in out and "padded with zeros" in page and "<svg" in page
     assert lead(large).headline in html.unescape(page) and 'href="eval/report.html"' in page
     assert all(row["value"] == row["n"] for row in large.rows("identical"))
+    for example in EXAMPLES.values():
+        files = [word.partition("=")[0] for word in shlex.split(example)]
+        assert all(Path(file).exists() for file in files if file.startswith("out/demo")), example
     words = summary["decode"].split()[1:]
     door.ok(*words, "--max_new_tokens", "4")
 

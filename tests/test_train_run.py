@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,17 @@ def words(distilled, dropout_dir):
         "--eval_every 4 --save_every 3 --heldout_fraction 0.2 --optim.lr 0.01 "
         "--optim.warmup_steps 3 --optim.name muon --optim.schedule wsd --device cpu"
     ).split()
+
+
+def test_a_draft_of_almost_no_use_is_said_with_what_to_do(
+    words, target_dir, tmp_path, door, monkeypatch, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    # Above what the tiny pair reaches.
+    monkeypatch.setattr("train.training_run._NO_USE", 1.0)
+    door.ok(*words, "--steps", 2, "--target", target_dir, "--objective", "fkl")
+    said = r"held-out alpha 0\.\d+ at step \d: too low for any tree to pay; raise optim.lr or steps"
+    assert re.match(said, caplog.messages[-1])
 
 
 def test_a_run_killed_anywhere_ends_like_one_that_was_not(words, tmp_path, spawn):
@@ -231,12 +243,6 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
         "holds a model that this run did not make" in door.refused(*words, *more)
         and not Path("draft/run").exists()
     )
-
-
-def test_help_fits_three_screens(door, monkeypatch):
-    """100 lines of 100 columns."""
-    monkeypatch.setenv("COLUMNS", "100")
-    assert len(door("train", "--help")[1].splitlines()) <= 100
 
 
 def test_a_fresh_model_learns_text(tmp_path, door, monkeypatch, draft_dir, distilled):

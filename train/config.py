@@ -28,7 +28,7 @@ from train.objective import parse_objective
 class Optim:
     """Optimizer and schedule."""
 
-    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    name: Rare[Literal["adamw", "muon", "sgd"]] = "adamw"
     """`muon` takes the matrices of layers at three times `lr`, and AdamW the rest. `sgd` (no
     momentum) is for checking gradients; AdamW hides a wrong scale.
     """
@@ -40,9 +40,9 @@ class Optim:
     """AdamW's decay of the mean gradient."""
     beta2: Rare[ShareBelow1] = 0.95
     """AdamW's decay of the mean squared gradient."""
-    weight_decay: NonNegative = 0.0
+    weight_decay: Rare[NonNegative] = 0.0
     """Decoupled; not applied to norms and biases."""
-    warmup_steps: AtLeast0 = 0
+    warmup_steps: Rare[AtLeast0] = 0
     """Steps in which the rate rises from 0."""
     final_lr_fraction: Rare[NonNegative] = 0.1
     """The rate ends at this fraction of `lr`."""
@@ -69,11 +69,11 @@ _HEAD_OPTIONS: dict[str, set[str]] = {
 class HeadOptions:
     """Heads; null is the paper's value."""
 
-    num_heads: AtLeast1 | None = None
+    num_heads: Rare[AtLeast1 | None] = None
     """Medusa, Hydra: number of heads, one per token ahead; 4."""
     num_layers: Rare[AtLeast1 | None] = None
     """Medusa, Hydra: residual layers per head; 1. Block drafters: decoder layers; 5."""
-    test_steps: AtLeast1 | None = None
+    test_steps: Rare[AtLeast1 | None] = None
     """EAGLE-3: training steps on its own features; 7."""
     step_decay: Rare[Annotated[float, Field(gt=0, le=1)] | None] = None
     """Weight of the loss of each further step, relative to the one before; 0.8, of a block drafter
@@ -81,15 +81,15 @@ class HeadOptions:
     """
     noise: Rare[NonNegative | None] = None
     """EAGLE-1: input features are shifted at random by up to this much; 0.1."""
-    block_size: Annotated[int, Field(ge=2)] | None = None
+    block_size: Rare[Annotated[int, Field(ge=2)] | None] = None
     """Block drafters: tokens of a block with its anchor; 16, dspark 7."""
-    anchors: AtLeast1 | None = None
+    anchors: Rare[AtLeast1 | None] = None
     """Block drafters: blocks per row and pass over the data, drawn at random; 512."""
     target_layers: Rare[Annotated[list[AtLeast0], Field(min_length=1)] | None] = None
     """Block drafters: layers of the target, from 0, whose outputs are read; null spreads five."""
     window: Rare[AtLeast1 | None] = None
     """Block drafters: how far back a token attends; null is without limit."""
-    features: str | None = None
+    features: Rare[str | None] = None
     """Directory that caches the target's hidden states. null: compute them in every epoch."""
     features_gib: Rare[Positive | None] = None
     """Limit of that directory, GiB; 16."""
@@ -107,7 +107,7 @@ class TrainConfig(RunOptions, TargetOptions):
     """What to train: a language model, or a head on the target's hidden states."""
     draft: str | None = None
     """Weights to start from: a directory or hub name. A head without it starts fresh."""
-    draft_config: str | None = None
+    draft_config: Rare[str | None] = None
     """A Hugging Face config.json. Alone: a fresh model of that shape. With `draft`: the shape it
     must have.
     """
@@ -115,7 +115,7 @@ class TrainConfig(RunOptions, TargetOptions):
     """The teacher. Needed by heads, and by every objective but `ce` unless `data` has teacher
     columns.
     """
-    draft_vocab_size: AtLeast1 | None = None
+    draft_vocab_size: Rare[AtLeast1 | None] = None
     """Draft only this many tokens, the most frequent in the responses; null is all. Not for eagle,
     medusa, hydra.
     """
@@ -134,15 +134,15 @@ class TrainConfig(RunOptions, TargetOptions):
     """Divides the logits of draft and target in the objective; `ce` and the reported alpha ignore
     it.
     """
-    heldout: list[str] = field(default_factory=list)
+    heldout: Rare[list[str]] = field(default_factory=list)
     """Held-out data, same kinds as `data`. Default: `heldout_fraction` of the prompts in `data`."""
     heldout_fraction: Rare[OpenShare] = 0.05
     """Share of the prompts in `data` that are held out if `heldout` is empty."""
-    max_length: AtLeast1 = 512
+    max_length: Rare[AtLeast1] = 512
     """Tokens of prompt and response; longer rows are truncated, text is cut into blocks of this
     length.
     """
-    packing: bool = False
+    packing: Rare[bool] = False
     """Pack several documents into each row of `max_length` tokens; `batch_size` counts rows."""
     replay: list[str] = field(default_factory=list)
     """General data to mix in, same kinds as `data`, so that the draft keeps its acceptance in other
@@ -155,32 +155,32 @@ class TrainConfig(RunOptions, TargetOptions):
     head: HeadOptions = field(default_factory=HeadOptions)
     batch_size: NotIdentity[AtLeast1] = 8
     """Sequences per process and forward."""
-    accumulation: NotIdentity[AtLeast1] = 1
+    accumulation: Rare[NotIdentity[AtLeast1]] = 1
     """Forwards per optimizer step; a step has batch_size x accumulation x processes sequences."""
     epochs: Positive = 1.0
     """Number of passes over `data` plus `replay`."""
     steps: AtLeast1 | None = None
     """Optimizer steps; overrides `epochs`."""
-    gradient_checkpointing: NotIdentity[bool] = False
+    gradient_checkpointing: Rare[NotIdentity[bool]] = False
     """Recompute the draft's activations in the backward: less memory, more time."""
     compile: NotIdentity[Rare[bool]] = False
     """torch.compile every layer of the draft; worth it on GPUs, needs a C compiler on CPUs."""
-    eval_every: AtLeast1 = 100
+    eval_every: Rare[AtLeast1] = 100
     """Steps between held-out evaluations, which select the best weights by alpha, or without a
     teacher by the loss.
     """
-    patience: AtLeast0 = 0
+    patience: Rare[AtLeast0] = 0
     """Stop after this many evaluations in a row without a new best; 0 never stops early."""
-    save_every: NotIdentity[AtLeast1] = 100
+    save_every: Rare[NotIdentity[AtLeast1]] = 100
     """Steps between checkpoints that a killed run continues from."""
     keep: NotIdentity[Rare[AtLeast1]] = 2
     """Number of checkpoints to keep."""
     optim: Optim = field(default_factory=Optim)
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Rare[Literal["auto", "fp32", "bf16"]] = "auto"
     """Autocast of the forward. Weights and optimizer stay fp32. auto: bf16 if an accelerator has
     it.
     """
-    tracker: NotIdentity[Literal["none", "wandb", "tensorboard"]] = "none"
+    tracker: Rare[NotIdentity[Literal["none", "wandb", "tensorboard"]]] = "none"
     """Tracker beside metrics.jsonl (WANDB_MODE=offline needs no account)."""
     project: NotIdentity[Rare[str]] = "draftsmith"
     """W&B project."""

@@ -84,7 +84,7 @@ class AlignConfig(TargetOptions, RunOptions):
     """
     init: Literal["prune", "transplant", "fresh"] | None = None
     """Make the draft to start from in OUT/start, as `draftsmith init --method` does."""
-    donor: str | None = None
+    donor: Rare[str | None] = None
     """With --init transplant: the model to move."""
     objective: Annotated[list[str], Field(min_length=1)] = field(
         default_factory=lambda: ["jsd:beta=0.5"]
@@ -95,7 +95,7 @@ class AlignConfig(TargetOptions, RunOptions):
     over twice the steps, so that the draft keeps what it knew (docs/robust.md). id: train on the
     answers alone.
     """
-    plain: bool = False
+    plain: Rare[bool] = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""
     id: list[str] = field(default_factory=list)
     """Prompt sets in distribution, PROMPTS or NAME=PROMPTS. Default: part of --prompts, held out of
@@ -105,7 +105,7 @@ class AlignConfig(TargetOptions, RunOptions):
     """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS: domains that the draft is not
     aligned on.
     """
-    heldout_prompts: AtLeast1 | None = None
+    heldout_prompts: Rare[AtLeast1 | None] = None
     """Number of --prompts to hold out if --id is empty."""
     prompt_tokens: Rare[AtLeast1] = 32
     """For rows with `text`: number of leading tokens that make the prompt."""
@@ -114,7 +114,7 @@ class AlignConfig(TargetOptions, RunOptions):
         Given(
             AlignedDistilling,
             without=(*_SHARED, "prompts", "domain"),
-            shown=("num_samples", "max_new_tokens", "temperature", "max_prompts", "batch_size"),
+            shown=("max_new_tokens", "temperature", "max_prompts"),
         ),
     ] = field(default_factory=dict)
     """Options of `draftsmith distill`."""
@@ -136,14 +136,7 @@ class AlignConfig(TargetOptions, RunOptions):
                 ),
                 *("accumulation", "epochs", "head"),
             ),
-            shown=(
-                "steps",
-                "optim.lr",
-                "rows_per_step",
-                "batch_size",
-                "max_length",
-                "replay_fraction",
-            ),
+            shown=("steps", "optim.lr"),
         ),
     ] = field(default_factory=dict)
     """Options of `draftsmith train`."""
@@ -152,11 +145,11 @@ class AlignConfig(TargetOptions, RunOptions):
         Given(
             EvalConfig,
             without=(*_SHARED, "draft", "id", "ood", "base", "require", "top_k", "top_p", "min_p"),
-            shown=("temperature", "tree", "max_prompts", "max_new_tokens", "speed_prompts"),
+            shown=("temperature", "max_prompts"),
         ),
     ] = field(default_factory=dict)
     """Options of `draftsmith eval`."""
-    push_to_hub: NotIdentity[str | None] = None
+    push_to_hub: NotIdentity[Rare[str | None]] = None
     """Upload the best aligned draft to this model on the hub, owner/name, with the token in
     HF_TOKEN. A new model is private.
     """

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.cli.examples import EXAMPLES
 from draftsmith.cli.outcome import Outcome
 from draftsmith_core.errors import InputError, RequirementError
 
@@ -382,7 +383,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 def run(name: str, argv: list[str]) -> None:
     """Run the command `name`: print its lines, and with `--json` its summary as the last line."""
-    from draftsmith_core.command_line import parse, underscored
+    from draftsmith_core.command_line import asks_all, parse, underscored
     from draftsmith_core.ranks import is_main, require_single_process
 
     config: Any
@@ -394,9 +395,9 @@ def run(name: str, argv: list[str]) -> None:
         if f"--{key}" in typed:
             command = other
     try:
-        config, as_json = parse(command.options, name, argv, command.modes)
+        config, as_json = parse(command.options, name, argv, command.modes, EXAMPLES.get(name, ""))
     except SystemExit:
-        if name == "decode" and typed & {"-h", "--help"}:
+        if name == "decode" and asks_all(argv):
             from draftsmith.cli.method_table import terminal
 
             columns = shutil.get_terminal_size().columns
