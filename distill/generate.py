@@ -9,7 +9,7 @@ from distill.config import DistillConfig
 from distill.conversations import switch_thinking_off
 from distill.engines import ENGINES
 from distill.filters import Suites
-from distill.manifest import RECORDS, check_empty, copy_set, count_kept, finish
+from distill.manifest import IDENTITY_FILES, check_empty, copy_set, count_kept, finish
 from distill.own_prompts import draw_prompts, find_openings
 from distill.part_maker import Job, make_parts
 from distill.prompt_sources import StoredPrompts
@@ -78,7 +78,7 @@ def _distill(job: Job, run: Run, command: str) -> dict[str, Any]:
         prompts.check_usable()
     identity = _identity(job, suites)
     on_main(lambda: check_empty(out))
-    run.begin(identity, RECORDS)
+    run.begin(identity, IDENTITY_FILES)
     if config.thinking == "drop":
         template = str(tokenizer.chat_template)
         on_main(lambda: write_text_atomic(out / "chat_template.jinja", template))

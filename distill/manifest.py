@@ -10,7 +10,15 @@ import fsspec
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from distill.parts import OUTCOMES, Outcome, PartRecord, empty_path, part_path, read_record, reading
+from distill.parts import (
+    OUTCOMES,
+    Outcome,
+    PartSummary,
+    empty_path,
+    part_path,
+    read_summary,
+    reading,
+)
 from draftsmith_core.cards import distilled_set_card
 from draftsmith_core.errors import InputError, RunError, one_line, without_secrets
 from draftsmith_core.io import (
@@ -34,7 +42,7 @@ OWN_PROMPTS = "own_prompts.json"
 DRAWN = ".prompts"
 SET_FORMAT = "draftsmith distilled set"
 # `manifest.json` of a finished set, `run.json` of one in the making.
-RECORDS = ("manifest.json", "run.json")
+IDENTITY_FILES = ("manifest.json", "run.json")
 _PARTS = "part-*.parquet"
 _EMPTY = "empty-*.json"
 # Columns of a part that the manifest sums over.
@@ -56,7 +64,7 @@ def check_empty(out: Path) -> None:
     """Raise InputError if `out` holds another set or a model, which this run would overwrite or mix
     up.
     """
-    if any((out / name).exists() for name in RECORDS):
+    if any((out / name).exists() for name in IDENTITY_FILES):
         return
     for pattern in (_PARTS, "README.md", "config.json"):
         foreign = next(out.glob(pattern), None)
@@ -111,7 +119,7 @@ class _RowError:
     reason: str
 
 
-def _row_errors(record: PartRecord) -> list[_RowError]:
+def _row_errors(record: PartSummary) -> list[_RowError]:
     errors: list[_RowError] = []
     for outcome in OUTCOMES:
         errors += [_RowError(row, outcome, reason) for row, reason in record.get(outcome, [])]
@@ -132,7 +140,7 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
     with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8") as lines:
         for index in range(parts):
             part = part_path(out, index)
-            record = read_record(out, index)
+            record = read_summary(out, index)
             assert record is not None, f"{part} was deleted while the run wrote others"
             if part.exists():
                 with reading(part):

@@ -19,7 +19,7 @@ from distill.config import DistillConfig, magpie
 from distill.engines import Engine
 from distill.manifest import DRAWN, OWN_PROMPTS
 from distill.part_maker import Job, make_parts
-from distill.parts import part_path, read_record
+from distill.parts import part_path, read_summary
 from draftsmith_core.chats import chat_text
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import canonical_json, write_json_atomic
@@ -167,7 +167,7 @@ def _drawn_texts(drawn: Path, openings: Openings, tokenizer: Tokenizer) -> Itera
     """Yield all draws in their order."""
     index = 0
     first = 1
-    while (record := read_record(drawn, index)) is not None:
+    while (record := read_summary(drawn, index)) is not None:
         part = part_path(drawn, index)
         answers = iter(pq.read_table(part).to_pylist() if part.exists() else [])
         failed = dict(record["failed"])

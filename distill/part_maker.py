@@ -54,7 +54,7 @@ def make_parts(job: Job, prompts: PromptSource, out: Path, title: str) -> int:
         rows = sum(min(job.group_rows, rows - start) for start in own)
     with progress(title, rows) as advance:
         maker = _PartMaker(job, prompts, out, advance)
-        Asking(job.engine, out, maker.record).run(maker.unfinished())
+        Asking(job.engine, out, maker.take_answer).run(maker.unfinished())
     return maker.count
 
 
@@ -95,40 +95,41 @@ class _PartMaker:
 
     def _begin(self, index: int, digest: str, group: list[Record]) -> list[AnswerRequest]:
         """Read the prompts of a part; return what to ask first."""
-        rows = [self._prompts.read(record) for record in group]
-        prompts = {row.row: row for row in rows if isinstance(row, Prompt)}
-        skipped = [row for row in rows if isinstance(row, Skipped)]
+        read = [self._prompts.read(record) for record in group]
+        prompts = {each.row: each for each in read if isinstance(each, Prompt)}
+        skipped = [each for each in read if isinstance(each, Skipped)]
         part = Part(index, digest, len(group), skipped, prompts)
         self._part_of |= dict.fromkeys(prompts, part)
         first: list[AnswerRequest] = []
+        count = self._job.config.num_samples
         for prompt in prompts.values():
-            count = self._job.config.num_samples
-            samples = [self._request(prompt, sample, turn=0) for sample in range(count)]
-            # The first turn is the same for all samples, so all of them fit or none.
-            requests = [request for request in samples if request is not None]
-            if requests:
-                first += requests
-                part.left[prompt.row] = count
-            else:
+            # The first turn is the same for all samples.
+            ids = self._turn_ids(prompt, sample=0, turn=0)
+            if ids is None:
                 part.skipped.append(Skipped(prompt.row, part.shortened.pop(prompt.row)))
+                continue
+            first += [self._request(prompt, sample, 0, ids) for sample in range(count)]
+            part.left[prompt.row] = count
         self._advance(len(part.skipped), "")
         if not part.left:
             part.write(self._out, self._schema)
         return first
 
-    def _request(self, prompt: Prompt, sample: int, turn: int) -> AnswerRequest | None:
-        """Return the request for a turn; None after the last turn. If it does not fit, return None
-        and record why in `part.shortened`.
-        """
+    def _next_request(self, prompt: Prompt, sample: int, turn: int) -> AnswerRequest | None:
+        """Return the request for a later turn; None after the last one, or if it does not fit."""
         ids = self._turn_ids(prompt, sample, turn)
-        if ids is None:
-            return None
+        return None if ids is None else self._request(prompt, sample, turn, ids)
+
+    def _request(self, prompt: Prompt, sample: int, turn: int, ids: Sequence[int]) -> AnswerRequest:
         name = self._prompts.sample_name(prompt, sample)
         seed = row_seed(self._job.config.seed, f"{name}/{turn}" if turn else name)
         key = Key(prompt.row, sample, turn)
         return AnswerRequest(key, tuple(ids), seed, self._temperature(name))
 
     def _turn_ids(self, prompt: Prompt, sample: int, turn: int) -> Sequence[int] | None:
+        """Return what a turn asks; None after the last turn. If it does not fit, return None and
+        record why in `part.shortened`.
+        """
         if prompt.chat is None or self._job.config.turns == "last":
             return prompt.ids if turn == 0 else None
         tokenizer = self._job.tokenizer
@@ -151,7 +152,7 @@ class _PartMaker:
         point = row_seed(self._job.config.seed, f"temperature of {name}") / 2**63
         return next((share.temperature for share in self._mixture if point <= share.upto), None)
 
-    def record(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
+    def take_answer(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
         """Put an answer into its part, and write a complete part; return the next request."""
         key = request.key
         part = self._part_of[key.row]
@@ -160,7 +161,7 @@ class _PartMaker:
             part.failed.setdefault(key.row, answer.reason)
         else:
             self._keep(part, request, answer)
-            following = self._request(part.prompts[key.row], key.sample, key.turn + 1)
+            following = self._next_request(part.prompts[key.row], key.sample, key.turn + 1)
         if following is None:
             part.left[key.row] -= 1
             if not part.left[key.row]:

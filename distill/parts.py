@@ -62,7 +62,7 @@ Outcome = Literal["skipped", "failed", "shortened", "dropped"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
-class PartRecord(TypedDict):
+class PartSummary(TypedDict):
     """What a part says of its prompts: their number and digest, and rows with reasons.
 
     shortened: rows of which later turns have no answer. dropped: a row for each answer left out.
@@ -118,7 +118,7 @@ class Part:
             if key.row not in answered:
                 answered.add(key.row)
                 skipped.append((key.row, f"every answer dropped: {reason}"))
-        record = PartRecord(
+        record = PartSummary(
             read=self.read,
             digest=self.digest,
             skipped=skipped,
@@ -130,7 +130,7 @@ class Part:
 
 
 def write_part(
-    out: Path, index: int, record: PartRecord, rows: Sequence[SetRow], schema: pa.Schema
+    out: Path, index: int, record: PartSummary, rows: Sequence[SetRow], schema: pa.Schema
 ) -> None:
     """Write a part with its record; one without rows is a JSON file with the record alone."""
     if not rows:
@@ -150,7 +150,7 @@ def prompts_of_finished(out: Path, index: int, digest: str, prompts: str) -> int
 
     Raise InputError if it was made from other rows than `prompts` has now.
     """
-    record = read_record(out, index)
+    record = read_summary(out, index)
     if record is None:
         return None
     if record["digest"] != digest:
@@ -161,17 +161,17 @@ def prompts_of_finished(out: Path, index: int, digest: str, prompts: str) -> int
     return record["read"]
 
 
-def read_record(out: Path, index: int) -> PartRecord | None:
+def read_summary(out: Path, index: int) -> PartSummary | None:
     """Return the record of a part, None if it is not finished."""
     path = part_path(out, index)
     empty = empty_path(out, index)
     if empty.exists():
-        return cast(PartRecord, read_json(empty, "the record of prompts that gave no rows"))
+        return cast(PartSummary, read_json(empty, "the record of prompts that gave no rows"))
     if not path.exists():
         return None
     with reading(path):
         metadata = pq.read_schema(path).metadata or {}
-        return cast(PartRecord, json.loads(metadata[_METADATA]))
+        return cast(PartSummary, json.loads(metadata[_METADATA]))
 
 
 @contextmanager

@@ -16,11 +16,11 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.config import ScoreConfig
-from distill.manifest import RECORDS, SET_FORMAT, check_empty, finish
+from distill.manifest import IDENTITY_FILES, SET_FORMAT, check_empty, finish
 from distill.parts import (
     SCHEMA,
     TEACHER_SCHEMA,
-    PartRecord,
+    PartSummary,
     SetRow,
     prompts_of_finished,
     write_part,
@@ -157,7 +157,7 @@ def score_set(
             "target_dtype": dtype_name(model),
         }
         on_main(lambda: check_empty(out))
-        run.begin(identity, RECORDS)
+        run.begin(identity, IDENTITY_FILES)
         count = answers.count if processes.num_processes == 1 else None
         parts = 0
         with progress("score", count) as advance:
@@ -205,7 +205,7 @@ def _write_scored(
         for row in entry.answers:
             teacher = score(model, row["prompt_ids"], row["response_ids"], k)
             scored.append({**row, "teacher": teacher})
-    record = PartRecord(read=len(rows), digest=digest, skipped=skipped, failed=[], shortened=[])
+    record = PartSummary(read=len(rows), digest=digest, skipped=skipped, failed=[], shortened=[])
     write_part(out, index, record, scored, TEACHER_SCHEMA)
 
 
