@@ -54,7 +54,9 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     target: str
     """Target model: a local directory or hub name."""
     draft: Named
-    """Drafts to compare, each MODEL or NAME=MODEL: a language model or the directory of a head."""
+    """Drafts to compare, each MODEL or NAME=MODEL: a language model, the directory of a head, or
+    prompt_lookup, which needs no weights.
+    """
     id: Named
     """Prompt sets in distribution, each PROMPTS, NAME=PROMPTS, @SUITE, or @SUITE:FILE for local
     rows of the suite.
@@ -62,7 +64,7 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     ood: list[str] = field(default_factory=list)
     """Prompt sets out of distribution, written as for `id`."""
     base: str | None = None
-    """Draft to compare the others with. Default: the first."""
+    """Draft to compare the others with. Default: the first with weights."""
     temperature: Annotated[list[Temperature], Field(min_length=1)] = field(
         default_factory=lambda: [0.0, 1.0]
     )  # type: ignore[assignment]

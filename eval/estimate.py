@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from draftsmith_core.ranks import divided
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from eval.acceptance import Continuation, Positions, draft_logits, model_logits, rank_chances
 from eval.bootstrap import joined
+from eval.copying import CopyingDraft, copied_traces
 from eval.diagnosis.diagnose import Diagnosis, diagnosis_of
 from eval.diagnosis.root_step import (
     RootMeasurement,
@@ -61,6 +62,8 @@ class AlphaMeasurement(TypedDict):
     # By method, the counts expected of decoding with it.
     predicted: dict[str, PredictedCounts]
     diagnosis: Diagnosis | None
+    # Of a draft that may propose nothing: positions at which it proposed a token.
+    offered: NotRequired[list[float]]
 
 
 Measurements = Mapping[str, Any]
@@ -164,7 +167,7 @@ class _Reader:
     """Reads batches with the target and every draft."""
 
     target: PreTrainedModel
-    drafts: Mapping[str, Draft]
+    drafts: Mapping[str, Draft | CopyingDraft]
     sampling: Sampling
     methods: Sequence[Method]
     seed: int
@@ -201,6 +204,11 @@ class _Reader:
         u_BLK = batch.candidates(self.seed, max(self.ranks.values(), default=1))
         part = _Part({}, {})
         for name, draft in self.drafts.items():
+            if isinstance(draft, CopyingDraft):
+                part.traces[name] = copied_traces(
+                    rows, p_NV, batch.row_N, batch.place_N, self.depths, list(self.ranks)
+                )
+                continue
             if isinstance(draft, PreTrainedModel):
                 logits_BCV = model_logits(draft, batch.ids_BT, columns - first)
                 logits_NV = logits_BCV.to(self.target.device)[at]
@@ -319,7 +327,7 @@ def _place_in_order(logits_NV: Tensor, x_N1: Tensor) -> Tensor:
 
 def read_traces(
     target: PreTrainedModel,
-    drafts: Mapping[str, Draft],
+    drafts: Mapping[str, Draft | CopyingDraft],
     rows: Sequence[Continuation],
     sampling: Sampling,
     methods: Sequence[Method],
@@ -353,7 +361,8 @@ def read_traces(
     parts = list(chain.from_iterable(divided(batches, read_batch)))
     traces = {name: Traces.joined([part.traces[name] for part in parts]) for name in drafts}
     observed: dict[str, dict[str, Measurements]] = {name: {} for name in drafts}
-    for name, by_observer in observed.items():
+    for name in parts[0].observed:
+        by_observer = observed[name]
         for observer in observers:
             groups = [part.observed[name][observer] for part in parts]
             by_observer[observer] = {key: joined(groups, key) for key in groups[0]}
@@ -362,7 +371,7 @@ def read_traces(
 
 def measure_alphas(
     target: PreTrainedModel,
-    drafts: Mapping[str, Draft],
+    drafts: Mapping[str, Draft | CopyingDraft],
     rows: Sequence[Continuation],
     sampling: Sampling,
     methods: Sequence[Method] = (),
@@ -392,12 +401,14 @@ def measure_alphas(
     for name, read in traces.items():
         predicted: dict[str, PredictedCounts] = {}
         for method in methods:
+            if isinstance(drafts[name], CopyingDraft) and not method.is_chain:
+                continue  # what it proposes beside the first candidate is not read
             prediction = predict(method.shape, method.verifier, sampling, read)
             if prediction is not None:
                 predicted[method.name] = prediction
         found: dict[str, Any] = dict(observed[name])
         diagnosis = found.pop("diagnosis", None)
-        measured[name] = AlphaMeasurement(
+        measurement = AlphaMeasurement(
             sum=read.sums("alpha"),
             greedy=read.sums("greedy"),
             match=read.sums("match"),
@@ -407,6 +418,9 @@ def measure_alphas(
             predicted=predicted,
             diagnosis=diagnosis,
         )
+        if "offers" in read.values:
+            measurement["offered"] = read.sums("offers")
+        measured[name] = measurement
     return measured
 
 

@@ -6,11 +6,11 @@ import time
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from drafts.load import LoadedModels
+from drafts.load import Draft, LoadedModels
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core import wandb_runs
 from draftsmith_core.devices import reset_peak_memory, resolve_device
@@ -23,10 +23,12 @@ from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import resolve_sampling, sampling_options
 from eval import remarks, rows
 from eval.config import EvalConfig
+from eval.copying import CopyingDraft
 from eval.diagnosis.rows import diagnosis_rows
 from eval.evaluation import Evaluation
-from eval.facts import clock, model_row
+from eval.facts import clock, copying_row, model_row
 from eval.measuring import decoder_of
+from eval.method import is_copying
 from eval.moved import found_again
 from eval.remarks import announce
 from eval.report.page import write_report
@@ -61,7 +63,7 @@ def evaluate_request(request: EvalRequest) -> Results:
         for directory in (out, out / "plots", out / "cells") if is_main() else ():
             remove_leftovers(directory)
         reset_peak_memory(resolve_device(given.device))
-        suites, pair = _load(request)
+        suites, pair, drafts = _load(request)
         notes = announce(
             remarks.of_prompts(suites) + remarks.of_training(request.drafts, suites),
             strict=given.strict,
@@ -73,13 +75,16 @@ def evaluate_request(request: EvalRequest) -> Results:
             say(f"eval: {found.note}")
         request = request.resolved(found.sampling)
         models = {"target": model_row(given.target, pair.target)}
-        for name, draft in pair.drafts.items():
-            models[name] = model_row(request.drafts[name], draft)
+        for name, draft in drafts.items():
+            if isinstance(draft, CopyingDraft):
+                models[name] = copying_row(draft, models["target"])
+            else:
+                models[name] = model_row(request.drafts[name], draft)
         notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
         notes += announce(remarks.of_targets(request.drafts, pair.target), strict=given.strict)
         notes += announce(remarks.of_target(given.target, pair.target), strict=False)
         notes += announce(remarks.of_few(suites), strict=False)
-        work = Evaluation(request, suites, pair, models, run)
+        work = Evaluation(request, suites, pair, drafts, models, run)
         measured = work.measure()
         cpus = os.cpu_count() or 1
         busy = remarks.of_timing(rows.timing_conditions(measured, cpus), cpus)
@@ -152,11 +157,20 @@ def without_timings(directory: str | Path) -> EvalConfig:
     return EvalConfig(**options)
 
 
-def _load(request: EvalRequest) -> tuple[list[Suite], LoadedModels]:
+class _Loaded(NamedTuple):
+    """Prompt sets, the models, and all drafts in the order given."""
+
+    suites: list[Suite]
+    pair: LoadedModels
+    drafts: dict[str, Draft | CopyingDraft]
+
+
+def _load(request: EvalRequest) -> _Loaded:
     config = request.config
+    trained = {name: source for name, source in request.drafts.items() if not is_copying(source)}
     suites, pair = load(
         config,
-        request.drafts,
+        trained,
         request.id_sets,
         request.ood_sets,
         quantize_draft=config.quantize_draft,
@@ -165,7 +179,10 @@ def _load(request: EvalRequest) -> tuple[list[Suite], LoadedModels]:
     prompts = []
     for suite in suites:
         prompts += [prompt.ids for prompt in suite.prompts]
-    for name, draft in pair.drafts.items():
+    drafts: dict[str, Draft | CopyingDraft] = {}
+    for name, source in request.drafts.items():
+        drafts[name] = pair.drafts[name] if name in trained else CopyingDraft(source)
+    for name, draft in drafts.items():
         try:
             for method in request.methods:
                 decoder_of(pair.target, draft, method)
@@ -176,4 +193,4 @@ def _load(request: EvalRequest) -> tuple[list[Suite], LoadedModels]:
             say(f"eval: draft {name} has another tokenizer: of the prompts {covered}")
     if cut := [suite.name for suite in suites if suite.more]:
         say(f"eval: {', '.join(cut)}: using the first {config.max_prompts} rows (--max_prompts)")
-    return suites, pair
+    return _Loaded(suites, pair, drafts)

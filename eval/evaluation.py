@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
-from drafts.load import LoadedModels
+from drafts.load import Draft, LoadedModels
 from draftsmith_core.io import hash_json
 from draftsmith_core.models import eos_ids
 from draftsmith_core.progress import Advance, Tick, no_tick, progress
@@ -13,6 +13,7 @@ from draftsmith_core.ranks import from_main
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import Sampling
 from eval.acceptance import Continuation
+from eval.copying import CopyingDraft
 from eval.diagnosis.root_step import RootStep
 from eval.estimate import AlphaMeasurement, measure_alphas
 from eval.facts import identity, machine
@@ -43,6 +44,7 @@ class Evaluation:
     request: EvalRequest
     suites: list[Suite]
     pair: LoadedModels
+    drafts: dict[str, Draft | CopyingDraft]
     models: dict[str, ModelRow]
     run: Run
     advance: Advance = no_tick
@@ -139,7 +141,7 @@ class Evaluation:
         for name, alpha in self._alphas(sampling, texts, decides).items():
             measured.alphas[suite.name, temperature, name] = alpha
             self.advance(count, f"alpha: {where}")
-        for name, draft in self.pair.drafts.items():
+        for name, draft in self.drafts.items():
             for method in self.request.methods:
                 drafted = {"what": "decoding", "draft": identity(self.models[name])}
                 measured.decodings[suite.name, temperature, name, method] = self.cell(
@@ -168,7 +170,7 @@ class Evaluation:
             "roots": list(steps),
             "predicted": [_identity(method) for method in methods],
         }
-        drafts = self.pair.drafts
+        drafts = self.drafts
         cells = {name: decides | {"draft": identity(self.models[name])} for name in drafts}
         missing = {name: draft for name, draft in drafts.items() if not self.kept(cells[name])}
         measured: dict[str, AlphaMeasurement] = {}
@@ -204,16 +206,16 @@ class Evaluation:
             costs_of = None
         decides = self._decides("speed", suite, sampling) | {
             "prompts": config.speed_prompts,
-            "drafts": {name: identity(self.models[name]) for name in self.pair.drafts},
+            "drafts": {name: identity(self.models[name]) for name in self.drafts},
             "methods": [_identity(method) for method in methods],
             "machine": machine(self.pair.target),
             "costs_of": None if costs_of is None else _identity(costs_of),
         }
         task = self._task(suite, sampling, 1, config.speed_prompts)
-        runs = 1 + len(self.pair.drafts) * len(methods)
+        runs = 1 + len(self.drafts) * len(methods)
         return self.cell(
             decides,
-            partial(task.speed, self.pair.drafts, methods, costs_of),
+            partial(task.speed, self.drafts, methods, costs_of),
             f"timing: {suite.name}, T={sampling.temperature:g}",
             units=runs * len(task.prompts),
             who="main",

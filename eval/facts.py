@@ -22,6 +22,7 @@ from draftsmith_core.models import (
     vocabulary_size,
 )
 from draftsmith_core.runs import read_record
+from eval.copying import CopyingDraft
 from eval.schema import ModelRow, Training
 
 CLOCK_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
@@ -51,6 +52,24 @@ def model_row(name: str, model: Draft) -> ModelRow:
         quantize=quantization(model),
         device=str(weight.device),
         training=_training(Path(name)),
+    )
+
+
+def copying_row(draft: CopyingDraft, target: ModelRow) -> ModelRow:
+    """The facts of a method without weights."""
+    return ModelRow(
+        name=draft.kind,
+        kind=draft.kind,
+        fingerprint=draft.kind,
+        model_type=draft.kind,
+        parameters=0,
+        memory_bytes=0,
+        vocabulary=target["vocabulary"],
+        context=None,
+        dtype=target["dtype"],
+        quantize="none",
+        device=target["device"],
+        training=None,
     )
 
 

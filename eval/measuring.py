@@ -5,7 +5,7 @@ of the prompts.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypedDict
@@ -23,6 +23,7 @@ from draftsmith_core.prompts import Prompt
 from draftsmith_core.ranks import divided
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from eval.acceptance import Continuation
+from eval.copying import CopyingDraft
 from eval.method import Method
 
 WARM_UP_TOKENS = 8
@@ -107,9 +108,14 @@ class Contender:
         )
 
 
-def decoder_of(target: PreTrainedModel, draft: Draft, method: Method) -> SpeculativeDecoder:
+def decoder_of(
+    target: PreTrainedModel, draft: Draft | CopyingDraft, method: Method
+) -> SpeculativeDecoder:
     """Return the decoder of one (draft, tree, verifier); raise ValueError if they do not fit."""
-    proposer = PROPOSERS[kind_of(draft)].make(draft)
+    if isinstance(draft, CopyingDraft):
+        proposer = PROPOSERS[draft.kind].make(None)
+    else:
+        proposer = PROPOSERS[kind_of(draft)].make(draft)
     return SpeculativeDecoder(target, proposer, method.shape, method.verifier)
 
 
@@ -136,7 +142,11 @@ class Task:
         )
 
     def decoding(
-        self, draft: Draft, method: Method, expected: BaselineMeasurement, tick: Tick = no_tick
+        self,
+        draft: Draft | CopyingDraft,
+        method: Method,
+        expected: BaselineMeasurement,
+        tick: Tick = no_tick,
     ) -> dict[str, Any]:
         """Decode every prompt with a draft; return `COUNTED` and `COUNTED_BY_DEPTH` per prompt.
 
@@ -153,7 +163,7 @@ class Task:
 
     def speed(
         self,
-        drafts: dict[str, Draft],
+        drafts: Mapping[str, Draft | CopyingDraft],
         methods: Sequence[Method],
         costs_of: Method | None = None,
         tick: Tick = no_tick,
@@ -171,7 +181,8 @@ class Task:
             for method in methods:
                 decoder = decoder_of(self.target, draft, method)
                 contenders.append(Contender(decoder, name, method))
-            if costs_of is not None:
+            # A copied token costs no forward of a draft.
+            if costs_of is not None and not isinstance(draft, CopyingDraft):
                 decoder = self._one_level(draft, costs_of)
                 contenders.append(Contender(decoder, name, costs_of, one_level=True))
         for contender in contenders:

@@ -2,9 +2,18 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-from decode import VERIFIERS, TreeShape, parse_tree
+from decode import VERIFIERS, Tree, TreeShape, parse_tree
 from draftsmith_core.io import read_tree_file
+
+# Sources of drafts that name a method without weights, unless a directory has the name.
+COPYING = ("prompt_lookup",)
+
+
+def is_copying(source: str) -> bool:
+    """Whether the source of a draft names a method without weights."""
+    return source in COPYING and not Path(source).is_dir()
 
 
 @dataclass(frozen=True)
@@ -17,6 +26,11 @@ class Method:
     @property
     def name(self) -> str:
         return f"{self.tree} {self.verifier}"
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether the tree is a chain of fixed length."""
+        return isinstance(self.shape, Tree) and self.shape.is_chain and not self.shape.stop
 
     @property
     def lossless(self) -> bool:

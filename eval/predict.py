@@ -73,6 +73,7 @@ class Traces:
     * place: 1 if the draft finds no token more probable
     * belief: what a confidence stop reads
     * every rule of `ranks_needed`, `[D, P, L, K]`: the chance that x was accepted at each rank
+    * offers, of a draft that may propose nothing: 1 if it proposed a token there
     """
 
     lengths_P: NDArray[np.int64]
@@ -189,7 +190,8 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
     for parent, rank, level in zip(tree.parents, tree.ranks, tree.depths, strict=True):
         above = reach[parent + 1] * (belief[parent + 1] >= tree.stop)
         if rank == 0:
-            offered[level] += above
+            offers = traces.values.get("offers")
+            offered[level] += above if offers is None else above * at(offers, level - 1)
         if chances_DKPL is None:
             joint_PL = joint_PL * at(traces.values["ratio"], level - 1)
             here = np.minimum(above, joint_PL)

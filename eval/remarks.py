@@ -142,6 +142,8 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None)
     remarks = []
     size = models["target"]["parameters"]
     for name, row in models.items():
+        if not row["parameters"]:
+            continue
         if row["kind"] != "draft" and quantize_draft not in (None, "none"):
             text = (
                 f"draft {name}: is a head, and --quantize_draft {quantize_draft} does not "

@@ -31,8 +31,18 @@ class ResultsTable:
 
     @property
     def aligned(self) -> list[str]:
-        """Names of the drafts that are compared with the base."""
-        return [draft for draft in self.drafts if draft != self.base]
+        """Names of the drafts with weights that are compared with the base."""
+        others = [draft for draft in self.drafts if draft != self.base]
+        return [draft for draft in others if not self.copies(draft)]
+
+    @property
+    def compared(self) -> bool:
+        """Whether there are several drafts."""
+        return len(self.drafts) > 1
+
+    def copies(self, draft: str) -> bool:
+        """Whether a draft is a method without weights."""
+        return self.document["models"][draft]["parameters"] == 0
 
     @property
     def temperatures(self) -> list[float]:

@@ -184,6 +184,11 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             parts = group.parts(measured.alphas, draft)
             for figure, key in ALPHAS.items():
                 yield group.row(figure, draft, estimate(ratio(parts, key, "count"), group.picks))
+            if "offered" in parts[0]:
+                share = estimate(ratio(parts, "offered", "count"), group.picks)
+                yield group.row("offered", draft, share)
+                accepted = estimate(ratio(parts, "sum", "offered"), group.picks)
+                yield group.row("alpha_offered", draft, accepted)
             if draft == setting.base:
                 continue
             yield group.row("gain", draft, difference(here.new, here.base, group.picks))

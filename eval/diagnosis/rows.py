@@ -37,7 +37,17 @@ _CODE = set("_=<>{}[]\\/|&^%$#@~*+`")
 def diagnosis_rows(
     setting: Setting, measured: Measured, text_of: Callable[[int], str]
 ) -> list[Row]:
-    """Rows about all sets of a kind. `text_of` gives the text of a token."""
+    """Rows about all sets of a kind, of drafts with weights. `text_of` gives a token's text.
+
+    Without weights in the base there is nothing to compare with, and no rows.
+    """
+    drafts = [
+        draft
+        for draft in setting.drafts
+        if all(key[2] != draft or part["diagnosis"] for key, part in measured.alphas.items())
+    ]
+    if setting.base not in drafts:
+        return []
     similar = similarities(setting.suites)
     rows: list[Row] = []
     for group in setting.groups():
@@ -45,7 +55,7 @@ def diagnosis_rows(
             continue
         diagnoses: dict[str, list[Diagnosis]] = {}
         alphas = pd.DataFrame()
-        for draft in setting.drafts:
+        for draft in drafts:
             parts = group.parts(measured.alphas, draft)
             diagnoses[draft] = [part["diagnosis"] for part in parts]
             alphas[draft] = np.concatenate(joined(diagnoses[draft], "alpha"))

@@ -153,7 +153,7 @@ def alpha_figure(results: ResultsTable, look: Look) -> Figure | None:
         lines: list[Line] = []
         for domain in results.domains():
             base = None
-            if results.aligned:
+            if results.compared:
                 base = results.alpha(results.base, domain, temperature)["value"]
             kind = results.kind(domain).upper()
             lines.append(Line(f"{domain} ({kind})"))
@@ -253,7 +253,8 @@ def _line(
 ) -> None:
     named = {"label": shortened(draft, 16), "marker": look.marker(draft), "ms": 4.5}
     options: dict[str, Any] = {"color": look.colour(draft), **named, **style}
-    ax.plot(x, y, **options)
+    if x:
+        ax.plot(x, y, **options)
 
 
 def _by_depth(ax: Axes, look: Look, draft: str, rows: Sequence[Row], **style: object) -> None:
@@ -383,10 +384,11 @@ def cost_figure(results: ResultsTable, look: Look) -> Figure | None:
         return None
     domains = results.domains()
     lines = []
-    for draft in results.drafts:
+    # A copied token costs no call of a draft.
+    for draft in (name for name in results.drafts if not results.copies(name)):
         lines += [_CostLine.of(results, draft, domain, method) for domain in domains]
     # As far as this machine's most costly draft, so that its mark stands beside a line.
-    most = max(line.call or 0.0 for line in lines)
+    most = max((line.call or 0.0 for line in lines), default=0.0)
     last = math.ceil(20 * math.log10(max(1.0, most)))
     powers = range(CHEAPEST, 1 + last)
     costs = [10 ** (power / 20) for power in powers]
@@ -401,6 +403,8 @@ def cost_figure(results: ResultsTable, look: Look) -> Figure | None:
         ax.set_xscale("log")
         ax.set_ylim(0, 1.06 * max(highest))
 
+    if not lines:
+        return None
     label = f"cost of one draft call / one target call (T = {results.top_temperature:g})"
     return _panels(look, _sets(results), draw, label, 2.7)
 

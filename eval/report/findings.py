@@ -113,7 +113,8 @@ def _command(decision: Decision, results: ResultsTable, todo: str) -> str:
         return ""
     models = results.document["models"]
     words = ["draftsmith", "decode", "--target", models["target"]["name"]]
-    words += ["--draft", models[setting.draft]["name"]]
+    copies = results.copies(setting.draft)
+    words += ["--proposer" if copies else "--draft", models[setting.draft]["name"]]
     words += ["--tree", setting.tree, "--verifier", setting.verifier]
     words += ["--temperature", f"{results.top_temperature:g}", "--prompt", "TEXT"]
     return shlex.join(words)

@@ -62,7 +62,7 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
             continue
         words = WORDS["figures"][name]
         title = words["title"]
-        caption = words["caption"] if results.aligned else words.get("alone", words["caption"])
+        caption = words["caption"] if results.compared else words.get("alone", words["caption"])
         if name == "accept":
             tree, verifier = results.methods[0]
             lossy = "" if results.lossless(verifier) else " (lossless: false)"
@@ -78,7 +78,7 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
         prompts[suite["kind"]] += suite["done"]
     remarks = results.document["remarks"]
     head = lead(results)
-    of_pairs = () if results.aligned else ("gain", "transfer")
+    of_pairs = () if results.compared else ("gain", "transfer")
     definitions = results.document["definitions"].items()
     return render_template(
         "report.html.j2",

@@ -121,7 +121,7 @@ def by_draft(results: ResultsTable) -> Table:
 def _words(results: ResultsTable, name: str) -> Mapping[str, Any]:
     """Title, note and columns of a table. A single draft has no base to be compared with."""
     words = WORDS["tables"][name]
-    return words if results.aligned else words | words.get("alone", {})
+    return words if results.compared else words | words.get("alone", {})
 
 
 def _table(words: Mapping[str, Any], names: int, rows: Sequence[Mapping[str, str]]) -> Table:
