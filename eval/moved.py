@@ -24,7 +24,5 @@ def found_again(options: dict[str, Any], directory: str) -> dict[str, Any]:
         place = os.path.normpath(os.path.join(directory, os.path.relpath(path, out)))
         return name + place if os.path.exists(place) else value
 
-    lists = {
-        key: [found(value) for value in options[key]] for key in ("draft", "id", "ood", "tree")
-    }
+    lists = {key: list(map(found, options[key])) for key in ("draft", "id", "ood", "tree")}
     return options | lists | {"target": found(options["target"]), "out": directory}

@@ -192,7 +192,8 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             if draft == setting.base:
                 continue
             yield group.row("gain", draft, difference(here.new, here.base, group.picks))
-            if group.kind == "ood":
+            # What was not aligned transfers nothing.
+            if group.kind == "ood" and "offered" not in parts[0]:
                 gain_id = gain(home[group.temperature], draft)
                 yield group.row("transfer", draft, transfer(gain_id, here))
 

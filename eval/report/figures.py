@@ -102,7 +102,10 @@ def _dot_plots(
 
 
 def _count_dots(lines: Sequence[Line]) -> int:
-    return sum(1 for line in lines for row in line.dots if row and row["value"] is not None)
+    count = 0
+    for line in lines:
+        count += sum(1 for row in line.dots if row and row["value"] is not None)
+    return count
 
 
 def _heading(ax: Axes, look: Look, y: int, text: str) -> None:
