@@ -250,13 +250,20 @@ def test_the_page_fits_a_phone_and_a_laptop(pages, tmp_path, name, width):
         width,
         "const seen=[...d.querySelectorAll('svg')]"
         ".filter(s=>s.getBoundingClientRect().width>0).length;"
-        "return `scroll=${d.documentElement.scrollWidth} figures=${seen} "
+        "const cut=[...d.querySelectorAll('.table')]"
+        ".filter(t=>t.scrollWidth>t.clientWidth+1).length;"
+        "const todo=Math.round(d.querySelector('.todo').getBoundingClientRect().bottom);"
+        "return `scroll=${d.documentElement.scrollWidth} figures=${seen} cut=${cut} todo=${todo} "
         "h1=${d.querySelector('h1').textContent}`",
     )
-    scroll, figures, heading = re.fullmatch(r"scroll=(\d+) figures=(\d+) h1=(.+)", said).groups()  # type: ignore[union-attr]
-    assert int(scroll) <= width
-    assert int(figures) == {"small": 4, "large": 5}[name]
-    assert "hip" in heading or "decided" in heading
+    page = re.fullmatch(r"scroll=(\d+) figures=(\d+) cut=(\d+) todo=(\d+) h1=(.+)", said)
+    assert page is not None
+    assert int(page[1]) <= width
+    # Panels of two points are rows of tables.
+    assert int(page[2]) == {"small": 1, "large": 4}[name]
+    # On a phone no table scrolls sideways, and what to do next is on the first screen.
+    assert width > 390 or (page[3] == "0" and int(page[4]) < 844)
+    assert "hip" in page[5] or "decided" in page[5]
 
 
 def _in_chromium(tmp_path: Path, page: str, width: int, script: str) -> str:
