@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from decode.propose.draft_model import DraftModelProposer as DraftModelProposer
     from decode.propose.head_proposers import HeadProposer as HeadProposer
     from decode.propose.lookahead import LookaheadProposer as LookaheadProposer
+    from decode.propose.lookup_first import LookupFirst as LookupFirst
     from decode.propose.prompt_lookup import PromptLookupProposer as PromptLookupProposer
     from decode.propose.protocol import (
         Outcome as Outcome,

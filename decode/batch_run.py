@@ -244,7 +244,8 @@ class BatchRun:
                 draft_u_BN = u_BU[:, : self.num_draft_uniforms]
         proposal = self.session.propose(draft_u_BN)
         self.runner.open()
-        return self._record(self._judge(proposal, verify_u_BU))
+        judged = self._judge(proposal, verify_u_BU)
+        return self._record(judged, proposal.copied or (False,) * len(self.batch))
 
     def _judge_on_device(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
         """Score and verify in one function of tensors, which can be recorded."""
@@ -331,8 +332,9 @@ class BatchRun:
         takes = proposal.tree.depth or proposal.drawing in verifier.drawings
         return verifier if takes else VERIFIERS["exact"]
 
-    def _record(self, judged: _Judged) -> list[_Row]:
-        for row, finite, walk in zip(self.batch, judged.finite_B, judged.walks, strict=True):
+    def _record(self, judged: _Judged, copied: Sequence[bool]) -> list[_Row]:
+        for place, row in enumerate(self.batch):
+            finite = judged.finite_B[place]
             if finite != _ALL_FINITE:
                 target, proposer = self.parts.target, self.parts.proposer
                 name = f"target {target.name_or_path or type(target).__name__}"
@@ -343,7 +345,7 @@ class BatchRun:
                     f"the {name} gave logits that are not finite {where}; its weights are "
                     "damaged or need float32"
                 )
-            self._emit(row, walk)
+            self._emit(row, judged.walks[place], copied[place])
         places = [place for place, row in enumerate(self.batch) if row.finish_reason]
         ended = [self.batch[place] for place in places]
         if len(ended) == len(self.batch):
@@ -362,7 +364,7 @@ class BatchRun:
             self.session.select_rows(left)
         return ended
 
-    def _emit(self, row: _Row, walk: Walk) -> None:
+    def _emit(self, row: _Row, walk: Walk, copied: bool) -> None:
         """Cut a block at EOS and at `max_new_tokens`, count it, and pass it to `on_tokens`."""
         options = self.options
         room = options.max_new_tokens - len(row.ids)
@@ -396,6 +398,8 @@ class BatchRun:
             depth_sum=walk.offered,
             accepted_by_depth=(1,) * drafted,
             reached_by_depth=(1,) * reached,
+            copied_calls=int(copied),
+            copied_accepted=drafted * copied,
         )
         row.last = tokens[-1]
         if options.on_tokens is not None:

@@ -16,7 +16,8 @@ class DecodeStats:
     tree nodes drafted. accepted: drafted tokens in the output. depth_sum: sum over steps of the
     tree depth offered. accepted_by_depth[d-1]: steps in which depth d was accepted.
     reached_by_depth[d-1]: steps in which depth d-1 was accepted (the root always is) and depth d
-    offered a token that could still be emitted.
+    offered a token that could still be emitted. copied_calls, copied_accepted: target_calls and
+    accepted of the steps in which lookup copied before a draft was asked.
     """
 
     target_calls: int = 0
@@ -26,6 +27,8 @@ class DecodeStats:
     depth_sum: int = 0
     accepted_by_depth: tuple[int, ...] = ()
     reached_by_depth: tuple[int, ...] = ()
+    copied_calls: int = 0
+    copied_accepted: int = 0
 
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
         sums = {name: _add(count, getattr(other, name)) for name, count in vars(self).items()}

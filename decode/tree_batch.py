@@ -50,6 +50,23 @@ class TreeBatch:
     def on_host(self) -> tuple[list[list[list[int]]], list[list[int]]]:
         return self.children_RMK.tolist(), self.depths_RN.tolist()
 
+    def padded(self, rows: int, nodes: int, most: int) -> "TreeBatch":
+        """The same trees, one per row, with room for `nodes` drafted nodes and `most` children of a
+        node. The new nodes are missing.
+        """
+        new = nodes - self.parents_RN.shape[1]
+        more = most - self.children_RMK.shape[2]
+        itself_MM = torch.eye(nodes + 1, dtype=torch.bool, device=self.sees_RMM.device)
+        sees_RMM = pad(self.sees_RMM, (0, new, 0, new)) | itself_MM
+        return TreeBatch(
+            parents_RN=pad(self.parents_RN, (0, new), value=-1).expand(rows, -1),
+            depths_RN=pad(self.depths_RN, (0, new), value=1).expand(rows, -1),
+            children_RMK=pad(self.children_RMK, (0, more, 0, new)).expand(rows, -1, -1),
+            groups_RM=pad(self.groups_RM, (0, new)).expand(rows, -1),
+            sees_RMM=sees_RMM.expand(rows, -1, -1),
+            widths=self.widths,
+        )
+
     @staticmethod
     def build(tree: Tree, device: torch.device) -> "TreeBatch":
         """Arrays of one static tree, shared by all rows (R = 1)."""
@@ -105,6 +122,31 @@ def batch_of(
         groups_RM=tensor(groups),
         sees_RMM=tensor(sees),
         widths=widths[:deepest],
+    )
+
+
+def mix(of_first_B: Tensor, first: TreeBatch, second: TreeBatch) -> TreeBatch:
+    """One tree per row: of `first` in the rows of the mask, else of `second`. The widths of one
+    must begin with those of the other.
+    """
+    rows = len(of_first_B)
+    nodes = max(first.parents_RN.shape[1], second.parents_RN.shape[1])
+    most = max(first.children_RMK.shape[2], second.children_RMK.shape[2])
+    mine = first.padded(rows, nodes, most)
+    others = second.padded(rows, nodes, most)
+
+    def chosen(mine_R: Tensor, others_R: Tensor) -> Tensor:
+        mixed_R = others_R.clone()
+        mixed_R[of_first_B] = mine_R[of_first_B]
+        return mixed_R
+
+    return TreeBatch(
+        parents_RN=chosen(mine.parents_RN, others.parents_RN),
+        depths_RN=chosen(mine.depths_RN, others.depths_RN),
+        children_RMK=chosen(mine.children_RMK, others.children_RMK),
+        groups_RM=chosen(mine.groups_RM, others.groups_RM),
+        sees_RMM=chosen(mine.sees_RMM, others.sees_RMM),
+        widths=max(first.widths, second.widths, key=len),
     )
 
 

@@ -28,12 +28,20 @@ from draftsmith_core.tokenization import Tokenizer, encode_text
 
 @dataclass(frozen=True)
 class DraftingMethod:
-    """A proposer's name, its tree (`tree` as written, `shape` as used) and its verifier."""
+    """A proposer, its tree (`tree` as written, `shape` as used) and its verifier.
+
+    lookup_first: prompt lookup drafts where it finds something, else the proposer.
+    """
 
     proposer: str
     tree: str
     shape: TreeShape
     verifier: Verifier
+    lookup_first: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"prompt_lookup+{self.proposer}" if self.lookup_first else self.proposer
 
 
 def planned_without_a_draft(tree: object) -> bool:
@@ -56,12 +64,15 @@ def choose_method(
     """Return how to draft, or None for the target alone.
 
     kinds: draft name -> "draft" for a language model, else the kind of head. datastore: whether
-    there is a text to retrieve from. heads: number of heads, if known: the depth of tree `chain`; a
-    default tree is no deeper.
-    By default the drafts choose the proposer, and the tree the verifier. Raise InputError for parts
-    that do not go together.
+    there is a text to retrieve from. proposer: by default the drafts choose it; prompt_lookup
+    drafts before them. heads: number of heads, if known: the depth of tree `chain`; a default tree
+    is no deeper. verifier: by default the tree chooses it. Raise InputError for parts that do not
+    go together.
     """
-    name = proposer or next(iter(kinds.values()), "none")
+    lookup_first = proposer == "prompt_lookup" and bool(kinds)
+    if proposer is None or lookup_first:
+        proposer = next(iter(kinds.values()), None)
+    name = proposer or "none"
     if planned_without_a_draft(tree):
         return None
     try:
@@ -101,7 +112,7 @@ def choose_method(
     except ValueError as error:
         raise InputError(str(error)) from None
     written = tree if isinstance(tree, str) else f"{shape.size} nodes"
-    return DraftingMethod(name, written, shape, rule)
+    return DraftingMethod(name, written, shape, rule, lookup_first)
 
 
 def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) -> None:

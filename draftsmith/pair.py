@@ -17,14 +17,17 @@ from transformers import PreTrainedModel
 from decode import (
     PROPOSERS,
     DecodeStats,
+    LookupFirst,
     Proposer,
     SpeculativeDecoder,
     StopStrings,
     TreeShape,
     Verifier,
+    Written,
     take_over,
 )
 from decode.batch_run import OnTokens
+from decode.propose.network_proposer import NetworkProposer
 from decode.suffix_index import SuffixIndex
 from drafts.load import (
     Draft,
@@ -55,7 +58,7 @@ class GenerateOptions(TypedDict, total=False):
 
     draft: str | Sequence[str] | None
     proposer: str | Proposer | None
-    tree: str | TreeShape | None
+    tree: Written | TreeShape | None
     verifier: str | Verifier | None
     datastore: str | SuffixIndex | None
     raw: bool
@@ -145,7 +148,7 @@ class Decoding:
         how = None
         if self.method is not None:
             shape = dataclasses.asdict(self.method.shape)
-            how = [self.method.proposer, shape, self.method.verifier.name]
+            how = [self.method.name, shape, self.method.verifier.name]
         return [
             how,
             fingerprint(target),
@@ -238,7 +241,7 @@ class Pair:
         *,
         draft: str | Sequence[str] | None = None,
         proposer: str | Proposer | None = None,
-        tree: str | TreeShape | None = None,
+        tree: Written | TreeShape | None = None,
         verifier: str | Verifier | None = None,
         datastore: str | SuffixIndex | None = None,
         raw: bool = False,
@@ -360,7 +363,7 @@ class Pair:
         *,
         draft: str | Sequence[str] | None = None,
         proposer: str | Proposer | None = None,
-        tree: str | TreeShape | None = None,
+        tree: Written | TreeShape | None = None,
         verifier: str | Verifier | None = None,
         datastore: str | SuffixIndex | None = None,
     ) -> Decoding:
@@ -393,7 +396,7 @@ class Pair:
         self,
         drafts: dict[str, Draft],
         proposer: Proposer,
-        tree: str | TreeShape | None,
+        tree: Written | TreeShape | None,
         verifier: str | Verifier | None,
     ) -> Decoding:
         decoder = self._decoder(proposer, tree, verifier)
@@ -405,7 +408,7 @@ class Pair:
         self,
         drafts: dict[str, Draft],
         proposer: str | None,
-        tree: str | TreeShape | None,
+        tree: Written | TreeShape | None,
         verifier: str | Verifier | None,
         datastore: str | SuffixIndex | None,
     ) -> Decoding:
@@ -427,6 +430,9 @@ class Pair:
             drafter = kind.make(models[0], fast=self._fast)
         else:
             drafter = kind.make(datastore)
+        if method.lookup_first:
+            assert isinstance(drafter, NetworkProposer)
+            drafter = LookupFirst(drafter)
         decoder = self._decoder(drafter, method.shape, method.verifier)
         return Decoding(decoder, method, drafts, datastore)
 

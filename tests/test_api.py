@@ -303,6 +303,19 @@ def test_parts_of_ones_own_are_passed_as_objects(pair, draft_dir):
         assert pair.generate("The quick", max_new_tokens=12, **options).output_ids == greedy
 
 
+def test_lookup_comes_before_the_drafts_of_a_pair(pair):
+    text = "the quick fox and the quick dog and the quick fox"
+    options = {"proposer": "prompt_lookup", "max_new_tokens": 24}
+    joined = pair.generate(text, **options)
+    alone = pair.generate(text, draft=[], **options)
+    assert joined.output_ids == alone.output_ids
+    assert 0 < joined.stats.copied_calls < joined.stats.target_calls
+    assert joined.stats.proposed > alone.stats.proposed
+    assert joined.stats.copied_accepted <= joined.stats.accepted
+    assert alone.stats.copied_calls == 0
+    assert pair.decoding(proposer="prompt_lookup").method.name == "prompt_lookup+draft"
+
+
 def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir):
     several = ds.load_pair(
         Path(target_dir), draft={"a": Path(draft_dir), "b": other_vocabulary_dir}, device="cpu"

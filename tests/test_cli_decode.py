@@ -347,6 +347,24 @@ FAMILIES = [
     ("--draft {dspark} --tree chain:3,stop=0.2", "dspark", "chain:3,stop=0.2", "speculative"),
     ("--draft {jetspec} --tree kary:2,2", "jetspec", "kary:2,2", "mcsd"),
     ("--proposer prompt_lookup", "prompt_lookup", "chain:4", "exact"),
+    (
+        "--proposer prompt_lookup --draft {draft}",
+        "prompt_lookup+draft",
+        "chain:4",
+        "speculative",
+    ),
+    (
+        "--proposer prompt_lookup --draft {eagle} --tree eagle2:depth=3,beam=2,nodes=6",
+        "prompt_lookup+eagle",
+        "eagle2:depth=3,beam=2,nodes=6",
+        "exact",
+    ),
+    (
+        "--proposer prompt_lookup --draft {dspark} --tree kary:2,2",
+        "prompt_lookup+dspark",
+        "kary:2,2",
+        "mcsd",
+    ),
     ("--proposer lookahead", "lookahead", "its own", "exact"),
     (
         "--proposer retrieval --datastore {datastore} --tree kary:2,2",
@@ -359,7 +377,8 @@ FAMILIES = [
 
 
 def test_every_proposer_and_every_kind_of_tree_is_tried():
-    assert {proposer for _, proposer, _, _ in FAMILIES} == {*PROPOSERS, "none"}
+    tried = {proposer.partition("+")[0] for _, proposer, _, _ in FAMILIES}
+    assert tried == {*PROPOSERS, "none"}
     assert {(tree or "chain").partition(":")[0] for _, _, tree, _ in FAMILIES} == {
         *TREES,
         "its own",
@@ -503,6 +522,11 @@ REFUSED = [
         "heads that draft here are",
     ),
     ("--proposer retrieval", "retrieval", "add --datastore FILE"),
+    (
+        "--proposer lookahead --draft {draft}",
+        "lookahead does not read --draft",
+        "--proposer prompt_lookup",
+    ),
     ("--draft {draft} --tree static:{torn}", "{torn}:2: not valid JSON", "expected a tree"),
     (
         "--draft {draft} --tree eagle2 --verifier greedy",

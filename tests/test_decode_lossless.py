@@ -27,12 +27,14 @@ from decode import (
     Generation,
     HeadProposer,
     LookaheadProposer,
+    LookupFirst,
     PromptLookupProposer,
     Proposer,
     RetrievalProposer,
     SpeculativeDecoder,
     Tree,
 )
+from decode.propose.network_proposer import NetworkProposer
 from decode.suffix_index import SuffixIndex
 from drafts.draft_vocabulary import trim
 from drafts.heads import HEADS, Head
@@ -103,6 +105,12 @@ def words() -> VocabularyMap:
     return VocabularyMap(*shared, ((2,), (0,), (1, 4), (5,), (6,)), VOCAB)
 
 
+def lookup_first(variant: str) -> LookupFirst:
+    drafting = VARIANTS[variant]()
+    assert isinstance(drafting, NetworkProposer)
+    return LookupFirst(drafting, min_ngram=1)
+
+
 VARIANTS: dict[str, Callable[[], Proposer]] = {
     "draft": lambda: DraftModelProposer(llama(7)),
     "draft, padded": lambda: DraftModelProposer(llama(7, VOCAB + 3)),
@@ -119,6 +127,12 @@ VARIANTS: dict[str, Callable[[], Proposer]] = {
     "jetspec": lambda: block("jetspec", window=5),
     "blockwise": lambda: HeadProposer(head("medusa").head, chains_only=True),
     "prompt_lookup": PromptLookupProposer,
+    "prompt_lookup, then draft": lambda: lookup_first("draft"),
+    "prompt_lookup, then several drafts": lambda: lookup_first("several drafts"),
+    "prompt_lookup, then another vocabulary": lambda: lookup_first("draft, of another vocabulary"),
+    "prompt_lookup, then eagle3": lambda: lookup_first("eagle3"),
+    "prompt_lookup, then medusa": lambda: lookup_first("medusa"),
+    "prompt_lookup, then dspark": lambda: lookup_first("dspark"),
     "lookahead": lambda: LookaheadProposer(window=3, ngram=3, candidates=3),
     "retrieval": retrieval,
 }
@@ -228,6 +242,11 @@ VALID = {
     "several drafts": 12,
     "blockwise": 20,
     "prompt_lookup": 10,
+    **dict.fromkeys(
+        [f"prompt_lookup, then {name}" for name in ("draft", "another vocabulary", "eagle3")], 44
+    ),
+    **dict.fromkeys([f"prompt_lookup, then {name}" for name in ("medusa", "dspark")], 44),
+    "prompt_lookup, then several drafts": 12,
     "lookahead": 24,
     "retrieval": 10,
 }
@@ -311,14 +330,17 @@ def statistic(
     return chi_square(counts, exact_distribution(llama(2), PROMPT, LENGTH, sampling), significance)
 
 
-# The fast tests hold every verifier and every proposer once; the slow ones every pair.
+# The fast tests hold every verifier and every proposer once or twice; the slow ones every pair.
+EVERY_RULE = ("draft", "prompt_lookup, then draft")
+
+
 @pytest.mark.parametrize(
     ("variant", "verifier"),
     [
         pytest.param(
             variant,
             verifier,
-            marks=[] if variant == "draft" or verifier == "exact" else [pytest.mark.slow],
+            marks=[] if variant in EVERY_RULE or verifier == "exact" else [pytest.mark.slow],
         )
         for variant, verifier in itertools.product(VARIANTS, LOSSLESS)
     ],

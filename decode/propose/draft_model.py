@@ -159,15 +159,22 @@ class _OneNetwork(CachedNetwork):
             cached = [self.width + index for index in path if index is not None]
             pending = range(self.lead[row], self.width)
             slots.append([*pending, *cached])
-            new = list(emitted[len(cached) :])
-            if self.words is not None:
-                # Drafted tokens are shared, one for one. Only the target's own token can be many
-                # pieces, of which the last are read: whatever a draft has read, its guesses are
-                # verified.
-                own = self.words.translate(new[-1:])
-                new = self.words.translate(new[:-1]) + own[-_MOST_PIECES:]
-            self.rows[row] = new
+            self.rows[row] = self._pieces(emitted[len(cached) :])
         self.runner.keep(slots)
+
+    def skip(self, outcome: Outcome) -> None:
+        for row, emitted in enumerate(outcome.tokens):
+            self.rows[row] = self.rows[row] + self._pieces(emitted)
+
+    def _pieces(self, tokens: Sequence[int]) -> list[int]:
+        if self.words is None:
+            return list(tokens)
+        # A token that is not shared can be many pieces, of which the last are read: whatever a
+        # draft has read, its guesses are verified.
+        pieces: list[int] = []
+        for token in tokens:
+            pieces += self.words.translate([token])[-_MOST_PIECES:]
+        return pieces
 
 
 class _SeveralNetworks(Network):
@@ -191,6 +198,10 @@ class _SeveralNetworks(Network):
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
         for network in self.networks:
             network.commit(expanded, outcome)
+
+    def skip(self, outcome: Outcome) -> None:
+        for network in self.networks:
+            network.skip(outcome)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         for network in self.networks:

@@ -215,9 +215,20 @@ class _HeadNetwork(Network):
         self.vocabulary = setup.vocabulary
 
     def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        for row, (emitted, hidden) in enumerate(zip(outcome.tokens, outcome.hidden, strict=True)):
+        self.rows = self._new(outcome)
+
+    def skip(self, outcome: Outcome) -> None:
+        for row, new in enumerate(self._new(outcome)):
+            tokens, features_nH = self.rows[row]
+            features_nH = torch.cat([features_nH, new.features_nH])
+            self.rows[row] = _Pending(tokens + new.tokens, features_nH)
+
+    def _new(self, outcome: Outcome) -> list[_Pending]:
+        rows: list[_Pending] = []
+        for emitted, hidden in zip(outcome.tokens, outcome.hidden, strict=True):
             features_1nH = self.head.fuse([state.unsqueeze(0) for state in hidden])
-            self.rows[row] = _Pending(list(emitted), features_1nH[0])
+            rows.append(_Pending(list(emitted), features_1nH[0]))
+        return rows
 
 
 class _EagleNetwork(_HeadNetwork, CachedNetwork):

@@ -98,6 +98,10 @@ class Network(ABC):
         forwarded after the root, from 0; None for a node that was not forwarded.
         """
 
+    @abstractmethod
+    def skip(self, outcome: Outcome) -> None:
+        """Learn the outcome of a step in which this network did not draft."""
+
     def select_rows(self, rows: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
 

@@ -8,7 +8,7 @@ import torch
 
 from decode.propose.dynamic_tree import DynamicTreeSession
 from decode.propose.network import Network
-from decode.propose.protocol import Proposer, Session, SessionSetup
+from decode.propose.protocol import Proposer, SessionSetup
 from decode.propose.static_tree import DraftingPlan, StaticTreeSession
 from decode.recorded.steps import StaticSteps
 from decode.tree import Drawing, DynamicTree, Tree, TreeShape
@@ -38,7 +38,7 @@ class NetworkProposer(Proposer):
             {"without_replacement", "with_replacement", "top_and_one", "deterministic"}
         )
 
-    def start(self, setup: SessionSetup) -> Session:
+    def start(self, setup: SessionSetup) -> StaticTreeSession | DynamicTreeSession:
         network = self.network(setup)
         if isinstance(setup.tree, DynamicTree):
             return DynamicTreeSession(network, setup.tree, setup.sampling, setup.device)

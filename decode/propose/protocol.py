@@ -29,7 +29,7 @@ class Proposal:
     distributions that children were drawn from, before any token was removed; None if
     deterministic. With several drafts the child of rank k was drawn from distribution
     `tree.groups_RM * drafts + k % drafts`. finite: false if a logit of the draft was NaN or
-    infinite.
+    infinite. copied: the rows whose tokens lookup copied before a draft was asked; empty for none.
     """
 
     tree: TreeBatch
@@ -38,6 +38,7 @@ class Proposal:
     drawing: Drawing
     drafts: int = 1
     finite: Tensor | None = None
+    copied: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -113,11 +113,16 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     )
     if planned_without_a_draft(tree):
         _say(f"{tree}: no draft is faster here, so the target decodes alone")
+    drafts = method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
+    if config.draft and method is not None and not drafts:
+        raise InputError(
+            f"draft: --proposer {method.proposer} does not read --draft; leave it out, or take "
+            "--proposer prompt_lookup, which drafts before it"
+        )
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     index = None
     if config.datastore is not None:
         index = SuffixIndex.build(read_documents(config.datastore, tokenizer))
-    drafts = method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
     pair = load_pair(
         config.target,
         config.draft if drafts else None,
@@ -245,7 +250,7 @@ def _summary(
         "prompts_done": len(prompts.prompts),
         "prompts_skipped": len(prompts.skipped),
         "prompts_failed": 0,
-        "proposer": method.proposer if method else "none",
+        "proposer": method.name if method else "none",
         "tree": method.tree if method else None,
         "verifier": method.verifier.name if method else None,
         "lossless": decoding.lossless,
@@ -255,6 +260,8 @@ def _summary(
         "accepted": stats.accepted,
         "tau": stats.tau,
         "accept_at": list(stats.accept_at),
+        "copied_calls": stats.copied_calls,
+        "copied_accepted": stats.copied_accepted,
         "alpha_mcsd": stats.alpha_mcsd,
         "seconds": seconds,
         "prefill_s": prefill_s,
@@ -297,6 +304,11 @@ def _in_words(summary: dict[str, Any], note: str, shown: bool) -> list[str]:
         method = (
             f"{summary['proposer']}, {summary['tree']}, {summary['verifier']}; accepted by "
             f"depth: {by_depth}"
+        )
+    if summary["copied_calls"]:
+        lines.append(
+            f"lookup drafted in {summary['copied_calls']} of the calls, "
+            f"{summary['copied_accepted']} of its tokens were accepted"
         )
     if summary["recorded_steps"]:
         seconds = f"{summary['recording_s']:.1f} s, which are not in the time above"
