@@ -44,6 +44,12 @@ class DraftingMethod:
         return f"prompt_lookup+{self.proposer}" if self.lookup_first else self.proposer
 
 
+def reads_drafts(proposer: object) -> bool:
+    """Return whether a proposer, by name or as an object, may draft with the drafts of a pair."""
+    kind = PROPOSERS.get(proposer) if isinstance(proposer, str) else None
+    return kind is None or kind.draws or proposer == "prompt_lookup"
+
+
 def planned_without_a_draft(tree: object) -> bool:
     """Return whether `tree` is a plan (`auto:FILE`) by which the target alone is faster."""
     if not isinstance(tree, str) or not tree.startswith("auto:"):
@@ -135,6 +141,11 @@ def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) ->
         )
         raise InputError(f"proposer: {proposer}: {fix}")
     if needs not in ("models", "head"):
+        if kinds and proposer != "none":
+            raise InputError(
+                f"draft: --proposer {proposer} does not read --draft; leave it out, or take "
+                "--proposer prompt_lookup, which drafts before it"
+            )
         return
     wanted = "draft" if needs == "models" else PROPOSERS[proposer].usual or proposer
     in_words = "language models" if wanted == "draft" else f"one head of kind {wanted}"

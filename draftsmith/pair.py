@@ -38,7 +38,7 @@ from drafts.load import (
     load_models,
 )
 from draftsmith.detokenizer import Detokenizer, Piece
-from draftsmith.drafting import DraftingMethod, choose_method, read_documents
+from draftsmith.drafting import DraftingMethod, choose_method, read_documents, reads_drafts
 from draftsmith.given_prompts import OnePrompt, PromptEncoder
 from draftsmith.transformers_names import takes_their_names
 from draftsmith_core.errors import InputError
@@ -272,9 +272,10 @@ class Pair:
         chat_template, tools: a Jinja file or its text in place of the target's, and the tools of
         chats.
         num_samples: outputs per prompt, in a list; default one, without a list.
-        draft: names of the pair's drafts to use; default all.
+        draft: names of the pair's drafts to use; default all, [] for none.
         proposer, tree, verifier: names as in `draftsmith decode --help`, or objects of your own;
-        default: what suits the drafts.
+        default: what suits the drafts. prompt_lookup drafts before the drafts. A tree may be a
+        depth, or a tuple of children by level.
         datastore: file to retrieve from.
         temperature, top_p, top_k, min_p: default as in the target's generation_config.json, else
         greedy. Temperature 0 is greedy; top_k 0 keeps every token.
@@ -371,8 +372,9 @@ class Pair:
 
         The last decoder is kept and returned again if the method is the same.
         """
-        chosen = list(self.drafts) if draft is None else draft
-        names = [chosen] if isinstance(chosen, str) else list(chosen)
+        if draft is None:
+            draft = list(self.drafts) if reads_drafts(proposer) else []
+        names = [draft] if isinstance(draft, str) else list(draft)
         for name in names:
             if name not in self.drafts:
                 known = ", ".join(self.drafts) or "none"

@@ -316,6 +316,13 @@ def test_lookup_comes_before_the_drafts_of_a_pair(pair):
     assert pair.decoding(proposer="prompt_lookup").method.name == "prompt_lookup+draft"
 
 
+def test_a_draft_that_a_proposer_does_not_read_is_an_error(pair):
+    (name,) = pair.drafts
+    with pytest.raises(ds.InputError, match="lookahead does not read --draft; leave it out"):
+        pair.generate("The quick", draft=name, proposer="lookahead")
+    assert pair.generate("The quick", proposer="lookahead", max_new_tokens=8).output_ids
+
+
 def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir):
     several = ds.load_pair(
         Path(target_dir), draft={"a": Path(draft_dir), "b": other_vocabulary_dir}, device="cpu"

@@ -284,6 +284,43 @@ def test_a_row_does_not_depend_on_its_batch_mates(variant):
         ), (tree, verifier)
 
 
+@pytest.mark.parametrize(
+    "variant", ["draft", "another vocabulary", "eagle3", "medusa", "dspark", "several drafts"]
+)
+def test_after_copies_a_draft_drafts_as_if_it_had_read_the_whole_text(variant, monkeypatch):
+    session = decode.propose.static_tree.StaticTreeSession
+    propose = session.propose
+    text: list[int] = []
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def recorded(self, u_BN):
+        proposal = propose(self, u_BN)
+        seen.append((list(text), proposal.tokens_BM[0].tolist()))
+        return proposal
+
+    monkeypatch.setattr(session, "propose", recorded)
+    joined = decoder(f"prompt_lookup, then {variant}", "kary:2,1", "exact")
+    assert isinstance(joined.proposer, LookupFirst)
+    alone = SpeculativeDecoder(llama(2), joined.proposer.draft, "kary:2,1", "exact")
+    copied = drafted = 0
+    for prompt in PROMPTS:
+        text[:] = prompt
+        batch = joined.generate(
+            [prompt], GREEDY, NEW_TOKENS, eos_ids=(), on_tokens=lambda _, ids, __: text.extend(ids)
+        )
+        stats = batch.generations[0].stats
+        steps = list(seen)
+        assert len(steps) == stats.target_calls - stats.copied_calls
+        for before, tokens in steps:
+            seen.clear()
+            alone.generate([before], GREEDY, 1)
+            assert seen[0][1] == tokens
+        seen.clear()
+        copied += stats.copied_calls
+        drafted += len(steps)
+    assert copied and drafted
+
+
 @pytest.mark.parametrize("variant", [*VARIANTS, "none"])
 def test_greedy_steps_on_the_host_are_those_of_tensors(variant, monkeypatch):
     """Greedily on a CPU, and where nothing is drafted, lists stand for the tensors of verification

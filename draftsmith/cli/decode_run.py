@@ -113,16 +113,11 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     )
     if planned_without_a_draft(tree):
         _say(f"{tree}: no draft is faster here, so the target decodes alone")
-    drafts = method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
-    if config.draft and method is not None and not drafts:
-        raise InputError(
-            f"draft: --proposer {method.proposer} does not read --draft; leave it out, or take "
-            "--proposer prompt_lookup, which drafts before it"
-        )
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     index = None
     if config.datastore is not None:
         index = SuffixIndex.build(read_documents(config.datastore, tokenizer))
+    drafts = method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
     pair = load_pair(
         config.target,
         config.draft if drafts else None,
