@@ -39,8 +39,8 @@ class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
     draft: NotIdentity[list[str]] = field(default_factory=list)
     """A draft model (local directory or hub name), several of them, or a head (local directory)."""
     proposer: Named = None
-    """What drafts; --help=all lists them. prompt_lookup with --draft: lookup, and the draft where it
-    finds nothing. Default: what --draft is, else none (the target alone).
+    """What drafts; --help=all lists them. prompt_lookup with --draft: lookup, and the draft where
+    it finds nothing. Default: what --draft is, else none (the target alone).
     """
     tree: Named = None
     """Tree to draft per step. 4 is chain:4; chain is as deep as the heads or block of a
