@@ -114,6 +114,7 @@ def check(config: EvalConfig) -> EvalRequest:
         ood_sets=list(ood_sets),
         temperatures=config.temperature,
         methods=[(method.tree, method.verifier) for method in methods],
+        copying=[name for name, source in drafts.items() if is_copying(source)],
     )
     for text in config.require:
         requirement = Requirement.parse(text)

@@ -22,7 +22,10 @@ FIGURES = ("alpha", "gain", "transfer", "tau", "tau_gain", "speedup")
 
 @dataclass(frozen=True)
 class Scope:
-    """Names of what an evaluation measures, from which a requirement selects."""
+    """Names of what an evaluation measures, from which a requirement selects.
+
+    copying: the drafts without weights.
+    """
 
     drafts: Sequence[str]
     base: str
@@ -30,6 +33,7 @@ class Scope:
     ood_sets: Sequence[str]
     temperatures: Sequence[float]
     methods: Sequence[tuple[str, str]]
+    copying: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,9 @@ class Requirement:
     `>=` and `>` are judged on the low bound of the 95 % interval, `<=` and `<` on its high bound.
     So a draft that lies exactly on the number meets a requirement in at most 2.5 % of evaluations.
     Requirements are judged one by one, without a correction for their number. A name that the
-    brackets omit stands for all: every prompt set, temperature and tree, and every draft but the
-    base. The base is judged if it is the only draft and the figure is no gain. `wanted` maps
-    domain, draft, T, tree and verifier to the names in the brackets.
+    brackets omit stands for all: every prompt set, temperature and tree, and every draft with
+    weights but the base. The base is judged if it is the only draft and the figure is no gain.
+    `wanted` maps domain, draft, T, tree and verifier to the names in the brackets.
     """
 
     text: str
@@ -79,9 +83,12 @@ class Requirement:
         """Return the places whose figure is judged. Raise InputError if the requirement names
         something that the evaluation does not measure.
         """
-        drafts = [draft for draft in scope.drafts if draft != scope.base]
+        judged = list(scope.drafts)
+        if "draft" not in self.wanted:
+            judged = [draft for draft in judged if draft not in scope.copying] or judged
+        drafts = [draft for draft in judged if draft != scope.base]
         if self.figure not in _OF_GAIN and (not drafts or "draft" in self.wanted):
-            drafts = list(scope.drafts)
+            drafts = judged
         if not drafts:
             raise InputError(
                 f"--require {self.text!r}: {self.figure} needs a draft beside the base"

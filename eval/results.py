@@ -72,6 +72,7 @@ class Results(ResultsTable):
             ood_sets=self.domains("ood"),
             temperatures=self.temperatures,
             methods=self.methods,
+            copying=[draft for draft in self.drafts if self.copies(draft)],
         )
         unmet = []
         for requirement in [Requirement.parse(text) for text in requirements]:

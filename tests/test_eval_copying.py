@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, RequirementError
 from eval.acceptance import Continuation
 from eval.config import EvalConfig
 from eval.copying import CopiedTexts, copied_traces
@@ -86,6 +86,14 @@ def test_it_is_compared_like_a_draft_and_predicted_as_it_decodes(results):
     assert results.speedup("lookup", "prose", 1.0, "chain:3")["value"] > 0
     page = (results.directory / "report.html").read_text()
     assert "Where a method without weights proposes" in page
+
+
+def test_a_requirement_is_of_trained_drafts_unless_it_names_the_method(results):
+    with pytest.raises(RequirementError, match="mine on prose") as unmet:
+        results.require("alpha[prose T=1] >= 1.1")
+    assert "lookup on prose" not in str(unmet.value)
+    with pytest.raises(RequirementError, match="lookup on prose"):
+        results.require("alpha[prose T=1 draft=lookup] >= 1.1")
 
 
 def test_the_command_that_decodes_with_it_names_the_method(results):
