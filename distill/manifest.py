@@ -40,6 +40,7 @@ from draftsmith_core.tokenization import Tokenizer, vocabulary_sample
 OWN_PROMPTS = "own_prompts.json"
 # The directory of those texts, a distilled set in the making.
 DRAWN = ".prompts"
+_JOURNALS = ".part-*.answers.jsonl"
 SET_FORMAT = "draftsmith distilled set"
 # `manifest.json` of a finished set, `run.json` of one in the making.
 IDENTITY_FILES = ("manifest.json", "run.json")
@@ -55,8 +56,10 @@ def count_kept(out: Path) -> int:
     for directory in (out, out / DRAWN):
         for part in directory.glob(_PARTS):
             answers += pq.read_metadata(part).num_rows
-        for journal in directory.glob(".part-*.answers.jsonl"):
-            answers += sum(len(json.loads(line)) for line in journal.open())
+        for journal in directory.glob(_JOURNALS):
+            finished = journal.name.removeprefix(".").replace(".answers.jsonl", ".parquet")
+            if not (directory / finished).exists():
+                answers += sum(len(json.loads(line)) for line in journal.open())
     return answers
 
 
@@ -107,6 +110,9 @@ def finish(
         }
         write_text_atomic(out / "README.md", distilled_set_card(manifest))
         write_json_atomic(out / "manifest.json", manifest)
+        # A kill may have left the journal of a part that it had just written.
+        for journal in out.glob(_JOURNALS):
+            journal.unlink()
         (out / "run.json").unlink(missing_ok=True)
 
 

@@ -85,11 +85,14 @@ class ResultsTable:
         """Whether the machine was too busy to rely on the timings of a set, or of a pool of sets,
         at one temperature.
         """
-        sets = [name for kind in self.kinds if kind == domain for name in self.domains(kind)]
+        sets = [domain]
+        for kind in self.kinds:
+            if kind == domain:
+                sets += self.domains(kind)
         return any(
             row["busy"]
             for row in self.document["conditions"]
-            if row["domain"] in (domain, *sets) and row["temperature"] == temperature
+            if row["domain"] in sets and row["temperature"] == temperature
         )
 
     def figure(
