@@ -62,7 +62,7 @@ def test_a_balanced_draft_replays_and_is_compared_with_a_plain_one(
         manifest["config"]["prompts"].startswith("token:")
         and manifest["config"]["temperature"] == 1.0
     )
-    assert ds.Results.load(out / "eval").drafts == ["base", "jsd-plain", "jsd-balanced"]
+    assert ds.Results.load(out / "eval").drafts == ["base", "jsd-plain", "jsd-balanced", "lookup"]
     summary = json.loads(printed.splitlines()[-1])
     assert (summary["best"], summary["policy"]) == ("jsd-balanced", "balanced")
     # Again: nothing is made anew.

@@ -18,7 +18,7 @@ from eval.config import EvalConfig
 from train.config import DraftKind, HeadOptions, Optim, TrainConfig
 
 COMMAND = "benchmarks/studies/real_pair.py"
-KEPT = ROOT / "benchmarks" / "real"
+KEPT = ROOT / "benchmarks" / "studies" / "real"
 PIECE_HOURS = 2.5
 # Drafts are trained and measured in 16 bits, as people serve; answers were made in fp32.
 _MACHINE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16"}

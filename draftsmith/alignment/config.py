@@ -91,9 +91,9 @@ class AlignConfig(TargetOptions, RunOptions):
     )
     """Training objective, as `train --objective` takes it; several are compared at equal steps."""
     policy: Policy | None = None
-    """balanced (the default): fill half of every step with text that the target writes by itself,
-    over twice the steps, so that the draft keeps what it knew (docs/robust.md). id: train on the
-    answers alone.
+    """balanced (the default): fill half of every step with text or chats that the target writes by
+    itself, over twice the steps, so that the draft keeps what it knew (docs/robust.md). id: train
+    on the answers alone.
     """
     plain: Rare[bool] = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""

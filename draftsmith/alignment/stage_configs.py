@@ -14,6 +14,8 @@ from draftsmith_core.settings import loading
 from eval.config import EvalConfig
 from train.config import DraftKind, HeadOptions, TrainConfig
 
+# Name of prompt lookup in the evaluation.
+LOOKUP = "lookup"
 _FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
 
 
@@ -99,19 +101,27 @@ def _kind(config: AlignConfig) -> DraftKind:
     return "lm" if kind == "draft" else cast(DraftKind, kind)
 
 
+def contenders(config: AlignConfig) -> list[str]:
+    """Return what is compared, NAME=SOURCE: the base, the trained drafts, and prompt lookup, the
+    rival that needs no training.
+    """
+    drafts = {"base": config.draft} if config.draft else {}
+    drafts |= {name: str(Path(config.out) / name) for name in config.trained()}
+    drafts[LOOKUP] = "prompt_lookup"
+    return [f"{name}={source}" for name, source in drafts.items()]
+
+
 def eval_config(config: AlignConfig) -> EvalConfig:
-    """Return the options of evaluating the trained drafts beside the base."""
+    """Return the options of evaluating all contenders."""
     out = Path(config.out)
     # Name held-out prompts as their file, unless that is no name or another set has it.
     heldout = Path(config.prompts.partition(":")[0]).stem
     if not NAME.fullmatch(heldout) or heldout in (*parse_named("ood", config.ood), "id", "ood"):
         heldout = "heldout"
-    drafts = {"base": config.draft} if config.draft else {}
-    drafts |= {name: str(out / name) for name in config.trained()}
     return EvalConfig(
         **config.eval,
         **_common(config),
-        draft=[f"{name}={source}" for name, source in drafts.items()],
+        draft=contenders(config),
         id=config.id or [f"{heldout}={out / 'prompts' / 'heldout.jsonl'}"],
         ood=config.ood,
         out=str(out / "eval"),

@@ -10,6 +10,7 @@ import yaml
 from transformers import LlamaForCausalLM
 
 from draftsmith.alignment.config import AlignConfig
+from draftsmith.alignment.stage_configs import contenders
 from draftsmith.demo import corpus
 from draftsmith.demo.widen import widen
 from draftsmith_core.io import atomic_dir, make_dir, write_rows, write_text_atomic
@@ -93,7 +94,7 @@ def time_large(options: AlignConfig, short: bool) -> Results:
     out = Path(options.out)
     config = EvalConfig(
         target=str(large),
-        draft=[f"base={options.draft}", *(f"{name}={out / name}" for name in options.trained())],
+        draft=contenders(options),
         id=options.id,
         ood=options.ood,
         out=str(out / "eval-large"),
