@@ -12,7 +12,7 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.summary import lines
 from eval.schema import SuiteKind
 from tests.distilled import write_rows
-from tests.results_made_up import BASE, view
+from tests.results_made_up import BASE, BOTH, view
 from tests.test_align import ONE_WAY, SMALL
 
 
@@ -103,6 +103,17 @@ def test_a_draft_vocabulary_is_given_once(door, prompts, target_dir, draft_dir, 
         "align", *words, *more
     )
     assert not (tmp_path / "none" / "align.yaml").exists()
+
+
+def test_other_engines_are_told_of_prompt_lookup_if_it_wins():
+    results = view({"base": BASE, "lookup": {"id": 0.2, "ood": 0.1}, "jsd-balanced": BASE}, BOTH)
+    for row in results.rows("speedup"):
+        fast = row["draft"] == "lookup"
+        row |= {"value": 1.5, "low": 1.4, "high": 1.6} if fast else {}
+    config = AlignConfig(target="t", prompts="p", draft="d", out="o", policy="balanced")
+    said = lines(config, results)
+    (served,) = (line for line in said if line.startswith("prompt lookup in vLLM: "))
+    assert "vllm serve t " in served and '"method": "ngram"' in served
 
 
 def test_the_worst_set_stands_beside_the_pool():

@@ -84,28 +84,25 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
         found.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
     return [
         *found,
-        *_serve_lookup(config, results),
+        *_lookup_elsewhere(config, results),
         f"checkpoint: {shown['checkpoint']}",
         f"decode with it: {shown['decode']}",
         f"report: {Path(shown['report']).resolve()}",
     ]
 
 
-def _serve_lookup(config: AlignConfig, results: Results) -> list[str]:
-    """Return how to serve prompt lookup, if the decision is to serve it."""
+def _lookup_elsewhere(config: AlignConfig, results: Results) -> list[str]:
+    """Return how other engines serve prompt lookup, if the decision is to serve it."""
     decision = decide(results)
     setting = decision.setting
     if setting is None or setting.draft != LOOKUP or decision.verdict not in ("ship", "ship_for"):
         return []
     tokens = parse_tree(setting.tree).depth
-    words = ["draftsmith", "decode", "--target", config.target, "--proposer", "prompt_lookup"]
-    words += ["--tree", setting.tree, "--prompt", "TEXT"]
     ngram = {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 3}
     serve = ["vllm", "serve", config.target, "--speculative-config", json.dumps(ngram)]
     return [
-        f"prompt lookup needs no draft: {shlex.join(words)}",
-        f"  vLLM: {shlex.join(serve)}",
-        f"  transformers: model.generate(..., prompt_lookup_num_tokens={tokens})",
+        f"prompt lookup in vLLM: {shlex.join(serve)}",
+        f"prompt lookup in transformers: model.generate(..., prompt_lookup_num_tokens={tokens})",
     ]
 
 
