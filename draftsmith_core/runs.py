@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -54,6 +55,7 @@ log = logging.getLogger(__name__)
 
 # Beside the weights of a draft: how it was made.
 RECORD = "draftsmith.json"
+_HASH = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 
@@ -273,8 +275,15 @@ def difference(recorded: JsonObject, current: JsonObject) -> str | None:
             if inner is not None:
                 return f"{key}.{inner}".removeprefix("config.")
         elif a != b:
-            return f"{key} is {_shown(a)}, now it is {_shown(b)}"
+            return _change(key, a, b)
     return None
+
+
+def _change(key: str, a: object, b: object) -> str:
+    if isinstance(a, str) and isinstance(b, str) and _HASH.fullmatch(a) and _HASH.fullmatch(b):
+        what = key.replace("_", " ")
+        return f"{what} changed since"
+    return f"{key} is {_shown(a)}, now it is {_shown(b)}"
 
 
 def _shown(value: object) -> str:

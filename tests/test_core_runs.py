@@ -92,7 +92,7 @@ def test_a_file_has_its_lock_beside_it(tmp_path, start):
 
 def test_a_directory_belongs_to_the_run_that_claimed_it(tmp_path):
     out = tmp_path / "out"
-    identity = {"config": {"seed": 1, "layers": (1, 2)}, "data": "abc", "rows": 8}
+    identity = {"config": {"seed": 1, "layers": (1, 2)}, "data": "ab" * 32, "rows": 8}
     assert claim(out, identity) is False
     (out / ".part.tmp123").write_text("left by a killed run")
     assert claim(out, identity) is True
@@ -104,6 +104,9 @@ def test_a_directory_belongs_to_the_run_that_claimed_it(tmp_path):
         f"--out {out}: was made with other options: seed is 1, now it is 2; "
         "choose another --out or delete the directory"
     )
+    # A hash says nothing to a person.
+    with pytest.raises(InputError, match="with other options: data changed since; choose"):
+        claim(out, {**identity, "data": "cd" * 32})
 
 
 def make_steps(out: Path, fail_at: int = 99) -> list[Any]:
