@@ -161,7 +161,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, dra
     # Two drafts at equal steps, measured in and out of distribution against the one they started
     # from.
     results = ds.Results.load(out / "eval")
-    assert (results.drafts, results.base) == (["base", "jsd", "ce"], "base")
+    assert (results.drafts, results.base) == (["base", "jsd", "ce", "lookup"], "base")
     assert {name: results.kind(name) for name in results.domains()} == {"own": "id", "other": "ood"}
     assert {
         json.loads((out / name / "draftsmith.json").read_text())["steps"] for name in ("jsd", "ce")

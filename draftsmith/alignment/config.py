@@ -60,8 +60,8 @@ class AlignedTraining(TrainConfig):
     """Training on what the target wrote."""
 
     steps: AtLeast1 | None = None
-    """Optimizer steps without replay. With replay, more steps are taken, so that the draft still
-    sees every answer: twice as many with policy balanced.
+    """Optimizer steps without replay; policy balanced takes twice as many, so that the draft still
+    sees every answer.
     """
     rows_per_step: AtLeast1 = 32
     """Sequences per optimizer step, over all processes."""
