@@ -81,7 +81,8 @@ def test_a_killed_run_continues_its_wandb_run_and_nothing_leaks(
     logged = {path.relative_to(evaluated).as_posix() for path in evaluated.rglob("*.*")}
     assert {"results.json", "report.html"} <= logged
     kinds = {name.partition("_")[0] for name in logged}
-    assert {"media/table/tables/alpha", "media/images/figures/alpha"} <= kinds
+    assert "media/table/tables/alpha" in kinds
+    assert any(kind.startswith("media/images/figures/") for kind in kinds)
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes()
     assert SECRET not in printed
