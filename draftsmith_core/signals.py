@@ -42,7 +42,10 @@ class StopSignal:
 
     def leaving(self) -> BaseException:
         """The exception to raise once the held work has been saved."""
-        return KeyboardInterrupt() if self.asked == signal.SIGINT else Terminated(self.asked)
+        if self.asked == signal.SIGINT:
+            return KeyboardInterrupt()
+        # A process that stops because another one was asked to stops as by SIGTERM.
+        return Terminated(self.asked or signal.SIGTERM)
 
 
 def interruptible() -> contextlib.AbstractContextManager[None]:
