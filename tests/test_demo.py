@@ -33,9 +33,7 @@ def test_demo_from_prompts_to_report(short_demo, door, monkeypatch):
     }
     assert all(0 < (row["value"] or 0) < 1 for row in results.rows("alpha"))
     assert {tree for tree, _ in results.methods} == {"chain:2", "kary:3,2"}
-    assert [row["value"] == row["n"] for row in results.rows("identical")] == [True] * (
-        3 * 2 + 1
-    ) * 5
+    assert [row["value"] == row["n"] for row in results.rows("identical")] == [True] * 4 * 2 * 5
     assert all(name in out for name in (*results.drafts, "prose", "code", "unicode"))
     # Nothing points into the installed package: the last lines can be typed from this directory.
     summary = json.loads(out.splitlines()[-1])
