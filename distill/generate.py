@@ -1,5 +1,6 @@
 """The command `distill`: a distilled set from prompts."""
 
+import atexit
 import dataclasses
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +18,7 @@ from draftsmith_core import options
 from draftsmith_core.errors import counted
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import hash_json, read_json, write_text_atomic
-from draftsmith_core.launcher import join_processes
+from draftsmith_core.launcher import join_processes, leave_processes
 from draftsmith_core.options import configured
 from draftsmith_core.prompts import PromptReader
 from draftsmith_core.ranks import on_main
@@ -50,7 +51,9 @@ def distill(
                 switch_thinking_off(tokenizer)
             with closing(ENGINES[config.engine](config, tokenizer)) as engine:
                 job = Job(config, engine, tokenizer, processes)
-                return _distill(job, run, command or command_line("distill", config))
+                summary = _distill(job, run, command or command_line("distill", config))
+                atexit.register(leave_processes)
+                return summary
     except (KeyboardInterrupt, Terminated) as stop:
         answers = count_kept(Path(config.out))
         kept = f"kept {counted(answers, 'answer')}" if answers else "no answers to keep yet"

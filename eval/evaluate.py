@@ -1,5 +1,6 @@
 """One evaluation, from its options over its measurements to results.json and the report."""
 
+import atexit
 import json
 import os
 import time
@@ -16,7 +17,7 @@ from draftsmith_core import wandb_runs
 from draftsmith_core.devices import reset_peak_memory, resolve_device
 from draftsmith_core.errors import InputError, RunError, without_secrets
 from draftsmith_core.io import remove_leftovers
-from draftsmith_core.launcher import join_processes
+from draftsmith_core.launcher import join_processes, leave_processes
 from draftsmith_core.options import configured
 from draftsmith_core.ranks import is_main, launched, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance
@@ -98,6 +99,7 @@ def evaluate_request(request: EvalRequest) -> Results:
             track(request.config, results)
 
         on_main(write)
+    atexit.register(leave_processes)
     results = Results.load(out)
     if given.strict and busy:
         raise RunError(f"--strict: {busy[0]['text']}; {out} has the results")
