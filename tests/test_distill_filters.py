@@ -183,6 +183,6 @@ def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
         and "1 skipped: shares 13 words in a row with the evaluation's fox (row 2)" in out
     )
     write_rows("fox.jsonl", {"prompt": "other words"})
-    assert "decontaminated is" in door.refused(*words)
+    assert "decontaminated changed since" in door.refused(*words)
     for wrong in ("=fox.jsonl", "fox="):
         assert "write NAME=VALUE" in door.refused(*words[:-2], wrong, "--out", "o")
