@@ -3,9 +3,8 @@
 Reads only. Stages leave files that say what they are: a manifest, a record, results, align.yaml.
 """
 
-import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,8 +52,12 @@ def status(config: StatusConfig | None = None, **options: Any) -> JsonObject:
     The rows of `held` are those of `Held`.
     """
     config = configured(StatusConfig, config, options)
-    held = look(config.directory)
-    return {"directory": config.directory, "held": [asdict(each) for each in held]}
+    return summary(config.directory, look(config.directory))
+
+
+def summary(directory: str, held: Sequence[Held]) -> JsonObject:
+    """Return what was found as plain values."""
+    return {"directory": directory, "held": [asdict(each) for each in held]}
 
 
 def look(directory: str) -> list[Held]:
@@ -116,14 +119,8 @@ def _distilled_set(directory: Path) -> Held | None:
     if "prompts" not in begun:
         return None
     again = command_line("distill", DistillConfig(**begun, out=str(directory)))
-    return Held(
-        path=str(directory),
-        holds="a distilled set",
-        state=_state(directory, finished=False),
-        facts=f"{counted(count_kept(directory), 'answer')} kept",
-        made_by=again,
-        following=again,
-    )
+    kept = f"{counted(count_kept(directory), 'answer')} kept"
+    return _unfinished(directory, "a distilled set", kept, again)
 
 
 def _draft(directory: Path) -> Held | None:
@@ -148,14 +145,8 @@ def _draft(directory: Path) -> Held | None:
     names = sorted(path.name for path in directory.glob("run/checkpoints/step_*"))
     step = int(names[-1].removeprefix("step_")) if names else 0
     whole = f" of {training.steps}" if training.steps else ""
-    return Held(
-        path=str(directory),
-        holds=f"a draft ({training.kind})",
-        state=_state(directory, finished=False),
-        facts=f"its newest checkpoint is of step {step}{whole}",
-        made_by=again,
-        following=again,
-    )
+    newest = f"its newest checkpoint is of step {step}{whole}"
+    return _unfinished(directory, f"a draft ({training.kind})", newest, again)
 
 
 def _figures(record: JsonObject) -> str:
@@ -171,7 +162,7 @@ def _figures(record: JsonObject) -> str:
 def _evaluation(directory: Path) -> Held | None:
     file = directory / "results.json"
     if file.is_file():
-        results = json.loads(file.read_text(encoding="utf-8"))
+        results = read_json(file, "the results of an evaluation")
         if "schema_version" not in results:
             return None
         return Held(
@@ -185,13 +176,19 @@ def _evaluation(directory: Path) -> Held | None:
     cells = len(list(directory.glob("cells/*.json")))
     if not cells:
         return None
+    kept = f"{counted(cells, 'measurement')} kept"
+    return _unfinished(directory, "an evaluation", kept, None)
+
+
+def _unfinished(directory: Path, holds: str, facts: str, again: str | None) -> Held:
+    """Describe what a run left; again: the command that continues it, None if it is unknown."""
     return Held(
         path=str(directory),
-        holds="an evaluation",
+        holds=holds,
         state=_state(directory, finished=False),
-        facts=f"{counted(cells, 'measurement')} kept",
-        made_by=None,
-        following="run the command that began it again; finished measurements are kept",
+        facts=facts,
+        made_by=again,
+        following=again or "run the command that began it again; what is finished is kept",
     )
 
 

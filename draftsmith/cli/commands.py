@@ -268,14 +268,13 @@ def _plan(config: "PlanConfig", command: str) -> Outcome:
 
 
 def _status(config: "StatusConfig", command: str) -> Outcome:
-    from draftsmith.directory_status import look
+    from draftsmith.directory_status import look, summary
 
     held = look(config.directory)
     lines: list[str] = []
     for each in held:
         lines += each.lines()
-    rows = [dataclasses.asdict(each) for each in held]
-    return Outcome({"directory": config.directory, "held": rows}, lines)
+    return Outcome(summary(config.directory, held), lines)
 
 
 @dataclass(frozen=True)
