@@ -5,6 +5,7 @@ Keys and tokens stay in the environment, where wandb reads them; nothing here pa
 """
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,8 @@ from draftsmith_core.ranks import launched, on_main, say
 if TYPE_CHECKING:
     import wandb
     from accelerate import Accelerator
+
+log = logging.getLogger(__name__)
 
 
 def check_tracker(tracker: str) -> None:
@@ -102,8 +105,12 @@ def start(
     run.
     """
     if tracker == "tensorboard":
-        # Its table of settings takes plain values only.
-        accelerator.init_trackers("tensorboard", config={"identity": json.dumps(identity)})
+        # Its table of settings takes plain values only. A kill loses what is not flushed.
+        accelerator.init_trackers(
+            "tensorboard",
+            config={"identity": json.dumps(identity)},
+            init_kwargs={"tensorboard": {"flush_secs": 10}},
+        )
     elif tracker == "wandb":
         inputs = {name: value for name, value in identity.items() if name != "config"}
         config = {**identity["config"], "inputs": inputs}
@@ -149,7 +156,12 @@ def finish(accelerator: "Accelerator", record: dict[str, Any], out: Path) -> Non
     # `end_training` would also leave the process group, which the next stage of `align` needs.
     for tracker in accelerator.trackers:
         if tracker.name == "wandb":
-            _log_checkpoint(tracker.tracker, record, out)
+            try:
+                with without_prompts():
+                    _log_checkpoint(tracker.tracker, record, out)
+            except InputError as error:
+                # The draft is written; a tracker that fails now must not fail the run.
+                log.warning("%s", error)
         tracker.finish()
 
 
