@@ -125,10 +125,10 @@ class _RowError:
     reason: str
 
 
-def _row_errors(record: PartSummary) -> list[_RowError]:
+def _row_errors(summary: PartSummary) -> list[_RowError]:
     errors: list[_RowError] = []
     for outcome in OUTCOMES:
-        errors += [_RowError(row, outcome, reason) for row, reason in record.get(outcome, [])]
+        errors += [_RowError(row, outcome, reason) for row, reason in summary.get(outcome, [])]
     return sorted(errors, key=lambda error: (error.row, error.outcome, error.reason))
 
 
@@ -146,8 +146,8 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
     with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8") as lines:
         for index in range(parts):
             part = part_path(out, index)
-            record = read_summary(out, index)
-            assert record is not None, f"{part} was deleted while the run wrote others"
+            summary = read_summary(out, index)
+            assert summary is not None, f"{part} was deleted while the run wrote others"
             if part.exists():
                 with reading(part):
                     table = pq.read_table(part, columns=_COLUMNS)
@@ -157,9 +157,9 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
                 tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py() or 0
                 ends.update(table["finish_reason"].to_pylist())
                 tokens_from.update(table["tokens_from"].to_pylist())
-            read += record["read"]
-            digests.append(record["digest"])
-            for error in _row_errors(record):
+            read += summary["read"]
+            digests.append(summary["digest"])
+            for error in _row_errors(summary):
                 reasons[error.outcome].add(error.row, error.reason)
                 lines.write(canonical_json(asdict(error)) + "\n")
     if not path.stat().st_size:

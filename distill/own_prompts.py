@@ -167,11 +167,11 @@ def _drawn_texts(drawn: Path, openings: Openings, tokenizer: Tokenizer) -> Itera
     """Yield all draws in their order."""
     index = 0
     first = 1
-    while (record := read_summary(drawn, index)) is not None:
+    while (summary := read_summary(drawn, index)) is not None:
         part = part_path(drawn, index)
         answers = iter(pq.read_table(part).to_pylist() if part.exists() else [])
-        failed = dict(record["failed"])
-        for row in range(first, first + record["read"]):
+        failed = dict(summary["failed"])
+        for row in range(first, first + summary["read"]):
             if row in failed:
                 yield _Drawn(unfit=failed[row])
                 continue
@@ -179,7 +179,7 @@ def _drawn_texts(drawn: Path, openings: Openings, tokenizer: Tokenizer) -> Itera
             ends = answer["finish_reason"] == "stop"
             yield _drawn(openings, tokenizer, answer["response_ids"], ends)
         index += 1
-        first += record["read"]
+        first += summary["read"]
 
 
 def _drawn(openings: Openings, tokenizer: Tokenizer, ids: list[int], ends: bool) -> _Drawn:

@@ -118,7 +118,7 @@ class Part:
             if key.row not in answered:
                 answered.add(key.row)
                 skipped.append((key.row, f"every answer dropped: {reason}"))
-        record = PartSummary(
+        summary = PartSummary(
             read=self.read,
             digest=self.digest,
             skipped=skipped,
@@ -126,20 +126,20 @@ class Part:
             shortened=sorted(self.shortened.items()),
             dropped=[(key.row, reason) for key, reason in dropped],
         )
-        write_part(out, self.index, record, [self.rows[key] for key in kept], schema)
+        write_part(out, self.index, summary, [self.rows[key] for key in kept], schema)
 
 
 def write_part(
-    out: Path, index: int, record: PartSummary, rows: Sequence[SetRow], schema: pa.Schema
+    out: Path, index: int, summary: PartSummary, rows: Sequence[SetRow], schema: pa.Schema
 ) -> None:
-    """Write a part with its record; one without rows is a JSON file with the record alone."""
+    """Write a part with its summary; one without rows is a JSON file with the summary alone."""
     if not rows:
         empty = empty_path(out, index)
         with writing(empty):
-            write_json_atomic(empty, record)
+            write_json_atomic(empty, summary)
         return
     path = part_path(out, index)
-    metadata = {_METADATA: canonical_json(record).encode()}
+    metadata = {_METADATA: canonical_json(summary).encode()}
     table = pa.Table.from_pylist(rows, schema=schema.with_metadata(metadata))
     with writing(path), atomic_file(path) as temporary:
         pq.write_table(table, temporary)
@@ -150,19 +150,19 @@ def prompts_of_finished(out: Path, index: int, digest: str, prompts: str) -> int
 
     Raise InputError if it was made from other rows than `prompts` has now.
     """
-    record = read_summary(out, index)
-    if record is None:
+    summary = read_summary(out, index)
+    if summary is None:
         return None
-    if record["digest"] != digest:
+    if summary["digest"] != digest:
         raise InputError(
             f"{prompts}: its rows changed since {part_path(out, index)} was made; choose another "
             "--out or delete the directory"
         )
-    return record["read"]
+    return summary["read"]
 
 
 def read_summary(out: Path, index: int) -> PartSummary | None:
-    """Return the record of a part, None if it is not finished."""
+    """Return the summary of a part, None if it is not finished."""
     path = part_path(out, index)
     empty = empty_path(out, index)
     if empty.exists():

@@ -205,8 +205,8 @@ def _write_scored(
         for row in entry.answers:
             teacher = score(model, row["prompt_ids"], row["response_ids"], k)
             scored.append({**row, "teacher": teacher})
-    record = PartSummary(read=len(rows), digest=digest, skipped=skipped, failed=[], shortened=[])
-    write_part(out, index, record, scored, TEACHER_SCHEMA)
+    summary = PartSummary(read=len(rows), digest=digest, skipped=skipped, failed=[], shortened=[])
+    write_part(out, index, summary, scored, TEACHER_SCHEMA)
 
 
 def _why_not_scored(row: SetRow, model: PreTrainedModel) -> str:
