@@ -60,9 +60,9 @@ class SpeculativeDecoder:
     key of `VERIFIERS` or your own `Verifier`; by default one that suits proposer and tree. fast:
     use the lean LLaMA forward and, without `compile`, packed weights. The target is not changed;
     `take_over(target)` saves memory (`decode.packed_weights`). compile: True records each step as a
-    CUDA graph when it
-    first occurs; the name of a torch.compile backend also compiles it, on a CPU too. `fast` and
-    `compile` change outputs by rounding only. Raises ValueError if the parts do not fit.
+    CUDA graph when it first occurs; the name of a torch.compile backend also compiles it, on a CPU
+    too. `fast` and `compile` change outputs by rounding only. Raises ValueError if the parts do not
+    fit.
     """
 
     def __init__(

@@ -24,9 +24,9 @@ class Facts:
 
     rows: "chat", "prompt", "text" or "ids". own_chats: whether the target can write chats by
     itself, user turns included. prompts: number of usable prompts. longest_prompt, context: in
-    tokens; the context is the shortest of all models, None if unknown. fresh_head: whether
-    there is no draft to start from. projection_share, layer_share:
-    share of the target's parameters in the output projection and in one layer.
+    tokens; the context is the shortest of all models, None if unknown. fresh_head: whether there is
+    no draft to start from. projection_share, layer_share: share of the target's parameters in the
+    output projection and in one layer.
     """
 
     rows: str
