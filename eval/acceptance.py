@@ -35,7 +35,7 @@ from decode.verify.siblings import without
 from decode.verify.tree_walk import residual
 from drafts.heads import Head
 from drafts.heads.block import BlockHead
-from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle import FeatureHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
 from drafts.vocabulary import vocabulary_map
@@ -110,7 +110,7 @@ def draft_logits(
         return
     # A head pairs each token with the state it was predicted from, one position earlier.
     chosen_from = [pad(state[:, :-1], (0, 0, 1, 0)) for state in states]
-    if isinstance(head, EagleHead | Eagle3Head):
+    if isinstance(head, FeatureHead):
         for features_BTH in _eagle_features(head, chosen_from, ids_BT, alone_B, depths):
             logits_NV = head.logits(features_BTH[at])
             yield head.to_target(logits_NV) if isinstance(head, Eagle3Head) else logits_NV, None
@@ -144,7 +144,7 @@ def _block_logits(
 
 
 def _eagle_features(
-    head: EagleHead | Eagle3Head, states: list[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
+    head: FeatureHead, states: list[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
 ) -> Iterator[Tensor]:
     """The features `[B, T, H]` under the logits at depth 1, 2, ...
 

@@ -339,6 +339,7 @@ FAMILIES = [
         "exact",
     ),
     ("--draft {eagle3} --tree kary:2,2", "eagle3", "kary:2,2", "mcsd"),
+    ("--draft {mtp} --tree kary:2,2", "mtp", "kary:2,2", "mcsd"),
     ("--draft {medusa}", "medusa", "chain:3", "speculative"),
     ("--draft {hydra} --tree kary:2,2,1", "hydra", "kary:2,2,1", "mcsd"),
     ("--draft {medusa} --proposer blockwise --tree chain:2", "blockwise", "chain:2", "speculative"),

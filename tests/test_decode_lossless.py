@@ -120,6 +120,7 @@ VARIANTS: dict[str, Callable[[], Proposer]] = {
     "several drafts": lambda: DraftModelProposer([llama(7), llama(8, VOCAB + 3, 1)]),
     "eagle": lambda: head("eagle"),
     "eagle3": lambda: head("eagle3", draft_vocab=[0, 1, 3, 4]),
+    "mtp": lambda: head("mtp"),
     "medusa": lambda: head("medusa"),
     "hydra": lambda: head("hydra"),
     "dflash": lambda: block("dflash"),
@@ -234,7 +235,17 @@ def own_greedy(row: int) -> list[int]:
 # How many of TREES x LOSSLESS each takes.
 VALID = {
     **dict.fromkeys(
-        ["draft", "draft, padded", "draft, fewer tokens", "eagle", "eagle3", "medusa", "hydra"], 44
+        [
+            "draft",
+            "draft, padded",
+            "draft, fewer tokens",
+            "eagle",
+            "eagle3",
+            "mtp",
+            "medusa",
+            "hydra",
+        ],
+        44,
     ),
     **dict.fromkeys(["dflash", "dspark", "jetspec"], 44),
     "draft, of another vocabulary": 44,

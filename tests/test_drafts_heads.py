@@ -3,7 +3,7 @@ what is theirs.
 """
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from drafts.heads.block import BlockHead
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
+from drafts.heads.mtp import MtpHead
 from draftsmith_core.errors import InputError
 from tests.test_core_sources import Evil
 from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred
@@ -55,7 +56,7 @@ def inputs(rows: int = 2, tokens: int = 7) -> tuple[Tensor, Tensor]:
 def outputs(head: Head) -> list[Tensor]:
     """Everything a head says about the same inputs."""
     ids_BT, features_BTH = inputs()
-    if isinstance(head, EagleHead):
+    if isinstance(head, EagleHead | MtpHead):
         return list(head(ids_BT, features_BTH))
     if isinstance(head, Eagle3Head):
         states = [features_BTH.roll(i, -1) for i, _ in enumerate(head.hidden_layers)]
@@ -142,8 +143,9 @@ def test_heads_follow_the_target_to_bf16(name, tmp_path, target):
     if isinstance(head, EagleHead | Eagle3Head):
         exact = load_head(tmp_path, target)
         assert isinstance(exact, EagleHead | Eagle3Head)
-        assert head.rotary.inv_freq.dtype == torch.float32
-        assert torch.equal(head.rotary.inv_freq, exact.rotary.inv_freq)
+        rotary, same = cast(Any, head.rotary), cast(Any, exact.rotary)
+        assert rotary.inv_freq.dtype == torch.float32
+        assert torch.equal(rotary.inv_freq, same.inv_freq)
     for out in outputs(head):
         assert out.dtype == torch.bfloat16 and not out.isnan().any()
 

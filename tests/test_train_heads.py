@@ -60,6 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {"noise": 0.0, "depths": 3},
     "eagle3": {"test_steps": 3},
     "eagle3-full": {"test_steps": 3},
+    "mtp": {"test_steps": 3},
     "medusa": {},
     "hydra": {},
     **dict.fromkeys(("dflash", "dflash-part", "jetspec", "dspark"), {}),

@@ -35,6 +35,7 @@ OPTIONS: dict[str, list[str]] = {
     "lm": [],
     "eagle": ["--objective", "fkl"],
     "eagle3": ["--objective", "fkl", "--draft_vocab_size", "120", "--head.test_steps", str(DEPTH)],
+    "mtp": ["--objective", "fkl", "--head.test_steps", str(DEPTH)],
     "medusa": [
         "--objective",
         "lk_hybrid:eta=10",

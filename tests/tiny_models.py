@@ -15,12 +15,14 @@ from drafts.heads.block import DFlashHead, DSparkHead, JetSpecHead
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
+from drafts.heads.mtp import MtpHead
 
 M = TypeVar("M", bound=nn.Module)
 V = 23
 HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
     "eagle": lambda target: EagleHead.fresh(target, seed=3),
     "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(2, V - 3), seed=3),
+    "mtp": lambda target: MtpHead.fresh(target, seed=3),
     "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3),
     "hydra": lambda target: HydraHeads.fresh(target, num_heads=3),
     "dflash": lambda target: DFlashHead.fresh(target, num_layers=2, block_size=5),
@@ -36,6 +38,7 @@ FRESH: dict[str, Callable[[PreTrainedModel], Head]] = {
     "eagle": lambda target: EagleHead.fresh(target),
     "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB),
     "eagle3-full": lambda target: Eagle3Head.fresh(target),
+    "mtp": lambda target: MtpHead.fresh(target),
     "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
     "hydra": lambda target: HydraHeads.fresh(target, num_heads=3, num_layers=2),
     "dflash": lambda target: DFlashHead.fresh(target, num_layers=2, block_size=4),

@@ -50,7 +50,9 @@ class Optim:
     """Scale gradients down to this global norm; 0 turns clipping off."""
 
 
-DraftKind = Literal["lm", "eagle", "eagle3", "medusa", "hydra", "dflash", "dspark", "jetspec"]
+DraftKind = Literal[
+    "lm", "eagle", "eagle3", "mtp", "medusa", "hydra", "dflash", "dspark", "jetspec"
+]
 VOCABULARY_KINDS = ("eagle3", *BLOCK_KINDS)
 _BLOCK_OPTIONS = {"num_layers", "step_decay", "block_size", "anchors", "target_layers", "window"}
 
@@ -59,6 +61,7 @@ _HEAD_OPTIONS: dict[str, set[str]] = {
     "lm": set(),
     "eagle": {"noise"},
     "eagle3": {"test_steps", "step_decay"},
+    "mtp": {"test_steps", "step_decay"},
     "medusa": {"num_heads", "num_layers", "step_decay"},
     "hydra": {"num_heads", "num_layers", "step_decay"},
     **dict.fromkeys(BLOCK_KINDS, _BLOCK_OPTIONS),
@@ -74,7 +77,7 @@ class HeadOptions:
     num_layers: Rare[AtLeast1 | None] = None
     """Medusa, Hydra: residual layers per head; 1. Block drafters: decoder layers; 5."""
     test_steps: Rare[AtLeast1 | None] = None
-    """EAGLE-3: training steps on its own features; 7."""
+    """Depths that are trained, each on the head's own features: EAGLE-3 7, MTP 3."""
     step_decay: Rare[Annotated[float, Field(gt=0, le=1)] | None] = None
     """Weight of the loss of each further step, relative to the one before; 0.8, of a block drafter
     exp(-1/7) to exp(-1/4) by the size of its block.

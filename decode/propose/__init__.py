@@ -74,6 +74,11 @@ PROPOSERS: dict[str, ProposerKind] = {
         "any",
         "Li et al. 2025, arXiv 2503.01840",
     ),
+    "mtp": ProposerKind(
+        "multi-token-prediction layer: the target's own, or a fresh one like it",
+        "any",
+        "DeepSeek-V3 2024, arXiv 2412.19437",
+    ),
     "medusa": ProposerKind(
         "independent heads, one per depth",
         "depth up to the heads",

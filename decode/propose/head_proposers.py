@@ -1,12 +1,12 @@
-"""Heads on the target's features draft the tree: EAGLE, EAGLE-3, Medusa, Hydra, block drafters, and
-blockwise parallel decoding.
+"""Heads on the target's features draft the tree: EAGLE, EAGLE-3, MTP, Medusa, Hydra, block
+drafters, and blockwise parallel decoding.
 
 Legend: B rows, W pending tokens, S slots of a block, e nodes of a level, E nodes expanded so far, d
 depth, K heads, T positions, V vocabulary, H feature size.
 
 A feature is the target's hidden state at a position; the token after it was chosen from it. EAGLE
-heads forward drafted tokens with features that the head itself predicted, and accepted ones again
-with true features (arXiv 2401.15077, section 3). Medusa (arXiv 2401.10774) and Hydra (arXiv
+and MTP heads forward drafted tokens with features that the head itself predicted, and accepted ones
+again with true features (arXiv 2401.15077, section 3). Medusa (arXiv 2401.10774) and Hydra (arXiv
 2402.05109) heads read the feature from which the root was chosen. A block drafter (DFlash, arXiv
 2602.06036; DSpark, arXiv 2607.05147; JetSpec, arXiv 2606.18394) attends to the features of all
 tokens before the root and forwards the root with the slots behind it at once; a Markov head then
@@ -41,7 +41,7 @@ from decode.runner import Block, Runner
 from decode.tree import TreeShape
 from drafts.heads import Head
 from drafts.heads.block import BlockHead
-from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle import FeatureHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
 from drafts.load import depth_limit
@@ -62,7 +62,7 @@ class HeadProposer(NetworkProposer):
         self._model: _HeadAsModel | None = None
         if isinstance(head, BlockHead):
             self._model = _BlockAsModel(head)
-        elif isinstance(head, EagleHead | Eagle3Head):
+        elif isinstance(head, FeatureHead):
             self._model = _HeadAsModel(head)
         self._packs = packs_of(self._model or head) if fast else None
 
@@ -135,10 +135,10 @@ class _HeadAsModel(nn.Module):
 
     features_BTH: Tensor
 
-    def __init__(self, head: EagleHead | Eagle3Head | BlockHead) -> None:
+    def __init__(self, head: FeatureHead | BlockHead) -> None:
         super().__init__()
         self.head: Any = head
-        sizes = head.config
+        sizes: Any = head.config
         self.config = PreTrainedConfig.from_dict(
             {"num_hidden_layers": sizes.num_hidden_layers, "hidden_size": sizes.hidden_size}
         )

@@ -9,7 +9,7 @@ target's embedding, which is not trained.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -192,7 +192,8 @@ class FeatureHead(nn.Module):
     """
 
     fc: nn.Linear
-    rotary: Rotary
+    rotary: Callable[..., Any]
+    fuse: Callable[[Sequence[Tensor]], Tensor]
     states: Callable[..., Tensor]
     logits: Callable[[Tensor], Tensor]
 
@@ -237,6 +238,11 @@ class FeatureHead(nn.Module):
         }
 
 
+def join_scale(fc: nn.Linear) -> float:
+    """The spread of weights with which the outputs of `fc` have the scale of its inputs."""
+    return 1 / math.sqrt(fc.in_features)
+
+
 def draw(fc: nn.Linear, layers: nn.Module, seed: int) -> None:
     """Draw the weights of `fc`, whose outputs have the scale of its inputs, and those of all maps
     in `layers`.
@@ -247,7 +253,7 @@ def draw(fc: nn.Linear, layers: nn.Module, seed: int) -> None:
         if isinstance(module, nn.Linear | nn.Embedding) and module is not fc:
             maps.append(module)
     for drawn in maps:
-        std = 1 / math.sqrt(fc.in_features) if drawn is fc else _INITIALIZER_RANGE
+        std = join_scale(fc) if drawn is fc else _INITIALIZER_RANGE
         nn.init.normal_(drawn.weight, 0.0, std, generator=random)
         if isinstance(drawn, nn.Linear) and drawn.bias is not None:
             nn.init.zeros_(drawn.bias)

@@ -21,6 +21,7 @@ from drafts.heads.borrowed import borrow
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
+from drafts.heads.mtp import MtpHead
 from drafts.layouts.layout import EMBEDDING, HeadFiles, Layout, renamed
 from drafts.layouts.table import layout_of, may_be_head
 from draftsmith_core.errors import InputError, first_line, one_line
@@ -28,11 +29,12 @@ from draftsmith_core.hub import cached, is_hub_name, lfs_pointer, snapshot
 from draftsmith_core.io import JsonObject, atomic_dir, read_json, write_json_atomic
 from draftsmith_core.runs import read_record
 
-Head = EagleHead | Eagle3Head | MedusaHeads | HydraHeads | BlockHead
+Head = EagleHead | Eagle3Head | MtpHead | MedusaHeads | HydraHeads | BlockHead
 
 HEADS: dict[str, type[Head]] = {
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
+    "mtp": MtpHead,
     "medusa": MedusaHeads,
     "hydra": HydraHeads,
     "dflash": DFlashHead,

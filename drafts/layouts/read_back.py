@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafts.heads.block import BlockHead
-from drafts.heads.eagle import EagleHead
+from drafts.heads.eagle import FeatureHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
 from drafts.heads.store import Head, load_head
@@ -69,7 +69,7 @@ def head_logits(head: Head, ids_1T: Tensor, states: list[Tensor]) -> Tensor:
     if isinstance(head, MedusaHeads):
         logits_TKV: Tensor = head(states[0])[0]
         return logits_TKV
-    assert isinstance(head, EagleHead | Eagle3Head)
+    assert isinstance(head, FeatureHead)
     logits = head(ids_1T[:, 1:], head.fuse(states)[:, :-1])[0]
     if isinstance(head, Eagle3Head):
         logits = head.to_target(logits)

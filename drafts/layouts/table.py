@@ -14,6 +14,7 @@ from drafts.layouts.eagle import EAGLE, SGLANG_EAGLE
 from drafts.layouts.eagle3 import EAGLE3, SGLANG_EAGLE3, SPECULATORS_EAGLE3
 from drafts.layouts.layout import Layout, Names
 from drafts.layouts.medusa import HYDRA, MEDUSA, VLLM_MEDUSA
+from drafts.layouts.mtp import MTP
 from draftsmith_core.io import JsonObject
 
 # The first layout that knows a directory reads it.
@@ -21,6 +22,7 @@ LAYOUTS: dict[str, Layout] = {
     "speculators": SPECULATORS_EAGLE3,
     "speculators-dflash": SPECULATORS_DFLASH,
     "speculators-dspark": SPECULATORS_DSPARK,
+    "mtp": MTP,
     "vllm-medusa": VLLM_MEDUSA,
     "medusa": MEDUSA,
     "hydra": HYDRA,

@@ -1,4 +1,4 @@
-"""The trainees of EAGLE-1, EAGLE-3, Medusa and Hydra, and what they share with block drafters:
+"""The trainees of EAGLE-1, EAGLE-3, MTP, Medusa and Hydra, and what they share with block drafters:
 which drafts count, how a head runs on its own features, the sums over depths.
 
 A pair t is the input of an EAGLE head: the target's feature at position t and the token at t + 1.
@@ -26,6 +26,7 @@ from drafts.heads import Head
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
+from drafts.heads.mtp import MtpHead
 from train.batch import IGNORE, Batch, LossSums
 from train.chunked import LowRank, Output
 from train.features import FeatureCache, FrozenTarget
@@ -354,6 +355,26 @@ class Eagle3Trainee(HeadTrainee):
     def output_at(self, depth: int) -> Output:
         """The head's own, at every depth."""
         return Output(self.draft.lm_head.weight, None, self.projection)
+
+
+class MtpTrainee(HeadTrainee):
+    """One module at `test_steps` depths, each on what the depth before gave (as EAGLE-3's
+    training-time test).
+
+    DeepSeek-V3 trains a module of its own for each depth (arXiv 2412.19437, section 2.2); engines
+    draft several tokens with one. The output projection is the target's and is not trained.
+    """
+
+    draft: MtpHead
+
+    def __init__(self, *arguments: Any, test_steps: int = 3, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.test_steps = test_steps
+
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
+        features_BWH = states[0][:, :-1]
+        for pairs, states_NH in unroll(self.draft.states, batch, features_BWH, self.test_steps):
+            yield pairs, self.draft.normed(states_NH)
 
 
 class MedusaTrainee(HeadTrainee):

@@ -1,0 +1,259 @@
+"""MTP head: the multi-token-prediction layer that many models ship with, or a fresh one like it.
+
+    fc([norm(embedding of the next token); norm(hidden state)]) -> decoder layer -> norm -> logits
+
+The decoder layer is of the target's own kind (transformers' class of its family, full attention).
+Embedding, rotary embedding and output projection are the target's. One module serves all depths:
+each reads what the one before gave.
+
+Legend: B rows, T tokens, H hidden size, V vocabulary.
+
+Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2); the models of Qwen3-Next in vLLM and SGLang,
+whose tensor names these are.
+"""
+
+import copy
+import json
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, Cache, LlamaConfig, PreTrainedModel
+
+from drafts.heads.borrowed import ReadsLastState, borrow, dtype_of
+from drafts.heads.eagle import FeatureHead, LayerConfig, Rotary, join_scale
+from draftsmith_core.errors import InputError
+from draftsmith_core.io import JsonObject
+from draftsmith_core.models import text_config, vocabulary_size
+from draftsmith_core.sampling import generator
+
+_FULL = "full_attention"
+_PARTS = ("layers", "norm", "rotary_emb")
+_ARGUMENTS = {"attention_mask", "position_embeddings", "past_key_values"}
+# Keys of a transformers config that do not describe a layer.
+_NOT_OF_THE_LAYER = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "quantization_config",
+    "transformers_version",
+)
+# The embedding of the one-layer model that the layer is taken from; the target's is used.
+_FEWEST_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig:
+    """The layer, and what differs between families."""
+
+    layer: JsonObject
+    """The transformers config of a model of this one layer."""
+    hidden_first: bool = False
+    """`fc` reads [hidden state; embedding] (MiMo), not [embedding; hidden state]."""
+    norm_output: bool = True
+    """The next depth reads the state after the final norm. The target's is always read so."""
+    num_hidden_layers: ClassVar[int] = 1
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.layer["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.layer["vocab_size"])
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        heads = int(self.layer["num_attention_heads"])
+        return int(self.layer.get("head_dim") or self.hidden_size // heads)
+
+    def to_json(self) -> JsonObject:
+        return {
+            "architectures": ["MtpHead"],
+            "hidden_first": self.hidden_first,
+            "norm_output": self.norm_output,
+            "layer": self.layer,
+        }
+
+    @classmethod
+    def from_json(cls, values: JsonObject, target: PreTrainedModel) -> "MtpConfig":
+        """Read config.json. Raises InputError if its sizes or its family are not the target's."""
+        config = cls(
+            layer=values["layer"],
+            hidden_first=bool(values["hidden_first"]),
+            norm_output=bool(values["norm_output"]),
+        )
+        borrow(target).check_sizes(hidden_size=config.hidden_size, vocab_size=config.vocab_size)
+        family = config.layer["model_type"]
+        known = text_config(target).model_type
+        if family not in (known, LlamaConfig.model_type):
+            raise InputError(
+                f"'layer' is of a {family} model and the target is a {known} model; use the "
+                "target it was trained for"
+            )
+        return config
+
+    @classmethod
+    def like(cls, target: PreTrainedModel, **facts: bool) -> "MtpConfig":
+        """A layer of the target's own kind with full attention; a LLaMA layer as wide as one of the
+        target for a family whose layers cannot run on their own.
+        """
+        config = _own_layer(target) or _llama_config(target)
+        values = json.loads(json.dumps(config.to_dict()))
+        for key in _NOT_OF_THE_LAYER:
+            values.pop(key, None)
+        values["vocab_size"] = vocabulary_size(target)
+        return cls(layer=values, **facts)
+
+    def model(self, seed: int = 0) -> Any:
+        """A fresh model of the one layer, on the CPU and in fp32, with an embedding of a few
+        tokens.
+        """
+        config: Any = self.transformers_config()
+        config.vocab_size = _FEWEST_TOKENS
+        config.pad_token_id = None
+        config._attn_implementation = "sdpa"
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModel.from_config(config, dtype=torch.float32)
+
+    def transformers_config(self) -> Any:
+        """The transformers config of a model of the one layer."""
+        values = copy.deepcopy(self.layer)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def _own_layer(target: PreTrainedModel) -> Any:
+    """The config of a model of one full-attention layer of the target's family; None if the family
+    has no such layer that takes mask, cache and rotary embeddings from outside.
+
+    As `get_mtp_config` of transformers: experts wherever a family has them.
+    """
+    config: Any = copy.deepcopy(text_config(target))
+    types = getattr(config, "layer_types", None)
+    if types is not None and _FULL not in types:
+        return None
+    try:
+        config.num_hidden_layers = 1
+        if types is not None:
+            config.layer_types = [_FULL]
+        elif getattr(config, "sliding_window", None) is not None:
+            config.sliding_window = None
+        if getattr(config, "mlp_layer_types", None) is not None:
+            config.mlp_layer_types = config.mlp_layer_types[-1:]
+        if hasattr(config, "first_k_dense_replace"):
+            config.first_k_dense_replace = 0
+        with torch.device("meta"):
+            model: Any = AutoModel.from_config(config)
+    except Exception:
+        # Families check their configs with errors of several types; this one cannot have one layer.
+        return None
+    if not all(hasattr(model, part) for part in _PARTS) or not model._supports_sdpa:
+        return None
+    takes = signature(model.layers[0].forward).parameters.keys()
+    return config if takes >= _ARGUMENTS else None
+
+
+def _llama_config(target: PreTrainedModel) -> LlamaConfig:
+    like = LayerConfig.like(target)
+    return LlamaConfig(
+        vocab_size=like.vocab_size,
+        hidden_size=like.hidden_size,
+        intermediate_size=like.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=like.num_attention_heads,
+        num_key_value_heads=like.num_key_value_heads,
+        head_dim=like.head_dim,
+        max_position_embeddings=like.max_position_embeddings,
+        rms_norm_eps=like.rms_norm_eps,
+        rope_parameters=dict(like.rope_parameters),
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _TargetRotary:
+    """The target's rotary embedding, in a plain object so that the head does not own its
+    buffers.
+    """
+
+    module: Any
+    options: dict[str, str]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "_TargetRotary":
+        return self
+
+    def __call__(self, states_BTH: Tensor, positions: Tensor) -> Any:
+        return self.module(states_BTH, positions, **self.options)
+
+
+class MtpHead(ReadsLastState, FeatureHead):
+    """Two norms, `fc` over both, one decoder layer, the final norm, the target's output
+    projection.
+    """
+
+    kind: ClassVar[str] = "mtp"
+    config_type = MtpConfig
+    rotary: Any
+
+    def __init__(self, config: MtpConfig, target: PreTrainedModel, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.borrowed = borrow(target)
+        model = config.model(seed)
+        self.norm: nn.Module = model.norm
+        self.pre_fc_norm_embedding = copy.deepcopy(model.norm)
+        self.pre_fc_norm_hidden = copy.deepcopy(model.norm)
+        hidden = config.hidden_size
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList([model.layers[0]])
+        if config.layer["model_type"] == text_config(target).model_type:
+            nested = model.config.nested_rope_parameter_keys(model.config.rope_parameters)
+            options = {"layer_type": _FULL} if nested else {}
+            self.rotary = _TargetRotary(target.get_decoder().rotary_emb, options)
+        else:
+            self.rotary = Rotary(model.config)
+
+    @classmethod
+    def fresh(cls, target: PreTrainedModel, *, seed: int = 0) -> "MtpHead":
+        """An untrained head on the target's device, in its dtype and in training mode."""
+        head = cls(MtpConfig.like(target), target, seed)
+        nn.init.normal_(head.fc.weight, 0.0, join_scale(head.fc), generator=generator(seed))
+        return head.to(device=target.device, dtype=target.dtype)
+
+    def states(
+        self,
+        input_ids_BT: Tensor,
+        features_BTH: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """What the next depth reads `[B, T, H]`: after the final norm, unless the config says
+        otherwise.
+        """
+        dtype = dtype_of(self.fc)
+        embedded_BTH = self.pre_fc_norm_embedding(self.borrowed.embed(input_ids_BT, dtype))
+        hidden_BTH = self.pre_fc_norm_hidden(features_BTH.to(dtype))
+        parts = [embedded_BTH, hidden_BTH]
+        if self.config.hidden_first:
+            parts.reverse()
+        joined_BTH = self.fc(torch.cat(parts, dim=-1))
+        attending = self.attending(joined_BTH, mask, positions, past_key_values)
+        out = self.layers[0](joined_BTH, **attending)
+        states_BTH: Tensor = out[0] if isinstance(out, tuple) else out
+        return self.norm(states_BTH) if self.config.norm_output else states_BTH
+
+    def normed(self, states_BTH: Tensor) -> Tensor:
+        """The states `[..., H]` that the output projection reads, from those of `states`."""
+        return states_BTH if self.config.norm_output else self.norm(states_BTH)
+
+    def logits(self, states_BTH: Tensor) -> Tensor:
+        """Logits `[..., V]` that the target's output projection gives for states of `states`."""
+        return self.borrowed.project(self.normed(states_BTH))
