@@ -147,6 +147,7 @@ def test_heads_by_what_their_layouts_can_say(tmp_path):
     assert serving == {
         "eagle": {"SafeAILab/EAGLE", "vllm", "sglang"},
         "eagle3": {"vllm", "sglang", "llama.cpp"},
+        "mtp": set(),
         "medusa": {"vllm"},
         "hydra": set(),
         "dflash": {"vllm", "sglang"},
