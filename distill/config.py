@@ -10,6 +10,7 @@ from pydantic import Field
 from draftsmith_core.errors import InputError
 from draftsmith_core.options import (
     AtLeast1,
+    ByContent,
     NotIdentity,
     Positive,
     PromptOptions,
@@ -62,9 +63,9 @@ def magpie(prompts: str) -> int | None:
 class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Let the target answer prompts, and keep its tokens as a distilled set."""
 
-    target: str
+    target: ByContent[str]
     """The target: a local directory or hub name."""
-    prompts: str
+    prompts: ByContent[str]
     """A .jsonl or .parquet file, here or in a store (s3://...), a hub dataset as
     owner/name[:split], or prompts that the target writes itself: self:N (N texts from the first
     token on), token:N (from a random token on), magpie:N (N user turns of its chat template).

@@ -15,14 +15,14 @@ from distill.own_prompts import draw_prompts, find_openings
 from distill.part_maker import Job, make_parts
 from distill.prompt_sources import StoredPrompts
 from draftsmith_core import options
-from draftsmith_core.errors import counted
+from draftsmith_core.errors import counted, without_secrets
 from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import hash_json, read_json, write_text_atomic
+from draftsmith_core.io import content_of, hash_json, read_json, write_text_atomic
 from draftsmith_core.launcher import join_processes, leave_processes
 from draftsmith_core.options import configured
 from draftsmith_core.prompts import PromptReader
 from draftsmith_core.ranks import on_main
-from draftsmith_core.runs import Run, command_line
+from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import tokenizing
 from draftsmith_core.signals import Terminated
 from draftsmith_core.tokenization import load_tokenizer
@@ -91,7 +91,9 @@ def _distill(job: Job, run: Run, command: str) -> dict[str, Any]:
         prompts = StoredPrompts(config, drawn, reader, suites)
     parts = make_parts(job, prompts, out, "distill")
     job.processes.wait_for_everyone()
-    on_main(lambda: finish(out, parts, identity, command, tokenizer))
+    places = {"target": config.target, "prompts": config.prompts}
+    origin = provenance(command, identity["config"] | places)
+    on_main(lambda: finish(out, parts, identity, origin, tokenizer))
     manifest = read_json(out / "manifest.json", "the manifest that this run has written")
     copies = copy_set(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
     return {
@@ -105,15 +107,20 @@ def _distill(job: Job, run: Run, command: str) -> dict[str, Any]:
 
 
 def _identity(job: Job, suites: Suites | None) -> dict[str, Any]:
+    config = job.config
+    choices = options.identity(config) | dataclasses.asdict(job.engine.sampling.sampling)
     # A chat template counts by its content, not by the name of its file.
-    choices = options.identity(job.config) | dataclasses.asdict(job.engine.sampling.sampling)
     del choices["chat_template"]
     template = job.tokenizer.chat_template
     identity = {
         "config": choices,
+        "prompts": without_secrets(content_of(config.prompts)),
         **job.engine.identity,
         "chat_template": hash_json(template)[:16] if template else None,
     }
+    if job.engine.identity["target_fingerprint"] is None:
+        # A server does not show its weights.
+        identity["target"] = config.target
     if suites is not None:
         identity["decontaminated"] = suites.digest
     return identity

@@ -22,6 +22,7 @@ from distill.parts import (
 from draftsmith_core.cards import distilled_set_card
 from draftsmith_core.errors import InputError, RunError, one_line, without_secrets
 from draftsmith_core.io import (
+    JsonObject,
     atomic_file,
     canonical_json,
     hash_json,
@@ -33,7 +34,6 @@ from draftsmith_core.io import (
 )
 from draftsmith_core.ranks import on_main
 from draftsmith_core.reasons import Reasons
-from draftsmith_core.runs import provenance
 from draftsmith_core.tokenization import Tokenizer, vocabulary_sample
 
 # Prompts that the target wrote: number of texts drawn and kept, and why the others were left out.
@@ -78,7 +78,7 @@ def check_empty(out: Path) -> None:
 
 
 def finish(
-    out: Path, parts: int, identity: dict[str, Any], command: str, tokenizer: Tokenizer
+    out: Path, parts: int, identity: dict[str, Any], origin: JsonObject, tokenizer: Tokenizer
 ) -> None:
     """Add up the parts and write card and manifest, which finishes the set. Raise RunError if no
     row is left.
@@ -104,7 +104,7 @@ def finish(
             "complete": True,
             **sums,
             "identity": identity,
-            **provenance(command, identity["config"]),
+            **origin,
             "own_prompts": read_json(drawn, "the record of prompts") if drawn.exists() else None,
             "vocabulary": vocabulary_sample(tokenizer),
         }

@@ -49,7 +49,7 @@ from draftsmith_core.prompt_rows import (
 )
 from draftsmith_core.prompts import Skipped, answers, content_id
 from draftsmith_core.ranks import on_main
-from draftsmith_core.runs import Run, command_line
+from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import loading, tokenizing
 from draftsmith_core.teacher_rows import bytes_per_token, pack
 from draftsmith_core.token_rows import ID_KEYS
@@ -149,9 +149,9 @@ def score_set(
         else:
             answers = _of_file(config, tokenizer, eos_ids(model))
         size = vocabulary_size(model)
+        choices = {"target": config.target, "teacher_top_k": config.teacher_top_k}
         identity = {
-            "config": answers.config
-            | {"target": config.target, "teacher_top_k": config.teacher_top_k},
+            "config": answers.config | choices,
             "scored": answers.identity,
             "target_fingerprint": fingerprint(model),
             "target_dtype": dtype_name(model),
@@ -173,7 +173,8 @@ def score_set(
                 advance(finished, "")
         processes.wait_for_everyone()
         line = command or command_line("distill", config)
-        on_main(lambda: finish(out, parts, identity, line, tokenizer))
+        origin = provenance(line, answers.config | choices)
+        on_main(lambda: finish(out, parts, identity, origin, tokenizer))
         manifest = read_json(out / "manifest.json", "the manifest that this run has written")
         return {
             "out": config.out,

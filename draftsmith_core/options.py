@@ -22,7 +22,9 @@
 `@options` makes a frozen, keyword-only pydantic dataclass. Wrong values are an InputError of one
 line, from Python too. The docstring under a field is its help. `Rare[...]` hides an option from
 `--help` (`--help=all` shows it); `NotIdentity[...]` marks an option that does not change the
-result. The first sentence of an inherited or nested class is the heading of its section.
+result, `ByContent[...]` a place whose content a run's identity holds instead of its name, so that
+a moved run resumes. The first sentence of an inherited or nested class is the heading of its
+section.
 `Annotated[dict[str, Any], Given(DistillConfig)]` nests another config's options.
 """
 
@@ -101,6 +103,7 @@ def _field_names(config: type) -> list[str]:
 
 
 NotIdentity = Annotated[T, "not identity"]
+ByContent = Annotated[T, "by content"]
 Rare = Annotated[T, "rare"]
 
 
@@ -315,6 +318,7 @@ class Option:
     section: str
     rare: bool
     identity: bool
+    by_content: bool
 
     @property
     def nullable(self) -> bool:
@@ -389,7 +393,7 @@ def _walk(
                 continue
             marked = _split(hints[name])
             is_rare = rare or "rare" in marked.marks
-            is_identity = identity and "not identity" not in marked.marks
+            is_identity = identity and not {"not identity", "by content"} & set(marked.marks)
             given = next((mark for mark in marked.marks if isinstance(mark, Given)), None)
             if given is not None:
                 yield from _given_options(name, given)
@@ -407,6 +411,7 @@ def _walk(
                     section=section,
                     rare=is_rare,
                     identity=is_identity,
+                    by_content="by content" in marked.marks,
                 )
 
 
@@ -467,7 +472,7 @@ def _summary(cls: type) -> str:
 
 def identity(config: object) -> dict[str, Any]:
     """The options that decide what a run makes, as plain values without secrets: all but those
-    marked `NotIdentity`.
+    marked `NotIdentity` or `ByContent`.
     """
     values: dict[str, Any] = {}
     plain = without_secrets(dataclasses.asdict(config))  # type: ignore[call-overload]

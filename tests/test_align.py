@@ -4,6 +4,7 @@ the way or not.
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,37 @@ def test_the_file_of_a_run_is_run_again_by_hand(
     assert json.loads(Path("out/eval/results.json").read_text())["config"]["bootstrap"] == 120
     file.write_text(file.read_text().replace("steps: 6", "steps: 8"))
     assert "steps is 6, now it is 8" in door.refused("align", "--config", file)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_goes_on_where_it_was_moved_to(door, files, target_dir, draft_dir, tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    shutil.copytree(target_dir, before / "target")
+    shutil.copytree(draft_dir, before / "draft")
+    shutil.copy(files["own"], before / "own.jsonl")
+
+    def words(place: Path) -> list[object]:
+        named = ["--target", place / "target", "--draft", place / "draft"]
+        named += ["--prompts", place / "own.jsonl", "--out", place / "out"]
+        return [*named, *SMALL, *ONE_WAY]
+
+    def found() -> list[bytes]:
+        """All files, as if they had been made where they are now."""
+        made = timeless(after / "out")
+        made["results"] = json.dumps(made["results"]).encode()
+        return [data.replace(bytes(before), bytes(after)) for data in made.values()]
+
+    door.ok("align", *words(before))
+    before.rename(after)
+    weights = after / "out" / "jsd" / "model.safetensors"
+    whole, written = found(), weights.stat().st_mtime_ns
+    _, err = door.ok("align", *words(after))
+    assert "continuing what was begun here" in err
+    assert found() == whole and weights.stat().st_mtime_ns == written
+    # Other prompts are told by their content.
+    own = after / "own.jsonl"
+    own.write_text(own.read_text().replace("quick", "slow"))
+    assert "has changed since this run began" in door.refused("align", *words(after))
 
 
 # Kills within a stage are tests of the stages; this one comes when the second draft is to be

@@ -10,6 +10,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.options import (
     AtLeast0,
     AtLeast1,
+    ByContent,
     NonNegative,
     NotIdentity,
     OpenShare,
@@ -92,7 +93,7 @@ class HeadOptions:
     """Block drafters: layers of the target, from 0, whose outputs are read; null spreads five."""
     window: Rare[AtLeast1 | None] = None
     """Block drafters: how far back a token attends; null is without limit."""
-    features: Rare[str | None] = None
+    features: Rare[NotIdentity[str | None]] = None
     """Directory that caches the target's hidden states. null: compute them in every epoch."""
     features_gib: Rare[Positive | None] = None
     """Limit of that directory, GiB; 16."""
@@ -102,19 +103,19 @@ class HeadOptions:
 class TrainConfig(RunOptions, TargetOptions):
     """Fit a draft model to a distilled set (or to text)."""
 
-    data: Annotated[list[str], Field(min_length=1)]
+    data: ByContent[Annotated[list[str], Field(min_length=1)]]
     """Distilled sets (directories), or .jsonl/.parquet files with `text`, or `messages` that end
     with an answer.
     """
     kind: DraftKind = "lm"
     """What to train: a language model, or a head on the target's hidden states."""
-    draft: str | None = None
+    draft: ByContent[str | None] = None
     """Weights to start from: a directory or hub name. A head without it starts fresh."""
     draft_config: Rare[str | None] = None
     """A Hugging Face config.json. Alone: a fresh model of that shape. With `draft`: the shape it
     must have.
     """
-    target: str | None = None
+    target: ByContent[str | None] = None
     """The teacher. Needed by heads, and by every objective but `ce` unless `data` has teacher
     columns.
     """
@@ -137,7 +138,7 @@ class TrainConfig(RunOptions, TargetOptions):
     """Divides the logits of draft and target in the objective; `ce` and the reported alpha ignore
     it.
     """
-    heldout: Rare[list[str]] = field(default_factory=list)
+    heldout: Rare[ByContent[list[str]]] = field(default_factory=list)
     """Held-out data, same kinds as `data`. Default: `heldout_fraction` of the prompts in `data`."""
     heldout_fraction: Rare[OpenShare] = 0.05
     """Share of the prompts in `data` that are held out if `heldout` is empty."""
@@ -147,7 +148,7 @@ class TrainConfig(RunOptions, TargetOptions):
     """
     packing: Rare[bool] = False
     """Pack several documents into each row of `max_length` tokens; `batch_size` counts rows."""
-    replay: list[str] = field(default_factory=list)
+    replay: ByContent[list[str]] = field(default_factory=list)
     """General data to mix in, same kinds as `data`, so that the draft keeps its acceptance in other
     domains.
     """

@@ -13,6 +13,7 @@ from draftsmith_core.errors import InputError
 from draftsmith_core.options import (
     AtLeast0,
     AtLeast1,
+    ByContent,
     Given,
     NotIdentity,
     Rare,
@@ -71,13 +72,13 @@ class AlignedTraining(TrainConfig):
 class AlignConfig(TargetOptions, RunOptions):
     """Align a draft with a target: distil, train, evaluate, report. Open options are chosen."""
 
-    target: str
+    target: ByContent[str]
     """The target: a local directory or hub name."""
-    prompts: str
+    prompts: ByContent[str]
     """Prompts that you will serve: a .jsonl or .parquet file, or hub dataset as
     owner/name[:split].
     """
-    draft: Text | None = None
+    draft: ByContent[Text | None] = None
     """The draft to start from: a language model, or a head. Without one, train a fresh head:
     EAGLE-3 if train.draft_vocab_size is given or the vocabulary is a large part of the target, else
     EAGLE.
@@ -97,11 +98,11 @@ class AlignConfig(TargetOptions, RunOptions):
     """
     plain: Rare[bool] = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""
-    id: list[str] = field(default_factory=list)
+    id: ByContent[list[str]] = field(default_factory=list)
     """Prompt sets in distribution, PROMPTS or NAME=PROMPTS. Default: part of --prompts, held out of
     training.
     """
-    ood: list[str] = field(default_factory=list)
+    ood: ByContent[list[str]] = field(default_factory=list)
     """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS: domains that the draft is not
     aligned on.
     """

@@ -112,7 +112,7 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
 
 def _is_free(option: Option) -> bool:
     """Whether a run resumes with another value of this option; those of stages keep theirs."""
-    return not option.identity and "." not in option.key
+    return not (option.identity or option.by_content) and "." not in option.key
 
 
 def _begin(config: AlignConfig, file: Path) -> AlignConfig:
@@ -204,16 +204,19 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     for option in options_of(AlignConfig):
         then = value_at(recorded, option.key)
         now = value_at(given, option.key)
-        if not _is_free(option) and now not in (None, [], then):
+        fixed = not _is_free(option) and not option.by_content
+        if fixed and now not in (None, [], then):
             raise InputError(
                 f"--out {file.parent}: was begun with other options: {option.key} is "
                 f"{json.dumps(then)}, now it is {json.dumps(now)}; name another --out, or edit "
                 f"{file} and run it with --config"
             )
-    # The file has no passwords of URLs.
-    return replace(
-        begun, prompts=config.prompts, id=config.id or begun.id, ood=config.ood or begun.ood
-    )
+    # What was moved is told by its content where it is read. The file has no passwords of URLs.
+    places = [option.key for option in options_of(AlignConfig) if option.by_content]
+    given = {key: getattr(config, key) for key in places if getattr(config, key)}
+    if config.draft == str(Path(begun.out) / "start"):
+        given["draft"] = str(file.parent / "start")
+    return replace(begun, **given)
 
 
 def _shown(config: AlignConfig) -> dict[str, Any]:
