@@ -17,7 +17,7 @@ from distill.prompt_sources import StoredPrompts
 from draftsmith_core import options
 from draftsmith_core.errors import counted, without_secrets
 from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import content_of, hash_json, read_json, write_text_atomic
+from draftsmith_core.io import hash_json, read_json, write_text_atomic
 from draftsmith_core.launcher import join_processes, leave_processes
 from draftsmith_core.options import configured
 from draftsmith_core.prompts import PromptReader
@@ -114,7 +114,8 @@ def _identity(job: Job, suites: Suites | None) -> dict[str, Any]:
     template = job.tokenizer.chat_template
     identity = {
         "config": choices,
-        "prompts": without_secrets(content_of(config.prompts)),
+        # The parts know the rows of a file, wherever it lies.
+        "prompts": None if Path(config.prompts).is_file() else without_secrets(config.prompts),
         **job.engine.identity,
         "chat_template": hash_json(template)[:16] if template else None,
     }

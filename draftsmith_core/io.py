@@ -36,11 +36,6 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def content_of(source: str) -> str:
-    """What identifies a source of rows: the sha256 of a file, wherever it lies, else the name."""
-    return sha256_file(Path(source)) if Path(source).is_file() else source
-
-
 def _fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
