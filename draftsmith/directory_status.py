@@ -193,10 +193,13 @@ def _unfinished(directory: Path, holds: str, facts: str, again: str | None) -> H
 
 
 def _identity(file: Path) -> JsonObject:
-    """Return the options of a run that began, those that decide its result; {} if none did."""
+    """Return the options of a run that began, those that decide its result and the places that it
+    reads; {} if none did.
+    """
     if not file.is_file():
         return {}
-    config: JsonObject = read_json(file, "the record of a run")["identity"]["config"]
+    record = read_json(file, "the record of a run")
+    config: JsonObject = record["identity"]["config"] | record["places"]
     return config
 
 

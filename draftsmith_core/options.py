@@ -474,11 +474,19 @@ def identity(config: object) -> dict[str, Any]:
     """The options that decide what a run makes, as plain values without secrets: all but those
     marked `NotIdentity` or `ByContent`.
     """
+    return _values(config, [option for option in options_of(type(config)) if option.identity])
+
+
+def places(config: object) -> dict[str, Any]:
+    """The options marked `ByContent`, as plain values without secrets."""
+    return _values(config, [option for option in options_of(type(config)) if option.by_content])
+
+
+def _values(config: object, chosen: Sequence[Option]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     plain = without_secrets(dataclasses.asdict(config))  # type: ignore[call-overload]
-    for option in options_of(type(config)):
-        if option.identity:
-            put(values, option.key, value_at(plain, option.key))
+    for option in chosen:
+        put(values, option.key, value_at(plain, option.key))
     return values
 
 

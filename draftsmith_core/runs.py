@@ -87,14 +87,17 @@ class Run:
         self._stack.close()
 
     def begin(
-        self, identity: Mapping[str, object] | None = None, records: Sequence[str] = ("run.json",)
+        self,
+        identity: Mapping[str, object] | None = None,
+        records: Sequence[str] = ("run.json",),
+        places: JsonObject | None = None,
     ) -> bool:
         """Lock `out` and, given an identity, claim it; return whether this resumes a run. See
         `hold` and `claim`.
         """
         self._stack.enter_context(hold(self.out, file=self._file))
         if identity is not None:
-            self.resumed = from_main(lambda: claim(self.out, identity, records))
+            self.resumed = from_main(lambda: claim(self.out, identity, records, places))
         return self.resumed
 
     def step(
@@ -241,13 +244,16 @@ def holder(out: Path) -> str | None:
 
 
 def claim(
-    directory: Path, identity: Mapping[str, object], records: Sequence[str] = ("run.json",)
+    directory: Path,
+    identity: Mapping[str, object],
+    records: Sequence[str] = ("run.json",),
+    places: JsonObject | None = None,
 ) -> bool:
     """Claim `directory` for this run; return whether a run of the same identity began it.
 
     identity: everything that decides the result; JSON. records: files that may hold an identity; a
-    new run writes the last. If the identities differ, raise InputError naming the first key that
-    differs.
+    new run writes the last. places: options that are known by their content, kept for readers of
+    the record. If the identities differ, raise InputError naming the first key that differs.
     """
     remove_leftovers(directory)
     current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
@@ -259,7 +265,7 @@ def claim(
             f"--out {directory}: was made with other options: {differs}; choose another --out or "
             "delete the directory"
         )
-    write_json_atomic(directory / records[-1], {"identity": current})
+    write_json_atomic(directory / records[-1], {"identity": current, "places": places or {}})
     return False
 
 

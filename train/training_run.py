@@ -30,7 +30,7 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith_core.options import configured, identity as identity_options
+from draftsmith_core.options import configured, identity as identity_options, places
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.ranks import is_main, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance, read_record
@@ -93,17 +93,18 @@ def train(
             raise InputError(
                 f"{out}: holds a model that this run did not make; choose another `out`"
             )
-        run.begin(job.identity, ("run/run.json",))
+        run.begin(job.identity, ("run/run.json",), places(config))
         for place in (job.run_dir, job.checkpoints):
             on_main(partial(remove_leftovers, place))
         if (out / "config.json").exists():
             on_main(lambda: checkpoint.drop_old(job))
             record = read_record(out)
         else:
+            settings = job.identity["config"] | places(config)
             wandb_runs.start(
                 job.world.accelerator,
                 out,
-                job.identity,
+                job.identity | {"config": settings},
                 tracker=config.tracker,
                 project=config.project,
             )
