@@ -37,7 +37,8 @@ class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
     target: NotIdentity[str]
     """The target: a local directory or hub name."""
     draft: NotIdentity[list[str]] = field(default_factory=list)
-    """A draft model (local directory or hub name), several of them, or a head (local directory)."""
+    """A draft model (local directory or hub name), several of them, a head (local directory), or
+    `mtp`, the multi-token-prediction layer in the target's own checkpoint."""
     proposer: Named = None
     """What drafts; --help=all lists them. prompt_lookup with --draft: lookup, and the draft where
     it finds nothing. Default: what --draft is, else none (the target alone).

@@ -117,11 +117,11 @@ def lfs_pointer(*files: Path) -> str | None:
     return None
 
 
-def snapshot(name: str) -> Path:
+def snapshot(name: str, revision: str | None = None) -> Path:
     """A small repository of the hub as a directory in its cache; InputError if it cannot be had."""
     patterns = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's client raises a dozen classes
         raise InputError(f"{name}: cannot be downloaded: {first_line(error)}") from None
 

@@ -54,8 +54,8 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     target: str
     """Target model: a local directory or hub name."""
     draft: Named
-    """Drafts to compare, each MODEL or NAME=MODEL: a language model, the directory of a head, or
-    prompt_lookup, which needs no weights.
+    """Drafts to compare, each MODEL or NAME=MODEL: a language model, the directory of a head,
+    `mtp` (the target's own MTP layer), or prompt_lookup, which needs no weights.
     """
     id: Named
     """Prompt sets in distribution, each PROMPTS, NAME=PROMPTS, @SUITE, or @SUITE:FILE for local

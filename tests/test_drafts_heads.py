@@ -156,7 +156,7 @@ def reference_layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, residual
     """
 
     def linear(name: str, value: Tensor) -> Tensor:
-        return value @ tensors[f"{prefix}{name}.weight"].T
+        return value @ tensors[f"{prefix}{name}.weight"].T + tensors.get(f"{prefix}{name}.bias", 0)
 
     rows, length = x.shape[:2]
     q, k, v = (

@@ -110,7 +110,9 @@ class TrainConfig(RunOptions, TargetOptions):
     kind: DraftKind = "lm"
     """What to train: a language model, or a head on the target's hidden states."""
     draft: ByContent[str | None] = None
-    """Weights to start from: a directory or hub name. A head without it starts fresh."""
+    """Weights to start from: a directory or hub name. A head without it starts fresh; `mtp` is the
+    target's own MTP layer.
+    """
     draft_config: Rare[str | None] = None
     """A Hugging Face config.json. Alone: a fresh model of that shape. With `draft`: the shape it
     must have.

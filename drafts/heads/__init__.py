@@ -5,6 +5,6 @@ A head holds the parameters that are trained; embedding and output projection ar
 target by reference.
 """
 
-from drafts.heads.store import HEADS, Head, head_kind, load_head, save_head, write_head
+from drafts.heads.store import HEADS, NATIVE, Head, head_kind, load_head, save_head, write_head
 
-__all__ = ["HEADS", "Head", "head_kind", "load_head", "save_head", "write_head"]
+__all__ = ["HEADS", "NATIVE", "Head", "head_kind", "load_head", "save_head", "write_head"]

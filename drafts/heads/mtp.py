@@ -3,8 +3,9 @@
     fc([norm(embedding of the next token); norm(hidden state)]) -> decoder layer -> norm -> logits
 
 The decoder layer is of the target's own kind (transformers' class of its family, full attention).
-Embedding, rotary embedding and output projection are the target's. One module serves all depths:
-each reads what the one before gave.
+Embedding, rotary embedding and output projection are the target's. The hidden state is the one
+after the final norm: of the target at the first depth, of the head itself at the next ones. One
+module serves all depths, as in vLLM and SGLang.
 
 Legend: B rows, T tokens, H hidden size, V vocabulary.
 
@@ -14,13 +15,22 @@ whose tensor names these are.
 
 import copy
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, Cache, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    Cache,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 from drafts.heads.borrowed import ReadsLastState, borrow, dtype_of
 from drafts.heads.eagle import FeatureHead, LayerConfig, Rotary, join_scale
@@ -32,6 +42,9 @@ from draftsmith_core.sampling import generator
 _FULL = "full_attention"
 _PARTS = ("layers", "norm", "rotary_emb")
 _ARGUMENTS = {"attention_mask", "position_embeddings", "past_key_values"}
+# Families whose layers serve targets of others.
+_FOR_ANY_TARGET = (LlamaConfig.model_type, Qwen2Config.model_type)
+_LAYER = "layers.0."
 # Keys of a transformers config that do not describe a layer.
 _NOT_OF_THE_LAYER = (
     "_name_or_path",
@@ -54,8 +67,6 @@ class MtpConfig:
     """The transformers config of a model of this one layer."""
     hidden_first: bool = False
     """`fc` reads [hidden state; embedding] (MiMo), not [embedding; hidden state]."""
-    norm_output: bool = True
-    """The next depth reads the state after the final norm. The target's is always read so."""
     num_hidden_layers: ClassVar[int] = 1
 
     @property
@@ -76,22 +87,19 @@ class MtpConfig:
         return {
             "architectures": ["MtpHead"],
             "hidden_first": self.hidden_first,
-            "norm_output": self.norm_output,
             "layer": self.layer,
         }
 
     @classmethod
     def from_json(cls, values: JsonObject, target: PreTrainedModel) -> "MtpConfig":
         """Read config.json. Raises InputError if its sizes or its family are not the target's."""
-        config = cls(
-            layer=values["layer"],
-            hidden_first=bool(values["hidden_first"]),
-            norm_output=bool(values["norm_output"]),
-        )
+        config = cls.like(target, values.get("family"), hidden_first=values["hidden_first"])
+        if "layer" in values:
+            config = replace(config, layer=values["layer"])
         borrow(target).check_sizes(hidden_size=config.hidden_size, vocab_size=config.vocab_size)
         family = config.layer["model_type"]
         known = text_config(target).model_type
-        if family not in (known, LlamaConfig.model_type):
+        if family not in (known, *_FOR_ANY_TARGET):
             raise InputError(
                 f"'layer' is of a {family} model and the target is a {known} model; use the "
                 "target it was trained for"
@@ -99,16 +107,22 @@ class MtpConfig:
         return config
 
     @classmethod
-    def like(cls, target: PreTrainedModel, **facts: bool) -> "MtpConfig":
+    def like(
+        cls, target: PreTrainedModel, family: str | None = None, hidden_first: bool = False
+    ) -> "MtpConfig":
         """A layer of the target's own kind with full attention; a LLaMA layer as wide as one of the
         target for a family whose layers cannot run on their own.
+
+        family: another one, LLaMA-like, to which the layer belongs (`qwen2`).
         """
-        config = _own_layer(target) or _llama_config(target)
+        config = None if family else _own_layer(target)
+        if config is None:
+            config = _llama_like(target, family or LlamaConfig.model_type)
         values = json.loads(json.dumps(config.to_dict()))
         for key in _NOT_OF_THE_LAYER:
             values.pop(key, None)
         values["vocab_size"] = vocabulary_size(target)
-        return cls(layer=values, **facts)
+        return cls(layer=values, hidden_first=hidden_first)
 
     def model(self, seed: int = 0) -> Any:
         """A fresh model of the one layer, on the CPU and in fp32, with an embedding of a few
@@ -159,9 +173,10 @@ def _own_layer(target: PreTrainedModel) -> Any:
     return config if takes >= _ARGUMENTS else None
 
 
-def _llama_config(target: PreTrainedModel) -> LlamaConfig:
+def _llama_like(target: PreTrainedModel, family: str) -> PretrainedConfig:
     like = LayerConfig.like(target)
-    return LlamaConfig(
+    return AutoConfig.for_model(
+        family,
         vocab_size=like.vocab_size,
         hidden_size=like.hidden_size,
         intermediate_size=like.intermediate_size,
@@ -227,6 +242,32 @@ class MtpHead(ReadsLastState, FeatureHead):
         nn.init.normal_(head.fc.weight, 0.0, join_scale(head.fc), generator=generator(seed))
         return head.to(device=target.device, dtype=target.dtype)
 
+    def of_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state dict of tensors whose decoder layer has the names that its family has on disk
+        (experts one by one).
+        """
+        model = self.config.model()
+        whole = {name: tensor for name, tensor in model.state_dict().items() if _LAYER not in name}
+        own: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            (whole if name.startswith(_LAYER) else own)[name] = tensor
+        try:
+            one, info = type(model).from_pretrained(
+                None,
+                config=model.config,
+                state_dict=whole,
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+        except RuntimeError:
+            family = model.config.model_type
+            raise RuntimeError(f"its decoder layer is not one of a {family} model") from None
+        for name, tensor in one.layers[0].state_dict(prefix=_LAYER).items():
+            if name not in info["missing_keys"]:
+                own[name] = tensor
+        # `load_state_dict` names what is missing, and these.
+        return own | {name: whole[name] for name in info["unexpected_keys"]}
+
     def states(
         self,
         input_ids_BT: Tensor,
@@ -235,9 +276,7 @@ class MtpHead(ReadsLastState, FeatureHead):
         positions: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """What the next depth reads `[B, T, H]`: after the final norm, unless the config says
-        otherwise.
-        """
+        """The states `[B, T, H]` of `forward`, after the final norm."""
         dtype = dtype_of(self.fc)
         embedded_BTH = self.pre_fc_norm_embedding(self.borrowed.embed(input_ids_BT, dtype))
         hidden_BTH = self.pre_fc_norm_hidden(features_BTH.to(dtype))
@@ -247,13 +286,8 @@ class MtpHead(ReadsLastState, FeatureHead):
         joined_BTH = self.fc(torch.cat(parts, dim=-1))
         attending = self.attending(joined_BTH, mask, positions, past_key_values)
         out = self.layers[0](joined_BTH, **attending)
-        states_BTH: Tensor = out[0] if isinstance(out, tuple) else out
-        return self.norm(states_BTH) if self.config.norm_output else states_BTH
-
-    def normed(self, states_BTH: Tensor) -> Tensor:
-        """The states `[..., H]` that the output projection reads, from those of `states`."""
-        return states_BTH if self.config.norm_output else self.norm(states_BTH)
+        return self.norm(out[0] if isinstance(out, tuple) else out)
 
     def logits(self, states_BTH: Tensor) -> Tensor:
         """Logits `[..., V]` that the target's output projection gives for states of `states`."""
-        return self.borrowed.project(self.normed(states_BTH))
+        return self.borrowed.project(states_BTH)

@@ -2,9 +2,12 @@
 save it.
 """
 
+import itertools
+import logging
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,13 @@ from transformers import PreTrainedModel
 
 from drafts.draft_vocabulary import DraftVocabulary
 from drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
-from drafts.heads.borrowed import borrow
-from drafts.heads.eagle import EagleHead
+from drafts.heads.borrowed import Borrowed, borrow
+from drafts.heads.eagle import EagleHead, FeatureHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.heads.mtp import MtpHead
 from drafts.layouts.layout import EMBEDDING, HeadFiles, Layout, renamed
+from drafts.layouts.mtp import NATIVE_MTP, find_layer
 from drafts.layouts.table import layout_of, may_be_head
 from draftsmith_core.errors import InputError, first_line, one_line
 from draftsmith_core.hub import cached, is_hub_name, lfs_pointer, snapshot
@@ -42,7 +46,11 @@ HEADS: dict[str, type[Head]] = {
     "jetspec": JetSpecHead,
 }
 
+log = logging.getLogger(__name__)
+_warn_once = cache(log.warning)
 _COMPARED_ROWS = 1024
+NATIVE = "mtp"
+"""The draft that is the target's own MTP layer; `mtp:CHECKPOINT` is that of another checkpoint."""
 # Frequencies that older versions of transformers saved; they follow from the config.
 _COMPUTED = "rotary_emb.inv_freq"
 _NOT_WEIGHTS = ("training_args", "training_state", "optimizer", "scheduler", "scaler", "rng_state")
@@ -55,6 +63,8 @@ def head_kind(path: str | Path) -> str | None:
     A kind that is not in `HEADS` is that of a head which cannot be loaded; `load_head` then says
     so.
     """
+    if _is_native(path):
+        return MtpHead.kind
     directory = _directory(path)
     config = directory / "config.json"
     kind = read_record(directory).get("kind")
@@ -67,6 +77,10 @@ def head_kind(path: str | Path) -> str | None:
     if layout is None and "speculators_model_type" in values:
         return f"speculators {values['speculators_model_type']}"
     return None if layout is None else layout.kind
+
+
+def _is_native(path: str | Path) -> bool:
+    return str(path) == NATIVE or str(path).startswith(f"{NATIVE}:")
 
 
 def _directory(path: str | Path) -> Path:
@@ -95,8 +109,11 @@ def _layout(directory: Path, values: JsonObject) -> Layout | None:
 def load_head(path: str | Path, target: PreTrainedModel) -> Head:
     """The head in a directory or on the hub, on the target's device, in its dtype, in eval mode.
 
+    path: `mtp` is the MTP layer in the target's own checkpoint, `mtp:CHECKPOINT` that in another.
     Raises InputError naming file and key if there is no head, or if it does not fit the target.
     """
+    if _is_native(path):
+        return _loaded(MtpHead.kind, NATIVE_MTP, _native_files(str(path), target), target)
     directory = _directory(path)
     config = directory / "config.json"
     values = read_json(config, "the config of a head")
@@ -109,7 +126,24 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
             f"{config}: describes {what}; heads that can be loaded are {', '.join(HEADS)}"
         )
     file, tensors = read_tensors(directory)
-    layout = _layout(directory, values)
+    files = _Files(config, file, values, tensors)
+    return _loaded(kind, _layout(directory, values), files, target)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Values and tensors of a head on disk; `config` and `file` are named in errors."""
+
+    config: Path
+    file: Path
+    values: JsonObject
+    tensors: dict[str, Tensor]
+
+
+def _loaded(kind: str, layout: Layout | None, on_disk: _Files, target: PreTrainedModel) -> Head:
+    config = on_disk.config
+    values = on_disk.values
+    tensors = on_disk.tensors
     head_class: Any = HEADS[kind]
     try:
         if layout is not None and layout.kind == kind:
@@ -128,15 +162,15 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
         raise InputError(
             f"{config}: describes no head ({type(error).__name__}: {first_line(error)})"
         ) from None
-    if (
-        isinstance(head, EagleHead | Eagle3Head | BlockHead)
-        and EMBEDDING in tensors.keys() - head.state_dict().keys()
-    ):
-        _check_embedding(head, file, tensors.pop(EMBEDDING))
+    embeds = isinstance(head, FeatureHead | BlockHead)
+    if embeds and EMBEDDING in tensors.keys() - head.state_dict().keys():
+        _check_embedding(head.borrowed, on_disk.file, tensors.pop(EMBEDDING))
     try:
+        if isinstance(head, MtpHead) and layout is NATIVE_MTP:
+            tensors = head.of_checkpoint(tensors)
         head.load_state_dict(tensors)
     except RuntimeError as error:
-        raise InputError(f"{file}: does not fit {config}: {one_line(error)}") from None
+        raise InputError(f"{on_disk.file}: does not fit {config}: {one_line(error)}") from None
     if isinstance(head, DraftVocabulary):
         head.read_draft_vocab()
     head.to(device=target.device, dtype=target.dtype)
@@ -144,16 +178,41 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
     return head
 
 
-def _check_embedding(head: EagleHead | Eagle3Head | BlockHead, file: Path, copy: Tensor) -> None:
+def _native_files(name: str, target: PreTrainedModel) -> _Files:
+    """The MTP layer in the checkpoint of a target. Its facts follow from the names of tensors."""
+    source = name.removeprefix(f"{NATIVE}:")
+    revision = None
+    if name == NATIVE:
+        source = str(target.name_or_path or "")
+        revision = getattr(target.config, "_commit_hash", None)
+    if not source:
+        raise InputError(f"{name}: the target was loaded from no checkpoint; write mtp:CHECKPOINT")
+    directory = Path(source)
+    if not directory.is_dir() and is_hub_name(source):
+        directory = snapshot(source, revision)
+    names_of = {file: set(_load(file, names_only=True)) for file in _tensor_files(directory)}
+    found = find_layer(itertools.chain.from_iterable(names_of.values()))
+    if found is None:
+        raise InputError(f"{source}: has no MTP layer; train one with draftsmith train --kind mtp")
+    if found.count > 1:
+        _warn_once(f"{source}: has {found.count} MTP layers; the first serves all depths")
+    tensors: dict[str, Tensor] = {}
+    for file, names in names_of.items():
+        if wanted := found.names(names):
+            tensors |= _load(file, wanted=wanted)
+    return _Files(directory / "config.json", directory, {}, tensors)
+
+
+def _check_embedding(borrowed: Borrowed, file: Path, copy: Tensor) -> None:
     """Raise InputError if the file's copy of the target's embedding is another target's."""
-    table = head.borrowed.embedding_table
+    table = borrowed.embedding_table
     step = max(1, len(table) // _COMPARED_ROWS)
     # Rounding to bf16 changes it by 0.4 %, fine-tuning by a few percent; another model's embedding
     # is unrelated. Older files of ours hold the bare table of a target that scales it.
     rows = copy[::step].float()
     is_another = copy.shape != table.shape
     if not is_another:
-        known = [table[::step].float().cpu(), head.borrowed.embedding_weight[::step].float().cpu()]
+        known = [table[::step].float().cpu(), borrowed.embedding_weight[::step].float().cpu()]
         is_another = all((rows - each).norm() > 0.5 * each.norm() for each in known)
     if is_another:
         raise InputError(
@@ -202,19 +261,25 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     return files[0], tensors
 
 
-def _load(file: Path, names_only: bool = False) -> dict[str, Any]:
-    """Tensors by name. A pickle is read with `weights_only=True`, which runs no code."""
+def _load(file: Path, names_only: bool = False, wanted: Set[str] | None = None) -> dict[str, Any]:
+    """Tensors by name. A pickle is read with `weights_only=True`, which runs no code.
+
+    wanted: the names to load; None for all.
+    """
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
-                return {
-                    name: None if names_only else opened.get_tensor(name) for name in opened.keys()
-                }  # noqa: SIM118
+                names = opened.keys() if wanted is None else wanted
+                return {name: None if names_only else opened.get_tensor(name) for name in names}
         # Files of torch before 1.6 cannot be mapped.
         loaded = torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
         )
-        return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
+        return {
+            name: tensor
+            for name, tensor in loaded.items()
+            if isinstance(tensor, Tensor) and (wanted is None or name in wanted)
+        }
     except pickle.UnpicklingError:
         reason = (
             lfs_pointer(file)

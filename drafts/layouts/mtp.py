@@ -1,12 +1,150 @@
-"""Layouts of MTP heads."""
+"""Layouts of MTP heads: our own, and those in which models ship with an MTP layer."""
 
-from drafts.layouts.layout import Layout, Names
+import re
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from drafts.layouts.layout import HeadFiles, Layout, Names
+from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject
+
+_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+_WITHOUT_COUNT = "qwen3_next"
+_TARGETS_OWN = r"(?:model\.)?(?:language_model\.)?(?:embed_tokens|lm_head)\.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeLayer:
+    """How the checkpoints of some families name their MTP layer."""
+
+    title: str
+    join: str
+    """Pattern of the name of `fc`. Group `start` is what all names of the layer begin with, group
+    `i` the number of the layer.
+    """
+    names: Mapping[str, str]
+    """Our name -> theirs, for what is not in the decoder layer. A `.weight` follows."""
+    block: str = ""
+    """What the names of the decoder layer begin with, after `start`."""
+    hidden_first: bool = False
+    family: str | None = None
+    """Family of the decoder layer if it is not the target's."""
+
+
+_DEEPSEEK = {
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "fc": "eh_proj",
+    "norm": "shared_head.norm",
+    "embed_tokens": "embed_tokens",
+    "lm_head": "shared_head.head",
+}
+_QWEN = {
+    "pre_fc_norm_embedding": "pre_fc_norm_embedding",
+    "pre_fc_norm_hidden": "pre_fc_norm_hidden",
+    "fc": "fc",
+    "norm": "norm",
+}
+_MIMO = {
+    "pre_fc_norm_embedding": "token_layernorm",
+    "pre_fc_norm_hidden": "hidden_layernorm",
+    "fc": "input_proj",
+    "norm": "final_layernorm",
+}
+# All feed the normed state back: SGLang's models, vLLM's (pull requests 45895 and 47448).
+NATIVE_LAYERS = (
+    NativeLayer(
+        title="MTP layer of Qwen3-Next and Qwen3.5",
+        join=r"(?P<start>mtp\.)fc\.weight",
+        names=_QWEN,
+        block="layers.0.",
+    ),
+    NativeLayer(
+        title="MTP layer of DeepSeek V3 and GLM 4.5",
+        join=r"(?P<start>(?:model\.)?(?:language_model\.)?layers\.(?P<i>\d+)\.)eh_proj\.weight",
+        names=_DEEPSEEK,
+    ),
+    NativeLayer(
+        title="MTP layer of MiMo",
+        join=r"(?P<start>model\.mtp_layers\.(?P<i>\d+)\.)input_proj\.weight",
+        names=_MIMO,
+        hidden_first=True,
+        family="qwen2",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class FoundLayer:
+    """An MTP layer among the tensors of a checkpoint. count: number of such layers there."""
+
+    layer: NativeLayer
+    start: str
+    count: int
+
+    def names(self, names: Iterable[str]) -> set[str]:
+        """The names that belong to the layer."""
+        return {name for name in names if name.startswith(self.start)}
+
+
+def find_layer(names: Iterable[str]) -> FoundLayer | None:
+    """The first MTP layer among these names of tensors."""
+    names = list(names)
+    for layer in NATIVE_LAYERS:
+        starts: dict[int, str] = {}
+        for name in names:
+            if match := re.fullmatch(layer.join, name):
+                starts[int(match.groupdict().get("i", 0))] = match["start"]
+        if starts:
+            return FoundLayer(layer, starts[min(starts)], len(starts))
+    return None
 
 
 def _is_ours(values: JsonObject, names: Names) -> bool:
     return values.get("architectures") == ["MtpHead"]
 
 
+def _is_native(values: JsonObject, names: Names) -> bool:
+    """Whether a directory holds an MTP layer and nothing else of its model."""
+    text: JsonObject = values.get("text_config") or {}
+    counted = any(values.get(key) or text.get(key) for key in _COUNTS)
+    if not counted and values.get("model_type") != _WITHOUT_COUNT:
+        return False
+    return _only_layer(names())
+
+
+def _only_layer(names: Set[str]) -> bool:
+    found = find_layer(names)
+    if found is None:
+        return False
+    return all(re.fullmatch(_TARGETS_OWN, name) for name in names - found.names(names))
+
+
+def _read_native(files: HeadFiles) -> None:
+    """Name the layer's tensors as `MtpHead` does; those of the decoder layer keep the checkpoint's
+    names behind `layers.0.`.
+    """
+    found = find_layer(files.tensors)
+    assert found is not None
+    ours = {f"{theirs}.weight": f"{name}.weight" for name, theirs in found.layer.names.items()}
+    tensors: dict[str, Tensor] = {}
+    for name in found.names(files.tensors):
+        tensor = files.tensors[name]
+        if tensor.element_size() == 1:
+            raise InputError(
+                f"'{name}' is quantised ({str(tensor.dtype).removeprefix('torch.')}), which an "
+                "MTP layer is not read from; use a checkpoint in bf16"
+            )
+        rest = name.removeprefix(found.start)
+        tensors[ours.get(rest) or f"layers.0.{rest.removeprefix(found.layer.block)}"] = tensor
+    # Copies of the target's own; the head uses the target's. The embedding is compared with it.
+    tensors.pop("lm_head.weight", None)
+    files.tensors = tensors
+    files.values = {"hidden_first": found.layer.hidden_first, "family": found.layer.family}
+
+
 # Our own: tensors under Qwen3-Next's names without `mtp.`, the layer's as transformers has them.
 MTP = Layout(title="draftsmith's MTP head", kind="mtp", known=_is_ours)
+NATIVE_MTP = Layout(title="MTP layer of a model", kind="mtp", known=_is_native, read=_read_native)

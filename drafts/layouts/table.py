@@ -14,7 +14,7 @@ from drafts.layouts.eagle import EAGLE, SGLANG_EAGLE
 from drafts.layouts.eagle3 import EAGLE3, SGLANG_EAGLE3, SPECULATORS_EAGLE3
 from drafts.layouts.layout import Layout, Names
 from drafts.layouts.medusa import HYDRA, MEDUSA, VLLM_MEDUSA
-from drafts.layouts.mtp import MTP
+from drafts.layouts.mtp import MTP, NATIVE_MTP
 from draftsmith_core.io import JsonObject
 
 # The first layout that knows a directory reads it.
@@ -23,6 +23,7 @@ LAYOUTS: dict[str, Layout] = {
     "speculators-dflash": SPECULATORS_DFLASH,
     "speculators-dspark": SPECULATORS_DSPARK,
     "mtp": MTP,
+    "native-mtp": NATIVE_MTP,
     "vllm-medusa": VLLM_MEDUSA,
     "medusa": MEDUSA,
     "hydra": HYDRA,

@@ -17,6 +17,7 @@ from rich.text import Text
 from decode import PROPOSERS, DecodeStats
 from decode.native import missing_kernel
 from decode.suffix_index import SuffixIndex
+from drafts.heads import NATIVE
 from drafts.load import draft_kind, other_targets
 from draftsmith.cli.outcome import Outcome
 from draftsmith.config import DecodeConfig
@@ -105,7 +106,8 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     """Return the pair and its decoder. Refuse before a model is loaded what options show wrong."""
     kinds = {}
     for name in config.draft:
-        check_source(name)  # else a path that does not exist would be looked up on the hub
+        # Else a path that does not exist would be looked up on the hub.
+        check_source(name.removeprefix(f"{NATIVE}:"))
         kinds[f"{name}#2" if name in kinds else name] = draft_kind(name)
     tree = _planned(config) if config.tree == "auto" else config.tree
     method = choose_method(

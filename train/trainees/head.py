@@ -372,9 +372,7 @@ class MtpTrainee(HeadTrainee):
         self.test_steps = test_steps
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
-        features_BWH = states[0][:, :-1]
-        for pairs, states_NH in unroll(self.draft.states, batch, features_BWH, self.test_steps):
-            yield pairs, self.draft.normed(states_NH)
+        return unroll(self.draft.states, batch, states[0][:, :-1], self.test_steps)
 
 
 class MedusaTrainee(HeadTrainee):

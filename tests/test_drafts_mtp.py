@@ -1,0 +1,377 @@
+"""MTP layers as models ship them: read from a checkpoint, they draft as transformers does where it
+can run them, and compute the published formula where it cannot.
+
+Legend: B rows, T tokens, H hidden size.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from decode import HeadProposer, SpeculativeDecoder
+from drafts.heads import head_kind, load_head, save_head
+from drafts.heads.mtp import MtpHead
+from draftsmith_core.errors import InputError
+from draftsmith_core.models import load_model
+from draftsmith_core.sampling import Sampling
+from draftsmith_core.tokenization import load_tokenizer
+from tests.test_drafts_heads import inputs, make_target, reference_layer, rms
+from tests.tiny_models import stirred
+from tests.train_laws import tiny_family
+
+V, H = 40, 32
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 16,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.2,
+}
+EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+}
+NEXT = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 16,
+}
+WITH_NEXTN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_key_value_heads": 4, **EXPERTS, **LATENT},
+    "glm4_moe": {"num_key_value_heads": 2, "head_dim": 8, **EXPERTS},
+}
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [17, 30, 8, 8, 21, 0]]
+NEW_TOKENS = 24
+
+
+def drawn(shape: tuple[int, ...], seed: int, spread: float = 0.2) -> Tensor:
+    return spread * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def join_tensors(names: dict[str, str], hidden: int = H, centre: float = 1.0) -> dict[str, Tensor]:
+    """The tensors outside of the decoder layer, drawn at random. The norms are around `centre`."""
+    tensors = {}
+    for seed, (part, name) in enumerate(names.items()):
+        shape = (hidden, 2 * hidden) if part == "fc" else (hidden,)
+        tensors[name] = drawn(shape, seed) + (0.0 if part == "fc" else centre)
+    return tensors
+
+
+def model_of(kind: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind, **(SIZES | changes))
+    return stirred(AutoModelForCausalLM.from_config(config).float().eval(), 0.05)
+
+
+def write_nextn(kind: str, out: Path, layers: int = 2, **changes: Any) -> Path:
+    """A checkpoint as DeepSeek and GLM publish theirs: the layer behind the last has an MTP
+    layer's tensors too.
+    """
+    model_of(kind, num_hidden_layers=layers + 1, **WITH_NEXTN[kind], **changes).save_pretrained(out)
+    values = json.loads((out / "config.json").read_text())
+    values |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    (out / "config.json").write_text(json.dumps(values))
+    tensors = load_file(out / "model.safetensors")
+    start = f"model.layers.{layers}."
+    names = {
+        "embedding": f"{start}enorm.weight",
+        "hidden": f"{start}hnorm.weight",
+        "fc": f"{start}eh_proj.weight",
+        "norm": f"{start}shared_head.norm.weight",
+    }
+    tensors |= join_tensors(names)
+    tensors[f"{start}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{start}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.fixture(scope="module", params=WITH_NEXTN)
+def nextn(request, tmp_path_factory):
+    return write_nextn(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture
+def transformers_knows(nextn, monkeypatch):
+    """transformers finds the layer by the numbers that it has in the published sizes."""
+    target: Any = type(load_model(str(nextn), device="cpu"))
+    monkeypatch.setattr(target, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
+
+
+@pytest.mark.usefixtures("transformers_knows")
+def test_a_native_layer_drafts_as_in_transformers(nextn):
+    """Greedy tokens and the number of target calls are those of `generate(use_mtp=True)`, whose
+    first call drafts nothing: ours begins behind the token that it gave.
+    """
+    target: Any = load_model(str(nextn), device="cpu")
+    decoder = SpeculativeDecoder(target, HeadProposer(load_head("mtp", target)), "chain:1")
+    accepted = 0
+    for prompt in PROMPTS:
+        calls: list[int] = []
+        hook = target.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        output = target.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            use_mtp=True,
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+        )[0].tolist()
+        hook.remove()
+        begun = len(prompt) + 1
+        batch = decoder.generate(
+            [output[:begun]], Sampling(temperature=0.0), NEW_TOKENS - 1, eos_ids=()
+        )
+        stats = batch.generations[0].stats
+        assert batch.generations[0].output_ids == output[begun:]
+        assert stats.target_calls == len(calls) - 1
+        accepted += stats.accepted
+    assert 0 < accepted < len(PROMPTS) * NEW_TOKENS / 2
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("transformers_knows")
+def test_a_native_layer_gives_the_logits_of_transformers(nextn):
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    target: Any = load_model(str(nextn), device="cpu")
+    head: Any = load_head("mtp", target)
+    ids_1T = torch.tensor([PROMPTS[2]])
+    features_1TH = target.model(ids_1T).last_hidden_state[:, :-1]
+    theirs = MtpModel.from_pretrained(target)
+    cache = MtpCache(config=target.config.get_mtp_config())
+    positions_1T = torch.arange(1, ids_1T.shape[1])[None]
+    states = theirs.forward_layer(0, features_1TH, positions_1T, cache, input_ids=ids_1T[:, 1:])
+    ours_1TV, ours_1TH = head(ids_1T[:, 1:], features_1TH)
+    torch.testing.assert_close(ours_1TH, states, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours_1TV, target.lm_head(states), atol=1e-5, rtol=1e-5)
+    assert torch.equal(ours_1TV, load_head(f"mtp:{nextn}", target)(ids_1T[:, 1:], features_1TH)[0])
+
+
+def test_a_directory_may_hold_the_layer_alone(nextn, tmp_path):
+    target = load_model(str(nextn), device="cpu")
+    tensors = load_file(nextn / "model.safetensors")
+    alone = {name: value for name, value in tensors.items() if ".layers.2." in name}
+    (tmp_path / "config.json").write_bytes((nextn / "config.json").read_bytes())
+    save_file(alone, tmp_path / "mtp.safetensors")
+    assert head_kind(nextn) is None
+    assert head_kind(tmp_path) == "mtp"
+    head, native = load_head(tmp_path, target), load_head("mtp", target)
+    for name, value in native.state_dict().items():
+        assert torch.equal(head.state_dict()[name], value), name
+    broken = dict(alone)
+    broken.pop("model.layers.2.mlp.experts.1.up_proj.weight")
+    save_file(broken, tmp_path / "mtp.safetensors")
+    with pytest.raises(InputError, match=r"mtp\.safetensors: does not fit .*decoder layer is not"):
+        load_head(tmp_path, target)
+    save_file(alone | {"model.layers.2.strange": torch.ones(2)}, tmp_path / "mtp.safetensors")
+    with pytest.raises(InputError, match=r"layers\.0\.strange"):
+        load_head(tmp_path, target)
+    name = "model.layers.2.self_attn.o_proj.weight"
+    eight = alone | {name: alone[name].to(torch.float8_e4m3fn)}
+    save_file(eight, tmp_path / "mtp.safetensors")
+    with pytest.raises(InputError, match="is quantised .float8_e4m3fn."):
+        load_head(tmp_path, target)
+
+
+QWEN = {
+    "embedding": "mtp.pre_fc_norm_embedding.weight",
+    "hidden": "mtp.pre_fc_norm_hidden.weight",
+    "fc": "mtp.fc.weight",
+    "norm": "mtp.norm.weight",
+}
+
+
+def write_qwen(out: Path, experts: int) -> Path:
+    """A checkpoint as Qwen3-Next's: `mtp.*` beside the model; the layer is its last one's copy."""
+    model = model_of("qwen3_next", num_experts=experts, **NEXT)
+    model.save_pretrained(out)
+    tensors = load_file(out / "model.safetensors")
+    last = "model.layers.3."
+    for name in [name for name in tensors if name.startswith(last)]:
+        tensors[f"mtp.layers.0.{name.removeprefix(last)}"] = tensors[name].clone()
+    save_file(
+        tensors | join_tensors(QWEN, centre=0.0),
+        out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return out
+
+
+@torch.no_grad()
+def test_qwen3_next_computes_its_published_layer(tmp_path):
+    """Written out: gated attention with norms of queries and keys, a quarter of it rotated, and a
+    plain MLP.
+    """
+    target: Any = load_model(str(write_qwen(tmp_path, experts=0)), device="cpu")
+    head: Any = load_head("mtp", target)
+    t = load_file(tmp_path / "model.safetensors")
+    ids_BT, _ = inputs()
+    features_BTH = target.model(ids_BT).last_hidden_state
+    eps = target.config.rms_norm_eps
+    layer = "mtp.layers.0."
+
+    def norm(name: str, states: Tensor) -> Tensor:
+        scale = torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + eps)
+        return states * scale * (1 + t[name])
+
+    def linear(name: str, states: Tensor) -> Tensor:
+        return states @ t[f"{layer}{name}.weight"].T
+
+    embedded = norm(QWEN["embedding"], t["model.embed_tokens.weight"][ids_BT])
+    joined = torch.cat([embedded, norm(QWEN["hidden"], features_BTH)], -1) @ t["mtp.fc.weight"].T
+    x = norm(f"{layer}input_layernorm.weight", joined)
+    rows, length = ids_BT.shape
+    q, gate = linear("self_attn.q_proj", x).view(rows, length, 4, 16).chunk(2, dim=-1)
+    k, v = (linear(f"self_attn.{n}_proj", x).view(rows, length, 2, 8) for n in "kv")
+    q = norm(f"{layer}self_attn.q_norm.weight", q).transpose(1, 2)
+    k = norm(f"{layer}self_attn.k_norm.weight", k).transpose(1, 2)
+    theta = target.config.rope_parameters["rope_theta"]
+    angle = torch.arange(length)[:, None] / theta ** torch.zeros(1)
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def rope(value: Tensor) -> Tensor:
+        turned = torch.complex(value[..., :1].contiguous(), value[..., 1:2].contiguous()) * turn
+        return torch.cat([turned.real, turned.imag, value[..., 2:]], dim=-1)
+
+    scores = rope(q) @ rope(k).repeat_interleave(2, dim=1).transpose(-1, -2) / 8**0.5
+    scores = scores + torch.full((length, length), -torch.inf).triu(1)
+    mixed = scores.softmax(-1) @ v.transpose(1, 2).repeat_interleave(2, dim=1)
+    mixed = mixed.transpose(1, 2).flatten(-2) * gate.flatten(-2).sigmoid()
+    states = joined + linear("self_attn.o_proj", mixed)
+    y = norm(f"{layer}post_attention_layernorm.weight", states)
+    gated = torch.nn.functional.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y)
+    expected = norm("mtp.norm.weight", states + linear("mlp.down_proj", gated))
+    logits, after = head(ids_BT, features_BTH)
+    torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, target.lm_head(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_experts_of_a_native_layer_are_read_one_by_one(tmp_path):
+    target: Any = load_model(str(write_qwen(tmp_path, experts=4)), device="cpu")
+    head: Any = load_head("mtp", target)
+    last = target.model.layers[3].state_dict()
+    assert "mlp.experts.gate_up_proj" in last
+    for name, value in last.items():
+        assert torch.equal(head.layers[0].state_dict()[name], value), name
+
+
+@torch.no_grad()
+def test_mimo_computes_its_published_layer(tmp_path):
+    """The hidden state comes first, and the layer is Qwen 2's, with biases."""
+    target: Any = make_target()
+    shapes = {
+        "self_attn.q_proj.weight": (16, 16),
+        "self_attn.q_proj.bias": (16,),
+        "self_attn.k_proj.weight": (8, 16),
+        "self_attn.k_proj.bias": (8,),
+        "self_attn.v_proj.weight": (8, 16),
+        "self_attn.v_proj.bias": (8,),
+        "self_attn.o_proj.weight": (16, 16),
+        "mlp.gate_proj.weight": (24, 16),
+        "mlp.up_proj.weight": (24, 16),
+        "mlp.down_proj.weight": (16, 24),
+        "input_layernorm.weight": (16,),
+        "post_attention_layernorm.weight": (16,),
+    }
+    start = "model.mtp_layers.0."
+    names = {
+        "embedding": f"{start}token_layernorm.weight",
+        "hidden": f"{start}hidden_layernorm.weight",
+        "fc": f"{start}input_proj.weight",
+        "norm": f"{start}final_layernorm.weight",
+    }
+    tensors = join_tensors(names, hidden=16)
+    for seed, (name, shape) in enumerate(shapes.items()):
+        tensors[start + name] = drawn(shape, seed + 10, 0.4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    values = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": 1}))
+    head: Any = load_head(tmp_path, target)
+    ids_BT, features_BTH = inputs()
+    embedded = rms(target.get_input_embeddings()(ids_BT), tensors[names["embedding"]])
+    hidden = rms(features_BTH, tensors[names["hidden"]])
+    joined = torch.cat([hidden, embedded], -1) @ tensors[names["fc"]].T
+    x = rms(joined, tensors[f"{start}input_layernorm.weight"])
+    expected = rms(reference_layer(tensors, start, x, joined), tensors[names["norm"]])
+    logits, after = head(ids_BT, features_BTH)
+    torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, target.lm_head(expected), atol=1e-5, rtol=1e-5)
+    save_head(head, tmp_path / "ours")
+    again: Any = load_head(tmp_path / "ours", target)
+    assert torch.equal(again(ids_BT, features_BTH)[0], logits)
+
+
+def test_a_target_without_the_layer_says_how_to_get_one(target_dir):
+    target = load_model(target_dir, device="cpu")
+    with pytest.raises(InputError, match="has no MTP layer; train one with draftsmith train"):
+        load_head("mtp", target)
+    with pytest.raises(InputError, match="from no checkpoint; write mtp:CHECKPOINT"):
+        load_head("mtp", make_target())
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [("llama", "llama"), ("qwen3", "qwen3"), ("cohere", "cohere"), ("gpt2", "llama")],
+)
+def test_a_fresh_layer_is_of_the_targets_own_kind(kind, layer):
+    """GPT-2's layers take no rotary embedding from outside: a LLaMA layer serves it."""
+    head = MtpHead.fresh(tiny_family(kind, vocab_size=V))
+    assert head.config.layer["model_type"] == layer
+    assert len(head.layers) == 1
+
+
+def test_a_head_of_another_family_is_refused(tmp_path):
+    save_head(MtpHead.fresh(tiny_family("qwen3", vocab_size=V)), tmp_path)
+    with pytest.raises(InputError, match="is of a qwen3 model and the target is a llama model"):
+        load_head(tmp_path, tiny_family("llama", vocab_size=V))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, target_dir):
+    """A GLM with a native layer and a tokenizer."""
+    out = write_nextn("glm4_moe", tmp_path_factory.mktemp("glm") / "glm", vocab_size=290)
+    load_tokenizer(target_dir).save_pretrained(out)
+    return str(out)
+
+
+def test_the_native_layer_drafts_and_is_trained_by_name(served, distilled, tmp_path, door):
+    words = ["--target", served, "--prompt", "Numbers", "--max_new_tokens", 16]
+    alone = door.summary("decode", *words)
+    drafted = door.summary("decode", *words, "--draft", "mtp", "--tree", "kary:2,2")
+    assert drafted["outputs"][0]["output_ids"] == alone["outputs"][0]["output_ids"]
+    run = (
+        f"train --kind mtp --draft mtp --objective fkl --target {served} --data {distilled} "
+        f"--max_length 40 --steps 4 --batch_size 4 --device cpu --out {tmp_path}/tuned"
+    )
+    door.ok(*run.split())
+    target = load_model(served, device="cpu")
+    tuned, native = load_head(tmp_path / "tuned", target), load_head("mtp", target)
+    assert tuned.config == native.config
+    apart = [
+        not torch.equal(a, b) for a, b in zip(tuned.parameters(), native.parameters(), strict=True)
+    ]
+    assert any(apart)
+    said = door.refused("decode", *words, "--draft", f"mtp:{tmp_path / 'tuned'}")
+    assert "has no MTP layer; train one" in said
