@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 from decode.cache import TreeCache
 from decode.llama_forward import Forwarded, lean_forward
 from decode.packed_weights import Packs
+from draftsmith_core.hidden_states import forward_with_states
 from draftsmith_core.models import text_config
 
 # Tokens of a prompt per forward, which bounds the memory of masks and activations.
@@ -360,11 +361,11 @@ class Runner:
         options: dict[str, int] = {}
         if self._trims_logits:
             options["logits_to_keep"] = keep_logits
-        if hidden_layers:
-            options["output_hidden_states"] = True
         # A model with one kind of layer takes the mask itself.
         (mask, *others) = masks.values()
-        output = self.model(
+        output, hidden = forward_with_states(
+            self.model,
+            hidden_layers,
             input_ids=tokens_Bq,
             attention_mask=masks if others else mask,
             position_ids=positions_Bq,
@@ -372,5 +373,4 @@ class Runner:
             use_cache=True,
             **options,
         )
-        hidden = tuple(output.hidden_states[layer] for layer in hidden_layers)
         return output.logits[:, -keep_logits:], hidden

@@ -74,7 +74,13 @@ def score(
     # The last position predicts what follows the answer. Some models ignore `logits_to_keep` and
     # return all positions.
     length = len(response_ids)
-    output = model(input_ids=ids_1T, use_cache=False, logits_to_keep=length + 1)
+    # Without a mask some take a token that equals their padding for padding (XLM).
+    output = model(
+        input_ids=ids_1T,
+        attention_mask=torch.ones_like(ids_1T),
+        use_cache=False,
+        logits_to_keep=length + 1,
+    )
     logits_TV = output.logits[0]
     if prompt_ids:
         logits_RV = logits_TV[-length - 1 : -1]

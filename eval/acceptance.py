@@ -20,7 +20,7 @@ independent.
 Legend: B rows, T columns (tokens), V vocabulary, H hidden size, K ranks, D depths, N positions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, cast
@@ -78,7 +78,7 @@ class Positions:
 @torch.inference_mode()
 def draft_logits(
     head: Head,
-    hidden_states: Sequence[Tensor],
+    hidden_states: Mapping[int, Tensor] | Sequence[Tensor],
     ids_BT: Tensor,
     alone_B: Tensor,
     depths: int,
@@ -183,7 +183,8 @@ def model_logits(draft: PreTrainedModel, ids_BT: Tensor, keep: int) -> Tensor:
         ids_BT = ids_BT.to(draft.device).clamp(max=vocabulary_size(draft) - 1)
         mask_BT = torch.ones_like(ids_BT)
         out = draft(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, logits_to_keep=keep)
-        return cast(Tensor, out.logits)
+        # Some models ignore `logits_to_keep` and return all positions.
+        return cast(Tensor, out.logits[:, -keep:])
     rows, counts = [], []
     for row in ids_BT.tolist():
         pieces = [words.in_draft[token] for token in row]

@@ -24,6 +24,7 @@ from decode.propose.network import fit_vocabulary
 from drafts.heads import Head
 from drafts.load import Draft
 from draftsmith_core.errors import RunError
+from draftsmith_core.hidden_states import forward_with_states
 from draftsmith_core.models import vocabulary_size
 from draftsmith_core.ranks import divided
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
@@ -96,7 +97,6 @@ class _Batch:
     start: int
     rows: Sequence[Continuation]
     ids_BT: Tensor
-    mask_BT: Tensor
     prompt_B: Tensor
     lengths_B: Tensor
     row_N: Tensor
@@ -120,7 +120,6 @@ class _Batch:
             start=start,
             rows=rows,
             ids_BT=ids_BT,
-            mask_BT=mask_BT,
             prompt_B=prompt_B,
             lengths_B=lengths_B,
             row_N=row_N,
@@ -189,18 +188,24 @@ class _Reader:
         batch = _Batch.of(start, rows, self.target.device)
         first = int(batch.prompt_B.min()) - 1  # columns before it predict no response token
         columns = batch.ids_BT.shape[1]
-        column_T = torch.arange(columns, device=batch.ids_BT.device)
-        heads = [draft for draft in self.drafts.values() if isinstance(draft, Head)]
-        out = self.target(
+        read = [draft.hidden_layers for draft in self.drafts.values() if isinstance(draft, Head)]
+        layers = sorted(set(chain.from_iterable(read)))
+        # Causal models never see the padding on the right, so nothing need be masked. Without a
+        # mask some take every token that equals their padding for padding (XLM).
+        out, states = forward_with_states(
+            self.target,
+            layers,
             input_ids=batch.ids_BT,
-            attention_mask=batch.mask_BT.long(),
-            position_ids=column_T.expand_as(batch.ids_BT),
+            attention_mask=torch.ones_like(batch.ids_BT),
             use_cache=False,
-            output_hidden_states=bool(heads),
             logits_to_keep=columns - first,
         )
+        states_of_layer = dict(zip(layers, states, strict=True))
         at = (batch.row_N, batch.column_N - first)
-        p_NV = probs(self._finite("", out.logits[at], batch, batch.row_N), self.sampling)
+        p_NV = probs(
+            self._finite("", out.logits[:, first - columns :][at], batch, batch.row_N),
+            self.sampling,
+        )
         u_BLK = batch.candidates(self.seed, max(self.ranks.values(), default=1))
         part = _Part({}, {})
         for name, draft in self.drafts.items():
@@ -216,7 +221,7 @@ class _Reader:
             else:
                 unrolled = draft_logits(
                     draft,
-                    out.hidden_states,
+                    states_of_layer,
                     batch.ids_BT,
                     batch.prompt_B == 1,
                     self.depths,

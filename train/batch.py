@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.hidden_states import body
 from train.teacher import StoredTeacher
 
 IGNORE = -100
@@ -196,7 +197,5 @@ def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
 
 
 def _states(model: PreTrainedModel, ids_BT: Tensor, options: dict[str, Any]) -> Tensor:
-    states: Tensor = model.base_model(
-        input_ids=ids_BT, use_cache=False, **options
-    ).last_hidden_state
+    states: Tensor = body(model)(input_ids=ids_BT, use_cache=False, **options).last_hidden_state
     return states.float()

@@ -301,6 +301,8 @@ class TokenLoss:
         loss, not weighted, alpha and missing mass of each token. Runs in autocast's dtype; losses
         and the gradient of the weight are accumulated in fp32. `backward` may be called once.
         """
+        if output.projection is not None:
+            hidden_NH = output.projection.prepare(hidden_NH)
         task = _Task(
             projection=output.projection,
             teacher=teacher,

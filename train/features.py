@@ -26,6 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith_core.hidden_states import body, layout_of, states_of
 from draftsmith_core.io import atomic_file, hash_json, remove_leftovers, sha256_file, writing
 from train.batch import IGNORE, Batch, forward_options, packing_method
 from train.teacher import find_projection
@@ -217,16 +218,13 @@ class FrozenTarget:
     def _forward(self, ids_BT: Tensor, options: dict[str, Any]) -> list[Tensor]:
         wanted = cached_layers(self.layers)
         more = {"output_hidden_states": True} if wanted != (-1,) else {}
-        out = self.model.base_model(input_ids=ids_BT, use_cache=False, **more, **options)
-        return [
-            out.last_hidden_state if layer == -1 else out.hidden_states[layer] for layer in wanted
-        ]
+        out = body(self.model)(input_ids=ids_BT, use_cache=False, **more, **options)
+        return states_of(self.model, wanted, out)
 
     def _kept(
         self, batch: Batch, kept: FeatureCache | StateMemory, dtype: torch.dtype
     ) -> list[Tensor]:
-        size = int(self.model.config.get_text_config(decoder=True).hidden_size)
-        shape = len(cached_layers(self.layers)), *batch.ids_BT.shape, size
+        shape = len(cached_layers(self.layers)), *batch.ids_BT.shape, layout_of(self.model).width
         states_LBTH = torch.zeros(shape, dtype=dtype, device=batch.ids_BT.device)
         for row, start, stop in documents(batch):
             ids_T = batch.ids_BT[row, start:stop]

@@ -19,10 +19,10 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafts.heads.borrowed import OutputProjection, output_projection
+from drafts.heads.borrowed import OutputProjection, projection_of
 from draftsmith_core.errors import InputError
 from train.losses import at_least_fp32
 
@@ -71,7 +71,8 @@ class LiveTeacher:
         dtype = compute_dtype(weight_VH)
         if bias_V is not None:
             bias_V = bias_V.to(dtype)
-        projected_CV = F.linear(self.hidden_NH[rows].to(dtype), weight_VH.to(dtype), bias_V)
+        states_CH = self.projection.prepare(self.hidden_NH[rows])
+        projected_CV = F.linear(states_CH.to(dtype), weight_VH.to(dtype), bias_V)
         logits_CV = self.projection.finish(projected_CV)
         if self.ids is not None:
             whole_CW = at_least_fp32(logits_CV)
@@ -155,26 +156,11 @@ def teacher_for_draft(teacher: LiveTeacher, size: int, draft_size: int) -> LiveT
     )
 
 
-@torch.no_grad()
 def find_projection(model: PreTrainedModel, name: str) -> OutputProjection:
     """The output projection of a causal LM. Raise InputError if it does not give the model's own
     logits.
     """
-    module = model.get_output_embeddings()
-    if isinstance(module, nn.Module) and model.base_model is not model:
-        config = model.config.get_text_config(decoder=True)
-        projection = output_projection(module, config)
-        ids_BT = torch.arange(4, device=model.device)[None] % config.vocab_size
-        was_training = model.training
-        model.eval()
-        hidden_TH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[0]
-        expected_TV = model(input_ids=ids_BT, use_cache=False).logits[0].float()
-        model.train(was_training)
-        if hidden_TH.shape[-1] == projection.weight_VH.shape[-1]:
-            hidden_TH = hidden_TH.to(projection.weight_VH.dtype)
-            logits_TV = LiveTeacher(hidden_TH, projection).logits(slice(None), expected_TV).float()
-            if (logits_TV - expected_TV).abs().max() <= 0.02 * expected_TV.abs().max() + 1e-6:
-                return projection
-    raise InputError(
-        f"{name}: {type(model).__name__} has no output projection that gives its logits"
-    )
+    try:
+        return projection_of(model)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None

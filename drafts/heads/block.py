@@ -44,8 +44,9 @@ from drafts.heads.borrowed import borrow, dtype_of
 from drafts.heads.eagle import LayerConfig, Rotary, draw
 from drafts.heads.eagle3 import aux_layers
 from draftsmith_core.errors import InputError
+from draftsmith_core.hidden_states import layout_of
 from draftsmith_core.io import JsonObject
-from draftsmith_core.models import text_config, vocabulary_size
+from draftsmith_core.models import vocabulary_size
 
 # Queries of one attention: blocks are forwarded in groups, so that masks grow with the tokens, not
 # with their square.
@@ -130,7 +131,7 @@ class BlockConfig(LayerConfig):
         borrow(target).check_sizes(
             hidden_size=values["hidden_size"], vocab_size=values["vocab_size"]
         )
-        layers = int(text_config(target).num_hidden_layers)
+        layers = layout_of(target).count - 1
         inner: JsonObject = values.get("dflash_config") or {}
         values = inner | values | {"qk_norm": True}
         last = max(values["target_layer_ids"])
@@ -242,7 +243,7 @@ class BlockHead(DraftVocabulary):
         draft_vocab: sorted ids of the target's tokens to draft; None for all. mask_token_id: by
         default the last token. Raises InputError for layers that the target does not have.
         """
-        layers = int(text_config(target).num_hidden_layers)
+        layers = layout_of(target).count - 1
         size = vocabulary_size(target)
         preset = dict(cls.preset)
         if block_size is not None:
@@ -392,7 +393,7 @@ class BlockHead(DraftVocabulary):
             return self.borrowed.project(states, finish=False)
         bias_V = self.borrowed.bias_V
         bias_D = None if bias_V is None else bias_V[self.target_ids_D].to(states)
-        return F.linear(states, self.rows_DH, bias_D)
+        return F.linear(self.borrowed.projection.prepare(states), self.rows_DH, bias_D)
 
     def logits(self, raw: Tensor, previous: Tensor | None = None) -> Tensor:
         """Logits over the target's vocabulary `[..., V]`, -inf for tokens that the head cannot

@@ -4,15 +4,25 @@ never trained.
 Legend: H hidden size, V vocabulary; `...` any leading shape.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.hidden_states import (
+    before_projection,
+    body,
+    evaluating,
+    layout_of,
+    some_tokens,
+)
 from draftsmith_core.models import text_config, vocabulary_size
 
 
@@ -28,6 +38,8 @@ class OutputProjection:
     module: Any
     scale: float = 1.0
     softcap: float | None = None
+    before: Callable[[Tensor], Tensor] | None = None
+    """Layers between the final states `[N, H]` and the module (BERT)."""
     rows_D: Tensor | None = None
     """Only these rows count, for a draft vocabulary: V is D then, and gradients go to the whole
     weight.
@@ -52,6 +64,13 @@ class OutputProjection:
         """Whether the result of the linear module is neither scaled nor capped."""
         return self.scale == 1 and self.softcap is None
 
+    def prepare(self, states: Tensor) -> Tensor:
+        """What the module reads, from final states `[..., H]`."""
+        if self.before is None:
+            return states
+        prepared = self.before(states.reshape(-1, states.shape[-1]))
+        return prepared.view(*states.shape[:-1], -1)
+
     def finish(self, logits: Tensor) -> Tensor:
         """Scale and cap the linear module's logits `[..., V]`."""
         if self.scale != 1:
@@ -66,12 +85,56 @@ def dtype_of(module: Any) -> torch.dtype:
     return getattr(module, "dtype", None) or module.weight.dtype
 
 
-def output_projection(module: Any, config: Any) -> OutputProjection:
-    """`module` as the output projection of a model with this text configuration."""
+# Whether the output projection of a model reads its final states as they are; found by trying.
+_reads_final: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+# Gemma; RecurrentGemma; xLSTM.
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+@torch.no_grad()
+def projection_of(model: PreTrainedModel) -> OutputProjection:
+    """The output projection of a causal model. Raise InputError if it does not give the model's own
+    logits.
+    """
+    module = model.get_output_embeddings()
+    if not isinstance(module, nn.Module):
+        raise InputError(f"{type(model).__name__} has no output projection that gives its logits")
+    config = text_config(model)
     multiplied = float(getattr(config, "logit_scale", None) or 1.0)
     divided = float(getattr(config, "logits_scaling", None) or 1.0)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return OutputProjection(module, scale=multiplied / divided, softcap=softcap)
+    caps = [getattr(config, name, None) for name in _SOFTCAPS]
+    softcap = next((cap for cap in caps if cap is not None), None)
+    direct = OutputProjection(module, scale=multiplied / divided, softcap=softcap)
+    through = replace(direct, before=partial(before_projection, model))
+    known = _reads_final.get(model)
+    if known is None:
+        known = _reads_final[model] = _is_projection(direct, model)
+        if not known and not _is_projection(through, model):
+            del _reads_final[model]
+            raise InputError(
+                f"{type(model).__name__} has no output projection that gives its logits"
+            )
+    return direct if known else through
+
+
+def _is_projection(projection: OutputProjection, model: PreTrainedModel) -> bool:
+    """Whether a projection gives the model's logits on a few tokens."""
+    ids_1T = some_tokens(model, rows=1, tokens=4)
+    with evaluating(model):
+        final_TH = body(model)(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
+        wanted_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
+        states_TH = projection.prepare(final_TH).to(dtype_of(projection.module))
+        if states_TH.shape[-1] != projection.weight_VH.shape[-1]:
+            return False
+        logits_TV = projection.finish(projection.module(states_TH)).float()
+    if logits_TV.shape != wanted_TV.shape:
+        return False
+    apart = (logits_TV - wanted_TV).abs().max()
+    # What 16 bits round.
+    tolerance = 1e-4 if model.dtype == torch.float32 else 0.02
+    return bool(apart <= tolerance * wanted_TV.abs().max() + 1e-6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,10 +164,13 @@ class Borrowed:
                 )
 
     def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Embeddings `[..., H]` of token ids `[...]`, without gradients."""
+        """Embeddings `[..., H]` of token ids `[...]`, without gradients; narrower ones are padded
+        with zeros.
+        """
         with torch.no_grad():
             embedded: Tensor = self.embedding(ids)
-        return embedded.to(dtype)
+        missing = self.hidden_size - embedded.shape[-1]
+        return (F.pad(embedded, (0, missing)) if missing else embedded).to(dtype)
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -140,7 +206,7 @@ class Borrowed:
         finish: scale and cap them as the target does.
         """
         module = self.projection.module
-        states = states.to(dtype_of(module))
+        states = self.projection.prepare(states).to(dtype_of(module))
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             detached = {name: p.detach() for name, p in module.named_parameters()}
             logits: Tensor = torch.func.functional_call(module, detached, (states,))
@@ -153,6 +219,16 @@ class Borrowed:
         """The bias of the target's output projection, detached."""
         bias = self.projection.bias_V
         return None if bias is None else bias.detach()
+
+
+@torch.no_grad()
+def start_as(weight: Tensor, borrowed: Borrowed, ids_D: Tensor | None = None) -> None:
+    """Start a head's output projection as the target's, or these rows of it, if they are equally
+    wide.
+    """
+    rows_DH = borrowed.projection.weight_VH
+    if rows_DH.shape[-1] == weight.shape[-1]:
+        weight.copy_(rows_DH if ids_D is None else rows_DH[ids_D.to(rows_DH.device)])
 
 
 class ReadsLastState:
@@ -174,22 +250,10 @@ class ReadsLastState:
 
 
 def borrow(target: PreTrainedModel) -> Borrowed:
-    """The parts of `target` that heads use. Raises InputError if its embedding has another width
-    than its states.
-    """
-    config = text_config(target)
-    projection = output_projection(target.get_output_embeddings(), config)
-    borrowed = Borrowed(
+    """The parts of `target` that heads use."""
+    return Borrowed(
         embedding=target.get_input_embeddings(),
-        projection=projection,
-        hidden_size=config.hidden_size,
+        projection=projection_of(target),
+        hidden_size=layout_of(target).width,
         vocab_size=vocabulary_size(target),
     )
-    widths = {borrowed.embedding_weight.shape[-1], projection.weight_VH.shape[-1]}
-    if widths != {borrowed.hidden_size}:
-        what = (
-            f"{type(target).__name__}: its embedding or output projection is not as wide as "
-            "its hidden states"
-        )
-        raise InputError(f"{what}, as heads need; use a draft model for this target")
-    return borrowed

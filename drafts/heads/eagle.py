@@ -74,7 +74,8 @@ class LayerConfig:
         as in LLaMA.
         """
         config = text_config(target)
-        values: JsonObject = {key: getattr(config, key, None) for key in _SIZES}
+        values: JsonObject = {key: _of_all_layers(config, key) for key in _SIZES}
+        values["hidden_size"] = borrow(target).hidden_size
         values["vocab_size"] = vocabulary_size(target)
         return cls.read(values | (changes or {}), **more)
 
@@ -88,7 +89,8 @@ class LayerConfig:
                 f"'num_hidden_layers' is {layers}; only heads of one layer can be loaded"
             )
         hidden = present["hidden_size"]
-        heads = present["num_attention_heads"]
+        # A model without attention has no heads (Mamba).
+        heads = present.get("num_attention_heads", hidden // math.gcd(hidden, 64))
         bias = present.get("attention_bias", False)
         return cls(
             hidden_size=hidden,
@@ -154,14 +156,26 @@ class LayerConfig:
         return module
 
 
+def _of_all_layers(config: Any, key: str) -> Any:
+    """An option of a configuration; None if it has none or layers differ in it."""
+    try:
+        value = getattr(config, key, None)
+    except RuntimeError:
+        # Transformers' error for an option that has a value per layer (Gemma 4).
+        return None
+    return None if isinstance(value, list) else value
+
+
 def _rope_parameters(values: JsonObject) -> JsonObject:
     """The rotary parameters of a config of transformers 4 or 5, as version 5 names them."""
     key = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
     rope: JsonObject = dict(values.get(key, {}))
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
-    # Gemma 3 has one set per kind of layer; the head's layer has full attention.
-    rope = dict(rope.get("full_attention", rope))
+    # Some have one set per kind of layer (Gemma 3); the head's layer has full attention.
+    by_kind = {kind: part for kind, part in rope.items() if isinstance(part, dict)}
+    if by_kind:
+        rope = dict(by_kind.get("full_attention", next(iter(by_kind.values()))))
     # A head rotates all dimensions, even if its target rotates a part.
     rope.pop("partial_rotary_factor", None)
     base = float(values.get("rope_theta", 10000.0))

@@ -21,11 +21,12 @@ from transformers import Cache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafts.draft_vocabulary import DraftVocabulary
-from drafts.heads.borrowed import borrow, dtype_of
+from drafts.heads.borrowed import borrow, dtype_of, start_as
 from drafts.heads.eagle import FeatureHead, LayerConfig, Rotary, draw
 from draftsmith_core.errors import InputError
+from draftsmith_core.hidden_states import layout_of
 from draftsmith_core.io import JsonObject
-from draftsmith_core.models import text_config, vocabulary_size
+from draftsmith_core.models import vocabulary_size
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
 # Places of norms, under the keys that speculators, SpecForge and vLLM give them.
@@ -89,7 +90,7 @@ class Eagle3Config(LayerConfig):
             raise InputError(
                 f"{sizes}, and the file holds no 'embed_tokens.weight'; export it again with it"
             )
-        layers = int(text_config(target).num_hidden_layers)
+        layers = layout_of(target).count - 1
         return cls.read(
             values,
             draft_vocab_size=values.get("draft_vocab_size") or vocab_size,
@@ -184,7 +185,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         target's output projection start the head's.
         """
         ids = list(range(vocabulary_size(target)) if draft_vocab is None else draft_vocab)
-        layers = int(text_config(target).num_hidden_layers)
+        layers = layout_of(target).count - 1
         config = Eagle3Config.like(
             target,
             draft_vocab_size=len(ids),
@@ -193,10 +194,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         )
         head = cls(config, target)
         draw(head.fc, head.midlayer, seed)
-        with torch.no_grad():
-            weight_VH = head.borrowed.projection.weight_VH
-            ids_D = torch.tensor(ids, device=weight_VH.device)
-            head.lm_head.weight.copy_(weight_VH[ids_D])
+        start_as(head.lm_head.weight, head.borrowed, torch.tensor(ids))
         if head.reduced:
             head.set_draft_vocab(ids)
         return head.to(device=target.device, dtype=target.dtype)

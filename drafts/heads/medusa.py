@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafts.heads.borrowed import ReadsLastState, borrow
+from drafts.heads.borrowed import ReadsLastState, borrow, start_as
 from draftsmith_core.io import JsonObject
 
 
@@ -120,9 +120,8 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
         """
         values = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers}
         heads = cls(HeadsConfig.from_json(values, target), target)
-        with torch.no_grad():
-            for head in heads:
-                head[-1].weight.copy_(heads.borrowed.projection.weight_VH)  # type: ignore[index]
+        for head in heads:
+            start_as(head[-1].weight, heads.borrowed)  # type: ignore[index]
         return heads.to(device=target.device, dtype=target.dtype)
 
     def forward(self, features_BTH: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import MedusaHeads
 from drafts.heads.store import Head, load_head
 from draftsmith_core.errors import RunError
+from draftsmith_core.hidden_states import forward_with_states
 from draftsmith_core.models import vocabulary_size
 
 PROBE_TOKENS = 24
@@ -47,10 +48,9 @@ def check_logits(out: Path, how: str, read: Tensor, ours: Tensor) -> Check:
 def check_head(out: Path, head: Head, target: PreTrainedModel, layout: str) -> Check:
     """Read a head back from its layout and compare the logits of both behind the same states."""
     ids_1T = probe_ids(target)
-    states = target(ids_1T, output_hidden_states=True).hidden_states
+    _, states = forward_with_states(target, head.hidden_layers, input_ids=ids_1T)
     read, ours = (
-        head_logits(each, ids_1T, [states[layer] for layer in each.hidden_layers])
-        for each in (load_head(out, target), head)
+        head_logits(each, ids_1T, list(states)) for each in (load_head(out, target), head)
     )
     return check_logits(out, f"read back as {layout}", read, ours)
 

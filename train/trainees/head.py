@@ -344,7 +344,9 @@ class Eagle3Trainee(HeadTrainee):
     def __init__(self, *arguments: Any, test_steps: int = 7, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.test_steps = test_steps
-        self.projection = replace(self.draft.borrowed.projection, module=self.draft.lm_head)
+        self.projection = replace(
+            self.draft.borrowed.projection, module=self.draft.lm_head, before=None
+        )
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
         inputs = [state_BTH[:, :-1] for state_BTH in states]
@@ -400,7 +402,7 @@ class MedusaTrainee(HeadTrainee):
         linear = cast(nn.Sequential, self.draft[depth])[-1]
         assert isinstance(linear, nn.Linear)
         borrowed = self.draft.borrowed
-        projection = replace(borrowed.projection, module=linear)
+        projection = replace(borrowed.projection, module=linear, before=None)
         return Output(linear.weight, borrowed.bias_V, projection)
 
 
@@ -437,5 +439,5 @@ class HydraTrainee(HeadTrainee):
             return super().output_at(depth)
         linear = self.draft.projections[depth]
         assert isinstance(linear, nn.Linear)
-        projection = replace(self.draft.borrowed.projection, module=linear)
+        projection = replace(self.draft.borrowed.projection, module=linear, before=None)
         return Output(linear.weight, linear.bias, projection)

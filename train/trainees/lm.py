@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafts.draft_vocabulary import draft_rows, draft_vocabulary, drafted_rows
+from draftsmith_core.hidden_states import body
 from draftsmith_core.models import vocabulary_size
 from train.batch import IGNORE, Batch, LossSums, forward_options, packing_method
 from train.chunked import Output
@@ -65,7 +66,7 @@ class LMTrainee(Trainee):
             "this objective needs a target or stored rows"
         )
         options = forward_options(batch, self.packing, self.draft.dtype)
-        out = self.draft.base_model(input_ids=batch.ids_BT, use_cache=False, **options)
+        out = body(self.draft)(input_ids=batch.ids_BT, use_cache=False, **options)
         hidden_NH = _at(out.last_hidden_state, rows_N)
         weights_N = None
         if self.ids_D is not None:
