@@ -9,7 +9,7 @@ from draftsmith_core.options import CodeOptions, Out, RevisionOptions, options
 
 # Kinds of draft that draft a block of tokens in one forward.
 BLOCK_KINDS = ("dflash", "dspark", "jetspec")
-Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "dflash", "gguf"]
+Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "dflash", "mtp", "gguf"]
 
 
 @options
@@ -22,7 +22,8 @@ class ExportConfig(RevisionOptions):
     """hf: a directory for transformers, vLLM, SGLang, onnxruntime-genai's builder. eagle: EAGLE and
     EAGLE-3 heads as their authors' code and vLLM read them. sglang: the same heads for SGLang.
     speculators: EAGLE-3 heads, DFlash and DSpark for vLLM. medusa: Medusa heads for vLLM. dflash:
-    block drafters for vLLM. gguf: one file for llama.cpp.
+    block drafters for vLLM. mtp: the target with an MTP head in its checkpoint. gguf: one file for
+    llama.cpp.
     """
     out: Out
     """The directory to write; an earlier export there is replaced."""

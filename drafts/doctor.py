@@ -4,7 +4,7 @@
 For language models, only configs and tokenizers are read; a head is loaded with its target.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from drafts.config import BLOCK_KINDS, DoctorConfig
 from drafts.draft_vocabulary import read_draft_vocabulary
 from drafts.engine_rules import Model, Pair, first_broken
-from drafts.heads import head_kind
+from drafts.heads import NATIVE, head_kind
 from drafts.load import first_difference, load_source
 from draftsmith_core.engine_commands import SERVING, Serving
 from draftsmith_core.errors import InputError
@@ -106,11 +106,17 @@ def _verdict(
     if pair.kind != "draft":
         # A head is judged by its layout; if the target must be exported as well, by the engine's
         # own rules too.
-        where = {str(serving.draft_format)} | ({engine} if serving.target_format else set())
+        where = {str(serving.draft_format), f"{engine} {pair.kind}"}
+        where |= {engine} if serving.target_format else set()
     broken = first_broken(pair, where)
     if broken is not None:
         return Verdict(engine, broken)
-    exports, command = serving.commands(pair.kind, config.target, config.draft, draft_tokens)
+    draft = config.draft
+    if draft == NATIVE:
+        # The engine reads the layer in the target's own checkpoint.
+        serving = replace(serving, draft_format=None)
+        draft = config.target
+    exports, command = serving.commands(pair.kind, config.target, draft, draft_tokens)
     on_a_cpu = first_broken(pair, {f"{engine} on a CPU"})
     return Verdict(
         engine,

@@ -5,6 +5,7 @@ Rules for language models repeat what the engine checks when it loads a pair (it
 without an error.
 """
 
+import re
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, get_args
 
 from drafts.config import BLOCK_KINDS, Format
 from drafts.layouts.gguf_file import ARCHITECTURES, ROPES, described
+from drafts.layouts.mtp import written_for
 from drafts.load import Source
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import text_config
@@ -280,6 +282,31 @@ def _no_gguf_tokens(pair: Pair) -> str | None:
     return _vocabulary_error(pair.source, pair.head.vocab_size)
 
 
+def _no_mtp_layer(pair: Pair) -> str | None:
+    assert pair.source is not None and pair.source.target is not None
+    family = text_config(pair.source.target).model_type
+    written = written_for(family)
+    if written is None:
+        return f"no engine reads an MTP layer of a {family} model"
+    head = pair.head.config
+    same_layer = head.layer["model_type"] == (written.family or family)
+    if not same_layer or head.hidden_first != written.hidden_first:
+        return f"the head's layer is not one of a {family} model"
+    return None
+
+
+def _not_in_transformers(pair: Pair) -> str | None:
+    """transformers finds the layer by the numbers that it has in published sizes."""
+    assert pair.source is not None
+    target: Any = pair.source.target
+    config = text_config(target)
+    name = f"model.layers.{config.num_hidden_layers}.eh_proj.weight"
+    patterns = target._keys_to_ignore_on_load_unexpected or ()
+    if hasattr(config, "num_mtp_layers") and any(re.search(known, name) for known in patterns):
+        return None
+    return f"generate(use_mtp=True) finds no MTP layer in this {config.model_type} model"
+
+
 @dataclass(frozen=True)
 class Rule:
     """`broken(pair)` says in which way the pair breaks the rule, and None if it does not."""
@@ -336,6 +363,8 @@ RULES: tuple[Rule, ...] = (
     Rule({"eagle"}, _EAGLES, _authors_head_size, _OTHER),
     Rule({"eagle"}, _EAGLES, _authors_rope, _OTHER),
     Rule({"eagle"}, _EAGLE3, _authors_states, _OTHER),
+    Rule({"mtp"}, {"mtp"}, _no_mtp_layer, "decode with draftsmith instead"),
+    Rule({"transformers mtp"}, {"mtp"}, _not_in_transformers),
     Rule({"gguf"}, _EAGLE3, _gguf_rope, _OTHER),
     Rule({"gguf"}, _EAGLE3, _no_gguf_tokens),
 )

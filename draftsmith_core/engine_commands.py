@@ -54,6 +54,8 @@ class Serving:
                 words[4:4] = ["--target", target]
             exports.append(shlex.join(words))
         config = {"method": self.method, "model": named["draft"], "num_speculative_tokens": tokens}
+        if kind == "mtp":  # part of the model that is served
+            del config["model"]
         numbers = {"n": tokens, "n_and_root": tokens + 1}
         values = named | numbers | {"method": self.method, "config": json.dumps(config)}
         command = shlex.join([word.format(**values) for word in self.shell.split()])

@@ -319,6 +319,7 @@ def test_the_command(target, tmp_path, capsys):
         "speculators",
         "medusa",
         "dflash",
+        "mtp",
         "gguf",
     }
 

@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from decode import HeadProposer, SpeculativeDecoder
+from drafts.doctor import examine
 from drafts.heads import head_kind, load_head, save_head
 from drafts.heads.mtp import MtpHead
 from draftsmith_core.errors import InputError
@@ -149,20 +152,22 @@ def test_a_native_layer_drafts_as_in_transformers(nextn):
     assert 0 < accepted < len(PROMPTS) * NEW_TOKENS / 2
 
 
+def transformers_states(target: Any, ids_1T: Tensor, features_1TH: Tensor) -> Tensor:
+    """What transformers' own MTP model gives behind these features of the target."""
+    cache = MtpCache(config=target.config.get_mtp_config())
+    positions_1T = torch.arange(1, ids_1T.shape[1])[None]
+    model = MtpModel.from_pretrained(target)
+    return model.forward_layer(0, features_1TH, positions_1T, cache, input_ids=ids_1T[:, 1:])
+
+
 @torch.no_grad()
 @pytest.mark.usefixtures("transformers_knows")
 def test_a_native_layer_gives_the_logits_of_transformers(nextn):
-    from transformers.cache_utils import MtpCache
-    from transformers.modeling_layers import MtpModel
-
     target: Any = load_model(str(nextn), device="cpu")
     head: Any = load_head("mtp", target)
     ids_1T = torch.tensor([PROMPTS[2]])
     features_1TH = target.model(ids_1T).last_hidden_state[:, :-1]
-    theirs = MtpModel.from_pretrained(target)
-    cache = MtpCache(config=target.config.get_mtp_config())
-    positions_1T = torch.arange(1, ids_1T.shape[1])[None]
-    states = theirs.forward_layer(0, features_1TH, positions_1T, cache, input_ids=ids_1T[:, 1:])
+    states = transformers_states(target, ids_1T, features_1TH)
     ours_1TV, ours_1TH = head(ids_1T[:, 1:], features_1TH)
     torch.testing.assert_close(ours_1TH, states, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours_1TV, target.lm_head(states), atol=1e-5, rtol=1e-5)
@@ -321,6 +326,111 @@ def test_mimo_computes_its_published_layer(tmp_path):
     save_head(head, tmp_path / "ours")
     again: Any = load_head(tmp_path / "ours", target)
     assert torch.equal(again(ids_BT, features_BTH)[0], logits)
+
+
+def without_layer(checkpoint: Path, out: Path) -> Path:
+    """The checkpoint as fine-tuning saves it: transformers drops the layer."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.save_pretrained(out, max_shard_size="60KB")
+    assert len(list(out.glob("*.safetensors"))) > 1
+    return out
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("transformers_knows")
+def test_a_lost_layer_is_attached_again_as_it_was(nextn, tmp_path, door):
+    """The names, shapes and values of the published file, beside the target's own; transformers
+    computes the same with it.
+    """
+    lost = without_layer(nextn, tmp_path / "lost")
+    out = tmp_path / "whole"
+    words = ["export", "--target", lost, "--format", "mtp", "--out", out]
+    door.ok(*words, "--draft", f"mtp:{nextn}")
+    published = load_file(nextn / "model.safetensors")
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == published.keys()
+    for name, value in published.items():
+        assert torch.equal(load_file(out / index[name])[name], value), name
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    first = sorted(lost.glob("*.safetensors"))[0]
+    assert (out / first.name).samefile(first)
+    assert head_kind(out) is None
+    target: Any = load_model(str(out), device="cpu")
+    head: Any = load_head("mtp", target)
+    ids_1T = torch.tensor([PROMPTS[2]])
+    features_1TH = target.model(ids_1T).last_hidden_state[:, :-1]
+    theirs = transformers_states(target, ids_1T, features_1TH)
+    torch.testing.assert_close(head(ids_1T[:, 1:], features_1TH)[1], theirs, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_tuned_layer_replaces_the_native_one(tmp_path, door):
+    """In every shard that held some of it. `config.json` says that there is one."""
+    checkpoint = write_qwen(tmp_path / "next", experts=4)
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    halves = [dict(list(tensors.items())[part::2]) for part in range(2)]
+    for part, half in enumerate(halves, 1):
+        save_file(half, checkpoint / f"model-0000{part}-of-00002.safetensors", {"format": "pt"})
+    files = {
+        name: f"model-0000{part}-of-00002.safetensors"
+        for part, half in enumerate(halves, 1)
+        for name in half
+    }
+    (checkpoint / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": files})
+    )
+    target = load_model(str(checkpoint), device="cpu")
+    tuned: Any = stirred(load_head("mtp", target), 0.1)
+    save_head(tuned, tmp_path / "tuned")
+    out = tmp_path / "out"
+    door.ok(
+        "export",
+        "--draft",
+        tmp_path / "tuned",
+        "--target",
+        checkpoint,
+        "--format",
+        "mtp",
+        "--out",
+        out,
+    )
+    held: dict[str, Tensor] = {}
+    for file in out.glob("*.safetensors"):
+        more = load_file(file)
+        assert not held.keys() & more.keys()
+        held |= more
+    assert held.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert torch.equal(held[name], value) == (not name.startswith("mtp.")), name
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    again: Any = load_head("mtp", load_model(str(out), device="cpu"))
+    for name, value in tuned.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_doctor_knows_who_reads_the_layer(nextn, tmp_path, request, target_dir):
+    def verdicts(target: object, draft: object) -> dict[str, Any]:
+        found = examine(target=str(target), draft=str(draft))
+        return {verdict["engine"]: verdict for verdict in found["verdicts"]}
+
+    native = verdicts(nextn, "mtp")
+    assert {engine for engine in native if native[engine]["serves"]} == {"vllm", "sglang"}
+    config = """'{"method": "mtp", "num_speculative_tokens": 4}'"""
+    assert native["vllm"]["command"] == f"vllm serve {nextn} --speculative-config {config}"
+    assert (
+        not native["vllm"]["exports"] and "finds no MTP layer" in native["transformers"]["reason"]
+    )
+    request.getfixturevalue("transformers_knows")
+    save_head(load_head("mtp", load_model(str(nextn), device="cpu")), tmp_path / "head")
+    ours = verdicts(nextn, tmp_path / "head")
+    assert ours["vllm"]["command"] == f"vllm serve head.mtp --speculative-config {config}"
+    assert "--format mtp --out head.mtp" in ours["vllm"]["exports"][0]
+    assert "--model-path head.mtp --speculative-algorithm NEXTN" in ours["sglang"]["command"]
+    assert "use_mtp=True" in ours["transformers"]["command"]
+    save_head(MtpHead.fresh(load_model(target_dir, device="cpu")), tmp_path / "fresh")
+    reason = verdicts(target_dir, tmp_path / "fresh")["vllm"]["reason"]
+    assert reason.startswith("no engine reads an MTP layer of a llama model")
 
 
 def test_a_target_without_the_layer_says_how_to_get_one(target_dir):

@@ -18,9 +18,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -267,6 +270,21 @@ class MtpHead(ReadsLastState, FeatureHead):
                 own[name] = tensor
         # `load_state_dict` names what is missing, and these.
         return own | {name: whole[name] for name in info["unexpected_keys"]}
+
+    def on_disk(self) -> dict[str, Tensor]:
+        """The inverse of `of_checkpoint`: the tensors, the decoder layer's as its family has them
+        on disk.
+        """
+        model = self.config.model()
+        model.layers[0].load_state_dict(self.layers[0].state_dict())
+        with TemporaryDirectory() as directory:
+            model.save_pretrained(directory, max_shard_size="1000GB")
+            whole = load_file(Path(directory) / "model.safetensors")
+        tensors = {name: whole[name] for name in whole if name.startswith(_LAYER)}
+        for name, tensor in self.state_dict().items():
+            if not name.startswith(_LAYER):
+                tensors[name] = tensor
+        return tensors
 
     def states(
         self,

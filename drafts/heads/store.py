@@ -26,7 +26,7 @@ from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.heads.mtp import MtpHead
 from drafts.layouts.layout import EMBEDDING, HeadFiles, Layout, renamed
-from drafts.layouts.mtp import NATIVE_MTP, find_layer
+from drafts.layouts.mtp import NATIVE_MTP, find_layers
 from drafts.layouts.table import layout_of, may_be_head
 from draftsmith_core.errors import InputError, first_line, one_line
 from draftsmith_core.hub import cached, is_hub_name, lfs_pointer, snapshot
@@ -178,27 +178,32 @@ def _loaded(kind: str, layout: Layout | None, on_disk: _Files, target: PreTraine
     return head
 
 
+def checkpoint_directory(target: PreTrainedModel) -> Path:
+    """Where the files of a target are: its directory, or the hub's cache."""
+    name = str(target.name_or_path or "")
+    if not name:
+        raise InputError("the target was loaded from no checkpoint; write mtp:CHECKPOINT")
+    revision: str | None = getattr(target.config, "_commit_hash", None)
+    return snapshot(name, revision) if is_hub_name(name) else Path(name)
+
+
 def _native_files(name: str, target: PreTrainedModel) -> _Files:
     """The MTP layer in the checkpoint of a target. Its facts follow from the names of tensors."""
-    source = name.removeprefix(f"{NATIVE}:")
-    revision = None
-    if name == NATIVE:
-        source = str(target.name_or_path or "")
-        revision = getattr(target.config, "_commit_hash", None)
-    if not source:
-        raise InputError(f"{name}: the target was loaded from no checkpoint; write mtp:CHECKPOINT")
-    directory = Path(source)
-    if not directory.is_dir() and is_hub_name(source):
-        directory = snapshot(source, revision)
+    directory = checkpoint_directory(target)
+    if name != NATIVE:
+        source = name.removeprefix(f"{NATIVE}:")
+        directory = snapshot(source) if is_hub_name(source) else Path(source)
     names_of = {file: set(_load(file, names_only=True)) for file in _tensor_files(directory)}
-    found = find_layer(itertools.chain.from_iterable(names_of.values()))
+    found = find_layers(itertools.chain.from_iterable(names_of.values()))
     if found is None:
-        raise InputError(f"{source}: has no MTP layer; train one with draftsmith train --kind mtp")
-    if found.count > 1:
-        _warn_once(f"{source}: has {found.count} MTP layers; the first serves all depths")
+        raise InputError(
+            f"{directory}: has no MTP layer; train one with draftsmith train --kind mtp"
+        )
+    if (count := len(found.starts)) > 1:
+        _warn_once(f"{directory}: has {count} MTP layers; the first serves all depths")
     tensors: dict[str, Tensor] = {}
     for file, names in names_of.items():
-        if wanted := found.names(names):
+        if wanted := found.first(names):
             tensors |= _load(file, wanted=wanted)
     return _Files(directory / "config.json", directory, {}, tensors)
 

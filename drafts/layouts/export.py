@@ -18,7 +18,7 @@ from drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
 from drafts.engine_rules import Model, Pair, first_broken, path_trap
 from drafts.heads.block import BlockHead
 from drafts.heads.store import write_tensors
-from drafts.layouts import gguf_file
+from drafts.layouts import gguf_file, mtp_checkpoint
 from drafts.layouts.layout import EMBEDDING, ExportedHead, Layout, inverted, renamed
 from drafts.layouts.read_back import Check, check_head, check_logits, probe_ids
 from drafts.layouts.table import LAYOUTS
@@ -195,4 +195,5 @@ WRITERS: dict[tuple[str, str], Writer] = {
     },
     ("gguf", "draft"): Writer(gguf_file.write, gguf_file.PROVEN_IN),
     ("gguf", "eagle3"): Writer(gguf_file.write, None),
+    ("mtp", "mtp"): Writer(mtp_checkpoint.write, None),
 }

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -31,6 +31,12 @@ class NativeLayer:
     hidden_first: bool = False
     family: str | None = None
     """Family of the decoder layer if it is not the target's."""
+    start: str = ""
+    """What all names begin with when it is written; `{layers}` is the number of the target's."""
+    counts: Mapping[str, str] = field(default_factory=dict)
+    """Families of targets for which the layer is written -> the key of config.json that says how
+    many such layers there are. vLLM's `mtp` and SGLang's NEXTN serve all of them.
+    """
 
 
 _DEEPSEEK = {
@@ -60,11 +66,18 @@ NATIVE_LAYERS = (
         join=r"(?P<start>mtp\.)fc\.weight",
         names=_QWEN,
         block="layers.0.",
+        start="mtp.",
+        counts={
+            "qwen3_next": "num_nextn_predict_layers",
+            **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "mtp_num_hidden_layers"),
+        },
     ),
     NativeLayer(
         title="MTP layer of DeepSeek V3 and GLM 4.5",
         join=r"(?P<start>(?:model\.)?(?:language_model\.)?layers\.(?P<i>\d+)\.)eh_proj\.weight",
         names=_DEEPSEEK,
+        start="model.layers.{layers}.",
+        counts=dict.fromkeys(("deepseek_v3", "glm4_moe"), "num_nextn_predict_layers"),
     ),
     NativeLayer(
         title="MTP layer of MiMo",
@@ -72,25 +85,37 @@ NATIVE_LAYERS = (
         names=_MIMO,
         hidden_first=True,
         family="qwen2",
+        start="model.mtp_layers.0.",
+        counts={"mimo": "num_nextn_predict_layers"},
     ),
 )
 
 
 @dataclass(frozen=True)
-class FoundLayer:
-    """An MTP layer among the tensors of a checkpoint. count: number of such layers there."""
+class FoundLayers:
+    """The MTP layers among the tensors of a checkpoint. starts: what the names of each begin
+    with.
+    """
 
     layer: NativeLayer
-    start: str
-    count: int
+    starts: tuple[str, ...]
 
-    def names(self, names: Iterable[str]) -> set[str]:
-        """The names that belong to the layer."""
+    @property
+    def start(self) -> str:
+        """Of the first layer."""
+        return self.starts[0]
+
+    def first(self, names: Iterable[str]) -> set[str]:
+        """The names that belong to the first layer."""
         return {name for name in names if name.startswith(self.start)}
 
+    def every(self, names: Iterable[str]) -> set[str]:
+        """The names that belong to any of the layers."""
+        return {name for name in names if name.startswith(self.starts)}
 
-def find_layer(names: Iterable[str]) -> FoundLayer | None:
-    """The first MTP layer among these names of tensors."""
+
+def find_layers(names: Iterable[str]) -> FoundLayers | None:
+    """The MTP layers among these names of tensors, in their order."""
     names = list(names)
     for layer in NATIVE_LAYERS:
         starts: dict[int, str] = {}
@@ -98,7 +123,15 @@ def find_layer(names: Iterable[str]) -> FoundLayer | None:
             if match := re.fullmatch(layer.join, name):
                 starts[int(match.groupdict().get("i", 0))] = match["start"]
         if starts:
-            return FoundLayer(layer, starts[min(starts)], len(starts))
+            return FoundLayers(layer, tuple(starts[i] for i in sorted(starts)))
+    return None
+
+
+def written_for(family: str) -> NativeLayer | None:
+    """How the MTP layer of a target of this family is written; None if no engine reads one."""
+    for layer in NATIVE_LAYERS:
+        if family in layer.counts:
+            return layer
     return None
 
 
@@ -116,21 +149,21 @@ def _is_native(values: JsonObject, names: Names) -> bool:
 
 
 def _only_layer(names: Set[str]) -> bool:
-    found = find_layer(names)
+    found = find_layers(names)
     if found is None:
         return False
-    return all(re.fullmatch(_TARGETS_OWN, name) for name in names - found.names(names))
+    return all(re.fullmatch(_TARGETS_OWN, name) for name in names - found.every(names))
 
 
 def _read_native(files: HeadFiles) -> None:
     """Name the layer's tensors as `MtpHead` does; those of the decoder layer keep the checkpoint's
     names behind `layers.0.`.
     """
-    found = find_layer(files.tensors)
+    found = find_layers(files.tensors)
     assert found is not None
     ours = {f"{theirs}.weight": f"{name}.weight" for name, theirs in found.layer.names.items()}
     tensors: dict[str, Tensor] = {}
-    for name in found.names(files.tensors):
+    for name in found.first(files.tensors):
         tensor = files.tensors[name]
         if tensor.element_size() == 1:
             raise InputError(

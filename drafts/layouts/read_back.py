@@ -45,12 +45,17 @@ def check_logits(out: Path, how: str, read: Tensor, ours: Tensor) -> Check:
     return Check(how, difference)
 
 
-def check_head(out: Path, head: Head, target: PreTrainedModel, layout: str) -> Check:
-    """Read a head back from its layout and compare the logits of both behind the same states."""
+def check_head(
+    out: Path, head: Head, target: PreTrainedModel, layout: str, source: str | None = None
+) -> Check:
+    """Read a head back from its layout and compare the logits of both behind the same states.
+
+    source: what to read; default `out`.
+    """
     ids_1T = probe_ids(target)
     _, states = forward_with_states(target, head.hidden_layers, input_ids=ids_1T)
     read, ours = (
-        head_logits(each, ids_1T, list(states)) for each in (load_head(out, target), head)
+        head_logits(each, ids_1T, list(states)) for each in (load_head(source or out, target), head)
     )
     return check_logits(out, f"read back as {layout}", read, ours)
 
