@@ -185,6 +185,7 @@ class BatchRun:
             for index, (prompt, generator) in enumerate(pairs, first)
         ]
         self.batch = list(self.rows)
+        self._least = -1 if runner.takes_absent else 0  # the token of absent nodes
         self.hidden_layers = parts.proposer.hidden_layers if parts.proposer else ()
         # At temperature 0 every proposer takes the most probable tokens.
         greedy = options.sampling.greedy
@@ -255,11 +256,12 @@ class BatchRun:
         verifier = self._rule_for(proposal)
         sampling = self.options.sampling
         bound = self.runner.bind(self._block(proposal.tree), hidden_layers=self.hidden_layers)
+        least = self._least
 
         def step(
             last_B1: Tensor, proposal: Proposal, inputs: tuple[Tensor, ...], u_BU: Tensor | None
         ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-            forwarded = bound.run(_target_inputs(last_B1, proposal), inputs)
+            forwarded = bound.run(_target_inputs(last_B1, proposal, least), inputs)
             return _verify(verifier, sampling, proposal, forwarded, u_BU)
 
         name = ("verify", bound.name, sampling, verifier.name)
@@ -309,7 +311,7 @@ class BatchRun:
         return _Judged([finite for finite, _ in facts_B2], walks, (), lambda: p_B1V)
 
     def _scored(self, proposal: Proposal) -> Forwarded:
-        tokens_BM = _target_inputs(self._last_B1(), proposal)
+        tokens_BM = _target_inputs(self._last_B1(), proposal, self._least)
         block = self._block(proposal.tree)
         return self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
 
@@ -406,8 +408,8 @@ class BatchRun:
             options.on_tokens(row.index, tokens, from_draft)
 
 
-def _target_inputs(last_B1: Tensor, proposal: Proposal) -> Tensor:
-    drafted_BN = proposal.tokens_BM[:, 1:].clamp(min=0)
+def _target_inputs(last_B1: Tensor, proposal: Proposal, least: int) -> Tensor:
+    drafted_BN = proposal.tokens_BM[:, 1:].clamp(min=least)
     return torch.cat([last_B1, drafted_BN], dim=1)
 
 

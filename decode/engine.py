@@ -21,7 +21,7 @@ from decode.propose.protocol import Proposer
 from decode.recorded import make_runner
 from decode.recorded.steps import StaticSteps
 from decode.runner import Runner
-from decode.supported_models import attention_windows, check_context
+from decode.supported_models import ability, check_context, check_tree
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_spec import Written, parse_tree
 from decode.verify import VERIFIERS, Verifier, default_verifier
@@ -61,8 +61,8 @@ class SpeculativeDecoder:
     use the lean LLaMA forward and, without `compile`, packed weights. The target is not changed;
     `take_over(target)` saves memory (`decode.packed_weights`). compile: True records each step as a
     CUDA graph when it first occurs; the name of a torch.compile backend also compiles it, on a CPU
-    too. `fast` and `compile` change outputs by rounding only. Raises ValueError if the parts do not
-    fit.
+    too. `fast` and `compile` change outputs by rounding only; a target that verifies chains only
+    (`decode.supported_models.ability`) ignores them. Raises ValueError if the parts do not fit.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class SpeculativeDecoder:
         compile: bool | str = False,  # noqa: A002 (as in torch.compile)
     ) -> None:
         self.target = target
+        self._able = ability(target)
         self.proposer = proposer
         self.tree: TreeShape = Tree(())
         self.verifier = VERIFIERS["exact"]
@@ -106,21 +107,24 @@ class SpeculativeDecoder:
             raise ValueError(
                 "tree, verifier: proposer=None drafts nothing; leave them out, or pass a proposer"
             )
-        self._windows = attention_windows(target)
+        check_tree(target, self._able, self.tree)
         self._limit = context_length(target)
+        # Neither recorded steps nor packed weights know the layers of other targets.
+        trees = self._able.drafts == "tree"
+        backend = compile if trees else False
         self._parts = Parts(
             target=target,
             proposer=proposer,
             tree=self.tree,
             drawing=self.drawing,
             verifier=self.verifier,
-            compile=compile,
+            compile=backend,
         )
-        self.steps = StaticSteps(target, compile, lean=fast) if compile else None
+        self.steps = StaticSteps(target, backend, lean=fast) if backend else None
         self.compile_s = 0.0
         # Recorded steps share one set of buffers, so threads take turns.
-        self._turn = threading.Lock() if compile else nullcontext()
-        self._packs = packs_of(target) if fast and not compile else None
+        self._turn = threading.Lock() if backend else nullcontext()
+        self._packs = packs_of(target) if fast and trees and not backend else None
 
     @torch.inference_mode()
     def generate(
@@ -238,7 +242,7 @@ class SpeculativeDecoder:
                 yield
 
     def _new_runner(self) -> Runner:
-        return make_runner(self.target, self._windows, self._limit, self._packs, self.steps)
+        return make_runner(self.target, self._able, self._limit, self._packs, self.steps)
 
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if self.target.training:

@@ -120,6 +120,9 @@ class Runner:
     then `keep`.
     """
 
+    takes_absent = False
+    """Whether `forward` takes -1 for tokens that a row lacks."""
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -1,27 +1,95 @@
-"""Which models a token tree can be run through, and how far."""
+"""What a model can verify: a token tree, or a chain by its own cache; and how far it reads."""
 
+import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from inspect import getsource, signature
 from itertools import takewhile
+from typing import Literal
 
 from transformers import PreTrainedModel
 
+from decode.tree import CHAIN, TreeShape
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import check_causal, text_config
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
+_say_once = cache(logging.getLogger(__name__).warning)
+# How a model goes on from its own cache: with several tokens at once, with one at a time, or not at
+# all, so that the whole text is forwarded.
+Reading = Literal["several", "single", "whole"]
+# Of several tokens behind a state, these forget the state (transformers 5.23).
+_SINGLE = ("falcon_mamba", "jamba", "mamba", "minimax", "zamba")
+# Doge keeps the keys that score best among all in the cache, Moshi's cache drops keys that its mask
+# allows, and RecurrentGemma keeps its state in its modules.
+_WHOLE = ("doge", "moshi", "recurrent_gemma")
+
+
+@dataclass(frozen=True)
+class Ability:
+    """What can be verified with a model.
+
+    drafts: "tree", or "chain" by the model's own cache, row by row. windows: of a tree, the sliding
+    window by type of layer, None for full attention: `{"sliding_attention": 4096}`. reading: of a
+    chain, how the model goes on from its cache. reason: why no tree, as the end of a sentence that
+    begins with the model.
+    """
+
+    drafts: Literal["tree", "chain"]
+    windows: dict[str, int | None]
+    reading: Reading = "several"
+    reason: str = ""
+
+
+def ability(model: PreTrainedModel) -> Ability:
+    """Return what can be verified with a model. Raise InputError if nothing can: an encoder, or a
+    config.json that contradicts the model.
+    """
+    check_causal(model)
+    reason = _why_no_tree(model)
+    if not reason:
+        return Ability("tree", _windows(model))
+    arguments = signature(model.forward).parameters
+    kind = text_config(model).model_type
+    reading: Reading = "several"
+    if kind in _SINGLE:
+        reading = "single"
+    if kind in _WHOLE or not {"past_key_values", "cache_params", "state"} & set(arguments):
+        reading = "whole"
+    return Ability("chain", {}, reading, reason)
 
 
 def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """Return the sliding window by type of layer, None for full attention: `{"sliding_attention":
-    4096}`.
-
-    Raise InputError for models that a tree cannot be run through with a mask, positions and a
-    key/value cache alone.
+    """Return the sliding window by type of layer, see `Ability`. Raise InputError for models that
+    a tree cannot be run through with a mask, positions and a key/value cache alone.
     """
-    check_causal(model)
+    able = ability(model)
+    if able.drafts != "tree":
+        raise InputError(f"{type(model).__name__} {able.reason}, and verifies chains only")
+    return able.windows
+
+
+def check_tree(model: PreTrainedModel, able: Ability, tree: TreeShape) -> None:
+    """Raise ValueError if a model cannot verify or draft this tree. Say once which models run row
+    by row.
+    """
+    if able.drafts == "tree":
+        return
+    name = type(model).__name__
+    if tree.grows or not tree.is_chain:
+        raise ValueError(f"tree: {name} {able.reason}; use chain:{min(tree.depth, CHAIN)}")
+    how = {
+        "several": "with a cache per row",
+        "single": "with a cache per row and token by token, so that a chain saves no time",
+        "whole": "without a cache, which takes long",
+    }
+    _say_once(f"{name} {able.reason}: decoding row by row, {how[able.reading]}")
+
+
+def _why_no_tree(model: PreTrainedModel) -> str:
     config = text_config(model)
     arguments = signature(model.forward).parameters
     cached = "past_key_values" in arguments
@@ -29,31 +97,32 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     positions = "position_ids" in arguments and not getattr(config, "alibi", False)
     attention = getattr(config, "_attn_implementation", "eager")
     own_masks = getattr(config, "attention_layers", None) is not None
-    odd_cache = config.model_type in ("doge", "moshi")
+    other = set(getattr(config, "layer_types", None) or ()) - {_FULL, _SLIDING}
+    kinds = ", ".join(map(repr, sorted(other)))
+    reasons = {
+        "is recurrent": recurrent,
+        "keeps no key/value cache": not cached,
+        "does not take position_ids, which the tokens of a tree need": not positions,
+        "masks by a table of its own": own_masks,
+        "gives other outputs with a cache than without": config.model_type in _WHOLE,
+        f"uses attention '{attention}', which takes no tree mask (attn_implementation='sdpa' "
+        "does)": attention not in ("eager", "sdpa"),
+        f"has layers of type {kinds}, which cannot verify a tree": bool(other),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _windows(model: PreTrainedModel) -> dict[str, int | None]:
+    config = text_config(model)
     window: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     windowed = window is not None or _SLIDING in (types or ())
-    other = set(types or ()) - {_FULL, _SLIDING}
-    kinds = ", ".join(map(repr, sorted(other)))
-    reasons = {
-        "is recurrent: its state cannot go back to an earlier token; use another model": recurrent,
-        "keeps no key/value cache; use another model": not cached,
-        "does not take position_ids, which the tokens of a tree need; "
-        "use another model": not positions,
-        "masks by a table of its own; use another model": own_masks,
-        # Doge keeps the keys that score best among all in the cache, and Moshi's cache drops keys
-        # that its mask allows.
-        "gives other outputs with a cache than without; use another model": odd_cache,
-        f"uses attention '{attention}', which takes no tree mask; load it with "
-        "attn_implementation='sdpa'": attention not in ("eager", "sdpa"),
+    if windowed and not _reads_windows(model):
         # Transformers' cache would drop keys that the forward without a cache sees.
-        "attends to all tokens, and its config.json sets a sliding window; remove sliding_window "
-        "and layer_types": windowed and not _reads_windows(model),
-        f"has layers of type {kinds}, which cannot verify a tree": bool(other),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise InputError(f"{type(model).__name__} {reason}")
+        raise InputError(
+            f"{type(model).__name__} attends to all tokens, and its config.json sets a sliding "
+            "window; remove sliding_window and layer_types"
+        )
     if types is None:
         # Without layer_types a window applies to every layer (Mistral, Phi-3).
         return {_FULL: None} if window is None else {_SLIDING: window}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from decode.supported_models import attention_windows
+from decode.supported_models import ability
 from drafts.draft_vocabulary import (
     check_draft_vocabulary,
     commonest_tokens,
@@ -68,7 +68,7 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
     pair = load_models(config.target, chat_template=config.chat_template, **loading(config))
     target = pair.target
     tokenizer = pair.tokenizer
-    attention_windows(target)  # raises InputError for a target that cannot check drafts
+    ability(target)  # raises InputError for a target that cannot check drafts
     texts = answer_texts(config, target, tokenizer)
     draft, notes = _make(config, pair, texts)
     used = draft

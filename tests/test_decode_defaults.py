@@ -153,8 +153,8 @@ def of_kind(kind: str, **options: Any) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("mamba", "MambaForCausalLM is recurrent: its state cannot go back"),
-        ("rwkv", "RwkvForCausalLM is recurrent: its state cannot go back"),
+        ("mamba", "MambaForCausalLM is recurrent; use chain:2"),
+        ("rwkv", "RwkvForCausalLM is recurrent; use chain:2"),
         ("openai-gpt", "OpenAIGPTLMHeadModel keeps no key/value cache"),
         ("bloom", "BloomForCausalLM does not take position_ids"),
         ("gpt_neo", "masks by a table of its own"),
@@ -181,5 +181,7 @@ def test_the_reason_is_the_right_one(kind, reason):
         "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 2},
     }
     with pytest.raises(ValueError, match=reason) as caught:
-        SpeculativeDecoder(of_kind(kind, **options.get(kind, {})))
+        SpeculativeDecoder(
+            of_kind(kind, **options.get(kind, {})), PromptLookupProposer(), "kary:2,1"
+        )
     assert "\n" not in str(caught.value)

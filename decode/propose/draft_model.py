@@ -28,7 +28,7 @@ from decode.propose.protocol import Outcome, SessionSetup
 from decode.recorded import make_runner
 from decode.recorded.steps import steps_for
 from decode.runner import Runner
-from decode.supported_models import attention_windows, check_context
+from decode.supported_models import ability, check_context, check_tree
 from decode.tree import TreeShape
 from drafts.vocabulary import VocabularyMap, vocabulary_map
 from draftsmith_core.models import context_length, vocabulary_size
@@ -55,8 +55,9 @@ class DraftModelProposer(NetworkProposer):
         self.drafts = len(self.models)
         names = [model.name_or_path or type(model).__name__ for model in self.models]
         self.name = "draft " + " or ".join(names)
+        self._abilities = [ability(model) for model in self.models]
+        self._trees = all(able.drafts == "tree" for able in self._abilities)
         self._packs = [packs_of(model) if fast else None for model in self.models]
-        self._windows = [attention_windows(model) for model in self.models]
         self._words = [vocabulary_map(model) for model in self.models]
         self._fast = fast
 
@@ -71,6 +72,8 @@ class DraftModelProposer(NetworkProposer):
                 f"{self.drafts} drafts cannot grow one tree by confidence; use one draft, or "
                 "kary:4,2,2"
             )
+        for model, able in zip(self.models, self._abilities, strict=True):
+            check_tree(model, able, tree)
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if any(model.training for model in self.models):
@@ -80,13 +83,15 @@ class DraftModelProposer(NetworkProposer):
             check_context("draft", context_length(model), read, max_new_tokens)
 
     def network(self, setup: SessionSetup) -> Network:
-        self.steps = steps_for(self.models, setup.compile, self._fast, self.steps)
+        # Drafts with caches of their own are not recorded.
+        backend = setup.compile if self._trees else False
+        self.steps = steps_for(self.models, backend, self._fast, self.steps)
         networks: list[_OneNetwork] = []
         for place, model in enumerate(self.models):
             words = self._words[place]
             runner = make_runner(
                 model,
-                self._windows[place],
+                self._abilities[place],
                 context_length(model),
                 self._packs[place],
                 self.steps[place] if self.steps else None,

@@ -7,20 +7,24 @@ they compile, `make_runner` returns a runner whose `call` records, and
 
 from transformers import PreTrainedModel
 
+from decode.own_cache_runner import OwnCacheRunner
 from decode.packed_weights import Packs
 from decode.recorded.runner import RecordedRunner
 from decode.recorded.steps import StaticSteps
 from decode.runner import Runner
+from decode.supported_models import Ability
 
 
 def make_runner(
     model: PreTrainedModel,
-    windows: dict[str, int | None],
+    able: Ability,
     limit: int | None,
     packs: Packs | None,
     steps: StaticSteps | None,
 ) -> Runner:
-    """Return a runner that records its calls if there are `steps`."""
+    """Return the runner that suits a model; it records its calls if there are `steps`."""
+    if able.drafts == "chain":
+        return OwnCacheRunner(model, limit, able.reading)
     if steps is None:
-        return Runner(model, windows, limit, packs)
-    return RecordedRunner(model, windows, limit, steps)
+        return Runner(model, able.windows, limit, packs)
+    return RecordedRunner(model, able.windows, limit, steps)

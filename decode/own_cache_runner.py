@@ -1,0 +1,260 @@
+"""Run a model over chains of tokens with the cache that the model itself makes, row by row.
+
+For models that no tree can be run through: recurrent and convolution layers, whose state cannot
+mask a sibling, attention that takes no mask or no positions. A recurrent layer may not read padding
+either, so that each row has a cache of its own.
+
+A chain is forwarded behind its root at once. Afterwards the cache goes back to the last token that
+was accepted: cropped if it can be (keys and values, convolutions), else put back from a copy. The
+tokens between that copy and the last accepted token are then *unread*; they are forwarded again
+together with the next step's, so that a step stays one forward.
+
+Legend: B rows, q tokens of a block, V vocabulary, H hidden size.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from decode.llama_forward import Forwarded
+from decode.runner import Block, Runner
+from decode.supported_models import Reading
+from draftsmith_core.models import text_config
+
+# Before more tokens than these are forwarded again, they are forwarded once without a chain, which
+# moves the copy behind them.
+MOST_UNREAD = 16
+# How models name their cache, in inputs and outputs.
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
+
+
+class _Mark(NamedTuple):
+    """A cache to which a row can go back, and the number of tokens that it has read."""
+
+    cache: Any
+    read: int
+
+
+@dataclass
+class _Row:
+    """The text of a row, a cache that has read the first `read` tokens of it, and earlier ones of
+    this step.
+    """
+
+    text: list[int]
+    cache: Any = None
+    read: int = 0
+    records: bool = False  # whether `crop` takes the cache back
+    marks: list[_Mark] = field(default_factory=list)
+
+
+class OwnCacheRunner(Runner):
+    """A `Runner` for causal chains; `lengths[b]` counts the tokens kept for row b, read or not.
+
+    reading: how the model continues from its cache.
+    """
+
+    takes_absent = True
+
+    def __init__(self, model: PreTrainedModel, limit: int | None, reading: Reading) -> None:
+        super().__init__(model, {}, limit)
+        self.reading = reading
+        self.rows: list[_Row] = []
+        self._arguments = frozenset(signature(model.forward).parameters)
+        names = [name for name in CACHE_NAMES if name in self._arguments]
+        self._cache_name = names[0] if names and reading != "whole" else None
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], room: int, hidden_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, ...]:
+        """Cache all prompts. Return states `[B, T, H]` of `hidden_layers`, right-padded."""
+        self.lengths = [len(prompt) for prompt in prompts]
+        self.rows = [_Row(list(prompt)) for prompt in prompts]
+        longest = max(self.lengths)
+        width = int(text_config(self.model).hidden_size)
+        layers: list[list[Tensor]] = [[] for _ in hidden_layers]
+        for row in self.rows:
+            length = len(row.text)
+            states = (torch.zeros(1, 0, width, dtype=self.model.dtype, device=self.device),)
+            hidden = states * len(hidden_layers)
+            if length and (self._cache_name is not None or hidden_layers):
+                # The logits are not used: the last prompt token is forwarded in the first step.
+                _, hidden = self._read(row, length if hidden_layers else 1, hidden_layers)
+                self._record(row)
+            for place, state_1TH in enumerate(hidden):
+                layers[place].append(pad(state_1TH, (0, 0, 0, longest - length)))
+        return tuple(torch.cat(rows) for rows in layers)
+
+    def open(self, lead: Sequence[int] | None = None) -> None:
+        """Begin a step whose first token is certain; see `Runner.open`."""
+        self._lead = list(lead or [0] * len(self.rows))
+        self._certain = 1
+        self._fed = False
+
+    def open_pending(self, pending: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+        """Begin a step with tokens that will all be kept; see `Runner.open_pending`."""
+        tokens_BW, lead = super().open_pending(pending)
+        self._certain = tokens_BW.shape[1]
+        return tokens_BW, lead
+
+    def forward(
+        self,
+        tokens_Bq: Tensor,
+        block: Block,
+        keep_logits: int = 0,
+        hidden_layers: Sequence[int] = (),
+        features_BqH: Tensor | None = None,
+    ) -> Forwarded:
+        """Forward the chain `tokens_Bq`, whose absent tokens are -1; their logits and states are 0.
+
+        See `Runner.forward`.
+        """
+        queries = tokens_Bq.shape[1]
+        logits: list[Tensor] = []
+        layers: list[list[Tensor]] = [[] for _ in hidden_layers]
+        for row, tokens in enumerate(tokens_Bq.tolist()):
+            lead = 0 if self._fed else self._lead[row]
+            present = self._present(row, tokens[lead:])
+            certain = 0 if self._fed else self._certain
+            logits_1nV, hidden = self._extend(self.rows[row], present, certain, hidden_layers)
+            behind = queries - lead - len(present)
+            if keep_logits:
+                logits_1nV = logits_1nV[:, -keep_logits:]
+                logits.append(logits_1nV)
+            else:
+                logits.append(pad(logits_1nV, (0, 0, lead, behind)))
+            for place, state_1nH in enumerate(hidden):
+                layers[place].append(pad(state_1nH, (0, 0, lead, behind)))
+        self._fed = True
+        return torch.cat(logits), tuple(torch.cat(rows) for rows in layers)
+
+    def keep(self, slots: Sequence[Sequence[int]]) -> None:
+        """Keep the first tokens of each row's step, as many as it lists; go back behind them."""
+        for row, path in enumerate(slots):
+            kept = min(self.lengths[row] + len(path), len(self.rows[row].text))
+            self.lengths[row] = kept
+            self._go_back(self.rows[row], kept)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Continue with these rows, in this order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self.rows = [self.rows[row] for row in rows]
+
+    def fresh(self) -> "OwnCacheRunner":
+        """Return an empty runner of the same model; prefill new rows in it, then `join` it."""
+        other = copy.copy(self)
+        other.lengths = []
+        other.rows = []
+        return other
+
+    def join(self, other: Runner) -> None:
+        """Append the rows of another runner of the same model."""
+        assert isinstance(other, OwnCacheRunner)
+        self.lengths = self.lengths + other.lengths
+        self.rows = self.rows + other.rows
+
+    def _present(self, row: int, tokens: list[int]) -> list[int]:
+        """Return the tokens that exist and fit the context. Predictions beyond it are discarded,
+        and not every model can make them.
+        """
+        if -1 in tokens:
+            tokens = tokens[: tokens.index(-1)]
+        if self.limit is not None:
+            tokens = tokens[: max(self.limit - len(self.rows[row].text), 1)]
+        return tokens
+
+    def _extend(
+        self, row: _Row, tokens: list[int], certain: int, hidden_layers: Sequence[int]
+    ) -> Forwarded:
+        """Append tokens to a row, of which the first `certain` will be kept, and read them."""
+        begin = len(row.text)
+        row.text += tokens
+        if self._cache_name is None:
+            return self._read(row, len(tokens), hidden_layers)
+        if self.reading == "single":
+            return self._one_by_one(row, begin, hidden_layers)
+        guessed = len(tokens) > certain
+        if guessed and not row.records:
+            if begin - row.read > MOST_UNREAD:
+                self._read(row, 1, (), end=begin)
+            row.marks.append(_Mark(_copy_of(row.cache), row.read))
+        return self._read(row, len(tokens), hidden_layers)
+
+    def _one_by_one(self, row: _Row, begin: int, hidden_layers: Sequence[int]) -> Forwarded:
+        """Read single tokens, each from a state to which the row can go back."""
+        logits: list[Tensor] = []
+        layers: list[list[Tensor]] = [[] for _ in hidden_layers]
+        while row.read < len(row.text):
+            row.marks.append(_Mark(_copy_of(row.cache), row.read))
+            at = row.read
+            logits_11V, hidden = self._read(row, 1, hidden_layers, end=at + 1)
+            if at < begin:
+                continue
+            logits.append(logits_11V)
+            for place, state_11H in enumerate(hidden):
+                layers[place].append(state_11H)
+        return torch.cat(logits, dim=1), tuple(torch.cat(parts, dim=1) for parts in layers)
+
+    def _read(
+        self, row: _Row, last: int, hidden_layers: Sequence[int], end: int | None = None
+    ) -> Forwarded:
+        """Forward the text that a row has not read, up to `end`; return logits and states of the
+        `last` tokens.
+        """
+        end = len(row.text) if end is None else end
+        tokens_1n = torch.tensor([row.text[row.read : end]], device=self.device)
+        options: dict[str, Any] = {}
+        if self._trims_logits:
+            options["logits_to_keep"] = last
+        if hidden_layers:
+            options["output_hidden_states"] = True
+        if "use_cache" in self._arguments:
+            options["use_cache"] = self._cache_name is not None
+        if self._cache_name is not None:
+            options[self._cache_name] = row.cache
+            if "position_ids" in self._arguments:
+                # Not every model counts the tokens that its cache has read.
+                positions_n = torch.arange(row.read, end, device=self.device)
+                options["position_ids"] = positions_n.unsqueeze(0)
+        output = self.model(input_ids=tokens_1n, **options)
+        if self._cache_name is not None:
+            row.cache = getattr(output, self._cache_name)
+            row.read = end
+        hidden = tuple(output.hidden_states[layer][:, -last:] for layer in hidden_layers)
+        return output.logits[:, -last:], hidden
+
+    def _go_back(self, row: _Row, kept: int) -> None:
+        """Keep the first `kept` tokens of a row and the latest cache that has read no others."""
+        del row.text[kept:]
+        marks = [mark for mark in row.marks if mark.read <= kept]
+        row.marks = []
+        if row.records:
+            row.cache.crop(min(kept - row.read, 0))
+            row.read = min(row.read, kept)
+        elif row.read > kept:
+            row.cache, row.read = marks[-1]
+        self._record(row)
+
+    def _record(self, row: _Row) -> None:
+        """Let a cache that can be cropped record what it needs for that."""
+        if not row.records and getattr(row.cache, "is_croppable", False):
+            row.cache.activate_past_recording()
+            row.records = True
+
+
+def _copy_of(cache: Any) -> Any:
+    """Copy a cache, but for keys and values: new ones are joined to them in new tensors."""
+    shared: dict[int, Any] = {}
+    for layer in getattr(cache, "layers", ()):
+        if isinstance(layer, DynamicLayer):
+            for states in (layer.keys, layer.values):
+                shared[id(states)] = states
+    return copy.deepcopy(cache, shared)
