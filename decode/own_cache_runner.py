@@ -27,7 +27,8 @@ from transformers.cache_utils import DynamicLayer
 from decode.llama_forward import Forwarded
 from decode.runner import Block, Runner
 from decode.supported_models import Reading
-from draftsmith_core.models import text_config
+from draftsmith_core.hidden_states import forward_with_states, layout_of
+from draftsmith_core.models import vocabulary_size
 
 # Before more tokens than these are forwarded again, they are forwarded once without a chain, which
 # moves the copy behind them.
@@ -79,12 +80,10 @@ class OwnCacheRunner(Runner):
         self.lengths = [len(prompt) for prompt in prompts]
         self.rows = [_Row(list(prompt)) for prompt in prompts]
         longest = max(self.lengths)
-        width = int(text_config(self.model).hidden_size)
         layers: list[list[Tensor]] = [[] for _ in hidden_layers]
         for row in self.rows:
             length = len(row.text)
-            states = (torch.zeros(1, 0, width, dtype=self.model.dtype, device=self.device),)
-            hidden = states * len(hidden_layers)
+            _, hidden = self._nothing(hidden_layers)
             if length and (self._cache_name is not None or hidden_layers):
                 # The logits are not used: the last prompt token is forwarded in the first step.
                 _, hidden = self._read(row, length if hidden_layers else 1, hidden_layers)
@@ -168,13 +167,24 @@ class OwnCacheRunner(Runner):
         if -1 in tokens:
             tokens = tokens[: tokens.index(-1)]
         if self.limit is not None:
-            tokens = tokens[: max(self.limit - len(self.rows[row].text), 1)]
+            tokens = tokens[: max(self.limit - len(self.rows[row].text), 0)]
         return tokens
+
+    def _nothing(self, hidden_layers: Sequence[int]) -> Forwarded:
+        """Logits `[1, 0, V]` and states `[1, 0, H]` of no token."""
+        empty = torch.zeros(1, 0, 1, dtype=self.model.dtype, device=self.device)
+        logits_10V = empty.expand(-1, -1, vocabulary_size(self.model))
+        if not hidden_layers:
+            return logits_10V, ()
+        states_10H = empty.expand(-1, -1, layout_of(self.model).width)
+        return logits_10V, (states_10H,) * len(hidden_layers)
 
     def _extend(
         self, row: _Row, tokens: list[int], certain: int, hidden_layers: Sequence[int]
     ) -> Forwarded:
         """Append tokens to a row, of which the first `certain` will be kept, and read them."""
+        if not tokens:
+            return self._nothing(hidden_layers)
         begin = len(row.text)
         row.text += tokens
         if self._cache_name is None:
@@ -214,8 +224,6 @@ class OwnCacheRunner(Runner):
         options: dict[str, Any] = {}
         if self._trims_logits:
             options["logits_to_keep"] = last
-        if hidden_layers:
-            options["output_hidden_states"] = True
         if "use_cache" in self._arguments:
             options["use_cache"] = self._cache_name is not None
         if self._cache_name is not None:
@@ -224,12 +232,13 @@ class OwnCacheRunner(Runner):
                 # Not every model counts the tokens that its cache has read.
                 positions_n = torch.arange(row.read, end, device=self.device)
                 options["position_ids"] = positions_n.unsqueeze(0)
-        output = self.model(input_ids=tokens_1n, **options)
+        output, hidden = forward_with_states(
+            self.model, hidden_layers, input_ids=tokens_1n, **options
+        )
         if self._cache_name is not None:
             row.cache = getattr(output, self._cache_name)
             row.read = end
-        hidden = tuple(output.hidden_states[layer][:, -last:] for layer in hidden_layers)
-        return output.logits[:, -last:], hidden
+        return output.logits[:, -last:], tuple(state[:, -last:] for state in hidden)
 
     def _go_back(self, row: _Row, kept: int) -> None:
         """Keep the first `kept` tokens of a row and the latest cache that has read no others."""

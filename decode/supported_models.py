@@ -24,8 +24,8 @@ Reading = Literal["several", "single", "whole"]
 # Of several tokens behind a state, these forget the state (transformers 5.23).
 _SINGLE = ("falcon_mamba", "jamba", "mamba", "minimax", "zamba")
 # Doge keeps the keys that score best among all in the cache, Moshi's cache drops keys that its mask
-# allows, and RecurrentGemma keeps its state in its modules.
-_WHOLE = ("doge", "moshi", "recurrent_gemma")
+# allows, RecurrentGemma keeps its state in its modules, and CPM-Ant puts tokens before each text.
+_WHOLE = ("cpmant", "doge", "moshi", "recurrent_gemma")
 
 
 @dataclass(frozen=True)

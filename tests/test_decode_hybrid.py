@@ -8,12 +8,25 @@ import torch
 from decode import (
     DraftModelProposer,
     Generation,
+    HeadProposer,
+    LookaheadProposer,
+    LookupFirst,
     PromptLookupProposer,
+    Proposal,
     Proposer,
+    Session,
     SpeculativeDecoder,
 )
-from draftsmith_core.sampling import Sampling
-from tests.hybrid_models import HYBRIDS, hybrid
+from decode.own_cache_runner import OwnCacheRunner
+from decode.tree import chain
+from decode.tree_batch import TreeBatch
+from drafts.heads.block import DSparkHead
+from drafts.heads.eagle import EagleHead
+from draftsmith_core.hidden_states import forward_with_states
+from draftsmith_core.sampling import Sampling, generator
+from tests.chi_square import chi_square, counts_of, exact_distribution
+from tests.hybrid_models import HYBRIDS, VOCAB, hybrid
+from tests.tiny_models import random_llama, stirred, stirred_head
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1, 8]]
@@ -36,7 +49,7 @@ def own_greedy(kind: str, row: int) -> list[int]:
     return ids[len(PROMPTS[row]) :]
 
 
-def decode(kind: str, proposer: Proposer | None, rows: list[int]) -> list[Generation]:
+def outputs(kind: str, proposer: Proposer | None, rows: list[int]) -> list[Generation]:
     decoder = SpeculativeDecoder(hybrid(kind), proposer)
     prompts = [PROMPTS[row] for row in rows]
     return decoder.generate(prompts, GREEDY, NEW_TOKENS, eos_ids=()).generations
@@ -45,9 +58,9 @@ def decode(kind: str, proposer: Proposer | None, rows: list[int]) -> list[Genera
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_every_kind_gives_the_tokens_of_full_forwards(kind):
     for rows in ([1], [2, 0, 1]):
-        outputs = [each.output_ids for each in decode(kind, None, rows)]
-        assert outputs == [own_greedy(kind, row) for row in rows]
-    copied = decode(kind, PromptLookupProposer(), [0, 1, 2])
+        found = [each.output_ids for each in outputs(kind, None, rows)]
+        assert found == [own_greedy(kind, row) for row in rows]
+    copied = outputs(kind, PromptLookupProposer(), [0, 1, 2])
     assert [each.output_ids for each in copied] == [own_greedy(kind, row) for row in range(3)]
 
 
@@ -70,8 +83,173 @@ def test_a_draft_with_a_state_gives_the_tokens_of_full_forwards(kind):
     drafts = {"other": hybrid(kind, seed=2), "itself": hybrid(kind)}
     accepted: dict[str, int] = {}
     for name, draft in drafts.items():
-        generations = decode(kind, DraftModelProposer(draft), [2, 0, 1])
+        generations = outputs(kind, DraftModelProposer(draft), [2, 0, 1])
         assert [each.output_ids for each in generations] == [own_greedy(kind, r) for r in (2, 0, 1)]
         accepted[name] = sum(each.stats.accepted for each in generations)
     # The draft that is the target proposes its own tokens, four a step.
     assert accepted["itself"] == 3 * (NEW_TOKENS - NEW_TOKENS // 5) >= accepted["other"]
+
+
+PROPOSERS = {
+    "a small LLaMA": lambda target: DraftModelProposer(random_llama(7, VOCAB)),
+    "lookup, then draft": lambda target: LookupFirst(DraftModelProposer(random_llama(7, VOCAB)), 1),
+    "eagle": lambda target: HeadProposer(stirred_head("eagle", target)),
+    "medusa": lambda target: HeadProposer(stirred_head("medusa", target)),
+    "dspark": lambda target: HeadProposer(
+        stirred(DSparkHead.fresh(target, num_layers=1, block_size=4, target_layers=[0, 1]).eval())
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_proposer_gives_the_tokens_of_full_forwards(kind):
+    accepted = 0
+    for make in PROPOSERS.values():
+        generations = outputs(kind, make(hybrid(kind)), [2, 0, 1])
+        assert [each.output_ids for each in generations] == [own_greedy(kind, r) for r in (2, 0, 1)]
+        accepted += sum(each.stats.accepted for each in generations)
+    assert accepted
+
+
+class Scripted(Proposer):
+    """Drafts the target's own tokens, of which a number that varies is right; compares states."""
+
+    hidden_layers = (1, -1)
+
+    def __init__(self, kind, depth=3):
+        self.kind = kind
+        self.depth = depth
+        self.accepted = set()
+
+    def start(self, setup):
+        return ScriptedSession(self, setup)
+
+
+class ScriptedSession(Session):
+    def __init__(self, proposer, setup):
+        self.proposer = proposer
+        self.tree = TreeBatch.build(chain(proposer.depth), setup.device)
+        self.texts = [list(prompt) for prompt in setup.prompts]
+        self.wholes = []
+        for text in self.texts:
+            self.wholes.append(text + own_greedy(proposer.kind, PROMPTS.index(text)))
+        self.steps = 0
+        self.same(setup.hidden_BTH, [0] * len(self.texts), [len(text) - 1 for text in self.texts])
+
+    def same(self, hidden, begins, ends):
+        model = hybrid(self.proposer.kind)
+        for row, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            ids = torch.tensor([self.texts[row][:end]])
+            if begin < end:
+                layers = self.proposer.hidden_layers
+                _, states = forward_with_states(model, layers, input_ids=ids, use_cache=False)
+                for found, expected in zip(hidden, states, strict=True):
+                    there = found[row, : end - begin]
+                    torch.testing.assert_close(there, expected[0, begin:], atol=2e-4, rtol=1e-4)
+
+    def propose(self, u_BN):
+        self.steps += 1
+        drafted = []
+        for row, (text, whole) in enumerate(zip(self.texts, self.wholes, strict=True)):
+            ahead = (whole[len(text) :] + [0] * self.proposer.depth)[: self.proposer.depth]
+            right = (self.steps + row) % (self.proposer.depth + 1)
+            wrong = [(token + 1) % VOCAB for token in ahead[right : right + 1]]
+            shown = ahead[:right] + wrong + ahead[right + 1 :]
+            absent = [-1] * ((self.steps // 2 + row) % 2)
+            drafted.append([-1, *shown[: len(shown) - len(absent)], *absent])
+        return Proposal(self.tree, torch.tensor(drafted), None, "deterministic")
+
+    def commit(self, outcome):
+        begins = [len(text) - 1 for text in self.texts]
+        for text, tokens in zip(self.texts, outcome.tokens, strict=True):
+            text += tokens
+        self.proposer.accepted |= set(map(len, outcome.paths))
+        longest = max(len(states[0]) for states in outcome.hidden)
+        layers = []
+        for layer in range(len(self.proposer.hidden_layers)):
+            rows = [states[layer] for states in outcome.hidden]
+            padded = [torch.nn.functional.pad(r, (0, 0, 0, longest - len(r))) for r in rows]
+            layers.append(torch.stack(padded))
+        whole = [
+            text[: len(w)] == w[: len(text)]
+            for text, w in zip(self.texts, self.wholes, strict=True)
+        ]
+        assert all(whole)
+        self.same(layers, begins, [len(text) - 1 for text in self.texts])
+
+    def select_rows(self, rows):
+        self.texts = [self.texts[row] for row in rows]
+        self.wholes = [self.wholes[row] for row in rows]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_heads_get_the_states_of_full_forwards(kind):
+    """Whatever number of tokens a row accepts, and whether or not a draft ends early."""
+    proposer = Scripted(kind)
+    decoder = SpeculativeDecoder(hybrid(kind), proposer, "chain:3", "exact")
+    generations = decoder.generate(PROMPTS, GREEDY, NEW_TOKENS, eos_ids=()).generations
+    assert [each.output_ids for each in generations] == [own_greedy(kind, r) for r in range(3)]
+    assert proposer.accepted == {0, 1, 2, 3}
+
+
+def test_many_unread_tokens_are_read_once(monkeypatch):
+    """With room for two unread tokens every other step reads them by themselves."""
+    monkeypatch.setattr("decode.own_cache_runner.MOST_UNREAD", 2)
+    test_heads_get_the_states_of_full_forwards("mamba2")
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "mamba2"])
+def test_a_state_that_does_not_go_back_is_found(kind, monkeypatch):
+    def forgets(self, row, kept):
+        del row.text[kept:]
+        row.read = min(row.read, kept)
+
+    monkeypatch.setattr(OwnCacheRunner, "_go_back", forgets)
+    generations = outputs(kind, DraftModelProposer(hybrid(kind, seed=2)), [0])
+    assert generations[0].output_ids != own_greedy(kind, 0)
+
+
+def test_a_tree_is_refused_and_a_chain_is_the_default():
+    target = hybrid("qwen3_next")
+    llama = random_llama(7, VOCAB)
+    for pair in ((target, DraftModelProposer(llama)), (llama, DraftModelProposer(target))):
+        for tree in ("kary:2,2", "eagle2:depth=3,beam=2,nodes=5"):
+            with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM .*; use chain:\d$") as no:
+                SpeculativeDecoder(*pair, tree)
+            assert "\n" not in str(no.value)
+        assert SpeculativeDecoder(*pair).tree.is_chain
+    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM .*use chain"):
+        SpeculativeDecoder(target, LookaheadProposer())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("lfm2", "draft"),
+        *[
+            pytest.param(kind, name, marks=pytest.mark.slow)
+            for kind in ("mamba", "mamba2", "qwen3_next", "lfm2", "falcon_h1")
+            for name in ("draft", "lookup, then draft", "eagle")
+        ],
+    ],
+)
+def test_output_distribution_is_the_targets(kind, name):
+    size = 5
+    sampling = Sampling(temperature=0.8, top_p=0.95)
+    target = hybrid(kind, vocabulary=size)
+    draft = DraftModelProposer(random_llama(7, size))
+    makers = {
+        "draft": lambda: draft,
+        "lookup, then draft": lambda: LookupFirst(draft, 1),
+        "eagle": lambda: HeadProposer(stirred(EagleHead.fresh(target).eval())),
+    }
+    draws = 1_200
+    made = SpeculativeDecoder(target, makers[name](), "chain:2", "speculative")
+    generators = [generator(row) for row in range(draws)]
+    batch = made.generate([[1, 3]] * draws, sampling, 3, generators, eos_ids=())
+    counts = counts_of([each.output_ids for each in batch.generations], size)
+    law = exact_distribution(target, [1, 3], 3, sampling)
+    assert chi_square(counts, law, 1e-4) < 1
+    accepted = sum(each.stats.accepted for each in batch.generations)
+    calls = sum(each.stats.target_calls for each in batch.generations)
+    assert 0.1 < accepted / calls < 1.9

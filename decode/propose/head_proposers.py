@@ -38,6 +38,7 @@ from decode.propose.protocol import Outcome, SessionSetup
 from decode.recorded import make_runner
 from decode.recorded.steps import steps_for
 from decode.runner import Block, Runner
+from decode.supported_models import Ability
 from decode.tree import TreeShape
 from drafts.heads import Head
 from drafts.heads.block import BlockHead
@@ -104,7 +105,8 @@ class HeadProposer(NetworkProposer):
         if isinstance(self.head, BlockHead):
             window = self.head.config.window
             kind = _BlockNetwork
-        runner = make_runner(self._model, {"full_attention": window}, None, self._packs, steps)  # type: ignore[arg-type]
+        able = Ability("tree", {"full_attention": window})
+        runner = make_runner(self._model, able, None, self._packs, steps)  # type: ignore[arg-type]
         return kind(self._model, runner, setup)
 
 
