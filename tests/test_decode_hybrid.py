@@ -1,9 +1,12 @@
 """Law 1 for targets and drafts with a state: chains, verified with each model's own cache."""
 
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from decode import (
     DraftModelProposer,
@@ -11,10 +14,12 @@ from decode import (
     HeadProposer,
     LookaheadProposer,
     LookupFirst,
+    Outcome,
     PromptLookupProposer,
     Proposal,
     Proposer,
     Session,
+    SessionSetup,
     SpeculativeDecoder,
 )
 from decode.own_cache_runner import OwnCacheRunner
@@ -90,7 +95,7 @@ def test_a_draft_with_a_state_gives_the_tokens_of_full_forwards(kind):
     assert accepted["itself"] == 3 * (NEW_TOKENS - NEW_TOKENS // 5) >= accepted["other"]
 
 
-PROPOSERS = {
+PROPOSERS: dict[str, Callable[[PreTrainedModel], Proposer]] = {
     "a small LLaMA": lambda target: DraftModelProposer(random_llama(7, VOCAB)),
     "lookup, then draft": lambda target: LookupFirst(DraftModelProposer(random_llama(7, VOCAB)), 1),
     "eagle": lambda target: HeadProposer(stirred_head("eagle", target)),
@@ -116,27 +121,27 @@ class Scripted(Proposer):
 
     hidden_layers = (1, -1)
 
-    def __init__(self, kind, depth=3):
+    def __init__(self, kind: str, depth: int = 3) -> None:
         self.kind = kind
         self.depth = depth
-        self.accepted = set()
+        self.accepted = set[int]()
 
-    def start(self, setup):
+    def start(self, setup: SessionSetup) -> Session:
         return ScriptedSession(self, setup)
 
 
 class ScriptedSession(Session):
-    def __init__(self, proposer, setup):
+    def __init__(self, proposer: Scripted, setup: SessionSetup) -> None:
         self.proposer = proposer
         self.tree = TreeBatch.build(chain(proposer.depth), setup.device)
         self.texts = [list(prompt) for prompt in setup.prompts]
-        self.wholes = []
+        self.wholes: list[list[int]] = []
         for text in self.texts:
             self.wholes.append(text + own_greedy(proposer.kind, PROMPTS.index(text)))
         self.steps = 0
         self.same(setup.hidden_BTH, [0] * len(self.texts), [len(text) - 1 for text in self.texts])
 
-    def same(self, hidden, begins, ends):
+    def same(self, hidden: Sequence[Tensor], begins: list[int], ends: list[int]) -> None:
         model = hybrid(self.proposer.kind)
         for row, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             ids = torch.tensor([self.texts[row][:end]])
@@ -147,7 +152,7 @@ class ScriptedSession(Session):
                     there = found[row, : end - begin]
                     torch.testing.assert_close(there, expected[0, begin:], atol=2e-4, rtol=1e-4)
 
-    def propose(self, u_BN):
+    def propose(self, u_BN: Tensor | None) -> Proposal:
         self.steps += 1
         drafted = []
         for row, (text, whole) in enumerate(zip(self.texts, self.wholes, strict=True)):
@@ -159,7 +164,7 @@ class ScriptedSession(Session):
             drafted.append([-1, *shown[: len(shown) - len(absent)], *absent])
         return Proposal(self.tree, torch.tensor(drafted), None, "deterministic")
 
-    def commit(self, outcome):
+    def commit(self, outcome: Outcome) -> None:
         begins = [len(text) - 1 for text in self.texts]
         for text, tokens in zip(self.texts, outcome.tokens, strict=True):
             text += tokens
@@ -177,7 +182,7 @@ class ScriptedSession(Session):
         assert all(whole)
         self.same(layers, begins, [len(text) - 1 for text in self.texts])
 
-    def select_rows(self, rows):
+    def select_rows(self, rows: Sequence[int]) -> None:
         self.texts = [self.texts[row] for row in rows]
         self.wholes = [self.wholes[row] for row in rows]
 
@@ -238,7 +243,7 @@ def test_output_distribution_is_the_targets(kind, name):
     sampling = Sampling(temperature=0.8, top_p=0.95)
     target = hybrid(kind, vocabulary=size)
     draft = DraftModelProposer(random_llama(7, size))
-    makers = {
+    makers: dict[str, Callable[[], Proposer]] = {
         "draft": lambda: draft,
         "lookup, then draft": lambda: LookupFirst(draft, 1),
         "eagle": lambda: HeadProposer(stirred(EagleHead.fresh(target).eval())),
