@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     )
     from decode.propose.retrieval import RetrievalProposer as RetrievalProposer
     from decode.stats import DecodeStats as DecodeStats
+    from decode.supported_models import takes_trees as takes_trees
     from decode.tree_batch import TreeBatch as TreeBatch
     from decode.verify.tree_walk import Verdict as Verdict
 

@@ -72,6 +72,14 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     return able.windows
 
 
+def takes_trees(*models: object) -> bool:
+    """Whether trees can be drafted and verified with all of these, of which only language models
+    may be unable to.
+    """
+    able = [ability(model) for model in models if isinstance(model, PreTrainedModel)]
+    return all(each.drafts == "tree" for each in able)
+
+
 def check_tree(model: PreTrainedModel, able: Ability, tree: TreeShape) -> None:
     """Raise ValueError if a model cannot verify or draft this tree. Say once which models run row
     by row.
@@ -80,7 +88,8 @@ def check_tree(model: PreTrainedModel, able: Ability, tree: TreeShape) -> None:
         return
     name = type(model).__name__
     if tree.grows or not tree.is_chain:
-        raise ValueError(f"tree: {name} {able.reason}; use chain:{min(tree.depth, CHAIN)}")
+        fix = f"chain:{min(tree.depth, CHAIN)} and a proposer of chains"
+        raise ValueError(f"tree: {name} {able.reason}; use {fix}")
     how = {
         "several": "with a cache per row",
         "single": "with a cache per row and token by token, so that a chain saves no time",

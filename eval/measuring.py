@@ -13,7 +13,14 @@ from typing import Any, TypedDict
 import torch
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, BatchOutput, Generation, SpeculativeDecoder, Tree
+from decode import (
+    PROPOSERS,
+    BatchOutput,
+    Generation,
+    SpeculativeDecoder,
+    Tree,
+    takes_trees,
+)
 from drafts.load import Draft, kind_of
 from draftsmith_core.models import (
     eos_ids,
@@ -182,7 +189,10 @@ class Task:
                 decoder = decoder_of(self.target, draft, method)
                 contenders.append(Contender(decoder, name, method))
             # A copied token costs no forward of a draft.
-            if costs_of is not None and not isinstance(draft, CopyingDraft):
+            if costs_of is None or isinstance(draft, CopyingDraft):
+                continue
+            # A level of several nodes is a tree, which not every model can verify or draft.
+            if takes_trees(self.target, draft):
                 decoder = self._one_level(draft, costs_of)
                 contenders.append(Contender(decoder, name, costs_of, one_level=True))
         for contender in contenders:

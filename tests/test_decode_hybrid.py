@@ -1,12 +1,14 @@
 """Law 1 for targets and drafts with a state: chains, verified with each model's own cache."""
 
+import copy
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from decode import (
     DraftModelProposer,
@@ -30,6 +32,7 @@ from drafts.heads.eagle import EagleHead
 from draftsmith_core.hidden_states import forward_with_states
 from draftsmith_core.sampling import Sampling, generator
 from tests.chi_square import chi_square, counts_of, exact_distribution
+from tests.conftest import tiny_tokenizer
 from tests.hybrid_models import HYBRIDS, VOCAB, hybrid
 from tests.tiny_models import random_llama, stirred, stirred_head
 
@@ -219,7 +222,7 @@ def test_a_tree_is_refused_and_a_chain_is_the_default():
     llama = random_llama(7, VOCAB)
     for pair in ((target, DraftModelProposer(llama)), (llama, DraftModelProposer(target))):
         for tree in ("kary:2,2", "eagle2:depth=3,beam=2,nodes=5"):
-            with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM .*; use chain:\d$") as no:
+            with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM .*; use chain:\d ") as no:
                 SpeculativeDecoder(*pair, tree)
             assert "\n" not in str(no.value)
         assert SpeculativeDecoder(*pair).tree.is_chain
@@ -258,3 +261,25 @@ def test_output_distribution_is_the_targets(kind, name):
     accepted = sum(each.stats.accepted for each in batch.generations)
     calls = sum(each.stats.target_calls for each in batch.generations)
     assert 0.1 < accepted / calls < 1.9
+
+
+@pytest.mark.slow
+def test_the_commands_take_a_target_with_a_state(door, draft_dir, prompts_file, tmp_path):
+    target = copy.deepcopy(hybrid("qwen3_next", vocabulary=290))
+    target.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1)
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    words = ["--target", tmp_path / "target", "--draft", draft_dir, "--max_new_tokens", 6]
+    err = door.refused("decode", *words, "--prompt", "The quick", "--tree", "kary:2,2")
+    assert "has layers of type 'linear_attention'" in err and "use chain:2" in err
+    out, _ = door.ok("decode", *words, "--prompt", "The quick", "--json")
+    assert json.loads(out.splitlines()[-1])["tree"] == "chain:4"
+    plan = tmp_path / "plan.json"
+    door.ok("plan", *words, "--prompts", prompts_file, "--confirm_prompts", 2, "--out", plan)
+    found = json.loads(plan.read_text())
+    assert {row["family"] for row in found["candidates"]} <= {"chain", "stop"}
+    assert "whole:4" in found["costs"]["rounds"]
+    words += ["--id", f"q={prompts_file}", "--tree", "chain:2", "--speed_prompts", 2]
+    door.ok("eval", *words, "--max_prompts", 3, "--out", tmp_path / "eval")
+    speeds = json.loads((tmp_path / "eval" / "results.json").read_text())
+    assert [row for row in speeds["rows"] if row["figure"] == "speedup"]

@@ -18,7 +18,7 @@ from eval.bootstrap import PromptSums, quotient, resamples
 from eval.planning.engines import engine_rows
 from eval.planning.expected_tokens import JointRuns, kary_space
 from eval.planning.plan import _pays
-from eval.planning.step_costs import fit, isotonic, shapes, time_shapes
+from eval.planning.step_costs import CHAINS, fit, isotonic, shapes, time_shapes
 
 
 def _runs(chances: list[list[float]]) -> JointRuns:
@@ -219,3 +219,12 @@ def test_a_plan_is_written_beside_the_draft_and_used(
         for method in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
     ]
     assert trees == ["chain:1", f"auto:{plan}"]
+
+
+def test_a_pair_that_takes_chains_only_is_timed_on_whole_chains():
+    """Their steps hold the drafting, and going back behind what was refused."""
+    assert list(shapes(None, trees_fit=False)) == ["alone", *[f"whole:{n}" for n in CHAINS]]
+    assert list(shapes(3, trees_fit=False)) == ["alone", "whole:1", "whole:2", "whole:3"]
+    seconds = {"alone": [1.0], "whole:1": [1.5], "whole:2": [2.0], "whole:4": [3.5]}
+    costs = fit(seconds)
+    assert [costs.step(kary((1,) * n)) for n in (1, 2, 3, 4, 6)] == [1.5, 2.0, 2.75, 3.5, 5.0]

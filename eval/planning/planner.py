@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, SpeculativeDecoder, Tree, TreeShape, default_verifier, parse_tree
+from decode import (
+    PROPOSERS,
+    SpeculativeDecoder,
+    Tree,
+    TreeShape,
+    default_verifier,
+    parse_tree,
+    takes_trees,
+)
 from decode.tree_spec import kary
 from drafts.heads.block import BlockHead
 from drafts.load import Draft, depth_limit, kind_of
@@ -171,6 +179,11 @@ class Planner:
         """Most levels of a tree."""
         return min(DEPTH, depth_limit(self.draft) or DEPTH)
 
+    @property
+    def trees_fit(self) -> bool:
+        """Whether the pair takes trees other than chains."""
+        return takes_trees(self.target, self.draft)
+
     def within(self, share: float) -> bool:
         """Whether less than this share of the time limit is over."""
         return time.perf_counter() - self.started < share * LIMIT_S
@@ -256,7 +269,12 @@ class Planner:
             ran = self.run(decoder(tree), batch, STEP_TOKENS, ends=False)
             return ran.seconds / ran.steps
 
-        return time_shapes(seconds, depth_limit(self.draft), lambda: self.within(0.5))
+        return time_shapes(
+            seconds,
+            depth_limit(self.draft),
+            lambda: self.within(0.5),
+            trees_fit=self.trees_fit,
+        )
 
     def choose(self, expected: Expected, ranks: int) -> list[Predicted]:
         """Predict the rate of static trees, fastest first."""
@@ -272,6 +290,8 @@ class Planner:
 
         for levels in range(1, self.depth + 1):
             add("chain", f"chain:{levels}", kary((1,) * levels))
+        if not self.trees_fit:
+            return sorted(candidates.values(), key=lambda candidate: -candidate.rate)
         for spec, tree in kary_space(NODES, self.depth, ranks).items():
             add("kary", spec, tree)
         for levels in range(2, self.depth + 1):

@@ -4,6 +4,9 @@ Steps are timed whole, in the engine, on real contexts, at the given batch size:
 drawing, verifying and bookkeeping. F(n) is a step that verifies n rows and expands only the root.
 d(w) is one more forward of the draft, which expands w nodes. A step takes F(1 + nodes) + the sum of
 d over its levels but the first. Trees of one level give F; trees that have one level more give d.
+
+Of a pair that takes chains only, chains are timed whole, with what going back to the last accepted
+token costs: F(n) is then a step on a chain of n - 1 tokens, its drafting included, and d is 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +24,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 WIDTHS = (4, 16)
 # Levels of the chain that is timed.
 CHAIN = 6
+# Levels of the chains that are timed for a pair that takes no trees.
+CHAINS = (1, 2, 4, 8, 16)
 ROUNDS = 3
 
 
@@ -57,11 +62,14 @@ def _interpolate(curve: dict[int, float], at: int) -> float:
     return float(np.interp(at, sizes, [curve[size] for size in sizes]))
 
 
-def shapes(deepest: int | None) -> dict[str, Tree | None]:
+def shapes(deepest: int | None, *, trees_fit: bool = True) -> dict[str, Tree | None]:
     """Trees to time by name, None for the target alone; `deepest`: most levels that the draft can
-    draft.
+    draft. trees_fit: whether the pair takes trees other than chains.
     """
     trees: dict[str, Tree | None] = {"alone": None}
+    if not trees_fit:
+        lengths = {min(length, deepest or length) for length in CHAINS}
+        return trees | {f"whole:{length}": kary((1,) * length) for length in sorted(lengths)}
     trees |= {f"rows:{n}": Tree((-1,) * n) for n in ROWS}
     if deepest is None or deepest > 1:
         levels = min(CHAIN, deepest or CHAIN)
@@ -76,8 +84,12 @@ def fit(seconds: Mapping[str, Sequence[float]]) -> Costs:
     rows.
     """
     least = {name: min(values) for name, values in seconds.items()}
-    by_rows = {1 + n: least[f"rows:{n}"] for n in ROWS}
-    verify = isotonic({1: least["alone"], **by_rows})
+    by_rows = {1: least["alone"]}
+    for name, value in least.items():
+        kind, _, text = name.partition(":")
+        if kind in ("rows", "whole"):
+            by_rows[1 + int(text)] = value
+    verify = isotonic(by_rows)
     draft: dict[int, float] = {}
     for name, value in least.items():
         kind, _, text = name.partition(":")
@@ -104,14 +116,18 @@ def isotonic(curve: Mapping[int, float]) -> dict[int, float]:
 
 
 def time_shapes(
-    time_step: Callable[[Tree | None], float], deepest: int | None, go_on: Callable[[], bool]
+    time_step: Callable[[Tree | None], float],
+    deepest: int | None,
+    go_on: Callable[[], bool],
+    *,
+    trees_fit: bool = True,
 ) -> dict[str, list[float]]:
     """Seconds per step of every shape, round by round, interleaved; no further round starts unless
     `go_on()`.
 
-    `time_step(tree)` gives seconds per step of one short run.
+    `time_step(tree)` gives seconds per step of one short run. trees_fit: as for `shapes`.
     """
-    trees = shapes(deepest)
+    trees = shapes(deepest, trees_fit=trees_fit)
     seconds: dict[str, list[float]] = {name: [] for name in trees}
     for tree in trees.values():
         time_step(tree)  # warm-up: plans, packed weights and masks are made once
