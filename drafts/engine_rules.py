@@ -297,12 +297,13 @@ def _no_mtp_layer(pair: Pair) -> str | None:
 
 def _not_in_transformers(pair: Pair) -> str | None:
     """transformers finds the layer by the numbers that it has in published sizes."""
-    assert pair.source is not None
-    target: Any = pair.source.target
+    assert pair.source is not None and pair.source.target is not None
+    target = pair.source.target
     config = text_config(target)
     name = f"model.layers.{config.num_hidden_layers}.eh_proj.weight"
     patterns = target._keys_to_ignore_on_load_unexpected or ()
-    if hasattr(config, "num_mtp_layers") and any(re.search(known, name) for known in patterns):
+    known = [pattern for pattern in patterns if re.search(pattern, name)]
+    if known and hasattr(config, "num_mtp_layers"):
         return None
     return f"generate(use_mtp=True) finds no MTP layer in this {config.model_type} model"
 

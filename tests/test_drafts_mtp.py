@@ -208,9 +208,9 @@ QWEN = {
 }
 
 
-def write_qwen(out: Path, experts: int) -> Path:
+def write_qwen(out: Path, experts: int, kind: str = "qwen3_next") -> Path:
     """A checkpoint as Qwen3-Next's: `mtp.*` beside the model; the layer is its last one's copy."""
-    model = model_of("qwen3_next", num_experts=experts, **NEXT)
+    model = model_of(kind, num_experts=experts, **NEXT)
     model.save_pretrained(out)
     tensors = load_file(out / "model.safetensors")
     last = "model.layers.3."
@@ -273,8 +273,9 @@ def test_qwen3_next_computes_its_published_layer(tmp_path):
     torch.testing.assert_close(logits, target.lm_head(expected), atol=1e-5, rtol=1e-5)
 
 
-def test_experts_of_a_native_layer_are_read_one_by_one(tmp_path):
-    target: Any = load_model(str(write_qwen(tmp_path, experts=4)), device="cpu")
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
+def test_experts_of_a_native_layer_are_read_one_by_one(kind, tmp_path):
+    target: Any = load_model(str(write_qwen(tmp_path, 4, kind)), device="cpu")
     head: Any = load_head("mtp", target)
     last = target.model.layers[3].state_dict()
     assert "mlp.experts.gate_up_proj" in last
@@ -485,3 +486,26 @@ def test_the_native_layer_drafts_and_is_trained_by_name(served, distilled, tmp_p
     assert any(apart)
     said = door.refused("decode", *words, "--draft", f"mtp:{tmp_path / 'tuned'}")
     assert "has no MTP layer; train one" in said
+
+
+def test_a_native_layer_of_a_hybrid_target_drafts_chains(tmp_path):
+    """Greedy tokens are those of `generate`, in a batch of rows that accept different numbers."""
+    target: Any = load_model(str(write_qwen(tmp_path, experts=4)), device="cpu")
+    head: Any = load_head("mtp", target)
+    with torch.no_grad():
+        # A layer that adds little: the head repeats the target's own guess.
+        head.fc.weight.copy_(torch.cat([torch.zeros(H, H), torch.eye(H)], dim=1))
+        head.pre_fc_norm_hidden.weight.zero_()
+        head.norm.weight.zero_()
+        for name in ("self_attn.o_proj.weight", "mlp.experts.down_proj"):
+            head.layers[0].get_parameter(name).mul_(0.1)
+    decoder = SpeculativeDecoder(target, HeadProposer(head), "chain:3")
+    batch = decoder.generate(PROMPTS, Sampling(temperature=0.0), NEW_TOKENS, eos_ids=())
+    for prompt, generation in zip(PROMPTS, batch.generations, strict=True):
+        ids_1T = torch.tensor([prompt])
+        mask_1T = torch.ones_like(ids_1T)
+        output = target.generate(
+            ids_1T, attention_mask=mask_1T, do_sample=False, max_new_tokens=NEW_TOKENS
+        )
+        assert generation.output_ids == output[0, len(prompt) :].tolist()
+    assert len({generation.stats.accepted for generation in batch.generations}) > 1

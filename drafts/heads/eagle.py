@@ -206,7 +206,7 @@ class FeatureHead(nn.Module):
     """
 
     fc: nn.Linear
-    rotary: Callable[..., Any]
+    rotary: Callable[..., tuple[Tensor, Tensor]]
     fuse: Callable[[Sequence[Tensor]], Tensor]
     states: Callable[..., Tensor]
     logits: Callable[[Tensor], Tensor]

@@ -16,7 +16,7 @@ whose tensor names these are.
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -96,9 +96,10 @@ class MtpConfig:
     @classmethod
     def from_json(cls, values: JsonObject, target: PreTrainedModel) -> "MtpConfig":
         """Read config.json. Raises InputError if its sizes or its family are not the target's."""
-        config = cls.like(target, values.get("family"), hidden_first=values["hidden_first"])
         if "layer" in values:
-            config = replace(config, layer=values["layer"])
+            config = cls(layer=values["layer"], hidden_first=values["hidden_first"])
+        else:
+            config = cls.like(target, values["family"], hidden_first=values["hidden_first"])
         borrow(target).check_sizes(hidden_size=config.hidden_size, vocab_size=config.vocab_size)
         family = config.layer["model_type"]
         known = text_config(target).model_type
@@ -131,7 +132,8 @@ class MtpConfig:
         """A fresh model of the one layer, on the CPU and in fp32, with an embedding of a few
         tokens.
         """
-        config: Any = self.transformers_config()
+        values = copy.deepcopy(self.layer)
+        config: Any = AutoConfig.for_model(values.pop("model_type"), **values)
         config.vocab_size = _FEWEST_TOKENS
         config.pad_token_id = None
         config._attn_implementation = "sdpa"
@@ -139,13 +141,8 @@ class MtpConfig:
             torch.manual_seed(seed)
             return AutoModel.from_config(config, dtype=torch.float32)
 
-    def transformers_config(self) -> Any:
-        """The transformers config of a model of the one layer."""
-        values = copy.deepcopy(self.layer)
-        return AutoConfig.for_model(values.pop("model_type"), **values)
 
-
-def _own_layer(target: PreTrainedModel) -> Any:
+def _own_layer(target: PreTrainedModel) -> PretrainedConfig | None:
     """The config of a model of one full-attention layer of the target's family; None if the family
     has no such layer that takes mask, cache and rotary embeddings from outside.
 
@@ -170,10 +167,14 @@ def _own_layer(target: PreTrainedModel) -> Any:
     except Exception:
         # Families check their configs with errors of several types; this one cannot have one layer.
         return None
-    if not all(hasattr(model, part) for part in _PARTS) or not model._supports_sdpa:
+    missing = [part for part in _PARTS if not hasattr(model, part)]
+    if missing or not model._supports_sdpa:
         return None
-    takes = signature(model.layers[0].forward).parameters.keys()
-    return config if takes >= _ARGUMENTS else None
+    takes = signature(model.layers[0].forward).parameters
+    if not takes.keys() >= _ARGUMENTS:
+        return None
+    one: PretrainedConfig = config
+    return one
 
 
 def _llama_like(target: PreTrainedModel, family: str) -> PretrainedConfig:
@@ -207,8 +208,9 @@ class _TargetRotary:
     def __deepcopy__(self, memo: dict[int, object]) -> "_TargetRotary":
         return self
 
-    def __call__(self, states_BTH: Tensor, positions: Tensor) -> Any:
-        return self.module(states_BTH, positions, **self.options)
+    def __call__(self, states_BTH: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cosines, sines = self.module(states_BTH, positions, **self.options)
+        return cosines, sines
 
 
 class MtpHead(ReadsLastState, FeatureHead):
@@ -218,7 +220,6 @@ class MtpHead(ReadsLastState, FeatureHead):
 
     kind: ClassVar[str] = "mtp"
     config_type = MtpConfig
-    rotary: Any
 
     def __init__(self, config: MtpConfig, target: PreTrainedModel, seed: int = 0) -> None:
         super().__init__()

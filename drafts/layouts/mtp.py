@@ -166,12 +166,14 @@ def _read_native(files: HeadFiles) -> None:
     for name in found.first(files.tensors):
         tensor = files.tensors[name]
         if tensor.element_size() == 1:
+            dtype = str(tensor.dtype).removeprefix("torch.")
             raise InputError(
-                f"'{name}' is quantised ({str(tensor.dtype).removeprefix('torch.')}), which an "
-                "MTP layer is not read from; use a checkpoint in bf16"
+                f"'{name}' is quantised ({dtype}), and an MTP layer is read in bf16, fp16 or fp32 "
+                "only; use such a checkpoint"
             )
         rest = name.removeprefix(found.start)
-        tensors[ours.get(rest) or f"layers.0.{rest.removeprefix(found.layer.block)}"] = tensor
+        in_block = rest.removeprefix(found.layer.block)
+        tensors[ours.get(rest) or f"layers.0.{in_block}"] = tensor
     # Copies of the target's own; the head uses the target's. The embedding is compared with it.
     tensors.pop("lm_head.weight", None)
     files.tensors = tensors

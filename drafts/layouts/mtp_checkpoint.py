@@ -92,7 +92,8 @@ def _named(head: MtpHead, layer: NativeLayer, layers: int, dtype: torch.dtype) -
     for name, tensor in tensors.items():
         ours = name.removesuffix(".weight")
         theirs = layer.names.get(ours)
-        whole = f"{theirs}.weight" if theirs else f"{layer.block}{name.removeprefix('layers.0.')}"
+        in_block = name.removeprefix("layers.0.")
+        whole = f"{theirs}.weight" if theirs else layer.block + in_block
         if name not in buffers:
             tensor = tensor.to(dtype)
         named[start + whole] = tensor.contiguous().clone()

@@ -14,7 +14,7 @@ Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -328,7 +328,17 @@ class EagleTrainee(HeadTrainee):
         return unroll(self.draft.states, batch, inputs_BWH, depths)
 
 
-class Eagle3Trainee(HeadTrainee):
+class _UnrolledTrainee(HeadTrainee):
+    """A head that is trained at `test_steps` depths, each on what it gave at the one before."""
+
+    usual_steps: ClassVar[int]
+
+    def __init__(self, *arguments: Any, test_steps: int | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.test_steps = test_steps or self.usual_steps
+
+
+class Eagle3Trainee(_UnrolledTrainee):
     """The training-time test (arXiv 2503.01840, section 3.2): `test_steps` depths on the head's own
     features.
 
@@ -340,13 +350,7 @@ class Eagle3Trainee(HeadTrainee):
     """
 
     draft: Eagle3Head
-
-    def __init__(self, *arguments: Any, test_steps: int = 7, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.test_steps = test_steps
-        self.projection = replace(
-            self.draft.borrowed.projection, module=self.draft.lm_head, before=None
-        )
+    usual_steps = 7
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
         inputs = [state_BTH[:, :-1] for state_BTH in states]
@@ -356,22 +360,20 @@ class Eagle3Trainee(HeadTrainee):
 
     def output_at(self, depth: int) -> Output:
         """The head's own, at every depth."""
-        return Output(self.draft.lm_head.weight, None, self.projection)
+        lm_head = self.draft.lm_head
+        projection = replace(self.draft.borrowed.projection, module=lm_head, before=None)
+        return Output(lm_head.weight, None, projection)
 
 
-class MtpTrainee(HeadTrainee):
-    """One module at `test_steps` depths, each on what the depth before gave (as EAGLE-3's
-    training-time test).
+class MtpTrainee(_UnrolledTrainee):
+    """One module at all depths, on the target's output projection, which is not trained.
 
     DeepSeek-V3 trains a module of its own for each depth (arXiv 2412.19437, section 2.2); engines
-    draft several tokens with one. The output projection is the target's and is not trained.
+    draft several tokens with one.
     """
 
     draft: MtpHead
-
-    def __init__(self, *arguments: Any, test_steps: int = 3, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.test_steps = test_steps
+    usual_steps = 3
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
         return unroll(self.draft.states, batch, states[0][:, :-1], self.test_steps)
