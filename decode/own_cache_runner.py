@@ -13,7 +13,8 @@ Legend: B rows, q tokens of a block, V vocabulary, H hidden size.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, NamedTuple
@@ -44,6 +45,13 @@ class _Mark(NamedTuple):
     read: int
 
 
+class _Scan(NamedTuple):
+    """A Mamba 2 layer and the number of tokens that its scan pads to."""
+
+    module: Any
+    chunk: int
+
+
 @dataclass
 class _Row:
     """The text of a row, a cache that has read the first `read` tokens of it, and earlier ones of
@@ -72,6 +80,12 @@ class OwnCacheRunner(Runner):
         self._arguments = frozenset(signature(model.forward).parameters)
         names = [name for name in CACHE_NAMES if name in self._arguments]
         self._cache_name = names[0] if names and reading != "whole" else None
+        # On other devices scans have kernels, which accept some sizes only.
+        self._scans: list[_Scan] = []
+        for module in model.modules() if self.device.type == "cpu" else ():
+            size = getattr(module, "chunk_size", None)
+            if isinstance(size, int):
+                self._scans.append(_Scan(module, size))
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], room: int, hidden_layers: Sequence[int] = ()
@@ -232,9 +246,10 @@ class OwnCacheRunner(Runner):
                 # Not every model counts the tokens that its cache has read.
                 positions_n = torch.arange(row.read, end, device=self.device)
                 options["position_ids"] = positions_n.unsqueeze(0)
-        output, hidden = forward_with_states(
-            self.model, hidden_layers, input_ids=tokens_1n, **options
-        )
+        with _short_scans(self._scans, end - row.read):
+            output, hidden = forward_with_states(
+                self.model, hidden_layers, input_ids=tokens_1n, **options
+            )
         if self._cache_name is not None:
             row.cache = getattr(output, self._cache_name)
             row.read = end
@@ -257,6 +272,22 @@ class OwnCacheRunner(Runner):
         if not row.records and getattr(row.cache, "is_croppable", False):
             row.cache.activate_past_recording()
             row.records = True
+
+
+@contextmanager
+def _short_scans(scans: Sequence[_Scan], tokens: int) -> Iterator[None]:
+    """In the block, let scans of few tokens pad to few: the sums are the same, in another order.
+
+    A chain of four behind its root would be padded to 256 tokens.
+    """
+    least = 1 << max(tokens - 1, 7).bit_length()
+    try:
+        for scan in scans:
+            scan.module.chunk_size = min(least, scan.chunk)
+        yield
+    finally:
+        for scan in scans:
+            scan.module.chunk_size = scan.chunk
 
 
 def _copy_of(cache: Any) -> Any:

@@ -58,7 +58,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
-    "bamba": {**_SIZES, **_MAMBA_2, "attn_layer_indices": [1]},
+    # A long chunk: the scans of short blocks are shortened.
+    "bamba": {**_SIZES, **_MAMBA_2, "mamba_chunk_size": 256, "attn_layer_indices": [1]},
     "falcon_h1": {**_SIZES, **_MAMBA_2, "mamba_d_ssm": 64},
     "falcon_mamba": _MAMBA,
     "granitemoehybrid": {
