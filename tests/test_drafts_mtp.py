@@ -171,7 +171,9 @@ def test_a_native_layer_gives_the_logits_of_transformers(nextn):
     ours_1TV, ours_1TH = head(ids_1T[:, 1:], features_1TH)
     torch.testing.assert_close(ours_1TH, states, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours_1TV, target.lm_head(states), atol=1e-5, rtol=1e-5)
-    assert torch.equal(ours_1TV, load_head(f"mtp:{nextn}", target)(ids_1T[:, 1:], features_1TH)[0])
+    target.config._name_or_path = ""  # a target that was not loaded from this checkpoint
+    again: Any = load_head(f"mtp:{nextn}", target)
+    assert torch.equal(ours_1TV, again(ids_1T[:, 1:], features_1TH)[0])
 
 
 def test_a_directory_may_hold_the_layer_alone(nextn, tmp_path):
@@ -440,6 +442,8 @@ def test_a_target_without_the_layer_says_how_to_get_one(target_dir):
         load_head("mtp", target)
     with pytest.raises(InputError, match="from no checkpoint; write mtp:CHECKPOINT"):
         load_head("mtp", make_target())
+    with pytest.raises(InputError, match=r"^/not/here: no such directory"):
+        load_head("mtp:/not/here", target)
 
 
 @pytest.mark.parametrize(

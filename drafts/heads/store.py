@@ -29,7 +29,7 @@ from drafts.layouts.layout import EMBEDDING, HeadFiles, Layout, renamed
 from drafts.layouts.mtp import NATIVE_MTP, find_layers
 from drafts.layouts.table import layout_of, may_be_head
 from draftsmith_core.errors import InputError, first_line, one_line
-from draftsmith_core.hub import cached, is_hub_name, lfs_pointer, snapshot
+from draftsmith_core.hub import cached, check_source, is_hub_name, lfs_pointer, snapshot
 from draftsmith_core.io import JsonObject, atomic_dir, read_json, write_json_atomic
 from draftsmith_core.runs import read_record
 
@@ -189,9 +189,11 @@ def checkpoint_directory(target: PreTrainedModel) -> Path:
 
 def _native_files(name: str, target: PreTrainedModel) -> _Files:
     """The MTP layer in the checkpoint of a target. Its facts follow from the names of tensors."""
-    directory = checkpoint_directory(target)
-    if name != NATIVE:
+    if name == NATIVE:
+        directory = checkpoint_directory(target)
+    else:
         source = name.removeprefix(f"{NATIVE}:")
+        check_source(source)
         directory = snapshot(source) if is_hub_name(source) else Path(source)
     names_of = {file: set(_load(file, names_only=True)) for file in _tensor_files(directory)}
     found = find_layers(itertools.chain.from_iterable(names_of.values()))
