@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicLayer
 
 from decode.llama_forward import Forwarded
 from decode.runner import Block, Runner
-from decode.supported_models import Reading
+from decode.supported_models import Reading, counts_positions
 from draftsmith_core.hidden_states import forward_with_states, layout_of
 from draftsmith_core.models import vocabulary_size
 
@@ -79,6 +79,7 @@ class OwnCacheRunner(Runner):
         self.rows: list[_Row] = []
         self._arguments = frozenset(signature(model.forward).parameters)
         names = [name for name in CACHE_NAMES if name in self._arguments]
+        self._takes_positions = "position_ids" in self._arguments and not counts_positions(model)
         self._cache_name = names[0] if names and reading != "whole" else None
         # On other devices scans have kernels, which accept some sizes only.
         self._scans: list[_Scan] = []
@@ -240,9 +241,12 @@ class OwnCacheRunner(Runner):
             options["logits_to_keep"] = last
         if "use_cache" in self._arguments:
             options["use_cache"] = self._cache_name is not None
+        if self.reading == "whole" and "attention_mask" in self._arguments:
+            # Without a mask some take a token that equals their padding for padding (XLM).
+            options["attention_mask"] = torch.ones_like(tokens_1n)
         if self._cache_name is not None:
             options[self._cache_name] = row.cache
-            if "position_ids" in self._arguments:
+            if self._takes_positions:
                 # Not every model counts the tokens that its cache has read.
                 positions_n = torch.arange(row.read, end, device=self.device)
                 options["position_ids"] = positions_n.unsqueeze(0)
@@ -269,7 +273,12 @@ class OwnCacheRunner(Runner):
 
     def _record(self, row: _Row) -> None:
         """Let a cache that can be cropped record what it needs for that."""
-        if not row.records and getattr(row.cache, "is_croppable", False):
+        if row.records or not getattr(row.cache, "is_croppable", False):
+            return
+        # A layer that a model brings along keeps more than the layer that it is made from crops
+        # (DeepSeek V4).
+        kinds = {type(layer).__module__ for layer in getattr(row.cache, "layers", ())}
+        if kinds <= {"transformers.cache_utils"}:
             row.cache.activate_past_recording()
             row.records = True
 

@@ -57,7 +57,12 @@ def ability(model: PreTrainedModel) -> Ability:
     reading: Reading = "several"
     if kind in _SINGLE:
         reading = "single"
-    if kind in _WHOLE or not {"past_key_values", "cache_params", "state"} & set(arguments):
+    layerless = getattr(text_config(model), "num_hidden_layers", None) is None
+    if (
+        layerless
+        or kind in _WHOLE
+        or not {"past_key_values", "cache_params", "state"} & set(arguments)
+    ):
         reading = "whole"
     return Ability("chain", {}, reading, reason)
 
@@ -106,19 +111,29 @@ def _why_no_tree(model: PreTrainedModel) -> str:
     positions = "position_ids" in arguments and not getattr(config, "alibi", False)
     attention = getattr(config, "_attn_implementation", "eager")
     own_masks = getattr(config, "attention_layers", None) is not None
+    layers = getattr(config, "num_hidden_layers", None)
     other = set(getattr(config, "layer_types", None) or ()) - {_FULL, _SLIDING}
     kinds = ", ".join(map(repr, sorted(other)))
     reasons = {
         "is recurrent": recurrent,
         "keeps no key/value cache": not cached,
         "does not take position_ids, which the tokens of a tree need": not positions,
+        "counts positions from another number than 0": counts_positions(model),
         "masks by a table of its own": own_masks,
+        "says no number of layers, which a cache needs": layers is None,
         "gives other outputs with a cache than without": config.model_type in _WHOLE,
         f"uses attention '{attention}', which takes no tree mask (attn_implementation='sdpa' "
         "does)": attention not in ("eager", "sdpa"),
         f"has layers of type {kinds}, which cannot verify a tree": bool(other),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def counts_positions(model: PreTrainedModel) -> bool:
+    """Whether the model makes positions from its tokens, the first behind that of padding
+    (RoBERTa).
+    """
+    return any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules())
 
 
 def _windows(model: PreTrainedModel) -> dict[str, int | None]:

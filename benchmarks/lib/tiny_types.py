@@ -18,7 +18,8 @@ VOCABULARY = 64
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LAYERS = 4
 _BY_SIZE: dict[int | None, str] = {
-    32: "hidden_size d_model n_embd dim_model embedding_size embedding_dim word_embed_proj_dim",
+    32: "index_n_heads indexer_n_heads "
+    "hidden_size d_model n_embd dim_model embedding_size embedding_dim word_embed_proj_dim",
     LAYERS: "num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers "
     "num_blocks num_encoder_layers num_decoder_layers "
     "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
@@ -40,8 +41,7 @@ _BY_SIZE: dict[int | None, str] = {
     "state_size ssm_state_size lru_width_per_head attention_chunk_size laurel_rank adapter_rank "
     "indexer_head_dim gated_norm_rank query_pre_attn_scalar index_head_dim router_hidden_size "
     "hc_lowrank d_rel",
-    16: "index_n_heads indexer_n_heads q_lora_rank kv_lora_rank o_lora_rank mamba_head_dim "
-    "mamba_d_head",
+    16: "q_lora_rank kv_lora_rank o_lora_rank mamba_head_dim mamba_d_head",
     128: "max_position_embeddings n_positions n_ctx context_length max_seq_len",
     VOCABULARY: "vocab_size unpadded_vocab_size vocab_size_per_layer_input",
 }
@@ -131,6 +131,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    # The sizes of its cache are rounded up to multiples of 64.
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},
     "zaya": {"num_experts_per_tok": 1},
 }
 

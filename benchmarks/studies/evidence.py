@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.lib.pages import gap, table
 from benchmarks.studies import (
+    causal_tables,
     domains,
     frontier_tables,
     heads_tables,
@@ -225,6 +226,18 @@ def block_drafters(which: Results, small: Mapping[str, Results]) -> Evidence:
         sections[f"Heads of equal parameters, {pair} pair"] = figures
         sections[f"Acceptance by depth, {pair} pair, T = 1"] = depths
     return Evidence(name="block-drafters", title="block drafters", table=hot, sections=sections)
+
+
+def targets(document: Document) -> Evidence:
+    """Return the tables of what works with each causal architecture of transformers."""
+    sections = {
+        "Every causal type": causal_tables.every_type(document),
+        "Not run by transformers as causal models": causal_tables.not_run(document),
+    }
+    table_of_page = causal_tables.totals(document)
+    return Evidence(
+        name="targets", title="causal architectures", table=table_of_page, sections=sections
+    )
 
 
 def claims(verdicts: str) -> str:

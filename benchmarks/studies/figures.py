@@ -103,6 +103,7 @@ def pages(root: Path) -> list[Evidence]:
         evidence.how_fast(kept(root, "real-drafts-speed"), kept(root, "real-speed")),
         evidence.objectives({pair: kept(root, f"objectives-{pair}") for pair in PAIRS}, longer),
         evidence.block_drafters(which, {pair: results_of(root, f"heads-{pair}") for pair in PAIRS}),
+        evidence.targets(kept(root, "causal-types")),
     ]
 
 

@@ -1,0 +1,81 @@
+"""The tables of what works with each causal architecture of transformers, from the results of
+`causal_types`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.lib.pages import table
+
+# Columns of the table, and the checks of `causal_types` that all must hold.
+COLUMNS = {
+    "distil": ("distil", "score"),
+    "train": ("train", "be trained"),
+    "MTP head": ("teach MTP",),
+    "measure": ("measure",),
+    "chain": ("chain",),
+    "tree": ("tree",),
+    "draft": ("draft chains",),
+}
+MEANING = {
+    "distil": "write answers in batches, and teacher rows",
+    "train": "teach a language model and every kind of head; be trained as a draft",
+    "MTP head": "teach an MTP head, a layer of its own kind",
+    "measure": "alpha of three drafts, without a tree",
+    "chain": "decode with chains of drafts",
+    "tree": "decode with trees of drafts",
+    "draft": "draft chains for another target",
+}
+# What must hold for anything else to be tried.
+_FIRST = ("tiny", "runs alike", "load")
+
+Checks = Mapping[str, str]
+
+
+def reasons(checks: Checks, column: str) -> list[str]:
+    """Return why a type lacks a column; empty if it has it."""
+    needed = [*_FIRST, *COLUMNS[column]]
+    found = [checks[check] for check in needed if checks.get(check)]
+    if not found and any(check not in checks for check in needed):
+        return ["not tried"]
+    return found
+
+
+def every_type(document: Mapping[str, Any]) -> str:
+    """Return the table with a row for each type."""
+    rows = []
+    for name, checks in document["types"].items():
+        by_column = {column: reasons(checks, column) for column in COLUMNS}
+        why: list[str] = []
+        for found in by_column.values():
+            why += [reason for reason in found if reason not in why]
+        # The advice of a refusal is the same for all.
+        why = [reason.split("tree: ")[-1].split("; use chain")[0] for reason in why]
+        cells = ["no" if found else "yes" for found in by_column.values()]
+        rows.append([f"`{name}`", *cells, "; ".join(why).replace("|", "\\|")])
+    return table(["type", *COLUMNS, "why not"], rows)
+
+
+def totals(document: Mapping[str, Any]) -> str:
+    """Return the table with a row for each thing that a type may do."""
+    types: Mapping[str, Checks] = document["types"]
+    running = [checks for checks in types.values() if _runs(checks)]
+    rows = []
+    for column, meaning in MEANING.items():
+        able = sum(not reasons(checks, column) for checks in running)
+        rows.append([column, meaning, f"{able} of {len(running)}"])
+    return table(["works", "what was tried", "types"], rows)
+
+
+def _runs(checks: Checks) -> bool:
+    return not any(checks.get(check, "not tried") for check in _FIRST)
+
+
+def not_run(document: Mapping[str, Any]) -> str:
+    """Return the table of types that transformers does not run as causal models, with reasons."""
+    rows = []
+    for name, checks in document["types"].items():
+        if not _runs(checks):
+            why = next(checks[check] for check in _FIRST if checks.get(check))
+            rows.append([f"`{name}`", why])
+    return table(["type", "why"], rows)
