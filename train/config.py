@@ -30,11 +30,13 @@ class Optim:
     """Optimizer and schedule."""
 
     name: Rare[Literal["adamw", "muon", "sgd"]] = "adamw"
-    """`muon` takes the matrices of layers at three times `lr`, and AdamW the rest. `sgd` (no
-    momentum) is for checking gradients; AdamW hides a wrong scale.
+    """`muon` takes the matrices of layers at `muon_lr`, and AdamW the rest. `sgd` (no momentum) is
+    for checking gradients; AdamW hides a wrong scale.
     """
     lr: Positive | None = None
     """Peak learning rate. null: by a rule from the number of trained parameters, which is said."""
+    muon_lr: Rare[Positive] = 0.02
+    """Peak rate of the matrices that Muon trains, whatever their size."""
     schedule: Rare[Literal["cosine", "wsd"]] = "cosine"
     """How the rate falls after the warm-up: as a cosine at once, or over the last fifth."""
     beta1: Rare[ShareBelow1] = 0.9

@@ -18,8 +18,7 @@ from train.config import Optim
 
 # Share of the steps in which `wsd` lowers the rate, at the end.
 _DECAY = 0.2
-# Muon's rate is this many times `lr`, and it keeps this share of its mean gradient at each step.
-MUON_RATE = 3.0
+# Muon keeps this share of its mean gradient at each step.
 _MOMENTUM = 0.95
 # The quintic that drives singular values towards 1, and how often it is applied (Jordan).
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -77,7 +76,7 @@ def make_optimizer(draft: nn.Module, optim: Optim) -> "Optimizers":
         else:
             parts.append(torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2)))
     if hidden:
-        parts.append(Muon(hidden, optim.lr, optim.weight_decay))
+        parts.append(Muon(hidden, optim))
     return Optimizers(parts)
 
 
@@ -149,13 +148,15 @@ class Muon(torch.optim.Optimizer):
     """Muon in the precision of the weights, for whole and for sharded matrices.
 
     `torch.optim.Muon` multiplies in bf16, which a CPU without such instructions does several
-    hundred times slower. The update has the size of AdamW's (Liu et al., arXiv 2502.16982), so that
-    the two share their schedule.
+    hundred times slower. The rate is the largest singular value of an update, times the root of a
+    matrix's height over its width if that is above 1, as in Jordan's code: one rate fits all sizes.
     """
 
-    def __init__(self, matrices: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+    def __init__(self, matrices: list[nn.Parameter], optim: Optim) -> None:
+        assert optim.lr is not None
         # multiple: of the rate that the schedule gives.
-        defaults = {"lr": lr, "weight_decay": weight_decay, "multiple": MUON_RATE}
+        multiple = optim.muon_lr / optim.lr
+        defaults = {"lr": optim.muon_lr, "weight_decay": optim.weight_decay, "multiple": multiple}
         super().__init__(matrices, defaults)
 
     @torch.no_grad()
@@ -168,7 +169,8 @@ class Muon(torch.optim.Optimizer):
             mean = state["momentum_buffer"]
             mean.lerp_(parameter.grad, 1 - _MOMENTUM)
             ahead = parameter.grad.lerp(mean, _MOMENTUM)
-            size = 0.2 * math.sqrt(max(parameter.shape))
+            height, width = parameter.shape
+            size = math.sqrt(max(1.0, height / width))
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(_orthogonal_like(ahead), alpha=-group["lr"] * size)
 
@@ -193,12 +195,37 @@ def orthogonal(matrix: Tensor) -> Tensor:
     bf16 on a GPU, as the authors do; elsewhere fp32.
     """
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    step = wide.bfloat16() if matrix.is_cuda else wide.float()
-    step = step / step.norm().clamp(min=1e-7)
+    start = wide.bfloat16() if matrix.is_cuda else wide.float()
+    start = start / start.norm().clamp(min=1e-7)
+    small, large = start.shape
+    # From here on, products of small matrices are fewer operations; bf16 has no digits for them.
+    fewer = large >= 2 * small and not matrix.is_cuda
+    found = _by_gram(start) if fewer else _by_steps(start)
+    found = found if matrix.shape[0] <= matrix.shape[1] else found.T
+    return found.to(matrix.dtype)
+
+
+def _by_steps(step: Tensor) -> Tensor:
     linear, cubic, quintic = _QUINTIC
     for _ in range(_ITERATIONS):
         gram = step @ step.T
         polynomial = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
         step = torch.addmm(step, polynomial, step, beta=linear)
-    found = step if matrix.shape[0] <= matrix.shape[1] else step.T
-    return found.to(matrix.dtype)
+    return step
+
+
+def _by_gram(start: Tensor) -> Tensor:
+    """The same iterations on `start @ start.T` alone, whose factors are applied at the end.
+
+    A step multiplies by a polynomial of the Gram matrix, and all of them commute.
+    """
+    linear, cubic, quintic = _QUINTIC
+    gram = start @ start.T
+    product: Tensor | None = None
+    for _ in range(_ITERATIONS):
+        factor = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
+        factor.diagonal().add_(linear)
+        product = factor if product is None else factor @ product
+        gram = factor @ gram @ factor
+    assert product is not None
+    return product @ start

@@ -53,7 +53,7 @@ from train.job import Position, TrainingJob
 from train.loop import Progress, fit
 from train.losses import LossFn
 from train.objective import custom_objective, loss_digest, parse_objective
-from train.optimizer import MUON_RATE, hidden_matrices, usual_rate
+from train.optimizer import hidden_matrices, usual_rate
 from train.parallel import load_weights
 from train.trainee import Trainee
 from train.trainees.block import BlockTrainee, calibrate
@@ -193,7 +193,7 @@ def _with_rate(job: TrainingJob, draft: Draft) -> TrainingJob:
     if optim.name == "muon":
         taken = sum(each.numel() for each in hidden_matrices(draft))
         say(
-            f"train: Muon trains {taken:,} parameters at {MUON_RATE * lr:g}, AdamW "
+            f"train: Muon trains {taken:,} parameters at {optim.muon_lr:g}, AdamW "
             f"{trained - taken:,} at {lr:g}"
         )
     return replace(job, config=replace(job.config, optim=replace(optim, lr=lr)))
