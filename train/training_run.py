@@ -170,7 +170,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, job.target, job.training)
     _check(job, draft)
-    job = _with_rate(job, draft)
+    job = _with_optimizer(job, draft)
     source = None if loss is None else loss_digest(loss)
     job = replace(job, identity=_identity(job, draft) | {"loss_source": source})
     if is_main():
@@ -183,20 +183,27 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     return _Prepared(job, trainee)
 
 
-def _with_rate(job: TrainingJob, draft: Draft) -> TrainingJob:
-    """Choose the learning rate if the options leave it open; say it, and what Muon takes."""
+def _with_optimizer(job: TrainingJob, draft: Draft) -> TrainingJob:
+    """Choose optimizer, schedule and rate where the options leave them open; say what was chosen
+    and what Muon takes.
+    """
     optim = job.config.optim
     trained = sum(each.numel() for each in draft.parameters() if each.requires_grad)
+    # DeepSpeed shares matrices in pieces, which Muon cannot train.
+    fresh_head = job.config.kind != "lm" and job.config.draft is None and not job.world.zero
+    name = optim.name or ("muon" if fresh_head else "adamw")
+    schedule = optim.schedule or ("wsd" if name == "muon" else "cosine")
     lr = optim.lr or usual_rate(trained, taught=job.objective.needs_target)
     if optim.lr is None:
         say(f"train: optim.lr {lr:g}, as usual for {trained:,} trained parameters")
-    if optim.name == "muon":
+    if name == "muon":
         taken = sum(each.numel() for each in hidden_matrices(draft))
         say(
             f"train: Muon trains {taken:,} parameters at {optim.muon_lr:g}, AdamW "
             f"{trained - taken:,} at {lr:g}"
         )
-    return replace(job, config=replace(job.config, optim=replace(optim, lr=lr)))
+    chosen = replace(optim, name=name, schedule=schedule, lr=lr)
+    return replace(job, config=replace(job.config, optim=chosen))
 
 
 def _identity(job: TrainingJob, draft: Draft) -> dict[str, Any]:

@@ -374,7 +374,7 @@ def run_of(options: Size, pair: Pair, out: Path, rate: float, seed: int, steps: 
         eval_every=steps,
         save_every=steps,
         keep=1,
-        optim=Optim(lr=rate, warmup_steps=steps // 12),
+        optim=Optim(name="adamw", lr=rate, warmup_steps=steps // 12),
         seed=seed,
     )
 

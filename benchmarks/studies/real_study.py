@@ -164,7 +164,7 @@ class Study:
             out=str(self.out / "drafts" / self.seeded(name)),
             kind=kind,
             max_length=self.sizes.max_length,
-            optim=Optim(lr=options.pop("lr", 1e-3), warmup_steps=10),
+            optim=Optim(name="adamw", lr=options.pop("lr", 1e-3), warmup_steps=10),
             head=HeadOptions(**head),
             **given | options,
         )

@@ -159,6 +159,11 @@ def _draft_vocabulary(known: Known) -> int | None:
     return size if known.large_projection else None
 
 
+def _rows_per_step(known: Known) -> int:
+    # Small steps raise alpha on the same answers (docs/evidence/how-much.md; measured on a CPU).
+    return known.by_device(32, max(4, known.facts.processes))
+
+
 def _steps(known: Known) -> int:
     # On a CPU the loss of a fresh head, over the vocabulary at every depth, takes longer than
     # writing the answers.
@@ -243,7 +248,7 @@ CHOICES = (
         "the output projection is {facts.projection_share:.0%} of the target; EAGLE-3 drafts a "
         "part of it",
     ),
-    Choice("train.rows_per_step", lambda known: 32, "as the recipes have it"),
+    Choice("train.rows_per_step", _rows_per_step, "{known.place}"),
     Choice("train.steps", _steps, "{known.answers} answers, {known[train.rows_per_step]} per step"),
     Choice("train.optim.lr", _learning_rate, "{known.draft_size}"),
     Choice(
