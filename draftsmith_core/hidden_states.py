@@ -56,8 +56,18 @@ def body(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def layout_of(model: PreTrainedModel) -> StateLayout:
-    """Try the model and return its layout; tried once per model."""
+    """Try the model and return its layout; tried once per model. One without values (meta) is taken
+    as its configuration says.
+    """
     known = _layouts.get(model)
+    if model.device.type == "meta":
+        config = model.config.get_text_config(decoder=True)
+        return StateLayout(
+            count=config.num_hidden_layers + 1,
+            width=config.hidden_size,
+            streams_first=False,
+            last_is_final=True,
+        )
     if known is None:
         with evaluating(model):
             ids_BT = some_tokens(model, rows=2, tokens=3)

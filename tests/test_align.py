@@ -370,6 +370,12 @@ def facts(**changed: Any) -> Facts:
     return Facts(**usual | changed)
 
 
+def _rows(config: AlignConfig) -> int:
+    """All rows that are trained on."""
+    rows: int = config.train["steps"] * config.train["rows_per_step"]
+    return rows
+
+
 def test_choices_follow_what_is_given():
     config = AlignConfig(target="t", draft="d", prompts="p", out="o")
 
@@ -406,13 +412,18 @@ def test_choices_follow_what_is_given():
     dear = chosen(**fresh, projection_share=0.2)
     assert dear.train["draft_vocab_size"] == 8192
     assert "draft_vocab_size" not in chosen(**fresh, projection_share=0.05).train
-    assert dear.train["steps"] < chosen(**fresh, projection_share=0.2, on_gpu=True).train["steps"]
+    large_steps = chosen(**fresh, projection_share=0.2, on_gpu=True)
+    assert _rows(dear) < _rows(large_steps)
+    # Small steps pay on a CPU.
+    assert (dear.train["rows_per_step"], large_steps.train["rows_per_step"]) == (4, 32)
     # A run of few steps is saved several times, too.
     for steps, save_every in ((3, 1), (30, 6), (1000, 50)):
         short = replace(config, train={"steps": steps})
         assert complete(short, facts())[0].train["save_every"] == save_every
     # The rows of a step are shared by the processes.
-    assert 32 % (4 * chosen(processes=4).train["batch_size"]) == 0
+    for on_gpu in (False, True):
+        shared = chosen(processes=8, on_gpu=on_gpu).train
+        assert shared["rows_per_step"] % (8 * shared["batch_size"]) == 0
     # Every draft replays what the target writes by itself: chats, if chats are served.
     for changed in ({}, {"fresh_head": True}):
         whole = chosen(**changed)
@@ -433,7 +444,7 @@ def test_options_of_a_stage_reach_it(draft_dir):
     kept, plain = (train_config(whole, name) for name in ("jsd-balanced", "jsd-plain"))
     assert (kept.optim.beta2, kept.batch_size) == (0.9, 4)
     assert (kept.accumulation, kept.optim.lr, kept.replay) == (
-        8,
+        1,
         whole.train["optim"]["lr"],
         ["o/general"],
     )

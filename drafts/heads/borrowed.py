@@ -108,7 +108,8 @@ def projection_of(model: PreTrainedModel) -> OutputProjection:
     softcap = next((cap for cap in caps if cap is not None), None)
     direct = OutputProjection(module, scale=multiplied / divided, softcap=softcap)
     through = replace(direct, before=partial(before_projection, model))
-    known = _reads_final.get(model)
+    # A model without values (meta) cannot be tried.
+    known = True if model.device.type == "meta" else _reads_final.get(model)
     if known is None:
         known = _reads_final[model] = _is_projection(direct, model)
         if not known and not _is_projection(through, model):

@@ -161,7 +161,8 @@ def _draft_vocabulary(known: Known) -> int | None:
 
 def _rows_per_step(known: Known) -> int:
     # Small steps raise alpha on the same answers (docs/evidence/how-much.md; measured on a CPU).
-    return known.by_device(32, max(4, known.facts.processes))
+    batch = known["train.batch_size"] or 1
+    return known.by_device(32, max(4, batch * known.facts.processes))
 
 
 def _steps(known: Known) -> int:
