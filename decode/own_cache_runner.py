@@ -197,7 +197,7 @@ class OwnCacheRunner(Runner):
     def _extend(
         self, row: _Row, tokens: list[int], certain: int, hidden_layers: Sequence[int]
     ) -> Forwarded:
-        """Append tokens to a row, of which the first `certain` will be kept, and read them."""
+        """Append tokens to a row and read them; the first `certain` of them will be kept."""
         if not tokens:
             return self._nothing(hidden_layers)
         begin = len(row.text)

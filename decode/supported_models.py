@@ -78,8 +78,8 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
 
 
 def takes_trees(*models: object) -> bool:
-    """Whether trees can be drafted and verified with all of these, of which only language models
-    may be unable to.
+    """Whether trees can be drafted and verified with all of these. Heads and copies always can;
+    language models are asked.
     """
     able = [ability(model) for model in models if isinstance(model, PreTrainedModel)]
     return all(each.drafts == "tree" for each in able)

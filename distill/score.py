@@ -155,9 +155,12 @@ def score_set(
         else:
             answers = _of_file(config, tokenizer, eos_ids(model))
         size = vocabulary_size(model)
-        choices = {"target": config.target, "teacher_top_k": config.teacher_top_k}
+        choices = answers.config | {
+            "target": config.target,
+            "teacher_top_k": config.teacher_top_k,
+        }
         identity = {
-            "config": answers.config | choices,
+            "config": choices,
             "scored": answers.identity,
             "target_fingerprint": fingerprint(model),
             "target_dtype": dtype_name(model),
@@ -179,7 +182,7 @@ def score_set(
                 advance(finished, "")
         processes.wait_for_everyone()
         line = command or command_line("distill", config)
-        origin = provenance(line, answers.config | choices)
+        origin = provenance(line, choices)
         on_main(lambda: finish(out, parts, identity, origin, tokenizer))
         manifest = read_json(out / "manifest.json", "the manifest that this run has written")
         return {

@@ -59,7 +59,6 @@ def layout_of(model: PreTrainedModel) -> StateLayout:
     """Try the model and return its layout; tried once per model. One without values (meta) is taken
     as its configuration says.
     """
-    known = _layouts.get(model)
     if model.device.type == "meta":
         config = model.config.get_text_config(decoder=True)
         return StateLayout(
@@ -68,6 +67,7 @@ def layout_of(model: PreTrainedModel) -> StateLayout:
             streams_first=False,
             last_is_final=True,
         )
+    known = _layouts.get(model)
     if known is None:
         with evaluating(model):
             ids_BT = some_tokens(model, rows=2, tokens=3)

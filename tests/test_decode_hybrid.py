@@ -120,7 +120,7 @@ def test_every_proposer_gives_the_tokens_of_full_forwards(kind):
 
 
 class Scripted(Proposer):
-    """Drafts the target's own tokens, of which a number that varies is right; compares states."""
+    """Drafts the target's own tokens, makes some of them wrong, and compares states."""
 
     hidden_layers = (1, -1)
 

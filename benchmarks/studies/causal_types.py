@@ -238,7 +238,7 @@ def is_trained(subject: Subject) -> None:
 
 
 def measures(subject: Subject) -> None:
-    """Acceptance of three drafts, of which one is of this type, is that of each text alone."""
+    """The acceptance of three drafts, one of this type, is that of each text alone."""
     drafts: dict[str, Draft] = {
         "lm": subject.draft,
         "itself": subject.model,
@@ -265,7 +265,7 @@ def measures(subject: Subject) -> None:
 
 
 class Scripted(TextProposer):
-    """Drafts known continuations, of which every third token is wrong."""
+    """Drafts known continuations with every third token wrong."""
 
     name = "scripted"
 
@@ -307,7 +307,7 @@ def _decodes(subject: Subject, tree: str) -> None:
 
 
 def decodes_chains(subject: Subject) -> None:
-    """Chains of which some tokens are wrong, in a batch, give the model's own greedy outputs."""
+    """Chains with some wrong tokens, in a batch, give the model's own greedy outputs."""
     _decodes(subject, "chain:3")
 
 

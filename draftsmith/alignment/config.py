@@ -64,7 +64,7 @@ class AlignedTraining(TrainConfig):
     """Optimizer steps without replay; policy balanced takes twice as many, so that the draft still
     sees every answer.
     """
-    rows_per_step: AtLeast1 = 32
+    rows_per_step: AtLeast1 | None = None
     """Sequences per optimizer step, over all processes."""
 
 

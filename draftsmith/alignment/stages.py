@@ -204,7 +204,7 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     for option in options_of(AlignConfig):
         then = value_at(recorded, option.key)
         now = value_at(given, option.key)
-        fixed = not _is_free(option) and not option.by_content
+        fixed = option.identity or "." in option.key
         if fixed and now not in (None, [], then):
             raise InputError(
                 f"--out {file.parent}: was begun with other options: {option.key} is "
