@@ -55,7 +55,8 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Target model: a local directory or hub name."""
     draft: Named
     """Drafts to compare, each MODEL or NAME=MODEL: a language model, the directory of a head,
-    `mtp` (the target's own MTP layer), or prompt_lookup, which needs no weights.
+    `mtp` (the target's own MTP layer), prompt_lookup, which needs no weights, or
+    prompt_lookup+MODEL: lookup, and the model where it finds nothing.
     """
     id: Named
     """Prompt sets in distribution, each PROMPTS, NAME=PROMPTS, @SUITE, or @SUITE:FILE for local

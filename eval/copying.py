@@ -1,24 +1,30 @@
-"""Drafts without weights, which copy from the text: what they would have proposed along the
-target's own continuations.
+"""Drafts that copy from the text, alone or before a model drafts: what they would have proposed
+along the target's own continuations.
 
 A copied token y has q(y) = 1, so alpha at its position is p(y), and 0 where nothing is proposed.
 Given that the text's token x was output, it was accepted if and only if it is y.
 
-Legend: N positions, V vocabulary, P prompts, L positions of the longest continuation, D depths.
+Legend: N positions, V vocabulary, P prompts, L positions of the longest continuation, D depths, K
+ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from decode.propose.prompt_lookup import PromptLookupProposer
+from decode import PROPOSERS, LookupFirst, PromptLookupProposer, Tree, TreeShape
+from decode.propose.network_proposer import NetworkProposer
+from decode.propose.protocol import Proposer
 from decode.propose.text_proposer import Trie
 from decode.tree import chain
+from drafts.load import Draft, LoadedModels, kind_of
 from eval.acceptance import Continuation
+from eval.method import is_copying, is_joined
 from eval.predict import Floats, Traces
+from eval.schema import JOINED
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,63 @@ class CopyingDraft:
     """A method of drafting without weights. kind: its name in `PROPOSERS`."""
 
     kind: str
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedDraft:
+    """Prompt lookup first, a model where it finds nothing."""
+
+    model: Draft
+
+
+AnyDraft = Draft | CopyingDraft | JoinedDraft
+
+
+def loaded_drafts(sources: Mapping[str, str], pair: LoadedModels) -> dict[str, AnyDraft]:
+    """Return the drafts of some sources. pair: has those of `method.models_of(sources)`."""
+    drafts: dict[str, AnyDraft] = {}
+    by_source: dict[str, Draft] = {}
+    for name, draft in pair.drafts.items():
+        by_source.setdefault(sources[name].removeprefix(JOINED), draft)
+    for name, source in sources.items():
+        if is_copying(source):
+            drafts[name] = CopyingDraft(source)
+        elif is_joined(source):
+            drafts[name] = JoinedDraft(by_source[source.removeprefix(JOINED)])
+        else:
+            drafts[name] = pair.drafts[name]
+    return drafts
+
+
+def model_of(draft: AnyDraft) -> Draft | None:
+    """Return the model that a draft drafts with; None for one without weights."""
+    if isinstance(draft, CopyingDraft):
+        return None
+    return draft.model if isinstance(draft, JoinedDraft) else draft
+
+
+def proposer_of(draft: AnyDraft) -> Proposer:
+    """Return the proposer that drafts as `draft` does."""
+    if isinstance(draft, CopyingDraft):
+        return PROPOSERS[draft.kind].make(None)
+    if isinstance(draft, JoinedDraft):
+        proposer = PROPOSERS[kind_of(draft.model)].make(draft.model)
+        assert isinstance(proposer, NetworkProposer)
+        return LookupFirst(proposer)
+    return PROPOSERS[kind_of(draft)].make(draft)
+
+
+def copies_fit(tree: TreeShape) -> bool:
+    """Whether the first candidates of a tree reach its depth, as a copied chain does."""
+    if not isinstance(tree, Tree):
+        return False
+    node = 0
+    for _ in range(tree.depth):
+        below = tree.children[node]
+        if not below:
+            return False
+        node = below[0]
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +102,14 @@ class CopiedTexts:
     tokens_DPL: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
     @classmethod
-    def of(cls, texts: Sequence[Continuation], depths: int) -> "CopiedTexts":
+    def of(
+        cls, texts: Sequence[Continuation], depths: int, lookup: PromptLookupProposer
+    ) -> "CopiedTexts":
         longest = max(len(text.output_ids) for text in texts)
         tokens_DPL = np.full((depths, len(texts), longest), -1)
         tree = chain(depths)
         for i, text in enumerate(texts):
-            row = PromptLookupProposer().row(text.prompt_ids)
+            row = lookup.row(text.prompt_ids)
             for root, token in enumerate(text.output_ids):
                 trie = Trie(tree)
                 row.draft(trie)
@@ -62,13 +127,14 @@ def copied_traces(
     place_N: Tensor,
     depths: int,
     rules: Sequence[str],
+    lookup: PromptLookupProposer,
 ) -> Traces:
     """Return the traces of prompt lookup on texts whose target distributions are `p_NV`.
 
     row, place: text and token of each position. rules: those of `ranks_needed`; on a chain each
     accepts the one candidate alike.
     """
-    tokens_DPL = CopiedTexts.of(texts, depths).tokens_DPL
+    tokens_DPL = CopiedTexts.of(texts, depths, lookup).tokens_DPL
     lengths_P = np.array([len(text.output_ids) for text in texts])
     x_PL = np.full(tokens_DPL.shape[1:], -2)
     for i, text in enumerate(texts):
@@ -83,6 +149,30 @@ def copied_traces(
     alpha_1PL[0, rows, places] = p_y_N1[:, 0].double().cpu().numpy()
     values: dict[str, Floats] = dict.fromkeys(("alpha", "greedy", "match"), alpha_1PL)
     values |= {"missing": np.zeros_like(alpha_1PL), "offers": offers_DPL}
-    values |= {"ratio": same_DPL, "place": 2 - same_DPL, "belief": same_DPL}
+    # No rank has the place of a token that was not copied.
+    place_DPL = np.where(same_DPL == 1, 1, np.inf)
+    values |= {"ratio": same_DPL, "place": place_DPL, "belief": same_DPL}
     values |= {rule: same_DPL[..., None] for rule in rules}
     return Traces(lengths_P, False, values)
+
+
+def joined_traces(copied: Traces, drafted: Traces) -> Traces:
+    """Return the traces of lookup first: those of lookup below roots at which it proposes, else
+    those of the model.
+
+    A trace of the model without depths holds at every depth. Two more values, as of `Traces`:
+    * copied: 1 where lookup proposed the text's token or another
+    * copied_alpha: alpha there, else 0
+    """
+    copied_DPL = copied.values["offers"]
+    values: dict[str, Floats] = {"copied": copied_DPL}
+    values["copied_alpha"] = copied_DPL[:1] * copied.values["alpha"]
+    for key, drafted_values in drafted.values.items():
+        from_copy = copied.values[key]
+        here = copied_DPL[: len(from_copy)] == 1
+        if drafted_values.ndim == 4:
+            more_ranks = drafted_values.shape[3] - from_copy.shape[3]
+            from_copy = np.pad(from_copy, ((0, 0), (0, 0), (0, 0), (0, more_ranks)))
+            here = here[..., None]
+        values[key] = np.where(here, from_copy, drafted_values)
+    return Traces(drafted.lengths_P, False, values)

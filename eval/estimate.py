@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from decode.propose.lookup_first import LEAST_MATCH
 from decode.propose.network import fit_vocabulary
+from decode.propose.prompt_lookup import PromptLookupProposer
 from drafts.heads import Head
 from drafts.load import Draft
 from draftsmith_core.errors import RunError
@@ -30,7 +32,15 @@ from draftsmith_core.ranks import divided
 from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from eval.acceptance import Continuation, Positions, draft_logits, model_logits, rank_chances
 from eval.bootstrap import joined
-from eval.copying import CopyingDraft, copied_traces
+from eval.copying import (
+    AnyDraft,
+    CopyingDraft,
+    JoinedDraft,
+    copied_traces,
+    copies_fit,
+    joined_traces,
+    model_of,
+)
 from eval.diagnosis.diagnose import Diagnosis, diagnosis_of
 from eval.diagnosis.root_step import (
     RootMeasurement,
@@ -65,6 +75,11 @@ class AlphaMeasurement(TypedDict):
     diagnosis: Diagnosis | None
     # Of a draft that may propose nothing: positions at which it proposed a token.
     offered: NotRequired[list[float]]
+    # Of lookup before a model, positions by who proposes the next token, and alpha there.
+    copied: NotRequired[list[float]]
+    copied_sum: NotRequired[list[float]]
+    drafted: NotRequired[list[float]]
+    drafted_sum: NotRequired[list[float]]
 
 
 Measurements = Mapping[str, Any]
@@ -166,7 +181,7 @@ class _Reader:
     """Reads batches with the target and every draft."""
 
     target: PreTrainedModel
-    drafts: Mapping[str, Draft | CopyingDraft]
+    drafts: Mapping[str, AnyDraft]
     sampling: Sampling
     methods: Sequence[Method]
     seed: int
@@ -181,6 +196,15 @@ class _Reader:
         self.places = self.sampling.greedy or any(
             method.verifier == "naive" for method in self.methods
         )
+        # Each model once, under the name of the draft that it is, if there is one.
+        self.models: dict[str, Draft] = {}
+        joined_last = sorted(
+            self.drafts, key=lambda name: isinstance(self.drafts[name], JoinedDraft)
+        )
+        for name in joined_last:
+            model = model_of(self.drafts[name])
+            if model is not None and all(model is not other for other in self.models.values()):
+                self.models[name] = model
 
     @torch.inference_mode()
     def read(self, start: int, rows: Sequence[Continuation]) -> _Part:
@@ -188,7 +212,7 @@ class _Reader:
         batch = _Batch.of(start, rows, self.target.device)
         first = int(batch.prompt_B.min()) - 1  # columns before it predict no response token
         columns = batch.ids_BT.shape[1]
-        read = [draft.hidden_layers for draft in self.drafts.values() if isinstance(draft, Head)]
+        read = [draft.hidden_layers for draft in self.models.values() if isinstance(draft, Head)]
         layers = sorted(set(chain.from_iterable(read)))
         # Causal models never see the padding on the right, so nothing need be masked. Without a
         # mask some take every token that equals their padding for padding (XLM).
@@ -208,12 +232,8 @@ class _Reader:
         )
         u_BLK = batch.candidates(self.seed, max(self.ranks.values(), default=1))
         part = _Part({}, {})
-        for name, draft in self.drafts.items():
-            if isinstance(draft, CopyingDraft):
-                part.traces[name] = copied_traces(
-                    rows, p_NV, batch.row_N, batch.place_N, self.depths, list(self.ranks)
-                )
-                continue
+        traces_of: dict[int, Traces] = {}
+        for name, draft in self.models.items():
             if isinstance(draft, PreTrainedModel):
                 logits_BCV = model_logits(draft, batch.ids_BT, columns - first)
                 logits_NV = logits_BCV.to(self.target.device)[at]
@@ -232,8 +252,28 @@ class _Reader:
             for depth, (logits_NV, sure_N) in enumerate(unrolled):
                 drafted = _Drafted(name, depth, logits_NV, sure_N)
                 self._record(batch, p_NV, u_BLK, drafted, arrays, part)
-            part.traces[name] = Traces(batch.lengths_B.cpu().numpy(), alone, arrays)
+            traces_of[id(draft)] = Traces(batch.lengths_B.cpu().numpy(), alone, arrays)
+        for name, each in self.drafts.items():
+            part.traces[name] = self._traces(each, batch, p_NV, traces_of)
         return part
+
+    def _traces(
+        self, draft: AnyDraft, batch: _Batch, p_NV: Tensor, traces_of: Mapping[int, Traces]
+    ) -> Traces:
+        """Return the traces of a draft. traces_of: those of the models, by id."""
+        own = traces_of.get(id(model_of(draft)))
+        if own is not None and not isinstance(draft, JoinedDraft):
+            return own
+        copied = copied_traces(
+            batch.rows,
+            p_NV,
+            batch.row_N,
+            batch.place_N,
+            self.depths,
+            list(self.ranks),
+            PromptLookupProposer() if own is None else PromptLookupProposer(min_ngram=LEAST_MATCH),
+        )
+        return copied if own is None else joined_traces(copied, own)
 
     def _arrays(self, depths: int, batch: _Batch) -> dict[str, Floats]:
         shape = (len(batch.rows), int(batch.lengths_B.max()))
@@ -286,11 +326,12 @@ class _Reader:
             values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
             lacking_NV = p_NV.masked_fill(logits_NV > -torch.inf, 0)
             values["missing"] = lacking_NV.sum(1, keepdim=True)
-            where = list(zip(rows, places, strict=True))
-            positions = Positions(batch.start, batch.rows, where, p_NV, q_NV, logits_NV)
-            part.observed[drafted.name] = {
-                key: observe(positions) for key, observe in self.observers.items()
-            }
+            if not isinstance(self.drafts[drafted.name], JoinedDraft):
+                where = list(zip(rows, places, strict=True))
+                positions = Positions(batch.start, batch.rows, where, p_NV, q_NV, logits_NV)
+                part.observed[drafted.name] = {
+                    key: observe(positions) for key, observe in self.observers.items()
+                }
         for key, value in values.items():
             arrays[key][depth, rows, places] = _numpy(value[:, 0])
         u_NK = u_BLK[rows, places].to(q_NV.device)
@@ -332,7 +373,7 @@ def _place_in_order(logits_NV: Tensor, x_N1: Tensor) -> Tensor:
 
 def read_traces(
     target: PreTrainedModel,
-    drafts: Mapping[str, Draft | CopyingDraft],
+    drafts: Mapping[str, AnyDraft],
     rows: Sequence[Continuation],
     sampling: Sampling,
     methods: Sequence[Method],
@@ -376,7 +417,7 @@ def read_traces(
 
 def measure_alphas(
     target: PreTrainedModel,
-    drafts: Mapping[str, Draft | CopyingDraft],
+    drafts: Mapping[str, AnyDraft],
     rows: Sequence[Continuation],
     sampling: Sampling,
     methods: Sequence[Method] = (),
@@ -406,8 +447,8 @@ def measure_alphas(
     for name, read in traces.items():
         predicted: dict[str, PredictedCounts] = {}
         for method in methods:
-            if isinstance(drafts[name], CopyingDraft) and not method.is_chain:
-                continue  # what it proposes beside the first candidate is not read
+            if not _is_read(drafts[name], method):
+                continue
             prediction = predict(method.shape, method.verifier, sampling, read)
             if prediction is not None:
                 predicted[method.name] = prediction
@@ -425,8 +466,32 @@ def measure_alphas(
         )
         if "offers" in read.values:
             measurement["offered"] = read.sums("offers")
+        if "copied" in read.values:
+            _add_sources(measurement, read)
         measured[name] = measurement
     return measured
+
+
+def _is_read(draft: AnyDraft, method: Method) -> bool:
+    """Whether the traces of a draft hold all that it proposes on a tree."""
+    if isinstance(draft, CopyingDraft):
+        return method.is_chain  # what it proposes beside the first candidate is not read
+    return not isinstance(draft, JoinedDraft) or copies_fit(method.shape)
+
+
+def _add_sources(measurement: AlphaMeasurement, traces: Traces) -> None:
+    """Add positions and alpha by who proposes: lookup or the model."""
+    drafted: list[float] = []
+    drafted_sum: list[float] = []
+    copied = traces.sums("copied")
+    copied_sum = traces.sums("copied_alpha")
+    measurement["copied"] = copied
+    measurement["copied_sum"] = copied_sum
+    for i, count in enumerate(measurement["count"]):
+        drafted.append(count - copied[i])
+        drafted_sum.append(measurement["sum"][i] - copied_sum[i])
+    measurement["drafted"] = drafted
+    measurement["drafted_sum"] = drafted_sum
 
 
 def alpha_sums(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from drafts.load import Draft, LoadedModels
+from drafts.load import LoadedModels
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core import wandb_runs
 from draftsmith_core.devices import reset_peak_memory, resolve_device
@@ -24,12 +24,12 @@ from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import resolve_sampling, sampling_options
 from eval import remarks, rows
 from eval.config import EvalConfig
-from eval.copying import CopyingDraft
+from eval.copying import AnyDraft, loaded_drafts
 from eval.diagnosis.rows import diagnosis_rows
 from eval.evaluation import Evaluation
-from eval.facts import clock, copying_row, model_row
+from eval.facts import clock, draft_row, model_row
 from eval.measuring import decoder_of
-from eval.method import is_copying
+from eval.method import models_of
 from eval.moved import found_again
 from eval.remarks import announce
 from eval.report.page import write_report
@@ -66,7 +66,7 @@ def evaluate_request(request: EvalRequest) -> Results:
         reset_peak_memory(resolve_device(given.device))
         suites, pair, drafts = _load(request)
         notes = announce(
-            remarks.of_prompts(suites) + remarks.of_training(request.drafts, suites),
+            remarks.of_prompts(suites) + remarks.of_training(models_of(request.drafts), suites),
             strict=given.strict,
         )
         # Sampling options that are left out come from the target's generation_config.json.
@@ -77,12 +77,10 @@ def evaluate_request(request: EvalRequest) -> Results:
         request = request.resolved(found.sampling)
         models = {"target": model_row(given.target, pair.target)}
         for name, draft in drafts.items():
-            if isinstance(draft, CopyingDraft):
-                models[name] = copying_row(draft, models["target"])
-            else:
-                models[name] = model_row(request.drafts[name], draft)
+            models[name] = draft_row(request.drafts[name], draft, models["target"])
         notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
-        notes += announce(remarks.of_targets(request.drafts, pair.target), strict=given.strict)
+        sources = models_of(request.drafts)
+        notes += announce(remarks.of_targets(sources, pair.target), strict=given.strict)
         notes += announce(remarks.of_target(given.target, pair.target), strict=False)
         notes += announce(remarks.of_few(suites), strict=False)
         work = Evaluation(request, suites, pair, drafts, models, run)
@@ -164,15 +162,14 @@ class _Loaded(NamedTuple):
 
     suites: list[Suite]
     pair: LoadedModels
-    drafts: dict[str, Draft | CopyingDraft]
+    drafts: dict[str, AnyDraft]
 
 
 def _load(request: EvalRequest) -> _Loaded:
     config = request.config
-    trained = {name: source for name, source in request.drafts.items() if not is_copying(source)}
     suites, pair = load(
         config,
-        trained,
+        models_of(request.drafts),
         request.id_sets,
         request.ood_sets,
         quantize_draft=config.quantize_draft,
@@ -181,9 +178,7 @@ def _load(request: EvalRequest) -> _Loaded:
     prompts = []
     for suite in suites:
         prompts += [prompt.ids for prompt in suite.prompts]
-    drafts: dict[str, Draft | CopyingDraft] = {}
-    for name, source in request.drafts.items():
-        drafts[name] = pair.drafts[name] if name in trained else CopyingDraft(source)
+    drafts = loaded_drafts(request.drafts, pair)
     for name, draft in drafts.items():
         try:
             for method in request.methods:

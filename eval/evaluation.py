@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
-from drafts.load import Draft, LoadedModels
+from drafts.load import LoadedModels
 from draftsmith_core.io import hash_json
 from draftsmith_core.models import eos_ids
 from draftsmith_core.progress import Advance, Tick, no_tick, progress
@@ -13,7 +13,7 @@ from draftsmith_core.ranks import from_main
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import Sampling
 from eval.acceptance import Continuation
-from eval.copying import CopyingDraft
+from eval.copying import AnyDraft
 from eval.diagnosis.root_step import RootStep
 from eval.estimate import AlphaMeasurement, measure_alphas
 from eval.facts import identity, machine
@@ -44,7 +44,7 @@ class Evaluation:
     request: EvalRequest
     suites: list[Suite]
     pair: LoadedModels
-    drafts: dict[str, Draft | CopyingDraft]
+    drafts: dict[str, AnyDraft]
     models: dict[str, ModelRow]
     run: Run
     advance: Advance = no_tick

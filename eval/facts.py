@@ -22,8 +22,8 @@ from draftsmith_core.models import (
     vocabulary_size,
 )
 from draftsmith_core.runs import read_record
-from eval.copying import CopyingDraft
-from eval.schema import ModelRow, Training
+from eval.copying import AnyDraft, CopyingDraft, JoinedDraft
+from eval.schema import JOINED, ModelRow, Training
 
 CLOCK_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -55,7 +55,21 @@ def model_row(name: str, model: Draft) -> ModelRow:
     )
 
 
-def copying_row(draft: CopyingDraft, target: ModelRow) -> ModelRow:
+def draft_row(source: str, draft: AnyDraft, target: ModelRow) -> ModelRow:
+    """The facts of a draft: of a joined one, those of its model, as `JOINED` with its kind."""
+    if isinstance(draft, CopyingDraft):
+        return _copying_row(draft, target)
+    if not isinstance(draft, JoinedDraft):
+        return model_row(source, draft)
+    row = model_row(source.removeprefix(JOINED), draft.model)
+    row["kind"] = JOINED + row["kind"]
+    row["fingerprint"] = JOINED + row["fingerprint"]
+    # Its model is a draft by itself, and curves are about that.
+    row["training"] = None
+    return row
+
+
+def _copying_row(draft: CopyingDraft, target: ModelRow) -> ModelRow:
     """The facts of a method without weights."""
     return ModelRow(
         name=draft.kind,

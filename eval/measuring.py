@@ -14,14 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from decode import (
-    PROPOSERS,
     BatchOutput,
     Generation,
     SpeculativeDecoder,
     Tree,
     takes_trees,
 )
-from drafts.load import Draft, kind_of
 from draftsmith_core.models import (
     eos_ids,
 )
@@ -30,7 +28,7 @@ from draftsmith_core.prompts import Prompt
 from draftsmith_core.ranks import divided
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from eval.acceptance import Continuation
-from eval.copying import CopyingDraft
+from eval.copying import AnyDraft, CopyingDraft, JoinedDraft, proposer_of
 from eval.method import Method
 
 WARM_UP_TOKENS = 8
@@ -42,6 +40,8 @@ MOST_NODES = 64
 # Counts of `decode.stats` that are kept per prompt.
 COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
 COUNTED_BY_DEPTH = ("accepted_by_depth", "reached_by_depth")
+# Of a joined draft: calls in which lookup copied, tokens accepted from lookup and from the model.
+BY_SOURCE = ("copied_calls", "copied_accepted", "drafted_accepted")
 
 
 class BaselineMeasurement(TypedDict):
@@ -115,15 +115,9 @@ class Contender:
         )
 
 
-def decoder_of(
-    target: PreTrainedModel, draft: Draft | CopyingDraft, method: Method
-) -> SpeculativeDecoder:
+def decoder_of(target: PreTrainedModel, draft: AnyDraft, method: Method) -> SpeculativeDecoder:
     """Return the decoder of one (draft, tree, verifier); raise ValueError if they do not fit."""
-    if isinstance(draft, CopyingDraft):
-        proposer = PROPOSERS[draft.kind].make(None)
-    else:
-        proposer = PROPOSERS[kind_of(draft)].make(draft)
-    return SpeculativeDecoder(target, proposer, method.shape, method.verifier)
+    return SpeculativeDecoder(target, proposer_of(draft), method.shape, method.verifier)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,12 +144,13 @@ class Task:
 
     def decoding(
         self,
-        draft: Draft | CopyingDraft,
+        draft: AnyDraft,
         method: Method,
         expected: BaselineMeasurement,
         tick: Tick = no_tick,
     ) -> dict[str, Any]:
-        """Decode every prompt with a draft; return `COUNTED` and `COUNTED_BY_DEPTH` per prompt.
+        """Decode every prompt with a draft; return `COUNTED` and `COUNTED_BY_DEPTH` per prompt, and
+        `BY_SOURCE` of a joined draft.
 
         `identical` compares greedy outputs with the target's own (`_identical`); None above
         temperature 0.
@@ -163,6 +158,11 @@ class Task:
         rows = self._decode(decoder_of(self.target, draft, method), method, tick)
         counts: dict[str, Any] = {key: [getattr(row.stats, key) for row in rows] for key in COUNTED}
         counts |= {key: [list(getattr(row.stats, key)) for row in rows] for key in COUNTED_BY_DEPTH}
+        if isinstance(draft, JoinedDraft):
+            counts["copied_calls"] = [row.stats.copied_calls for row in rows]
+            counts["copied_accepted"] = [row.stats.copied_accepted for row in rows]
+            pairs = zip(counts["accepted"], counts["copied_accepted"], strict=True)
+            counts["drafted_accepted"] = [accepted - copied for accepted, copied in pairs]
         outputs = [row.output_ids for row in rows]
         greedy = self.sampling.greedy
         counts["identical"] = self._identical(outputs, expected) if greedy else None
@@ -170,7 +170,7 @@ class Task:
 
     def speed(
         self,
-        drafts: Mapping[str, Draft | CopyingDraft],
+        drafts: Mapping[str, AnyDraft],
         methods: Sequence[Method],
         costs_of: Method | None = None,
         tick: Tick = no_tick,
@@ -189,7 +189,7 @@ class Task:
                 decoder = decoder_of(self.target, draft, method)
                 contenders.append(Contender(decoder, name, method))
             # A copied token costs no forward of a draft.
-            if costs_of is None or isinstance(draft, CopyingDraft):
+            if costs_of is None or isinstance(draft, CopyingDraft | JoinedDraft):
                 continue
             # A level of several nodes is a tree, which not every model can verify or draft.
             if takes_trees(self.target, draft):
@@ -215,14 +215,13 @@ class Task:
             load=[load, os.getloadavg()[0]],
         )
 
-    def _one_level(self, draft: Draft, method: Method) -> SpeculativeDecoder:
+    def _one_level(self, draft: AnyDraft, method: Method) -> SpeculativeDecoder:
         """Return a decoder of one level with as many nodes as a method has."""
         nodes = min(method.shape.size, MOST_NODES)
         # A verifier of chains takes one candidate a level, so the cheapest rule for several takes
         # its place.
         rule = "exact" if method.shape.size == method.shape.depth else method.verifier
-        proposer = PROPOSERS[kind_of(draft)].make(draft)
-        return SpeculativeDecoder(self.target, proposer, Tree((-1,) * nodes), rule)
+        return SpeculativeDecoder(self.target, proposer_of(draft), Tree((-1,) * nodes), rule)
 
     def _decode(
         self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick

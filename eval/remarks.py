@@ -19,7 +19,7 @@ from draftsmith_core.errors import InputError, counted
 from draftsmith_core.models import parameter_count
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
 from draftsmith_core.ranks import say
-from eval.schema import BUSY, Conditions, ModelRow, Remark
+from eval.schema import BUSY, JOINED, Conditions, ModelRow, Remark
 from eval.suites import Suite
 
 # Length of the token n-grams that near-duplicates share.
@@ -144,13 +144,14 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None)
     for name, row in models.items():
         if not row["parameters"]:
             continue
-        if row["kind"] != "draft" and quantize_draft not in (None, "none"):
+        kind = row["kind"].removeprefix(JOINED)
+        if kind != "draft" and quantize_draft not in (None, "none"):
             text = (
                 f"draft {name}: is a head, and --quantize_draft {quantize_draft} does not "
                 "apply to heads"
             )
             remarks.append(Remark(about="options", text=text))
-        elif row["kind"] == "draft" and row["parameters"] >= size and name != "target":
+        elif kind == "draft" and row["parameters"] >= size and name != "target":
             sizes = f"has {row['parameters']:,} parameters, the target {size:,}"
             text = f"draft {name}: {sizes}; a draft that is not smaller cannot make decoding faster"
             remarks.append(Remark(about="large_draft", text=text))

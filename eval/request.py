@@ -15,7 +15,7 @@ from draftsmith_core.prompt_rows import parse_named
 from draftsmith_core.settings import Sampling
 from draftsmith_core.suites import load_suite, suite_name
 from eval.config import EvalConfig
-from eval.method import Method, is_copying
+from eval.method import Method, copies_first, is_copying
 from eval.requirement import Requirement, Scope
 
 
@@ -92,13 +92,14 @@ def check(config: EvalConfig) -> EvalRequest:
     ood_sets = _sets("--ood", config.ood)
     if both := id_sets.keys() & ood_sets.keys():
         raise InputError(f"--ood {min(both)}: --id has this name; a set is either ID or OOD")
-    # A method without weights is no draft to compare alignments with, unless there is no other.
-    trained = [name for name, source in drafts.items() if not is_copying(source)] or list(drafts)
+    # What copies is no draft to compare alignments with, unless there is no other.
+    trained = [name for name, source in drafts.items() if not copies_first(source)] or list(drafts)
     base = config.base or trained[0]
     if base not in drafts:
         raise InputError(f"--base {base}: no draft has this name; {nearest(base, drafts)}")
     if base not in trained:
-        raise InputError(f"--base {base}: has no weights; {nearest(base, trained)}")
+        why = "has no weights" if is_copying(drafts[base]) else "copies before it drafts"
+        raise InputError(f"--base {base}: {why}; {nearest(base, trained)}")
     planned = next((name for name in trained if name != base), base)
     plan = Path(drafts[planned]) / "plan.json"
     if "auto" in config.tree and not plan.is_file():
@@ -114,7 +115,7 @@ def check(config: EvalConfig) -> EvalRequest:
         ood_sets=list(ood_sets),
         temperatures=config.temperature,
         methods=[(method.tree, method.verifier) for method in methods],
-        copying=[name for name, source in drafts.items() if is_copying(source)],
+        copying=[name for name, source in drafts.items() if copies_first(source)],
     )
     for text in config.require:
         requirement = Requirement.parse(text)

@@ -24,7 +24,7 @@ FIGURES = ("alpha", "gain", "transfer", "tau", "tau_gain", "speedup")
 class Scope:
     """Names of what an evaluation measures, from which a requirement selects.
 
-    copying: the drafts without weights.
+    copying: the drafts that copy, alone or before a model.
     """
 
     drafts: Sequence[str]

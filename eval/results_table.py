@@ -6,7 +6,16 @@ from functools import cached_property
 from pathlib import Path
 
 from draftsmith_core.errors import InputError
-from eval.schema import KINDS, TARGET, Counts, Place, ResultsDocument, Row, SuiteKind
+from eval.schema import (
+    JOINED,
+    KINDS,
+    TARGET,
+    Counts,
+    Place,
+    ResultsDocument,
+    Row,
+    SuiteKind,
+)
 
 Name = str | None
 Number = float | None
@@ -31,9 +40,9 @@ class ResultsTable:
 
     @property
     def aligned(self) -> list[str]:
-        """Names of the drafts with weights that are compared with the base."""
+        """Names of the drafts that are models and are compared with the base."""
         others = [draft for draft in self.drafts if draft != self.base]
-        return [draft for draft in others if not self.copies(draft)]
+        return [draft for draft in others if not (self.copies(draft) or self.joins(draft))]
 
     @property
     def compared(self) -> bool:
@@ -43,6 +52,10 @@ class ResultsTable:
     def copies(self, draft: str) -> bool:
         """Whether a draft is a method without weights."""
         return self.document["models"][draft]["parameters"] == 0
+
+    def joins(self, draft: str) -> bool:
+        """Whether lookup comes before the model of a draft."""
+        return self.document["models"][draft]["kind"].startswith(JOINED)
 
     @property
     def temperatures(self) -> list[float]:

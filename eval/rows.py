@@ -30,6 +30,7 @@ from eval.bootstrap import (
 from eval.diagnosis.root_step import RootStep
 from eval.estimate import AlphaMeasurement
 from eval.measuring import (
+    BY_SOURCE,
     COUNTED,
     COUNTED_BY_DEPTH,
     BaselineMeasurement,
@@ -60,6 +61,14 @@ from eval.suites import Suite
 
 # Figures of alpha by the key of their per-prompt sums.
 ALPHAS = {"alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}
+# Of a joined draft: figures by the keys of their per-prompt sums, numerator and denominator.
+ALPHAS_BY_SOURCE = {
+    "offered": ("copied", "count"),
+    "alpha_offered": ("copied_sum", "copied"),
+    "alpha_drafted": ("drafted_sum", "drafted"),
+}
+# Of a joined draft, per target call: figures by the key of their counts.
+SOURCES = dict(zip(("lookup_calls", "lookup_accepted", "draft_accepted"), BY_SOURCE, strict=True))
 TIMED = ("emitted", "prefill_s", "decode_s")
 
 
@@ -189,11 +198,15 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                 yield group.row("offered", draft, share)
                 accepted = estimate(ratio(parts, "sum", "offered"), group.picks)
                 yield group.row("alpha_offered", draft, accepted)
+            if "copied" in parts[0]:
+                for figure, sums in ALPHAS_BY_SOURCE.items():
+                    yield group.row(figure, draft, estimate(ratio(parts, *sums), group.picks))
             if draft == setting.base:
                 continue
             yield group.row("gain", draft, difference(here.new, here.base, group.picks))
             # What was not aligned transfers nothing.
-            if group.kind == "ood" and "offered" not in parts[0]:
+            copies = "offered" in parts[0] or "copied" in parts[0]
+            if group.kind == "ood" and not copies:
                 gain_id = gain(home[group.temperature], draft)
                 yield group.row("transfer", draft, transfer(gain_id, here))
 
@@ -220,6 +233,10 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                     yield group.row("accept", draft, accept, method, at=depth)
                 for key in COUNTED:
                     yield group.row(key, draft, sum(joined(parts, key)), method)
+                if "copied_calls" in parts[0]:
+                    for figure, count in SOURCES.items():
+                        share = estimate(ratio(parts, count, "target_calls"), group.picks)
+                        yield group.row(figure, draft, share, method)
                 yield from _headroom(group, measured, draft, method)
                 yield from _identical(group, parts, draft, method)
 
@@ -361,7 +378,8 @@ def counts(setting: Setting, measured: Measured) -> list[Counts]:
             for method in setting.methods:
                 decoded = measured.decodings[suite, temperature, draft, method]
                 place = Place(draft, suite, temperature, method.tree, method.verifier)
-                rows.append(_counts("decoding", place, decoded, (*COUNTED, *COUNTED_BY_DEPTH)))
+                keys = [key for key in (*COUNTED, *COUNTED_BY_DEPTH, *BY_SOURCE) if key in decoded]
+                rows.append(_counts("decoding", place, decoded, keys))
         timed = measured.speeds.get((suite, temperature))
         for run in timed["runs"] if timed else ():
             draft = run["draft"] or TARGET

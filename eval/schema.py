@@ -19,6 +19,9 @@ KINDS: tuple[SuiteKind, ...] = ("id", "ood")
 TARGET = "target"
 """Name of the target in the column `draft`, for figures of the target decoding alone."""
 
+JOINED = "prompt_lookup+"
+"""What stands before a draft, as a source and as a kind, that drafts where lookup finds nothing."""
+
 BUSY = "busy_machine"
 """Subject of the remark on a busy machine."""
 
@@ -133,7 +136,7 @@ class Training(TypedDict):
 
 class ModelRow(TypedDict):
     """A model. `kind` is the proposer that drafts with it; "draft" is a language model, the target
-    too.
+    too; with `JOINED` before it, lookup comes first.
 
     `context` is None if the config does not say, and for heads. `training` is None unless
     `draftsmith train` made it.

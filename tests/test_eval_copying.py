@@ -7,20 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from decode import PromptLookupProposer
 from draftsmith_core.errors import InputError, RequirementError
 from eval.acceptance import Continuation
 from eval.config import EvalConfig
 from eval.copying import CopiedTexts, copied_traces
 from eval.evaluate import evaluate
-from eval.method import is_copying
+from eval.method import is_copying, models_of
 from eval.report.findings import lead
 from eval.request import check
+from eval.schema import Place
 
 TEXT = Continuation("a", (3, 4, 5, 3, 4), (5, 3, 9))
 
 
 def test_what_followed_earlier_is_proposed_at_its_depth():
-    tokens_DPL = CopiedTexts.of([TEXT], 2).tokens_DPL
+    tokens_DPL = CopiedTexts.of([TEXT], 2, PromptLookupProposer()).tokens_DPL
     # After 3 4 came 5 3. After 4 5 came 3 4. After 5 3 came 4, and then 5.
     assert tokens_DPL.tolist() == [[[5, 3, 4]], [[-1, 3, 4]]]
 
@@ -36,6 +38,7 @@ def test_alpha_is_the_chance_of_the_copied_token_and_zero_without_one():
         place_N=torch.tensor([0, 1, 2, 0]),
         depths=2,
         rules=["exact"],
+        lookup=PromptLookupProposer(),
     )
     assert traces.sums("alpha") == pytest.approx([0.55, 0.0])
     assert traces.sums("offers") == [3, 0]
@@ -49,7 +52,7 @@ def results(target_dir, draft_dir, tmp_path_factory):
     (root / "prose.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = EvalConfig(
         target=str(target_dir),
-        draft=["lookup=prompt_lookup", f"mine={draft_dir}"],
+        draft=["lookup=prompt_lookup", f"both=prompt_lookup+{draft_dir}", f"mine={draft_dir}"],
         id=[f"prose={root / 'prose.jsonl'}"],
         out=str(root / "out"),
         tree=["chain:3", "kary:2,2"],
@@ -85,7 +88,53 @@ def test_it_is_compared_like_a_draft_and_predicted_as_it_decodes(results):
     assert run["low"] <= results.tau("lookup", "prose", 1.0, "chain:3")["value"] <= run["high"]
     assert results.speedup("lookup", "prose", 1.0, "chain:3")["value"] > 0
     page = (results.directory / "report.html").read_text()
-    assert "Where a method without weights proposes" in page
+    assert "Where lookup proposes" in page
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "kary:2,2"])
+def test_lookup_before_a_draft_is_predicted_as_it_decodes(results, tree):
+    """Law 10, and law 1: at temperature 0 the outputs are the target's."""
+    for figure in ("accept", "tau"):
+        measured = results.series(figure, "both", "prose", 0.0, tree)
+        predicted = results.series(f"{figure}_predicted", "both", "prose", 0.0, tree)
+        pairs = list(zip(measured, predicted, strict=True))
+        assert pairs and all(a["value"] == pytest.approx(b["value"]) for a, b in pairs)
+    same = results.figure("identical", "both", "prose", 0.0, tree)
+    assert same["value"] == same["n"] == 4
+    run = results.figure("tau_run", "both", "prose", 1.0, tree)
+    assert run["low"] <= results.tau("both", "prose", 1.0, tree)["value"] <= run["high"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_lookup_and_the_draft_give_adds_up(results, temperature):
+    def value(figure, draft="both", tree=None):
+        return results.figure(figure, draft, "prose", temperature, tree)["value"]
+
+    share = value("offered")
+    assert 0 < share < 1
+    # Where two tokens match lookup proposes, alone it does so where one does.
+    assert share <= value("offered", "lookup")
+    whole = share * value("alpha_offered") + (1 - share) * value("alpha_drafted")
+    assert value("alpha") == pytest.approx(whole)
+    counts = results.counts("decoding")[
+        Place("both", "prose", temperature, "chain:3", "speculative")
+    ]
+    sums = {key: sum(counts["per_prompt"][key]) for key in ("accepted", "target_calls")}
+    from_lookup = value("lookup_accepted", tree="chain:3")
+    from_draft = value("draft_accepted", tree="chain:3")
+    assert from_lookup > 0 and 0 < value("lookup_calls", tree="chain:3") < 1
+    assert from_lookup + from_draft == pytest.approx(sums["accepted"] / sums["target_calls"])
+    page = (results.directory / "report.html").read_text()
+    assert "What lookup and the draft give" in page
+
+
+def test_a_draft_is_loaded_once_and_lookup_before_it_is_no_alignment(results):
+    models = results.document["models"]
+    assert models["both"]["name"] == models["mine"]["name"]
+    assert models["both"]["kind"] == "prompt_lookup+draft" and results.aligned == []
+    joined = "prompt_lookup+mine"
+    assert models_of({"a": "mine", "b": joined, "c": "prompt_lookup"}) == {"a": "mine"}
+    assert models_of({"b": joined, "c": joined}) == {"b": "mine"}
 
 
 def test_a_requirement_is_of_trained_drafts_unless_it_names_the_method(results):
@@ -96,13 +145,20 @@ def test_a_requirement_is_of_trained_drafts_unless_it_names_the_method(results):
         results.require("alpha[prose T=1 draft=lookup] >= 1.1")
 
 
-def test_the_command_that_decodes_with_it_names_the_method(results):
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        ("lookup", "--proposer prompt_lookup --tree"),
+        ("both", "--draft {mine} --proposer prompt_lookup --tree"),
+    ],
+)
+def test_the_command_that_decodes_with_it_names_the_method(results, draft, words):
     for row in results.rows("speedup"):
-        speed = (1.5, 1.499, 1.501) if row["draft"] == "lookup" else (0.5, 0.499, 0.501)
+        speed = (1.5, 1.499, 1.501) if row["draft"] == draft else (0.5, 0.499, 0.501)
         row["value"], row["low"], row["high"] = speed
     head = lead(results)
-    assert head.headline.startswith("Ship lookup")
-    assert "--proposer prompt_lookup --tree" in head.command
+    assert head.headline.startswith(f"Ship {draft}")
+    assert words.format(mine=results.document["models"]["mine"]["name"]) in head.command
 
 
 def test_a_directory_of_that_name_is_a_draft_and_a_method_is_no_base(tmp_path, monkeypatch):
@@ -112,6 +168,9 @@ def test_a_directory_of_that_name_is_a_draft_and_a_method_is_no_base(tmp_path, m
     )
     with pytest.raises(InputError, match="--base lookup: has no weights"):
         check(config)
+    both = [*config.draft, "both=prompt_lookup+b"]
+    with pytest.raises(InputError, match="--base both: copies before it drafts"):
+        check(replace(config, draft=both, base="both"))
     assert check(replace(config, base=None)).base == "a"
     assert is_copying("prompt_lookup")
     Path("prompt_lookup").mkdir()

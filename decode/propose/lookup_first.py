@@ -21,13 +21,16 @@ from decode.propose.protocol import Outcome, Proposal, Proposer, Session, Sessio
 from decode.tree import Drawing, Tree, TreeShape, chain
 from decode.tree_batch import batch_of, mix
 
+# Fewest tokens that match before lookup drafts in the place of a network.
+LEAST_MATCH = 2
+
 
 class LookupFirst(Proposer):
     """Copies what followed the same tokens earlier in a row's text; where fewer than `min_ngram`
     tokens match, `draft` drafts.
     """
 
-    def __init__(self, draft: NetworkProposer, min_ngram: int = 2) -> None:
+    def __init__(self, draft: NetworkProposer, min_ngram: int = LEAST_MATCH) -> None:
         self.draft = draft
         self.lookup = PromptLookupProposer(min_ngram=min_ngram)
         self.name = draft.name

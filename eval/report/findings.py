@@ -115,6 +115,8 @@ def _command(decision: Decision, results: ResultsTable, todo: str) -> str:
     words = ["draftsmith", "decode", "--target", models["target"]["name"]]
     copies = results.copies(setting.draft)
     words += ["--proposer" if copies else "--draft", models[setting.draft]["name"]]
+    if results.joins(setting.draft):
+        words += ["--proposer", "prompt_lookup"]
     words += ["--tree", setting.tree, "--verifier", setting.verifier]
     words += ["--temperature", f"{results.top_temperature:g}", "--prompt", "TEXT"]
     return shlex.join(words)
