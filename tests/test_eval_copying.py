@@ -4,19 +4,25 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from decode import PromptLookupProposer
 from draftsmith_core.errors import InputError, RequirementError
+from draftsmith_core.prompts import Prompt
+from draftsmith_core.sampling import Sampling
 from eval.acceptance import Continuation
 from eval.config import EvalConfig
-from eval.copying import CopiedTexts, copied_traces
+from eval.copying import CopiedTexts, JoinedDraft, copied_traces
+from eval.estimate import measure_alphas
 from eval.evaluate import evaluate
-from eval.method import is_copying, models_of
+from eval.measuring import Task, continuations
+from eval.method import Method, is_copying, models_of
 from eval.report.findings import lead
 from eval.request import check
 from eval.schema import Place
+from tests.tiny_models import stirred_head, tiny_llama
 
 TEXT = Continuation("a", (3, 4, 5, 3, 4), (5, 3, 9))
 
@@ -175,3 +181,24 @@ def test_a_directory_of_that_name_is_a_draft_and_a_method_is_no_base(tmp_path, m
     assert is_copying("prompt_lookup")
     Path("prompt_lookup").mkdir()
     assert not is_copying("prompt_lookup") and check(config).base == "lookup"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "dspark"])
+def test_a_head_behind_lookup_is_predicted_as_it_decodes(kind):
+    """Heads guess each depth from the root, so what follows a copy is read at its own depth."""
+    target = tiny_llama(0, layers=3, spread=0.5)
+    draft = JoinedDraft(stirred_head(kind, target))
+    prompts = [Prompt(str(i), "prose", (3, 4, 5, 3, 4, i)) for i in range(5, 9)]
+    greedy = Sampling(temperature=0.0)
+    task = Task(target, prompts, greedy, eos=(), max_new_tokens=16, seed=0)
+    baseline = task.baseline()
+    methods = [Method("chain:3", "speculative"), Method("kary:2,2", "mcsd")]
+    rows = continuations(prompts, baseline)
+    measured = measure_alphas(target, {"both": draft}, rows, greedy, methods, batch_size=2)["both"]
+    for method in methods:
+        counts = task.decoding(draft, method, baseline)
+        assert counts["identical"]["same"] == 4
+        assert sum(counts["copied_calls"]) > 0
+        predicted = measured["predicted"][method.name]
+        assert predicted["target_calls"] == pytest.approx(counts["target_calls"])
+        assert np.sum(predicted["accepted_by_depth"]) == pytest.approx(sum(counts["accepted"]))
