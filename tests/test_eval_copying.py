@@ -113,8 +113,9 @@ def test_lookup_before_a_draft_is_predicted_as_it_decodes(results, tree):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_lookup_and_the_draft_give_adds_up(results, temperature):
-    def value(figure, draft="both", tree=None):
-        return results.figure(figure, draft, "prose", temperature, tree)["value"]
+    def value(figure: str, draft: str = "both", tree: str | None = None) -> float:
+        found: float = results.figure(figure, draft, "prose", temperature, tree)["value"]
+        return found
 
     share = value("offered")
     assert 0 < share < 1
