@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.llama_forward import Forwarded
+from decode.kernel_forward import Forwarded
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
 from decode.recorded.proposal import in_bucket
 from decode.runner import Block, Runner

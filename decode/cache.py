@@ -12,6 +12,7 @@ a batch of one moves nothing.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,15 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from decode.native.large_pages import zeros
 from draftsmith_core.errors import InputError
+
+
+@dataclass(frozen=True)
+class CachePlace:
+    """Keys and values of all layers, `[L, B, H, C, E]`, and the slot of the next token."""
+
+    keys_LBHCE: Tensor
+    values_LBHCE: Tensor
+    column: int
 
 
 class _Store:
@@ -147,17 +157,15 @@ class TreeCache(Cache):
         (store,) = self._stores
         return store.all_keys[:, :rows, :, :slots], store.all_values[:, :rows, :, :slots]
 
-    def whole(self, rows: int, heads: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all layers, `[L, B, H, C, E]`, of a model whose layers are
-        alike.
-        """
+    def place(self, rows: int, heads: int, size: int, like: Tensor) -> CachePlace:
+        """Return all keys and values, and `column`, of a model whose layers are alike."""
         if not self._stores:
             states = like.new_empty(rows, heads, 0, size)
             for layer in self.layers:
                 assert isinstance(layer, _TreeLayer)
                 layer.lazy_initialization(states, states)
         (store,) = self._stores
-        return store.keys, store.values
+        return CachePlace(store.keys, store.values, self.column)
 
     def keep(self, column: int, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy slots inside rows: each move is (row, from, to), `from` counted from `column`, `to`

@@ -1,4 +1,5 @@
-"""The forward of a whole model of the LLaMA family as one call of the kernel (`native/forward.c`).
+"""The forward of a whole model of the LLaMA family, or of a draft head of its layers, as one call
+of the kernel (`native/forward.c`).
 
 Legend: B rows, q queries per row, R = B or 1, L layers, D hidden size, E head size, G key/value
 heads, P slots the attention reads, N positions, V vocabulary.
@@ -7,16 +8,23 @@ heads, P slots the attention reads, N positions, V vocabulary.
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from decode.cache import TreeCache
+from decode.cache import CachePlace
 from decode.native import Kernel, PackedMatrix
 from decode.packed_weights import FusedLinear
 
-# Tokens of one forward that the kernel takes in one call.
+# Logits, and the hidden states of the layers asked for.
+Forwarded: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
+# Above so many tokens of one forward, torch multiplies a model's matrices, and the kernel takes a
+# head's prompt in parts.
 MOST_TOKENS = 256
+# From this many parameters on, matrices of any size are packed: a forward is then one call of the
+# kernel.
+SMALLEST_MODEL = 1 << 18
 _SIZE = ctypes.c_size_t
 _POINTER = ctypes.c_void_p
 
@@ -39,7 +47,7 @@ class Layer:
     """One decoder layer: its norms and its products. kind: of its attention mask."""
 
     kind: str
-    norm_D: Tensor
+    norm_D: Tensor | None
     qkv: FusedLinear
     query_norm_E: Tensor | None
     key_norm_E: Tensor | None
@@ -52,6 +60,28 @@ class Layer:
     def packed(self) -> bool:
         products = (self.qkv, self.out, self.gate_up, self.down)
         return all(product.matrix is not None for product in products)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a head makes of the embedding of a token and the feature before it, for its first layer.
+
+    EAGLE: `fc` of both. EAGLE-3, without `fc`: the feature goes on, normed if `feature_normed`, and
+    the layer reads both normed.
+    """
+
+    fc: FusedLinear | None = None
+    embedding_norm_D: Tensor | None = None
+    feature_norm_D: Tensor | None = None
+    feature_normed: bool = False
+
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """Embeddings and features of the tokens of a head's forward, contiguous fp32 `[B, q, D]`."""
+
+    embedded_BqD: Tensor
+    features_BqD: Tensor
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -71,12 +101,23 @@ class _Layer(ctypes.Structure):
     )
 
 
+class _Opening(ctypes.Structure):
+    _fields_ = (
+        ("fc", _Matrix),
+        *_fields(_POINTER, "embedding_norm feature_norm"),
+        ("feature_normed", _SIZE),
+    )
+
+
 class _Model(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
         ("count", _SIZE),
         ("head", _Matrix),
-        *_fields(_POINTER, "norm embedding"),
+        ("norm", _POINTER),
+        ("raw_state", _SIZE),
+        ("opening", ctypes.POINTER(_Opening)),
+        ("embedding", _POINTER),
         *_fields(_SIZE, "embedding_packed embedding_kind vocabulary width heads groups size"),
         *_fields(ctypes.c_float, "eps scale"),
     )
@@ -89,7 +130,7 @@ class _Mask(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         *_fields(_SIZE, "batch queries kept"),
-        *_fields(_POINTER, "tokens positions"),
+        *_fields(_POINTER, "tokens positions embedded features"),
         ("position_stride", _SIZE),
         *_fields(_POINTER, "rotary keys values"),
         *_fields(_SIZE, "layer_stride batch_stride group_stride column"),
@@ -107,18 +148,26 @@ class KernelForward:
         self,
         functions: Kernel,
         layers: Sequence[Layer],
-        norm_D: Tensor,
-        head: FusedLinear,
-        embedding: PackedMatrix | Tensor,
         sizes: Sizes,
+        *,
+        norm_D: Tensor | None,
+        head: FusedLinear | None,
+        embedding: PackedMatrix | Tensor | None = None,
+        opening: Opening | None = None,
+        raw_state: bool = False,
     ) -> None:
-        """embedding: packed, or fp32."""
+        """head: None for no logits. embedding: packed, or fp32; None with an `opening`. raw_state:
+        whether the last hidden state is that before the last norm.
+        """
         self.functions = functions
         self.layers = layers
         self.norm_D = norm_D
         self.head = head
         self.embedding = embedding
+        self.opening = opening
         self.sizes = sizes
+        self._like = layers[0].ffn_norm_D
+        self.width = len(self._like)
         # One kind of mask for each of the two places of a forward.
         self.kinds = sorted({layer.kind for layer in layers})
         self._scratch = torch.empty(0)
@@ -141,19 +190,28 @@ class KernelForward:
             count=len(layers),
             head=_matrix(head),
             norm=_address(norm_D),
-            width=len(norm_D),
+            raw_state=raw_state,
+            width=self.width,
             heads=sizes.heads,
             groups=sizes.groups,
             size=sizes.size,
             eps=sizes.eps,
             scale=sizes.scale,
         )
-        if isinstance(embedding, PackedMatrix):
+        if opening is not None:
+            self._opening = _Opening(
+                fc=_matrix(opening.fc),
+                embedding_norm=_address(opening.embedding_norm_D),
+                feature_norm=_address(opening.feature_norm_D),
+                feature_normed=opening.feature_normed,
+            )
+            self._model.opening = ctypes.pointer(self._opening)
+        elif isinstance(embedding, PackedMatrix):
             self._model.embedding = _address(embedding.values)
             self._model.embedding_packed = True
             self._model.embedding_kind = embedding.kind
             self._model.vocabulary = embedding.outputs
-        else:
+        elif embedding is not None:
             self._model.embedding = _address(embedding)
             self._model.vocabulary = len(embedding)
 
@@ -163,25 +221,23 @@ class KernelForward:
         positions_Rq: Tensor,
         rotary_N2E: Tensor,
         masks: Mapping[str, Tensor | None],
-        cache: TreeCache,
-        keep_logits: int,
+        place: CachePlace,
+        kept: int,
         numbers: Sequence[int],
+        inputs: HeadInputs | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return logits and the hidden states of these layers; see `LeanForward.run`. IndexError
+        """Return logits of the last `kept` queries and the hidden states of layers `numbers`; see
+        `LeanForward.run`. inputs: with an `opening`, instead of the tokens' embeddings. IndexError
         for a token outside the vocabulary.
         """
         batch, queries = tokens_Bq.shape
-        kept = min(keep_logits or queries, queries)
         wanted = sorted(set(numbers))
         every = range(len(self.layers) + 1)
         flags = bytes(number in wanted for number in every)
         tokens_Bq = tokens_Bq.contiguous()
         positions_Rq = positions_Rq.contiguous()
-        keys_LBGPE, values_LBGPE = cache.whole(
-            batch, self.sizes.groups, self.sizes.size, self.norm_D
-        )
-        logits_BqV = self.norm_D.new_empty(batch, kept, self._model.head.outputs)
-        states = self.norm_D.new_empty(len(wanted), batch, queries, len(self.norm_D))
+        logits_BqV = self._like.new_empty(batch, kept, self._model.head.outputs)
+        states = self._like.new_empty(len(wanted), batch, queries, self.width)
         step = self._step
         step.batch = batch
         step.queries = queries
@@ -190,17 +246,20 @@ class KernelForward:
         step.positions = positions_Rq.data_ptr()
         step.position_stride = queries if len(positions_Rq) > 1 else 0
         step.rotary = rotary_N2E.data_ptr()
-        step.keys = keys_LBGPE.data_ptr()
-        step.values = values_LBGPE.data_ptr()
-        step.column = cache.column
-        step.layer_stride, step.batch_stride, step.group_stride = keys_LBGPE.stride()[:3]
-        for place, kind in enumerate(self.kinds):
+        if inputs is not None:
+            step.embedded = inputs.embedded_BqD.data_ptr()
+            step.features = inputs.features_BqD.data_ptr()
+        step.keys = place.keys_LBHCE.data_ptr()
+        step.values = place.values_LBHCE.data_ptr()
+        step.column = place.column
+        step.layer_stride, step.batch_stride, step.group_stride = place.keys_LBHCE.stride()[:3]
+        for number, kind in enumerate(self.kinds):
             mask = masks[kind]
             if mask is None:
-                step.masks[place] = _Mask(None, 0, 0)
+                step.masks[number] = _Mask(None, 0, 0)
             else:
                 row_stride = mask.stride(0) if len(mask) > 1 else 0
-                step.masks[place] = _Mask(mask.data_ptr(), row_stride, mask.stride(2))
+                step.masks[number] = _Mask(mask.data_ptr(), row_stride, mask.stride(2))
         step.states = states.data_ptr()
         step.logits = logits_BqV.data_ptr()
         step.wanted = ctypes.cast(ctypes.c_char_p(flags), _POINTER)
@@ -208,7 +267,7 @@ class KernelForward:
         step_pointer = ctypes.byref(step)
         needed = self.functions.scratch(model_pointer, step_pointer)
         if self._scratch.numel() < needed:
-            self._scratch = self.norm_D.new_empty(2 * needed)
+            self._scratch = self._like.new_empty(2 * needed)
         step.scratch = self._scratch.data_ptr()
         if self.functions.forward(model_pointer, step_pointer):
             raise IndexError(
@@ -217,7 +276,9 @@ class KernelForward:
         return logits_BqV, [states[wanted.index(number)] for number in numbers]
 
 
-def _matrix(product: FusedLinear) -> _Matrix:
+def _matrix(product: FusedLinear | None) -> _Matrix:
+    if product is None:
+        return _Matrix()
     matrix = product.matrix
     assert matrix is not None
     return _Matrix(_address(matrix.values), _address(product.bias_O), matrix.outputs, matrix.kind)

@@ -12,7 +12,7 @@ heads, P slots the attention reads, V vocabulary, N positions.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,25 +25,26 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from decode.cache import TreeCache
-from decode.kernel_forward import MOST_TOKENS, KernelForward, Layer, Sizes
+from decode.kernel_forward import (
+    MOST_TOKENS,
+    SMALLEST_MODEL,
+    Forwarded,
+    KernelForward,
+    Layer,
+    Sizes,
+)
 from decode.native import PackedMatrix, four_bit_state, kernel
 from decode.packed_weights import FusedLinear, PackedEmbedding, PackedLinear, Packs, is_four_bits
+from decode.rotary_table import RotaryTable, has_table
 from drafts.draft_vocabulary import draft_vocabulary, to_target
 from draftsmith_core.models import vocabulary_size
 
-# Logits, and the hidden states of the layers asked for.
-Forwarded: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
 _FAMILY: dict[type, object] = {
     modeling_llama.LlamaForCausalLM: modeling_llama,
     modeling_mistral.MistralForCausalLM: modeling_mistral,
     modeling_qwen2.Qwen2ForCausalLM: modeling_qwen2,
     modeling_qwen3.Qwen3ForCausalLM: modeling_qwen3,
 }
-# Other kinds choose their frequencies by the length of the input, so that no table holds.
-_ROPES = ("default", "linear", "llama3", "yarn")
-# From this many parameters on, matrices of any size are packed: a forward is then one call of the
-# kernel.
-_SMALLEST_MODEL = 1 << 18
 _PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, PackedLinear, PackedEmbedding)
 # Known hooks: transformers' own for hidden states, otherwise silent, and the one that widens a
 # trimmed draft's logits, which is done here too.
@@ -63,7 +64,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
         return None
     body: Any = model.model
     size = body.layers[0].self_attn.head_dim
-    if body.rotary_emb.rope_type not in _ROPES or 2 * len(body.rotary_emb.inv_freq) != size:
+    if not has_table(body.rotary_emb, size):
         return None
     four_bits = packs is not None and packs.native
     for module in model.modules():
@@ -117,7 +118,7 @@ class LeanForward:
         self.dtype = self._state_dtype if functions is None else torch.float32
         self._packs = packs
         # Torch would multiply 16 bits slowly on a CPU, and cannot multiply four.
-        large = sum(weight.numel() for weight in weights) >= _SMALLEST_MODEL
+        large = sum(weight.numel() for weight in weights) >= SMALLEST_MODEL
         four_bits = any(four_bit_state(weight) is not None for weight in weights)
         self._any_size = self.dtype != self._state_dtype or four_bits or (silu and large)
         self.norm_D = self._vector(body.norm)
@@ -125,9 +126,8 @@ class LeanForward:
         # Of a trimmed draft: the tokens of the head's rows.
         self._ids_D = draft_vocabulary(model)
         self._vocabulary = vocabulary_size(model)
-        self.rotary = body.rotary_emb
         self.device = self.norm_D.device
-        self._table_N2E = self.norm_D.new_empty(0, 2 * self.sizes.size)
+        self.rotary = RotaryTable(body.rotary_emb, self.norm_D)
         windowed = getattr(config, "sliding_window", None) is not None
         kind = "sliding_attention" if windowed else "full_attention"
         kinds = getattr(config, "layer_types", None) or [kind] * len(body.layers)
@@ -139,7 +139,12 @@ class LeanForward:
         self._kernel: KernelForward | None = None
         if functions is not None and table is not None:
             self._kernel = KernelForward(
-                functions, self.layers, self.norm_D, self.head, table, self.sizes
+                functions,
+                self.layers,
+                self.sizes,
+                norm_D=self.norm_D,
+                head=self.head,
+                embedding=table,
             )
 
     def _layer(self, index: int, layer: Any, kind: str) -> Layer:
@@ -200,12 +205,15 @@ class LeanForward:
         or B, 1, q, P]`, by kind of layer; None sees everything, but is causal in a prefill.
         prefill: compute no logits.
         """
-        rotary_N2E = self.rotary_table(top_position)
+        rotary_N2E = self.rotary.up_to(top_position)
         numbers = [layer % (len(self.layers) + 1) for layer in hidden_layers]
         if self._kernel is not None and not prefill and tokens_Bq.numel() <= MOST_TOKENS:
             assert isinstance(cache, TreeCache)
+            place = cache.place(len(tokens_Bq), self.sizes.groups, self.sizes.size, self.norm_D)
+            queries = tokens_Bq.shape[1]
+            kept = min(keep_logits or queries, queries)
             logits, states = self._kernel.run(
-                tokens_Bq, positions_Bq, rotary_N2E, masks, cache, keep_logits, numbers
+                tokens_Bq, positions_Bq, rotary_N2E, masks, place, kept, numbers
             )
         else:
             rope_Bq1E = F.embedding(positions_Bq, rotary_N2E).unsqueeze(2)
@@ -241,6 +249,7 @@ class LeanForward:
         for index, layer in enumerate(self.layers):
             if index in numbers:
                 states[index] = x_XD.view(rows, queries, -1)
+            assert layer.norm_D is not None
             h_XD = self._norm(x_XD, layer.norm_D)
             qkv_BqHE = layer.qkv(h_XD).view(rows, queries, -1, self.sizes.size)
             q_BHqE, keys, values = self._cached(layer, qkv_BqHE, rope_Bq1E, cache.layers[index])
@@ -285,19 +294,6 @@ class LeanForward:
         # The model scales after rounding back to half precision.
         normed = F.rms_norm(x.float(), size, eps=eps)
         return normed.to(x.dtype) * weight
-
-    def rotary_table(self, top: int) -> Tensor:
-        """Return cosines and signed sines of the positions up to `top`, `[N, 2E]`; cached until
-        `top` grows.
-        """
-        known = len(self._table_N2E)
-        if known <= top:
-            count = max(top + 1, 2 * known, 256)
-            positions_1N = torch.arange(count, device=self.device).unsqueeze(0)
-            cos_1NE, sin_1NE = self.rotary(self.norm_D, positions_1N)
-            lower_NE, upper_NE = sin_1NE[0].chunk(2, dim=1)
-            self._table_N2E = torch.cat([cos_1NE[0], -lower_NE, upper_NE], dim=1)
-        return self._table_N2E
 
     def _folds(self, mask: Tensor | None, queries: int) -> bool:
         # Query heads of one key/value head become more queries of that head, so that nothing is

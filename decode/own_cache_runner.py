@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from decode.llama_forward import Forwarded
+from decode.kernel_forward import Forwarded
 from decode.runner import Block, Runner
 from decode.supported_models import Reading, counts_positions
 from draftsmith_core.hidden_states import forward_with_states, layout_of

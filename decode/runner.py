@@ -19,12 +19,14 @@ from inspect import signature
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from decode.cache import TreeCache
-from decode.llama_forward import Forwarded, lean_forward
+from decode.head_forward import HeadForward, head_forward
+from decode.kernel_forward import Forwarded
+from decode.llama_forward import LeanForward, lean_forward
 from decode.packed_weights import Packs
 from draftsmith_core.hidden_states import forward_with_states
 from draftsmith_core.models import text_config
@@ -100,6 +102,14 @@ class Block:
         return view if view.device.type == "cpu" else view.contiguous()
 
 
+def _lean_forward(model: nn.Module, packs: Packs | None) -> LeanForward | HeadForward | None:
+    if packs is None:
+        return None
+    if isinstance(model, PreTrainedModel):
+        return lean_forward(model, packs)
+    return head_forward(model, packs)
+
+
 @dataclass(frozen=True)
 class BlockForward:
     """The forward of one block as a function of tensors, for `Runner.call`.
@@ -140,7 +150,7 @@ class Runner:
         self.dtype: torch.dtype = model.dtype  # of masks
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
-        self._lean = None if packs is None else lean_forward(model, packs)
+        self._lean = _lean_forward(model, packs)
         if self._lean is not None:
             self.dtype = self._lean.dtype
         elif packs is not None:

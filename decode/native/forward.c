@@ -1,4 +1,5 @@
-/* A forward of the LLaMA family over a few tokens behind a cache, in one call and one parallel region.
+/* A forward of the LLaMA family, or of a draft head with its layer, over a few tokens behind a cache, in one call and one
+   parallel region.
 
    Written in tensor operations, a layer is some fifteen calls, and for a small draft they cost more than the
    arithmetic. Here a step of the network is one call. Every number of a token depends on that token and on what it
@@ -21,15 +22,26 @@ struct matrix {
 
 struct layer {
     struct matrix qkv, out, gate_up, down;
-    const float *norm, *query_norm, *key_norm, *ffn_norm; /* query_norm and key_norm may be NULL */
+    const float *norm, *query_norm, *key_norm, *ffn_norm; /* all but ffn_norm may be NULL */
     size_t mask;                                          /* which of the step's masks */
+};
+
+/* What a draft head makes of the embedding of a token and the feature before it, both given with the step. EAGLE: x = fc
+   [embedding, feature]. EAGLE-3, without `fc.values`: x = feature, normed where `feature_normed`, and the first layer
+   reads [normed embedding, normed feature]. */
+struct opening {
+    struct matrix fc;
+    const float *embedding_norm, *feature_norm;
+    size_t feature_normed;
 };
 
 struct model {
     const struct layer *layers;
     size_t count;
-    struct matrix head;
-    const float *norm;
+    struct matrix head;            /* without values: no logits */
+    const float *norm;             /* may be NULL */
+    size_t raw_state;              /* whether the last state is wanted before the last norm */
+    const struct opening *opening; /* NULL: x is the embedding of the token */
     const char *embedding; /* [vocabulary][width] in fp32, or packed in `embedding_kind` where `embedding_packed` */
     size_t embedding_packed, embedding_kind, vocabulary;
     size_t width, heads, groups, size;
@@ -44,6 +56,7 @@ struct mask {
 struct step {
     size_t batch, queries, kept; /* logits of the last `kept` queries of each row */
     const int64_t *tokens, *positions;
+    const float *embedded, *features; /* [X][width], of a model with an opening, which reads no tokens */
     size_t position_stride; /* between rows; 0: all have the same */
     const float *rotary;    /* [positions][2 * size]: cosines, then sines with the sign of the half that is added */
     float *keys, *values;   /* [layers][batch][groups][slots][size] */
@@ -62,6 +75,9 @@ static size_t widest_gate_up(const struct model *m) {
     return most;
 }
 
+/* Values that the first layer, or `fc` before it, reads for a token. */
+static size_t widest_input(const struct model *m) { return m->opening ? 2 * m->width : m->width; }
+
 static size_t projected(const struct model *m) { return (m->heads + 2 * m->groups) * m->size; }
 
 static size_t score_slots(const struct step *s) {
@@ -76,7 +92,7 @@ static size_t attention_floats(const struct model *m, const struct step *s) {
 /* Floats of `scratch` that a step needs. */
 size_t draftsmith_scratch(const struct model *m, const struct step *s) {
     size_t inner = widest_gate_up(m);
-    size_t token = 2 * m->width + projected(m) + m->heads * m->size + inner + inner / 2;
+    size_t token = m->width + widest_input(m) + projected(m) + m->heads * m->size + inner + inner / 2;
     return s->batch * s->queries * token + (size_t)omp_get_max_threads() * attention_floats(m, s);
 }
 
@@ -98,7 +114,12 @@ static void norm_rows(const float *x, const float *weight, float *y, size_t rows
 }
 
 static void times(const struct matrix *m, const float *x, const float *other, float *y, size_t rows, size_t inputs) {
-    linear_of_kind((int)m->kind, x, m->values, m->bias, other, y, rows, inputs, m->outputs);
+    for (size_t r = 0; r < rows; r += MOST_ROWS) {
+        size_t count = rows - r < MOST_ROWS ? rows - r : MOST_ROWS;
+        const float *added = other ? other + r * m->outputs : NULL;
+        linear_of_kind(
+            (int)m->kind, x + r * inputs, m->values, m->bias, added, y + r * m->outputs, count, inputs, m->outputs);
+    }
 }
 
 /* Norms of heads where the model has them, rotation by the position; keys and values go into the cache. */
@@ -194,18 +215,39 @@ static void embed(const struct model *m, const int64_t *tokens, float *x, size_t
         for (size_t i = 0; i < count; i++) memcpy(x + i * m->width, m->embedding + (size_t)tokens[i] * row, row);
 }
 
-/* 0, or 1 for a token that the vocabulary does not have. X <= MOST_ROWS. */
+/* x, and in `h` what the first layer of EAGLE-3 reads. Both by the threads of the parallel region. */
+static void open_head(const struct model *m, const struct step *s, float *x, float *h, size_t count) {
+    const struct opening *o = m->opening;
+    size_t width = m->width;
+#pragma omp for schedule(static)
+    for (size_t r = 0; r < count; r++) {
+        const float *embedded = s->embedded + r * width, *feature = s->features + r * width;
+        float *left = h + r * 2 * width, *right = left + width;
+        if (o->fc.values) {
+            memcpy(left, embedded, width * sizeof(float));
+            memcpy(right, feature, width * sizeof(float));
+            continue;
+        }
+        norm(embedded, o->embedding_norm, left, width, m->eps);
+        norm(feature, o->feature_norm, right, width, m->eps);
+        memcpy(x + r * width, o->feature_normed ? right : feature, width * sizeof(float));
+    }
+    if (o->fc.values) times(&o->fc, h, NULL, x, count, 2 * width);
+}
+
+/* 0, or 1 for a token that the vocabulary does not have. */
 int draftsmith_forward(const struct model *m, const struct step *s) {
     size_t count = s->batch * s->queries, width = m->width;
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; i < count && !m->opening; i++)
         if (s->tokens[i] < 0 || (size_t)s->tokens[i] >= m->vocabulary) return 1;
     size_t inner = widest_gate_up(m);
-    float *x = s->scratch, *h = x + count * width, *qkv = h + count * width, *mixed = qkv + count * projected(m);
+    float *x = s->scratch, *h = x + count * width, *qkv = h + count * widest_input(m), *mixed = qkv + count * projected(m);
     float *gate_up = mixed + count * m->heads * m->size, *gate = gate_up + count * inner;
     float *scores = gate + count * (inner / 2), *state = s->states;
-    embed(m, s->tokens, x, count);
+    if (!m->opening) embed(m, s->tokens, x, count);
 #pragma omp parallel firstprivate(state)
     {
+        if (m->opening) open_head(m, s, x, h, count);
         for (size_t i = 0; i < m->count; i++) {
             const struct layer *layer = m->layers + i;
             float *keys = s->keys + i * s->layer_stride, *values = s->values + i * s->layer_stride;
@@ -215,8 +257,9 @@ int draftsmith_forward(const struct model *m, const struct step *s) {
                 memcpy(state, x, count * width * sizeof(float));
                 state += count * width;
             }
-            norm_rows(x, layer->norm, h, count, width, m->eps);
-            times(&layer->qkv, h, NULL, qkv, count, width);
+            int joined = i == 0 && m->opening && !m->opening->fc.values;
+            if (layer->norm) norm_rows(x, layer->norm, h, count, width, m->eps);
+            times(&layer->qkv, layer->norm || joined ? h : x, NULL, qkv, count, joined ? 2 * width : width);
             rotate(m, s, layer, qkv, keys, values);
             attend(m, s, s->masks + layer->mask, qkv, keys, values, mixed, scores);
             times(&layer->out, mixed, x, x, count, m->heads * m->size);
@@ -225,16 +268,17 @@ int draftsmith_forward(const struct model *m, const struct step *s) {
             gated(gate_up, gate, count, half);
             times(&layer->down, gate, x, x, count, half);
         }
-        norm_rows(x, m->norm, h, count, width, m->eps);
+        float *last = m->norm ? h : x;
+        if (m->norm) norm_rows(x, m->norm, h, count, width, m->eps);
 #pragma omp single
         {
-            if (s->wanted[m->count]) memcpy(state, h, count * width * sizeof(float));
+            if (s->wanted[m->count]) memcpy(state, m->raw_state ? x : last, count * width * sizeof(float));
             for (size_t row = 0; row < s->batch; row++)
                 memmove(
-                    h + row * s->kept * width, h + ((row + 1) * s->queries - s->kept) * width,
+                    last + row * s->kept * width, last + ((row + 1) * s->queries - s->kept) * width,
                     s->kept * width * sizeof(float));
         }
-        times(&m->head, h, NULL, s->logits, s->batch * s->kept, width);
+        if (m->head.values && s->kept) times(&m->head, last, NULL, s->logits, s->batch * s->kept, width);
     }
     return 0;
 }

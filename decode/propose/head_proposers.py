@@ -60,11 +60,11 @@ class HeadProposer(NetworkProposer):
         self.deepest = depth_limit(head)
         self.hidden_layers = tuple(head.hidden_layers)
         self._chains_only = chains_only
-        self._model: _HeadAsModel | None = None
+        self._model: HeadAsModel | None = None
         if isinstance(head, BlockHead):
             self._model = _BlockAsModel(head)
         elif isinstance(head, FeatureHead):
-            self._model = _HeadAsModel(head)
+            self._model = HeadAsModel(head)
         self._packs = packs_of(self._model or head) if fast else None
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
@@ -130,7 +130,7 @@ def _first_rows(prompts: Sequence[Sequence[int]], features_BTH: Tensor) -> list[
     return rows
 
 
-class _HeadAsModel(nn.Module):
+class HeadAsModel(nn.Module):
     """A head as a model for a `Runner`, which passes tokens only; `features_BTH` holds the coming
     features.
     """
@@ -178,7 +178,7 @@ class _HeadAsModel(nn.Module):
         return CausalLMOutput(logits=logits, hidden_states=(features_BqH,))
 
 
-class _BlockAsModel(_HeadAsModel):
+class _BlockAsModel(HeadAsModel):
     """A block drafter as a model: its first tokens are those of the coming features, the rest is
     one block.
     """
@@ -234,12 +234,12 @@ class _HeadNetwork(Network):
 
 
 class _EagleNetwork(_HeadNetwork, CachedNetwork):
-    def __init__(self, model: _HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
+    def __init__(self, model: HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
         super().__init__(model.head, setup)
         self.runner = runner
         self._prefill(model, setup, self.head.fuse(setup.hidden_BTH))
 
-    def _prefill(self, model: _HeadAsModel, setup: SessionSetup, features_BTH: Tensor) -> None:
+    def _prefill(self, model: HeadAsModel, setup: SessionSetup, features_BTH: Tensor) -> None:
         model.features_BTH = features_BTH[:, :-1]
         room = setup.max_new_tokens + slots_per_step(setup.tree)
         self.runner.prefill([prompt[1:-1] for prompt in setup.prompts], room)
@@ -259,14 +259,13 @@ class _EagleNetwork(_HeadNetwork, CachedNetwork):
             # A drafted token goes with the feature that the head predicted for its parent.
             parents_Re1 = frontier.parents_Re.unsqueeze(2)
             features_BqH = self.outputs_BEH.take_along_dim(parents_Re1, dim=1)
-        bound = self.runner.bind(block, hidden_layers=(0,))
+        bound = self.runner.bind(block, keep_logits=int(opening), hidden_layers=(0,))
 
         def run(
             tokens_Bq: Tensor, inputs: tuple[Tensor, ...], features_BqH: Tensor
         ) -> tuple[Tensor, Tensor]:
             logits, (features_BqH,) = bound.run(tokens_Bq, inputs, features_BqH)
             if opening:
-                logits = logits[:, -1:]
                 features_BqH = features_BqH[:, -1:]
             if isinstance(self.head, Eagle3Head):
                 logits = self.head.to_target(logits)
@@ -297,7 +296,7 @@ class _BlockNetwork(_EagleNetwork):
     the newest begins.
     """
 
-    def _prefill(self, model: _HeadAsModel, setup: SessionSetup, features_BTH: Tensor) -> None:
+    def _prefill(self, model: HeadAsModel, setup: SessionSetup, features_BTH: Tensor) -> None:
         model.features_BTH = features_BTH
         config = self.head.config
         room = setup.max_new_tokens + slots_per_step(setup.tree) + config.block_size

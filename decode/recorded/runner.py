@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from decode.cache import TreeCache
-from decode.llama_forward import Forwarded
+from decode.kernel_forward import Forwarded
 from decode.recorded.steps import StaticSteps
 from decode.runner import Block, BlockForward, Runner, additive
 

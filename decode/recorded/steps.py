@@ -100,7 +100,7 @@ class StaticSteps:
             if self.lean is not None:
                 # Make the table of rotary embeddings outside of steps.
                 positions = self.cache.capacity
-                self.lean.rotary_table(positions if limit is None else min(positions, limit - 1))
+                self.lean.rotary.up_to(positions if limit is None else min(positions, limit - 1))
         self.cache.reuse(rows)
         return self.cache
 

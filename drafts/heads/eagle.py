@@ -319,6 +319,10 @@ class EagleHead(ReadsLastState, FeatureHead):
         draw(head.fc, head.layers, seed)
         return head.to(device=target.device, dtype=target.dtype)
 
+    def embedded(self, input_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:
+        """The target's embeddings `[B, T, H]` of tokens."""
+        return self.borrowed.embed(input_ids_BT, dtype)
+
     def states(
         self,
         input_ids_BT: Tensor,
@@ -329,7 +333,7 @@ class EagleHead(ReadsLastState, FeatureHead):
     ) -> Tensor:
         """The predicted features `[B, T, H]` of `forward`."""
         dtype = dtype_of(self.fc)
-        embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
+        embedded_BTH = self.embedded(input_ids_BT, dtype)
         states_BTH: Tensor = self.fc(torch.cat([embedded_BTH, features_BTH.to(dtype)], dim=-1))
         return self.layers[0](
             states_BTH, **self.attending(states_BTH, mask, positions, past_key_values)

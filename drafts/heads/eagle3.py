@@ -216,6 +216,13 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         """The states `[..., H]` that the output projection reads, from those of `states`."""
         return states_BTH if self.config.norm_output else self.norm(states_BTH)
 
+    def embedded(self, input_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:
+        """Embeddings `[B, T, H]` of tokens: the head's own, or the target's."""
+        if self.config.own_embedding:
+            own_BTH: Tensor = self.embed_tokens(input_ids_BT)
+            return own_BTH.to(dtype)
+        return self.borrowed.embed(input_ids_BT, dtype)
+
     def states(
         self,
         input_ids_BT: Tensor,
@@ -228,10 +235,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         `norm_output`.
         """
         dtype = dtype_of(self.fc)
-        if self.config.own_embedding:
-            embedded_BTH = self.embed_tokens(input_ids_BT)
-        else:
-            embedded_BTH = self.borrowed.embed(input_ids_BT, dtype)
+        embedded_BTH = self.embedded(input_ids_BT, dtype)
         features_BTH = features_BTH.to(dtype)
         attending = self.attending(features_BTH, mask, positions, past_key_values)
         g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, **attending)

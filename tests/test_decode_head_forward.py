@@ -1,0 +1,210 @@
+"""A head's forward in one call of the kernel equals its own forward, alone and in a tree.
+
+Legend: B rows, q queries, T tokens, H hidden size, D draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decode import SpeculativeDecoder
+from decode.head_forward import HeadForward
+from decode.native import kernel
+from decode.packed_weights import packs_of, take_over
+from decode.propose.head_proposers import HeadAsModel, HeadProposer
+from decode.propose.network import pending_block
+from decode.runner import Block, Runner
+from drafts.heads.eagle import EagleConfig, EagleHead, draw
+from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
+from draftsmith_core.sampling import Sampling
+
+pytestmark = pytest.mark.skipif(kernel() is None, reason="needs the compiled kernel")
+
+HIDDEN, VOCABULARY = 128, 200
+PROMPTS = [list(range(5, 45)), list(range(30, 36))]
+# Behind three tokens of text: two siblings, and a child of each.
+TREE = Block(
+    torch.tensor([[0, 1, 2, 3, 3, 4, 4]]),
+    torch.tensor(
+        [
+            [1, 1, 1, 1, 0, 0, 0],
+            [1, 1, 1, 0, 1, 0, 0],
+            [1, 1, 1, 1, 0, 1, 0],
+            [1, 1, 1, 0, 1, 0, 1],
+        ]
+    )[None].bool(),
+    static=False,
+)
+
+
+def target() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=256,
+        num_hidden_layers=7,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def eagle(**options: Any) -> EagleHead:
+    bias = options.pop("bias", False)
+    model = target()
+    head = EagleHead(
+        EagleConfig.like(model, {"intermediate_size": 512, **options}, bias=bias), model
+    )
+    draw(head.fc, head.layers, seed=1)
+    return varied(head)
+
+
+def eagle3(draft_vocab_size: int = VOCABULARY, **options: Any) -> Eagle3Head:
+    model = target()
+    layer = {"intermediate_size": 512, "qk_norm": options.pop("qk_norm", False)}
+    config = Eagle3Config.like(
+        model,
+        layer,
+        draft_vocab_size=draft_vocab_size,
+        eagle_aux_hidden_state_layer_ids=(2, 3, 4),
+        target_hidden_size=HIDDEN,
+        **options,
+    )
+    head = Eagle3Head(config, model)
+    draw(head.fc, head.midlayer, seed=1)
+    if head.reduced:
+        head.set_draft_vocab(range(0, 2 * draft_vocab_size, 2))
+    return varied(head)
+
+
+def varied(head: Any) -> Any:
+    """Norms and biases that are neither one nor zero."""
+    torch.manual_seed(2)
+    for weight in head.parameters():
+        if weight.ndim == 1:
+            nn.init.normal_(weight, 1.0, 0.3)
+    return head.eval().requires_grad_(False)
+
+
+HEADS: dict[str, Callable[[], Any]] = {
+    "eagle": eagle,
+    "eagle, biases": lambda: eagle(bias=True, qkv_bias=True, attention_bias=True),
+    "eagle3": eagle3,
+    "eagle3, draft vocabulary": lambda: eagle3(draft_vocab_size=90),
+    "eagle3, as Qwen 3": lambda: eagle3(qk_norm=True),
+    "eagle3, residual of normed features": lambda: eagle3(norm_before_residual=True),
+    "eagle3, normed output": lambda: eagle3(norm_output=True, fc_norm=True),
+    "eagle3, own embedding": lambda: eagle3(own_embedding=True),
+}
+
+
+def outputs(head: Any, fast: bool) -> list[Tensor]:
+    """Logits and features of pending tokens and of a tree, behind ragged prompts."""
+    model = HeadAsModel(head)
+    runner = Runner(model, {"full_attention": None}, None, packs_of(model) if fast else None)
+    assert isinstance(runner._lean, HeadForward) == fast
+    random = torch.Generator().manual_seed(3)
+
+    def features(*shape: int) -> Tensor:
+        return torch.randn(*shape, HIDDEN, generator=random)
+
+    model.features_BTH = features(2, len(PROMPTS[0]))
+    runner.prefill(PROMPTS, 20)
+    tokens_Bq, lead = runner.open_pending([[1, 2, 3], [4]])
+    pending = pending_block(3, runner.device)
+    logits, (states,) = runner.forward(tokens_Bq, pending, 1, (0,), features(2, 3))
+    found = [logits, states[:, -1:]]
+    drafted_Bq = torch.tensor([[7, 8, 9, 10], [11, 12, 13, 14]])
+    logits, (states,) = runner.forward(drafted_Bq, TREE, 0, (0,), features(2, 4))
+    return [*found, logits, states]
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.inference_mode()
+def test_equals_the_heads_own_forward(name):
+    with torch.inference_mode(False):
+        head = HEADS[name]()
+    for ours, theirs in zip(outputs(head, fast=True), outputs(head, fast=False), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_prompt_in_parts_is_the_prompt(monkeypatch):
+    with torch.inference_mode(False):
+        head = eagle3()
+    whole = outputs(head, fast=True)
+    monkeypatch.setattr("decode.head_forward.MOST_TOKENS", 14)
+    for ours, theirs in zip(outputs(head, fast=True), whole, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@torch.inference_mode()
+def test_a_token_has_the_same_bits_alone_and_among_others(name):
+    with torch.inference_mode(False):
+        head = HEADS[name]()
+    model = HeadAsModel(head)
+    random = torch.Generator().manual_seed(3)
+    features_BTH = torch.randn(1, 12, HIDDEN, generator=random)
+    tokens_BT = torch.arange(12).unsqueeze(0)
+    found = []
+    for sizes in ([12], [5, 1, 6]):
+        runner = Runner(model, {"full_attention": None}, None, packs_of(model))
+        model.features_BTH = features_BTH[:, :0]
+        runner.prefill([[]], 20)
+        parts = []
+        begin = 0
+        for size in sizes:
+            span = slice(begin, begin + size)
+            runner.open()
+            block = pending_block(size, runner.device)
+            _, (part,) = runner.forward(tokens_BT[:, span], block, 0, (0,), features_BTH[:, span])
+            runner.keep([list(range(size))])
+            parts.append(part)
+            begin += size
+        found.append(torch.cat(parts, dim=1))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "hook", "patched"])
+def test_a_head_that_it_does_not_know_runs_its_own_forward(kind):
+    head = eagle(hidden_act="gelu") if kind == "gelu" else eagle()
+    if kind == "hook":
+        head.fc.register_forward_hook(lambda *_: None)
+    if kind == "patched":
+        head.fc.forward = head.fc.forward
+    model = HeadAsModel(head)
+    assert Runner(model, {"full_attention": None}, None, packs_of(model))._lean is None
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3, draft vocabulary"])
+@pytest.mark.parametrize("tree", ["chain:3", "kary:3,2"])
+def test_sixteen_bits_draft_and_change_nothing(monkeypatch, name, tree):
+    calls = []
+    plain = HeadForward.run
+
+    def counted(self: HeadForward, *inputs: Any, **options: Any) -> Any:
+        calls.append(inputs[0].shape)
+        return plain(self, *inputs, **options)
+
+    monkeypatch.setattr(HeadForward, "run", counted)
+    head = HEADS[name]().to(torch.bfloat16)
+    model = target().to(torch.bfloat16)
+    head.borrowed = replace(head.borrowed, embedding=model.model.embed_tokens)
+    head.borrowed = replace(
+        head.borrowed, projection=replace(head.borrowed.projection, module=model.lm_head)
+    )
+    take_over(model, head)
+    greedy = Sampling(temperature=0.0)
+    alone = SpeculativeDecoder(model, None, None).generate(PROMPTS, greedy, 24)
+    drafted = SpeculativeDecoder(model, HeadProposer(head), tree).generate(PROMPTS, greedy, 24)
+    assert calls
+    texts = [[row.tokens for row in output.generations] for output in (alone, drafted)]
+    assert texts[0] == texts[1]
