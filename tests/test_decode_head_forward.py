@@ -206,5 +206,5 @@ def test_sixteen_bits_draft_and_change_nothing(monkeypatch, name, tree):
     alone = SpeculativeDecoder(model, None, None).generate(PROMPTS, greedy, 24)
     drafted = SpeculativeDecoder(model, HeadProposer(head), tree).generate(PROMPTS, greedy, 24)
     assert calls
-    texts = [[row.tokens for row in output.generations] for output in (alone, drafted)]
+    texts = [[row.output_ids for row in output.generations] for output in (alone, drafted)]
     assert texts[0] == texts[1]
