@@ -107,7 +107,7 @@ HEADS: dict[str, Callable[[], Any]] = {
 
 def outputs(head: Any, fast: bool) -> list[Tensor]:
     """Logits and features of pending tokens and of a tree, behind ragged prompts."""
-    model = HeadAsModel(head)
+    model: Any = HeadAsModel(head)
     runner = Runner(model, {"full_attention": None}, None, packs_of(model) if fast else None)
     assert isinstance(runner._lean, HeadForward) == fast
     random = torch.Generator().manual_seed(3)
@@ -150,7 +150,7 @@ def test_a_prompt_in_parts_is_the_prompt(monkeypatch):
 def test_a_token_has_the_same_bits_alone_and_among_others(name):
     with torch.inference_mode(False):
         head = HEADS[name]()
-    model = HeadAsModel(head)
+    model: Any = HeadAsModel(head)
     random = torch.Generator().manual_seed(3)
     features_BTH = torch.randn(1, 12, HIDDEN, generator=random)
     tokens_BT = torch.arange(12).unsqueeze(0)
@@ -179,8 +179,8 @@ def test_a_head_that_it_does_not_know_runs_its_own_forward(kind):
     if kind == "hook":
         head.fc.register_forward_hook(lambda *_: None)
     if kind == "patched":
-        head.fc.forward = head.fc.forward
-    model = HeadAsModel(head)
+        head.fc.__dict__["forward"] = head.fc.forward
+    model: Any = HeadAsModel(head)
     assert Runner(model, {"full_attention": None}, None, packs_of(model))._lean is None
 
 
@@ -195,8 +195,8 @@ def test_sixteen_bits_draft_and_change_nothing(monkeypatch, name, tree):
         return plain(self, *inputs, **options)
 
     monkeypatch.setattr(HeadForward, "run", counted)
-    head = HEADS[name]().to(torch.bfloat16)
-    model = target().to(torch.bfloat16)
+    head = HEADS[name]().bfloat16()
+    model: Any = target().bfloat16()
     head.borrowed = replace(head.borrowed, embedding=model.model.embed_tokens)
     head.borrowed = replace(
         head.borrowed, projection=replace(head.borrowed.projection, module=model.lm_head)
