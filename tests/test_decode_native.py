@@ -317,7 +317,7 @@ def build(name: str) -> LlamaForCausalLM:
 @pytest.fixture
 def whole(monkeypatch, library):
     """Every model goes through the kernel, built as the test says; counts its forwards."""
-    monkeypatch.setattr(forward_module, "_SMALLEST_MODEL", 0)
+    monkeypatch.setattr(forward_module, "SMALLEST_MODEL", 0)
     monkeypatch.setattr(packed_module, "_SMALLEST", 0)
     for module in (forward_module, packed_module):
         monkeypatch.setattr(module, "kernel", lambda: library)
