@@ -128,7 +128,9 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     target: str
     """Target model: a local directory or hub name."""
     draft: str
-    """Draft: a language model or the directory of a head."""
+    """Draft: a language model or the directory of a head; or prompt_lookup, which needs no weights,
+    or prompt_lookup+DRAFT: lookup, and the draft where it finds nothing. These two need --out.
+    """
     prompts: str
     """Prompts like those that you will serve."""
     out: NotIdentity[Out | None] = None  # type: ignore[assignment]

@@ -247,6 +247,7 @@ def _export(config: "ExportConfig", command: str) -> Outcome:
 
 
 def _plan(config: "PlanConfig", command: str) -> Outcome:
+    from eval.method import copies_first
     from eval.planning.plan import plan, plan_lines
 
     document = plan(config)
@@ -263,8 +264,11 @@ def _plan(config: "PlanConfig", command: str) -> Outcome:
     )
     summary = {"plan": str(config.file), **{key: document[key] for key in keys}}
     tree = "auto" if config.out is None else f"auto:{config.out}"
+    how = f"--tree {tree}"
+    if copies_first(config.draft):
+        how = f"--proposer prompt_lookup {how}"
     lines = plan_lines(document)
-    return Outcome(summary, [*lines, "", f"plan: {config.file} (--tree {tree})"])
+    return Outcome(summary, [*lines, "", f"plan: {config.file} ({how})"])
 
 
 def _status(config: "StatusConfig", command: str) -> Outcome:

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from decode import Tree, default_verifier
+from decode import Tree
 from drafts.heads.block import BlockHead
 from drafts.load import kind_of
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.io import write_json_atomic
 from draftsmith_core.options import configured
-from draftsmith_core.progress import progress
+from draftsmith_core.progress import Advance, progress
 from draftsmith_core.ranks import say
 from draftsmith_core.runs import provenance
 from draftsmith_core.settings import resolve_sampling, sampling_options
@@ -26,28 +26,48 @@ from eval import remarks
 from eval.acceptance import Continuation
 from eval.bootstrap import signs
 from eval.config import PlanConfig
-from eval.facts import machine, model_row
+from eval.copying import loaded_drafts
+from eval.facts import draft_row, machine, model_row
+from eval.method import models_of
 from eval.planning.engines import engine_rows
-from eval.planning.planner import LIMIT_S, Candidate, Confirmed, Expected, Planner, Predicted, Timed
+from eval.planning.planner import (
+    LIMIT_S,
+    Candidate,
+    Confirmed,
+    Expected,
+    Planner,
+    Predicted,
+    Timed,
+    candidate_row,
+)
 from eval.planning.step_costs import fit
 from eval.suites import load
 
 SCHEMA_VERSION = 1
-STEPS = 6
+# Steps of a plan, and those of ranking trees without trying them.
+STEPS = 2
+RANKING_STEPS = 4
 FINALISTS = 3
 # Static candidates that the plan lists.
 LISTED = 20
 
 
 @dataclass(frozen=True)
-class _Findings:
-    """What the steps of a plan found."""
+class _Ranking:
+    """Static trees ranked by acceptance and the costs of a step."""
 
     texts: list[Continuation]
     ranks: int
     rounds: dict[str, list[float]]
     expected: Expected
     static: list[Predicted]
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """What the steps of a plan found. ranking: None if all trees are timed."""
+
+    ranking: _Ranking | None
     tried: list[Timed]
     not_tried: list[dict[str, str]]
     finalists: list[Candidate]
@@ -56,34 +76,35 @@ class _Findings:
 
 def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
     """Return the plan as JSON, without the names of the models and the machine."""
-    with progress("plan", STEPS) as advance:
-        advance(1, "the target's answers")
-        texts = planner.answers()
-        advance(1, "acceptance")
-        traces = planner.traces(texts)
-        ranks = planner.ranks(texts)
-        advance(1, "costs of a step")
-        rounds = planner.time_steps(texts)
-        expected = Expected(planner.sampling, traces, fit(rounds))
-        advance(1, "choosing")
-        static = planner.choose(expected, ranks)
+    steps = STEPS + RANKING_STEPS * planner.predicts
+    with progress("plan", steps) as advance:
+        ranking = _rank(planner, advance) if planner.predicts else None
         advance(1, "trees that can only be tried")
         tried, not_tried = planner.try_trees()
         advance(1, "confirming")
-        finalists = _finalists([*static, *tried])
+        finalists = _finalists([*(ranking.static if ranking else ()), *tried])
         confirmed = planner.confirm(finalists, confirm_batches)
     findings = _Findings(
-        texts=texts,
-        ranks=ranks,
-        rounds=rounds | {"confirmed": confirmed.alone_s},
-        expected=expected,
-        static=static,
+        ranking=ranking,
         tried=tried,
         not_tried=not_tried,
         finalists=finalists,
         confirmed=confirmed,
     )
     return plan_document(planner, findings)
+
+
+def _rank(planner: Planner, advance: Advance) -> _Ranking:
+    advance(1, "the target's answers")
+    texts = planner.answers()
+    advance(1, "acceptance")
+    traces = planner.traces(texts)
+    ranks = planner.ranks(texts)
+    advance(1, "costs of a step")
+    rounds = planner.time_steps(texts)
+    expected = Expected(planner.sampling, traces, fit(rounds))
+    advance(1, "choosing")
+    return _Ranking(texts, ranks, rounds, expected, planner.choose(expected, ranks))
 
 
 def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
@@ -98,7 +119,9 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
         tree = {"parents": list(winner.shape.parents)}
     # Timings of every shape over their median; other work on the machine spreads them.
     noise: list[float] = []
-    for seconds in found.rounds.values():
+    ranking = found.ranking
+    rounds = (ranking.rounds if ranking else {}) | {"confirmed": found.confirmed.alone_s}
+    for seconds in rounds.values():
         noise += [second / median(seconds) for second in seconds]
     load = [planner.load, os.getloadavg()[0]]
     cpus = os.cpu_count() or 1
@@ -107,27 +130,30 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
     noted = remarks.of_target(str(planner.target.name_or_path), planner.target) + busy
     engines = []
     # Give no engine advice if timings are noisy or no draft pays.
-    if not busy and pays is not False:
+    if ranking and planner.model is not None and not busy and pays is not False:
         # Slots that see each other draft something else in a shorter block.
-        whole = isinstance(planner.draft, BlockHead) and not planner.draft.config.causal
+        whole = isinstance(planner.model, BlockHead) and not planner.model.config.causal
         lengths = range(planner.depth if whole else 1, planner.depth + 1)
-        engines = engine_rows(kind_of(planner.draft), found.expected, lengths)
-    candidates: list[Predicted | Timed] = [*found.static[:LISTED], *found.tried]
+        engines = engine_rows(kind_of(planner.model), ranking.expected, lengths)
+    candidates = [candidate_row(candidate) for candidate in found.tried]
+    if ranking:
+        listed = ranking.static[:LISTED]
+        candidates = [ranking.expected.row(each, planner.seed) for each in listed] + candidates
     return {
         "schema_version": SCHEMA_VERSION,
         "tree": tree,
         "name": winner.name,
-        "verifier": default_verifier(winner.shape),
+        "verifier": planner.verifier(winner.shape),
         "pays": pays,
         "speedup": speedups[best],
         "sampling": asdict(planner.sampling),
         "batch_size": planner.batch_size,
         "max_new_tokens": planner.max_new_tokens,
-        "prompts": len(found.texts),
-        "positions": sum(len(row.output_ids) for row in found.texts),
-        "ranks": found.ranks,
-        "costs": {**asdict(found.expected.costs), "rounds": found.rounds},
-        "candidates": [found.expected.row(candidate, planner.seed) for candidate in candidates],
+        "prompts": len(ranking.texts if ranking else planner.prompts),
+        "positions": sum(len(row.output_ids) for row in ranking.texts) if ranking else None,
+        "ranks": ranking.ranks if ranking else None,
+        "costs": {**(asdict(ranking.expected.costs) if ranking else {}), "rounds": rounds},
+        "candidates": candidates,
         "not_tried": found.not_tried,
         "confirmed": found.confirmed.rows,
         "engines": engines,
@@ -168,8 +194,9 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     """
     config = configured(PlanConfig, config, options)
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
-    (suite,), pair = load(config, {"draft": config.draft}, {"prompts": config.prompts}, {})
-    draft = pair.drafts["draft"]
+    sources = {"draft": config.draft}
+    (suite,), pair = load(config, models_of(sources), {"prompts": config.prompts}, {})
+    draft = loaded_drafts(sources, pair)["draft"]
     remarks.announce(remarks.of_target(config.target, pair.target), strict=False)
     resolved = resolve_sampling(config.target, pair.target, **sampling_options(config))
     if resolved.note:
@@ -184,16 +211,16 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
         seed=config.seed,
     )
     document = plan_pair(planner, config.confirm_prompts)
+    target = model_row(config.target, pair.target)
+    models = {"target": target, "draft": draft_row(config.draft, draft, target)}
+    kind = models["draft"]["kind"]
     for row in document["engines"]:
-        row["exports"], row["command"] = SERVING[row["engine"]][kind_of(draft)].commands(
-            kind_of(draft), config.target, config.draft, row["draft_tokens"]
+        row["exports"], row["command"] = SERVING[row["engine"]][kind].commands(
+            kind, config.target, config.draft, row["draft_tokens"]
         )
     options = {"prompts": config.prompts, "seed": config.seed}
     document |= {
-        "models": {
-            "target": model_row(config.target, pair.target),
-            "draft": model_row(config.draft, draft),
-        },
+        "models": models,
         "machine": machine(pair.target),
         "provenance": provenance("draftsmith plan", options),
     }

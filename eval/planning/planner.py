@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from decode import (
-    PROPOSERS,
     SpeculativeDecoder,
     Tree,
     TreeShape,
@@ -20,13 +19,14 @@ from decode import (
 )
 from decode.tree_spec import kary
 from drafts.heads.block import BlockHead
-from drafts.load import Draft, depth_limit, kind_of
+from drafts.load import Draft, depth_limit
 from draftsmith_core.errors import counted
 from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from eval.acceptance import Continuation
 from eval.bootstrap import PromptSums, estimate, quotient, resamples
+from eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
 from eval.estimate import read_traces
 from eval.measuring import answers
 from eval.method import Method
@@ -48,6 +48,27 @@ GROWING = (
     "eagle2:depth=3,beam=3,nodes=8",
     "eagle2:depth=5,beam=4,nodes=16",
     "opt:nodes=12,depth=5,gain=0.2",
+)
+# What copies drafts nothing at some steps, so all its trees are timed.
+COPIED = (
+    "chain:1",
+    "chain:2",
+    "chain:3",
+    "chain:4",
+    "chain:6",
+    "chain:8",
+    "chain:12",
+    "kary:2,1,1",
+)
+JOINED_TREES = (
+    "chain:1",
+    "chain:2",
+    "chain:3",
+    "chain:4",
+    "chain:6",
+    "kary:4",
+    "kary:2,1",
+    "kary:3,2",
 )
 TEXT_BATCH = 16
 # Tokens of a run that times a step.
@@ -91,7 +112,18 @@ class Predicted(Candidate):
 
 
 class Timed(Candidate):
-    """A tree whose steps vary in size, so that its rate was timed on a few prompts."""
+    """A tree whose steps vary in size or cost, so that its rate was timed on a few prompts."""
+
+
+def candidate_row(candidate: Candidate) -> dict[str, Any]:
+    """A candidate as JSON. A tree that was timed has no predicted tau."""
+    return {
+        "family": candidate.family,
+        "tree": candidate.name,
+        "tokens_per_s": candidate.rate,
+        "step_s": None,
+        "tau": None,
+    }
 
 
 class Ran(NamedTuple):
@@ -121,21 +153,12 @@ class Expected:
         tau = self.tokens_per_call(tree, verifier).pooled or 0.0
         return tau / self.costs.step(tree), tau
 
-    def row(self, candidate: Predicted | Timed, seed: int) -> dict[str, Any]:
-        """A candidate as JSON. A tree that was timed has no predicted tau."""
-        step_s = tau = None
-        if isinstance(candidate, Predicted):
-            step_s = candidate.step_s
-            picks = resamples(len(self.traces.lengths_P), 500, row_seed(seed, "plan/tau"))
-            verifier = default_verifier(candidate.shape)
-            tau = estimate(self.tokens_per_call(candidate.shape, verifier), picks)
-        return {
-            "family": candidate.family,
-            "tree": candidate.name,
-            "tokens_per_s": candidate.rate,
-            "step_s": step_s,
-            "tau": tau,
-        }
+    def row(self, candidate: Predicted, seed: int) -> dict[str, Any]:
+        """A candidate as JSON, with its predicted tau."""
+        picks = resamples(len(self.traces.lengths_P), 500, row_seed(seed, "plan/tau"))
+        verifier = default_verifier(candidate.shape)
+        tau = estimate(self.tokens_per_call(candidate.shape, verifier), picks)
+        return candidate_row(candidate) | {"step_s": candidate.step_s, "tau": tau}
 
 
 @dataclass
@@ -165,7 +188,7 @@ class Planner:
     """A pair and the traffic to plan for. Its clock starts when it is made."""
 
     target: PreTrainedModel
-    draft: Draft
+    draft: AnyDraft
     prompts: Sequence[Prompt]
     sampling: Sampling
     batch_size: int
@@ -175,14 +198,33 @@ class Planner:
     load: float = field(default_factory=lambda: os.getloadavg()[0])
 
     @property
+    def model(self) -> Draft | None:
+        """The model that the draft drafts with, if any."""
+        return model_of(self.draft)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether all steps of a tree cost alike, so that trees are ranked without trying them."""
+        return not isinstance(self.draft, CopyingDraft | JoinedDraft)
+
+    @property
+    def depth_limit(self) -> int | None:
+        """Most levels that the draft can draft; None without a limit."""
+        return None if self.model is None else depth_limit(self.model)
+
+    @property
     def depth(self) -> int:
         """Most levels of a tree."""
-        return min(DEPTH, depth_limit(self.draft) or DEPTH)
+        return min(DEPTH, self.depth_limit or DEPTH)
 
     @property
     def trees_fit(self) -> bool:
         """Whether the pair takes trees other than chains."""
-        return takes_trees(self.target, self.draft)
+        return takes_trees(self.target, self.model)
+
+    def verifier(self, shape: TreeShape) -> str:
+        """The rule that verifies a tree."""
+        return default_verifier(shape, draws=self.model is not None)
 
     def within(self, share: float) -> bool:
         """Whether less than this share of the time limit is over."""
@@ -194,8 +236,7 @@ class Planner:
         """
         if shape is None:
             return SpeculativeDecoder(self.target)
-        proposer = PROPOSERS[kind_of(self.draft)].make(self.draft)
-        return SpeculativeDecoder(self.target, proposer, shape, default_verifier(shape))
+        return SpeculativeDecoder(self.target, proposer_of(self.draft), shape, self.verifier(shape))
 
     def run(
         self,
@@ -271,7 +312,7 @@ class Planner:
 
         return time_shapes(
             seconds,
-            depth_limit(self.draft),
+            self.depth_limit,
             lambda: self.within(0.5),
             trees_fit=self.trees_fit,
         )
@@ -301,14 +342,15 @@ class Planner:
         return sorted(candidates.values(), key=lambda candidate: -candidate.rate)
 
     def try_trees(self) -> tuple[list[Timed], list[dict[str, str]]]:
-        """Time trees with a stop and growing ones on a few prompts. Return also the skipped trees
-        with the reason.
+        """Time the trees of `tried` on a few prompts. Return also the skipped trees with the
+        reason.
         """
         candidates: list[Timed] = []
         not_tried = []
         batches = self.batches(TRY_PROMPTS)
         for spec in tried(self.draft):
-            if not self.within(0.7):
+            needed = not (self.predicts or candidates)
+            if not needed and not self.within(0.7):
                 not_tried.append({"tree": spec, "reason": "no time was left"})
                 continue
             shape = parse_tree(spec)
@@ -320,7 +362,7 @@ class Planner:
             self.run(decoder, batches[0], 4, ends=False)  # warm-up
             runs = [self.run(decoder, batch, TRY_TOKENS, ends=True) for batch in batches]
             rate = sum(ran.tokens for ran in runs) / sum(ran.seconds for ran in runs)
-            candidates.append(Timed("stop" if "stop" in spec else "grows", spec, shape, rate))
+            candidates.append(Timed(_family(spec), spec, shape, rate))
         return candidates, not_tried
 
     def confirm(self, finalists: Sequence[Candidate], count: int) -> Confirmed:
@@ -367,8 +409,19 @@ class Planner:
         return Confirmed(rows, alone_s)
 
 
-def tried(draft: Draft) -> tuple[str, ...]:
-    """Specs of the trees to time: their steps vary in size, so they cannot be predicted."""
+def _family(spec: str) -> str:
+    kind = spec.partition(":")[0]
+    if "stop" in spec:
+        return "stop"
+    return kind if kind in ("chain", "kary") else "grows"
+
+
+def tried(draft: AnyDraft) -> tuple[str, ...]:
+    """Specs of the trees to time: their steps vary in size or cost, so they cannot be predicted."""
+    if isinstance(draft, CopyingDraft):
+        return COPIED
+    if isinstance(draft, JoinedDraft):
+        return JOINED_TREES + tried(draft.model)
     if isinstance(draft, BlockHead):
         stopping = [f"chain:{draft.depths},stop={stop}" for stop in BLOCK_STOPS]
         return (*stopping, *GROWING)
