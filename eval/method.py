@@ -20,7 +20,7 @@ def is_copying(source: str) -> bool:
 
 def is_joined(source: str) -> bool:
     """Whether the source is `prompt_lookup+MODEL`: lookup, and a draft where it finds nothing."""
-    return source.startswith(JOINED) and not Path(source).is_dir()
+    return source.startswith(JOINED) and source != JOINED and not Path(source).is_dir()
 
 
 def copies_first(source: str) -> bool:
