@@ -147,8 +147,9 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, dra
             value = value[key]
         assert value is not None and line.endswith(")"), line
     before_work = err.partition("1/3 distil")[0].strip().splitlines()
-    assert "6 steps" in before_work[-3] and before_work[-2].startswith("expected: ")
-    assert f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 5
+    assert "6 steps" in before_work[-4] and before_work[-3].startswith("pays: from ")
+    assert before_work[-2].startswith("expected: ")
+    assert f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 6
     named = {line.split()[0] for line in chosen}
     assert {
         "heldout_prompts",
@@ -313,7 +314,7 @@ def test_all_stages_on_two_processes(spawn, launch, files, target_dir, draft_dir
         assert (two / "distilled" / name).read_bytes() == (one / "distilled" / name).read_bytes()
     record = json.loads((two / "jsd-balanced" / "draftsmith.json").read_text())
     assert (record["processes"], record["sharing"], record["steps"]) == (2, "ddp", 12)
-    assert ds.Results.load(two / "eval").drafts == ["base", "jsd-balanced", "lookup"]
+    assert ds.Results.load(two / "eval").drafts == ["base", "jsd-balanced", "lookup", "both"]
     # Drafts that were trained on the same rows by two processes are the same but for rounding.
     close(two / "jsd-balanced", one / "jsd-balanced", atol=1e-3)
 

@@ -105,15 +105,55 @@ def test_a_draft_vocabulary_is_given_once(door, prompts, target_dir, draft_dir, 
     assert not (tmp_path / "none" / "align.yaml").exists()
 
 
-def test_other_engines_are_told_of_prompt_lookup_if_it_wins():
-    results = view({"base": BASE, "lookup": {"id": 0.2, "ood": 0.1}, "jsd-balanced": BASE}, BOTH)
+@pytest.mark.parametrize(
+    ("winner", "kind", "what", "parts"),
+    [
+        ("jsd-balanced", "draft", "the draft jsd-balanced", ["--draft jsd-balanced --tree"]),
+        (
+            "lookup",
+            "prompt_lookup",
+            "prompt lookup, no draft",
+            [
+                "--proposer prompt_lookup --tree",
+                '  vLLM: vllm serve t --speculative-config \'{"method": "ngram"',
+                "prompt_lookup_num_tokens=",
+                "--spec-type ngram-simple --spec-ngram-simple-size-n 3",
+            ],
+        ),
+        (
+            "both",
+            "prompt_lookup+draft",
+            "both: ",
+            [
+                "--draft both --proposer prompt_lookup --tree",
+                "--spec-type ngram-simple,draft-simple --spec-draft-n-max",
+                "--spec-ngram-simple-size-n 2",
+            ],
+        ),
+        ("both", "prompt_lookup+eagle", "both: ", ["--draft both --proposer prompt_lookup"]),
+        (None, "draft", "none of them", []),
+    ],
+)
+def test_the_last_lines_say_what_to_serve(winner, kind, what, parts):
+    others = {"lookup": {"id": 0.2, "ood": 0.1}, "both": BASE}
+    results = view({"base": BASE, "jsd-balanced": BASE, **others}, BOTH)
     for row in results.rows("speedup"):
-        fast = row["draft"] == "lookup"
-        row |= {"value": 1.5, "low": 1.4, "high": 1.6} if fast else {}
+        speed = (1.5, 1.4, 1.6) if row["draft"] == winner else (0.8, 0.7, 0.9)
+        row["value"], row["low"], row["high"] = speed
+    models = results.document["models"]
+    models["lookup"]["parameters"] = 0
+    for name, model in models.items():
+        model["name"] = name
+    if winner:
+        models[winner]["kind"] = kind
     config = AlignConfig(target="t", prompts="p", draft="d", out="o", policy="balanced")
     said = lines(config, results)
-    (served,) = (line for line in said if line.startswith("prompt lookup in vLLM: "))
-    assert "vllm serve t " in served and '"method": "ngram"' in served
+    at = next(index for index, line in enumerate(said) if line.startswith("serve: "))
+    assert said[at].startswith(f"serve: {what}")
+    served = "\n".join(said[at:])
+    assert all(part in served for part in parts), served
+    # llama.cpp has no heads of EAGLE-1.
+    assert ("llama-server" in served) == any("--spec-type" in part for part in parts)
 
 
 def test_the_worst_set_stands_beside_the_pool():

@@ -12,10 +12,12 @@ from draftsmith_core.prompt_rows import NAME, parse_named
 from draftsmith_core.ranks import launched
 from draftsmith_core.settings import loading
 from eval.config import EvalConfig
+from eval.schema import JOINED
 from train.config import DraftKind, HeadOptions, TrainConfig
 
-# Name of prompt lookup in the evaluation.
+# Names in the evaluation: prompt lookup, and prompt lookup before the draft.
 LOOKUP = "lookup"
+BOTH = "both"
 _FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
 
 
@@ -103,11 +105,14 @@ def _kind(config: AlignConfig) -> DraftKind:
 
 def contenders(config: AlignConfig) -> list[str]:
     """Return what is compared, NAME=SOURCE: the base, the trained drafts, and prompt lookup, the
-    rival that needs no training.
+    rival that needs no training; of a single trained draft also the two joined.
     """
     drafts = {"base": config.draft} if config.draft else {}
     drafts |= {name: str(Path(config.out) / name) for name in config.trained()}
     drafts[LOOKUP] = "prompt_lookup"
+    if len(config.trained()) == 1:
+        (name,) = config.trained()
+        drafts[BOTH] = JOINED + drafts[name]
     return [f"{name}={source}" for name, source in drafts.items()]
 
 

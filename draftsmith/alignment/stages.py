@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 import yaml
 
 from distill.generate import distill
+from drafts.load import LoadedModels
 from draftsmith.alignment import stage_configs
+from draftsmith.alignment.budget import Budget, budget_lines, step_cost, untrained
 from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts, load, look
@@ -130,7 +133,8 @@ def _begin(config: AlignConfig, file: Path) -> AlignConfig:
     for line in _announcement(whole, runs, facts):
         say(line)
     ids = [prompt.ids for prompt in prompts.prompts]
-    say(expected(whole, runs.values(), models, ids))
+    for line in _forecast(whole, runs, facts, models, ids):
+        say(line)
     head = (
         "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. "
         "Chosen were:\n"
@@ -143,6 +147,21 @@ def _begin(config: AlignConfig, file: Path) -> AlignConfig:
         "--config"
     )
     return whole
+
+
+def _forecast(
+    config: AlignConfig,
+    runs: dict[str, TrainConfig],
+    facts: Facts,
+    models: LoadedModels,
+    prompts: Sequence[Sequence[int]],
+) -> list[str]:
+    """Return what the training is likely to buy, and how long the run will take."""
+    run = list(runs.values())[-1]
+    draft = untrained(models, config, run)
+    cost = step_cost(models, draft, prompts[0])
+    budget = Budget.of(config, run, facts, draft)
+    return [*budget_lines(budget, cost), expected(config, runs.values(), models, prompts)]
 
 
 def _announcement(config: AlignConfig, runs: dict[str, TrainConfig], facts: Facts) -> list[str]:

@@ -1,14 +1,10 @@
 """What a run of `align` bought, for `--json` and for a person."""
 
-import json
-import shlex
 from pathlib import Path
 from typing import Any
 
-from decode import parse_tree
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.stage_configs import LOOKUP
-from eval.decision import decide
+from draftsmith.alignment.serving import advise, decode_command
 from eval.report.findings import worst_set
 from eval.report.formats import with_interval
 from eval.report.tables import best_tau
@@ -24,6 +20,7 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
     tree = tau["tree"] or ""
     verifier = tau["verifier"] or ""
     checkpoint = str(Path(config.out) / best)
+    advice = advise(config, results)
     shown: dict[str, Any] = {
         "out": config.out,
         "config": str(Path(config.out) / "align.yaml"),
@@ -33,7 +30,8 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
         "objective": config.drafts()[best],
         "policy": config.policy,
         "checkpoint": checkpoint,
-        "decode": _decode_command(config, checkpoint, tree, results.top_temperature),
+        "decode": decode_command(config, checkpoint, tree, results.top_temperature),
+        "serve": {"what": advice.what, "commands": advice.commands},
         "temperature": results.top_temperature,
         "tree": tree,
     }
@@ -50,16 +48,6 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
 
 def _interval(row: Row | None) -> dict[str, float | None] | None:
     return row and {"value": row["value"], "low": row["low"], "high": row["high"]}
-
-
-def _decode_command(config: AlignConfig, checkpoint: str, tree: str, temperature: float) -> str:
-    words = ["draftsmith", "decode", "--target", config.target, "--draft", checkpoint]
-    words += ["--tree", tree, "--temperature", f"{temperature:g}"]
-    if config.trust_remote_code:
-        words.append("--trust_remote_code")
-    if config.revision:
-        words += ["--revision", config.revision]
-    return shlex.join([*words, "--prompt", "TEXT"])
 
 
 def lines(config: AlignConfig, results: Results) -> list[str]:
@@ -84,25 +72,10 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
         found.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
     return [
         *found,
-        *_lookup_elsewhere(config, results),
         f"checkpoint: {shown['checkpoint']}",
         f"decode with it: {shown['decode']}",
         f"report: {Path(shown['report']).resolve()}",
-    ]
-
-
-def _lookup_elsewhere(config: AlignConfig, results: Results) -> list[str]:
-    """Return how other engines serve prompt lookup, if the decision is to serve it."""
-    decision = decide(results)
-    setting = decision.setting
-    if setting is None or setting.draft != LOOKUP or decision.verdict not in ("ship", "ship_for"):
-        return []
-    tokens = parse_tree(setting.tree).depth
-    ngram = {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 3}
-    serve = ["vllm", "serve", config.target, "--speculative-config", json.dumps(ngram)]
-    return [
-        f"prompt lookup in vLLM: {shlex.join(serve)}",
-        f"prompt lookup in transformers: model.generate(..., prompt_lookup_num_tokens={tokens})",
+        *advise(config, results).lines(),
     ]
 
 

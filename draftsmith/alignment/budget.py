@@ -1,0 +1,161 @@
+"""What a training is likely to buy, from kept runs, and what a draft must reach to pay."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decode import PROPOSERS, SpeculativeDecoder
+from decode.tree import chain
+from drafts.heads import HEADS
+from drafts.heads.eagle3 import Eagle3Head
+from drafts.load import Draft, LoadedModels, depth_limit, kind_of
+from draftsmith.alignment.config import AlignConfig
+from draftsmith.alignment.facts import Facts
+from draftsmith.alignment.kept_runs import KEPT, KeptSeries
+from draftsmith_core.models import parameter_count
+from draftsmith_core.sampling import Sampling
+from train.config import TrainConfig
+
+# A kept run is near if sizes differ by at most this factor, and steps too.
+_NEAR = 1.5
+# The chain whose step is timed, tokens of a timed run, and interleaved rounds.
+_CHAIN = 2
+_TOKENS = 8
+_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A training to come. parameters: of the draft that is trained. passes: over the answers."""
+
+    kind: str
+    fresh: bool
+    parameters: int
+    target_parameters: int
+    rows: str
+    temperature: float
+    steps: int
+    answers_per_step: int
+    passes: float
+
+    @classmethod
+    def of(cls, config: AlignConfig, run: TrainConfig, facts: Facts, draft: Draft) -> "Budget":
+        """Return the budget of a training of `align`."""
+        assert run.steps is not None
+        answers = config.distill["max_prompts"] * config.distill["num_samples"]
+        per_step = config.train["rows_per_step"]
+        return cls(
+            kind=run.kind,
+            fresh=facts.fresh_head,
+            parameters=parameter_count(draft),
+            target_parameters=facts.target_parameters,
+            rows=facts.rows,
+            temperature=config.distill["temperature"],
+            steps=run.steps,
+            answers_per_step=per_step,
+            passes=run.steps * per_step * (1 - run.replay_fraction) / answers,
+        )
+
+    def near(self, series: KeptSeries) -> bool:
+        """Whether kept runs are of this kind and size, and some as long."""
+        return (
+            self.fresh
+            and (self.kind, self.rows, self.temperature) == (series.kind, series.rows, 1.0)
+            and _alike(self.parameters, series.parameters)
+            and _alike(self.target_parameters, series.target_parameters)
+            and _alike(self.answers_per_step, series.answers)
+            and self.passes <= series.most_passes
+            and self.steps <= series.runs[-1].steps * _NEAR
+        )
+
+    def shorter_than(self, series: KeptSeries) -> bool:
+        """Whether all kept runs are much longer."""
+        return self.steps * _NEAR < series.runs[0].steps
+
+
+def _alike(one: int, other: int) -> bool:
+    return max(one, other) <= _NEAR * min(one, other)
+
+
+def untrained(models: LoadedModels, config: AlignConfig, run: TrainConfig) -> Draft:
+    """Return the draft before its training: the one that was given, or a fresh head."""
+    for draft in models.drafts.values():
+        return draft
+    size = config.train.get("draft_vocab_size")
+    if run.kind == "eagle3" and size is not None:
+        return Eagle3Head.fresh(models.target, draft_vocab=range(size)).eval()
+    return HEADS[run.kind].fresh(models.target).eval()
+
+
+def step_cost(models: LoadedModels, draft: Draft, prompt: Sequence[int]) -> float | None:
+    """Return the seconds of a step on chain:2 over those of a step of the target alone: the tokens
+    per call from which a draft pays. None if the draft is not that deep.
+
+    What a draft accepts does not change what a step costs, so an untrained one is timed. Others on
+    the machine only add time, so the fastest round counts.
+    """
+    if (depth_limit(draft) or _CHAIN) < _CHAIN:
+        return None
+    proposer = PROPOSERS[kind_of(draft)].make(draft)
+    decoders = [
+        SpeculativeDecoder(models.target),
+        SpeculativeDecoder(models.target, proposer, chain(_CHAIN)),
+    ]
+    least = [math.inf, math.inf]
+    for _ in range(1 + _ROUNDS):  # the first packs weights, and is hardly the fastest
+        for index, decoder in enumerate(decoders):
+            batch = decoder.generate([prompt], Sampling(temperature=0.0), _TOKENS, eos_ids=())
+            calls = batch.generations[0].stats.target_calls
+            least[index] = min(least[index], batch.decode_s / calls)
+    return least[1] / least[0]
+
+
+def budget_lines(budget: Budget, cost: float | None) -> list[str]:
+    """Return what kept runs of this kind and size reached, and from when a draft pays here."""
+    series = next((each for each in KEPT if budget.near(each)), None)
+    lines = []
+    if series is not None:
+        lines.append(_bought(budget, series))
+    if cost is not None:
+        lines.append(_pays(budget, series, cost))
+    return lines
+
+
+def _bought(budget: Budget, series: KeptSeries) -> str:
+    first = series.runs[0]
+    low = _at(budget.steps, series, [run.alpha_low for run in series.runs])
+    high = _at(budget.steps, series, [run.alpha_high for run in series.runs])
+    steps = f"{budget.steps} steps"
+    if budget.shorter_than(series):
+        steps = f"{first.steps} steps, {first.steps / budget.steps:.0f} times these,"
+    sizes = f"{series.parameters / 1e6:.1f} M of {series.target_parameters / 1e6:.0f} M parameters"
+    return (
+        f"budget: at {steps} of {series.answers} answers, kept runs had a held-out alpha of "
+        f"{low:.2f} to {high:.2f} ({series.kind}, {sizes}, {series.optimizer}; {series.page})"
+    )
+
+
+def _at(steps: int, series: KeptSeries, values: Sequence[float]) -> float:
+    """Interpolate linearly in the logarithm of the steps; beyond the ends, the last value."""
+    known = [math.log(run.steps) for run in series.runs]
+    return float(np.interp(math.log(steps), known, values))
+
+
+def _pays(budget: Budget, series: KeptSeries | None, cost: float) -> str:
+    text = f"pays: from {cost:.2f} tokens per call on chain:{_CHAIN} here (its step was timed)"
+    if series is None:
+        return text
+    taus = [run.tau for run in series.runs]
+    now = _at(budget.steps, series, taus)
+    if not budget.shorter_than(series):
+        text += f"; kept runs had {now:.2f} at these steps"
+        if now >= cost:
+            return text
+    last = series.runs[-1]
+    if last.tau < cost:
+        return f"{text}; no kept run had more than {last.tau:.2f}, at {last.steps} steps"
+    needed = math.exp(np.interp(cost, taus, [math.log(run.steps) for run in series.runs]))
+    times = needed / budget.steps
+    return f"{text}; kept runs had that at about {needed:.0f} steps, {times:.1f} times these"

@@ -1,0 +1,116 @@
+"""What `align` says of its budget before it begins: kept runs that are near, and nothing else."""
+
+import json
+import lzma
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from drafts.heads.medusa import MedusaHeads
+from drafts.load import LoadedModels
+from draftsmith.alignment.budget import Budget, budget_lines, step_cost
+from draftsmith.alignment.kept_runs import KEPT
+from tests.tiny_models import stirred_head, tiny_llama
+
+ROOT = Path(__file__).parents[1]
+# EAGLE-1, of which runs of 39 to 624 steps are kept.
+EAGLE = KEPT[0]
+BUDGET = Budget(
+    kind="eagle",
+    fresh=True,
+    parameters=EAGLE.parameters,
+    target_parameters=EAGLE.target_parameters,
+    rows="chat",
+    temperature=1.0,
+    steps=110,
+    answers_per_step=4,
+    passes=3.0,
+)
+
+
+@pytest.mark.parametrize("series", KEPT, ids=lambda series: series.kind)
+def test_what_is_kept_is_in_the_results(series):
+    file = ROOT / "docs" / "results" / f"{series.file}.json.xz"
+    document = json.loads(lzma.decompress(file.read_bytes()))
+    assert (ROOT / series.page).is_file()
+    assert document["models"]["target"]["parameters"] == series.target_parameters
+    assert [run.steps for run in series.runs] == sorted(run.steps for run in series.runs)
+    for run in series.runs:
+        model = document["models"][run.draft]
+        assert (model["kind"], model["parameters"]) == (series.kind, series.parameters)
+        assert model["training"]["steps"] == run.steps
+        rows = [
+            row
+            for row in document["rows"]
+            if (row["draft"], row["domain"], row["temperature"]) == (run.draft, "id", 1.0)
+        ]
+        (alpha,) = (row for row in rows if row["figure"] == "alpha")
+        assert (run.alpha_low, run.alpha_high) == pytest.approx(
+            (alpha["low"], alpha["high"]), abs=6e-4
+        )
+        (tau,) = (
+            row
+            for row in rows
+            if (row["figure"], row["tree"], row["verifier"])
+            == ("tau_predicted", "chain:2", "speculative")
+        )
+        assert run.tau == pytest.approx(tau["value"], abs=6e-4)
+
+
+def test_a_near_budget_is_between_the_runs_beside_it():
+    (line,) = budget_lines(BUDGET, None)
+    low, high = (float(line.split("alpha of ")[1].split()[place]) for place in (0, 2))
+    assert EAGLE.runs[1].alpha_low < low < EAGLE.runs[2].alpha_low
+    assert EAGLE.runs[1].alpha_high < high < EAGLE.runs[2].alpha_high
+    assert "110 steps of 4 answers" in line and EAGLE.page in line and "adamw" in line
+    (exact,) = budget_lines(replace(BUDGET, steps=156), None)
+    assert "0.19 to 0.22" in exact
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kind": "medusa"},
+        {"fresh": False},
+        {"parameters": 2 * EAGLE.parameters},
+        {"target_parameters": 10 * EAGLE.target_parameters},
+        {"rows": "text"},
+        {"temperature": 0.0},
+        {"answers_per_step": 32},
+        {"passes": 20.0},
+        {"steps": 2000},
+    ],
+)
+def test_nothing_is_said_where_no_kept_run_is_near(changed):
+    budget = replace(BUDGET, **changed)
+    assert budget_lines(budget, None) == []
+    assert budget_lines(budget, 1.5) == [
+        "pays: from 1.50 tokens per call on chain:2 here (its step was timed)"
+    ]
+
+
+def test_a_budget_far_below_all_kept_runs_is_told_what_those_took():
+    bought, pays = budget_lines(replace(BUDGET, steps=13), 1.2)
+    assert "at 39 steps, 3 times these, of 4 answers" in bought
+    assert "at these steps" not in pays
+
+
+@pytest.mark.parametrize(
+    ("cost", "words"),
+    [
+        (1.1, "kept runs had 1.20 at these steps"),
+        (1.25, "kept runs had that at about 206 steps, 1.9 times these"),
+        (1.9, "no kept run had more than 1.38, at 624 steps"),
+    ],
+)
+def test_how_long_a_draft_that_pays_took(cost, words):
+    assert budget_lines(BUDGET, cost)[1].endswith(words)
+
+
+def test_a_step_of_an_untrained_draft_is_timed():
+    target = tiny_llama(0, layers=3)
+    models = LoadedModels("target", target, None, {})  # type: ignore[arg-type]
+    cost = step_cost(models, stirred_head("eagle", target), [3, 4, 5])
+    assert cost is not None and cost > 0
+    assert step_cost(models, MedusaHeads.fresh(target, num_heads=1), [3, 4, 5]) is None
