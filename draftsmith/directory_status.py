@@ -16,6 +16,7 @@ from draftsmith_core.errors import InputError, counted
 from draftsmith_core.io import JsonObject, read_json
 from draftsmith_core.options import configured
 from draftsmith_core.runs import RECORD, command_line, holder
+from eval.moved import place_now
 from train.config import TrainConfig
 
 State = Literal["finished", "unfinished", "running"]
@@ -105,7 +106,9 @@ def _distilled_set(directory: Path) -> Held | None:
     manifest = directory / "manifest.json"
     if manifest.is_file():
         made = read_json(manifest, "the manifest of a distilled set")
-        target = made["config"]["target"]
+        words = shlex.split(made["command"])
+        out = words[words.index("--out") + 1] if "--out" in words else str(directory)
+        target = place_now(made["config"]["target"], out, str(directory))
         train = ["draftsmith", "train", "--data", str(directory), "--target", target]
         return Held(
             path=str(directory),
@@ -115,10 +118,10 @@ def _distilled_set(directory: Path) -> Held | None:
             made_by=made["command"],
             following=f"{shlex.join(train)} --draft DRAFT --out OUT",
         )
-    begun = _identity(directory / "run.json")
+    begun = _identity(directory, "run.json")
     if "prompts" not in begun:
         return None
-    again = command_line("distill", DistillConfig(**begun, out=str(directory)))
+    again = command_line("distill", DistillConfig(**begun))
     kept = f"{counted(count_kept(directory), 'answer')} kept"
     return _unfinished(directory, "a distilled set", kept, again)
 
@@ -127,8 +130,10 @@ def _draft(directory: Path) -> Held | None:
     record = directory / RECORD
     if record.is_file():
         made = read_json(record, "the record of a draft")
+        target = str(made.get("target") or "TARGET")
+        out = made.get("config", {}).get("out", str(directory))
         words = ["draftsmith", "eval", "--draft", str(directory)]
-        words += ["--target", str(made.get("target") or "TARGET")]
+        words += ["--target", place_now(target, out, str(directory))]
         return Held(
             path=str(directory),
             holds=f"a draft ({made['kind']})",
@@ -137,10 +142,10 @@ def _draft(directory: Path) -> Held | None:
             made_by=made.get("command"),
             following=f"{shlex.join(words)} --id PROMPTS --out OUT",
         )
-    begun = _identity(directory / "run" / "run.json")
+    begun = _identity(directory, "run/run.json")
     if not begun:
         return None
-    training = TrainConfig(**begun, out=str(directory))
+    training = TrainConfig(**begun)
     again = command_line("train", training)
     names = sorted(path.name for path in directory.glob("run/checkpoints/step_*"))
     step = int(names[-1].removeprefix("step_")) if names else 0
@@ -192,14 +197,23 @@ def _unfinished(directory: Path, holds: str, facts: str, again: str | None) -> H
     )
 
 
-def _identity(file: Path) -> JsonObject:
-    """Return the options of a run that began, those that decide its result and the places that it
-    reads; {} if none did.
+def _identity(directory: Path, name: str) -> JsonObject:
+    """Return the options of a run that began: those that decide its result, and the places that it
+    reads and writes, as they are now; {} if none began.
     """
+    file = directory / name
     if not file.is_file():
         return {}
     record = read_json(file, "the record of a run")
-    config: JsonObject = record["identity"]["config"] | record["places"]
+    began_in = record["places"].get("out", str(directory))
+
+    def now(value: object) -> object:
+        if isinstance(value, list):
+            return [now(each) for each in value]
+        return place_now(value, began_in, str(directory)) if isinstance(value, str) else value
+
+    places = {key: now(value) for key, value in record["places"].items()}
+    config: JsonObject = record["identity"]["config"] | places | {"out": str(directory)}
     return config
 
 

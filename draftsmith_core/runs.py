@@ -253,19 +253,24 @@ def claim(
 
     identity: everything that decides the result; JSON. records: files that may hold an identity; a
     new run writes the last. places: options that are known by their content, kept for readers of
-    the record. If the identities differ, raise InputError naming the first key that differs.
+    the record as they are now, with `out`. If the identities differ, raise InputError naming the
+    first key that differs.
     """
     remove_leftovers(directory)
     current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
+    record: JsonObject = {"identity": current, "places": {**(places or {}), "out": str(directory)}}
     for path in [directory / name for name in records if (directory / name).exists()]:
-        differs = difference(read_json(path, "the record of a run")["identity"], current)
+        begun = read_json(path, "the record of a run")
+        differs = difference(begun["identity"], current)
         if differs is None:
+            if begun.get("places", record["places"]) != record["places"]:
+                write_json_atomic(path, record)
             return True
         raise InputError(
             f"--out {directory}: was made with other options: {differs}; choose another --out or "
             "delete the directory"
         )
-    write_json_atomic(directory / records[-1], {"identity": current, "places": places or {}})
+    write_json_atomic(directory / records[-1], record)
     return False
 
 

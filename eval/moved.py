@@ -14,15 +14,20 @@ def found_again(options: dict[str, Any], directory: str) -> dict[str, Any]:
     A path that lies to `directory` as it lay to OUT is taken; the others stay as they are.
     """
     out = options["out"]
+    found = {"out": directory, "target": place_now(options["target"], out, directory)}
+    for key in ("draft", "id", "ood", "tree"):
+        found[key] = [place_now(value, out, directory) for value in options[key]]
+    return options | found
 
-    def found(value: str) -> str:
-        before = _BEFORE.match(value)
-        name = before[0] if before else ""
-        path = value.removeprefix(name)
-        if not path or os.path.isabs(path) != os.path.isabs(out):
-            return value
-        place = os.path.normpath(os.path.join(directory, os.path.relpath(path, out)))
-        return name + place if os.path.exists(place) else value
 
-    lists = {key: list(map(found, options[key])) for key in ("draft", "id", "ood", "tree")}
-    return options | lists | {"target": found(options["target"]), "out": directory}
+def place_now(value: str, out: str, directory: str) -> str:
+    """Return a path of a run that was begun in `out` and is now in `directory`; `found_again` has
+    the rule.
+    """
+    before = _BEFORE.match(value)
+    name = before[0] if before else ""
+    path = value.removeprefix(name)
+    if not path or os.path.isabs(path) != os.path.isabs(out):
+        return value
+    place = os.path.normpath(os.path.join(directory, os.path.relpath(path, out)))
+    return name + place if os.path.exists(place) else value

@@ -7,7 +7,7 @@ import pytest
 
 import draftsmith as ds
 from draftsmith.directory_status import status
-from draftsmith_core.runs import RECORD, hold
+from draftsmith_core.runs import RECORD, claim, hold
 from tests.distilled import write_rows
 
 
@@ -56,6 +56,28 @@ def test_what_a_kill_left_says_how_far_it_came_and_what_continues_it(out, tmp_pa
     assert held["following"].startswith("draftsmith train ") and "--steps 2" in held["following"]
     with hold(tmp_path / "draft"):
         assert status(directory=str(tmp_path))["held"][0]["state"] == "running"
+
+
+def test_a_moved_run_shows_where_its_files_are_now(out, tmp_path):
+    shutil.copytree(out, tmp_path / "begun")
+    (tmp_path / "begun" / "draft" / RECORD).unlink()
+    record = tmp_path / "begun" / "draft" / "run" / "run.json"
+    begun = json.loads(record.read_text())
+    assert begun["places"]["out"] == str(out / "draft")
+    (tmp_path / "begun").rename(tmp_path / "moved")
+    draft, made = status(directory=str(tmp_path / "moved"))["held"]
+    data, old = f"--data {tmp_path}/moved/set", str(out)
+    assert data in draft["following"] and data in made["following"]
+    assert old not in draft["following"] and f"--out {tmp_path}/moved/draft" in draft["following"]
+
+
+def test_a_run_that_goes_on_elsewhere_records_its_new_places(tmp_path):
+    begun, moved = tmp_path / "begun", tmp_path / "moved"
+    assert not claim(begun, {"steps": 2}, places={"data": "old"})
+    begun.rename(moved)
+    assert claim(moved, {"steps": 2}, places={"data": "new"})
+    record = json.loads((moved / "run.json").read_text())
+    assert record["places"] == {"data": "new", "out": str(moved)}
 
 
 def test_an_alignment_goes_on_from_its_file(tmp_path):
