@@ -14,9 +14,13 @@ from eval.schema import Estimate, Row
 def headline_and_table(results: ResultsTable) -> list[str]:
     """The decision, what to do next, and `rows_by_set` as a table."""
     head = lead(results)
-    lines = [head.headline, " ".join([head.todo, head.command]).strip()]
+    return [head.headline, " ".join([head.todo, head.command]).strip(), *table(results)]
+
+
+def table(results: ResultsTable) -> list[str]:
+    """`rows_by_set` as a table."""
     title = f"temperature {results.top_temperature:g}, 95 % intervals"
-    return lines + text_table(title, rows_by_set(results))
+    return text_table(title, rows_by_set(results))
 
 
 def rows_by_set(results: ResultsTable) -> list[dict[str, str]]:

@@ -32,8 +32,10 @@ def test_demo_from_prompts_to_report(short_demo, door, monkeypatch):
         remark["about"] for remark in results.document["remarks"]
     }
     assert all(0 < (row["value"] or 0) < 1 for row in results.rows("alpha"))
-    assert {tree for tree, _ in results.methods} == {"chain:2", "kary:3,2"}
-    assert [row["value"] == row["n"] for row in results.rows("identical")] == [True] * 4 * 2 * 5
+    assert [tree for tree, _ in results.methods] == ["chain:2"]
+    assert [row["value"] == row["n"] for row in results.rows("identical")] == [True] * 4 * 5
+    # One verdict, from the target beside which a draft can pay: the small one is not timed.
+    assert not list(results.rows("speedup")) and lead(results).headline not in out
     assert all(name in out for name in (*results.drafts, "prose", "code", "unicode"))
     # Nothing points into the installed package: the last lines can be typed from this directory.
     summary = json.loads(out.splitlines()[-1])
@@ -52,7 +54,7 @@ def test_demo_from_prompts_to_report(short_demo, door, monkeypatch):
     page = (demo / "report.html").read_text()
     assert "padded with zeros" in out and "padded with zeros" in page and "<svg" in page
     assert lead(large).headline in html.unescape(page) and 'href="eval/report.html"' in page
-    assert all(row["value"] == row["n"] for row in large.rows("identical"))
+    assert out.count(lead(large).headline) == 1
     for example in EXAMPLES.values():
         files = [word.partition("=")[0] for word in shlex.split(example)]
         assert all(Path(file).exists() for file in files if file.startswith("out/demo")), example

@@ -52,11 +52,28 @@ def _interval(row: Row | None) -> dict[str, float | None] | None:
 
 def lines(config: AlignConfig, results: Results) -> list[str]:
     """Return the decision, the table of figures, what was bought, and how to decode with it."""
+    report = (results.directory / "report.html").resolve()
+    return [
+        *headline_and_table(results),
+        *bought(config, results),
+        *how_to_decode(config, results),
+        f"report: {report}",
+        *advise(config, results).lines(),
+    ]
+
+
+def how_to_decode(config: AlignConfig, results: Results) -> list[str]:
+    """Return where the best draft is, and the command that decodes with it."""
+    shown = summary(config, results)
+    return [f"checkpoint: {shown['checkpoint']}", f"decode with it: {shown['decode']}"]
+
+
+def bought(config: AlignConfig, results: Results) -> list[str]:
+    """Return the alphas and gains of the best draft, in distribution and out of it."""
     shown = summary(config, results)
     best = shown["best"]
     temperature = shown["temperature"]
     found = [
-        *headline_and_table(results),
         f"{best} ({shown['objective']}) at temperature {temperature:g}, decoding with "
         f"{shown['tree']}:",
     ]
@@ -70,13 +87,7 @@ def lines(config: AlignConfig, results: Results) -> list[str]:
             if worst:
                 parts.append(f"worst on {worst['domain']}, {with_interval(worst, sign=True)}")
         found.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
-    return [
-        *found,
-        f"checkpoint: {shown['checkpoint']}",
-        f"decode with it: {shown['decode']}",
-        f"report: {Path(shown['report']).resolve()}",
-        *advise(config, results).lines(),
-    ]
+    return found
 
 
 def best_draft(config: AlignConfig, results: Results) -> str:

@@ -140,14 +140,16 @@ def _demo(config: "DemoConfig", command: str) -> Outcome:
     from draftsmith.alignment.stages import run_stages
     from draftsmith.demo import demo_run
     from draftsmith_core.ranks import from_main
-    from eval.summary import summary as eval_summary
+    from eval.summary import summary as eval_summary, table
 
     started = time.monotonic()
     prepared = demo_run.prepare(Path(config.out), config.short, config.device, config.dtype)
     options, results = run_stages(prepared)
     large = demo_run.time_large(options, config.short)
     page = from_main(lambda: demo_run.write_page(results, large))
-    lines = summary.lines(options, results)
+    # The one verdict is that of the large target: beside the small one nothing is timed.
+    lines = [*table(results), *summary.bought(options, results)]
+    lines += summary.how_to_decode(options, results)
     seconds = time.monotonic() - started
     shown = summary.summary(options, results)
     shown["large"] = eval_summary(large)

@@ -18,7 +18,8 @@ import re
 import sysconfig
 import tokenize
 import unicodedata
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -96,8 +97,7 @@ def _modules() -> tuple[Module, ...]:
         name = ".".join(parts)
         entries = []
         lines = source.splitlines()
-        defined = [node for node in ast.walk(tree) if isinstance(node, _Documented)]
-        for node in sorted(defined, key=lambda node: getattr(node, "lineno", 0)):
+        for node in sorted(_documented(tree), key=lambda node: getattr(node, "lineno", 0)):
             docstring = ast.get_docstring(node)
             if docstring is not None:
                 title = name if isinstance(node, ast.Module) else node.name
@@ -108,6 +108,19 @@ def _modules() -> tuple[Module, ...]:
         code = _tidy("\n".join(lines))
         modules.append(Module(name, "\n\n".join(entries), code))
     return tuple(modules)
+
+
+def _documented(tree: ast.Module) -> Iterator[_Documented]:
+    """Yield the module, classes and functions of a tree. Only statements are visited: expressions
+    are most of a tree, and define nothing.
+    """
+    waiting = deque[ast.AST]([tree])
+    while waiting:
+        node = waiting.popleft()
+        if isinstance(node, _Documented):
+            yield node
+        for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+            waiting.extend(getattr(node, name, ()))
 
 
 def _prose() -> list[Document]:
@@ -151,14 +164,12 @@ def is_heldout(name: str) -> bool:
 
 
 def shingles(text: str) -> set[int]:
-    """Return hashes of all runs of 8 words. Near-duplicates share most of them."""
+    """Return hashes of all runs of 8 words, which hold in this process only. Near-duplicates share
+    most of them.
+    """
     words = re.findall(r"\w+", text.lower())
-    hashes = set()
-    for start in range(max(1, len(words) - SHINGLE_WORDS + 1)):
-        run = " ".join(words[start : start + SHINGLE_WORDS])
-        digest = hashlib.blake2b(run.encode(), digest_size=8).digest()
-        hashes.add(int.from_bytes(digest, "big"))
-    return hashes
+    runs = zip(*(words[start:] for start in range(SHINGLE_WORDS)), strict=False)
+    return {hash(run) for run in runs} or {hash(tuple(words))}
 
 
 @cache
