@@ -46,6 +46,8 @@ class PromptEncoder:
             row = in_our_names("prompts", dict(prompts), ("prompts", "tools"))
             encoder = replace(self, tools=row.get("tools", self.tools))
             return encoder.read(row["prompts"])
+        if isinstance(prompts, Integral):
+            raise InputError(f"prompts: expected texts, token ids or chats, got {prompts}")
         if _is_one(prompts):
             return GivenPrompts([Prompt("prompt", "default", tuple(self.encode(prompts)))], True)
         repeats = Counter[str]()

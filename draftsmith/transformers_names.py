@@ -94,7 +94,13 @@ NAMES: dict[str, Taken | str] = {
     "token_type_ids": _LEAVE_OUT,
 }
 # Keys of a generation config that describe the model; they are read from the target.
-_OF_THE_MODEL = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
+_OF_THE_MODEL = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "transformers_version",
+    "_from_model_config",
+)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -124,6 +130,9 @@ def _of_config(config: Any) -> Options:
     values.setdefault("do_sample", False)
     # transformers reads those only if it samples.
     left_out = _OF_THE_MODEL if values["do_sample"] else (*_OF_THE_MODEL, *_SAMPLING)
+    # None and False ask for nothing; a model's own config has many of them.
+    silent = [name for name, value in values.items() if value is None or value is False]
+    left_out = (*left_out, *(name for name in silent if name != "do_sample"))
     return {name: value for name, value in values.items() if name not in left_out}
 
 
@@ -137,7 +146,7 @@ def takes_their_names(*inner: Callable[..., object]) -> Callable[[Callable[P, R]
         name = function.__name__
         known: list[str] = []
         for each in (function, *inner):
-            known += inspect.signature(each).parameters
+            known += [option for option in inspect.signature(each).parameters if option != "self"]
 
         @functools.wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> R:

@@ -170,6 +170,8 @@ _ELSEWHERE = {
     "gradient_accumulation_steps": ("accumulation",),
     "max_seq_length": ("max_length",),
     "max_tokens": ("max_new_tokens",),
+    "max_length": ("max_new_tokens",),
+    "n": ("num_samples",),
     "output_dir": ("out",),
     "output": ("out",),
     "model": ("target",),
@@ -180,6 +182,9 @@ _ELSEWHERE = {
     "dataset": ("data", "prompts"),
     "train_file": ("data",),
     "num_speculative_tokens": ("tree",),
+    "num_draft_tokens": ("tree",),
+    "num_assistant_tokens": ("tree",),
+    "gamma": ("tree",),
     "num_return_sequences": ("num_samples",),
     "stop_strings": ("stop",),
     "loss": ("objective",),
@@ -214,17 +219,19 @@ def configured(cls: type[C], config: C | None, given: Mapping[str, Any]) -> C:
     return dataclasses.replace(config, **given) if given else config  # type: ignore[type-var]
 
 
-def refuse_unused(config: object, unused: Mapping[str, str]) -> None:
+def refuse_unused(config: object, unused: Mapping[str, str], group: str = "") -> None:
     """Raise InputError for an option that was set although nothing reads it.
 
-    unused: the reason by option. An option is set if it differs from its default.
+    unused: the reason by option. An option is set if it differs from its default. group: of the
+    options, with its dot.
     """
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         default = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
         if field.name in unused and getattr(config, field.name) != default:
-            raise InputError(f"{field.name}: is not read: {unused[field.name]}; leave it out")
+            key = f"{group}{field.name}"
+            raise InputError(f"{key}: is not read: {unused[field.name]}; leave it out")
 
 
 def _plain(value: object) -> object:

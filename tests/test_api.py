@@ -12,7 +12,7 @@ from typing import Any, assert_type, cast
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig
 
 import draftsmith as ds
 from decode import VERIFIERS, DraftModelProposer, Tree
@@ -207,6 +207,10 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"temperature": 0.5},
     ),
     "greedy config": ({"generation_config": {"temperature": 0.5}}, {"temperature": 0}),
+    "a model's own": (
+        {"generation_config": GenerationConfig.from_model_config(LlamaConfig())},
+        {"temperature": 0},
+    ),
     "config and option": (
         {"generation_config": {"do_sample": True, "max_new_tokens": 3}, "temperature": 0.5},
         {"temperature": 0.5, "max_new_tokens": 9},
@@ -257,13 +261,14 @@ def test_what_a_tokenizer_returns_is_a_prompt(pair):
         ({"stop": "a", "stop_strings": "b"}, "stop is given twice, under two names; keep one"),
         ({"do_sample": False, "temperature": 0.5}, "do_sample: False goes with temperature 0"),
         ({"temprature": 1}, "generate: no option 'temprature'; did you mean temperature?"),
+        ({"prompts": 5}, "prompts: expected texts, token ids or chats, got 5"),
         ({"temperature": "hot"}, "temperature: must be a valid number, got 'hot'"),
         ({"max_new_tokens": 0}, "max_new_tokens: must be greater than or equal to 1, got 0"),
     ],
 )
 def test_options_that_mean_nothing_here_are_answered_with_ours(pair, options, told):
     with pytest.raises((TypeError, ds.InputError)) as caught:
-        pair.generate("a", **options)
+        pair.generate(**{"prompts": "a"} | options)
     assert told in str(caught.value)
 
 

@@ -72,8 +72,10 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
             f"train.rows_per_step, {rows}; change one of them"
         )
     kind = _kind(config)
-    # On a CPU, cache the target's states: else it would read the answers in every pass.
-    cached = kind != "lm" and resolve_device(config.device).type == "cpu"
+    # On a CPU, cache the target's states: else it would read the answers in every pass. One
+    # language model keeps them in memory; several share them.
+    again = kind != "lm" or len(config.trained()) > 1
+    cached = again and resolve_device(config.device).type == "cpu"
     head = HeadOptions(
         features=str(out / "features") if cached else None,
         test_steps=_FRESH_DEPTHS if kind == "eagle3" and config.draft is None else None,

@@ -32,6 +32,8 @@ RECIPES = Path(__file__).parent / "recipes"
 PAIR = Path(__file__).parent / "pair"
 # The domain that the draft is aligned on; the others are out of distribution.
 ID_DOMAIN = "prose"
+# The set out of distribution that is timed too.
+TIMED_OOD = "code="
 # Alignment prompts are short, so that there are thousands. Evaluation prompts are from documents
 # that neither the pair nor the drafts have seen.
 TRAIN_CHARACTERS = 300
@@ -96,7 +98,7 @@ def time_large(options: AlignConfig, short: bool) -> Results:
         target=str(large),
         draft=contenders(options),
         id=options.id,
-        ood=options.ood,
+        ood=[source for source in options.ood if source.startswith(TIMED_OOD)],
         out=str(out / "eval-large"),
         seed=options.seed,
         device=options.device,

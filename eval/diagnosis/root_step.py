@@ -21,6 +21,7 @@ from decode.propose.static_tree import draw_children, most_probable
 from decode.transport_bound import optimal_acceptance
 from decode.tree import Drawing, Tree
 from decode.tree_batch import TreeBatch
+from draftsmith_core.sampling import draw_with_replacement
 from eval.acceptance import Positions
 from eval.diagnosis.draws import drawn_at
 from eval.method import Method
@@ -113,6 +114,8 @@ def root_acceptance(
 def _simulate(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -> Tensor:
     """Return the share of trials that accepted a candidate, `[N]`."""
     count = step.candidates
+    if step.verifier == "speculative" and count == 1:
+        return _simulate_one(p_NV, q_NV, u_NTU.to(p_NV.device))
     trials = u_NTU.shape[1]
     p_SV = p_NV.repeat_interleave(trials, dim=0)
     q_SV = q_NV.repeat_interleave(trials, dim=0)
@@ -134,6 +137,15 @@ def _simulate(step: RootStep, p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -> Tens
     verdict = VERIFIERS[step.verifier].run(proposal, p_SMV, u_SU[:, count:])
     accepted_S = (verdict.accepted_B > 0).double()
     return accepted_S.view(-1, trials).mean(1)
+
+
+def _simulate_one(p_NV: Tensor, q_NV: Tensor, u_NTU: Tensor) -> Tensor:
+    """`_simulate` for speculative sampling of one candidate x, accepted if u q(x) < p(x). Trials
+    share the running sums of q, and the token after a refusal, which costs most, is left out.
+    """
+    x_NT = draw_with_replacement(q_NV, u_NTU[..., 0])
+    taken_NT = u_NTU[..., 1] * q_NV.gather(1, x_NT) < p_NV.gather(1, x_NT)
+    return taken_NT.double().mean(1)
 
 
 def root_sums(step: RootStep, counts: Sequence[int], seed: int, at: Positions) -> RootMeasurement:
