@@ -44,7 +44,8 @@ def test_demo_from_prompts_to_report(short_demo, door, monkeypatch):
     assert Path(summary["checkpoint"], "model.safetensors").is_file()
     # The second pair: the drafts beside the padded target, which writes what the small one writes.
     large = Results.load(demo / "eval-large")
-    assert large.drafts == results.drafts and large.domains() == ["prose", "code"]
+    assert large.drafts == ["base", "jsd-plain", "jsd-balanced"]
+    assert large.domains() == ["prose", "code"]
     assert (
         large.document["models"]["target"]["parameters"]
         > 4 * results.document["models"]["target"]["parameters"]

@@ -20,7 +20,6 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
     tree = tau["tree"] or ""
     verifier = tau["verifier"] or ""
     checkpoint = str(Path(config.out) / best)
-    advice = advise(config, results)
     shown: dict[str, Any] = {
         "out": config.out,
         "config": str(Path(config.out) / "align.yaml"),
@@ -31,7 +30,7 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
         "policy": config.policy,
         "checkpoint": checkpoint,
         "decode": decode_command(config, checkpoint, tree, results.top_temperature),
-        "serve": {"what": advice.what, "commands": advice.commands},
+        "serve": serve(config, results),
         "temperature": results.top_temperature,
         "tree": tree,
     }
@@ -44,6 +43,12 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
             figures[name] = _interval(results.figure(name, best, kind, None, tree, verifier))
         shown[kind] = figures
     return shown
+
+
+def serve(config: AlignConfig, results: Results) -> dict[str, Any]:
+    """Return what to serve, and its commands by engine."""
+    advice = advise(config, results)
+    return {"what": advice.what, "commands": advice.commands}
 
 
 def _interval(row: Row | None) -> dict[str, float | None] | None:

@@ -152,6 +152,7 @@ def _demo(config: "DemoConfig", command: str) -> Outcome:
     lines += summary.how_to_decode(options, results)
     seconds = time.monotonic() - started
     shown = summary.summary(options, results)
+    shown["serve"] = summary.serve(options, large)
     shown["large"] = eval_summary(large)
     return Outcome(shown, [*lines, *page, f"took {seconds:.0f} s"])
 
