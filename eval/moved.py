@@ -14,7 +14,10 @@ def found_again(options: dict[str, Any], directory: str) -> dict[str, Any]:
     A path that lies to `directory` as it lay to OUT is taken; the others stay as they are.
     """
     out = options["out"]
-    found = {"out": directory, "target": place_now(options["target"], out, directory)}
+    found: dict[str, Any] = {
+        "out": directory,
+        "target": place_now(options["target"], out, directory),
+    }
     for key in ("draft", "id", "ood", "tree"):
         found[key] = [place_now(value, out, directory) for value in options[key]]
     return options | found
