@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from decode import Tree
 from decode.propose.lookup_first import LEAST_MATCH
 from decode.propose.network import fit_vocabulary
 from decode.propose.prompt_lookup import PromptLookupProposer
@@ -476,7 +477,9 @@ def _is_read(draft: AnyDraft, method: Method) -> bool:
     """Whether the traces of a draft hold all that it proposes on a tree."""
     if isinstance(draft, CopyingDraft):
         return method.is_chain  # what it proposes beside the first candidate is not read
-    return not isinstance(draft, JoinedDraft) or copies_fit(method.shape)
+    # A stop ends a copy by its counts, which the traces do not hold.
+    stops = isinstance(method.shape, Tree) and method.shape.stop > 0
+    return not isinstance(draft, JoinedDraft) or (copies_fit(method.shape) and not stops)
 
 
 def _add_sources(measurement: AlphaMeasurement, traces: Traces) -> None:

@@ -542,8 +542,8 @@ REFUSED = [
     ),
     (
         "--proposer prompt_lookup --tree opt",
-        "'prompt_lookup' has no confidences",
-        "use a fixed tree",
+        "'prompt_lookup' has confidences on chains only",
+        "use a chain",
     ),
 ]
 

@@ -138,6 +138,26 @@ def test_the_longest_match_wins_then_the_most_recent():
     )
 
 
+def test_a_stop_copies_what_most_matches_go_on_with():
+    # After 1 2 came 3 4 5, 3 4 6, 3 7 and, most recently, 8.
+    prompt = [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 7, 9, 1, 2, 8, 1, 2]
+
+    def copied(stop: float) -> list[int]:
+        tree = Tree((-1, 0, 1), stop=stop)
+        proposal = start(PromptLookupProposer(2, 2), [prompt], tree).propose(None)
+        return proposal.tokens_BM[0, 1:].tolist()
+
+    assert copied(0.0) == [8, 1, 2]
+    # Chances: 3 of 5, then 2 of 5, then 1 of 5; of equals the most recent.
+    assert copied(0.2) == copied(0.4) == [3, 4, 6]
+    assert copied(0.41) == copied(0.6) == [3, 4]
+    assert copied(0.61) == [3]
+    once = start(PromptLookupProposer(), [[5, 6, 7, 5]], Tree((-1, 0, 1), stop=0.5)).propose(None)
+    assert once.tokens_BM.tolist() == [[-1, 6, 7, 5]]
+    once = start(PromptLookupProposer(), [[5, 6, 7, 5]], Tree((-1, 0, 1), stop=0.6)).propose(None)
+    assert once.tokens_BM.tolist() == [[-1, 6]]
+
+
 def test_nothing_found_costs_no_cells():
     tree = parse_tree("kary:2,1,1")
     session = start(PromptLookupProposer(), [[1, 2, 3], [4, 5, 6]], tree)
@@ -262,8 +282,9 @@ def test_what_cannot_be_drafted_is_refused():
         RetrievalProposer(SuffixIndex.build([[3, 17]])),
     )
     for proposer, shape, message in (
-        (PromptLookupProposer(), DynamicTree(depth=2, beam=2, nodes=4), "has no confidences"),
-        (PromptLookupProposer(), Tree((-1, 0), stop=0.1), "has no confidences"),
+        (PromptLookupProposer(), DynamicTree(depth=2, beam=2, nodes=4), "on chains only"),
+        (PromptLookupProposer(), Tree((-1, -1), stop=0.1), "has confidences on chains only"),
+        (retrieval, Tree((-1, 0), stop=0.1), "has no confidences"),
         (LookaheadProposer(), parse_tree("chain:60"), "55 nodes 9 deep; use its default tree"),
         (retrieval, parse_tree("chain:4"), "the target has no token 17; use its tokenizer"),
     ):

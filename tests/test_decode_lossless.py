@@ -252,7 +252,7 @@ VALID = {
     "draft, of a part of the vocabulary": 44,
     "several drafts": 12,
     "blockwise": 20,
-    "prompt_lookup": 10,
+    "prompt_lookup": 16,
     **dict.fromkeys(
         [f"prompt_lookup, then {name}" for name in ("draft", "another vocabulary", "eagle3")], 44
     ),

@@ -19,7 +19,7 @@ from decode.propose.network_proposer import NetworkProposer
 from decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
 from decode.tree import Drawing, Tree, TreeShape, chain
-from decode.tree_batch import batch_of, mix
+from decode.tree_batch import TreeBatch, batch_of, mix
 
 # Fewest tokens that match before lookup drafts in the place of a network.
 LEAST_MATCH = 2
@@ -66,24 +66,23 @@ class LookupFirstSession(Session):
         self.asked = True  # whether the network drafted in this step
         tree = setup.tree
         # As in `TextSession`, uniforms are assigned by the widths of the whole tree.
-        widths = tree.widths if isinstance(tree, Tree) else (tree.beam,) * tree.depth
-        self.chain = batch_of([chain(tree.depth).parents], widths, setup.device)
+        self.widths = tree.widths if isinstance(tree, Tree) else (tree.beam,) * tree.depth
+        self.stop = tree.stop if isinstance(tree, Tree) else 0.0
+        self._chains: dict[int, TreeBatch] = {}
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
         """Copy for the rows that match, and draft only if a row does not. Recorded steps draft
         always: pending tokens of other numbers would be other shapes.
         """
         depth = self.setup.tree.depth
-        drafted: list[list[int]] = []
-        self.copied = []
-        for text in self.texts:
-            match = next(text.matches(), None)
-            self.copied.append(match is not None)
-            found = [-1] * depth if match is None else text.copy_from(match, depth)
-            drafted.append([-1, *found])
+        found = [text.copied(depth, self.stop) for text in self.texts]
+        self.copied = [bool(tokens) for tokens in found]
         self.asked = bool(self.setup.compile) or not all(self.copied)
         if not any(self.copied):
             return self.draft.propose(u_BN)
+        # A stop ends some copies early. Recorded steps keep their shape.
+        size = depth if self.setup.compile else max(map(len, found))
+        drafted = [[-1, *tokens, *[-1] * (size - len(tokens))] for tokens in found]
         copies = self._copies(torch.tensor(drafted, device=self.setup.device))
         if self.asked:
             copies = _mixed(self.copied, copies, self.draft.propose(u_BN))
@@ -96,9 +95,14 @@ class LookupFirstSession(Session):
             tokens_BD1 = tokens_BM[:, 1:, None].clamp(min=0)
             rows, depth, _ = tokens_BD1.shape
             q_BDV = torch.zeros(rows, depth, self.setup.vocabulary, device=tokens_BM.device)
-            q_BDV.scatter_(2, tokens_BD1, 1.0)
+            # A chain that a stop ends has no law behind its end.
+            q_BDV.scatter_(2, tokens_BD1, (tokens_BM[:, 1:, None] >= 0).float())
             q_BEV = q_BDV.repeat_interleave(self.drafts, dim=1)
-        return Proposal(self.chain, tokens_BM, q_BEV, drawing, self.drafts)
+        size = tokens_BM.shape[1] - 1
+        if size not in self._chains:
+            parents = [chain(size).parents]
+            self._chains[size] = batch_of(parents, self.widths, self.setup.device)
+        return Proposal(self._chains[size], tokens_BM, q_BEV, drawing, self.drafts)
 
     def commit(self, outcome: Outcome) -> None:
         for text, emitted in zip(self.texts, outcome.tokens, strict=True):

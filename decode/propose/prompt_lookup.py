@@ -3,17 +3,22 @@ Yang et al. 2023, arXiv 2304.04487; Saxena 2023). A step in which no row finds a
 plain forward of the target.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from decode.propose.text_proposer import TextProposer, TextRow, Trie
+
+# With a stop, matches that are counted, the most recent ones.
+COUNTED = 64
 
 
 class PromptLookupProposer(TextProposer):
     """Drafts from the prompt and the output so far.
 
     The longest match of the last `max_ngram` to `min_ngram` tokens comes first, then the most
-    recent. A chain copies the best match, a tree several, merged where they begin alike.
+    recent. A chain copies the best match, a tree several, merged where they begin alike. A chain
+    with a stop copies what most of the longest matches go on with.
     """
 
     name = "prompt_lookup"
@@ -67,8 +72,45 @@ class NgramIndex(TextRow):
         period = len(copied)
         return copied if period == length else [copied[i % period] for i in range(length)]
 
+    def copied(self, length: int, stop: float) -> list[int]:
+        """Return what a chain copies: nothing without a match, else up to `length` tokens."""
+        if stop:
+            return self.likely(length, stop)
+        at = next(self.matches(), None)
+        return [] if at is None else self.copy_from(at, length)
+
+    def likely(self, length: int, stop: float) -> list[int]:
+        """Return what most of the longest matches go on with, `length` tokens, or as many as until
+        the chance of the path is below `stop`.
+
+        That chance is the share of these matches that go on so, where one more is counted that does
+        not: a single match is even odds.
+        """
+        matches = self._longest()
+        total = len(matches) + 1
+        path: list[int] = []
+        while len(path) < length and matches:
+            following = {at: self.copy_from(at, len(path) + 1)[-1] for at in matches}
+            # The most recent of equals, which `matches` has first.
+            token, _ = Counter(following.values()).most_common(1)[0]
+            path.append(token)
+            matches = [at for at in matches if following[at] == token]
+            if len(matches) / total < stop:
+                break
+        return path
+
+    def _longest(self) -> list[int]:
+        for n in self._lengths:
+            positions = self._after.get(tuple(self.text[-n:]), [])
+            if positions:
+                return positions[: -COUNTED - 1 : -1]
+        return []
+
     def draft(self, trie: Trie) -> None:
         tree = trie.tree
+        if tree.stop:
+            trie.add(self.likely(tree.depth, tree.stop))
+            return
         # Many matches of a frequent token begin alike and add nothing; following all of them would
         # make the cost of a step grow with the text.
         for at in islice(self.matches(), 1 if tree.is_chain else 2 * tree.size):

@@ -16,17 +16,24 @@ from decode.propose.protocol import Outcome, Proposal, Proposer, Session, Sessio
 from decode.tree import Tree, TreeShape, chain
 from decode.tree_batch import TreeBatch, batch_of
 
+# Proposers that count what they copy, which gives a chain its stop.
+COUNTING = ("prompt_lookup",)
+
 
 def check_static(name: str, tree: TreeShape) -> Tree:
-    """Return `tree` if proposer `name` can draft it; raise ValueError if it needs the confidence of
-    a draft.
+    """Return `tree` if proposer `name` can draft it; raise ValueError if it needs a confidence that
+    the proposer does not have.
     """
-    if not isinstance(tree, Tree) or tree.stop:
+    if isinstance(tree, Tree) and (not tree.stop or (name in COUNTING and tree.is_chain)):
+        return tree
+    if name in COUNTING:
         raise ValueError(
-            f"proposer '{name}' has no confidences; use a fixed tree without stop, such as "
-            "kary:4,1,1"
+            f"proposer '{name}' has confidences on chains only; use a chain, such as "
+            "chain:6,stop=0.4, or a fixed tree without stop, such as kary:4,1,1"
         )
-    return tree
+    raise ValueError(
+        f"proposer '{name}' has no confidences; use a fixed tree without stop, such as kary:4,1,1"
+    )
 
 
 class TextProposer(Proposer):
