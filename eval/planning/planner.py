@@ -58,6 +58,7 @@ COPIED = (
     "chain:6",
     "chain:8",
     "chain:12",
+    "chain:8,stop=0.6",
     "kary:2,1,1",
 )
 JOINED_TREES = (
