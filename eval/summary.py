@@ -14,7 +14,8 @@ from eval.schema import Estimate, Row
 def headline_and_table(results: ResultsTable) -> list[str]:
     """The decision, what to do next, and `rows_by_set` as a table."""
     head = lead(results)
-    return [head.headline, " ".join([head.todo, head.command]).strip(), *table(results)]
+    todo = " ".join([head.todo, head.command]).strip()
+    return [head.headline, todo, *filter(None, [head.rising]), *table(results)]
 
 
 def table(results: ResultsTable) -> list[str]:

@@ -166,13 +166,15 @@ def test_a_draft_that_was_still_improving_is_said_to_be():
     training = results.document["models"]["mine"]["training"]
     assert training is not None
     training["heldout"] = curve
-    assert lead(results).todo == (
+    said = (
         "mine: held-out alpha was still rising when training stopped "
-        "(+0.040 in the last fifth of its steps): train longer. Decode with it:"
+        "(+0.040 in the last fifth of its steps): train longer."
     )
+    assert lead(results).rising == said and said in headline_and_table(results)
+    assert said in render_page(results)
     assert "How held-out acceptance rose in training" in render_page(results)
     curve[-1] = (40, 0.362)
-    assert lead(results).todo == "Decode with it:"
+    assert lead(results).rising == "" and lead(results).todo == "Decode with it:"
 
 
 def test_without_a_clock_or_without_a_lossless_rule_nothing_is_decided():

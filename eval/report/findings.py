@@ -19,7 +19,8 @@ class Lead:
     outputs differ.
 
     draft: the decided draft, or the best aligned one. alphas: of at most three drafts, at
-    `temperature`. todo: what to do next, with its command if there is one.
+    `temperature`. todo: what to do next, with its command if there is one. rising: which drafts
+    were still improving.
     """
 
     draft: str
@@ -29,6 +30,7 @@ class Lead:
     alphas: list[dict[str, str]]
     todo: str
     command: str
+    rising: str
     detail: str
     cells: list[tuple[str, str]]
     changes: list[str]
@@ -50,15 +52,15 @@ def lead(results: ResultsTable) -> Lead:
     setting = decision.setting
     draft = setting.draft if setting else best_aligned(results)
     todo = "busy" if decision.verdict == "ship_for" and _busy(decision) else decision.verdict
-    words = [*rising(results), WORDS["todo"][todo]]
     return Lead(
         draft=draft,
         setting=_setting(setting) if setting else "",
         headline=_fill(WORDS["headlines"][decision.verdict], decision, results),
         temperature=f"{results.top_temperature:g}",
         alphas=_alphas(results, draft),
-        todo=" ".join(words),
+        todo=WORDS["todo"][todo],
         command=_command(decision, results, todo),
+        rising=" ".join(rising(results)),
         detail=_detail(decision, results),
         changes=[f"At T = {t:g}, {_change(results, t)}" for t in sorted(results.temperatures)],
         cells=[_cell(cell, decision, results) for cell in decision.cells],
