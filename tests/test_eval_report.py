@@ -369,7 +369,7 @@ def test_a_figure_of_the_report_is_one_call_and_a_repr_is_a_line(results, tmp_pa
 
 
 def test_what_eval_prints_is_the_decision_and_a_row_by_draft_and_set(results):
-    headline, *table = headline_and_table(results)
+    headline, _, *table = headline_and_table(results)
     assert headline == lead(results).headline
     text = "\n".join(table)
     assert all(heading in text for heading in ("draft", "set", "alpha", "tokens per call", "speed"))
