@@ -327,18 +327,21 @@ class _Reader:
             values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
             lacking_NV = p_NV.masked_fill(logits_NV > -torch.inf, 0)
             values["missing"] = lacking_NV.sum(1, keepdim=True)
-            if not isinstance(self.drafts[drafted.name], JoinedDraft):
-                where = list(zip(rows, places, strict=True))
-                positions = Positions(batch.start, batch.rows, where, p_NV, q_NV, logits_NV)
-                part.observed[drafted.name] = {
-                    key: observe(positions) for key, observe in self.observers.items()
-                }
+            where = list(zip(rows, places, strict=True))
+            positions = Positions(batch.start, batch.rows, where, p_NV, q_NV, logits_NV)
+            self._observe(drafted.name, positions, part)
         for key, value in values.items():
             arrays[key][depth, rows, places] = _numpy(value[:, 0])
         u_NK = u_BLK[rows, places].to(q_NV.device)
         for rule, count in self.ranks.items():
             chances_NK = rank_chances(rule, p_NV[n_N], q_NV, x_N1, u_NK, count)
             arrays[rule][depth, rows, places] = _numpy(chances_NK)
+
+    def _observe(self, name: str, positions: Positions, part: _Part) -> None:
+        """Ask all observers, unless the model drafts only behind lookup."""
+        if isinstance(self.drafts[name], JoinedDraft):
+            return
+        part.observed[name] = {key: observe(positions) for key, observe in self.observers.items()}
 
     def _finite(self, name: str, logits_NV: Tensor, batch: _Batch, row_N: Tensor) -> Tensor:
         """Return the logits; raise RunError if a row has a NaN or +inf, or only -inf (tokens that

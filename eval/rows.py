@@ -199,8 +199,9 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                 accepted = estimate(ratio(parts, "sum", "offered"), group.picks)
                 yield group.row("alpha_offered", draft, accepted)
             if "copied" in parts[0]:
-                for figure, sums in ALPHAS_BY_SOURCE.items():
-                    yield group.row(figure, draft, estimate(ratio(parts, *sums), group.picks))
+                for figure, (accepted_key, count_key) in ALPHAS_BY_SOURCE.items():
+                    alpha = estimate(ratio(parts, accepted_key, count_key), group.picks)
+                    yield group.row(figure, draft, alpha)
             if draft == setting.base:
                 continue
             yield group.row("gain", draft, difference(here.new, here.base, group.picks))

@@ -102,6 +102,7 @@ def test_a_budget_far_below_all_kept_runs_is_told_what_those_took():
         (1.1, "kept runs had 1.20 at these steps"),
         (1.25, "kept runs had that at about 206 steps, 1.9 times these"),
         (1.9, "no kept run had more than 1.38, at 624 steps"),
+        (3.4, "more than it can bring, so no draft pays on it"),
     ],
 )
 def test_how_long_a_draft_that_pays_took(cost, words):

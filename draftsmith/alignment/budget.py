@@ -145,6 +145,8 @@ def _at(steps: int, series: KeptSeries, values: Sequence[float]) -> float:
 
 def _pays(budget: Budget, series: KeptSeries | None, cost: float) -> str:
     text = f"pays: from {cost:.2f} tokens per call on chain:{_CHAIN} here (its step was timed)"
+    if cost > 1 + _CHAIN:
+        return f"{text}: more than it can bring, so no draft pays on it"
     if series is None:
         return text
     taus = [run.tau for run in series.runs]
