@@ -30,7 +30,7 @@ class Optim:
     """Optimizer and schedule."""
 
     name: Rare[Literal["adamw", "muon", "sgd"] | None] = None
-    """null: `muon` for a fresh head, else `adamw`. `muon` takes the matrices of layers at
+    """null: `muon` for a draft that was never trained, else `adamw`. `muon` takes the matrices of layers at
     `muon_lr`, and AdamW the rest. `sgd` (no momentum) is for checking gradients; AdamW hides a
     wrong scale.
     """
@@ -38,10 +38,8 @@ class Optim:
     """Peak learning rate. null: by a rule from the number of trained parameters, which is said."""
     muon_lr: Rare[Positive] = 0.02
     """Peak rate of the matrices that Muon trains, whatever their size."""
-    schedule: Rare[Literal["cosine", "wsd"] | None] = None
-    """How the rate falls after the warm-up: as a cosine at once, or over the last fifth. null: over
-    the last fifth with Muon.
-    """
+    schedule: Rare[Literal["cosine", "wsd"]] = "cosine"
+    """How the rate falls after the warm-up: as a cosine at once, or over the last fifth."""
     beta1: Rare[ShareBelow1] = 0.9
     """AdamW's decay of the mean gradient."""
     beta2: Rare[ShareBelow1] = 0.95

@@ -30,6 +30,7 @@ from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.io import make_dir, read_json
 from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
 from draftsmith_core.ranks import say
+from draftsmith_core.runs import RECORD
 from train import parallel
 from train.config import VOCABULARY_KINDS, TrainConfig
 from train.data import Examples
@@ -42,6 +43,14 @@ _CACHE_GIB = 16.0
 # Limit of the hidden states that are kept in memory, in each process.
 _MEMORY_BYTES = 2 * 2**30
 log = logging.getLogger(__name__)
+
+
+def is_untrained(draft: str | None) -> bool:
+    """Whether the draft that a run begins with was never trained: fresh, or as `init` made it."""
+    if draft is None:
+        return True
+    record = Path(draft) / RECORD
+    return record.is_file() and "made" in read_json(record, "the record of a draft")
 
 
 def build(config: TrainConfig, target: PreTrainedModel | None, training: Examples) -> Draft:

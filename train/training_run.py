@@ -184,15 +184,14 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
 
 
 def _with_optimizer(job: TrainingJob, draft: Draft) -> TrainingJob:
-    """Choose optimizer, schedule and rate where the options leave them open; say what was chosen
-    and what Muon takes.
+    """Choose optimizer and rate where the options leave them open; say what was chosen and what
+    Muon takes.
     """
     optim = job.config.optim
     trained = sum(each.numel() for each in draft.parameters() if each.requires_grad)
     # DeepSpeed shares matrices in pieces, which Muon cannot train.
-    fresh_head = job.config.kind != "lm" and job.config.draft is None and not job.world.zero
-    name = optim.name or ("muon" if fresh_head else "adamw")
-    schedule = optim.schedule or ("wsd" if name == "muon" else "cosine")
+    muon = draft_setup.is_untrained(job.config.draft) and not job.world.zero
+    name = optim.name or ("muon" if muon else "adamw")
     lr = optim.lr or usual_rate(trained, taught=job.objective.needs_target)
     if optim.lr is None:
         say(f"train: optim.lr {lr:g}, as usual for {trained:,} trained parameters")
@@ -202,7 +201,7 @@ def _with_optimizer(job: TrainingJob, draft: Draft) -> TrainingJob:
             f"train: Muon trains {taken:,} parameters at {optim.muon_lr:g}, AdamW "
             f"{trained - taken:,} at {lr:g}"
         )
-    chosen = replace(optim, name=name, schedule=schedule, lr=lr)
+    chosen = replace(optim, name=name, lr=lr)
     return replace(job, config=replace(job.config, optim=chosen))
 
 
