@@ -30,9 +30,9 @@ class Optim:
     """Optimizer and schedule."""
 
     name: Rare[Literal["adamw", "muon", "sgd"] | None] = None
-    """null: `muon` for a draft that was never trained, else `adamw`. `muon` takes the matrices of layers at
-    `muon_lr`, and AdamW the rest. `sgd` (no momentum) is for checking gradients; AdamW hides a
-    wrong scale.
+    """null: `muon` for a draft that was never trained, else `adamw`. `muon` takes the matrices of
+    layers at `muon_lr`, and AdamW the rest. `sgd` (no momentum) is for checking gradients; AdamW
+    hides a wrong scale.
     """
     lr: Positive | None = None
     """Peak learning rate. null: by a rule from the number of trained parameters, which is said."""

@@ -15,6 +15,7 @@ from benchmarks.studies import (
     real_figures,
     real_speed,
     real_tables,
+    recipe_tables,
 )
 from eval.report.formats import number, with_interval
 from eval.results import Results
@@ -171,6 +172,35 @@ def how_much(results: Results) -> Evidence:
         title="how much training",
         table=hot,
         sections={"T = 1": hot, "T = 0": cold},
+    )
+
+
+def recipe(before: Results, after: Results, small: Mapping[str, Sequence[Document]]) -> Evidence:
+    """Return the tables of Muon beside AdamW. before, after: drafts of SmolLM2, the second in half
+    of the steps. small: the runs of each small pair (`recipes.py`).
+    """
+    rows = []
+    for draft in after.drafts:
+        cells = []
+        for results in (before, after):
+            alphas = [results.figure("alpha", draft, kind, 1.0) for kind in ("id", "ood")]
+            tau = real_tables.predicted_tau(results, draft, "id", 1.0)
+            cells += [*map(with_interval, alphas), with_interval(tau, 2)]
+        rows.append([real_tables.NAMES[draft], *cells])
+    heading = [
+        f"{what}, {which}"
+        for which in ("AdamW, 624 steps", "Muon, 312 steps")
+        for what in ("alpha chat", "alpha elsewhere", "tau chat")
+    ]
+    sections = {"SmolLM2, every set, Muon, 312 steps": real_tables.acceptance(after, "draft", 1.0)}
+    for pair, runs in small.items():
+        sections[f"{pair}, held-out alpha by step"] = recipe_tables.curves(runs)
+        sections[f"{pair}, alpha by set"] = recipe_tables.by_set(runs)
+    return Evidence(
+        name="recipe",
+        title="which optimizer",
+        table=table(["draft", *heading], rows),
+        sections=sections,
     )
 
 

@@ -100,6 +100,11 @@ def pages(root: Path) -> list[Evidence]:
         ),
         evidence.alignment(alignments(root), balanced, frontier, kept(root, "domains")),
         evidence.how_much(results_of(root, "real-amount")),
+        evidence.recipe(
+            which,
+            results_of(root, "real-recipe"),
+            {pair: kept(root, f"recipes-{pair}") for pair in PAIRS},
+        ),
         evidence.how_fast(kept(root, "real-drafts-speed"), kept(root, "real-speed")),
         evidence.objectives({pair: kept(root, f"objectives-{pair}") for pair in PAIRS}, longer),
         evidence.block_drafters(which, {pair: results_of(root, f"heads-{pair}") for pair in PAIRS}),

@@ -13,6 +13,8 @@ which         question 1: drafts of about equal trained parameters on equal toke
 align         question 2: the best language model and the best head of chat, aligned to maths,
               plain and with replay
 amount        question 3: the best head, on a part of the data and for a part of the steps
+recipe        the drafts of RECIPE again, by the optimizer that `train` chooses for them and in half
+              of the steps
 speed         question 4: tokens per second of the best two, and of other engines (`real_speed.py`)
 drafts-speed  tokens per second of every draft, with the same trees
 
@@ -45,7 +47,7 @@ from draftsmith_core.io import atomic_dir, write_json_atomic
 from draftsmith_core.models import load_model
 from eval.evaluate import evaluate
 from eval.results import Results
-from train.config import DraftKind, TrainConfig
+from train.config import DraftKind, Optim, TrainConfig
 from train.training_run import train
 
 # Piece: which. Every draft has 8 to 14 million trained parameters on SmolLM2-135M, the target's
@@ -327,6 +329,30 @@ def _rows(part: Path) -> list[dict[str, Any]]:
     return found
 
 
+# Piece: recipe.
+
+# Drafts of all kinds that `which` trains with AdamW.
+RECIPE = ("pruned", "eagle3", "eagle", "dspark")
+
+
+def recipe(study: Study) -> None:
+    """Train drafts with Muon for half of the steps of `which`, and measure them as there."""
+    drafts = {}
+    for name in RECIPE:
+        config = DRAFTS[name](study)
+        drafts[name] = trained(
+            replace(
+                config,
+                out=str(study.out / "drafts" / study.seeded(f"{name}-recipe")),
+                optim=Optim(name="muon", lr=1e-3, warmup_steps=10),
+                steps=_steps(study, config.data) // 2,
+            )
+        )
+    results = evaluate(study.evaluation(study.seeded("recipe"), drafts, "chat"))
+    _keep(study, study.seeded("recipe"))
+    sys.stdout.write(drafts_table(results))
+
+
 # Piece: speed.
 
 
@@ -354,6 +380,7 @@ PIECES: dict[str, Callable[[Study], None]] = {
     "which": which,
     "align": align,
     "amount": amount,
+    "recipe": recipe,
     "speed": speed,
     "drafts-speed": drafts_speed,
 }
