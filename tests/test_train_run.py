@@ -70,6 +70,22 @@ def test_a_draft_of_almost_no_use_is_said_with_what_to_do(
     assert re.match(said, caplog.messages[-1])
 
 
+def test_a_draft_that_was_never_trained_gets_muon(tmp_path, door, target_dir, distilled):
+    door.ok(
+        *("init", "--target", target_dir, "--method", "prune", "--num_layers", 1),
+        *("--out", tmp_path / "0", "--device", "cpu"),
+    )
+    chosen = []
+    for begin, end in (("0", "1"), ("1", "2")):
+        door.ok(
+            *("train", "--draft", tmp_path / begin, "--out", tmp_path / end, "--data", distilled),
+            *("--steps", 1, "--batch_size", 2, "--max_length", 48, "--device", "cpu"),
+        )
+        record = json.loads((tmp_path / end / "draftsmith.json").read_text())
+        chosen.append(record["config"]["optim"]["name"])
+    assert chosen == ["muon", "adamw"]
+
+
 def test_a_run_killed_anywhere_ends_like_one_that_was_not(words, tmp_path, spawn):
     """Law 7."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
