@@ -1,15 +1,16 @@
-"""The forward of an EAGLE or EAGLE-3 head as one call of the kernel; `llama_forward` is that of a
-model.
+"""The forward of an EAGLE head, an EAGLE-3 head or a block drafter as one call of the kernel;
+`llama_forward` is that of a model.
 
 In modules, a head's layer is some forty tensor operations, which cost several times what reading
 its weights costs. It equals the head's own forward within rounding; a head that it might not equal
 is refused.
 
-Legend: B rows, q queries per row, k queries with logits, T tokens of a prompt, D hidden size, E
-head size, N positions, P slots, R = B or 1, V vocabulary of the head.
+Legend: B rows, q queries per row, k queries with logits, T tokens of a prompt, t tokens with
+features, S slots of a block, D hidden size, E head size, N positions, P slots of the cache, R = B
+or 1, V vocabulary of the head.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,31 +31,32 @@ from decode.kernel_forward import (
 from decode.native import kernel
 from decode.packed_weights import FusedLinear, PackedLinear, Packs
 from decode.rotary_table import RotaryTable, has_table
+from drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 
 _KIND = "full_attention"
-# The number of the state behind the one layer.
-_LAST = 1
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """A head as the kernel takes it. logits: None if the head multiplies them itself."""
+    """A head as the kernel takes it. logits: None if the kernel does not multiply them."""
 
-    layer: Layer
+    layers: list[Layer]
     opening: Opening
     norm_D: Tensor | None
-    raw_state: bool
-    logits: FusedLinear | None
+    raw_state: bool = False
+    logits: FusedLinear | None = None
 
     @property
     def packed(self) -> bool:
         products = [part for part in (self.opening.fc, self.logits) if part is not None]
-        return self.layer.packed and all(part.matrix is not None for part in products)
+        return all(layer.packed for layer in self.layers) and all(
+            part.matrix is not None for part in products
+        )
 
 
-def head_forward(model: nn.Module, packs: Packs) -> "HeadForward | None":
+def head_forward(model: nn.Module, packs: Packs) -> "HeadForward | BlockHeadForward | None":
     """Return the kernel's forward of a head wrapped as `model`; None without the kernel, and for
     other heads.
     """
@@ -66,15 +68,17 @@ def head_forward(model: nn.Module, packs: Packs) -> "HeadForward | None":
     # Torch multiplies 16 bits slowly on a CPU.
     if not large and parameters[0].dtype == torch.float32:
         return None
-    parts = _eagle(head, packs) if isinstance(head, EagleHead) else _eagle3(head, packs)
+    parts = _PARTS[type(head)](head, packs)
     if packs.owned:
         packs.prepare(head)
-    return HeadForward(model, parts) if parts.packed else None
+    if not parts.packed:
+        return None
+    return (BlockHeadForward if isinstance(head, BlockHead) else HeadForward)(model, parts)
 
 
 def _is_plain(head: Any) -> bool:
     """Whether a head is one of these, and nothing was hung on its modules."""
-    if type(head) not in (EagleHead, Eagle3Head) or head.config.hidden_act not in ("silu", "swish"):
+    if type(head) not in _PARTS or head.config.hidden_act not in ("silu", "swish"):
         return False
     for module in head.modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
@@ -94,10 +98,9 @@ def _eagle(head: EagleHead, packs: Packs) -> _Parts:
         module = projection.module
         logits = FusedLinear([module], module.place.matrix, torch.float32)
     return _Parts(
-        layer=_layer(layer.self_attn, layer.mlp, layer.post_attention_layernorm, packs),
+        layers=[_layer(layer, packs, 0)],
         opening=Opening(fc=_fused(packs, "fc", head.fc)),
         norm_D=None,
-        raw_state=False,
         logits=logits,
     )
 
@@ -110,7 +113,7 @@ def _eagle3(head: Eagle3Head, packs: Packs) -> _Parts:
         feature_normed=layer.norm_before_residual,
     )
     return _Parts(
-        layer=_layer(layer.self_attn, layer.mlp, layer.post_attention_layernorm, packs),
+        layers=[_layer(layer, packs, 0)],
         opening=opening,
         norm_D=_vector(head.norm),
         raw_state=not head.config.norm_output,
@@ -118,18 +121,30 @@ def _eagle3(head: Eagle3Head, packs: Packs) -> _Parts:
     )
 
 
-def _layer(attention: Any, mlp: Any, ffn_norm: Any, packs: Packs) -> Layer:
+def _block(head: BlockHead, packs: Packs) -> _Parts:
+    layers = []
+    for index, layer in enumerate(head.layers):
+        plain = _layer(layer, packs, index)
+        layers.append(replace(plain, norm_D=_vector(layer.input_layernorm)))
+    return _Parts(layers=layers, opening=Opening(), norm_D=_vector(head.norm))
+
+
+def _layer(layer: Any, packs: Packs, index: int) -> Layer:
+    """Return a decoder layer without its first norm."""
+    attention = layer.self_attn
+    mlp = layer.mlp
     normed = hasattr(attention, "q_norm")
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     return Layer(
         kind=_KIND,
         norm_D=None,
-        qkv=_fused(packs, "qkv", attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_fused(packs, f"{index}.qkv", *projections),
         query_norm_E=_vector(attention.q_norm) if normed else None,
         key_norm_E=_vector(attention.k_norm) if normed else None,
-        out=_fused(packs, "out", attention.o_proj),
-        ffn_norm_D=_vector(ffn_norm),
-        gate_up=_fused(packs, "gate_up", mlp.gate_proj, mlp.up_proj),
-        down=_fused(packs, "down", mlp.down_proj),
+        out=_fused(packs, f"{index}.out", attention.o_proj),
+        ffn_norm_D=_vector(layer.post_attention_layernorm),
+        gate_up=_fused(packs, f"{index}.gate_up", mlp.gate_proj, mlp.up_proj),
+        down=_fused(packs, f"{index}.down", mlp.down_proj),
     )
 
 
@@ -143,9 +158,18 @@ def _vector(norm: Any) -> Tensor:
     return weight.detach().float().contiguous()
 
 
-class HeadForward:
-    """Run one head, as `LeanForward` runs a model. Made for one `generate` call, because it holds
-    the head's tensors. `dtype`: of masks and cache.
+_PARTS: dict[type, Callable[[Any, Packs], _Parts]] = {
+    EagleHead: _eagle,
+    Eagle3Head: _eagle3,
+    DFlashHead: _block,
+    DSparkHead: _block,
+    JetSpecHead: _block,
+}
+
+
+class _Forward:
+    """What the forwards of heads share. Made for one `generate` call, because it holds the head's
+    tensors. `dtype`: of masks and cache.
     """
 
     dtype = torch.float32
@@ -157,8 +181,8 @@ class HeadForward:
         assert functions is not None
         self._model = model
         self._head = head
-        self._projects = parts.logits is None
-        self._like = parts.layer.ffn_norm_D
+        self._parts = parts
+        self._like = parts.layers[0].ffn_norm_D
         self.sizes = Sizes(
             heads=config.num_attention_heads,
             groups=config.num_key_value_heads,
@@ -169,13 +193,31 @@ class HeadForward:
         self.rotary = RotaryTable(head.rotary, self._like)
         self._kernel = KernelForward(
             functions,
-            [parts.layer],
+            parts.layers,
             self.sizes,
             norm_D=parts.norm_D,
             head=parts.logits,
             opening=parts.opening,
             raw_state=parts.raw_state,
         )
+
+    def _place(self, cache: TreeCache, batch: int) -> CachePlace:
+        return cache.place(batch, self.sizes.groups, self.sizes.size, self._like)
+
+    def _features(self) -> Tensor:
+        features_BqD: Tensor = self._model.features_BTH
+        return features_BqD.to(self.dtype).contiguous()
+
+
+def _spans(batch: int, tokens: int) -> Iterator[slice]:
+    """Parts of prompts that fit into one call."""
+    step = max(1, MOST_TOKENS // batch)
+    for begin in range(0, tokens, step):
+        yield slice(begin, min(begin + step, tokens))
+
+
+class HeadForward(_Forward):
+    """Run an EAGLE or EAGLE-3 head, as `LeanForward` runs a model."""
 
     def run(
         self,
@@ -196,24 +238,30 @@ class HeadForward:
         """
         rotary_N2E = self.rotary.up_to(top_position)
         batch, queries = tokens_Bq.shape
-        inputs = HeadInputs(
-            embedded_BqD=self._head.embedded(tokens_Bq, self.dtype).contiguous(),
-            features_BqD=self._model.features_BTH.to(self.dtype).contiguous(),
-        )
-        place = cache.place(batch, self.sizes.groups, self.sizes.size, self._like)
+        embedded_BqD = self._head.embedded(tokens_Bq, self.dtype).contiguous()
+        inputs = HeadInputs(embedded_BqD, self._features())
+        place = self._place(cache, batch)
         if prefill:
             self._prefill(tokens_Bq, positions_Rq, rotary_N2E, place, inputs)
             nothing = self._like.new_empty(batch, 0, 0)
             return nothing, (nothing,) * len(hidden_layers)
         kept = min(keep_logits or queries, queries)
+        projected = self._parts.logits is not None
         logits_BkV, states = self._kernel.run(
-            tokens_Bq, positions_Rq, rotary_N2E, masks, place, kept, [_LAST], inputs
+            tokens_Bq,
+            positions_Rq,
+            rotary_N2E,
+            masks,
+            place,
+            kept if projected else 0,
+            [1],
+            inputs,
         )
         features_BqD = states[0].to(self._model.dtype)
-        if self._projects:
-            logits_BkV = self._head.logits(features_BqD[:, -kept:])
-        else:
+        if projected:
             logits_BkV = self._head.borrowed.projection.finish(logits_BkV)
+        else:
+            logits_BkV = self._head.logits(features_BqD[:, -kept:])
         return logits_BkV, (features_BqD,) * len(hidden_layers)
 
     def _prefill(
@@ -225,18 +273,16 @@ class HeadForward:
         inputs: HeadInputs,
     ) -> None:
         """Cache the tokens of prompts, some positions at a time."""
-        batch, tokens = tokens_BT.shape
-        step = max(1, MOST_TOKENS // batch)
-        for begin in range(0, tokens, step):
-            end = min(begin + step, tokens)
-            span = slice(begin, end)
-            hidden_qP = self._like.new_full((end - begin, end), -torch.inf).triu(begin + 1)
+        assert inputs.embedded_BqD is not None and inputs.features_BqD is not None
+        for span in _spans(*tokens_BT.shape):
+            queries = span.stop - span.start
+            hidden_qP = self._like.new_full((queries, span.stop), -torch.inf)
             self._kernel.run(
                 tokens_BT[:, span],
                 positions_1T[:, span],
                 rotary_N2E,
-                {_KIND: hidden_qP[None, None]},
-                replace(place, column=begin),
+                {_KIND: hidden_qP.triu(span.start + 1)[None, None]},
+                replace(place, column=span.start),
                 0,
                 [],
                 HeadInputs(
@@ -244,3 +290,59 @@ class HeadForward:
                     features_BqD=inputs.features_BqD[:, span].contiguous(),
                 ),
             )
+
+
+class BlockHeadForward(_Forward):
+    """Run a block drafter, as `LeanForward` runs a model. The first tokens are those of the
+    features that wait at the model, the rest is one block.
+    """
+
+    def run(
+        self,
+        tokens_Bq: Tensor,
+        positions_Rq: Tensor,
+        top_position: int,
+        masks: Mapping[str, Tensor | None],
+        cache: TreeCache,
+        keep_logits: int = 0,
+        hidden_layers: Sequence[int] = (),
+        *,
+        prefill: bool = False,
+    ) -> Forwarded:
+        """Cache the features; return, in the place of logits, the states `[B, k, D]` of the slots
+        that draft.
+        """
+        rotary_N2E = self.rotary.up_to(top_position)
+        batch, queries = tokens_Bq.shape
+        features_BtD = self._features()
+        known = features_BtD.shape[1]
+        place = self._place(cache, batch)
+        for span in _spans(batch, known):
+            self._kernel.run(
+                tokens_Bq[:, span],
+                positions_Rq[:, span],
+                rotary_N2E,
+                {_KIND: None},
+                replace(place, column=place.column + span.start),
+                0,
+                [],
+                HeadInputs(embedded_BqD=None, features_BqD=features_BtD[:, span].contiguous()),
+            )
+        if known == queries:
+            return features_BtD[:, :0], ()
+        mask = masks[_KIND]
+        assert mask is not None
+        block_BS = tokens_Bq[:, known:]
+        embedded_BSD = self._head.borrowed.embed(block_BS, self.dtype).contiguous()
+        _, states = self._kernel.run(
+            block_BS,
+            positions_Rq[:, known:],
+            rotary_N2E,
+            {_KIND: mask[:, :, known:]},
+            replace(place, column=place.column + known),
+            0,
+            [len(self._parts.layers)],
+            HeadInputs(embedded_BqD=embedded_BSD, features_BqD=None),
+        )
+        drafting_BkD: Tensor = self._head.slots(states[0].to(self._model.dtype))
+        return drafting_BkD, ()

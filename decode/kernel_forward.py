@@ -67,7 +67,7 @@ class Opening:
     """What a head makes of the embedding of a token and the feature before it, for its first layer.
 
     EAGLE: `fc` of both. EAGLE-3, without `fc`: the feature goes on, normed if `feature_normed`, and
-    the layer reads both normed.
+    the layer reads both normed. A block drafter, without all: the embedding goes on.
     """
 
     fc: FusedLinear | None = None
@@ -78,10 +78,14 @@ class Opening:
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Embeddings and features of the tokens of a head's forward, contiguous fp32 `[B, q, D]`."""
+    """Embeddings and features of the tokens of a head's forward, contiguous fp32 `[B, q, D]`.
 
-    embedded_BqD: Tensor
-    features_BqD: Tensor
+    A block drafter has embeddings alone in a block, and features alone in the text before it, whose
+    keys and values are cached.
+    """
+
+    embedded_BqD: Tensor | None
+    features_BqD: Tensor | None
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -131,7 +135,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *_fields(_SIZE, "batch queries kept"),
         *_fields(_POINTER, "tokens positions embedded features"),
-        ("position_stride", _SIZE),
+        *_fields(_SIZE, "remembers position_stride"),
         *_fields(_POINTER, "rotary keys values"),
         *_fields(_SIZE, "layer_stride batch_stride group_stride column"),
         ("masks", _Mask * 2),
@@ -247,8 +251,9 @@ class KernelForward:
         step.position_stride = queries if len(positions_Rq) > 1 else 0
         step.rotary = rotary_N2E.data_ptr()
         if inputs is not None:
-            step.embedded = inputs.embedded_BqD.data_ptr()
-            step.features = inputs.features_BqD.data_ptr()
+            step.embedded = _address(inputs.embedded_BqD)
+            step.features = _address(inputs.features_BqD)
+            step.remembers = inputs.embedded_BqD is None
         step.keys = place.keys_LBHCE.data_ptr()
         step.values = place.values_LBHCE.data_ptr()
         step.column = place.column

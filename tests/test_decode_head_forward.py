@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import SpeculativeDecoder
-from decode.head_forward import HeadForward
+from decode.head_forward import BlockHeadForward, HeadForward
 from decode.native import kernel
 from decode.packed_weights import packs_of, take_over
-from decode.propose.head_proposers import HeadAsModel, HeadProposer
+from decode.propose.head_proposers import BlockAsModel, HeadAsModel, HeadProposer, block_behind
 from decode.propose.network import pending_block
 from decode.runner import Block, Runner
+from drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
 from drafts.heads.eagle import EagleConfig, EagleHead, draw
 from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftsmith_core.sampling import Sampling
@@ -84,6 +85,10 @@ def eagle3(draft_vocab_size: int = VOCABULARY, **options: Any) -> Eagle3Head:
     return varied(head)
 
 
+def block(kind: type[BlockHead], **options: Any) -> BlockHead:
+    return varied(kind.fresh(target(), num_layers=2, block_size=4, **options))
+
+
 def varied(head: Any) -> Any:
     """Norms and biases that are neither one nor zero."""
     torch.manual_seed(2)
@@ -135,6 +140,50 @@ def test_equals_the_heads_own_forward(name):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
 
 
+BLOCKS: dict[str, Callable[[], Any]] = {
+    "dflash": lambda: block(DFlashHead),
+    "dflash, window": lambda: block(DFlashHead, window=9),
+    "dspark, draft vocabulary": lambda: block(DSparkHead, draft_vocab=range(0, VOCABULARY, 2)),
+    "jetspec": lambda: block(JetSpecHead),
+}
+
+
+def block_states(head: BlockHead, fast: bool) -> Tensor:
+    """States of two blocks, behind ragged prompts and tokens of a first step."""
+    model: Any = BlockAsModel(head)
+    windows = {"full_attention": head.config.window}
+    runner = Runner(model, windows, None, packs_of(model) if fast else None)
+    assert isinstance(runner._lean, BlockHeadForward) == fast
+    random = torch.Generator().manual_seed(3)
+
+    def features(count: int) -> Tensor:
+        return torch.randn(2, count, HIDDEN, generator=random)
+
+    model.features_BTH = features(len(PROMPTS[0]))
+    runner.prefill(PROMPTS, 20)
+    slots = head.config.block_size
+    found = []
+    for known in (3, 2):
+        masks = [head.config.mask_token_id] * (slots - 1)
+        tokens_BT, lead = runner.open_pending([[0] * known + [7] + masks, [0, 9] + masks])
+        behind = block_behind(known, slots, head.config.causal, runner.device)
+        states_BSH, _ = runner.forward(tokens_BT, behind, 0, (), features(known))
+        runner.keep([range(ahead, known) for ahead in lead])
+        found.append(states_BSH)
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.inference_mode()
+def test_equals_the_block_drafters_own_forward(monkeypatch, name):
+    with torch.inference_mode(False):
+        head = BLOCKS[name]()
+    ours, theirs = block_states(head, fast=True), block_states(head, fast=False)
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+    monkeypatch.setattr("decode.head_forward.MOST_TOKENS", 14)
+    assert torch.equal(block_states(head, fast=True), ours)
+
+
 @torch.inference_mode()
 def test_a_prompt_in_parts_is_the_prompt(monkeypatch):
     with torch.inference_mode(False):
@@ -184,23 +233,23 @@ def test_a_head_that_it_does_not_know_runs_its_own_forward(kind):
     assert Runner(model, {"full_attention": None}, None, packs_of(model))._lean is None
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3, draft vocabulary"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3, draft vocabulary", "dspark, draft vocabulary"])
 @pytest.mark.parametrize("tree", ["chain:3", "kary:3,2"])
 def test_sixteen_bits_draft_and_change_nothing(monkeypatch, name, tree):
     calls = []
-    plain = HeadForward.run
+    kind = BlockHeadForward if name in BLOCKS else HeadForward
+    plain = kind.run
 
-    def counted(self: HeadForward, *inputs: Any, **options: Any) -> Any:
+    def counted(self: Any, *inputs: Any, **options: Any) -> Any:
         calls.append(inputs[0].shape)
         return plain(self, *inputs, **options)
 
-    monkeypatch.setattr(HeadForward, "run", counted)
-    head = HEADS[name]().bfloat16()
+    monkeypatch.setattr(kind, "run", counted)
+    head = (HEADS | BLOCKS)[name]().bfloat16()
     model: Any = target().bfloat16()
     head.borrowed = replace(head.borrowed, embedding=model.model.embed_tokens)
-    head.borrowed = replace(
-        head.borrowed, projection=replace(head.borrowed.projection, module=model.lm_head)
-    )
+    projection = replace(head.borrowed.projection, module=model.lm_head)
+    head.borrowed = replace(head.borrowed, projection=projection)
     take_over(model, head)
     greedy = Sampling(temperature=0.0)
     alone = SpeculativeDecoder(model, None, None).generate(PROMPTS, greedy, 24)

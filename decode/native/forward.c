@@ -28,7 +28,7 @@ struct layer {
 
 /* What a draft head makes of the embedding of a token and the feature before it, both given with the step. EAGLE: x = fc
    [embedding, feature]. EAGLE-3, without `fc.values`: x = feature, normed where `feature_normed`, and the first layer
-   reads [normed embedding, normed feature]. */
+   reads [normed embedding, normed feature]. A block drafter, which has none of the three: x = embedding. */
 struct opening {
     struct matrix fc;
     const float *embedding_norm, *feature_norm;
@@ -57,6 +57,7 @@ struct step {
     size_t batch, queries, kept; /* logits of the last `kept` queries of each row */
     const int64_t *tokens, *positions;
     const float *embedded, *features; /* [X][width], of a model with an opening, which reads no tokens */
+    size_t remembers;                 /* of a block drafter: cache keys and values of the features, and nothing else */
     size_t position_stride; /* between rows; 0: all have the same */
     const float *rotary;    /* [positions][2 * size]: cosines, then sines with the sign of the half that is added */
     float *keys, *values;   /* [layers][batch][groups][slots][size] */
@@ -221,7 +222,12 @@ static void open_head(const struct model *m, const struct step *s, float *x, flo
     size_t width = m->width;
 #pragma omp for schedule(static)
     for (size_t r = 0; r < count; r++) {
-        const float *embedded = s->embedded + r * width, *feature = s->features + r * width;
+        const float *embedded = s->embedded + r * width;
+        if (!o->fc.values && !o->feature_norm) {
+            memcpy(x + r * width, embedded, width * sizeof(float));
+            continue;
+        }
+        const float *feature = s->features + r * width;
         float *left = h + r * 2 * width, *right = left + width;
         if (o->fc.values) {
             memcpy(left, embedded, width * sizeof(float));
@@ -235,6 +241,16 @@ static void open_head(const struct model *m, const struct step *s, float *x, flo
     if (o->fc.values) times(&o->fc, h, NULL, x, count, 2 * width);
 }
 
+/* The features are the text before a block: every layer projects the same. */
+static void remember(const struct model *m, const struct step *s, float *qkv) {
+#pragma omp parallel
+    for (size_t i = 0; i < m->count; i++) {
+        const struct layer *layer = m->layers + i;
+        times(&layer->qkv, s->features, NULL, qkv, s->batch * s->queries, m->width);
+        rotate(m, s, layer, qkv, s->keys + i * s->layer_stride, s->values + i * s->layer_stride);
+    }
+}
+
 /* 0, or 1 for a token that the vocabulary does not have. */
 int draftsmith_forward(const struct model *m, const struct step *s) {
     size_t count = s->batch * s->queries, width = m->width;
@@ -244,6 +260,10 @@ int draftsmith_forward(const struct model *m, const struct step *s) {
     float *x = s->scratch, *h = x + count * width, *qkv = h + count * widest_input(m), *mixed = qkv + count * projected(m);
     float *gate_up = mixed + count * m->heads * m->size, *gate = gate_up + count * inner;
     float *scores = gate + count * (inner / 2), *state = s->states;
+    if (s->remembers) {
+        remember(m, s, qkv);
+        return 0;
+    }
     if (!m->opening) embed(m, s->tokens, x, count);
 #pragma omp parallel firstprivate(state)
     {
@@ -257,7 +277,7 @@ int draftsmith_forward(const struct model *m, const struct step *s) {
                 memcpy(state, x, count * width * sizeof(float));
                 state += count * width;
             }
-            int joined = i == 0 && m->opening && !m->opening->fc.values;
+            int joined = i == 0 && m->opening && m->opening->embedding_norm;
             if (layer->norm) norm_rows(x, layer->norm, h, count, width, m->eps);
             times(&layer->qkv, layer->norm || joined ? h : x, NULL, qkv, count, joined ? 2 * width : width);
             rotate(m, s, layer, qkv, keys, values);

@@ -62,7 +62,7 @@ class HeadProposer(NetworkProposer):
         self._chains_only = chains_only
         self._model: HeadAsModel | None = None
         if isinstance(head, BlockHead):
-            self._model = _BlockAsModel(head)
+            self._model = BlockAsModel(head)
         elif isinstance(head, FeatureHead):
             self._model = HeadAsModel(head)
         self._packs = packs_of(self._model or head) if fast else None
@@ -178,7 +178,7 @@ class HeadAsModel(nn.Module):
         return CausalLMOutput(logits=logits, hidden_states=(features_BqH,))
 
 
-class _BlockAsModel(HeadAsModel):
+class BlockAsModel(HeadAsModel):
     """A block drafter as a model: its first tokens are those of the coming features, the rest is
     one block.
     """
@@ -316,7 +316,7 @@ class _BlockNetwork(_EagleNetwork):
         tokens_BT, self.lead = self.runner.open_pending(blocks)
         slots = len(self.masks) + 1
         self.known = tokens_BT.shape[1] - slots
-        block = _block_behind(self.known, slots, self.causal, self.runner.device)
+        block = block_behind(self.known, slots, self.causal, self.runner.device)
         bound = self.runner.bind(block)
         states_BSH, _ = self.runner.call(
             ("forward", bound.name), bound.run, tokens_BT, bound.inputs, self._features()
@@ -370,7 +370,7 @@ class _BlockNetwork(_EagleNetwork):
 
 
 @lru_cache(maxsize=64)
-def _block_behind(width: int, slots: int, causal: bool, device: torch.device) -> Block:
+def block_behind(width: int, slots: int, causal: bool, device: torch.device) -> Block:
     """The forward of `width` features, which attend to nothing, and one block, which attends to
     them and to itself.
     """
