@@ -245,7 +245,7 @@ def stories(options: PairOptions) -> Pair:
         batch_size=16,
         steps=5 * options.steps,
         eval_every=options.steps,
-        optim=Optim(lr=4e-3, warmup_steps=20),
+        optim=Optim(name="adamw", lr=4e-3, warmup_steps=20),
         seed=12,
     )
     shape = read_json(Path(options.target) / "config.json", "the config of a model")

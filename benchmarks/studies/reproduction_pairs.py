@@ -246,7 +246,7 @@ def _trained(
             eval_every=max(1, steps // 6),
             save_every=10 * steps,
             heldout_fraction=0.03,
-            optim=Optim(lr=rate, warmup_steps=max(1, steps // 20)),
+            optim=Optim(name="adamw", lr=rate, warmup_steps=max(1, steps // 20)),
             seed=3,
             device="cpu",
             **models,  # type: ignore[arg-type]

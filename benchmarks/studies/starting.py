@@ -169,7 +169,7 @@ def _train_donor(out: Path, place: str) -> None:
             steps=400,
             eval_every=400,
             heldout_fraction=0.01,
-            optim=Optim(lr=4e-3, warmup_steps=30),
+            optim=Optim(name="adamw", lr=4e-3, warmup_steps=30),
             device="cpu",
         )
     )
@@ -202,7 +202,7 @@ def _align(
             eval_every=steps,
             save_every=10 * steps,
             heldout_fraction=0.03,
-            optim=Optim(lr=rate, warmup_steps=max(1, steps // 20)),
+            optim=Optim(name="adamw", lr=rate, warmup_steps=max(1, steps // 20)),
             seed=seed,
             device="cpu",
         )
