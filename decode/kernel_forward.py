@@ -178,17 +178,7 @@ class KernelForward:
         self._step = _Step()
         self._layers = (_Layer * len(layers))()
         for place, layer in enumerate(layers):
-            self._layers[place] = _Layer(
-                qkv=_matrix(layer.qkv),
-                out=_matrix(layer.out),
-                gate_up=_matrix(layer.gate_up),
-                down=_matrix(layer.down),
-                norm=_address(layer.norm_D),
-                query_norm=_address(layer.query_norm_E),
-                key_norm=_address(layer.key_norm_E),
-                ffn_norm=_address(layer.ffn_norm_D),
-                mask=self.kinds.index(layer.kind),
-            )
+            self._layers[place] = _layer(layer, self.kinds.index(layer.kind))
         self._model = _Model(
             layers=self._layers,
             count=len(layers),
@@ -210,12 +200,16 @@ class KernelForward:
                 feature_normed=opening.feature_normed,
             )
             self._model.opening = ctypes.pointer(self._opening)
-        elif isinstance(embedding, PackedMatrix):
+        elif embedding is not None:
+            self._set_embedding(embedding)
+
+    def _set_embedding(self, embedding: PackedMatrix | Tensor) -> None:
+        if isinstance(embedding, PackedMatrix):
             self._model.embedding = _address(embedding.values)
             self._model.embedding_packed = True
             self._model.embedding_kind = embedding.kind
             self._model.vocabulary = embedding.outputs
-        elif embedding is not None:
+        else:
             self._model.embedding = _address(embedding)
             self._model.vocabulary = len(embedding)
 
@@ -279,6 +273,21 @@ class KernelForward:
                 f"a token outside 0..{self._model.vocabulary - 1}, the vocabulary of the embedding"
             )
         return logits_BqV, [states[wanted.index(number)] for number in numbers]
+
+
+def _layer(layer: Layer, mask: int) -> _Layer:
+    """mask: which of the step's masks the layer takes."""
+    return _Layer(
+        qkv=_matrix(layer.qkv),
+        out=_matrix(layer.out),
+        gate_up=_matrix(layer.gate_up),
+        down=_matrix(layer.down),
+        norm=_address(layer.norm_D),
+        query_norm=_address(layer.query_norm_E),
+        key_norm=_address(layer.key_norm_E),
+        ffn_norm=_address(layer.ffn_norm_D),
+        mask=mask,
+    )
 
 
 def _matrix(product: FusedLinear | None) -> _Matrix:
