@@ -103,7 +103,7 @@ def pages(root: Path) -> list[Evidence]:
         evidence.recipe(
             which,
             results_of(root, "real-recipe"),
-            {pair: kept(root, f"recipes-{pair}") for pair in PAIRS},
+            {"stories": kept(root, "recipes-stories")},
         ),
         evidence.how_fast(kept(root, "real-drafts-speed"), kept(root, "real-speed")),
         evidence.objectives({pair: kept(root, f"objectives-{pair}") for pair in PAIRS}, longer),
