@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 EAGLE = KEPT[0]
 BUDGET = Budget(
     kind="eagle",
+    optimizer="adamw",
     fresh=True,
     parameters=EAGLE.parameters,
     target_parameters=EAGLE.target_parameters,
@@ -29,7 +30,7 @@ BUDGET = Budget(
 )
 
 
-@pytest.mark.parametrize("series", KEPT, ids=lambda series: series.kind)
+@pytest.mark.parametrize("series", KEPT, ids=lambda series: f"{series.kind} {series.optimizer}")
 def test_what_is_kept_is_in_the_results(series):
     file = ROOT / "docs" / "results" / f"{series.file}.json.xz"
     document = json.loads(lzma.decompress(file.read_bytes()))
@@ -88,6 +89,11 @@ def test_nothing_is_said_where_no_kept_run_is_near(changed):
     assert budget_lines(budget, 1.5) == [
         "pays: from 1.50 tokens per call on chain:2 here (its step was timed)"
     ]
+
+
+def test_only_runs_of_the_same_optimizer_are_near():
+    (line,) = budget_lines(replace(BUDGET, optimizer="muon", steps=300), None)
+    assert "muon" in line and "adamw" not in line
 
 
 def test_a_budget_far_below_all_kept_runs_is_told_what_those_took():

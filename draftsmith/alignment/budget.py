@@ -31,6 +31,7 @@ class Budget:
     """A training to come. parameters: of the draft that is trained. passes: over the answers."""
 
     kind: str
+    optimizer: str
     fresh: bool
     parameters: int
     target_parameters: int
@@ -48,6 +49,7 @@ class Budget:
         per_step = config.train["rows_per_step"]
         return cls(
             kind=run.kind,
+            optimizer=run.optim.name or "muon",
             fresh=facts.fresh_head,
             parameters=parameter_count(draft),
             target_parameters=facts.target_parameters,
@@ -62,6 +64,7 @@ class Budget:
         """Whether kept runs are of this kind and size, and some as long."""
         return (
             self.fresh
+            and self.optimizer == series.optimizer
             and (self.kind, self.rows, self.temperature) == (series.kind, series.rows, 1.0)
             and _alike(self.parameters, series.parameters)
             and _alike(self.target_parameters, series.target_parameters)
