@@ -147,7 +147,7 @@ def _fastest(timed: Sequence[_Timed], index: int) -> _Timed:
 
 def _prefer_smaller_loss(results: ResultsTable, timed: Sequence[_Timed]) -> _Timed:
     """Return the setting of highest merit, or another draft's that is not measurably slower and
-    loses less OOD.
+    measurably loses less OOD.
     """
     ordered = sorted(timed, key=lambda other: other.merit)
     best = max(timed, key=lambda other: other.merit)
@@ -156,7 +156,10 @@ def _prefer_smaller_loss(results: ResultsTable, timed: Sequence[_Timed]) -> _Tim
 
     def gain(one: _Timed) -> float:
         row = results.gain(one.setting.draft, "ood")
-        return (row["value"] or 0.0) if row else 0.0
+        if row is None or row["low"] is None or row["high"] is None:
+            return 0.0
+        # A change that may be none decides nothing.
+        return 0.0 if row["low"] <= 0 <= row["high"] else row["value"] or 0.0
 
     def as_fast(one: _Timed) -> bool:
         low = _quotient(results, best.speedups, one.speedups)["low"]

@@ -20,12 +20,13 @@ TREES = ("chain:2", "kary:2,1")
 def timed(
     speeds: dict[tuple[str, str, str, float], tuple[float, float | None, float | None]],
     busy: bool = False,
+    ood: float = 0.1,
 ) -> Results:
     """Results on prose and code at T = 0 and 1 whose speedups are given by draft, tree, set and
     temperature.
     """
     found = made_up(
-        {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, trees=TREES, verifiers=("exact",)
+        {"base": BASE, "mine": {"id": 0.2, "ood": ood}}, BOTH, trees=TREES, verifiers=("exact",)
     )
 
     def speed(row: Any) -> tuple[float, float | None, float | None]:
@@ -90,6 +91,16 @@ def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_
     assert dict(head.cells)["code (OOD), T = 1"].endswith(
         "Fastest there: base with kary:2,1 and exact, 1.90 [1.80, 2.00]."
     )
+
+
+def test_a_loss_out_of_distribution_decides_only_if_it_is_measurable():
+    alike = everywhere("mine", "chain:2", *FAST) | everywhere("base", "chain:2", *(1.35, 1.2, 1.5))
+    shipped = []
+    for ood in (-0.05, -0.001):
+        setting = decide(timed(alike, ood=ood)).setting
+        assert setting is not None
+        shipped.append(setting.draft)
+    assert shipped == ["base", "mine"]
 
 
 def test_a_draft_is_shipped_for_the_sets_on_which_it_pays():
