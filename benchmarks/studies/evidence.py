@@ -175,9 +175,14 @@ def how_much(results: Results) -> Evidence:
     )
 
 
-def recipe(before: Results, after: Results, small: Mapping[str, Sequence[Document]]) -> Evidence:
+def recipe(
+    before: Results,
+    after: Results,
+    speeds: Sequence[Document],
+    small: Mapping[str, Sequence[Document]],
+) -> Evidence:
     """Return the tables of Muon beside AdamW. before, after: drafts of SmolLM2, the second in half
-    of the steps. small: the runs of each small pair (`recipes.py`).
+    of the steps. speeds: of the second. small: the runs of each small pair (`recipes.py`).
     """
     rows = []
     for draft in after.drafts:

@@ -103,6 +103,7 @@ def pages(root: Path) -> list[Evidence]:
         evidence.recipe(
             which,
             results_of(root, "real-recipe"),
+            kept(root, "real-recipe-speed"),
             {"stories": kept(root, "recipes-stories")},
         ),
         evidence.how_fast(kept(root, "real-drafts-speed"), kept(root, "real-speed")),

@@ -336,7 +336,9 @@ RECIPE = ("pruned", "eagle3", "eagle", "dspark")
 
 
 def recipe(study: Study) -> None:
-    """Train drafts with Muon for half of the steps of `which`, and measure them as there."""
+    """Train drafts with Muon for half of the steps of `which`, measure them as there, and time
+    them.
+    """
     drafts = {}
     for name in RECIPE:
         config = DRAFTS[name](study)
@@ -351,6 +353,9 @@ def recipe(study: Study) -> None:
     results = evaluate(study.evaluation(study.seeded("recipe"), drafts, "chat"))
     _keep(study, study.seeded("recipe"))
     sys.stdout.write(drafts_table(results))
+    rows = real_speed.every_draft(study, [f"{name}-recipe" for name in RECIPE], "recipe-speed")
+    _keep(study, "recipe-speed")
+    sys.stdout.write(f"\n{real_tables.draft_speeds(rows)}\n")
 
 
 # Piece: speed.
@@ -365,7 +370,7 @@ def speed(study: Study) -> None:
 
 def drafts_speed(study: Study) -> None:
     """Time every draft that is there with the same trees."""
-    rows = real_speed.every_draft(study, list(DRAFTS))
+    rows = real_speed.every_draft(study, list(DRAFTS), "drafts-speed")
     _keep(study, "drafts-speed")
     sys.stdout.write(f"\n{real_tables.draft_speeds(rows)}\n")
 

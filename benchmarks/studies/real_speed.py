@@ -115,9 +115,8 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
     return found
 
 
-def every_draft(study: Study, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Speed of every draft that is there, with the same chain and tree, in
-    OUT/drafts-speed/results.json.
+def every_draft(study: Study, names: Sequence[str], piece: str) -> list[dict[str, Any]]:
+    """Speed of every draft that is there, with the same chain and tree, in OUT/PIECE/results.json.
 
     Rounds alternate between all of them and the target alone; each has other chats. Speeds are
     medians of the rounds, over the target alone in the same round; the prompt's forward is not
@@ -167,7 +166,7 @@ def every_draft(study: Study, names: Sequence[str]) -> list[dict[str, Any]]:
                 "over_alone": over,
             }
             rows.append(row | {"tokens_per_s": median(by_round)})
-    place = study.out / "drafts-speed" / "results.json"
+    place = study.out / piece / "results.json"
     place.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(place, rows)
     return rows

@@ -87,7 +87,7 @@ def draft_speeds(rows: Sequence[Mapping[str, Any]]) -> str:
         by_way = [cells[draft, tree, at] for at in temperatures for tree in trees]
         lines.append(
             [
-                NAMES[draft],
+                NAMES[draft.removesuffix("-recipe")],
                 *(f"{number(way['over_alone'], 2)} ({number(way['tau'], 2)})" for way in by_way),
             ]
         )
