@@ -197,7 +197,12 @@ def recipe(
         for which in ("AdamW, 624 steps", "Muon, 312 steps")
         for what in ("alpha chat", "alpha elsewhere", "tau chat")
     ]
-    sections = {"SmolLM2, every set, Muon, 312 steps": real_tables.acceptance(after, "draft", 1.0)}
+    sections = {
+        "SmolLM2, every set, Muon, 312 steps": real_tables.acceptance(after, "draft", 1.0),
+        "SmolLM2, speed over the target alone (tokens per call), Muon, 312 steps": (
+            real_tables.draft_speeds(speeds)
+        ),
+    }
     for pair, runs in small.items():
         sections[f"{pair}, held-out alpha by step"] = recipe_tables.curves(runs)
         sections[f"{pair}, alpha by set"] = recipe_tables.by_set(runs)
