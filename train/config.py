@@ -237,9 +237,6 @@ class TrainConfig(RunOptions, TargetOptions):
             refuse_unused(self, {"temperature": "`ce` has none"})
         if self.head.features is None:
             refuse_unused(self.head, {"features_gib": "it limits head.features"}, "head.")
-        fresh_head = head and self.draft is None
-        if self.optim.name not in (None, "muon") or (self.optim.name is None and not fresh_head):
-            refuse_unused(self.optim, {"muon_lr": "it is for optim.name muon"}, "optim.")
         known = _HEAD_OPTIONS[self.kind] | {"features", "features_gib"}
         for key, value in vars(self.head).items():
             if value is not None and key not in known:

@@ -30,7 +30,7 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith_core.options import configured, identity as identity_options, places
+from draftsmith_core.options import configured, identity as identity_options, places, refuse_unused
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.ranks import is_main, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance, read_record
@@ -40,7 +40,7 @@ from draftsmith_core.signals import StopSignal, Terminated
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import checkpoint, draft_setup
 from train.batches import collate
-from train.config import TrainConfig
+from train.config import Optim, TrainConfig
 from train.data import (
     Examples,
     divide,
@@ -155,6 +155,7 @@ def _load_job(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
         objective = custom_objective(loss, config.temperature)
     wandb_runs.check_tracker(config.tracker)
     world = make_world(config)
+    config = replace(config, optim=_with_name(config, zero=world.zero))
     tokenizer = _tokenizer(config)
     options: Any = loading(config) | {"device": str(world.device)}
     target = load_model(config.target, **options) if config.target else None
@@ -170,7 +171,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, job.target, job.training)
     _check(job, draft)
-    job = _with_optimizer(job, draft)
+    job = _with_rate(job, draft)
     source = None if loss is None else loss_digest(loss)
     job = replace(job, identity=_identity(job, draft) | {"loss_source": source})
     if is_main():
@@ -183,25 +184,31 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     return _Prepared(job, trainee)
 
 
-def _with_optimizer(job: TrainingJob, draft: Draft) -> TrainingJob:
-    """Choose optimizer and rate where the options leave them open; say what was chosen and what
-    Muon takes.
-    """
+def _with_name(config: TrainConfig, *, zero: bool) -> Optim:
+    """Choose the optimizer where the options leave it open."""
+    optim = config.optim
+    # DeepSpeed shares matrices in pieces, which Muon cannot train.
+    muon = draft_setup.is_untrained(config.draft) and not zero
+    name = optim.name or ("muon" if muon else "adamw")
+    if name != "muon":
+        refuse_unused(optim, {"muon_lr": f"the optimizer is {name}"}, "optim.")
+    return replace(optim, name=name)
+
+
+def _with_rate(job: TrainingJob, draft: Draft) -> TrainingJob:
+    """Choose the rate where the options leave it open; say it, and what Muon takes."""
     optim = job.config.optim
     trained = sum(each.numel() for each in draft.parameters() if each.requires_grad)
-    # DeepSpeed shares matrices in pieces, which Muon cannot train.
-    muon = draft_setup.is_untrained(job.config.draft) and not job.world.zero
-    name = optim.name or ("muon" if muon else "adamw")
     lr = optim.lr or usual_rate(trained, taught=job.objective.needs_target)
     if optim.lr is None:
         say(f"train: optim.lr {lr:g}, as usual for {trained:,} trained parameters")
-    if name == "muon":
+    if optim.name == "muon":
         taken = sum(each.numel() for each in hidden_matrices(draft))
         say(
             f"train: Muon trains {taken:,} parameters at {optim.muon_lr:g}, AdamW "
             f"{trained - taken:,} at {lr:g}"
         )
-    chosen = replace(optim, name=name, lr=lr)
+    chosen = replace(optim, lr=lr)
     return replace(job, config=replace(job.config, optim=chosen))
 
 
