@@ -10,6 +10,7 @@ features, S slots of a block, D hidden size, E head size, N positions, P slots o
 or 1, V vocabulary of the head.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ from decode.kernel_forward import (
     HeadInputs,
     KernelForward,
     Layer,
+    LayerMaker,
     Opening,
     Sizes,
 )
@@ -56,7 +58,7 @@ class _Parts:
         )
 
 
-def head_forward(model: nn.Module, packs: Packs) -> "HeadForward | BlockHeadForward | None":
+def head_forward(model: nn.Module, packs: Packs) -> "HeadForward | None":
     """Return the kernel's forward of a head wrapped as `model`; None without the kernel, and for
     other heads.
     """
@@ -68,12 +70,13 @@ def head_forward(model: nn.Module, packs: Packs) -> "HeadForward | BlockHeadForw
     # Torch multiplies 16 bits slowly on a CPU.
     if not large and parameters[0].dtype == torch.float32:
         return None
-    parts = _PARTS[type(head)](head, packs)
+    parts = _PARTS[type(head)](head, LayerMaker(packs, any_size=True, dtype=torch.float32))
     if packs.owned:
         packs.prepare(head)
     if not parts.packed:
         return None
-    return (BlockHeadForward if isinstance(head, BlockHead) else HeadForward)(model, parts)
+    kind = BlockHeadForward if isinstance(head, BlockHead) else EagleForward
+    return kind(model, parts)
 
 
 def _is_plain(head: Any) -> bool:
@@ -88,7 +91,7 @@ def _is_plain(head: Any) -> bool:
     return has_table(head.rotary, head.config.head_dim)
 
 
-def _eagle(head: EagleHead, packs: Packs) -> _Parts:
+def _eagle(head: EagleHead, maker: LayerMaker) -> _Parts:
     layer: Any = head.layers[0]
     projection = head.borrowed.projection
     # Only a target that gave its weights to the decoders has them packed already.
@@ -98,67 +101,37 @@ def _eagle(head: EagleHead, packs: Packs) -> _Parts:
         module = projection.module
         logits = FusedLinear([module], module.place.matrix, torch.float32)
     return _Parts(
-        layers=[_layer(layer, packs, 0)],
-        opening=Opening(fc=_fused(packs, "fc", head.fc)),
+        layers=[maker.layer(layer, 0, _KIND, first_norm=None)],
+        opening=Opening(fc=maker.fused("fc", head.fc)),
         norm_D=None,
         logits=logits,
     )
 
 
-def _eagle3(head: Eagle3Head, packs: Packs) -> _Parts:
+def _eagle3(head: Eagle3Head, maker: LayerMaker) -> _Parts:
     layer = head.midlayer
     opening = Opening(
-        embedding_norm_D=_vector(layer.input_layernorm),
-        feature_norm_D=_vector(layer.hidden_norm),
+        embedding_norm_D=maker.vector(layer.input_layernorm),
+        feature_norm_D=maker.vector(layer.hidden_norm),
         feature_normed=layer.norm_before_residual,
     )
     return _Parts(
-        layers=[_layer(layer, packs, 0)],
+        layers=[maker.layer(layer, 0, _KIND, first_norm=None)],
         opening=opening,
-        norm_D=_vector(head.norm),
+        norm_D=maker.vector(head.norm),
         raw_state=not head.config.norm_output,
-        logits=_fused(packs, "lm_head", head.lm_head),
+        logits=maker.fused("lm_head", head.lm_head),
     )
 
 
-def _block(head: BlockHead, packs: Packs) -> _Parts:
+def _block(head: BlockHead, maker: LayerMaker) -> _Parts:
     layers = []
     for index, layer in enumerate(head.layers):
-        plain = _layer(layer, packs, index)
-        layers.append(replace(plain, norm_D=_vector(layer.input_layernorm)))
-    return _Parts(layers=layers, opening=Opening(), norm_D=_vector(head.norm))
+        layers.append(maker.layer(layer, index, _KIND, layer.input_layernorm))
+    return _Parts(layers=layers, opening=Opening(), norm_D=maker.vector(head.norm))
 
 
-def _layer(layer: Any, packs: Packs, index: int) -> Layer:
-    """Return a decoder layer without its first norm."""
-    attention = layer.self_attn
-    mlp = layer.mlp
-    normed = hasattr(attention, "q_norm")
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return Layer(
-        kind=_KIND,
-        norm_D=None,
-        qkv=_fused(packs, f"{index}.qkv", *projections),
-        query_norm_E=_vector(attention.q_norm) if normed else None,
-        key_norm_E=_vector(attention.k_norm) if normed else None,
-        out=_fused(packs, f"{index}.out", attention.o_proj),
-        ffn_norm_D=_vector(layer.post_attention_layernorm),
-        gate_up=_fused(packs, f"{index}.gate_up", mlp.gate_proj, mlp.up_proj),
-        down=_fused(packs, f"{index}.down", mlp.down_proj),
-    )
-
-
-def _fused(packs: Packs, name: str, *linears: nn.Module) -> FusedLinear:
-    matrix = packs.matrix(name, linears, any_size=True)
-    return FusedLinear(linears, matrix, torch.float32)
-
-
-def _vector(norm: Any) -> Tensor:
-    weight: Tensor = norm.weight
-    return weight.detach().float().contiguous()
-
-
-_PARTS: dict[type, Callable[[Any, Packs], _Parts]] = {
+_PARTS: dict[type, Callable[[Any, LayerMaker], _Parts]] = {
     EagleHead: _eagle,
     Eagle3Head: _eagle3,
     DFlashHead: _block,
@@ -167,9 +140,21 @@ _PARTS: dict[type, Callable[[Any, Packs], _Parts]] = {
 }
 
 
-class _Forward:
-    """What the forwards of heads share. Made for one `generate` call, because it holds the head's
-    tensors. `dtype`: of masks and cache.
+@dataclass(frozen=True)
+class _Step:
+    """One forward of a head behind `place`. features_BtD: those that wait at the model."""
+
+    tokens_Bq: Tensor
+    positions_Rq: Tensor
+    rotary_N2E: Tensor
+    masks: Mapping[str, Tensor | None]
+    place: CachePlace
+    features_BtD: Tensor
+
+
+class HeadForward(ABC):
+    """Run one head, as `LeanForward` runs a model. Made for one `generate` call, because it holds
+    the head's tensors. `dtype`: of masks and cache.
     """
 
     dtype = torch.float32
@@ -201,24 +186,6 @@ class _Forward:
             raw_state=parts.raw_state,
         )
 
-    def _place(self, cache: TreeCache, batch: int) -> CachePlace:
-        return cache.place(batch, self.sizes.groups, self.sizes.size, self._like)
-
-    def _features(self) -> Tensor:
-        features_BqD: Tensor = self._model.features_BTH
-        return features_BqD.to(self.dtype).contiguous()
-
-
-def _spans(batch: int, tokens: int) -> Iterator[slice]:
-    """Parts of prompts that fit into one call."""
-    step = max(1, MOST_TOKENS // batch)
-    for begin in range(0, tokens, step):
-        yield slice(begin, min(begin + step, tokens))
-
-
-class HeadForward(_Forward):
-    """Run an EAGLE or EAGLE-3 head, as `LeanForward` runs a model."""
-
     def run(
         self,
         tokens_Bq: Tensor,
@@ -231,118 +198,124 @@ class HeadForward(_Forward):
         *,
         prefill: bool = False,
     ) -> Forwarded:
-        """Return logits `[B, kept, V]` and the head's features `[B, q, D]` of one forward behind
-        `cache.column`; see `LeanForward.run`. The features that it reads wait at the model.
+        """Return logits `[B, k, V]`, and the head's features `[B, q, D]` for each number in
+        `hidden_layers`, of one forward behind `cache.column`; see `LeanForward.run`. The features
+        that it reads wait at the model.
 
-        prefill: a prompt, whose features the caller does not need.
+        prefill: a prompt, of which nothing is returned.
         """
-        rotary_N2E = self.rotary.up_to(top_position)
-        batch, queries = tokens_Bq.shape
-        embedded_BqD = self._head.embedded(tokens_Bq, self.dtype).contiguous()
-        inputs = HeadInputs(embedded_BqD, self._features())
-        place = self._place(cache, batch)
+        step = _Step(
+            tokens_Bq=tokens_Bq,
+            positions_Rq=positions_Rq,
+            rotary_N2E=self.rotary.up_to(top_position),
+            masks=masks,
+            place=cache.place(len(tokens_Bq), self.sizes.groups, self.sizes.size, self._like),
+            features_BtD=self._model.features_BTH.to(self.dtype).contiguous(),
+        )
         if prefill:
-            self._prefill(tokens_Bq, positions_Rq, rotary_N2E, place, inputs)
-            nothing = self._like.new_empty(batch, 0, 0)
-            return nothing, (nothing,) * len(hidden_layers)
-        kept = min(keep_logits or queries, queries)
+            self._prefill(step)
+            logits = features = self._like.new_empty(len(tokens_Bq), 0, 0)
+        else:
+            queries = tokens_Bq.shape[1]
+            logits, features = self._forward(step, min(keep_logits or queries, queries))
+        return logits, (features,) * len(hidden_layers)
+
+    @abstractmethod
+    def _prefill(self, step: _Step) -> None:
+        """Cache a prompt."""
+
+    @abstractmethod
+    def _forward(self, step: _Step, kept: int) -> tuple[Tensor, Tensor]:
+        """Logits of the last `kept` queries, and features."""
+
+
+def _spans(batch: int, tokens: int) -> Iterator[slice]:
+    """Parts of prompts that fit into one call."""
+    size = max(1, MOST_TOKENS // batch)
+    for begin in range(0, tokens, size):
+        yield slice(begin, min(begin + size, tokens))
+
+
+class EagleForward(HeadForward):
+    """Run an EAGLE or EAGLE-3 head."""
+
+    def _embedded(self, tokens_Bq: Tensor) -> Tensor:
+        embedded_BqD: Tensor = self._head.embedded(tokens_Bq, self.dtype)
+        return embedded_BqD.contiguous()
+
+    def _forward(self, step: _Step, kept: int) -> tuple[Tensor, Tensor]:
         projected = self._parts.logits is not None
         logits_BkV, states = self._kernel.run(
-            tokens_Bq,
-            positions_Rq,
-            rotary_N2E,
-            masks,
-            place,
+            step.tokens_Bq,
+            step.positions_Rq,
+            step.rotary_N2E,
+            step.masks,
+            step.place,
             kept if projected else 0,
             [1],
-            inputs,
+            HeadInputs(self._embedded(step.tokens_Bq), step.features_BtD),
         )
         features_BqD = states[0].to(self._model.dtype)
         if projected:
             logits_BkV = self._head.borrowed.projection.finish(logits_BkV)
         else:
             logits_BkV = self._head.logits(features_BqD[:, -kept:])
-        return logits_BkV, (features_BqD,) * len(hidden_layers)
+        return logits_BkV, features_BqD
 
-    def _prefill(
-        self,
-        tokens_BT: Tensor,
-        positions_1T: Tensor,
-        rotary_N2E: Tensor,
-        place: CachePlace,
-        inputs: HeadInputs,
-    ) -> None:
-        """Cache the tokens of prompts, some positions at a time."""
-        assert inputs.embedded_BqD is not None and inputs.features_BqD is not None
-        for span in _spans(*tokens_BT.shape):
+    def _prefill(self, step: _Step) -> None:
+        embedded_BTD = self._embedded(step.tokens_Bq)
+        for span in _spans(*step.tokens_Bq.shape):
             queries = span.stop - span.start
             hidden_qP = self._like.new_full((queries, span.stop), -torch.inf)
             self._kernel.run(
-                tokens_BT[:, span],
-                positions_1T[:, span],
-                rotary_N2E,
+                step.tokens_Bq[:, span],
+                step.positions_Rq[:, span],
+                step.rotary_N2E,
                 {_KIND: hidden_qP.triu(span.start + 1)[None, None]},
-                replace(place, column=span.start),
+                replace(step.place, column=span.start),
                 0,
                 [],
                 HeadInputs(
-                    embedded_BqD=inputs.embedded_BqD[:, span].contiguous(),
-                    features_BqD=inputs.features_BqD[:, span].contiguous(),
+                    embedded_BqD=embedded_BTD[:, span].contiguous(),
+                    features_BqD=step.features_BtD[:, span].contiguous(),
                 ),
             )
 
 
-class BlockHeadForward(_Forward):
-    """Run a block drafter, as `LeanForward` runs a model. The first tokens are those of the
-    features that wait at the model, the rest is one block.
+class BlockHeadForward(HeadForward):
+    """Run a block drafter. The first tokens are those of the features, the rest is one block. In
+    the place of logits are the states `[B, k, D]` of the slots that draft.
     """
 
-    def run(
-        self,
-        tokens_Bq: Tensor,
-        positions_Rq: Tensor,
-        top_position: int,
-        masks: Mapping[str, Tensor | None],
-        cache: TreeCache,
-        keep_logits: int = 0,
-        hidden_layers: Sequence[int] = (),
-        *,
-        prefill: bool = False,
-    ) -> Forwarded:
-        """Cache the features; return, in the place of logits, the states `[B, k, D]` of the slots
-        that draft.
-        """
-        rotary_N2E = self.rotary.up_to(top_position)
-        batch, queries = tokens_Bq.shape
-        features_BtD = self._features()
-        known = features_BtD.shape[1]
-        place = self._place(cache, batch)
-        for span in _spans(batch, known):
+    def _prefill(self, step: _Step) -> None:
+        for span in _spans(*step.features_BtD.shape[:2]):
             self._kernel.run(
-                tokens_Bq[:, span],
-                positions_Rq[:, span],
-                rotary_N2E,
+                step.tokens_Bq[:, span],
+                step.positions_Rq[:, span],
+                step.rotary_N2E,
                 {_KIND: None},
-                replace(place, column=place.column + span.start),
+                replace(step.place, column=step.place.column + span.start),
                 0,
                 [],
-                HeadInputs(embedded_BqD=None, features_BqD=features_BtD[:, span].contiguous()),
+                HeadInputs(embedded_BqD=None, features_BqD=step.features_BtD[:, span].contiguous()),
             )
-        if known == queries:
-            return features_BtD[:, :0], ()
-        mask = masks[_KIND]
+
+    def _forward(self, step: _Step, kept: int) -> tuple[Tensor, Tensor]:
+        self._prefill(step)
+        known = step.features_BtD.shape[1]
+        mask = step.masks[_KIND]
         assert mask is not None
-        block_BS = tokens_Bq[:, known:]
+        block_BS = step.tokens_Bq[:, known:]
         embedded_BSD = self._head.borrowed.embed(block_BS, self.dtype).contiguous()
         _, states = self._kernel.run(
             block_BS,
-            positions_Rq[:, known:],
-            rotary_N2E,
+            step.positions_Rq[:, known:],
+            step.rotary_N2E,
             {_KIND: mask[:, :, known:]},
-            replace(place, column=place.column + known),
+            replace(step.place, column=step.place.column + known),
             0,
             [len(self._parts.layers)],
             HeadInputs(embedded_BqD=embedded_BSD, features_BqD=None),
         )
         drafting_BkD: Tensor = self._head.slots(states[0].to(self._model.dtype))
-        return drafting_BkD, ()
+        return drafting_BkD, states[0]

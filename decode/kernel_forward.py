@@ -8,19 +8,19 @@ heads, P slots the attention reads, N positions, V vocabulary.
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode.cache import CachePlace
 from decode.native import Kernel, PackedMatrix
-from decode.packed_weights import FusedLinear
+from decode.packed_weights import FusedLinear, Packs
 
 # Logits, and the hidden states of the layers asked for.
 Forwarded: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
-# Above so many tokens of one forward, torch multiplies a model's matrices, and the kernel takes a
-# head's prompt in parts.
+# Limit of tokens per forward: above it, torch multiplies a model's matrices, and a head reads its
+# prompt in parts.
 MOST_TOKENS = 256
 # From this many parameters on, matrices of any size are packed: a forward is then one call of the
 # kernel.
@@ -60,6 +60,49 @@ class Layer:
     def packed(self) -> bool:
         products = (self.qkv, self.out, self.gate_up, self.down)
         return all(product.matrix is not None for product in products)
+
+
+@dataclass(frozen=True)
+class LayerMaker:
+    """Turns modules of a model into what its forward multiplies. packs: None for torch. any_size:
+    pack small matrices too. dtype: of products.
+    """
+
+    packs: Packs | None
+    any_size: bool
+    dtype: torch.dtype
+
+    def fused(self, name: str, *linears: nn.Module) -> FusedLinear:
+        """Linear layers with the same input; `name`: key of their matrix in the model."""
+        matrix = None
+        if self.packs is not None:
+            matrix = self.packs.matrix(name, linears, any_size=self.any_size)
+        return FusedLinear(linears, matrix, self.dtype)
+
+    def vector(self, norm: Any) -> Tensor:
+        """The weight of a norm."""
+        weight: Tensor = norm.weight
+        return weight.detach().to(self.dtype).contiguous()
+
+    def layer(self, layer: Any, index: int, kind: str, first_norm: Any) -> Layer:
+        """A decoder layer of LLaMA, Qwen 2 or Qwen 3. first_norm: None if it reads its input as it
+        is.
+        """
+        attention = layer.self_attn
+        mlp = layer.mlp
+        normed = hasattr(attention, "q_norm")
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        return Layer(
+            kind=kind,
+            norm_D=None if first_norm is None else self.vector(first_norm),
+            qkv=self.fused(f"{index}.qkv", *projections),
+            query_norm_E=self.vector(attention.q_norm) if normed else None,
+            key_norm_E=self.vector(attention.k_norm) if normed else None,
+            out=self.fused(f"{index}.out", attention.o_proj),
+            ffn_norm_D=self.vector(layer.post_attention_layernorm),
+            gate_up=self.fused(f"{index}.gate_up", mlp.gate_proj, mlp.up_proj),
+            down=self.fused(f"{index}.down", mlp.down_proj),
+        )
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,11 @@ from decode.kernel_forward import (
     Forwarded,
     KernelForward,
     Layer,
+    LayerMaker,
     Sizes,
 )
 from decode.native import PackedMatrix, four_bit_state, kernel
-from decode.packed_weights import FusedLinear, PackedEmbedding, PackedLinear, Packs, is_four_bits
+from decode.packed_weights import PackedEmbedding, PackedLinear, Packs, is_four_bits
 from decode.rotary_table import RotaryTable, has_table
 from drafts.draft_vocabulary import draft_vocabulary, to_target
 from draftsmith_core.models import vocabulary_size
@@ -121,8 +122,9 @@ class LeanForward:
         large = sum(weight.numel() for weight in weights) >= SMALLEST_MODEL
         four_bits = any(four_bit_state(weight) is not None for weight in weights)
         self._any_size = self.dtype != self._state_dtype or four_bits or (silu and large)
-        self.norm_D = self._vector(body.norm)
-        self.head = self._fused("head", head)
+        maker = LayerMaker(packs, self._any_size, self.dtype)
+        self.norm_D = maker.vector(body.norm)
+        self.head = maker.fused("head", head)
         # Of a trimmed draft: the tokens of the head's rows.
         self._ids_D = draft_vocabulary(model)
         self._vocabulary = vocabulary_size(model)
@@ -131,8 +133,9 @@ class LeanForward:
         windowed = getattr(config, "sliding_window", None) is not None
         kind = "sliding_attention" if windowed else "full_attention"
         kinds = getattr(config, "layer_types", None) or [kind] * len(body.layers)
-        layers = enumerate(body.layers[: config.num_hidden_layers])
-        self.layers = [self._layer(index, layer, kinds[index]) for index, layer in layers]
+        self.layers: list[Layer] = []
+        for index, layer in enumerate(body.layers[: config.num_hidden_layers]):
+            self.layers.append(maker.layer(layer, index, kinds[index], layer.input_layernorm))
         tied = head._parameters["weight"] is self.embedding._parameters["weight"]
         packed = self.head.matrix is not None and all(layer.packed for layer in self.layers)
         table = self._embedding_table(tied) if packed and silu else None
@@ -146,32 +149,6 @@ class LeanForward:
                 head=self.head,
                 embedding=table,
             )
-
-    def _layer(self, index: int, layer: Any, kind: str) -> Layer:
-        attention = layer.self_attn
-        mlp = layer.mlp
-        normed = hasattr(attention, "q_norm")
-        return Layer(
-            kind=kind,
-            norm_D=self._vector(layer.input_layernorm),
-            qkv=self._fused(f"{index}.qkv", attention.q_proj, attention.k_proj, attention.v_proj),
-            query_norm_E=self._vector(attention.q_norm) if normed else None,
-            key_norm_E=self._vector(attention.k_norm) if normed else None,
-            out=self._fused(f"{index}.out", attention.o_proj),
-            ffn_norm_D=self._vector(layer.post_attention_layernorm),
-            gate_up=self._fused(f"{index}.gate_up", mlp.gate_proj, mlp.up_proj),
-            down=self._fused(f"{index}.down", mlp.down_proj),
-        )
-
-    def _vector(self, norm: Any) -> Tensor:
-        weight: Tensor = norm.weight
-        return weight.to(self.dtype).contiguous()
-
-    def _fused(self, name: str, *linears: nn.Linear) -> FusedLinear:
-        matrix = None
-        if self._packs is not None:
-            matrix = self._packs.matrix(name, linears, any_size=self._any_size)
-        return FusedLinear(linears, matrix, self.dtype)
 
     def _embedding_table(self, tied: bool) -> PackedMatrix | Tensor | None:
         """Return the embedding as the kernel reads it, packed or in fp32."""

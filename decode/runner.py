@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from decode.cache import TreeCache
-from decode.head_forward import BlockHeadForward, HeadForward, head_forward
+from decode.head_forward import HeadForward, head_forward
 from decode.kernel_forward import Forwarded
 from decode.llama_forward import LeanForward, lean_forward
 from decode.packed_weights import Packs
@@ -102,10 +102,7 @@ class Block:
         return view if view.device.type == "cpu" else view.contiguous()
 
 
-Lean = LeanForward | HeadForward | BlockHeadForward
-
-
-def _lean_forward(model: nn.Module, packs: Packs | None) -> Lean | None:
+def _lean_forward(model: nn.Module, packs: Packs | None) -> LeanForward | HeadForward | None:
     if packs is None:
         return None
     if isinstance(model, PreTrainedModel):

@@ -72,7 +72,7 @@ class Results(ResultsTable):
             ood_sets=self.domains("ood"),
             temperatures=self.temperatures,
             methods=self.methods,
-            copying=[name for name in self.drafts if self.copies(name) or self.joins(name)],
+            copying=[draft for draft in self.drafts if self.copies_first(draft)],
         )
         unmet = []
         for requirement in [Requirement.parse(text) for text in requirements]:

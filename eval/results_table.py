@@ -42,7 +42,7 @@ class ResultsTable:
     def aligned(self) -> list[str]:
         """Names of the drafts that are models and are compared with the base."""
         others = [draft for draft in self.drafts if draft != self.base]
-        return [draft for draft in others if not (self.copies(draft) or self.joins(draft))]
+        return [draft for draft in others if not self.copies_first(draft)]
 
     @property
     def compared(self) -> bool:
@@ -52,6 +52,10 @@ class ResultsTable:
     def copies(self, draft: str) -> bool:
         """Whether a draft is a method without weights."""
         return self.document["models"][draft]["parameters"] == 0
+
+    def copies_first(self, draft: str) -> bool:
+        """Whether a draft copies from the text, alone or before a model drafts."""
+        return self.copies(draft) or self.joins(draft)
 
     def joins(self, draft: str) -> bool:
         """Whether lookup comes before the model of a draft."""

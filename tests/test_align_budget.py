@@ -14,7 +14,7 @@ from draftsmith.alignment.kept_runs import KEPT
 from tests.tiny_models import stirred_head, tiny_llama
 
 ROOT = Path(__file__).parents[1]
-# EAGLE-1, of which runs of 39 to 624 steps are kept.
+# EAGLE-1: kept runs of 39 to 624 steps.
 EAGLE = KEPT[0]
 BUDGET = Budget(
     kind="eagle",

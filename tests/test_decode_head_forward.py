@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import SpeculativeDecoder
-from decode.head_forward import BlockHeadForward, HeadForward
+from decode.head_forward import BlockHeadForward, EagleForward
 from decode.native import kernel
 from decode.packed_weights import packs_of, take_over
 from decode.propose.head_proposers import BlockAsModel, HeadAsModel, HeadProposer, block_behind
@@ -114,7 +114,7 @@ def outputs(head: Any, fast: bool) -> list[Tensor]:
     """Logits and features of pending tokens and of a tree, behind ragged prompts."""
     model: Any = HeadAsModel(head)
     runner = Runner(model, {"full_attention": None}, None, packs_of(model) if fast else None)
-    assert isinstance(runner._lean, HeadForward) == fast
+    assert isinstance(runner._lean, EagleForward) == fast
     random = torch.Generator().manual_seed(3)
 
     def features(*shape: int) -> Tensor:
@@ -237,7 +237,7 @@ def test_a_head_that_it_does_not_know_runs_its_own_forward(kind):
 @pytest.mark.parametrize("tree", ["chain:3", "kary:3,2"])
 def test_sixteen_bits_draft_and_change_nothing(monkeypatch, name, tree):
     calls = []
-    kind = BlockHeadForward if name in BLOCKS else HeadForward
+    kind = BlockHeadForward if name in BLOCKS else EagleForward
     plain = kind.run
 
     def counted(self: Any, *inputs: Any, **options: Any) -> Any:

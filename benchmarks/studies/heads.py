@@ -12,6 +12,7 @@ and remakes the tables of docs/results/block-drafters.md.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,22 +103,28 @@ def run(options: Options) -> None:
             config = config_of(options, pair, kind, 1, steps, f"{kind}-{SECONDS}")
             trained(config)
             drafts.append(config.out)
+    evaluate(evaluation(options, pair, [Path(place).name for place in drafts], TREES))
+
+
+def evaluation(
+    options: PairOptions, pair: Pair, drafts: Sequence[str], trees: list[str]
+) -> EvalConfig:
+    """Measure the drafts OUT/drafts/NAME on the sets of their pair, without speeds."""
+    out = Path(options.out)
     sets = [f"{domain}={out / 'prompts' / domain}.jsonl" for domain in pair.domains]
-    evaluate(
-        EvalConfig(
-            target=pair.target,
-            draft=[f"{Path(place).name}={place}" for place in drafts],
-            id=sets[:1],
-            ood=sets[1:3],
-            out=str(out / "eval"),
-            tree=TREES,
-            prompt_tokens=pair.prompt_tokens,
-            max_prompts=min(options.prompts, PROMPTS[options.pair]),
-            max_new_tokens=options.new_tokens,
-            speed_prompts=0,
-            batch_size=32,
-            device="cpu",
-        )
+    return EvalConfig(
+        target=pair.target,
+        draft=[f"{name}={out / 'drafts' / name}" for name in drafts],
+        id=sets[:1],
+        ood=sets[1:3],
+        out=str(out / "eval"),
+        tree=trees,
+        prompt_tokens=pair.prompt_tokens,
+        max_prompts=min(options.prompts, PROMPTS[options.pair]),
+        max_new_tokens=options.new_tokens,
+        speed_prompts=0,
+        batch_size=32,
+        device="cpu",
     )
 
 

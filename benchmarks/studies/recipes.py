@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.heads import PROMPTS, config_of
+from benchmarks.studies.heads import config_of, evaluation
 from benchmarks.studies.objectives_data import PAIRS, Pair, PairOptions, distilled, run_of, trained
 from draftsmith_core.command_line import parse
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import write_json_atomic
-from eval.config import EvalConfig
 from eval.evaluate import evaluate
-from eval.results import Results
 from train.config import Optim, TrainConfig
 
 COMMAND = "benchmarks/studies/recipes.py"
@@ -89,33 +87,13 @@ def run(options: Options) -> None:
                         "curve": curve(Path(made.out)),
                     }
                 )
-    results = measured(options, pair, [row["draft"] for row in rows])
+    # Without a decoding loop.
+    config = evaluation(options, pair, [row["draft"] for row in rows], ["none"])
+    results = evaluate(replace(config, temperature=[1.0]))
     for row in rows:
         for place in ("id", "ood"):
             row[place] = results.figure("alpha", row["draft"], place, 1.0)
     write_json_atomic(out / "results.json", rows)
-
-
-def measured(options: Options, pair: Pair, drafts: list[str]) -> Results:
-    """Alpha of all drafts at temperature 1, without a decoding loop."""
-    out = Path(options.out)
-    sets = [f"{domain}={out / 'prompts' / domain}.jsonl" for domain in pair.domains]
-    return evaluate(
-        EvalConfig(
-            target=pair.target,
-            draft=[f"{name}={out / 'drafts' / name}" for name in drafts],
-            id=sets[:1],
-            ood=sets[1:3],
-            out=str(out / "eval"),
-            temperature=[1.0],
-            tree=["none"],
-            prompt_tokens=pair.prompt_tokens,
-            max_prompts=min(options.prompts, PROMPTS[options.pair]),
-            max_new_tokens=options.new_tokens,
-            batch_size=32,
-            device="cpu",
-        )
-    )
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ def _alike(one: int, other: int) -> bool:
 
 def untrained(models: LoadedModels, config: AlignConfig, run: TrainConfig) -> Draft:
     """Return the draft before its training: the one that was given, or a fresh head."""
-    for draft in models.drafts.values():
-        return draft
+    if models.drafts:
+        return next(iter(models.drafts.values()))
     size = config.train.get("draft_vocab_size")
     if run.kind == "eagle3" and size is not None:
         return Eagle3Head.fresh(models.target, draft_vocab=range(size)).eval()

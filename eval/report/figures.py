@@ -388,7 +388,7 @@ def cost_figure(results: ResultsTable, look: Look) -> Figure | None:
     domains = results.domains()
     lines = []
     # A copied token costs no call of a draft.
-    drafts = [name for name in results.drafts if not (results.copies(name) or results.joins(name))]
+    drafts = [name for name in results.drafts if not results.copies_first(name)]
     for draft in drafts:
         lines += [_CostLine.of(results, draft, domain, method) for domain in domains]
     # As far as this machine's most costly draft, so that its mark stands beside a line.
