@@ -38,9 +38,10 @@ from drafts.load import (
     load_models,
 )
 from draftsmith.detokenizer import Detokenizer, Piece
-from draftsmith.drafting import DraftingMethod, choose_method, read_documents, reads_drafts
+from draftsmith.drafting import DraftingMethod, choose_method, reads_drafts
 from draftsmith.given_prompts import OnePrompt, PromptEncoder
 from draftsmith.transformers_names import takes_their_names
+from draftsmith_core.documents import read_documents
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import dtype_name, eos_ids, fingerprint
 from draftsmith_core.options import AtLeast1, SamplingOptions, Seed, options

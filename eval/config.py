@@ -55,8 +55,9 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Target model: a local directory or hub name."""
     draft: Named
     """Drafts to compare, each MODEL or NAME=MODEL: a language model, the directory of a head,
-    `mtp` (the target's own MTP layer), prompt_lookup, which needs no weights, or
-    prompt_lookup+MODEL: lookup, and the model where it finds nothing.
+    `mtp` (the target's own MTP layer), or a method without weights: prompt_lookup, lookahead,
+    retrieval:FILE (FILE as --datastore of decode), and prompt_lookup+MODEL: lookup, and the model
+    where it finds nothing. Lookahead has its own tree and no alpha.
     """
     id: Named
     """Prompt sets in distribution, each PROMPTS, NAME=PROMPTS, @SUITE, or @SUITE:FILE for local
@@ -128,8 +129,9 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     target: str
     """Target model: a local directory or hub name."""
     draft: str
-    """Draft: a language model or the directory of a head; or prompt_lookup, which needs no weights,
-    or prompt_lookup+DRAFT: lookup, and the draft where it finds nothing. These two need --out.
+    """Draft: a language model or the directory of a head; or, with --out, prompt_lookup, lookahead,
+    retrieval:FILE (FILE as --datastore of decode), or prompt_lookup+DRAFT: lookup, and the draft
+    where it finds nothing.
     """
     prompts: str
     """Prompts like those that you will serve."""

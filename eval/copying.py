@@ -16,22 +16,43 @@ import torch
 from torch import Tensor
 
 from decode import PROPOSERS, LookupFirst, PromptLookupProposer, Tree, TreeShape
+from decode.propose.lookup_first import LEAST_MATCH
 from decode.propose.network_proposer import NetworkProposer
 from decode.propose.protocol import Proposer
-from decode.propose.text_proposer import Trie
+from decode.propose.text_proposer import TextProposer, Trie
+from decode.suffix_index import SuffixIndex
 from decode.tree import chain
 from drafts.load import Draft, LoadedModels, kind_of
+from draftsmith_core.documents import read_documents
+from draftsmith_core.tokenization import Tokenizer
 from eval.acceptance import Continuation
 from eval.method import is_copying, is_joined
 from eval.predict import Floats, Traces
 from eval.schema import JOINED
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CopyingDraft:
-    """A method of drafting without weights. kind: its name in `PROPOSERS`."""
+    """A method of drafting without weights. kind: its name in `PROPOSERS`. index: what retrieval
+    drafts from.
+    """
 
     kind: str
+    index: SuffixIndex | None = None
+
+    @classmethod
+    def of(cls, source: str, tokenizer: Tokenizer) -> "CopyingDraft":
+        """Return the draft of a source; read the text of `retrieval:FILE`."""
+        kind, _, file = source.partition(":")
+        index = SuffixIndex.build(read_documents(file, tokenizer)) if file else None
+        return cls(kind, index)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether what it proposes follows from the text. Lookahead's window also depends on the
+        steps before.
+        """
+        return self.kind != "lookahead"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +73,7 @@ def loaded_drafts(sources: Mapping[str, str], pair: LoadedModels) -> dict[str, A
         by_source.setdefault(sources[name].removeprefix(JOINED), draft)
     for name, source in sources.items():
         if is_copying(source):
-            drafts[name] = CopyingDraft(source)
+            drafts[name] = CopyingDraft.of(source, pair.tokenizer)
         elif is_joined(source):
             drafts[name] = JoinedDraft(by_source[source.removeprefix(JOINED)])
         else:
@@ -70,12 +91,21 @@ def model_of(draft: AnyDraft) -> Draft | None:
 def proposer_of(draft: AnyDraft) -> Proposer:
     """Return the proposer that drafts as `draft` does."""
     if isinstance(draft, CopyingDraft):
-        return PROPOSERS[draft.kind].make(None)
+        return PROPOSERS[draft.kind].make(draft.index)
     if isinstance(draft, JoinedDraft):
         proposer = PROPOSERS[kind_of(draft.model)].make(draft.model)
         assert isinstance(proposer, NetworkProposer)
         return LookupFirst(proposer)
     return PROPOSERS[kind_of(draft)].make(draft)
+
+
+def copier_of(draft: CopyingDraft | JoinedDraft) -> TextProposer:
+    """Return what copies for a draft."""
+    if isinstance(draft, JoinedDraft):
+        return PromptLookupProposer(min_ngram=LEAST_MATCH)
+    copier = proposer_of(draft)
+    assert isinstance(copier, TextProposer)
+    return copier
 
 
 def copies_fit(tree: TreeShape) -> bool:
@@ -102,14 +132,12 @@ class CopiedTexts:
     tokens_DPL: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
     @classmethod
-    def of(
-        cls, texts: Sequence[Continuation], depths: int, lookup: PromptLookupProposer
-    ) -> "CopiedTexts":
+    def of(cls, texts: Sequence[Continuation], depths: int, copier: TextProposer) -> "CopiedTexts":
         longest = max(len(text.output_ids) for text in texts)
         tokens_DPL = np.full((depths, len(texts), longest), -1)
         tree = chain(depths)
         for i, text in enumerate(texts):
-            row = lookup.row(text.prompt_ids)
+            row = copier.row(text.prompt_ids)
             for root, token in enumerate(text.output_ids):
                 trie = Trie(tree)
                 row.draft(trie)
@@ -127,14 +155,14 @@ def copied_traces(
     place_N: Tensor,
     depths: int,
     rules: Sequence[str],
-    lookup: PromptLookupProposer,
+    copier: TextProposer,
 ) -> Traces:
-    """Return the traces of prompt lookup on texts whose target distributions are `p_NV`.
+    """Return the traces of what copies, on texts whose target distributions are `p_NV`.
 
     row, place: text and token of each position. rules: those of `ranks_needed`; on a chain each
     accepts the one candidate alike.
     """
-    tokens_DPL = CopiedTexts.of(texts, depths, lookup).tokens_DPL
+    tokens_DPL = CopiedTexts.of(texts, depths, copier).tokens_DPL
     lengths_P = np.array([len(text.output_ids) for text in texts])
     x_PL = np.full(tokens_DPL.shape[1:], -2)
     for i, text in enumerate(texts):

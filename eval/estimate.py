@@ -21,9 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from decode import Tree
-from decode.propose.lookup_first import LEAST_MATCH
 from decode.propose.network import fit_vocabulary
-from decode.propose.prompt_lookup import PromptLookupProposer
 from drafts.heads import Head
 from drafts.load import Draft
 from draftsmith_core.errors import RunError
@@ -38,6 +36,7 @@ from eval.copying import (
     CopyingDraft,
     JoinedDraft,
     copied_traces,
+    copier_of,
     copies_fit,
     joined_traces,
     model_of,
@@ -263,7 +262,8 @@ class _Reader:
     ) -> Traces:
         """Return the traces of a draft. traces_of: those of the models, by id."""
         own = traces_of.get(id(model_of(draft)))
-        if own is not None and not isinstance(draft, JoinedDraft):
+        if not isinstance(draft, CopyingDraft | JoinedDraft):
+            assert own is not None
             return own
         copied = copied_traces(
             batch.rows,
@@ -272,7 +272,7 @@ class _Reader:
             batch.place_N,
             self.depths,
             list(self.ranks),
-            PromptLookupProposer() if own is None else PromptLookupProposer(min_ngram=LEAST_MATCH),
+            copier_of(draft),
         )
         return copied if own is None else joined_traces(copied, own)
 
@@ -444,10 +444,16 @@ def measure_alphas(
         observers[step.name] = partial(root_sums, step, counts, seed)
     if diagnose:
         observers["diagnosis"] = partial(diagnosis_of, sampling, seed)
-    traces, observed = read_traces(
-        target, drafts, rows, sampling, methods, observers=observers, seed=seed, **options
-    )
+    readable: dict[str, AnyDraft] = {}
     measured: dict[str, AlphaMeasurement] = {}
+    for name, draft in drafts.items():
+        if isinstance(draft, CopyingDraft) and not draft.reads_text:
+            measured[name] = _not_read(len(rows))
+        else:
+            readable[name] = draft
+    traces, observed = read_traces(
+        target, readable, rows, sampling, methods, observers=observers, seed=seed, **options
+    )
     for name, read in traces.items():
         predicted: dict[str, PredictedCounts] = {}
         for method in methods:
@@ -474,6 +480,21 @@ def measure_alphas(
             _add_sources(measurement, read)
         measured[name] = measurement
     return measured
+
+
+def _not_read(texts: int) -> AlphaMeasurement:
+    """Return the measurement of a draft at no position."""
+    zeros = [0.0] * texts
+    return AlphaMeasurement(
+        sum=zeros,
+        greedy=zeros,
+        match=zeros,
+        missing=zeros,
+        count=[0] * texts,
+        roots={},
+        predicted={},
+        diagnosis=None,
+    )
 
 
 def _is_read(draft: AnyDraft, method: Method) -> bool:

@@ -116,7 +116,6 @@ def _document(
     request = work.request
     setting = rows.Setting(
         suites=work.suites,
-        drafts=list(request.drafts),
         base=request.base,
         temperatures=list(dict.fromkeys(request.config.temperature)),
         methods=request.methods,
@@ -181,7 +180,7 @@ def _load(request: EvalRequest) -> _Loaded:
     drafts = loaded_drafts(request.drafts, pair)
     for name, draft in drafts.items():
         try:
-            for method in request.methods:
+            for method in request.methods[name]:
                 decoder_of(pair.target, draft, method)
         except ValueError as error:
             raise InputError(f"--draft {name}: {error}") from None

@@ -85,8 +85,8 @@ class Evaluation:
         warm.
         """
         request = self.request
-        timed = request.config.speed_prompts if request.methods else 0
-        runs = len(request.drafts) * len(request.methods)
+        timed = request.config.speed_prompts if request.asked else 0
+        runs = sum(map(len, request.methods.values()))
         total = 0
         for suite in self.suites:
             prompts = len(suite.prompts)
@@ -142,7 +142,7 @@ class Evaluation:
             measured.alphas[suite.name, temperature, name] = alpha
             self.advance(count, f"alpha: {where}")
         for name, draft in self.drafts.items():
-            for method in self.request.methods:
+            for method in self.request.methods[name]:
                 drafted = {"what": "decoding", "draft": identity(self.models[name])}
                 measured.decodings[suite.name, temperature, name, method] = self.cell(
                     decides | drafted | _identity(method),
@@ -158,13 +158,13 @@ class Evaluation:
         of the target.
         """
         steps: dict[str, RootStep] = {}
-        for method in self.request.methods:
+        for method in self.request.asked:
             step = RootStep.of(method)
             # At temperature 0 every lossless rule reaches the bound: the one token that the target
             # can take.
             if step is not None and not sampling.greedy:
                 steps[step.name] = step
-        methods = predicted_methods(self.request.methods, sampling.greedy)
+        methods = predicted_methods(self.request.asked, sampling.greedy)
         decides = decides | {
             "what": "alpha",
             "roots": list(steps),
@@ -198,7 +198,7 @@ class Evaluation:
 
     def _time(self, suite: Suite, sampling: Sampling) -> SpeedMeasurement:
         config = self.request.config
-        methods = self.request.methods
+        methods = self.request.asked
         # Figures of speed lead with the highest temperature and the first lossless method.
         costs_of = next((method for method in methods if method.lossless), None)
         hottest = sampling.temperature == max(config.temperature)
@@ -212,10 +212,10 @@ class Evaluation:
             "costs_of": None if costs_of is None else _identity(costs_of),
         }
         task = self._task(suite, sampling, 1, config.speed_prompts)
-        runs = 1 + len(self.drafts) * len(methods)
+        runs = 1 + sum(map(len, self.request.methods.values()))
         return self.cell(
             decides,
-            partial(task.speed, self.drafts, methods, costs_of),
+            partial(task.speed, self.drafts, self.request.methods, costs_of),
             f"timing: {suite.name}, T={sampling.temperature:g}",
             units=runs * len(task.prompts),
             who="main",

@@ -58,7 +58,7 @@ def model_row(name: str, model: Draft) -> ModelRow:
 def draft_row(source: str, draft: AnyDraft, target: ModelRow) -> ModelRow:
     """The facts of a draft: of a joined one, those of its model, as `JOINED` with its kind."""
     if isinstance(draft, CopyingDraft):
-        return _copying_row(draft, target)
+        return _copying_row(source, draft, target)
     if not isinstance(draft, JoinedDraft):
         return model_row(source, draft)
     row = model_row(source.removeprefix(JOINED), draft.model)
@@ -69,12 +69,12 @@ def draft_row(source: str, draft: AnyDraft, target: ModelRow) -> ModelRow:
     return row
 
 
-def _copying_row(draft: CopyingDraft, target: ModelRow) -> ModelRow:
-    """The facts of a method without weights."""
+def _copying_row(source: str, draft: CopyingDraft, target: ModelRow) -> ModelRow:
+    """The facts of a method without weights; the text that it drafts from, if any, is its name."""
     return ModelRow(
-        name=draft.kind,
+        name=source.removeprefix(f"{draft.kind}:"),
         kind=draft.kind,
-        fingerprint=draft.kind,
+        fingerprint=draft.kind if draft.index is None else draft.index.digest[:16],
         model_type=draft.kind,
         parameters=0,
         memory_bytes=0,

@@ -171,7 +171,7 @@ class Task:
     def speed(
         self,
         drafts: Mapping[str, AnyDraft],
-        methods: Sequence[Method],
+        methods: Mapping[str, Sequence[Method]],
         costs_of: Method | None = None,
         tick: Tick = no_tick,
     ) -> SpeedMeasurement:
@@ -185,7 +185,7 @@ class Task:
         load = os.getloadavg()[0]
         contenders = [Contender(SpeculativeDecoder(self.target))]
         for name, draft in drafts.items():
-            for method in methods:
+            for method in methods[name]:
                 decoder = decoder_of(self.target, draft, method)
                 contenders.append(Contender(decoder, name, method))
             # A copied token costs no forward of a draft.

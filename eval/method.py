@@ -1,21 +1,59 @@
 """A decoding method, as options name it."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 
-from decode import VERIFIERS, Tree, TreeShape, parse_tree
+from decode import VERIFIERS, Tree, TreeShape, default_tree, parse_tree
+from draftsmith_core.errors import InputError
 from draftsmith_core.io import read_tree_file
-from eval.schema import JOINED
+from eval.schema import JOINED, ModelRow
 
-# Sources of drafts that name a method without weights, unless a directory has the name.
-COPYING = ("prompt_lookup",)
+# How a source of drafts names a method without weights, unless a directory has the name.
+WEIGHTLESS = {
+    "prompt_lookup": "prompt_lookup",
+    "lookahead": "lookahead",
+    "retrieval": "retrieval:FILE",
+}
+# How alike a misspelt name is, from 0 to 1.
+_ALIKE = 0.8
+OWN_TREE = "its own"
+"""The tree of lookahead, which drafts no other."""
 
 
 def is_copying(source: str) -> bool:
     """Whether the source of a draft names a method without weights."""
-    return source in COPYING and not Path(source).is_dir()
+    kind, _, file = source.partition(":")
+    named = kind in WEIGHTLESS and bool(file) == (kind == "retrieval")
+    return named and not Path(source).is_dir()
+
+
+def is_lookahead(source: str) -> bool:
+    """Whether the source of a draft is lookahead, whose tree is its own and whose alpha is not
+    defined: what it proposes also depends on the steps before.
+    """
+    return source == "lookahead" and is_copying(source)
+
+
+def near_weightless(source: str) -> str | None:
+    """Return how to write the method without weights that a source is or nearly is; None if it is
+    none, or a path.
+    """
+    name = re.split("[:+]", source)[0]
+    near = [] if Path(source).exists() else get_close_matches(name, WEIGHTLESS, 1, _ALIKE)
+    return WEIGHTLESS[near[0]] if near else None
+
+
+def check_sources(sources: Iterable[str]) -> None:
+    """Raise InputError for a misspelt method without weights, else taken for a hub name."""
+    for source in sources:
+        model = source.removeprefix(JOINED) if is_joined(source) else source
+        near = None if is_copying(source) else near_weightless(model)
+        if near is not None:
+            raise InputError(f"--draft {source}: no such directory; did you mean {near}?")
 
 
 def is_joined(source: str) -> bool:
@@ -42,6 +80,11 @@ def models_of(drafts: Mapping[str, str]) -> dict[str, str]:
     return models
 
 
+def shape_of(tree: str) -> TreeShape:
+    """Return the tree that a spec, or `OWN_TREE`, stands for."""
+    return default_tree("lookahead") if tree == OWN_TREE else parse_tree(tree, read_tree_file)
+
+
 @dataclass(frozen=True)
 class Method:
     """A decoding method: a tree and the rule that verifies it."""
@@ -66,4 +109,29 @@ class Method:
     @cached_property
     def shape(self) -> TreeShape:
         """The tree itself, read once, because its file may change during the run."""
-        return parse_tree(self.tree, read_tree_file)
+        return shape_of(self.tree)
+
+
+def methods_of(source: str, methods: Sequence[Method]) -> list[Method]:
+    """Return the methods that a draft is decoded with, of those that are asked for: lookahead
+    drafts its own tree only.
+    """
+    if is_lookahead(source) and methods:
+        return [Method(OWN_TREE, "exact")]
+    return list(methods)
+
+
+def decode_options(model: ModelRow, tree: str) -> list[str]:
+    """Return the options of `decode` that draft this tree as a draft of an evaluation or a plan
+    does.
+    """
+    kind = model["kind"]
+    if model["parameters"]:
+        options = ["--draft", model["name"]]
+        if kind.startswith(JOINED):
+            options += ["--proposer", "prompt_lookup"]
+    else:
+        options = ["--proposer", kind]
+        if kind == "retrieval":
+            options += ["--datastore", model["name"]]
+    return options if tree == OWN_TREE else [*options, "--tree", tree]

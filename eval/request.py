@@ -4,7 +4,7 @@ that needs no model.
 Imports no torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,20 +15,24 @@ from draftsmith_core.prompt_rows import parse_named
 from draftsmith_core.settings import Sampling
 from draftsmith_core.suites import load_suite, suite_name
 from eval.config import EvalConfig
-from eval.method import Method, copies_first, is_copying
+from eval.method import Method, check_sources, copies_first, is_copying, is_lookahead, methods_of
 from eval.requirement import Requirement, Scope
 
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What an evaluation measures. Drafts and prompt sets map names to sources."""
+    """What an evaluation measures. Drafts and prompt sets map names to sources.
+
+    asked: the methods of the options. methods: those of each draft.
+    """
 
     config: EvalConfig
     drafts: dict[str, str]
     base: str
     id_sets: dict[str, str]
     ood_sets: dict[str, str]
-    methods: list[Method]
+    asked: list[Method]
+    methods: dict[str, list[Method]]
 
     @property
     def samplings(self) -> list[Sampling]:
@@ -83,11 +87,20 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
     return list(dict.fromkeys(methods))
 
 
+def _check_predicted(drafts: Mapping[str, str]) -> None:
+    for name, source in drafts.items():
+        if is_lookahead(source):
+            raise InputError(
+                f"--draft {name}={source}: has no alpha, so nothing is measured with --tree none"
+            )
+
+
 def check(config: EvalConfig) -> EvalRequest:
     """Parse the options. Raise InputError for those that no models can satisfy."""
     drafts = parse_named("--draft", config.draft)
     if "target" in drafts:
         raise InputError("--draft target=...: this name is the target's; use another")
+    check_sources(drafts.values())
     id_sets = _sets("--id", config.id)
     ood_sets = _sets("--ood", config.ood)
     if both := id_sets.keys() & ood_sets.keys():
@@ -107,14 +120,19 @@ def check(config: EvalConfig) -> EvalRequest:
             f"--tree auto: {plan} is missing; `draftsmith plan` with this draft makes it"
         )
     trees = [f"auto:{plan}" if spec == "auto" else tree_spec(spec) for spec in config.tree]
-    methods = [] if trees == ["none"] else _methods(trees, config.verifier)
+    asked = [] if trees == ["none"] else _methods(trees, config.verifier)
+    methods = {name: methods_of(source, asked) for name, source in drafts.items()}
+    if not asked:
+        _check_predicted(drafts)
     scope = Scope(
-        drafts=list(drafts),
         base=base,
         id_sets=list(id_sets),
         ood_sets=list(ood_sets),
         temperatures=config.temperature,
-        methods=[(method.tree, method.verifier) for method in methods],
+        methods={
+            name: [(method.tree, method.verifier) for method in each]
+            for name, each in methods.items()
+        },
         copying=[name for name, source in drafts.items() if copies_first(source)],
     )
     for text in config.require:
@@ -124,4 +142,4 @@ def check(config: EvalConfig) -> EvalRequest:
         if requirement.figure == "transfer" and not ood_sets:
             raise InputError(f"--require {text!r}: needs sets out of distribution; add --ood")
         requirement.places(scope)
-    return EvalRequest(config, drafts, base, id_sets, ood_sets, methods)
+    return EvalRequest(config, drafts, base, id_sets, ood_sets, asked, methods)

@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith_core.errors import InputError, nearest
@@ -24,15 +24,15 @@ FIGURES = ("alpha", "gain", "transfer", "tau", "tau_gain", "speedup")
 class Scope:
     """Names of what an evaluation measures, from which a requirement selects.
 
-    copying: the drafts that copy, alone or before a model.
+    methods: tree and verifier of each method, by draft. copying: the drafts that copy, alone or
+    before a model.
     """
 
-    drafts: Sequence[str]
     base: str
     id_sets: Sequence[str]
     ood_sets: Sequence[str]
     temperatures: Sequence[float]
-    methods: Sequence[tuple[str, str]]
+    methods: Mapping[str, Sequence[tuple[str, str]]]
     copying: Sequence[str] = ()
 
 
@@ -83,7 +83,7 @@ class Requirement:
         """Return the places whose figure is judged. Raise InputError if the requirement names
         something that the evaluation does not measure.
         """
-        judged = list(scope.drafts)
+        judged = list(scope.methods)
         if "draft" not in self.wanted:
             judged = [draft for draft in judged if draft not in scope.copying] or judged
         drafts = [draft for draft in judged if draft != scope.base]
@@ -99,15 +99,19 @@ class Requirement:
         if "domain" in self.wanted:
             kinds = ["id"] * bool(id_sets) + ["ood"] * bool(scope.ood_sets)
             domains = self._pick("domain", domains + kinds)
-        trees = self._pick("tree", [tree for tree, _ in scope.methods])
-        rules = self._pick("verifier", [rule for _, rule in scope.methods])
+        measured: list[tuple[str, str]] = []
+        for draft in drafts:
+            measured += scope.methods[draft]
+        trees = self._pick("tree", [tree for tree, _ in measured])
+        rules = self._pick("verifier", [rule for _, rule in measured])
         named = {f"{temperature:g}": temperature for temperature in scope.temperatures}
         temperatures = [named[text] for text in self._pick("T", list(named))]
-        methods: list[tuple[str | None, str | None]] = [(None, None)]
-        if self.figure in _PER_METHOD:
-            methods = [how for how in scope.methods if how[0] in trees and how[1] in rules]
         places = []
         for draft in drafts:
+            methods: list[tuple[str | None, str | None]] = [(None, None)]
+            if self.figure in _PER_METHOD:
+                each = scope.methods[draft]
+                methods = [how for how in each if how[0] in trees and how[1] in rules]
             for domain in domains:
                 for temperature in temperatures:
                     for tree, rule in methods:

@@ -66,12 +66,11 @@ class Results(ResultsTable):
         `results.require("alpha[code] >= 0.4")`.
         """
         scope = Scope(
-            drafts=self.drafts,
             base=self.base,
             id_sets=self.domains("id"),
             ood_sets=self.domains("ood"),
             temperatures=self.temperatures,
-            methods=self.methods,
+            methods={draft: self.methods_of(draft) for draft in self.drafts},
             copying=[draft for draft in self.drafts if self.copies_first(draft)],
         )
         unmet = []

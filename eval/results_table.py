@@ -81,6 +81,15 @@ class ResultsTable:
         """Tree and verifier of every decoding method."""
         return [(method["tree"], method["verifier"]) for method in self.document["methods"]]
 
+    def methods_of(self, draft: str) -> list[tuple[str, str]]:
+        """Tree and verifier of every method that a draft was decoded with."""
+        place = Place(draft, self.domains()[0], self.top_temperature)
+        return [
+            (tree, verifier)
+            for tree, verifier in self.methods
+            if ("tau", place._replace(tree=tree, verifier=verifier)) in self._index
+        ]
+
     def domains(self, kind: SuiteKind | None = None) -> list[str]:
         """Names of the prompt sets, of one kind or of both, ID first."""
         return [suite["name"] for suite in self.document["suites"] if kind in (None, suite["kind"])]
@@ -143,23 +152,23 @@ class ResultsTable:
         _check_measured("domain", domain, [*self.domains(), *self.kinds])
         _check_measured("temperature", temperature, self.temperatures)
         place = Place(draft, domain, temperature)
-        if figure in self._methods_of and draft != TARGET:
-            tree, verifier = self._method(figure, tree, verifier)
+        if (figure, draft) in self._methods_of and draft != TARGET:
+            tree, verifier = self._method(figure, draft, tree, verifier)
             place = place._replace(tree=tree, verifier=verifier)
         return self._index.get((figure, place), [])
 
-    def _method(self, figure: str, tree: Name, verifier: Name) -> tuple[str, str]:
+    def _method(self, figure: str, draft: str, tree: Name, verifier: Name) -> tuple[str, str]:
         """Complete the name of a method. A decoded method goes before a predicted one."""
         fit = [
             method
-            for method in self._methods_of[figure]
+            for method in self._methods_of[figure, draft]
             if tree in (None, method[0]) and verifier in (None, method[1])
         ]
         decoded = [method for method in fit if method in self.methods]
         fit = decoded or fit
         if len(fit) != 1:
             wanted = " ".join(filter(None, (tree, verifier))) or "no tree named"
-            listed = ", ".join(map(" ".join, fit or self.methods))
+            listed = ", ".join(map(" ".join, fit or self.methods_of(draft)))
             problem = "several fit:" if fit else "not measured; there are"
             raise InputError(f"{wanted}: {problem} {listed}")
         return fit[0]
@@ -234,11 +243,14 @@ class ResultsTable:
         return index
 
     @cached_property
-    def _methods_of(self) -> dict[str, dict[tuple[str, str], None]]:
-        methods: dict[str, dict[tuple[str, str], None]] = {}
+    def _methods_of(self) -> dict[tuple[str, str], dict[tuple[str, str], None]]:
+        """By figure and draft."""
+        decoded = {draft: self.methods_of(draft) for draft in self.drafts}
+        methods: dict[tuple[str, str], dict[tuple[str, str], None]] = {}
         for figure, place in self._index:
             if place.tree is not None and place.verifier is not None:
-                known = methods.setdefault(figure, dict.fromkeys(self.methods))
+                key = (figure, place.draft)
+                known = methods.setdefault(key, dict.fromkeys(decoded.get(place.draft, ())))
                 known[place.tree, place.verifier] = None
         return methods
 

@@ -5,6 +5,7 @@ A new figure is one `group.row(...)` here, and its meaning in definitions.yaml.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -130,15 +131,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Setting:
-    """Suites, drafts and methods of an evaluation, and how its intervals are drawn."""
+    """Suites of an evaluation, methods by draft, and how its intervals are drawn."""
 
     suites: Sequence[Suite]
-    drafts: Sequence[str]
     base: str
     temperatures: Sequence[float]
-    methods: Sequence[Method]
+    methods: Mapping[str, Sequence[Method]]
     bootstrap: int
     seed: int
+
+    @property
+    def all_methods(self) -> list[Method]:
+        """The methods of all drafts, the base's first."""
+        return list(dict.fromkeys(chain(self.methods[self.base], *self.methods.values())))
 
     def groups(self) -> Iterator[Group]:
         """Every suite by itself, then all of a kind pooled; each at every temperature."""
@@ -185,11 +190,12 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
 
     home = {group.temperature: group for group in setting.groups() if group.domain == "id"}
     for group in setting.groups():
-        for draft in setting.drafts:
+        for draft in setting.methods:
             here = gain(group, draft)
             yield group.row("alpha", draft, estimate(here.new, group.picks))
             yield group.row("alpha_per_prompt", draft, here.new.mean_per_prompt)
-            yield group.row("positions", draft, here.new.denominator_P.sum())
+            positions = here.new.denominator_P.sum()
+            yield group.row("positions", draft, positions)
             parts = group.parts(measured.alphas, draft)
             for figure, key in ALPHAS.items():
                 yield group.row(figure, draft, estimate(ratio(parts, key, "count"), group.picks))
@@ -207,7 +213,7 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             yield group.row("gain", draft, difference(here.new, here.base, group.picks))
             # What was not aligned transfers nothing.
             copies = "offered" in parts[0] or "copied" in parts[0]
-            if group.kind == "ood" and not copies:
+            if group.kind == "ood" and positions and not copies:
                 gain_id = gain(home[group.temperature], draft)
                 yield group.row("transfer", draft, transfer(gain_id, here))
 
@@ -215,15 +221,16 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
 def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     """tau, accept@d and counts of every draft, group and method."""
     for group in setting.groups():
-        for method in setting.methods:
-            base = group.parts(measured.decodings, setting.base, method)
-            base_tau = ratio(base, "emitted", "target_calls")
-            for draft in setting.drafts:
+        for method in setting.all_methods:
+            drafts = [draft for draft, methods in setting.methods.items() if method in methods]
+            for draft in drafts:
                 parts = group.parts(measured.decodings, draft, method)
                 tau = ratio(parts, "emitted", "target_calls")
                 yield group.row("tau", draft, estimate(tau, group.picks), method)
                 yield group.row("tau_per_prompt", draft, tau.mean_per_prompt, method)
-                if draft != setting.base:
+                if draft != setting.base and setting.base in drafts:
+                    base = group.parts(measured.decodings, setting.base, method)
+                    base_tau = ratio(base, "emitted", "target_calls")
                     gain = difference(tau, base_tau, group.picks)
                     yield group.row("tau_gain", draft, gain, method)
                 mcsd = estimate(ratio(parts, "accepted", "depth_sum"), group.picks)
@@ -266,10 +273,10 @@ def _identical(group: Group, parts: Sequence[Any], draft: str, method: Method) -
 def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     """tau and accept@d as predicted without decoding, on every group (law 10)."""
     for group in setting.groups():
-        for draft in setting.drafts:
+        for draft in setting.methods:
             alphas = group.parts(measured.alphas, draft)
             alpha = ratio(alphas, "sum", "count").pooled
-            for method in predicted_methods(setting.methods, group.temperature == 0):
+            for method in predicted_methods(setting.methods[draft], group.temperature == 0):
                 if any(method.name not in part["predicted"] for part in alphas):
                     continue
                 parts = [part["predicted"][method.name] for part in alphas]
@@ -372,11 +379,11 @@ def counts(setting: Setting, measured: Measured) -> list[Counts]:
             "stopped": [reason == "stop" for reason in baseline["finish_reason"]],
         }
         rows.append(_counts("target", Place(TARGET, suite, temperature), target, tuple(target)))
-        for draft in setting.drafts:
+        for draft in setting.methods:
             alphas = measured.alphas[suite, temperature, draft]
             place = Place(draft, suite, temperature)
             rows.append(_counts("alpha", place, alphas, ("sum", "count")))
-            for method in setting.methods:
+            for method in setting.methods[draft]:
                 decoded = measured.decodings[suite, temperature, draft, method]
                 place = Place(draft, suite, temperature, method.tree, method.verifier)
                 keys = [key for key in (*COUNTED, *COUNTED_BY_DEPTH, *BY_SOURCE) if key in decoded]
@@ -453,7 +460,7 @@ def assemble(
     for make in (alpha_rows, decoding_rows, prediction_rows, speed_rows, cost_rows):
         rows += make(setting, measured)
     methods = []
-    for method in setting.methods:
+    for method in setting.all_methods:
         names = {"tree": method.tree, "shape": asdict(method.shape), "verifier": method.verifier}
         methods.append({**names, "lossless": method.lossless})
     return ResultsDocument(
@@ -462,7 +469,7 @@ def assemble(
         remarks=list(remarks),
         config=config,
         base=setting.base,
-        drafts=list(setting.drafts),
+        drafts=list(setting.methods),
         temperatures=list(setting.temperatures),
         methods=methods,
         models=models,

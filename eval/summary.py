@@ -62,7 +62,8 @@ def summary(results: ResultsTable) -> dict[str, Any]:
     for row in results.rows("alpha"):
         if row["domain"] in results.domains():
             alphas = _figure("alpha", row) | _figure("gain", results.beside(row, "gain"))
-            decoding = [_decoding(results, row, tree, rule) for tree, rule in results.methods]
+            methods = results.methods_of(row["draft"])
+            decoding = [_decoding(results, row, tree, rule) for tree, rule in methods]
             cells.append({**_place(row), "kind": row["kind"], **alphas, "decoding": decoding})
     transfers = []
     for row in results.rows("transfer"):

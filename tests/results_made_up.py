@@ -147,10 +147,9 @@ def made_up(
                 }
     setting = Setting(
         suites=sets,
-        drafts=list(gains),
         base=next(iter(gains)),
         temperatures=[0.0, 1.0],
-        methods=methods,
+        methods=dict.fromkeys(gains, methods),
         bootstrap=300,
         seed=0,
     )

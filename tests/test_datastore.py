@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from draftsmith.drafting import read_documents
+from draftsmith_core.documents import read_documents
 from draftsmith_core.errors import InputError
 
 

@@ -2,6 +2,7 @@
 share.
 """
 
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -191,6 +192,21 @@ def test_retrieval_keeps_the_most_frequent_prefixes():
     ]
     strict = RetrievalProposer(proposer.index, max_suffix=4, min_suffix=2)
     assert start(strict, [[8, 2]], parse_tree("chain:2")).propose(None).tokens_BM.tolist() == [[-1]]
+
+
+def test_a_retrieved_chain_is_the_beginning_of_a_longer_one():
+    """As predictions of several lengths from one reading take it."""
+    pick = random.Random(0)
+    documents = [pick.choices(range(4), k=60) for _ in range(8)]
+    proposer = RetrievalProposer(SuffixIndex.build(documents), max_suffix=2)
+    longest = 6
+    trees = [parse_tree(f"chain:{length}") for length in range(1, longest + 1)]
+    prompts = [[a, b] for a in range(4) for b in range(4)]
+    whole = start(proposer, prompts, trees[-1]).propose(None).tokens_BM
+    assert (whole >= 0).sum() > longest * len(prompts) / 2
+    for tree in trees:
+        found = start(proposer, prompts, tree).propose(None).tokens_BM
+        assert found.tolist() == whole[:, : tree.depth + 1].tolist()
 
 
 class Definition:

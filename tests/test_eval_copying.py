@@ -1,6 +1,7 @@
 """Prompt lookup in an evaluation: what it proposes along a text, and what is predicted of it."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from decode import PromptLookupProposer
+from drafts.load import load_models
 from draftsmith_core.errors import InputError, RequirementError
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling
@@ -17,7 +19,7 @@ from eval.config import EvalConfig
 from eval.copying import CopiedTexts, JoinedDraft, copied_traces
 from eval.estimate import measure_alphas
 from eval.evaluate import evaluate
-from eval.measuring import Task, continuations
+from eval.measuring import Task, answers, continuations
 from eval.method import Method, is_copying, models_of
 from eval.report.findings import lead
 from eval.request import check
@@ -44,21 +46,39 @@ def test_alpha_is_the_chance_of_the_copied_token_and_zero_without_one():
         place_N=torch.tensor([0, 1, 2, 0]),
         depths=2,
         rules=["exact"],
-        lookup=PromptLookupProposer(),
+        copier=PromptLookupProposer(),
     )
     assert traces.sums("alpha") == pytest.approx([0.55, 0.0])
     assert traces.sums("offers") == [3, 0]
     assert traces.values["ratio"][0].tolist() == [[1, 1, 0], [0, 0, 0]]
 
 
+def _write(path: Path, rows: Iterable[object]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture(scope="module")
 def results(target_dir, draft_dir, tmp_path_factory):
     root = tmp_path_factory.mktemp("copying")
-    rows = [{"id": str(i), "prompt": "a b c a b c a" + " d e" * i} for i in range(4)]
-    (root / "prose.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = ["a b c a b c a" + " d e" * i for i in range(4)]
+    _write(root / "prose.jsonl", [{"id": str(i), "prompt": text} for i, text in enumerate(texts)])
+    pair = load_models(str(target_dir))
+    prompts = [Prompt(str(i), "p", tuple(pair.tokenizer(texts[i])["input_ids"])) for i in range(2)]
+    store: list[object] = []
+    for temperature in (0.0, 1.0, 1.0):
+        sampling = Sampling(temperature=temperature)
+        for row in answers(pair.target, prompts, sampling, max_new_tokens=24, seed=len(store)):
+            store.append({"prompt_ids": row.prompt_ids, "response_ids": row.output_ids})
+    _write(root / "store.jsonl", store)
     config = EvalConfig(
         target=str(target_dir),
-        draft=["lookup=prompt_lookup", f"both=prompt_lookup+{draft_dir}", f"mine={draft_dir}"],
+        draft=[
+            "ahead=lookahead",
+            f"found=retrieval:{root / 'store.jsonl'}",
+            "lookup=prompt_lookup",
+            f"both=prompt_lookup+{draft_dir}",
+            f"mine={draft_dir}",
+        ],
         id=[f"prose={root / 'prose.jsonl'}"],
         out=str(root / "out"),
         tree=["chain:3", "kary:2,2"],
@@ -70,31 +90,51 @@ def results(target_dir, draft_dir, tmp_path_factory):
     return evaluate(config)
 
 
-def test_it_is_compared_like_a_draft_and_predicted_as_it_decodes(results):
+@pytest.mark.parametrize("draft", ["lookup", "found"])
+def test_it_is_compared_like_a_draft_and_predicted_as_it_decodes(results, draft):
     """Law 10: at temperature 0 the prediction is what is measured."""
     assert results.base == "mine" and results.aligned == []
-    assert results.document["models"]["lookup"]["parameters"] == 0
+    assert results.document["models"][draft]["parameters"] == 0
     for figure in ("accept", "tau"):
-        measured = results.series(figure, "lookup", "prose", 0.0, "chain:3")
-        predicted = results.series(f"{figure}_predicted", "lookup", "prose", 0.0, "chain:3")
+        measured = results.series(figure, draft, "prose", 0.0, "chain:3")
+        predicted = results.series(f"{figure}_predicted", draft, "prose", 0.0, "chain:3")
         pairs = list(zip(measured, predicted, strict=True))
         assert pairs and all(a["value"] == pytest.approx(b["value"]) for a, b in pairs)
-    same = results.figure("identical", "lookup", "prose", 0.0, "chain:3")
+    same = results.figure("identical", draft, "prose", 0.0, "chain:3")
     assert same["value"] == same["n"] == 4
     alpha, share, accepted = (
-        results.figure(name, "lookup", "prose", 1.0)["value"]
+        results.figure(name, draft, "prose", 1.0)["value"]
         for name in ("alpha", "offered", "alpha_offered")
     )
     assert 0 < share <= 1 and alpha == pytest.approx(share * accepted)
     # Only the first candidate of a place is read, so trees are measured, not predicted.
-    assert results.tau("lookup", "prose", 1.0, "kary:2,2")["value"] >= 1
-    predicted = [row for row in results.rows("tau_predicted") if row["draft"] == "lookup"]
+    assert results.tau(draft, "prose", 1.0, "kary:2,2")["value"] >= 1
+    predicted = [row for row in results.rows("tau_predicted") if row["draft"] == draft]
     assert all(row["tree"].startswith("chain:") for row in predicted)
-    run = results.figure("tau_run", "lookup", "prose", 1.0, "chain:3")
-    assert run["low"] <= results.tau("lookup", "prose", 1.0, "chain:3")["value"] <= run["high"]
-    assert results.speedup("lookup", "prose", 1.0, "chain:3")["value"] > 0
+    run = results.figure("tau_run", draft, "prose", 1.0, "chain:3")
+    assert run["low"] <= results.tau(draft, "prose", 1.0, "chain:3")["value"] <= run["high"]
+    assert results.speedup(draft, "prose", 1.0, "chain:3")["value"] > 0
     page = (results.directory / "report.html").read_text()
-    assert "Where lookup proposes" in page
+    assert "Where copying proposes" in page
+
+
+def test_lookahead_is_decoded_with_its_own_tree_and_has_no_alpha(results):
+    """Law 1; and law 3: alpha is over no position."""
+    same = results.figure("identical", "ahead", "prose", 0.0)
+    assert same["value"] == same["n"] == 4
+    assert results.methods_of("ahead") == [("its own", "exact")]
+    assert results.methods_of("mine") == [("chain:3", "speculative"), ("kary:2,2", "mcsd")]
+    tau = results.tau("ahead", "prose", 1.0)
+    assert tau["tree"] == "its own" and tau["value"] > 1 and tau["low"] < tau["high"]
+    assert results.speedup("ahead", "prose", 1.0)["value"] > 0
+    assert results.alpha("ahead", "prose", 1.0)["value"] is None
+    assert results.figure("positions", "ahead", "prose", 1.0)["value"] == 0
+    assert not [row for row in results.rows("tau_predicted", "tau_gain") if row["draft"] == "ahead"]
+    trees = {row["tree"] for row in results.rows("tau", "speedup") if row["draft"] != "ahead"}
+    assert trees == {"chain:3", "kary:2,2"}
+    results.require("tau[prose T=0 draft=ahead] >= 1")
+    with pytest.raises(InputError, match="tree 'chain:3' is not measured"):
+        results.require("tau[prose draft=ahead tree=chain:3] >= 1")
 
 
 @pytest.mark.parametrize("tree", ["chain:3", "kary:2,2"])
@@ -156,6 +196,8 @@ def test_a_requirement_is_of_trained_drafts_unless_it_names_the_method(results):
     ("draft", "words"),
     [
         ("lookup", "--proposer prompt_lookup --tree"),
+        ("found", "--proposer retrieval --datastore {found} --tree"),
+        ("ahead", "--proposer lookahead --verifier exact"),
         ("both", "--draft {mine} --proposer prompt_lookup --tree"),
     ],
 )
@@ -165,7 +207,9 @@ def test_the_command_that_decodes_with_it_names_the_method(results, draft, words
         row["value"], row["low"], row["high"] = speed
     head = lead(results)
     assert head.headline.startswith(f"Ship {draft}")
-    assert words.format(mine=results.document["models"]["mine"]["name"]) in head.command
+    models = results.document["models"]
+    sources = {name: models[name]["name"] for name in ("mine", "found")}
+    assert words.format(**sources) in head.command
 
 
 def test_a_directory_of_that_name_is_a_draft_and_a_method_is_no_base(tmp_path, monkeypatch):
@@ -182,6 +226,22 @@ def test_a_directory_of_that_name_is_a_draft_and_a_method_is_no_base(tmp_path, m
     assert is_copying("prompt_lookup")
     Path("prompt_lookup").mkdir()
     assert not is_copying("prompt_lookup") and check(config).base == "lookup"
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree", "message"),
+    [
+        ("lookup=prompt_lookups", "chain:2", "prompt_lookups: .* did you mean prompt_lookup?"),
+        ("prompt-lookup+d", "chain:2", "did you mean prompt_lookup?"),
+        ("found=retrieval", "chain:2", "did you mean retrieval:FILE?"),
+        ("both=prompt_lookup+look_ahead", "chain:2", "did you mean lookahead?"),
+        ("ahead=lookahead", "none", "ahead=lookahead: has no alpha"),
+    ],
+)
+def test_what_is_no_method_without_weights_is_refused(draft, tree, message):
+    config = EvalConfig(target="t", draft=["a=b", draft], id=["p.jsonl"], out="o", tree=[tree])
+    with pytest.raises(InputError, match=message):
+        check(config)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "dspark"])

@@ -157,9 +157,8 @@ def world(gain: float) -> tuple[Setting, Measured]:
                 "drawn_count": [2] * prompts,
             },
         }
-    return Setting(
-        [prose], ["base", "mine"], "base", [1.0], [Method("chain:2", "speculative")], 300, 0
-    ), measured
+    methods = dict.fromkeys(("base", "mine"), [Method("chain:2", "speculative")])
+    return Setting([prose], "base", [1.0], methods, 300, 0), measured
 
 
 def text_of(token: int) -> str:

@@ -221,29 +221,44 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     assert trees == ["chain:1", f"auto:{plan}"]
 
 
-@pytest.mark.parametrize(("lookup_first", "in_time"), [(False, True), (True, False)])
-def test_lookup_alone_and_before_a_draft_are_timed_not_predicted(
-    lookup_first, in_time, door, target_dir, draft_dir, prompts_file, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("source", "options", "in_time", "trees", "skipped"),
+    [
+        ("prompt_lookup", "--proposer prompt_lookup", True, 3, 0),
+        ("prompt_lookup+{draft}", "--draft {draft} --proposer prompt_lookup", False, 1, 13),
+        ("retrieval:{store}", "--proposer retrieval --datastore {store}", True, 3, 0),
+        ("lookahead", "--proposer lookahead", True, 1, 0),
+    ],
+)
+def test_what_copies_is_timed_not_predicted(
+    source,
+    options,
+    in_time,
+    trees,
+    skipped,
+    door,
+    target_dir,
+    draft_dir,
+    prompts_file,
+    tmp_path,
+    monkeypatch,
 ):
     monkeypatch.setattr("eval.planning.planner.LIMIT_S", 900.0 if in_time else 0.0)
     monkeypatch.setattr("eval.planning.planner.COPIED", ("chain:1", "chain:2", "kary:2,1,1"))
     common = ["--target", target_dir, "--prompts", prompts_file, "--prompt_tokens", 8]
     common += ["--max_new_tokens", 6, "--temperature", 0]
-    source = f"prompt_lookup+{draft_dir}" if lookup_first else "prompt_lookup"
-    words = ["--draft", source, "--max_prompts", 3, "--confirm_prompts", 3]
+    names = {"draft": draft_dir, "store": prompts_file}
+    options = options.format(**names)
+    words = ["--draft", source.format(**names), "--max_prompts", 3, "--confirm_prompts", 3]
     assert "name a file with --out" in door.refused("plan", *common, *words)
     plan = tmp_path / "plan.json"
     out, _ = door.ok("plan", *common, *words, "--out", plan)
-    assert f"(--proposer prompt_lookup --tree auto:{plan})" in out
+    assert f"({options} --tree auto:{plan})" in out
     found = json.loads(plan.read_text())
     assert all(row["tau"] is None for row in found["candidates"]) and found["engines"] == []
-    tried = 3 if in_time else 1
-    assert len(found["candidates"]) == tried and len(found["confirmed"]) == 1 + min(tried, 3)
-    assert len(found["not_tried"]) == (0 if in_time else 13)
-    assert found["models"]["draft"]["kind"] == "prompt_lookup" + "+draft" * lookup_first
-    draft = ["--draft", draft_dir] if lookup_first else []
-    words = ["--proposer", "prompt_lookup", *draft, "--tree", f"auto:{plan}"]
-    door.ok("decode", *common, *words)
+    assert len(found["candidates"]) == trees and len(found["confirmed"]) == 1 + trees
+    assert len(found["not_tried"]) == skipped
+    door.ok("decode", *common, *options.split(), "--tree", f"auto:{plan}")
 
 
 def test_a_pair_that_takes_chains_only_is_timed_on_whole_chains():

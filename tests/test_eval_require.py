@@ -26,7 +26,7 @@ GOOD = EvalConfig(
 
 
 def test_a_tree_that_is_written_short_is_measured_under_its_full_name():
-    methods = check(replace(GOOD, tree=["4", "chain", "kary:2,2"])).methods
+    methods = check(replace(GOOD, tree=["4", "chain", "kary:2,2"])).asked
     assert [method.tree for method in methods] == ["chain:4", "kary:2,2"]
 
 

@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from decode.propose.text_proposer import TextProposer, TextRow, Trie
-from decode.suffix_index import SuffixIndex
+from decode.suffix_index import SAMPLE, SuffixIndex
 from decode.tree import TreeShape
 from draftsmith_core.models import vocabulary_size
-
-# More continuations than this change the frequencies of a trie of some dozen nodes no further.
-CONTINUATIONS = 32
 
 
 class RetrievalProposer(TextProposer):
@@ -53,7 +50,8 @@ class RecentTokens(TextRow):
         length = index.match(self.tokens)
         if length >= self.proposer.min_suffix:
             suffix = self.tokens[-length:]
-            grow(trie, index.continuations(suffix, trie.tree.depth, CONTINUATIONS))
+            # All of them, so that a chain is the beginning of a longer one.
+            grow(trie, index.continuations(suffix, trie.tree.depth, SAMPLE))
 
     def read(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
@@ -62,7 +60,7 @@ class RecentTokens(TextRow):
 
 def grow(trie: Trie, continuations: Sequence[tuple[tuple[int, ...], int]]) -> None:
     """Fill a trie with the prefixes of weighted continuations, the heaviest first; of equals the
-    shortest.
+    shortest, then the smallest token.
     """
     weights: Counter[tuple[int, ...]] = Counter()
     for tokens, weight in continuations:
@@ -70,7 +68,9 @@ def grow(trie: Trie, continuations: Sequence[tuple[tuple[int, ...], int]]) -> No
             weights[tokens[:end]] += weight
     nodes: dict[tuple[int, ...], int] = {(): 0}
     # A prefix is at most as heavy as the shorter ones that it extends, so it is tried after them.
-    for prefix in sorted(weights, key=lambda prefix: (-weights[prefix], len(prefix))):
+    for prefix in sorted(weights, key=lambda prefix: (-weights[prefix], len(prefix), prefix)):
+        if trie.full:
+            break
         above = nodes.get(prefix[:-1])
         if above is None:
             continue

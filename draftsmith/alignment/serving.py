@@ -12,6 +12,7 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.io import read_tree_file
 from eval.decision import Setting, decide
+from eval.method import decode_options
 from eval.results import Results
 from eval.schema import JOINED
 
@@ -58,12 +59,8 @@ def advise(config: AlignConfig, results: Results) -> Advice:
         what = "lookup"
     elif results.joins(setting.draft):
         what = "both"
-    draft = None if what == "lookup" else model["name"]
-    temperature = results.top_temperature
-    ours = decode_command(
-        config, draft, setting.tree, temperature, lookup=what in ("lookup", "both")
-    )
-    commands = {"draftsmith": [ours]}
+    options = decode_options(model, setting.tree)
+    commands = {"draftsmith": [decode_command(config, options, results.top_temperature)]}
     kind = model["kind"].removeprefix(JOINED)
     if what == "lookup":
         commands |= _lookup_elsewhere(config.target, setting)
@@ -72,16 +69,10 @@ def advise(config: AlignConfig, results: Results) -> Advice:
     return Advice(what, _SENTENCES[what].format(draft=setting.draft), commands)
 
 
-def decode_command(
-    config: AlignConfig, draft: str | None, tree: str, temperature: float, *, lookup: bool = False
-) -> str:
-    """Return the command that decodes with a draft, with lookup, or with lookup before a draft."""
-    words = ["draftsmith", "decode", "--target", config.target]
-    if draft is not None:
-        words += ["--draft", draft]
-    if lookup:
-        words += ["--proposer", "prompt_lookup"]
-    words += ["--tree", tree, "--temperature", f"{temperature:g}"]
+def decode_command(config: AlignConfig, options: list[str], temperature: float) -> str:
+    """Return the command that decodes with these options of drafting."""
+    words = ["draftsmith", "decode", "--target", config.target, *options]
+    words += ["--temperature", f"{temperature:g}"]
     if config.trust_remote_code:
         words.append("--trust_remote_code")
     if config.revision:

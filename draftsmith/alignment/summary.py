@@ -29,7 +29,9 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
         "objective": config.drafts()[best],
         "policy": config.policy,
         "checkpoint": checkpoint,
-        "decode": decode_command(config, checkpoint, tree, results.top_temperature),
+        "decode": decode_command(
+            config, ["--draft", checkpoint, "--tree", tree], results.top_temperature
+        ),
         "serve": serve(config, results),
         "temperature": results.top_temperature,
         "tree": tree,

@@ -250,7 +250,7 @@ def _export(config: "ExportConfig", command: str) -> Outcome:
 
 
 def _plan(config: "PlanConfig", command: str) -> Outcome:
-    from eval.method import copies_first
+    from eval.method import copies_first, decode_options
     from eval.planning.plan import plan, plan_lines
 
     document = plan(config)
@@ -269,7 +269,7 @@ def _plan(config: "PlanConfig", command: str) -> Outcome:
     tree = "auto" if config.out is None else f"auto:{config.out}"
     how = f"--tree {tree}"
     if copies_first(config.draft):
-        how = f"--proposer prompt_lookup {how}"
+        how = shlex.join(decode_options(document["models"]["draft"], tree))
     lines = plan_lines(document)
     return Outcome(summary, [*lines, "", f"plan: {config.file} ({how})"])
 

@@ -22,9 +22,10 @@ from drafts.load import draft_kind, other_targets
 from draftsmith.cli.outcome import Outcome
 from draftsmith.config import DecodeConfig
 from draftsmith.detokenizer import Detokenizer, Piece
-from draftsmith.drafting import choose_method, planned_without_a_draft, read_documents
+from draftsmith.drafting import choose_method, planned_without_a_draft
 from draftsmith.pair import Decoding, Output, Pair, load_pair
 from draftsmith_core.devices import peak_memory
+from draftsmith_core.documents import read_documents
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source
 from draftsmith_core.io import hash_json, jsonl, write_text_atomic, writing

@@ -42,7 +42,7 @@ def diagnosis_rows(
     Without weights in the base there is nothing to compare with, and no rows.
     """
     lacking = {key[2] for key, part in measured.alphas.items() if part["diagnosis"] is None}
-    drafts = [draft for draft in setting.drafts if draft not in lacking]
+    drafts = [draft for draft in setting.methods if draft not in lacking]
     if setting.base not in drafts:
         return []
     similar = similarities(setting.suites)

@@ -28,7 +28,7 @@ from eval.bootstrap import signs
 from eval.config import PlanConfig
 from eval.copying import loaded_drafts
 from eval.facts import draft_row, machine, model_row
-from eval.method import models_of
+from eval.method import OWN_TREE, check_sources, models_of
 from eval.planning.engines import engine_rows
 from eval.planning.planner import (
     LIMIT_S,
@@ -115,7 +115,7 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
     pays = _pays(speedups, best)
     winner = found.finalists[best]
     tree: dict[str, Any] = {"spec": winner.spec}
-    if isinstance(winner.shape, Tree) and not winner.spec:
+    if isinstance(winner.shape, Tree) and winner.spec in (None, OWN_TREE):
         tree = {"parents": list(winner.shape.parents)}
     # Timings of every shape over their median; other work on the machine spreads them.
     noise: list[float] = []
@@ -195,6 +195,7 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     config = configured(PlanConfig, config, options)
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     sources = {"draft": config.draft}
+    check_sources(sources.values())
     (suite,), pair = load(config, models_of(sources), {"prompts": config.prompts}, {})
     draft = loaded_drafts(sources, pair)["draft"]
     remarks.announce(remarks.of_target(config.target, pair.target), strict=False)

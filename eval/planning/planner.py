@@ -14,7 +14,6 @@ from decode import (
     Tree,
     TreeShape,
     default_verifier,
-    parse_tree,
     takes_trees,
 )
 from decode.tree_spec import kary
@@ -29,7 +28,7 @@ from eval.bootstrap import PromptSums, estimate, quotient, resamples
 from eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
 from eval.estimate import read_traces
 from eval.measuring import answers
-from eval.method import Method
+from eval.method import OWN_TREE, Method, shape_of
 from eval.planning.expected_tokens import JointRuns, kary_space
 from eval.planning.step_costs import Costs, time_shapes
 from eval.predict import Traces, chances, predict
@@ -354,7 +353,7 @@ class Planner:
             if not needed and not self.within(0.7):
                 not_tried.append({"tree": spec, "reason": "no time was left"})
                 continue
-            shape = parse_tree(spec)
+            shape = shape_of(spec)
             try:
                 decoder = self.decoder(shape)
             except ValueError as error:
@@ -420,7 +419,7 @@ def _family(spec: str) -> str:
 def tried(draft: AnyDraft) -> tuple[str, ...]:
     """Specs of the trees to time: their steps vary in size or cost, so they cannot be predicted."""
     if isinstance(draft, CopyingDraft):
-        return COPIED
+        return COPIED if draft.reads_text else (OWN_TREE,)
     if isinstance(draft, JoinedDraft):
         return JOINED_TREES + tried(draft.model)
     if isinstance(draft, BlockHead):

@@ -200,6 +200,8 @@ def tau_figure(results: ResultsTable, look: Look) -> Figure | None:
             lossy = "" if results.lossless(verifier) else " · lossless: false"
             lines.append(Line(f"{tree_name(tree)} · {verifier}{lossy}"))
             for draft in results.drafts:
+                if (tree, verifier) not in results.methods_of(draft):
+                    continue
                 rows = []
                 for kind in results.kinds:
                     rows.append(results.figure(name, draft, kind, None, tree, verifier))
@@ -300,13 +302,14 @@ def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
         return None
 
     tree, verifier = results.methods[0]
+    drafts = [name for name in results.drafts if (tree, verifier) in results.methods_of(name)]
 
     def series(draft: str, domain: str) -> list[Row]:
         rows = results.series("accept", draft, domain, None, tree, verifier)
         return [row for row in rows if row["value"] is not None]
 
     def draw(ax: Axes, domain: str) -> None:
-        for draft in results.drafts:
+        for draft in drafts:
             rows = series(draft, domain)
             for row in rows:
                 _bar(ax, look, row["at"] or 0, row)
@@ -317,7 +320,7 @@ def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
 
     titles = _sets(results)
     for name in list(titles):
-        if all(len(series(draft, name)) < LEAST_POINTS for draft in results.drafts):
+        if all(len(series(draft, name)) < LEAST_POINTS for draft in drafts):
             del titles[name]
     return _panels(look, titles, draw, "depth d") if titles else None
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eval.decision import Cell, Decision, Setting, decide, lossless_taus
+from eval.method import decode_options
 from eval.report.formats import WORDS, number, percent, points, sign, tree_name, with_interval
 from eval.results_table import ResultsTable
 from eval.schema import BUSY, Row, SuiteKind
@@ -115,11 +116,8 @@ def _command(decision: Decision, results: ResultsTable, todo: str) -> str:
         return ""
     models = results.document["models"]
     words = ["draftsmith", "decode", "--target", models["target"]["name"]]
-    copies = results.copies(setting.draft)
-    words += ["--proposer" if copies else "--draft", models[setting.draft]["name"]]
-    if results.joins(setting.draft):
-        words += ["--proposer", "prompt_lookup"]
-    words += ["--tree", setting.tree, "--verifier", setting.verifier]
+    words += decode_options(models[setting.draft], setting.tree)
+    words += ["--verifier", setting.verifier]
     words += ["--temperature", f"{results.top_temperature:g}", "--prompt", "TEXT"]
     return shlex.join(words)
 

@@ -83,7 +83,7 @@ def best_tau(results: ResultsTable, draft: str, domain: str, temperature: float)
         return results.lossless(tau["verifier"]), speedup, tau["value"] or 0.0
 
     taus = []
-    for tree, verifier in results.methods:
+    for tree, verifier in results.methods_of(draft):
         taus.append(results.tau(draft, domain, temperature, tree, verifier))
     return max(taus, key=merit)
 
