@@ -30,7 +30,7 @@ from decode.verify.exact import follow
 from decode.verify.tree_walk import Walk
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
-from draftsmith_core.sampling import Sampling, draw, probs, uniforms
+from draftsmith_core.sampling import Sampling, draw, largest, probs, uniforms
 
 _ALL_FINITE = 3  # `_finite` of a row whose target and draft have finite logits
 OnTokens = Callable[[int, list[int], list[bool]], None]
@@ -283,9 +283,10 @@ class BatchRun:
         are faster than many small tensors.
         """
         logits_BMV, hidden = self._scored(proposal)
-        best = logits_BMV.max(-1)  # of equal logits the first, as argmax, and faster
-        walks = follow(proposal, best.indices.tolist())
-        target_B = [all(map(math.isfinite, values)) for values in best.values.tolist()]
+        best = largest(logits_BMV, 1)
+        walks = follow(proposal, best.places[..., 0].tolist())
+        highest_BM = best.values[..., 0].tolist()
+        target_B = [all(map(math.isfinite, values)) for values in highest_BM]
         draft_B = [True]
         if proposal.finite is not None:
             draft_B = proposal.finite.view(-1).tolist()

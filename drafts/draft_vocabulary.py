@@ -75,7 +75,7 @@ def to_target(logits: Tensor, ids_D: Tensor, size: int) -> Tensor:
     others.
     """
     out = logits.new_full((*logits.shape[:-1], size), -torch.inf)
-    return out.index_copy(-1, ids_D.to(logits.device), logits)
+    return out.index_copy_(-1, ids_D.to(logits.device), logits)
 
 
 def draft_rows(ids_D: Tensor, tokens_N: Tensor) -> Tensor:

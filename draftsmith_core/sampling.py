@@ -10,11 +10,16 @@ its batch and of the device.
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftsmith_core.settings import Sampling as Sampling
+
+# Rows of at least so many values are searched by blocks of so many.
+_LONG = 4096
+_BLOCK = 128
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -27,8 +32,9 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """
     logits = logits.float()
     if sampling.greedy:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits / sampling.temperature
+        return torch.zeros_like(logits).scatter_(-1, largest(logits, 1).places, 1.0)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
     vocab = logits.shape[-1]
     top_k = sampling.top_k if 0 < sampling.top_k < vocab else 0
     if not top_k and sampling.top_p == 1:
@@ -131,13 +137,47 @@ def draw_top_and_one(p: Tensor, u: Tensor, k: int) -> Tensor:
     Top tokens without mass are -1, and so is the last when the top ones hold all the mass: nothing
     was drawn then.
     """
-    best = p.topk(min(k - 1, p.shape[-1]), dim=-1)
-    others = p.scatter(-1, best.indices, 0.0)
+    best = largest(p, min(k - 1, p.shape[-1]))
+    others = p.scatter(-1, best.places, 0.0)
     drawn = _inverse_or_none(others.cumsum(-1, dtype=torch.double), u.unsqueeze(-1))
-    top = best.indices.masked_fill(best.values <= 0, -1)
+    top = best.places.masked_fill(best.values <= 0, -1)
     missing = k - 1 - top.shape[-1]
     padded = torch.nn.functional.pad(top, (0, missing), value=-1)
     return torch.cat([padded, drawn], dim=-1)
+
+
+class Largest(NamedTuple):
+    """The K largest values `[..., K]`, largest first, and their places."""
+
+    values: Tensor
+    places: Tensor
+
+
+def largest(values: Tensor, count: int) -> Largest:
+    """The `count` largest of values `[..., V]`. Of one, the first of equal values.
+
+    On a CPU, torch is slow at finding places in a long row. There a row is cut into blocks, and
+    only the `count` blocks of the largest maxima are searched.
+    """
+    size = values.shape[-1]
+    if values.device.type != "cpu" or size < _LONG:
+        return _largest(values, count)
+    padded = values
+    if size % _BLOCK:
+        padded = torch.nn.functional.pad(values, (0, -size % _BLOCK), value=-torch.inf)
+    blocks = padded.unflatten(-1, (-1, _BLOCK))
+    chosen = _largest(blocks.amax(-1), min(count, blocks.shape[-2])).places
+    index = chosen.unsqueeze(-1).expand(*chosen.shape, _BLOCK)
+    found = _largest(blocks.gather(-2, index).flatten(-2), count)
+    block = chosen.gather(-1, found.places // _BLOCK)
+    places = block * _BLOCK + found.places % _BLOCK
+    return Largest(found.values, places.clamp_(max=size - 1))
+
+
+def _largest(values: Tensor, count: int) -> Largest:
+    # On a CPU, max is faster than argmax and topk, and gives the first of equal values.
+    found = values.max(-1, keepdim=True) if count == 1 else values.topk(count, dim=-1)
+    return Largest(found.values, found.indices)
 
 
 def _inverse_or_none(cdf: Tensor, u: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from decode.propose.protocol import Outcome, Proposal, Session
 from decode.runner import Block
 from decode.tree import DynamicTree
 from decode.tree_batch import grow_batch
-from draftsmith_core.sampling import Sampling, probs
+from draftsmith_core.sampling import Sampling, largest, probs
 
 
 class DynamicTreeSession(Session):
@@ -117,7 +117,7 @@ class DynamicTreeSession(Session):
             log_q = logits.float().log_softmax(-1)
         else:
             log_q = probs(logits, self.sampling).log()
-        values, tokens = log_q.topk(min(self.tree.beam, log_q.shape[-1]), dim=-1)
+        values, tokens = largest(log_q, min(self.tree.beam, log_q.shape[-1]))
         return tokens, values
 
     def _expected(self, values: list[Tensor]) -> Tensor:

@@ -26,6 +26,7 @@ from draftsmith_core.sampling import (
     draw_top_and_one,
     draw_with_replacement,
     draw_without_replacement,
+    largest,
     probs,
 )
 
@@ -213,19 +214,19 @@ class StaticTreeSession(Session):
         stop = self.plan.tree.stop
         self._forwarded = 0
         drafted: list[list[int]] = []
-        largest: list[float] = []
+        highest: list[float] = []
         logits_B1V = network.open()
         confidence_B = [1.0] * len(logits_B1V)
         for depth, level in enumerate(self.plan.levels):
-            best_values, tokens_B1 = logits_B1V.max(-1)
-            largest += best_values.flatten().tolist()
+            best = largest(logits_B1V[:, 0], 1)
+            highest += best.values.flatten().tolist()
             drafted.append([])
-            for (token,), confidence in zip(tokens_B1.tolist(), confidence_B, strict=True):
+            for (token,), confidence in zip(best.places.tolist(), confidence_B, strict=True):
                 drafted[-1].append(token if confidence >= stop else -1)
             if depth + 1 == len(self.plan.levels):
                 break
             if stop:
-                sure_B1 = network.confidence(tokens_B1)
+                sure_B1 = network.confidence(best.places)
                 if sure_B1 is None:
                     believed_B1V = logits_B1V.float().softmax(-1)
                     sure_B1 = believed_B1V.amax(-1)
@@ -237,10 +238,10 @@ class StaticTreeSession(Session):
             # accepted, it is already in the cache.
             self._forwarded += 1
             block = self.plan.block(depth + 1, network.width)
-            logits_B1V = network.extend(Frontier(tokens_B1, level.parents_1e, block))
+            logits_B1V = network.extend(Frontier(best.places, level.parents_1e, block))
         roots = [-1] * len(confidence_B)
         tokens_MB = torch.tensor([roots, *drafted])
-        finite = torch.tensor(isfinite(sum(largest)))
+        finite = torch.tensor(isfinite(sum(highest)))
         return self._proposal(tokens_MB.T.contiguous(), [], len(drafted), finite)
 
     def _level(
@@ -408,16 +409,16 @@ def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
     gave.
     """
     if count == 1 and drafts == 1:
-        return logits.max(-1, keepdim=True).indices  # faster than argmax on a CPU
+        return largest(logits, 1).places
     if drafts > 1:
         left = logits.unflatten(-2, (-1, drafts)).clone()
         picks: list[Tensor] = []
         for k in range(count):
-            values, tokens = left[..., k % drafts, :].max(-1, keepdim=True)
+            values, tokens = largest(left[..., k % drafts, :], 1)
             picks.append(tokens.masked_fill(values == -torch.inf, -1))
             taken = tokens.unsqueeze(-1).expand_as(left[..., :1])
             left.scatter_(-1, taken, -torch.inf)
         return torch.cat(picks, dim=-1)
-    values, tokens = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    values, tokens = largest(logits, min(count, logits.shape[-1]))
     tokens = tokens.masked_fill(values == -torch.inf, -1)
     return pad(tokens, (0, count - tokens.shape[-1]), value=-1)

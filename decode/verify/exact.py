@@ -19,12 +19,13 @@ from decode.verify.tree_walk import (
     Path,
     Verdict,
     Walk,
+    at_node,
     finish_at,
     first,
     known_empty,
     row_numbers,
 )
-from draftsmith_core.sampling import draw
+from draftsmith_core.sampling import draw, largest
 
 EPSILON = 0.09  # no token of at least this probability is refused
 # At high entropy the bound falls to delta exp(-entropy); delta = sqrt(epsilon), as in the paper.
@@ -40,8 +41,7 @@ def exact(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     """
     widths = proposal.tree.widths
     path = Path(proposal, p_BMV)
-    # max is several times faster than argmax on a CPU, and a one-hot distribution has no ties.
-    best_BM = p_BMV.max(-1).indices if u_BU is None else None
+    best_BM = largest(p_BMV, 1).places[..., 0] if u_BU is None else None
     last_B = path.at_B
     for depth in range(len(widths) + 1):
         if known_empty(path.walking_B):
@@ -50,7 +50,7 @@ def exact(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
             y_B = best_BM[path.rows_B, path.at_B]
         else:
             assert u_BU is not None
-            y_B = draw(p_BMV[path.rows_B, path.at_B], u_BU[:, depth])
+            y_B = draw(at_node(p_BMV, path.at_B), u_BU[:, depth])
         last_B = torch.where(path.walking_B, y_B, last_B)
         if depth < len(widths):
             offer_BK = path.offer(widths[depth])

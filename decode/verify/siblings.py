@@ -23,16 +23,16 @@ from decode.propose.protocol import Proposal
 from decode.verify.exact import exact
 from decode.verify.tree_walk import (
     Node,
-    Rows,
     Verdict,
+    at_node,
     draw_rank,
     finish,
     first,
     hit_by_target,
     known_empty,
+    refuse,
     residual,
     row_numbers,
-    rows_of,
     tiny,
     walk,
 )
@@ -72,14 +72,13 @@ def speculative(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     last_B1 = accepted_B1.clamp(max=depth - 1)
     offered_B = offered_BD.gather(1, last_B1).squeeze(1)
     open_B = (accepted_B < depth) & offered_B
-    left_BV = p_BMV[rows_B1[:, 0], accepted_B]
+    left_BV = at_node(p_BMV, accepted_B)
     if not known_empty(open_B):
         if q_BEV is None:
             q_BV = torch.zeros_like(left_BV).scatter_(1, x_BD.gather(1, last_B1), 1.0)
         else:
-            group_B1 = groups_BD.gather(1, last_B1)
-            q_BV = q_BEV[rows_B1, group_B1].squeeze(1)
-        left_BV = torch.where(open_B.unsqueeze(1), residual(left_BV, q_BV), left_BV)
+            q_BV = at_node(q_BEV, groups_BD.gather(1, last_B1)[:, 0])
+        left_BV, _ = refuse(left_BV, q_BV, open_B.unsqueeze(1).to(left_BV.dtype))
     nodes_BD = torch.where(nodes_D <= accepted_B1, nodes_D, 0)
     last_B = draw(left_BV, u_BU[:, -1])
     return finish(proposal, nodes_BD, accepted_B, open_B, last_B)
@@ -106,41 +105,41 @@ def independent(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
 def _try_in_turn(node: Node, replacement: bool) -> tuple[Tensor, Tensor]:
     p_BV = node.p_BV
     q_BV = node.q(0)
+    # What is left of p and q is not normalised, which would be another pass over the vocabulary for
+    # each child; their masses say by how much.
+    p_mass_B1 = q_mass_B1 = torch.ones_like(p_BV[:, :1])
     rank_B = torch.full_like(node.offer_BK[:, 0], -1)
     width = node.offer_BK.shape[1]
     for k in range(width):
         x_B1 = node.offer_BK[:, k : k + 1]
-        asked_B = (rank_B < 0) & (x_B1[:, 0] >= 0)
+        asked_B1 = (rank_B.unsqueeze(1) < 0) & (x_B1 >= 0)
         x_B1 = x_B1.clamp(min=0)
         if replacement and k:
             q_BV = node.q(k)
-        passed_B = _passes(node.u_Bn[:, k], q_BV, p_BV, x_B1)
-        rank_B = rank_B.masked_fill(asked_B & passed_B, k)
-        refused_B = asked_B & ~passed_B
-        if known_empty(refused_B):
+        q_x_B1 = q_BV.gather(1, x_B1)
+        # u q(x) < p(x): no division, and a token with p(x) = 0 is refused even at u = 0.
+        uq_B1 = node.u_Bn[:, k : k + 1] * q_x_B1
+        passed_B1 = uq_B1 * p_mass_B1 < p_BV.gather(1, x_B1) * q_mass_B1
+        rank_B = rank_B.masked_fill((asked_B1 & passed_B1)[:, 0], k)
+        refused_B1 = asked_B1 & ~passed_B1
+        if known_empty(refused_B1):
             if known_empty(rank_B < 0):
                 break
             continue
-        rows = rows_of(refused_B)
-        p_BV = _replace_rows(p_BV, rows, refused_B, residual(p_BV[rows], q_BV[rows]))
+        share_B1 = (p_mass_B1 / q_mass_B1).masked_fill(~refused_B1, 0.0)
+        p_BV, left_B1 = refuse(p_BV, q_BV, share_B1)
+        p_mass_B1 = torch.where(refused_B1 & (left_B1 > 0), left_B1, p_mass_B1)
         if not replacement and k + 1 < width:
-            q_BV = _replace_rows(q_BV, rows, refused_B, without(q_BV[rows], x_B1[rows]))
+            q_BV = q_BV.scatter(1, x_B1, q_x_B1.masked_fill(refused_B1, 0.0))
+            left_B1 = q_BV.sum(1, keepdim=True).clamp_(min=tiny(q_BV))
+            q_mass_B1 = torch.where(refused_B1, left_B1, q_mass_B1)
     return rank_B, p_BV
 
 
 def _passes(u_B: Tensor, q_BV: Tensor, p_BV: Tensor, x_B1: Tensor) -> Tensor:
-    """u q(x) < p(x), which needs no division, and refuses a token with p(x) = 0 even at u = 0."""
+    """u q(x) < p(x), as in `_try_in_turn`."""
     q_x_B = q_BV.gather(1, x_B1)[:, 0]
     return u_B * q_x_B < p_BV.gather(1, x_B1)[:, 0]
-
-
-def _replace_rows(old_BV: Tensor, rows: Rows, mask_B: Tensor, new_BV: Tensor) -> Tensor:
-    """`old_BV` with the rows of the mask replaced; `new_BV` holds `rows`, which are those of the
-    mask or all.
-    """
-    if isinstance(rows, Tensor):
-        return old_BV.index_copy(0, rows, new_BV)
-    return torch.where(mask_B.unsqueeze(1), new_BV, old_BV)
 
 
 def without(q_BV: Tensor, x_BK: Tensor) -> Tensor:
