@@ -24,6 +24,7 @@ from draftsmith_core.sampling import (
     draw,
     draw_without_replacement,
     generator,
+    largest,
     probs,
     row_seed,
     uniforms,
@@ -172,6 +173,23 @@ def test_draws_without_replacement_follow_the_sequential_distribution(count):
         counts[places[tuple(pick)]] += 1
     assert fits(counts, expected)
     assert not fits(counts, [1 / len(outcomes)] * len(outcomes))
+
+
+@pytest.mark.parametrize("size", [5, 4095, 4096, 5001, 49_152])
+@pytest.mark.parametrize("count", [1, 4, 40])
+def test_the_largest_values_are_found_in_rows_of_any_length(size, count):
+    """Few distinct values, so that the largest are tied, within a block and between blocks."""
+    count = min(count, size)
+    values = torch.randint(0, 30, (3, 2, size), generator=generator(1)).float()
+    values[1] = -torch.inf
+    values[1, :, size // 2] = 1.0
+    found = largest(values, count)
+    assert torch.equal(found.values, values.topk(count, dim=-1).values)
+    assert torch.equal(values.gather(-1, found.places), found.values)
+    assert all(len(row.unique()) == count for row in found.places[[0, 2]].view(-1, count))
+    if count == 1:
+        first = (values == found.values).int().argmax(-1)
+        assert torch.equal(found.places[..., 0], first)
 
 
 def test_acceptance_is_one_minus_total_variation():

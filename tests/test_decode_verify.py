@@ -301,8 +301,7 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_tre
         with monkeypatch.context() as patch:
             for module in ("tree_walk", "exact", "siblings", "traversal"):
                 patch.setattr(f"decode.verify.{module}.known_empty", lambda mask: False)
-            for module in ("siblings", "traversal"):
-                patch.setattr(f"decode.verify.{module}.rows_of", lambda mask: slice(None))
+            patch.setattr("decode.verify.traversal.rows_of", lambda mask: slice(None))
             with NoQuestions():  # type: ignore[no-untyped-call]
                 asked = verifier.run(proposal, p_BMV, u_BU)
         live = torch.arange(tree.depth + 1) <= usual.accepted_B.unsqueeze(1)
@@ -371,7 +370,10 @@ def test_pruning_after_sampling_breaks_all_but_exact(name):
         ("traversal", "decode.verify.traversal.keep_probability", lambda w, mass: w),
         ("traversal", "decode.verify.traversal.without", lambda q, x: q),
         ("greedy", "decode.verify.siblings.without", lambda q, x: q),
-        ("specinfer", "decode.verify.siblings.residual", lambda p, q: p),
+        ("greedy", "decode.verify.siblings.residual", lambda p, q: p),
+        ("specinfer", "decode.verify.siblings.refuse", lambda p, q, share: (p, p.sum(1, True))),
+        ("mcsd", "decode.verify.siblings.refuse", lambda p, q, share: (p, p.sum(1, True))),
+        ("speculative", "decode.verify.siblings.refuse", lambda p, q, share: (p, None)),
     ],
 )
 def test_broken_rules_are_rejected(monkeypatch, name, broken, replacement):

@@ -25,15 +25,12 @@ from decode.propose.protocol import Proposal
 from decode.tree_batch import TreeBatch
 from decode.verify.siblings import without
 from decode.verify.tree_walk import (
-    ALL,
-    Rows,
     Verdict,
     finish_at,
     hit_by_target,
     known_empty,
     recording,
     row_numbers,
-    rows_of,
     tiny,
     walk,
 )
@@ -49,6 +46,9 @@ def traversal(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     return walk_around(proposal, p_BMV, u_BU.to(p_BMV.device))
 
 
+# Which rows of a batch to work on: an index, or a slice for all of them.
+Rows = slice | Tensor
+ALL = slice(None)
 # An index along the second axis of an array: one for all rows, or one per row `[B]`.
 Index = int | Tensor
 
@@ -149,6 +149,13 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     end_BV = torch.where(live_B[:, None], p_BDV[:, 0], end_BV)
     last_B = draw(end_BV, u_BU[:, -1])
     return finish_at(proposal, node_B, last_B)
+
+
+def rows_of(mask_B: Tensor) -> Rows:
+    """Indices of the mask's true rows on a CPU; all rows on an accelerator."""
+    if mask_B.device.type != "cpu" or torch.compiler.is_compiling() or bool(mask_B.all()):
+        return ALL
+    return mask_B.nonzero()[:, 0]
 
 
 def weight(w: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:

@@ -13,10 +13,6 @@ from torch.nn.functional import pad
 from decode.propose.protocol import Proposal
 from draftsmith_core.sampling import draw
 
-# Which rows of a batch to work on: an index, or a slice for all of them.
-Rows = slice | Tensor
-ALL = slice(None)
-
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
@@ -214,13 +210,6 @@ def recording() -> bool:
     return torch.compiler.is_compiling() or (
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     )
-
-
-def rows_of(mask_B: Tensor) -> Rows:
-    """Indices of the mask's true rows on a CPU; all rows on an accelerator."""
-    if mask_B.device.type != "cpu" or torch.compiler.is_compiling() or bool(mask_B.all()):
-        return ALL
-    return mask_B.nonzero()[:, 0]
 
 
 def tiny(values: Tensor) -> float:
