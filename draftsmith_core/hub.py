@@ -56,6 +56,8 @@ def check_source(name: str) -> None:
         reason = "holds a LoRA adapter; merge it into its base model with peft first"
     elif in_training and not (path / "config.json").exists():
         reason = "holds an unfinished training run; run its train command again to resume it"
+    elif path.is_dir() and (inside := _models_in(path)):
+        reason = f"is no model itself; it holds {', '.join(inside)}: name one"
     if reason:
         raise InputError(f"{name}: {reason}")
     # transformers ignores a generation config that it cannot read, and with it the tokens that end
@@ -63,6 +65,13 @@ def check_source(name: str) -> None:
     for file in ("config.json", "generation_config.json"):
         if (path / file).exists():
             read_json(path / file, "a model's config")
+
+
+def _models_in(directory: Path) -> list[str]:
+    """Return the models below a directory that is none, such as the one that `align` writes."""
+    if (directory / "config.json").exists():
+        return []
+    return [str(config.parent) for config in sorted(directory.glob("*/config.json"))]
 
 
 def hub_has_address() -> bool:

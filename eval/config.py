@@ -119,7 +119,10 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
 
     def __post_init__(self) -> None:
         if self.tree == ["none"]:
-            refuse_unused(self, {"verifier": "nothing is decoded with --tree none"})
+            unread = ["verifier"]
+            if self.speed_prompts:
+                unread.append("speed_prompts")
+            refuse_unused(self, dict.fromkeys(unread, "--tree none decodes nothing"))
 
 
 @options

@@ -39,12 +39,12 @@ def is_lookahead(source: str) -> bool:
 
 
 def near_weightless(source: str) -> str | None:
-    """Return how to write the method without weights that a source is or nearly is; None if it is
-    none, or a path.
+    """Return the method without weights that a source is or nearly is; None if it is none, or a
+    path.
     """
     name = re.split("[:+]", source)[0]
     near = [] if Path(source).exists() else get_close_matches(name, WEIGHTLESS, 1, _ALIKE)
-    return WEIGHTLESS[near[0]] if near else None
+    return near[0] if near else None
 
 
 def check_sources(sources: Iterable[str]) -> None:
@@ -53,7 +53,9 @@ def check_sources(sources: Iterable[str]) -> None:
         model = source.removeprefix(JOINED) if is_joined(source) else source
         near = None if is_copying(source) else near_weightless(model)
         if near is not None:
-            raise InputError(f"--draft {source}: no such directory; did you mean {near}?")
+            raise InputError(
+                f"--draft {source}: no such directory; did you mean {WEIGHTLESS[near]}?"
+            )
 
 
 def is_joined(source: str) -> bool:

@@ -68,12 +68,11 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
     return remarks
 
 
-def of_few(suites: Sequence[Suite]) -> list[Remark]:
-    """Find sets with so few prompts that intervals are rough."""
-    few = [suite for suite in suites if len(suite.prompts) < FEW]
-    if not few:
+def of_few(prompts: Mapping[str, int]) -> list[Remark]:
+    """Find sets, by their number of prompts, that have so few that intervals are rough."""
+    sets = ", ".join(f"{name} {count}" for name, count in prompts.items() if count < FEW)
+    if not sets:
         return []
-    sets = ", ".join(f"{suite.name} {len(suite.prompts)}" for suite in few)
     text = f"few prompts ({sets}): intervals are rough, and one of width 0 is not certainty"
     return [Remark(about="few_prompts", text=f"{text}; use 32 or more")]
 

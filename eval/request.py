@@ -4,13 +4,14 @@ that needs no model.
 Imports no torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from decode import VERIFIERS, default_verifier, parse_tree, tree_spec
 from draftsmith_core.errors import InputError, nearest
 from draftsmith_core.io import read_tree_file
+from draftsmith_core.options import refuse_unused
 from draftsmith_core.prompt_rows import parse_named
 from draftsmith_core.settings import Sampling
 from draftsmith_core.suites import load_suite, suite_name
@@ -87,14 +88,6 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
     return list(dict.fromkeys(methods))
 
 
-def _check_predicted(drafts: Mapping[str, str]) -> None:
-    for name, source in drafts.items():
-        if is_lookahead(source):
-            raise InputError(
-                f"--draft {name}={source}: has no alpha, so nothing is measured with --tree none"
-            )
-
-
 def check(config: EvalConfig) -> EvalRequest:
     """Parse the options. Raise InputError for those that no models can satisfy."""
     drafts = parse_named("--draft", config.draft)
@@ -122,8 +115,12 @@ def check(config: EvalConfig) -> EvalRequest:
     trees = [f"auto:{plan}" if spec == "auto" else tree_spec(spec) for spec in config.tree]
     asked = [] if trees == ["none"] else _methods(trees, config.verifier)
     methods = {name: methods_of(source, asked) for name, source in drafts.items()}
-    if not asked:
-        _check_predicted(drafts)
+    ahead = [name for name, source in drafts.items() if is_lookahead(source)]
+    if ahead and not asked:
+        raise InputError(f"--draft {ahead[0]}=lookahead: has no alpha to measure with --tree none")
+    if len(ahead) == len(drafts):
+        own = "lookahead drafts a tree of its own"
+        refuse_unused(config, dict.fromkeys(("tree", "verifier"), own))
     scope = Scope(
         base=base,
         id_sets=list(id_sets),

@@ -116,6 +116,8 @@ class Requirement:
                 for temperature in temperatures:
                     for tree, rule in methods:
                         places.append(Place(draft, domain, temperature, tree, rule))
+        if not places:
+            raise InputError(f"--require {self.text!r}: nothing is decoded so")
         return places
 
     def _pick(self, key: str, known: list[str]) -> list[str]:

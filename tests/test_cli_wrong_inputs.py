@@ -3,6 +3,7 @@ nothing written.
 """
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,8 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--draft {draft} --tree chain:0", "chain:0"),
         ("--draft {draft} --tree kary:2 --verifier speculative", "is valid on chains only"),
         ("--draft {draft} --proposer draught", "did you mean draft?"),
+        ("--draft promptlookup", "did you mean --proposer prompt_lookup?"),
+        ("--draft {pair}", "is no model itself; it holds {draft}: name one"),
         ("--tree chain:4", "add --draft"),
         ("--draft {prompts}", "is a file"),
         ("--draft {other} --max_new_tokens 8", "to the target; use a draft"),
@@ -107,7 +110,9 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--require alhpa>0", "did you mean alpha?"),
         ("--require alpha[code]>0", "'code' is not measured"),
         ("--base c", "no draft has this name"),
-        ("--tree none --verifier mcsd", "verifier: is not read: nothing is decoded"),
+        ("--tree none --verifier mcsd", "verifier: is not read: --tree none decodes nothing"),
+        ("--tree none --speed_prompts 2", "speed_prompts: is not read: --tree none decodes"),
+        ("--tree none --require tau>1", "nothing is decoded so"),
         ("--ood b={prompts}", "b"),
         ("--tree auto", "plan.json is missing"),
         ("--tree auto:", "needs a file"),
@@ -116,6 +121,8 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     "plan --target {target} --prompts {prompts}": [
         ("--draft {draft} --out .", "is not a regular file"),
         ("--draft owner/name", "name a file with --out"),
+        ("--draft lookahed --out plan.json", "did you mean lookahead?"),
+        ("--draft {pair} --out plan.json", "is no model itself; it holds {draft}: name one"),
     ],
     "align --target {target} --draft {draft} --prompts {prompts} --out out": [
         ("--ood =", "write NAME="),
@@ -131,8 +138,14 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     ],
     "init --target {target} --method prune": [("--out .", "is where this command runs")],
     "export --draft {draft} --format hf": [("--out .", "is where this command runs")],
+    "export --format hf --out out": [
+        ("--draft {pair}", "is no model itself; it holds {draft}: name one")
+    ],
     "merge --base {target}": [("--draft {draft}=0.5 --out .", "where this command runs")],
-    "doctor --target {target}": [("--drft {draft}", "did you mean --draft?")],
+    "doctor --target {target}": [
+        ("--drft {draft}", "did you mean --draft?"),
+        ("--draft {pair}", "is no model itself; it holds {draft}: name one"),
+    ],
 }
 CASES = [
     (f"{start} {words}".strip(), told) for start, cases in WRONG.items() for words, told in cases
@@ -154,6 +167,7 @@ def files(tmp_path_factory, target_dir, draft_dir, prompts_file, donor_dir):
     for name, text in texts.items():
         (root / name).write_text(text)
     models = {"target": target_dir, "draft": draft_dir, "prompts": prompts_file, "other": donor_dir}
+    models["pair"] = str(Path(draft_dir).parent)
     return (
         models | {name.partition(".")[0]: str(root / name) for name in texts} | {"here": str(root)}
     )

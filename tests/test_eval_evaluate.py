@@ -180,7 +180,7 @@ def test_drafting_and_verifying_are_timed_apart_at_the_highest_temperature(world
 
 def test_without_a_tree_nothing_is_decoded_and_acceptance_is_the_same(world, summary, tmp_path):
     results, decoded = (
-        evaluate(replace(world, out=str(tmp_path), tree=["none"], verifier=[])),
+        evaluate(replace(world, out=str(tmp_path), tree=["none"], verifier=[], speed_prompts=0)),
         Results.load(world.out),
     )
     assert not list(results.rows("tau", "accept", "speedup", "identical"))

@@ -258,6 +258,7 @@ def test_what_copies_is_timed_not_predicted(
     assert all(row["tau"] is None for row in found["candidates"]) and found["engines"] == []
     assert len(found["candidates"]) == trees and len(found["confirmed"]) == 1 + trees
     assert len(found["not_tried"]) == skipped
+    assert f"remark: few prompts (timed {3 if in_time else 1})" in out
     door.ok("decode", *common, *options.split(), "--tree", f"auto:{plan}")
 
 

@@ -36,6 +36,7 @@ from draftsmith_core.ranks import say
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from eval.method import near_weightless
 
 DRAFT_STYLE = "bold green"
 # Makes the batches of outputs, from a request on.
@@ -108,6 +109,8 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     kinds = {}
     for name in config.draft:
         # Else a path that does not exist would be looked up on the hub.
+        if near := near_weightless(name):
+            raise InputError(f"--draft {name}: has no weights; did you mean --proposer {near}?")
         check_source(name.removeprefix(f"{NATIVE}:"))
         kinds[f"{name}#2" if name in kinds else name] = draft_kind(name)
     tree = _planned(config) if config.tree == "auto" else config.tree

@@ -127,7 +127,8 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
     cpus = os.cpu_count() or 1
     conditions = remarks.conditions("plan", planner.sampling.temperature, load, noise, cpus)
     busy = remarks.of_timing([conditions], cpus)
-    noted = remarks.of_target(str(planner.target.name_or_path), planner.target) + busy
+    noted = remarks.of_target(str(planner.target.name_or_path), planner.target)
+    noted += remarks.of_few({"timed": speedups[best]["n"]}) + busy
     engines = []
     # Give no engine advice if timings are noisy or no draft pays.
     if ranking and planner.model is not None and not busy and pays is not False:
@@ -193,11 +194,11 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     and return it.
     """
     config = configured(PlanConfig, config, options)
-    say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     sources = {"draft": config.draft}
     check_sources(sources.values())
     (suite,), pair = load(config, models_of(sources), {"prompts": config.prompts}, {})
     draft = loaded_drafts(sources, pair)["draft"]
+    say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     remarks.announce(remarks.of_target(config.target, pair.target), strict=False)
     resolved = resolve_sampling(config.target, pair.target, **sampling_options(config))
     if resolved.note:
