@@ -68,9 +68,7 @@ AnyDraft = Draft | CopyingDraft | JoinedDraft
 def loaded_drafts(sources: Mapping[str, str], pair: LoadedModels) -> dict[str, AnyDraft]:
     """Return the drafts of some sources. pair: has those of `method.models_of(sources)`."""
     drafts: dict[str, AnyDraft] = {}
-    by_source: dict[str, Draft] = {}
-    for name, draft in pair.drafts.items():
-        by_source.setdefault(sources[name].removeprefix(JOINED), draft)
+    by_source = {sources[name].removeprefix(JOINED): draft for name, draft in pair.drafts.items()}
     for name, source in sources.items():
         if is_copying(source):
             drafts[name] = CopyingDraft.of(source, pair.tokenizer)
@@ -121,31 +119,26 @@ def copies_fit(tree: TreeShape) -> bool:
     return True
 
 
-@dataclass(frozen=True, eq=False)
-class CopiedTexts:
-    """What was proposed below every position of some texts, as a chain.
+def copied_tokens(
+    texts: Sequence[Continuation], depths: int, copier: TextProposer
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Return what was proposed as a chain below every position of some texts, `[D, P, L]`.
 
-    tokens: `[D, P, L]`, -1 where nothing was: entry (d, i, t) was proposed for token t of text i
-    from d tokens before.
+    Entry (d, i, t) was proposed for token t of text i from d tokens before; -1 if nothing was.
     """
-
-    tokens_DPL: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-
-    @classmethod
-    def of(cls, texts: Sequence[Continuation], depths: int, copier: TextProposer) -> "CopiedTexts":
-        longest = max(len(text.output_ids) for text in texts)
-        tokens_DPL = np.full((depths, len(texts), longest), -1)
-        tree = chain(depths)
-        for i, text in enumerate(texts):
-            row = copier.row(text.prompt_ids)
-            for root, token in enumerate(text.output_ids):
-                trie = Trie(tree)
-                row.draft(trie)
-                proposed = trie.flatten().tokens[: len(text.output_ids) - root]
-                for d, copied in enumerate(proposed):
-                    tokens_DPL[d, i, root + d] = copied
-                row.read([token])
-        return cls(tokens_DPL)
+    longest = max(len(text.output_ids) for text in texts)
+    tokens_DPL = np.full((depths, len(texts), longest), -1)
+    tree = chain(depths)
+    for i, text in enumerate(texts):
+        row = copier.row(text.prompt_ids)
+        for root, token in enumerate(text.output_ids):
+            trie = Trie(tree)
+            row.draft(trie)
+            proposed = trie.flatten().tokens[: len(text.output_ids) - root]
+            for d, copied in enumerate(proposed):
+                tokens_DPL[d, i, root + d] = copied
+            row.read([token])
+    return tokens_DPL
 
 
 def copied_traces(
@@ -162,7 +155,7 @@ def copied_traces(
     row, place: text and token of each position. rules: those of `ranks_needed`; on a chain each
     accepts the one candidate alike.
     """
-    tokens_DPL = CopiedTexts.of(texts, depths, copier).tokens_DPL
+    tokens_DPL = copied_tokens(texts, depths, copier)
     lengths_P = np.array([len(text.output_ids) for text in texts])
     x_PL = np.full(tokens_DPL.shape[1:], -2)
     for i, text in enumerate(texts):
@@ -177,6 +170,7 @@ def copied_traces(
     alpha_1PL[0, rows, places] = p_y_N1[:, 0].double().cpu().numpy()
     values: dict[str, Floats] = dict.fromkeys(("alpha", "greedy", "match"), alpha_1PL)
     values |= {"missing": np.zeros_like(alpha_1PL), "offers": offers_DPL}
+    values |= {"copied": offers_DPL, "copied_alpha": alpha_1PL}
     # No rank has the place of a token that was not copied.
     place_DPL = np.where(same_DPL == 1, 1, np.inf)
     values |= {"ratio": same_DPL, "place": place_DPL, "belief": same_DPL}
@@ -189,12 +183,17 @@ def joined_traces(copied: Traces, drafted: Traces) -> Traces:
     those of the model.
 
     A trace of the model without depths holds at every depth. Two more values, as of `Traces`:
-    * copied: 1 where lookup proposed the text's token or another
-    * copied_alpha: alpha there, else 0
+    * drafted: 1 where lookup proposed nothing
+    * drafted_alpha: alpha there, else 0
     """
-    copied_DPL = copied.values["offers"]
-    values: dict[str, Floats] = {"copied": copied_DPL}
-    values["copied_alpha"] = copied_DPL[:1] * copied.values["alpha"]
+    copied_DPL = copied.values["copied"]
+    drafted_DPL = 1 - copied_DPL
+    values: dict[str, Floats] = {
+        "copied": copied_DPL,
+        "copied_alpha": copied.values["copied_alpha"],
+        "drafted": drafted_DPL,
+        "drafted_alpha": drafted_DPL[:1] * drafted.values["alpha"],
+    }
     for key, drafted_values in drafted.values.items():
         from_copy = copied.values[key]
         here = copied_DPL[: len(from_copy)] == 1

@@ -73,11 +73,10 @@ class AlphaMeasurement(TypedDict):
     # By method, the counts expected of decoding with it.
     predicted: dict[str, PredictedCounts]
     diagnosis: Diagnosis | None
-    # Of a draft that may propose nothing: positions at which it proposed a token.
-    offered: NotRequired[list[float]]
-    # Of lookup before a model, positions by who proposes the next token, and alpha there.
+    # Of a draft that copies, alone or before a model: positions with a copy, and alpha there.
     copied: NotRequired[list[float]]
     copied_sum: NotRequired[list[float]]
+    # Of the model behind it, at the other positions.
     drafted: NotRequired[list[float]]
     drafted_sum: NotRequired[list[float]]
 
@@ -462,23 +461,7 @@ def measure_alphas(
             prediction = predict(method.shape, method.verifier, sampling, read)
             if prediction is not None:
                 predicted[method.name] = prediction
-        found: dict[str, Any] = dict(observed[name])
-        diagnosis = found.pop("diagnosis", None)
-        measurement = AlphaMeasurement(
-            sum=read.sums("alpha"),
-            greedy=read.sums("greedy"),
-            match=read.sums("match"),
-            missing=read.sums("missing"),
-            count=read.lengths_P.tolist(),
-            roots=found,
-            predicted=predicted,
-            diagnosis=diagnosis,
-        )
-        if "offers" in read.values:
-            measurement["offered"] = read.sums("offers")
-        if "copied" in read.values:
-            _add_sources(measurement, read)
-        measured[name] = measurement
+        measured[name] = _measurement(read, observed[name], predicted)
     return measured
 
 
@@ -497,6 +480,30 @@ def _not_read(texts: int) -> AlphaMeasurement:
     )
 
 
+def _measurement(
+    read: Traces, observed: Mapping[str, Any], predicted: dict[str, PredictedCounts]
+) -> AlphaMeasurement:
+    roots = dict(observed)
+    diagnosis = roots.pop("diagnosis", None)
+    measurement = AlphaMeasurement(
+        sum=read.sums("alpha"),
+        greedy=read.sums("greedy"),
+        match=read.sums("match"),
+        missing=read.sums("missing"),
+        count=read.lengths_P.tolist(),
+        roots=roots,
+        predicted=predicted,
+        diagnosis=diagnosis,
+    )
+    if "copied" in read.values:
+        measurement["copied"] = read.sums("copied")
+        measurement["copied_sum"] = read.sums("copied_alpha")
+    if "drafted" in read.values:
+        measurement["drafted"] = read.sums("drafted")
+        measurement["drafted_sum"] = read.sums("drafted_alpha")
+    return measurement
+
+
 def _is_read(draft: AnyDraft, method: Method) -> bool:
     """Whether the traces of a draft hold all that it proposes on a tree."""
     if isinstance(draft, CopyingDraft):
@@ -504,21 +511,6 @@ def _is_read(draft: AnyDraft, method: Method) -> bool:
     # A stop ends a copy by its counts, which the traces do not hold.
     stops = isinstance(method.shape, Tree) and method.shape.stop > 0
     return not isinstance(draft, JoinedDraft) or (copies_fit(method.shape) and not stops)
-
-
-def _add_sources(measurement: AlphaMeasurement, traces: Traces) -> None:
-    """Add positions and alpha by who proposes: lookup or the model."""
-    drafted: list[float] = []
-    drafted_sum: list[float] = []
-    copied = traces.sums("copied")
-    copied_sum = traces.sums("copied_alpha")
-    measurement["copied"] = copied
-    measurement["copied_sum"] = copied_sum
-    for i, count in enumerate(measurement["count"]):
-        drafted.append(count - copied[i])
-        drafted_sum.append(measurement["sum"][i] - copied_sum[i])
-    measurement["drafted"] = drafted
-    measurement["drafted_sum"] = drafted_sum
 
 
 def alpha_sums(

@@ -50,8 +50,7 @@ def near_weightless(source: str) -> str | None:
 def check_sources(sources: Iterable[str]) -> None:
     """Raise InputError for a misspelt method without weights, else taken for a hub name."""
     for source in sources:
-        model = source.removeprefix(JOINED) if is_joined(source) else source
-        near = None if is_copying(source) else near_weightless(model)
+        near = None if copies_first(source) else near_weightless(source)
         if near is not None:
             raise InputError(
                 f"--draft {source}: no such directory; did you mean {WEIGHTLESS[near]}?"

@@ -74,6 +74,7 @@ class Traces:
     * belief: what a confidence stop reads
     * every rule of `ranks_needed`, `[D, P, L, K]`: the chance that x was accepted at each rank
     * offers, of a draft that may propose nothing: 1 if it proposed a token there
+    * copied and copied_alpha, of a draft that copies: 1 if it copied there; alpha if so, else 0
     """
 
     lengths_P: NDArray[np.int64]

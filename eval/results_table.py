@@ -83,12 +83,7 @@ class ResultsTable:
 
     def methods_of(self, draft: str) -> list[tuple[str, str]]:
         """Tree and verifier of every method that a draft was decoded with."""
-        place = Place(draft, self.domains()[0], self.top_temperature)
-        return [
-            (tree, verifier)
-            for tree, verifier in self.methods
-            if ("tau", place._replace(tree=tree, verifier=verifier)) in self._index
-        ]
+        return list(self._methods_of.get(("tau", draft), ()))
 
     def domains(self, kind: SuiteKind | None = None) -> list[str]:
         """Names of the prompt sets, of one kind or of both, ID first."""
@@ -159,9 +154,10 @@ class ResultsTable:
 
     def _method(self, figure: str, draft: str, tree: Name, verifier: Name) -> tuple[str, str]:
         """Complete the name of a method. A decoded method goes before a predicted one."""
+        known = dict.fromkeys([*self.methods_of(draft), *self._methods_of[figure, draft]])
         fit = [
             method
-            for method in self._methods_of[figure, draft]
+            for method in known
             if tree in (None, method[0]) and verifier in (None, method[1])
         ]
         decoded = [method for method in fit if method in self.methods]
@@ -244,13 +240,11 @@ class ResultsTable:
 
     @cached_property
     def _methods_of(self) -> dict[tuple[str, str], dict[tuple[str, str], None]]:
-        """By figure and draft."""
-        decoded = {draft: self.methods_of(draft) for draft in self.drafts}
+        """Trees and verifiers by figure and draft."""
         methods: dict[tuple[str, str], dict[tuple[str, str], None]] = {}
         for figure, place in self._index:
             if place.tree is not None and place.verifier is not None:
-                key = (figure, place.draft)
-                known = methods.setdefault(key, dict.fromkeys(decoded.get(place.draft, ())))
+                known = methods.setdefault((figure, place.draft), {})
                 known[place.tree, place.verifier] = None
         return methods
 

@@ -62,7 +62,7 @@ from eval.suites import Suite
 
 # Figures of alpha by the key of their per-prompt sums.
 ALPHAS = {"alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}
-# Of a joined draft: figures by the keys of their per-prompt sums, numerator and denominator.
+# Of a draft that copies: figures by the keys of their per-prompt sums, numerator and denominator.
 ALPHAS_BY_SOURCE = {
     "offered": ("copied", "count"),
     "alpha_offered": ("copied_sum", "copied"),
@@ -199,21 +199,14 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             parts = group.parts(measured.alphas, draft)
             for figure, key in ALPHAS.items():
                 yield group.row(figure, draft, estimate(ratio(parts, key, "count"), group.picks))
-            if "offered" in parts[0]:
-                share = estimate(ratio(parts, "offered", "count"), group.picks)
-                yield group.row("offered", draft, share)
-                accepted = estimate(ratio(parts, "sum", "offered"), group.picks)
-                yield group.row("alpha_offered", draft, accepted)
-            if "copied" in parts[0]:
-                for figure, (accepted_key, count_key) in ALPHAS_BY_SOURCE.items():
-                    alpha = estimate(ratio(parts, accepted_key, count_key), group.picks)
-                    yield group.row(figure, draft, alpha)
+            for figure, keys in ALPHAS_BY_SOURCE.items():
+                if parts[0].keys() >= set(keys):
+                    yield group.row(figure, draft, estimate(ratio(parts, *keys), group.picks))
             if draft == setting.base:
                 continue
             yield group.row("gain", draft, difference(here.new, here.base, group.picks))
             # What was not aligned transfers nothing.
-            copies = "offered" in parts[0] or "copied" in parts[0]
-            if group.kind == "ood" and positions and not copies:
+            if group.kind == "ood" and positions and "copied" not in parts[0]:
                 gain_id = gain(home[group.temperature], draft)
                 yield group.row("transfer", draft, transfer(gain_id, here))
 

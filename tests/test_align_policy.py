@@ -9,7 +9,7 @@ import yaml
 import draftsmith as ds
 from drafts.draft_vocabulary import FILE
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.summary import lines
+from draftsmith.alignment.summary import lines, summary
 from eval.schema import SuiteKind
 from tests.distilled import write_rows
 from tests.results_made_up import BASE, BOTH, view
@@ -115,7 +115,7 @@ def test_a_draft_vocabulary_is_given_once(door, prompts, target_dir, draft_dir, 
             "prompt lookup, no draft",
             [
                 "--proposer prompt_lookup --tree",
-                '  vLLM: vllm serve t --speculative-config \'{"method": "ngram"',
+                '  vllm: vllm serve t --speculative-config \'{"method":"ngram"',
                 "prompt_lookup_num_tokens=",
                 "--spec-type ngram-simple --spec-ngram-simple-size-n 3",
             ],
@@ -147,7 +147,7 @@ def test_the_last_lines_say_what_to_serve(winner, kind, what, parts):
     if winner:
         models[winner]["kind"] = kind
     config = AlignConfig(target="t", prompts="p", draft="d", out="o", policy="balanced")
-    said = lines(config, results)
+    said = lines(summary(config, results), results)
     at = next(index for index, line in enumerate(said) if line.startswith("serve: "))
     assert said[at].startswith(f"serve: {what}")
     served = "\n".join(said[at:])
@@ -163,5 +163,9 @@ def test_the_worst_set_stands_beside_the_pool():
         if row["domain"] == "unicode":
             row |= {"value": -0.022, "low": -0.036, "high": -0.009}
     config = AlignConfig(target="t", prompts="p", draft="d", out="o", policy="balanced")
-    (line,) = (line for line in lines(config, results) if "out of distribution: alpha" in line)
+    (line,) = (
+        line
+        for line in lines(summary(config, results), results)
+        if "out of distribution: alpha" in line
+    )
     assert "worst on unicode, \u22120.022 [\u22120.036, \u22120.009]" in line

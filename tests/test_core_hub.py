@@ -234,7 +234,8 @@ def test_commands_and_code_that_are_printed_hold_any_path(tmp_path):
                 config = json.loads(words[-1])
                 exported = words_of_shell(exports[0], tmp_path)[-1] if exports else draft
                 # MTP layers are exported in the target's checkpoint, which is served.
-                served, drafting = (exported, None) if kind == "mtp" else (target, exported)
+                unnamed = {"mtp": (exported, None), "prompt_lookup": (target, None)}
+                served, drafting = unnamed.get(kind, (target, exported))
                 assert words[:3] == ["vllm", "serve", served]
                 assert config.get("model") == drafting
     assert list(tmp_path.iterdir()) == []

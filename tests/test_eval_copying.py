@@ -16,7 +16,7 @@ from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling
 from eval.acceptance import Continuation
 from eval.config import EvalConfig
-from eval.copying import CopiedTexts, JoinedDraft, copied_traces
+from eval.copying import JoinedDraft, copied_tokens, copied_traces
 from eval.estimate import measure_alphas
 from eval.evaluate import evaluate
 from eval.measuring import Task, answers, continuations
@@ -30,7 +30,7 @@ TEXT = Continuation("a", (3, 4, 5, 3, 4), (5, 3, 9))
 
 
 def test_what_followed_earlier_is_proposed_at_its_depth():
-    tokens_DPL = CopiedTexts.of([TEXT], 2, PromptLookupProposer()).tokens_DPL
+    tokens_DPL = copied_tokens([TEXT], 2, PromptLookupProposer())
     # After 3 4 came 5 3. After 4 5 came 3 4. After 5 3 came 4, and then 5.
     assert tokens_DPL.tolist() == [[[5, 3, 4]], [[-1, 3, 4]]]
 
@@ -234,7 +234,6 @@ def test_a_directory_of_that_name_is_a_draft_and_a_method_is_no_base(tmp_path, m
         ("lookup=prompt_lookups", "chain:2", "prompt_lookups: .* did you mean prompt_lookup?"),
         ("prompt-lookup+d", "chain:2", "did you mean prompt_lookup?"),
         ("found=retrieval", "chain:2", "did you mean retrieval:FILE?"),
-        ("both=prompt_lookup+look_ahead", "chain:2", "did you mean lookahead?"),
         ("ahead=lookahead", "none", "ahead=lookahead: has no alpha"),
     ],
 )

@@ -1,10 +1,11 @@
 """What a run of `align` bought, for `--json` and for a person."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.serving import advise, decode_command
+from draftsmith.alignment.serving import Advice, advise, decode_command
 from eval.report.findings import worst_set
 from eval.report.formats import with_interval
 from eval.report.tables import best_tau
@@ -16,7 +17,8 @@ from eval.summary import headline_and_table
 def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
     """Return where everything is, and the figures of the best draft with their intervals."""
     best = best_draft(config, results)
-    tau = best_tau(results, best, "id", results.top_temperature)
+    temperature = results.top_temperature
+    tau = best_tau(results, best, "id", temperature)
     tree = tau["tree"] or ""
     verifier = tau["verifier"] or ""
     checkpoint = str(Path(config.out) / best)
@@ -29,11 +31,9 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
         "objective": config.drafts()[best],
         "policy": config.policy,
         "checkpoint": checkpoint,
-        "decode": decode_command(
-            config, ["--draft", checkpoint, "--tree", tree], results.top_temperature
-        ),
-        "serve": serve(config, results),
-        "temperature": results.top_temperature,
+        "decode": decode_command(config, ["--draft", checkpoint, "--tree", tree], temperature),
+        "serve": asdict(advise(config, results)),
+        "temperature": temperature,
         "tree": tree,
     }
     for kind in results.kinds:
@@ -47,37 +47,31 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
     return shown
 
 
-def serve(config: AlignConfig, results: Results) -> dict[str, Any]:
-    """Return what to serve, and its commands by engine."""
-    advice = advise(config, results)
-    return {"what": advice.what, "commands": advice.commands}
-
-
 def _interval(row: Row | None) -> dict[str, float | None] | None:
     return row and {"value": row["value"], "low": row["low"], "high": row["high"]}
 
 
-def lines(config: AlignConfig, results: Results) -> list[str]:
-    """Return the decision, the table of figures, what was bought, and how to decode with it."""
+def lines(shown: dict[str, Any], results: Results) -> list[str]:
+    """Return a summary in words: the decision, the table of figures, what was bought, how to decode
+    with it, and what to serve.
+    """
     report = (results.directory / "report.html").resolve()
     return [
         *headline_and_table(results),
-        *bought(config, results),
-        *how_to_decode(config, results),
+        *bought(shown, results),
+        *how_to_decode(shown),
         f"report: {report}",
-        *advise(config, results).lines(),
+        *Advice(**shown["serve"]).lines(),
     ]
 
 
-def how_to_decode(config: AlignConfig, results: Results) -> list[str]:
+def how_to_decode(shown: dict[str, Any]) -> list[str]:
     """Return where the best draft is, and the command that decodes with it."""
-    shown = summary(config, results)
     return [f"checkpoint: {shown['checkpoint']}", f"decode with it: {shown['decode']}"]
 
 
-def bought(config: AlignConfig, results: Results) -> list[str]:
+def bought(shown: dict[str, Any], results: Results) -> list[str]:
     """Return the alphas and gains of the best draft, in distribution and out of it."""
-    shown = summary(config, results)
     best = shown["best"]
     temperature = shown["temperature"]
     found = [

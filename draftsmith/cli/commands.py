@@ -132,11 +132,13 @@ def _align(config: "AlignConfig", command: str) -> Outcome:
     from draftsmith.alignment.summary import lines, summary
 
     config, results = run_stages(config)
-    return Outcome(summary(config, results), lines(config, results))
+    shown = summary(config, results)
+    return Outcome(shown, lines(shown, results))
 
 
 def _demo(config: "DemoConfig", command: str) -> Outcome:
     from draftsmith.alignment import summary
+    from draftsmith.alignment.serving import advise
     from draftsmith.alignment.stages import run_stages
     from draftsmith.demo import demo_run
     from draftsmith_core.ranks import from_main
@@ -148,11 +150,10 @@ def _demo(config: "DemoConfig", command: str) -> Outcome:
     large = demo_run.time_large(options, config.short)
     page = from_main(lambda: demo_run.write_page(results, large))
     # The one verdict is that of the large target: beside the small one nothing is timed.
-    lines = [*table(results), *summary.bought(options, results)]
-    lines += summary.how_to_decode(options, results)
-    seconds = time.monotonic() - started
     shown = summary.summary(options, results)
-    shown["serve"] = summary.serve(options, large)
+    lines = [*table(results), *summary.bought(shown, results), *summary.how_to_decode(shown)]
+    seconds = time.monotonic() - started
+    shown["serve"] = dataclasses.asdict(advise(options, large))
     shown["large"] = eval_summary(large)
     return Outcome(shown, [*lines, *page, f"took {seconds:.0f} s"])
 
