@@ -19,11 +19,12 @@ from drafts.draft_vocabulary import (
     read_draft_vocabulary,
     trim,
 )
-from drafts.heads import Head, head_kind, load_head
+from drafts.heads import NATIVE, Head, head_kind, load_head
 from drafts.heads.block import BlockHead
 from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.vocabulary import VocabularyMap, attach, map_vocabulary
 from draftsmith_core.errors import InputError
+from draftsmith_core.hub import check_source
 from draftsmith_core.models import (
     DTYPES,
     Quantize,
@@ -99,17 +100,19 @@ def load_models(
     that both have. Raises InputError for what does not fit: a draft of another vocabulary, a head
     made for another target.
     """
-    if tokenizer is None:
-        tokenizer = load_tokenizer(target, trust_remote_code, chat_template, revision)
-    options: Any = {"device": device, "trust_remote_code": trust_remote_code}
-    model = load_model(target, **options, dtype=dtype, quantize=quantize, revision=revision)
-    check_tokenizer(target, model, tokenizer)
     if not isinstance(drafts, Mapping):
         sources = [drafts] if isinstance(drafts, str) else drafts
         counts = [sources[:i].count(source) for i, source in enumerate(sources)]
         drafts = {
             f"{name}#{n + 1}" if n else name: name for name, n in zip(sources, counts, strict=True)
         }
+    for source in drafts.values():  # before a large target is loaded
+        check_source(source.removeprefix(f"{NATIVE}:"))
+    if tokenizer is None:
+        tokenizer = load_tokenizer(target, trust_remote_code, chat_template, revision)
+    options: Any = {"device": device, "trust_remote_code": trust_remote_code}
+    model = load_model(target, **options, dtype=dtype, quantize=quantize, revision=revision)
+    check_tokenizer(target, model, tokenizer)
     loaded: dict[str, Draft] = {}
     for name, source in drafts.items():
         draft = load_draft(

@@ -26,7 +26,7 @@ from drafts.load import Draft, LoadedModels, kind_of
 from draftsmith_core.documents import read_documents
 from draftsmith_core.tokenization import Tokenizer
 from eval.acceptance import Continuation
-from eval.method import is_copying, is_joined
+from eval.draft_sources import is_copying, is_joined
 from eval.predict import Floats, Traces
 from eval.schema import JOINED
 

@@ -26,10 +26,10 @@ from eval import remarks, rows
 from eval.config import EvalConfig
 from eval.copying import AnyDraft, loaded_drafts
 from eval.diagnosis.rows import diagnosis_rows
+from eval.draft_sources import models_of
 from eval.evaluation import Evaluation
 from eval.facts import clock, draft_row, model_row
 from eval.measuring import decoder_of
-from eval.method import models_of
 from eval.moved import found_again
 from eval.remarks import announce
 from eval.report.page import write_report

@@ -16,7 +16,8 @@ from draftsmith_core.prompt_rows import parse_named
 from draftsmith_core.settings import Sampling
 from draftsmith_core.suites import load_suite, suite_name
 from eval.config import EvalConfig
-from eval.method import Method, check_sources, copies_first, is_copying, is_lookahead, methods_of
+from eval.draft_sources import check_sources, copies_first, is_copying, is_lookahead
+from eval.method import Method, methods_of
 from eval.requirement import Requirement, Scope
 
 

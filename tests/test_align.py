@@ -17,7 +17,7 @@ from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
-from draftsmith.alignment.stage_configs import general_config, train_config
+from draftsmith.alignment.stage_configs import eval_config, general_config, train_config
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.settings import ResolvedSampling, Sampling
 from draftsmith_core.tokenization import load_tokenizer
@@ -450,6 +450,9 @@ def test_options_of_a_stage_reach_it(draft_dir):
         ["o/general"],
     )
     assert (plain.replay, plain.replay_fraction, plain.optim) == ([], 0.0, kept.optim)
+    # Where nothing is decoded, nothing is timed.
+    undecoded, _ = complete(replace(config, eval={"tree": ["none"]}), facts())
+    assert eval_config(undecoded).speed_prompts == 0
 
 
 def test_names_of_drafts_say_their_objective():

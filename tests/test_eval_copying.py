@@ -17,10 +17,11 @@ from draftsmith_core.sampling import Sampling
 from eval.acceptance import Continuation
 from eval.config import EvalConfig
 from eval.copying import JoinedDraft, copied_tokens, copied_traces
+from eval.draft_sources import is_copying, models_of
 from eval.estimate import measure_alphas
 from eval.evaluate import evaluate
 from eval.measuring import Task, answers, continuations
-from eval.method import Method, is_copying, models_of
+from eval.method import Method
 from eval.report.findings import lead
 from eval.request import check
 from eval.schema import Place

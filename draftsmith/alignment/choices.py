@@ -294,6 +294,10 @@ CHOICES = (
         lambda known: min(known["distill.max_new_tokens"], known.by_device(128, 48)),
         "answers of {known[distill.max_new_tokens]} tokens, {known.place}",
     ),
-    Choice("eval.speed_prompts", lambda known: known.by_device(8, 6), "{known.place}"),
+    Choice(
+        "eval.speed_prompts",
+        lambda known: 0 if known["eval.tree"] == ["none"] else known.by_device(8, 6),
+        "{known.place}",
+    ),
     Choice("eval.batch_size", lambda known: known.by_device(16, 20), "{known.place}"),
 )

@@ -251,7 +251,8 @@ def _export(config: "ExportConfig", command: str) -> Outcome:
 
 
 def _plan(config: "PlanConfig", command: str) -> Outcome:
-    from eval.method import copies_first, decode_options
+    from eval.draft_sources import copies_first
+    from eval.method import decode_options
     from eval.planning.plan import plan, plan_lines
 
     document = plan(config)

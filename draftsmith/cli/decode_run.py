@@ -36,7 +36,7 @@ from draftsmith_core.ranks import say
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from eval.method import near_weightless
+from eval.draft_sources import near_weightless
 
 DRAFT_STYLE = "bold green"
 # Makes the batches of outputs, from a request on.

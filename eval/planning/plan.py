@@ -27,8 +27,9 @@ from eval.acceptance import Continuation
 from eval.bootstrap import signs
 from eval.config import PlanConfig
 from eval.copying import loaded_drafts
+from eval.draft_sources import check_sources, models_of
 from eval.facts import draft_row, machine, model_row
-from eval.method import OWN_TREE, check_sources, models_of
+from eval.method import OWN_TREE
 from eval.planning.engines import engine_rows
 from eval.planning.planner import (
     LIMIT_S,
