@@ -71,7 +71,8 @@ def _models_in(directory: Path) -> list[str]:
     """Return the models below a directory that is none, such as the one that `align` writes."""
     if (directory / "config.json").exists():
         return []
-    return [str(config.parent) for config in sorted(directory.glob("*/config.json"))]
+    configs = sorted(directory.glob("*/config.json"))
+    return [str(config.parent) for config in configs]
 
 
 def hub_has_address() -> bool:

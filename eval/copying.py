@@ -68,7 +68,9 @@ AnyDraft = Draft | CopyingDraft | JoinedDraft
 def loaded_drafts(sources: Mapping[str, str], pair: LoadedModels) -> dict[str, AnyDraft]:
     """Return the drafts of some sources. pair: has those of `method.models_of(sources)`."""
     drafts: dict[str, AnyDraft] = {}
-    by_source = {sources[name].removeprefix(JOINED): draft for name, draft in pair.drafts.items()}
+    by_source: dict[str, Draft] = {}
+    for name, draft in pair.drafts.items():
+        by_source[sources[name].removeprefix(JOINED)] = draft
     for name, source in sources.items():
         if is_copying(source):
             drafts[name] = CopyingDraft.of(source, pair.tokenizer)

@@ -21,11 +21,15 @@ WEIGHTLESS = {
 _ALIKE = 0.8
 
 
+def _is_directory(source: str) -> bool:
+    return Path(source).is_dir()
+
+
 def is_copying(source: str) -> bool:
     """Whether the source of a draft names a method without weights."""
     kind, _, file = source.partition(":")
     named = kind in WEIGHTLESS and bool(file) == (kind == "retrieval")
-    return named and not Path(source).is_dir()
+    return named and not _is_directory(source)
 
 
 def is_lookahead(source: str) -> bool:
@@ -56,7 +60,7 @@ def check_sources(sources: Iterable[str]) -> None:
 
 def is_joined(source: str) -> bool:
     """Whether the source is `prompt_lookup+MODEL`: lookup, and a draft where it finds nothing."""
-    return source.startswith(JOINED) and source != JOINED and not Path(source).is_dir()
+    return source.startswith(JOINED) and source != JOINED and not _is_directory(source)
 
 
 def copies_first(source: str) -> bool:

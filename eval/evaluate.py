@@ -82,9 +82,8 @@ def evaluate_request(request: EvalRequest) -> Results:
         sources = models_of(request.drafts)
         notes += announce(remarks.of_targets(sources, pair.target), strict=given.strict)
         notes += announce(remarks.of_target(given.target, pair.target), strict=False)
-        notes += announce(
-            remarks.of_few({suite.name: len(suite.prompts) for suite in suites}), strict=False
-        )
+        sizes = {suite.name: len(suite.prompts) for suite in suites}
+        notes += announce(remarks.of_few(sizes), strict=False)
         work = Evaluation(request, suites, pair, drafts, models, run)
         measured = work.measure()
         cpus = os.cpu_count() or 1

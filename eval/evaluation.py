@@ -86,7 +86,7 @@ class Evaluation:
         """
         request = self.request
         timed = request.config.speed_prompts if request.asked else 0
-        runs = sum(map(len, request.methods.values()))
+        runs = request.runs
         total = 0
         for suite in self.suites:
             prompts = len(suite.prompts)
@@ -212,7 +212,7 @@ class Evaluation:
             "costs_of": None if costs_of is None else _identity(costs_of),
         }
         task = self._task(suite, sampling, 1, config.speed_prompts)
-        runs = 1 + sum(map(len, self.request.methods.values()))
+        runs = 1 + self.request.runs
         return self.cell(
             decides,
             partial(task.speed, self.drafts, self.request.methods, costs_of),

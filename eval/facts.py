@@ -71,10 +71,14 @@ def draft_row(source: str, draft: AnyDraft, target: ModelRow) -> ModelRow:
 
 def _copying_row(source: str, draft: CopyingDraft, target: ModelRow) -> ModelRow:
     """The facts of a method without weights; the text that it drafts from, if any, is its name."""
+    kind, _, file = source.partition(":")
+    fingerprint = kind
+    if draft.index is not None:
+        fingerprint = draft.index.digest[:16]
     return ModelRow(
-        name=source.removeprefix(f"{draft.kind}:"),
-        kind=draft.kind,
-        fingerprint=draft.kind if draft.index is None else draft.index.digest[:16],
+        name=file or kind,
+        kind=kind,
+        fingerprint=fingerprint,
         model_type=draft.kind,
         parameters=0,
         memory_bytes=0,

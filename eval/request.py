@@ -19,6 +19,7 @@ from eval.config import EvalConfig
 from eval.draft_sources import check_sources, copies_first, is_copying, is_lookahead
 from eval.method import Method, methods_of
 from eval.requirement import Requirement, Scope
+from eval.schema import How
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class EvalRequest:
             )
             for temperature in dict.fromkeys(config.temperature)
         ]
+
+    @property
+    def runs(self) -> int:
+        """Number of drafts with a method."""
+        methods = self.methods.values()
+        return sum(map(len, methods))
 
     def resolved(self, sampling: Sampling) -> "EvalRequest":
         """Take top_k, top_p and min_p from a sampling with the target's defaults."""
@@ -122,15 +129,15 @@ def check(config: EvalConfig) -> EvalRequest:
     if len(ahead) == len(drafts):
         own = "lookahead drafts a tree of its own"
         refuse_unused(config, dict.fromkeys(("tree", "verifier"), own))
+    named: dict[str, list[How]] = {}
+    for name, each in methods.items():
+        named[name] = [(method.tree, method.verifier) for method in each]
     scope = Scope(
         base=base,
         id_sets=list(id_sets),
         ood_sets=list(ood_sets),
         temperatures=config.temperature,
-        methods={
-            name: [(method.tree, method.verifier) for method in each]
-            for name, each in methods.items()
-        },
+        methods=named,
         copying=[name for name, source in drafts.items() if copies_first(source)],
     )
     for text in config.require:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith_core.errors import InputError, nearest
-from eval.schema import Place, Row
+from eval.schema import How, Place, Row
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -32,7 +32,7 @@ class Scope:
     id_sets: Sequence[str]
     ood_sets: Sequence[str]
     temperatures: Sequence[float]
-    methods: Mapping[str, Sequence[tuple[str, str]]]
+    methods: Mapping[str, Sequence[How]]
     copying: Sequence[str] = ()
 
 
@@ -99,7 +99,7 @@ class Requirement:
         if "domain" in self.wanted:
             kinds = ["id"] * bool(id_sets) + ["ood"] * bool(scope.ood_sets)
             domains = self._pick("domain", domains + kinds)
-        measured: list[tuple[str, str]] = []
+        measured: list[How] = []
         for draft in drafts:
             measured += scope.methods[draft]
         trees = self._pick("tree", [tree for tree, _ in measured])

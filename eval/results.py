@@ -65,12 +65,13 @@ class Results(ResultsTable):
         the bounds of their 95 % intervals (see `eval.requirement.Requirement`):
         `results.require("alpha[code] >= 0.4")`.
         """
+        methods = {draft: self.methods_of(draft) for draft in self.drafts}
         scope = Scope(
             base=self.base,
             id_sets=self.domains("id"),
             ood_sets=self.domains("ood"),
             temperatures=self.temperatures,
-            methods={draft: self.methods_of(draft) for draft in self.drafts},
+            methods=methods,
             copying=[draft for draft in self.drafts if self.copies_first(draft)],
         )
         unmet = []

@@ -11,6 +11,7 @@ from eval.schema import (
     KINDS,
     TARGET,
     Counts,
+    How,
     Place,
     ResultsDocument,
     Row,
@@ -19,6 +20,8 @@ from eval.schema import (
 
 Name = str | None
 Number = float | None
+# By figure and draft.
+Methods = dict[tuple[str, str], dict[How, None]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,13 +80,21 @@ class ResultsTable:
         return [kind for kind in KINDS if self.domains(kind)]
 
     @property
-    def methods(self) -> list[tuple[str, str]]:
+    def methods(self) -> list[How]:
         """Tree and verifier of every decoding method."""
         return [(method["tree"], method["verifier"]) for method in self.document["methods"]]
 
-    def methods_of(self, draft: str) -> list[tuple[str, str]]:
+    def methods_of(self, draft: str) -> list[How]:
         """Tree and verifier of every method that a draft was decoded with."""
         return list(self._methods_of.get(("tau", draft), ()))
+
+    def drafts_of(self, how: How) -> list[str]:
+        """Names of the drafts that were decoded with a tree and a verifier."""
+        drafts = []
+        for draft in self.drafts:
+            if how in self.methods_of(draft):
+                drafts.append(draft)
+        return drafts
 
     def domains(self, kind: SuiteKind | None = None) -> list[str]:
         """Names of the prompt sets, of one kind or of both, ID first."""
@@ -152,7 +163,7 @@ class ResultsTable:
             place = place._replace(tree=tree, verifier=verifier)
         return self._index.get((figure, place), [])
 
-    def _method(self, figure: str, draft: str, tree: Name, verifier: Name) -> tuple[str, str]:
+    def _method(self, figure: str, draft: str, tree: Name, verifier: Name) -> How:
         """Complete the name of a method. A decoded method goes before a predicted one."""
         known = dict.fromkeys([*self.methods_of(draft), *self._methods_of[figure, draft]])
         fit = [
@@ -239,9 +250,8 @@ class ResultsTable:
         return index
 
     @cached_property
-    def _methods_of(self) -> dict[tuple[str, str], dict[tuple[str, str], None]]:
-        """Trees and verifiers by figure and draft."""
-        methods: dict[tuple[str, str], dict[tuple[str, str], None]] = {}
+    def _methods_of(self) -> Methods:
+        methods: Methods = {}
         for figure, place in self._index:
             if place.tree is not None and place.verifier is not None:
                 known = methods.setdefault((figure, place.draft), {})

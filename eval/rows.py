@@ -5,7 +5,6 @@ A new figure is one `group.row(...)` here, and its meaning in definitions.yaml.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -143,7 +142,15 @@ class Setting:
     @property
     def all_methods(self) -> list[Method]:
         """The methods of all drafts, the base's first."""
-        return list(dict.fromkeys(chain(self.methods[self.base], *self.methods.values())))
+        methods = dict.fromkeys(self.methods[self.base])
+        for of_draft in self.methods.values():
+            methods |= dict.fromkeys(of_draft)
+        return list(methods)
+
+    def drafts_of(self, method: Method) -> list[str]:
+        """The drafts that are decoded with a method."""
+        of_draft = self.methods.items()
+        return [draft for draft, methods in of_draft if method in methods]
 
     def groups(self) -> Iterator[Group]:
         """Every suite by itself, then all of a kind pooled; each at every temperature."""
@@ -199,9 +206,10 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             parts = group.parts(measured.alphas, draft)
             for figure, key in ALPHAS.items():
                 yield group.row(figure, draft, estimate(ratio(parts, key, "count"), group.picks))
-            for figure, keys in ALPHAS_BY_SOURCE.items():
-                if parts[0].keys() >= set(keys):
-                    yield group.row(figure, draft, estimate(ratio(parts, *keys), group.picks))
+            for figure, (above, below) in ALPHAS_BY_SOURCE.items():
+                if above in parts[0]:
+                    sums = ratio(parts, above, below)
+                    yield group.row(figure, draft, estimate(sums, group.picks))
             if draft == setting.base:
                 continue
             yield group.row("gain", draft, difference(here.new, here.base, group.picks))
@@ -215,7 +223,7 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     """tau, accept@d and counts of every draft, group and method."""
     for group in setting.groups():
         for method in setting.all_methods:
-            drafts = [draft for draft, methods in setting.methods.items() if method in methods]
+            drafts = setting.drafts_of(method)
             for draft in drafts:
                 parts = group.parts(measured.decodings, draft, method)
                 tau = ratio(parts, "emitted", "target_calls")

@@ -22,6 +22,9 @@ TARGET = "target"
 JOINED = "prompt_lookup+"
 """What stands before a draft, as a source and as a kind, that drafts where lookup finds nothing."""
 
+How = tuple[str, str]
+"""Tree and verifier of a decoding method."""
+
 BUSY = "busy_machine"
 """Subject of the remark on a busy machine."""
 

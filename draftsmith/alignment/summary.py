@@ -56,12 +56,13 @@ def lines(shown: dict[str, Any], results: Results) -> list[str]:
     with it, and what to serve.
     """
     report = (results.directory / "report.html").resolve()
+    advice = Advice(**shown["serve"])
     return [
         *headline_and_table(results),
         *bought(shown, results),
         *how_to_decode(shown),
         f"report: {report}",
-        *Advice(**shown["serve"]).lines(),
+        *advice.lines(),
     ]
 
 

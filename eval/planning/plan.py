@@ -113,11 +113,9 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
     rates = [row["tokens_per_s"] for row in found.confirmed.rows[1:]]
     speedups = [row["speedup"] for row in found.confirmed.rows[1:]]
     best = rates.index(max(rates))
+    speedup = speedups[best]
     pays = _pays(speedups, best)
     winner = found.finalists[best]
-    tree: dict[str, Any] = {"spec": winner.spec}
-    if isinstance(winner.shape, Tree) and winner.spec in (None, OWN_TREE):
-        tree = {"parents": list(winner.shape.parents)}
     # Timings of every shape over their median; other work on the machine spreads them.
     noise: list[float] = []
     ranking = found.ranking
@@ -129,7 +127,7 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
     conditions = remarks.conditions("plan", planner.sampling.temperature, load, noise, cpus)
     busy = remarks.of_timing([conditions], cpus)
     noted = remarks.of_target(str(planner.target.name_or_path), planner.target)
-    noted += remarks.of_few({"timed": speedups[best]["n"]}) + busy
+    noted += remarks.of_few({"timed": speedup["n"]}) + busy
     engines = []
     # Give no engine advice if timings are noisy or no draft pays.
     if ranking and planner.model is not None and not busy and pays is not False:
@@ -143,11 +141,11 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
         candidates = [ranking.expected.row(each, planner.seed) for each in listed] + candidates
     return {
         "schema_version": SCHEMA_VERSION,
-        "tree": tree,
+        "tree": _written(winner),
         "name": winner.name,
         "verifier": planner.verifier(winner.shape),
         "pays": pays,
-        "speedup": speedups[best],
+        "speedup": speedup,
         "sampling": asdict(planner.sampling),
         "batch_size": planner.batch_size,
         "max_new_tokens": planner.max_new_tokens,
@@ -163,6 +161,12 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
         "remarks": [remark["text"] for remark in noted],
         "seconds": time.perf_counter() - planner.started,
     }
+
+
+def _written(candidate: Candidate) -> dict[str, Any]:
+    if isinstance(candidate.shape, Tree) and candidate.spec in (None, OWN_TREE):
+        return {"parents": list(candidate.shape.parents)}
+    return {"spec": candidate.spec}
 
 
 def _finalists(candidates: Sequence[Candidate]) -> list[Candidate]:

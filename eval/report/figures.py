@@ -199,9 +199,7 @@ def tau_figure(results: ResultsTable, look: Look) -> Figure | None:
         for tree, verifier in results.methods if any(results.rows(name)) else ():
             lossy = "" if results.lossless(verifier) else " · lossless: false"
             lines.append(Line(f"{tree_name(tree)} · {verifier}{lossy}"))
-            for draft in results.drafts:
-                if (tree, verifier) not in results.methods_of(draft):
-                    continue
+            for draft in results.drafts_of((tree, verifier)):
                 rows = []
                 for kind in results.kinds:
                     rows.append(results.figure(name, draft, kind, None, tree, verifier))
@@ -302,7 +300,7 @@ def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
         return None
 
     tree, verifier = results.methods[0]
-    drafts = [name for name in results.drafts if (tree, verifier) in results.methods_of(name)]
+    drafts = results.drafts_of((tree, verifier))
 
     def series(draft: str, domain: str) -> list[Row]:
         rows = results.series("accept", draft, domain, None, tree, verifier)
