@@ -283,11 +283,13 @@ def test_files_are_found_from_anywhere_and_after_a_move(tmp_path, monkeypatch):
     for name in ("demo/eval", "demo/target", "demo/jsd"):
         (tmp_path / "moved" / name).mkdir(parents=True)
     options = {"out": "out/demo/eval", "target": "out/demo/target", "id": ["@gsm8k", "out/x.jsonl"]}
-    options |= {"draft": ["base=owner/name", "jsd=out/demo/jsd"], "ood": [], "tree": ["chain:4"]}
+    drafts = ["base=owner/name", "jsd=out/demo/jsd", "found=retrieval:out/demo/jsd"]
+    options |= {"draft": drafts, "ood": [], "tree": ["chain:4"]}
     monkeypatch.chdir(tmp_path)
     found = found_again(options, "moved/demo/eval")
     assert (found["out"], found["target"]) == ("moved/demo/eval", "moved/demo/target")
-    assert found["draft"] == ["base=owner/name", "jsd=moved/demo/jsd"]
+    moved = ["base=owner/name", "jsd=moved/demo/jsd", "found=retrieval:moved/demo/jsd"]
+    assert found["draft"] == moved
     assert found["id"] == options["id"]
     monkeypatch.chdir("/")
     found = found_again(options, str(tmp_path / "moved/demo/eval"))
