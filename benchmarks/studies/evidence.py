@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from benchmarks.lib.pages import gap, table
@@ -57,30 +56,25 @@ class Evidence:
         return "\n\n".join(parts) + "\n"
 
 
-def in_one_table(demo: Results, large: Results, head: Results) -> str:
+def in_one_table(demo: Results, large: Results, chat: Results) -> str:
     """Return the README's table. large: the demo's drafts beside the padded target, for speed.
-    head: the EAGLE-1 head of SmolLM2, aligned to maths.
+    chat: a draft of SmolLM2's chats that `draftsmith align` aligned to maths.
     """
-    rows = []
-    for draft in demo.drafts:
-        name = f"demo, {draft.removeprefix('jsd-')}"
-        alphas = [_value(demo.figure("alpha", draft, kind, 1.0)) for kind in ("id", "ood")]
-        tau = _value(demo.figure("tau_predicted", draft, "id", 1.0, "chain:2", "speculative"))
-        speed = _value(large.figure("speedup", draft, "id", 1.0, "chain:2", "speculative"))
-        rows.append([name, *map(number, alphas), number(tau, 2), number(speed, 2)])
-    document = real_figures.over_seeds(head, 1.0)
-    own, other = document["base"]["id"], document["base"]["ood"]
-    tau = _value(real_tables.predicted_tau(head, head.base, "id", 1.0))
-    rows.append(["SmolLM2, base", number(own), number(other), number(tau, 2), "–"])
-    for way in WAYS:
-        row = document["rows"][way]
-        seeds = [draft for draft in head.aligned if real_figures.way_of(draft) == way]
-        taus = [_value(real_tables.predicted_tau(head, draft, "id", 1.0)) for draft in seeds]
-        alphas = [row[kind]["alpha"] for kind in ("id", "ood")]
-        rows.append([f"SmolLM2, {way}", *map(number, alphas), number(fmean(taus), 2), "–"])
-    for row in rows:
-        row[0] = row[0].replace("balanced", "**balanced**")
+    rows = _by_draft("demo", demo, large, ("chain:2", "speculative"))
+    rows += _by_draft("SmolLM2", chat, chat, ("kary:4", "mcsd"))
     return table(["draft", "ID", "OOD", "tokens per call", "speed"], rows)
+
+
+def _by_draft(pair: str, results: Results, timed: Results, way: tuple[str, str]) -> list[list[str]]:
+    """Return a row per draft. timed: where the speeds are. way: the tree and the verifier."""
+    rows = []
+    for draft in results.drafts:
+        name = draft.removeprefix("jsd-").replace("balanced", "**balanced**")
+        alphas = [_value(results.figure("alpha", draft, kind, 1.0)) for kind in ("id", "ood")]
+        tau = _value(results.figure("tau_predicted", draft, "id", 1.0, *way))
+        speed = _value(timed.figure("speedup", draft, "id", 1.0, *way))
+        rows.append([f"{pair}, {name}", *map(number, alphas), number(tau, 2), number(speed, 2)])
+    return rows
 
 
 def _value(figure: Mapping[str, Any] | None) -> float:

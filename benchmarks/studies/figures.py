@@ -123,8 +123,8 @@ def tables(root: Path) -> None:
     verdicts = (root / "docs" / "results" / "reproduction.md").read_text(encoding="utf-8")
     put(root / "docs" / "evidence" / "reproduction.md", evidence.claims(verdicts))
     small, large = results_of(root, "demo"), results_of(root, "demo-large")
-    head = alignments(root)["eagle"]
-    put(root / "README.md", evidence.in_one_table(small, large, head))
+    chat = results_of(root, "real-command")
+    put(root / "README.md", evidence.in_one_table(small, large, chat))
 
 
 def pictures(root: Path) -> None:

@@ -15,6 +15,7 @@ align         question 2: the best language model and the best head of chat, ali
 amount        question 3: the best head, on a part of the data and for a part of the steps
 recipe        the drafts of RECIPE again, by the optimizer that `train` chooses for them and in half
               of the steps
+longer        the best of these by the clock, for twice the steps of `which`
 speed         question 4: tokens per second of the best two, and of other engines (`real_speed.py`)
 drafts-speed  tokens per second of every draft, with the same trees
 
@@ -24,7 +25,7 @@ benchmarks/studies/real/ and results to docs/results/.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -339,22 +340,38 @@ def recipe(study: Study) -> None:
     """Train drafts with Muon for half of the steps of `which`, measure them as there, and time
     them.
     """
+    _with_muon(study, "recipe", RECIPE, share=1 / 2)
+    _time(study, [f"{name}-recipe" for name in RECIPE], "recipe", ("chat",))
+
+
+def longer(study: Study) -> None:
+    """The same of EAGLE-3 for twice the steps of `which`."""
+    _with_muon(study, "longer", ("eagle3",), share=2)
+    names = ["eagle3-longer", "prompt_lookup", "prompt_lookup+eagle3-longer"]
+    _time(study, names, "longer", ("chat", "maths", "code"))
+
+
+def _with_muon(study: Study, piece: str, names: Sequence[str], share: float) -> None:
+    """share: of the steps of `which`."""
     drafts = {}
-    for name in RECIPE:
+    for name in names:
         config = DRAFTS[name](study)
         drafts[name] = trained(
             replace(
                 config,
-                out=str(study.out / "drafts" / study.seeded(f"{name}-recipe")),
+                out=str(study.out / "drafts" / study.seeded(f"{name}-{piece}")),
                 optim=Optim(name="muon", lr=1e-3, warmup_steps=10),
-                steps=_steps(study, config.data) // 2,
+                steps=int(share * _steps(study, config.data)),
             )
         )
-    results = evaluate(study.evaluation(study.seeded("recipe"), drafts, "chat"))
-    _keep(study, study.seeded("recipe"))
+    results = evaluate(study.evaluation(study.seeded(piece), drafts, "chat"))
+    _keep(study, study.seeded(piece))
     sys.stdout.write(drafts_table(results))
-    rows = real_speed.every_draft(study, [f"{name}-recipe" for name in RECIPE], "recipe-speed")
-    _keep(study, "recipe-speed")
+
+
+def _time(study: Study, names: Sequence[str], piece: str, domains: Sequence[str]) -> None:
+    rows = real_speed.every_draft(study, names, f"{piece}-speed", domains)
+    _keep(study, f"{piece}-speed")
     sys.stdout.write(f"\n{real_tables.draft_speeds(rows)}\n")
 
 
@@ -386,6 +403,7 @@ PIECES: dict[str, Callable[[Study], None]] = {
     "align": align,
     "amount": amount,
     "recipe": recipe,
+    "longer": longer,
     "speed": speed,
     "drafts-speed": drafts_speed,
 }

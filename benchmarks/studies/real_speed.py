@@ -30,6 +30,9 @@ BITS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
 TEMPERATURES = (0.0, 1.0)
 # Of `every_draft`.
 TREES, ROUNDS, CHATS, WARM_UP = ("chain:2", "chain:4", "kary:4"), 5, 2, 8
+LOOKUP = "prompt_lookup"
+# Decoders by draft and tree.
+Ways = dict[tuple[str, str], SpeculativeDecoder]
 KEYS = ("tokens_per_s", "speed_over_ar", "tau")
 # Few, so that the four plans take minutes.
 PLANNED: dict[str, Any] = {"max_prompts": 8, "confirm_prompts": 4}
@@ -115,61 +118,68 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
     return found
 
 
-def every_draft(study: Study, names: Sequence[str], piece: str) -> list[dict[str, Any]]:
-    """Speed of every draft that is there, with the same chain and tree, in OUT/PIECE/results.json.
+def every_draft(
+    study: Study, names: Sequence[str], piece: str, domains: Sequence[str] = ("chat",)
+) -> list[dict[str, Any]]:
+    """Speed of every draft that is there, with the same chains and tree, in OUT/PIECE/results.json.
 
-    Rounds alternate between all of them and the target alone; each has other chats. Speeds are
-    medians of the rounds, over the target alone in the same round; the prompt's forward is not
-    counted.
+    names: of drafts; `prompt_lookup` without one; or `prompt_lookup+NAME`, lookup and the draft
+    where it finds nothing. domains: of the prompts.
     """
     places = {name: study.out / "drafts" / study.seeded(name) for name in names}
     known = {name: str(place) for name, place in places.items() if (place / "config.json").exists()}
     pair = load_pair(study.options.target, known, **BITS)
-    ways: dict[tuple[str, str], SpeculativeDecoder] = {("", ""): pair.decoding(draft=[]).decoder}
-    for name in known:
-        for tree in TREES:
-            ways[name, tree] = pair.decoding(draft=name, tree=tree).decoder
-    texts = [
-        prompt.ids
-        for prompt in islice(
-            read_prompts(study.prompts("chat"), pair.tokenizer).prompts, ROUNDS * CHATS
-        )
-    ]
+    ways: Ways = {("", ""): pair.decoding(draft=[]).decoder}
+    for name in names:
+        lookup = name.startswith(LOOKUP)
+        draft = name.removeprefix(LOOKUP).removeprefix("+")
+        for tree in TREES if lookup or name in known else ():
+            ways[name, tree] = pair.decoding(
+                draft=draft or [], tree=tree, proposer=LOOKUP if lookup else None
+            ).decoder
     rows = []
-    for temperature in TEMPERATURES:
-        spent: dict[tuple[str, str], list[DecodeStats]] = {way: [] for way in ways}
-        speeds: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
-        for turn in range(-1, ROUNDS):
-            for way in rotated(list(ways), turn):
-                chats = texts[:1] if turn < 0 else texts[turn * CHATS : (turn + 1) * CHATS]
-                tokens = WARM_UP if turn < 0 else study.sizes.new_tokens
-                made = [
-                    ways[way].generate(
-                        [ids], Sampling(temperature=temperature), tokens, seed=turn + 1
-                    )
-                    for ids in chats
-                ]
-                if turn >= 0:
-                    written = sum(len(batch.generations[0].output_ids) for batch in made)
-                    speeds[way].append(written / sum(batch.decode_s for batch in made))
-                    spent[way] += [batch.generations[0].stats for batch in made]
-        for way, by_round in speeds.items():
-            over = median(
-                speed / alone for speed, alone in zip(by_round, speeds["", ""], strict=True)
-            )
-            tau = sum(spent[way][1:], spent[way][0]).tau
-            row = {
-                "draft": way[0],
-                "tree": way[1],
-                "temperature": temperature,
-                "tau": tau,
-                "over_alone": over,
-            }
-            rows.append(row | {"tokens_per_s": median(by_round)})
+    for domain in domains:
+        read = read_prompts(study.prompts(domain), pair.tokenizer).prompts
+        texts = [prompt.ids for prompt in islice(read, ROUNDS * CHATS)]
+        for temperature in TEMPERATURES:
+            timed = _timed(ways, texts, temperature, study.sizes.new_tokens)
+            rows += [{"domain": domain, "temperature": temperature, **row} for row in timed]
     place = study.out / piece / "results.json"
     place.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(place, rows)
     return rows
+
+
+def _timed(
+    ways: Ways, texts: Sequence[Sequence[int]], temperature: float, new_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of every way. Rounds alternate between all of them; each has other texts.
+    Speeds are medians of the rounds, over the target alone in the same round; the prompt's forward
+    is not counted.
+    """
+    spent: dict[tuple[str, str], list[DecodeStats]] = {way: [] for way in ways}
+    speeds: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+    for turn in range(-1, ROUNDS):
+        for way in rotated(list(ways), turn):
+            chats = texts[:1] if turn < 0 else texts[turn * CHATS : (turn + 1) * CHATS]
+            tokens = WARM_UP if turn < 0 else new_tokens
+            made = [
+                ways[way].generate([ids], Sampling(temperature=temperature), tokens, seed=turn + 1)
+                for ids in chats
+            ]
+            if turn >= 0:
+                written = sum(len(batch.generations[0].output_ids) for batch in made)
+                speeds[way].append(written / sum(batch.decode_s for batch in made))
+                spent[way] += [batch.generations[0].stats for batch in made]
+    for way, by_round in speeds.items():
+        pairs = zip(by_round, speeds["", ""], strict=True)
+        yield {
+            "draft": way[0],
+            "tree": way[1],
+            "tau": sum(spent[way][1:], spent[way][0]).tau,
+            "over_alone": median(speed / alone for speed, alone in pairs),
+            "tokens_per_s": median(by_round),
+        }
 
 
 def speeds_table(found: dict[str, Any]) -> str:

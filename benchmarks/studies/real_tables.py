@@ -78,20 +78,30 @@ def over_seeds(seeds: Sequence[Results], first: str) -> str:
 
 
 def draft_speeds(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Speed over the target alone and decoded tau, by draft, tree and temperature."""
-    cells = {(row["draft"], row["tree"], row["temperature"]): row for row in rows if row["draft"]}
-    drafts, trees, temperatures = (dict.fromkeys(key[at] for key in cells) for at in range(3))
-    head = ["one chat at a time", *(f"{tree}, T = {at:g}" for at in temperatures for tree in trees)]
-    lines = []
-    for draft in drafts:
-        by_way = [cells[draft, tree, at] for at in temperatures for tree in trees]
-        lines.append(
-            [
-                NAMES[draft.removesuffix("-recipe")],
-                *(f"{number(way['over_alone'], 2)} ({number(way['tau'], 2)})" for way in by_way),
-            ]
-        )
-    return table(head, lines)
+    """Speed over the target alone and decoded tau, by set, draft, tree and temperature."""
+    ways = dict.fromkeys((row["temperature"], row["tree"]) for row in rows if row["draft"])
+    lines: dict[tuple[str, str], dict[tuple[float, str], str]] = {}
+    for row in rows:
+        cell = f"{number(row['over_alone'], 2)} ({number(row['tau'], 2)})"
+        line = lines.setdefault((row.get("domain", "chat"), row["draft"]), {})
+        line[row["temperature"], row["tree"]] = cell
+    several = len({domain for domain, _ in lines}) > 1
+    head = ["one chat at a time", *(f"{tree}, T = {at:g}" for at, tree in ways)]
+    cells = []
+    for (domain, draft), line in lines.items():
+        if draft:
+            name = f"{domain}, {_short(draft)}" if several else _short(draft)
+            cells.append([name, *(line[way] for way in ways)])
+    return table(head, cells)
+
+
+def _short(draft: str) -> str:
+    """The name of a draft of any piece, of lookup, or of both."""
+    lookup, _, with_weights = draft.rpartition("+")
+    if draft == "prompt_lookup":
+        return "prompt lookup"
+    name = NAMES[with_weights.removesuffix("-recipe").removesuffix("-longer")]
+    return f"prompt lookup + {name}" if lookup else name
 
 
 def weightless(found: Sequence[tuple[str, str, float, float | None]]) -> str:
