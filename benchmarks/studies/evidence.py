@@ -169,41 +169,41 @@ def how_much(results: Results) -> Evidence:
     )
 
 
+# Optimizer and steps of the drafts of SmolLM2, in the order of the rows of a draft.
+RECIPES = ("AdamW, 624", "Muon, 312", "Muon, 1,248")
+
+
 def recipe(
-    before: Results,
-    after: Results,
-    speeds: Sequence[Document],
+    evaluations: Sequence[Results],
+    speeds: Sequence[Sequence[Document]],
     small: Mapping[str, Sequence[Document]],
 ) -> Evidence:
-    """Return the tables of Muon beside AdamW. before, after: drafts of SmolLM2, the second in half
-    of the steps. speeds: of the second. small: the runs of each small pair (`recipes.py`).
+    """Return the tables of Muon beside AdamW. evaluations: of drafts of SmolLM2, one for each of
+    RECIPES. speeds: of those with Muon. small: the runs of each small pair (`recipes.py`).
     """
     rows = []
-    for draft in after.drafts:
-        cells = []
-        for results in (before, after):
+    for draft in evaluations[1].drafts:
+        for label, results in zip(RECIPES, evaluations, strict=True):
+            if draft not in results.drafts:
+                continue
             alphas = [results.figure("alpha", draft, kind, 1.0) for kind in ("id", "ood")]
             tau = real_tables.predicted_tau(results, draft, "id", 1.0)
-            cells += [*map(with_interval, alphas), with_interval(tau, 2)]
-        rows.append([real_tables.NAMES[draft], *cells])
-    heading = [
-        f"{what}, {which}"
-        for which in ("AdamW, 624 steps", "Muon, 312 steps")
-        for what in ("alpha chat", "alpha elsewhere", "tau chat")
-    ]
-    sections = {
-        "SmolLM2, every set, Muon, 312 steps": real_tables.acceptance(after, "draft", 1.0),
-        "SmolLM2, speed over the target alone (tokens per call), Muon, 312 steps": (
-            real_tables.draft_speeds(speeds)
-        ),
-    }
+            cells = [*map(with_interval, alphas), with_interval(tau, 2)]
+            rows.append([real_tables.NAMES[draft], label, *cells])
+    heading = ["draft", "optimizer, steps", "alpha chat", "alpha elsewhere", "tau chat"]
+    sections = {}
+    for label, results, timed in zip(RECIPES[1:], evaluations[1:], speeds, strict=True):
+        acceptance = real_tables.acceptance(results, "draft", 1.0)
+        sections[f"SmolLM2, every set, {label} steps"] = acceptance
+        title = f"SmolLM2, speed over the target alone (tokens per call), {label} steps"
+        sections[title] = real_tables.draft_speeds(timed)
     for pair, runs in small.items():
         sections[f"{pair}, held-out alpha by step"] = recipe_tables.curves(runs)
         sections[f"{pair}, alpha by set"] = recipe_tables.by_set(runs)
     return Evidence(
         name="recipe",
         title="which optimizer",
-        table=table(["draft", *heading], rows),
+        table=table(heading, rows),
         sections=sections,
     )
 

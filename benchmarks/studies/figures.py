@@ -101,9 +101,8 @@ def pages(root: Path) -> list[Evidence]:
         evidence.alignment(alignments(root), balanced, frontier, kept(root, "domains")),
         evidence.how_much(results_of(root, "real-amount")),
         evidence.recipe(
-            which,
-            results_of(root, "real-recipe"),
-            kept(root, "real-recipe-speed"),
+            [which, results_of(root, "real-recipe"), results_of(root, "real-longer")],
+            [kept(root, "real-recipe-speed"), kept(root, "real-longer-speed")],
             {"stories": kept(root, "recipes-stories")},
         ),
         evidence.how_fast(kept(root, "real-drafts-speed"), kept(root, "real-speed")),
