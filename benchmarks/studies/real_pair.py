@@ -341,14 +341,22 @@ def recipe(study: Study) -> None:
     them.
     """
     _with_muon(study, "recipe", RECIPE, share=1 / 2)
-    _time(study, [f"{name}-recipe" for name in RECIPE], "recipe", ("chat",))
+    names = [f"{name}-recipe" for name in RECIPE]
+    _timed(study, "recipe-speed", real_speed.every_draft(study, names, "recipe-speed"))
 
 
 def longer(study: Study) -> None:
-    """The same of EAGLE-3 for twice the steps of `which`."""
+    """The same of EAGLE-3 for twice the steps of `which`, timed on three sets beside lookup."""
     _with_muon(study, "longer", ("eagle3",), share=2)
-    names = ["eagle3-longer", "prompt_lookup", "prompt_lookup+eagle3-longer"]
-    _time(study, names, "longer", ("chat", "maths", "code"))
+    lookup, draft = real_speed.LOOKUP, "eagle3-longer"
+    rows = real_speed.every_draft(
+        study,
+        [draft, lookup, f"{lookup}+{draft}"],
+        "longer-speed",
+        domains=("chat", "maths", "code"),
+        trees=("chain:4", "kary:4", "kary:4,2"),
+    )
+    _timed(study, "longer-speed", rows)
 
 
 def _with_muon(study: Study, piece: str, names: Sequence[str], share: float) -> None:
@@ -369,9 +377,8 @@ def _with_muon(study: Study, piece: str, names: Sequence[str], share: float) -> 
     sys.stdout.write(drafts_table(results))
 
 
-def _time(study: Study, names: Sequence[str], piece: str, domains: Sequence[str]) -> None:
-    rows = real_speed.every_draft(study, names, f"{piece}-speed", domains)
-    _keep(study, f"{piece}-speed")
+def _timed(study: Study, piece: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    _keep(study, piece)
     sys.stdout.write(f"\n{real_tables.draft_speeds(rows)}\n")
 
 
@@ -388,8 +395,7 @@ def speed(study: Study) -> None:
 def drafts_speed(study: Study) -> None:
     """Time every draft that is there with the same trees."""
     rows = real_speed.every_draft(study, list(DRAFTS), "drafts-speed")
-    _keep(study, "drafts-speed")
-    sys.stdout.write(f"\n{real_tables.draft_speeds(rows)}\n")
+    _timed(study, "drafts-speed", rows)
 
 
 def _keep(study: Study, name: str) -> None:

@@ -119,9 +119,14 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
 
 
 def every_draft(
-    study: Study, names: Sequence[str], piece: str, domains: Sequence[str] = ("chat",)
+    study: Study,
+    names: Sequence[str],
+    piece: str,
+    *,
+    domains: Sequence[str] = ("chat",),
+    trees: Sequence[str] = TREES,
 ) -> list[dict[str, Any]]:
-    """Speed of every draft that is there, with the same chains and tree, in OUT/PIECE/results.json.
+    """Speed of every draft that is there, with the same trees, in OUT/PIECE/results.json.
 
     names: of drafts; `prompt_lookup` without one; or `prompt_lookup+NAME`, lookup and the draft
     where it finds nothing. domains: of the prompts.
@@ -133,7 +138,7 @@ def every_draft(
     for name in names:
         lookup = name.startswith(LOOKUP)
         draft = name.removeprefix(LOOKUP).removeprefix("+")
-        for tree in TREES if lookup or name in known else ():
+        for tree in trees if lookup or name in known else ():
             ways[name, tree] = pair.decoding(
                 draft=draft or [], tree=tree, proposer=LOOKUP if lookup else None
             ).decoder
