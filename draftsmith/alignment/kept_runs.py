@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class KeptRun:
-    """One training. alpha: its 95 % interval. tau: tokens per call on chain:2, predicted."""
+    """One training. file: in docs/results. alpha: its 95 % interval. tau: tokens per call on
+    chain:2, predicted.
+    """
 
+    file: str
     draft: str
     steps: int
     alpha_low: float
@@ -23,8 +26,7 @@ class KeptSeries:
     """Trainings of fresh heads of one kind and size, by number of steps.
 
     parameters: trained ones of the head. answers: per step. rows: kind of prompts. most_passes:
-    over the answers; more passes over fewer answers reach less. file: in docs/results. page: in
-    docs.
+    over the answers; more passes over fewer answers reach less. page: in docs.
     """
 
     kind: str
@@ -34,7 +36,6 @@ class KeptSeries:
     rows: str
     most_passes: float
     optimizer: str
-    file: str
     page: str
     runs: tuple[KeptRun, ...]
 
@@ -47,23 +48,21 @@ _EAGLE = KeptSeries(
     rows="chat",
     most_passes=4.0,
     optimizer="adamw",
-    file="real-amount",
     page="docs/evidence/how-much.md",
     runs=(
-        KeptRun("steps-0.0625", 39, 0.120, 0.143, 1.137),
-        KeptRun("steps-0.125", 78, 0.154, 0.182, 1.177),
-        KeptRun("steps-0.25", 156, 0.188, 0.219, 1.215),
-        KeptRun("steps-0.5", 312, 0.249, 0.280, 1.302),
-        KeptRun("all", 624, 0.307, 0.340, 1.384),
+        KeptRun("real-amount", "steps-0.0625", 39, 0.120, 0.143, 1.137),
+        KeptRun("real-amount", "steps-0.125", 78, 0.154, 0.182, 1.177),
+        KeptRun("real-amount", "steps-0.25", 156, 0.188, 0.219, 1.215),
+        KeptRun("real-amount", "steps-0.5", 312, 0.249, 0.280, 1.302),
+        KeptRun("real-amount", "all", 624, 0.307, 0.340, 1.384),
     ),
 )
 _EAGLE3 = replace(
     _EAGLE,
     kind="eagle3",
     parameters=9_808_128,
-    file="real-which",
     page="docs/evidence/which-draft.md",
-    runs=(KeptRun("eagle3", 624, 0.284, 0.313, 1.367),),
+    runs=(KeptRun("real-which", "eagle3", 624, 0.284, 0.313, 1.367),),
 )
 KEPT = (
     _EAGLE,
@@ -71,15 +70,16 @@ KEPT = (
     replace(
         _EAGLE,
         optimizer="muon",
-        file="real-recipe",
         page="docs/evidence/recipe.md",
-        runs=(KeptRun("eagle", 312, 0.284, 0.315, 1.349),),
+        runs=(KeptRun("real-recipe", "eagle", 312, 0.284, 0.315, 1.349),),
     ),
     replace(
         _EAGLE3,
         optimizer="muon",
-        file="real-recipe",
         page="docs/evidence/recipe.md",
-        runs=(KeptRun("eagle3", 312, 0.301, 0.333, 1.385),),
+        runs=(
+            KeptRun("real-recipe", "eagle3", 312, 0.301, 0.333, 1.385),
+            KeptRun("real-longer", "eagle3", 1248, 0.376, 0.410, 1.497),
+        ),
     ),
 )
