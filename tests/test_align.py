@@ -421,6 +421,10 @@ def test_choices_follow_what_is_given():
     for steps, save_every in ((3, 1), (30, 6), (1000, 50)):
         short = replace(config, train={"steps": steps})
         assert complete(short, facts())[0].train["save_every"] == save_every
+    # Measuring takes a small part of a run, also of few steps on many answers.
+    for steps, eval_every in ((30, 10), (100, 33), (3000, 200)):
+        measured = replace(config, train={"steps": steps}, distill={"num_samples": 4})
+        assert complete(measured, facts())[0].train["eval_every"] == eval_every
     # The rows of a step are shared by the processes.
     for on_gpu in (False, True):
         shared = chosen(processes=8, on_gpu=on_gpu).train
