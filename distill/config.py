@@ -179,7 +179,7 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
             if (
                 parts.scheme not in ("http", "https") or parts.username or parts.query
             ):  # secrets are not shown
-                address = f"{parts.scheme}://{parts.hostname}"
+                address = f"{parts.scheme}://{parts.hostname}" if parts.hostname else parts.scheme
                 raise InputError(
                     f"endpoint: {address}: write http://localhost:8000/v1, and put the key into "
                     f"{self.api_key_env}"

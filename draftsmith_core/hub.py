@@ -40,6 +40,13 @@ def quiet() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+# Directories that hold no model, by a file in them.
+_OTHERS = {
+    "align.yaml": "align has made no draft here yet; run its command again to go on",
+    "manifest.json": "is a set of answers, which `train --data` reads, and no model",
+}
+
+
 def check_source(name: str) -> None:
     """Raise InputError unless `name` is a directory that can hold a model, or can be a name on the
     hub.
@@ -58,6 +65,10 @@ def check_source(name: str) -> None:
         reason = "holds an unfinished training run; run its train command again to resume it"
     elif path.is_dir() and (inside := _models_in(path)):
         reason = f"is no model itself; it holds {', '.join(inside)}: name one"
+    elif not (path / "config.json").exists():
+        for file, what in _OTHERS.items():
+            if (path / file).exists():
+                reason = what
     if reason:
         raise InputError(f"{name}: {reason}")
     # transformers ignores a generation config that it cannot read, and with it the tokens that end

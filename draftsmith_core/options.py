@@ -176,6 +176,8 @@ _ELSEWHERE = {
     "output": ("out",),
     "model": ("target",),
     "base_model": ("target",),
+    "model_name_or_path": ("target",),
+    "prompts": ("id",),
     "assistant_model": ("draft",),
     "draft_model": ("draft",),
     "speculative_model": ("draft",),

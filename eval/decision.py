@@ -77,6 +77,11 @@ class Decision:
         return [cell for cell in self.cells if cell.sign == 1]
 
     @property
+    def temperature(self) -> float | None:
+        """The highest temperature at which the setting pays; None if it pays nowhere."""
+        return max((cell.temperature for cell in self.paying), default=None)
+
+    @property
     def unclear(self) -> list[Cell]:
         """The cells in which the setting may yet be faster: its interval reaches beyond 1."""
         undecided = [cell for cell in self.cells if cell.sign not in (1, -1)]

@@ -19,21 +19,28 @@ def headline_and_table(results: ResultsTable) -> list[str]:
 
 
 def table(results: ResultsTable) -> list[str]:
-    """`rows_by_set` as a table."""
-    title = f"temperature {results.top_temperature:g}, 95 % intervals"
-    return text_table(title, rows_by_set(results))
+    """`rows_by_set` as a table for the highest temperature, and one for the decision's if that is
+    another.
+    """
+    shown = {results.top_temperature}
+    if (decided := decide(results).temperature) is not None:
+        shown.add(decided)
+    lines = []
+    for temperature in sorted(shown):
+        title = f"temperature {temperature:g}, 95 % intervals"
+        lines += text_table(title, rows_by_set(results, temperature))
+    return lines
 
 
-def rows_by_set(results: ResultsTable) -> list[dict[str, str]]:
-    """Alpha, tokens per call and speed by draft and set at the highest temperature."""
+def rows_by_set(results: ResultsTable, temperature: float) -> list[dict[str, str]]:
+    """Alpha, tokens per call and speed by draft and set at a temperature."""
     rows = []
-    top = results.top_temperature
     for alpha in results.rows("alpha"):
-        if alpha["domain"] in results.domains() and alpha["temperature"] == top:
-            tau = best_tau(results, alpha["draft"], alpha["domain"], top)
+        if alpha["domain"] in results.domains() and alpha["temperature"] == temperature:
+            tau = best_tau(results, alpha["draft"], alpha["domain"], temperature)
             speedup = results.beside(tau, "speedup")
             speed = with_interval(speedup, 2)
-            if speedup and results.busy(alpha["domain"], top):
+            if speedup and results.busy(alpha["domain"], temperature):
                 speed = f"~{number(speedup['value'], 1)}"
             row = {
                 "draft": alpha["draft"],

@@ -64,7 +64,9 @@ def test_a_setting_that_pays_everywhere_is_shipped_whichever_tree_it_is():
         "temperature (1.40 times with the prompt's forward counted). "
         "Faster than base, too? Yes: 2.80 [2."
     )
-    assert head.detail.endswith("] times, all sets together, each with its fastest method.")
+    assert head.detail.endswith(
+        "] times its speed, all sets together, each with its fastest method."
+    )
     assert head.todo == "Decode with it:"
     assert head.command.startswith("draftsmith decode --target t --draft mine --tree kary:2,1 ")
     # Alphas of the base and the draft stand above the fold.
@@ -192,6 +194,16 @@ def test_without_a_clock_or_without_a_lossless_rule_nothing_is_decided():
     head = lead(view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, timed=False))
     assert head.headline == "Not decided: nothing was timed" and head.cells == []
     assert decide(view({"base": BASE}, BOTH, verifiers=("typical",))).verdict == "not_timed"
+
+
+def test_where_a_draft_pays_at_one_temperature_the_command_and_a_table_are_of_that_one():
+    results = timed({("mine", "chain:2", domain, 0.0): FAST for domain in BOTH})
+    head = lead(results)
+    assert head.headline == ("Ship mine for prose and code at T = 0: 1.40 times the target alone")
+    assert "--temperature 0 " in head.command
+    said = "\n".join(headline_and_table(results))
+    assert said.index("temperature 0,") < said.index("1.40 [1.30, 1.50]")
+    assert said.index("1.40 [1.30, 1.50]") < said.index("temperature 1,")
 
 
 def test_one_cell_of_many_that_is_just_clear_of_1_is_not_taken_for_a_speedup():

@@ -10,6 +10,7 @@ from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.io import read_tree_file
 from eval.decision import decide
 from eval.method import decode_options
+from eval.report.findings import where
 from eval.results import Results
 from eval.schema import JOINED
 
@@ -55,7 +56,8 @@ def advise(config: AlignConfig, results: Results) -> Advice:
     elif results.joins(setting.draft):
         what = "both"
     options = decode_options(model, setting.tree)
-    commands = {"draftsmith": [decode_command(config, options, results.top_temperature)]}
+    assert decision.temperature is not None
+    commands = {"draftsmith": [decode_command(config, options, decision.temperature)]}
     kind = model["kind"]
     for engine, kinds in SERVING.items() if what != "draft" else ():
         if kind in kinds:
@@ -64,7 +66,10 @@ def advise(config: AlignConfig, results: Results) -> Advice:
                 kind.removeprefix(JOINED), config.target, model["name"], tokens
             )
             commands[engine] = [*exports, command]
-    return Advice(what, _SENTENCES[what].format(draft=setting.draft), commands)
+    sentence = _SENTENCES[what].format(draft=setting.draft)
+    if decision.verdict == "ship_for":
+        sentence += f"; measurably faster for {where(decision, decision.paying)}"
+    return Advice(what, sentence, commands)
 
 
 def decode_command(config: AlignConfig, options: list[str], temperature: float) -> str:

@@ -119,7 +119,7 @@ def write_page(small: Results, large: Results) -> list[str]:
     )
     headline, *lines = headline_and_table(large)
     title = f"The drafts at temperature {large.top_temperature:g}"
-    rows = rows_by_set(large)
+    rows = rows_by_set(large, large.top_temperature)
     note = f"The shipped target of {small_m:.1f} M parameters is too cheap for drafting to pay."
     words = WORDS["figures"]["alpha"]
     figure = FIGURES["alpha"](small, Look(LIGHT, roles_of(small.drafts, small.base)))

@@ -112,13 +112,13 @@ def _command(decision: Decision, results: ResultsTable, todo: str) -> str:
     setting = decision.setting
     if todo == "busy":
         return shlex.join(["draftsmith", "eval", "--time_again", config.get("out", "DIR")])
-    if setting is None or todo not in ("ship", "ship_for"):
+    if setting is None or decision.temperature is None or todo not in ("ship", "ship_for"):
         return ""
     models = results.document["models"]
     words = ["draftsmith", "decode", "--target", models["target"]["name"]]
     words += decode_options(models[setting.draft], setting.tree)
     words += ["--verifier", setting.verifier]
-    words += ["--temperature", f"{results.top_temperature:g}", "--prompt", "TEXT"]
+    words += ["--temperature", f"{decision.temperature:g}", "--prompt", "TEXT"]
     return shlex.join(words)
 
 
@@ -132,9 +132,9 @@ def _fill(template: str, decision: Decision, results: ResultsTable) -> str:
     whole = [row for row in with_prompt if row is not None]
     rest = []
     for cell_sign, text in WORDS["rest"].items():
-        where = _where(decision, [cell for cell in decision.cells if cell.sign == cell_sign])
-        if where and not (decision.verdict == "busy" and cell_sign == 0):
-            rest.append(text.format(where))
+        places = where(decision, [cell for cell in decision.cells if cell.sign == cell_sign])
+        if places and not (decision.verdict == "busy" and cell_sign == 0):
+            rest.append(text.format(places))
     unclear = decision.unclear if len(decision.unclear) < len(decision.cells) else []
     return template.format(
         draft=setting.draft,
@@ -142,8 +142,8 @@ def _fill(template: str, decision: Decision, results: ResultsTable) -> str:
         method=f"{tree_name(setting.tree)} and {setting.verifier}",
         speed=_range(speedups),
         whole=WORDS["whole"].format(speed=_range(whole)) if whole else "",
-        where=_where(decision, decision.paying),
-        unclear=WORDS["unclear"].format(where=_where(decision, unclear)) if unclear else "",
+        where=where(decision, decision.paying),
+        unclear=WORDS["unclear"].format(where=where(decision, unclear)) if unclear else "",
         tau=_range(lossless_taus(results)) if decision.verdict == "rejected" else "",
         elsewhere="" if results.domains("ood") else WORDS["elsewhere"],
         rest=" ".join(rest),
@@ -161,14 +161,27 @@ def _setting(setting: Setting) -> str:
     return f"{setting.draft} with {tree_name(setting.tree)} and {setting.verifier}"
 
 
-def _where(decision: Decision, fits: Sequence[Cell]) -> str:
-    """The sets of some cells, with the temperatures unless it is all of them."""
-    parts = []
+def where(decision: Decision, fits: Sequence[Cell]) -> str:
+    """The sets of some cells, with their temperatures unless these are all."""
+    names_at: dict[tuple[float, ...], list[str]] = {}
     for name in dict.fromkeys(cell.domain for cell in decision.cells):
-        cells = [cell for cell in decision.cells if cell.domain == name]
-        if fit := [f"{cell.temperature:g}" for cell in cells if cell in fits]:
-            parts.append(name if len(fit) == len(cells) else f"{name} at T = {' and '.join(fit)}")
-    *first, last = parts or [""]
+        fit = tuple(cell.temperature for cell in fits if cell.domain == name)
+        if fit:
+            names_at.setdefault(fit, []).append(name)
+    every = tuple(dict.fromkeys(cell.temperature for cell in decision.cells))
+    parts = []
+    for temperatures, names in names_at.items():
+        text = _listed(names)
+        if temperatures != every:
+            text += f" at T = {_listed([f'{each:g}' for each in temperatures])}"
+        elif len(names_at) > 1:
+            text += " at every temperature"
+        parts.append(text)
+    return _listed(parts)
+
+
+def _listed(words: Sequence[str]) -> str:
+    *first, last = words or [""]
     return f"{', '.join(first)} and {last}" if first else last
 
 
