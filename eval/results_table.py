@@ -49,8 +49,8 @@ class ResultsTable:
 
     @property
     def compared(self) -> bool:
-        """Whether there are several drafts."""
-        return len(self.drafts) > 1
+        """Whether other models are compared with the base."""
+        return bool(self.aligned)
 
     def copies(self, draft: str) -> bool:
         """Whether a draft is a method without weights."""

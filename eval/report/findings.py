@@ -52,13 +52,14 @@ def lead(results: ResultsTable) -> Lead:
     decision = decide(results)
     setting = decision.setting
     draft = setting.draft if setting else best_aligned(results)
+    temperature = results.top_temperature if decision.temperature is None else decision.temperature
     todo = "busy" if decision.verdict == "ship_for" and _busy(decision) else decision.verdict
     return Lead(
         draft=draft,
         setting=_setting(setting) if setting else "",
         headline=_fill(WORDS["headlines"][decision.verdict], decision, results),
-        temperature=f"{results.top_temperature:g}",
-        alphas=_alphas(results, draft),
+        temperature=f"{temperature:g}",
+        alphas=_alphas(results, draft, temperature),
         todo=WORDS["todo"][todo],
         command=_command(decision, results, todo),
         rising=" ".join(rising(results)),
@@ -73,13 +74,13 @@ def _busy(decision: Decision) -> bool:
     return any(cell.busy for cell in decision.cells)
 
 
-def _alphas(results: ResultsTable, draft: str) -> list[dict[str, str]]:
+def _alphas(results: ResultsTable, draft: str, temperature: float) -> list[dict[str, str]]:
     """The alphas of the base, the decided draft and the best aligned one."""
     rows = []
     for name in dict.fromkeys([results.base, draft, best_aligned(results)]):
         row = {"draft": name}
         for kind in results.kinds:
-            row[f"α {kind.upper()}"] = with_interval(results.alpha(name, kind))
+            row[f"α {kind.upper()}"] = with_interval(results.alpha(name, kind, temperature))
         rows.append(row)
     return rows
 
