@@ -98,16 +98,16 @@ def test_only_runs_of_the_same_optimizer_are_near():
 
 def test_a_budget_far_below_all_kept_runs_is_told_what_those_took():
     bought, pays = budget_lines(replace(BUDGET, steps=13), 1.2)
-    assert "at 39 steps, 3 times these, of 4 answers" in bought
+    assert "at 39 steps, 3.0 times these, of 4 answers" in bought
     assert "at these steps" not in pays
 
 
 @pytest.mark.parametrize(
     ("cost", "words"),
     [
-        (1.1, "kept runs had 1.20 at these steps"),
-        (1.25, "kept runs had that at about 206 steps, 1.9 times these"),
-        (1.9, "no kept run had more than 1.38, at 624 steps"),
+        (1.1, "our runs had 1.20 at these steps"),
+        (1.25, "our runs had that at about 206 steps, 1.9 times these"),
+        (1.9, "no run of ours had more than 1.38, at 624 steps"),
         (3.4, "more than it can bring, so no draft pays on it"),
     ],
 )

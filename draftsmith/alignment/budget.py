@@ -132,10 +132,10 @@ def _bought(budget: Budget, series: KeptSeries) -> str:
     high = _at(budget.steps, series, [run.alpha_high for run in series.runs])
     steps = f"{budget.steps} steps"
     if budget.shorter_than(series):
-        steps = f"{first.steps} steps, {first.steps / budget.steps:.0f} times these,"
+        steps = f"{first.steps} steps, {first.steps / budget.steps:.1f} times these,"
     sizes = f"{series.parameters / 1e6:.1f} M of {series.target_parameters / 1e6:.0f} M parameters"
     return (
-        f"budget: at {steps} of {series.answers} answers, kept runs had a held-out alpha of "
+        f"budget: at {steps} of {series.answers} answers, our runs had a held-out alpha of "
         f"{low:.2f} to {high:.2f} ({series.kind}, {sizes}, {series.optimizer}; {series.page})"
     )
 
@@ -155,12 +155,12 @@ def _pays(budget: Budget, series: KeptSeries | None, cost: float) -> str:
     taus = [run.tau for run in series.runs]
     now = _at(budget.steps, series, taus)
     if not budget.shorter_than(series):
-        text += f"; kept runs had {now:.2f} at these steps"
+        text += f"; our runs had {now:.2f} at these steps"
         if now >= cost:
             return text
     last = series.runs[-1]
     if last.tau < cost:
-        return f"{text}; no kept run had more than {last.tau:.2f}, at {last.steps} steps"
+        return f"{text}; no run of ours had more than {last.tau:.2f}, at {last.steps} steps"
     needed = math.exp(np.interp(cost, taus, [math.log(run.steps) for run in series.runs]))
     times = needed / budget.steps
-    return f"{text}; kept runs had that at about {needed:.0f} steps, {times:.1f} times these"
+    return f"{text}; our runs had that at about {needed:.0f} steps, {times:.1f} times these"
