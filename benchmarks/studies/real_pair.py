@@ -346,14 +346,11 @@ def recipe(study: Study) -> None:
 
 
 def longer(study: Study) -> None:
-    """The same of EAGLE-3 for twice the steps of `which`, timed on three sets, with and without
-    lookup.
-    """
+    """The same of EAGLE-3 for twice the steps of `which`, timed on three sets."""
     _with_muon(study, "longer", ("eagle3",), share=2)
-    draft = "eagle3-longer"
     rows = real_speed.every_draft(
         study,
-        [draft, f"{real_speed.LOOKUP}+{draft}"],
+        ["eagle3-longer"],
         "longer-speed",
         domains=("chat", "maths", "code"),
         trees=("kary:4", "kary:4,2"),

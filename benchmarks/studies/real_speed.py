@@ -30,7 +30,6 @@ BITS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
 TEMPERATURES = (0.0, 1.0)
 # Of `every_draft`.
 TREES, ROUNDS, CHATS, WARM_UP = ("chain:2", "chain:4", "kary:4"), 5, 2, 8
-LOOKUP = "prompt_lookup"
 # Decoders by draft and tree.
 Ways = dict[tuple[str, str], SpeculativeDecoder]
 KEYS = ("tokens_per_s", "speed_over_ar", "tau")
@@ -128,20 +127,15 @@ def every_draft(
 ) -> list[dict[str, Any]]:
     """Speed of every draft that is there, with the same trees, in OUT/PIECE/results.json.
 
-    names: of drafts; `prompt_lookup` without one; or `prompt_lookup+NAME`, lookup and the draft
-    where it finds nothing. domains: of the prompts.
+    domains: of the prompts.
     """
     places = {name: study.out / "drafts" / study.seeded(name) for name in names}
     known = {name: str(place) for name, place in places.items() if (place / "config.json").exists()}
     pair = load_pair(study.options.target, known, **BITS)
     ways: Ways = {("", ""): pair.decoding(draft=[]).decoder}
-    for name in names:
-        lookup = name.startswith(LOOKUP)
-        draft = name.removeprefix(LOOKUP).removeprefix("+")
-        for tree in trees if lookup or name in known else ():
-            ways[name, tree] = pair.decoding(
-                draft=draft or [], tree=tree, proposer=LOOKUP if lookup else None
-            ).decoder
+    for name in known:
+        for tree in trees:
+            ways[name, tree] = pair.decoding(draft=name, tree=tree).decoder
     rows = []
     for domain in domains:
         read = read_prompts(study.prompts(domain), pair.tokenizer).prompts

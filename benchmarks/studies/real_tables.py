@@ -96,12 +96,8 @@ def draft_speeds(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _short(draft: str) -> str:
-    """The name of a draft of any piece, of lookup, or of both."""
-    lookup, _, with_weights = draft.rpartition("+")
-    if draft == "prompt_lookup":
-        return "prompt lookup"
-    name = NAMES[with_weights.removesuffix("-recipe").removesuffix("-longer")]
-    return f"prompt lookup + {name}" if lookup else name
+    """The name of a draft of any piece."""
+    return NAMES[draft.removesuffix("-recipe").removesuffix("-longer")]
 
 
 def weightless(found: Sequence[tuple[str, str, float, float | None]]) -> str:
