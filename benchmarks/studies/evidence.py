@@ -66,9 +66,11 @@ def in_one_table(demo: Results, large: Results, chat: Results) -> str:
 
 
 def _by_draft(pair: str, results: Results, timed: Results, way: tuple[str, str]) -> list[list[str]]:
-    """Return a row per draft. timed: where the speeds are. way: the tree and the verifier."""
+    """Return a row per trained draft. timed: where the speeds are. way: the tree and the
+    verifier.
+    """
     rows = []
-    for draft in results.drafts:
+    for draft in [results.base, *results.aligned]:
         name = draft.removeprefix("jsd-").replace("balanced", "**balanced**")
         alphas = [_value(results.figure("alpha", draft, kind, 1.0)) for kind in ("id", "ood")]
         tau = _value(results.figure("tau_predicted", draft, "id", 1.0, *way))
