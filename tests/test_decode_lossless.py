@@ -463,7 +463,7 @@ def test_a_broken_rule_is_rejected(monkeypatch):
         assert statistic(decoder("draft", "chain:3", "speculative"), SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # After a refusal, a draw from p instead of (p - q)+.
-        patch.setattr("decode.verify.siblings.residual", lambda p, q: p)
+        patch.setattr("decode.verify.siblings.refuse", lambda p, q, share: (p, None))
         assert statistic(decoder("draft", "chain:3", "speculative"), SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # The target's distribution without its temperature.
