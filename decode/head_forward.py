@@ -202,7 +202,7 @@ class HeadForward(ABC):
         `hidden_layers`, of one forward behind `cache.column`; see `LeanForward.run`. The features
         that it reads wait at the model.
 
-        prefill: a prompt, of which nothing is returned.
+        prefill: cache a prompt and return empty tensors.
         """
         step = _Step(
             tokens_Bq=tokens_Bq,

@@ -40,7 +40,7 @@ def quiet() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-# Directories that hold no model, by a file in them.
+# What directories without a model are, by a file in them.
 _OTHERS = {
     "align.yaml": "align has made no draft here yet; run its command again to go on",
     "manifest.json": "is a set of answers, which `train --data` reads, and no model",
@@ -53,7 +53,7 @@ def check_source(name: str) -> None:
     """
     path = Path(name)
     on_hub = bool(name.strip()) and not name.startswith((".", "/", "~")) and name.count("/") <= 1
-    in_training = (path / "run" / "run.json").exists()
+    is_model = (path / "config.json").exists()
     reason = ""
     if path.is_file():
         reason = "is a file; name the directory that it lies in"
@@ -61,14 +61,8 @@ def check_source(name: str) -> None:
         reason = "no such directory (a hub name is written owner/name)"
     elif (path / "adapter_config.json").exists():
         reason = "holds a LoRA adapter; merge it into its base model with peft first"
-    elif in_training and not (path / "config.json").exists():
-        reason = "holds an unfinished training run; run its train command again to resume it"
-    elif path.is_dir() and (inside := _models_in(path)):
-        reason = f"is no model itself; it holds {', '.join(inside)}: name one"
-    elif not (path / "config.json").exists():
-        for file, what in _OTHERS.items():
-            if (path / file).exists():
-                reason = what
+    elif path.is_dir() and not is_model:
+        reason = _what_it_holds(path)
     if reason:
         raise InputError(f"{name}: {reason}")
     # transformers ignores a generation config that it cannot read, and with it the tokens that end
@@ -78,12 +72,14 @@ def check_source(name: str) -> None:
             read_json(path / file, "a model's config")
 
 
-def _models_in(directory: Path) -> list[str]:
-    """Return the models below a directory that is none, such as the one that `align` writes."""
-    if (directory / "config.json").exists():
-        return []
-    configs = sorted(directory.glob("*/config.json"))
-    return [str(config.parent) for config in configs]
+def _what_it_holds(directory: Path) -> str:
+    """Return what a directory that is no model holds instead; empty if nothing is known."""
+    if (directory / "run" / "run.json").exists():
+        return "holds an unfinished training run; run its train command again to resume it"
+    if inside := sorted(directory.glob("*/config.json")):
+        models = ", ".join(str(config.parent) for config in inside)
+        return f"is no model itself; it holds {models}: name one"
+    return next((what for file, what in _OTHERS.items() if (directory / file).exists()), "")
 
 
 def hub_has_address() -> bool:

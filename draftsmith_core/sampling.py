@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftsmith_core.settings import Sampling as Sampling
 
-# Rows of at least so many values are searched by blocks of so many.
+# A row of at least `_LONG` values is searched in blocks of `_BLOCK`.
 _LONG = 4096
 _BLOCK = 128
 

@@ -15,18 +15,15 @@ def headline_and_table(results: ResultsTable) -> list[str]:
     """The decision, what to do next, and `rows_by_set` as a table."""
     head = lead(results)
     todo = " ".join([head.todo, head.command]).strip()
-    return [head.headline, todo, *filter(None, [head.rising]), *table(results)]
+    return [head.headline, todo, *filter(None, [head.rising]), *table(results, head.temperature)]
 
 
-def table(results: ResultsTable) -> list[str]:
-    """`rows_by_set` as a table for the highest temperature, and one for the decision's if that is
-    another.
+def table(results: ResultsTable, decided: float) -> list[str]:
+    """`rows_by_set` as a table for the highest temperature, and one for the decided temperature if
+    that is another.
     """
-    shown = {results.top_temperature}
-    if (decided := decide(results).temperature) is not None:
-        shown.add(decided)
     lines = []
-    for temperature in sorted(shown):
+    for temperature in sorted({results.top_temperature, decided}):
         title = f"temperature {temperature:g}, 95 % intervals"
         lines += text_table(title, rows_by_set(results, temperature))
     return lines

@@ -359,7 +359,7 @@ def longer(study: Study) -> None:
 
 
 def _with_muon(study: Study, piece: str, names: Sequence[str], share: float) -> None:
-    """share: of the steps of `which`."""
+    """Train drafts with Muon and measure them as OUT/PIECE. share: of the steps of `which`."""
     drafts = {}
     for name in names:
         config = DRAFTS[name](study)

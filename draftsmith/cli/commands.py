@@ -151,7 +151,11 @@ def _demo(config: "DemoConfig", command: str) -> Outcome:
     page = from_main(lambda: demo_run.write_page(results, large))
     # The one verdict is that of the large target: beside the small one nothing is timed.
     shown = summary.summary(options, results)
-    lines = [*table(results), *summary.bought(shown, results), *summary.how_to_decode(shown)]
+    lines = [
+        *table(results, results.top_temperature),
+        *summary.bought(shown, results),
+        *summary.how_to_decode(shown),
+    ]
     seconds = time.monotonic() - started
     shown["serve"] = dataclasses.asdict(advise(options, large))
     shown["large"] = eval_summary(large)

@@ -27,7 +27,7 @@ class Lead:
     draft: str
     setting: str
     headline: str
-    temperature: str
+    temperature: float
     alphas: list[dict[str, str]]
     todo: str
     command: str
@@ -58,7 +58,7 @@ def lead(results: ResultsTable) -> Lead:
         draft=draft,
         setting=_setting(setting) if setting else "",
         headline=_fill(WORDS["headlines"][decision.verdict], decision, results),
-        temperature=f"{temperature:g}",
+        temperature=temperature,
         alphas=_alphas(results, draft, temperature),
         todo=WORDS["todo"][todo],
         command=_command(decision, results, todo),
