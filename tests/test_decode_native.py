@@ -104,6 +104,7 @@ SHAPES = [(1, 1), (3, 65), (63, 7), (64, 128), (65, 129), (130, 300), (200, 511)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_sixteen_bits_give_the_bits_of_fp32(library, monkeypatch, dtype, outputs, inputs):
+    monkeypatch.setattr(library, "tiles", False)
     generator = torch.Generator().manual_seed(outputs * inputs)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype).float()
     bias = torch.randn(outputs, generator=generator)
@@ -118,6 +119,73 @@ def test_sixteen_bits_give_the_bits_of_fp32(library, monkeypatch, dtype, outputs
         x = torch.randn(rows, inputs, generator=generator)
         other = torch.randn(rows, outputs, generator=generator) if rows % 2 else None
         assert same_numbers(narrow.linear(x, bias, other), wide.linear(x, bias, other))
+
+
+@pytest.fixture
+def tiles():
+    """The kernel of a processor that multiplies bf16 by tile registers."""
+    made = kernel()
+    if made is None or not made.tiles:
+        pytest.skip("this processor has no tile registers (AMX), or may not use them")
+    return made
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (70, 1100), (64, 2100)])
+def test_tiles_multiply_as_exactly_as_fp32(tiles, outputs, inputs):
+    generator = torch.Generator().manual_seed(outputs * inputs)
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    bias = torch.randn(outputs, generator=generator)
+    matrix = PackedMatrix(tiles, weight)
+    assert matrix.kind == native._TILES
+    assert torch.equal(matrix.rows(torch.arange(outputs)), weight.float())
+    for rows in (1, 5, 6, 10, 11, 16, 17, 33, MOST_ROWS + 7):
+        # Rows of many sizes, and elements of many sizes in a row.
+        x = torch.randn(rows, inputs, generator=generator)
+        x = x * torch.logspace(-9, 9, rows).unsqueeze(1) * torch.logspace(-3, 3, inputs)
+        other = torch.randn(rows, outputs, generator=generator) if rows % 2 else None
+        got = matrix.linear(x, bias, other)
+        exact = x.double() @ weight.double().t() + bias + (0 if other is None else other)
+        size = x.double().abs() @ weight.double().abs().t() + 10
+        assert bool(((got - exact).abs() <= 2e-7 * size).all())
+        alone = [matrix.linear(row, bias, mine) for row, mine in _rows(x, other)]
+        assert torch.equal(torch.cat(alone), got)
+
+
+def _rows(x: Tensor, other: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+    others = [None] * len(x) if other is None else list(other.split(1))
+    return list(zip(x.split(1), others, strict=True))
+
+
+def test_tiles_keep_what_is_no_number_in_its_row(tiles):
+    weight = torch.randn(70, 40, generator=torch.Generator().manual_seed(0)).abs().bfloat16()
+    x = torch.ones(9, 40)
+    x[1, 3] = float("inf")
+    x[3, 39] = -float("inf")
+    x[5, 0] = torch.tensor(0x7F800001, dtype=torch.int32).view(torch.float32)  # NaN by its last bit
+    x[7] = 3e38
+    matrix = PackedMatrix(tiles, weight)
+    got = matrix.linear(x)
+    torch.testing.assert_close(got, x @ weight.float().t(), equal_nan=True)
+    assert got.isnan().any(dim=1).tolist() == [row == 5 for row in range(9)]
+    assert torch.equal(got[0], got[8])
+    # Weights that are no numbers leave the tiles, which would make NaN of infinity.
+    weight[2, 2] = float("inf")
+    infinite = PackedMatrix(tiles, weight)
+    assert infinite.kind == native._KINDS[torch.bfloat16]
+    assert infinite.linear(torch.ones(1, 40))[0, 2] == float("inf")
+
+
+def test_tiles_stand_beside_those_of_torch(tiles):
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    matrix = PackedMatrix(tiles, weight)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    theirs = [x.bfloat16() @ weight.t()]
+    ours = [matrix.linear(x)]
+    for _ in range(3):
+        theirs.append(x.bfloat16() @ weight.t())
+        ours.append(matrix.linear(x))
+    assert all(torch.equal(product, theirs[0]) for product in theirs)
+    assert all(torch.equal(product, ours[0]) for product in ours)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +241,7 @@ def test_every_16_bit_value_is_itself_again(library, monkeypatch, dtype):
     matrix = PackedMatrix(library, every.float())
     assert matrix.values.dtype == dtype
     assert same_numbers(matrix.rows(torch.arange(256)), every.float())
+    monkeypatch.setattr(library, "tiles", False)
     # The vector path: each input alone picks out a column.
     clean = every.float().nan_to_num(nan=0, posinf=3, neginf=-3)
     assert same_numbers(PackedMatrix(library, clean).linear(torch.eye(256)).t() + 0.0, clean + 0.0)

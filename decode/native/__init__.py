@@ -49,6 +49,8 @@ _FLAGS = (
 )
 # How a packed matrix keeps its values; the numbers of the C source.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
+_TILES = 4
+_TILE_INPUTS = 32
 _MOST_ROWS = 256
 _BLOCK = 64  # inputs that share a scale, in the kernel
 _TABLE_BYTES = 64
@@ -68,8 +70,13 @@ class Kernel:
         self.rows.argtypes = [kind, pointer, pointer, pointer, size, size]
         self.rows.restype = None
         self.linear = library.draftsmith_linear
-        self.linear.argtypes = [kind, *[pointer] * 5, *[size] * 3]
+        self.linear.argtypes = [kind, *[pointer] * 5, *[size] * 3, pointer]
         self.linear.restype = None
+        self.room = library.draftsmith_room
+        self.room.argtypes = [kind, size, size]
+        self.room.restype = size
+        # Whether bf16 is multiplied by tile registers.
+        self.tiles = bool(library.draftsmith_tiles())
         # Called with structures by reference (`decode.kernel_forward`).
         self.scratch = library.draftsmith_scratch
         self.scratch.restype = size
@@ -87,6 +94,9 @@ class PackedMatrix:
     def __init__(self, functions: Kernel, weight_OI: Tensor) -> None:
         outputs, inputs = weight_OI.shape
         narrow_OI = narrowest(weight_OI)
+        if functions.tiles and narrow_OI.dtype == torch.bfloat16 and narrow_OI.isfinite().all():
+            self._fill_tiles(functions, narrow_OI)
+            return
         width = self._hold(functions, outputs, inputs, narrow_OI.dtype)
         # Panels of outputs, input by input; the surplus columns of the last panel are zero.
         count, rest = divmod(outputs, width)
@@ -96,6 +106,13 @@ class PackedMatrix:
         if rest:
             last_OI = narrow_OI[outputs - rest :]
             panels[count] = F.pad(last_OI.t(), (0, width - rest))
+
+    def _fill_tiles(self, functions: Kernel, narrow_OI: Tensor) -> None:
+        outputs, inputs = narrow_OI.shape
+        width = self._hold(functions, outputs, inputs, torch.bfloat16, _TILES)
+        padded_OI = F.pad(narrow_OI, (0, -inputs % _TILE_INPUTS, 0, -outputs % width))
+        pairs = padded_OI.view(-1, width, padded_OI.shape[1] // 2, 2)
+        self.values.view(len(pairs), -1, width, 2).copy_(pairs.transpose(1, 2))
 
     @staticmethod
     def of_codes(functions: Kernel, codes: Tensor, scales: Tensor, table: Tensor) -> "PackedMatrix":
@@ -123,10 +140,18 @@ class PackedMatrix:
         panels[..., 4 * width :] = (lower | upper << 4).flatten(2)
         return made
 
-    def _hold(self, functions: Kernel, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    def _hold(
+        self,
+        functions: Kernel,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        kind: int | None = None,
+    ) -> int:
         """Allocate the values, and return the outputs of a panel."""
         self._functions = functions
-        self.kind = _KINDS[dtype]  # how its values are kept, as the C source numbers it
+        # How its values are kept, as the C source numbers it.
+        self.kind = _KINDS[dtype] if kind is None else kind
         self.outputs = outputs
         self.inputs = inputs
         size = functions.packed_bytes(self.kind, outputs, inputs)
@@ -144,6 +169,7 @@ class PackedMatrix:
         """
         rows = x_XI.shape[0]
         y_XO = x_XI.new_empty(rows, self.outputs)
+        room = x_XI.new_empty(self._functions.room(self.kind, rows, self.inputs) // 2)
         for begin in range(0, rows, _MOST_ROWS):
             self._functions.linear(
                 self.kind,
@@ -155,6 +181,7 @@ class PackedMatrix:
                 min(rows - begin, _MOST_ROWS),
                 self.inputs,
                 self.outputs,
+                room.data_ptr(),
             )
         return y_XO
 

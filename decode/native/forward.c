@@ -90,11 +90,24 @@ static size_t attention_floats(const struct model *m, const struct step *s) {
     return m->size * PANEL + TOGETHER * (score_slots(s) + 2 * m->size);
 }
 
-/* Floats of `scratch` that a step needs. */
-size_t draftsmith_scratch(const struct model *m, const struct step *s) {
+/* Floats that a token's states need. */
+static size_t token_floats(const struct model *m) {
     size_t inner = widest_gate_up(m);
-    size_t token = m->width + widest_input(m) + projected(m) + m->heads * m->size + inner + inner / 2;
-    return s->batch * s->queries * token + (size_t)omp_get_max_threads() * attention_floats(m, s);
+    return m->width + widest_input(m) + projected(m) + m->heads * m->size + inner + inner / 2;
+}
+
+/* Values of room that the product with the most inputs needs. */
+static size_t widest_room(const struct model *m, size_t rows) {
+    size_t inputs = widest_input(m), mixed = m->heads * m->size, inner = widest_gate_up(m) / 2;
+    if (mixed > inputs) inputs = mixed;
+    if (inner > inputs) inputs = inner;
+    return room_for_rows(TILES, rows, inputs);
+}
+
+/* Floats of `scratch` that a step needs: of its tokens, its threads, and room for a product that begins a cache line. */
+size_t draftsmith_scratch(const struct model *m, const struct step *s) {
+    size_t tokens = s->batch * s->queries, threads = (size_t)omp_get_max_threads();
+    return tokens * token_floats(m) + threads * attention_floats(m, s) + widest_room(m, tokens) / 2 + 16;
 }
 
 /* y = x / root of the mean of squares * weight, for `count` values */
@@ -114,12 +127,15 @@ static void norm_rows(const float *x, const float *weight, float *y, size_t rows
     for (size_t r = 0; r < rows; r++) norm(x + r * width, weight, y + r * width, width, eps);
 }
 
-static void times(const struct matrix *m, const float *x, const float *other, float *y, size_t rows, size_t inputs) {
+/* room: for `room_for_rows`. */
+static void times(
+    const struct matrix *m, const float *x, const float *other, float *y, size_t rows, size_t inputs, uint16_t *room) {
     for (size_t r = 0; r < rows; r += MOST_ROWS) {
         size_t count = rows - r < MOST_ROWS ? rows - r : MOST_ROWS;
         const float *added = other ? other + r * m->outputs : NULL;
         linear_of_kind(
-            (int)m->kind, x + r * inputs, m->values, m->bias, added, y + r * m->outputs, count, inputs, m->outputs);
+            (int)m->kind, x + r * inputs, m->values, m->bias, added, y + r * m->outputs, count, inputs, m->outputs,
+            room);
     }
 }
 
@@ -217,7 +233,8 @@ static void embed(const struct model *m, const int64_t *tokens, float *x, size_t
 }
 
 /* x, and in `h` what the first layer of EAGLE-3 reads. Both by the threads of the parallel region. */
-static void open_head(const struct model *m, const struct step *s, float *x, float *h, size_t count) {
+static void open_head(
+    const struct model *m, const struct step *s, float *x, float *h, size_t count, uint16_t *room) {
     const struct opening *o = m->opening;
     size_t width = m->width;
 #pragma omp for schedule(static)
@@ -238,15 +255,15 @@ static void open_head(const struct model *m, const struct step *s, float *x, flo
         norm(feature, o->feature_norm, right, width, m->eps);
         memcpy(x + r * width, o->feature_normed ? right : feature, width * sizeof(float));
     }
-    if (o->fc.values) times(&o->fc, h, NULL, x, count, 2 * width);
+    if (o->fc.values) times(&o->fc, h, NULL, x, count, 2 * width, room);
 }
 
 /* The features are the text before a block: every layer projects the same. */
-static void remember(const struct model *m, const struct step *s, float *qkv) {
+static void remember(const struct model *m, const struct step *s, float *qkv, uint16_t *room) {
 #pragma omp parallel
     for (size_t i = 0; i < m->count; i++) {
         const struct layer *layer = m->layers + i;
-        times(&layer->qkv, s->features, NULL, qkv, s->batch * s->queries, m->width);
+        times(&layer->qkv, s->features, NULL, qkv, s->batch * s->queries, m->width, room);
         rotate(m, s, layer, qkv, s->keys + i * s->layer_stride, s->values + i * s->layer_stride);
     }
 }
@@ -260,14 +277,16 @@ int draftsmith_forward(const struct model *m, const struct step *s) {
     float *x = s->scratch, *h = x + count * width, *qkv = h + count * widest_input(m), *mixed = qkv + count * projected(m);
     float *gate_up = mixed + count * m->heads * m->size, *gate = gate_up + count * inner;
     float *scores = gate + count * (inner / 2), *state = s->states;
+    char *rest = (char *)(scores + (size_t)omp_get_max_threads() * attention_floats(m, s));
+    uint16_t *room = (uint16_t *)(rest + -(uintptr_t)rest % 64);
     if (s->remembers) {
-        remember(m, s, qkv);
+        remember(m, s, qkv, room);
         return 0;
     }
     if (!m->opening) embed(m, s->tokens, x, count);
 #pragma omp parallel firstprivate(state)
     {
-        if (m->opening) open_head(m, s, x, h, count);
+        if (m->opening) open_head(m, s, x, h, count, room);
         for (size_t i = 0; i < m->count; i++) {
             const struct layer *layer = m->layers + i;
             float *keys = s->keys + i * s->layer_stride, *values = s->values + i * s->layer_stride;
@@ -279,14 +298,14 @@ int draftsmith_forward(const struct model *m, const struct step *s) {
             }
             int joined = i == 0 && m->opening && m->opening->embedding_norm;
             if (layer->norm) norm_rows(x, layer->norm, h, count, width, m->eps);
-            times(&layer->qkv, layer->norm || joined ? h : x, NULL, qkv, count, joined ? 2 * width : width);
+            times(&layer->qkv, layer->norm || joined ? h : x, NULL, qkv, count, joined ? 2 * width : width, room);
             rotate(m, s, layer, qkv, keys, values);
             attend(m, s, s->masks + layer->mask, qkv, keys, values, mixed, scores);
-            times(&layer->out, mixed, x, x, count, m->heads * m->size);
+            times(&layer->out, mixed, x, x, count, m->heads * m->size, room);
             norm_rows(x, layer->ffn_norm, h, count, width, m->eps);
-            times(&layer->gate_up, h, NULL, gate_up, count, width);
+            times(&layer->gate_up, h, NULL, gate_up, count, width, room);
             gated(gate_up, gate, count, half);
-            times(&layer->down, gate, x, x, count, half);
+            times(&layer->down, gate, x, x, count, half, room);
         }
         float *last = m->norm ? h : x;
         if (m->norm) norm_rows(x, m->norm, h, count, width, m->eps);
@@ -298,7 +317,7 @@ int draftsmith_forward(const struct model *m, const struct step *s) {
                     last + row * s->kept * width, last + ((row + 1) * s->queries - s->kept) * width,
                     s->kept * width * sizeof(float));
         }
-        if (m->head.values && s->kept) times(&m->head, last, NULL, s->logits, s->batch * s->kept, width);
+        if (m->head.values && s->kept) times(&m->head, last, NULL, s->logits, s->batch * s->kept, width, room);
     }
     return 0;
 }

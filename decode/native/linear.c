@@ -4,8 +4,7 @@
    panels of PANEL outputs, input by input, so that they are read as one stream. They are kept in fp32, or in bf16 or
    fp16 where that holds every value exactly, or as the four-bit codes of a quantised checkpoint; they are widened to
    fp32 in registers, so the arithmetic and its order, and therefore every bit of the result, do not depend on how the
-   weights are kept. A slice of a panel
-   stays in the first-level cache while all rows pass over it, TILE rows at a time with their sums in registers; in
+   weights are kept. Weights in bf16 are multiplied by tiles.c where the processor can. A slice of a panel stays in the first-level cache while all rows pass over it, TILE rows at a time with their sums in registers; in
    the meantime the next slice is fetched. Sums run over the inputs in order, by fused multiply-add where there is one.
 
    Plain C with GCC's vector types, so that the compiler picks the instructions of the machine it runs on. */
@@ -61,10 +60,10 @@ INLINE vec multiply_add(vec a, vec b, vec c) {
 #endif
 }
 
-/* How the values of a packed matrix are kept. The same numbers stand in __init__.py. CODES: a table of 16 values, then
+/* How the values of a packed matrix are kept. The same numbers stand in __init__.py. TILES: bf16, see tiles.c. CODES: a table of 16 values, then
    the panels, each in blocks of BLOCK inputs: the block's PANEL scales, and of each input PANEL codes of four bits. A
    value is the table's entry times the scale. */
-enum { FP32, BF16, FP16, CODES };
+enum { FP32, BF16, FP16, CODES, TILES };
 #define BYTES(kind) ((size_t)((kind) == FP32 ? 4 : 2))
 #define BLOCK 64
 #define BLOCK_BYTES ((size_t)(PANEL * sizeof(float) + BLOCK * PANEL / 2))
@@ -121,7 +120,10 @@ INLINE vec decoded(const vec *table, const uint8_t *codes, int v) {
 /* Panels of a packed matrix; the surplus columns of the last are zero. */
 INLINE size_t panel_count(size_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
+#include "tiles.c"
+
 size_t draftsmith_packed_bytes(int kind, size_t outputs, size_t inputs) {
+    if (kind == TILES) return panel_count(outputs) * group_count(inputs) * GROUP * PANEL * 2;
     return (kind == CODES ? TABLE_BYTES : 0) + panel_count(outputs) * panel_bytes(kind, inputs);
 }
 
@@ -132,6 +134,14 @@ void draftsmith_rows(int kind, const char *packed, const int64_t *ids, float *to
 #pragma omp parallel for schedule(static)
     for (size_t r = 0; r < count; r++) {
         size_t id = (size_t)ids[r], v = id % PANEL / LANES;
+        if (kind == TILES) {
+            const uint16_t *halves_of = (const uint16_t *)packed;
+            for (size_t i = 0; i < inputs; i++) {
+                uint32_t bits = (uint32_t)halves_of[place_in_tiles(id / PANEL, i, id % PANEL, inputs)] << 16;
+                memcpy(to + r * inputs + i, &bits, sizeof(float));
+            }
+            continue;
+        }
         const char *panel = panel_at(kind, packed, id / PANEL, inputs);
         for (size_t i = 0; i < inputs; i++) {
             const char *block = panel + i / BLOCK * BLOCK_BYTES;
@@ -274,21 +284,30 @@ INLINE void linear(
     }
 }
 
+/* bf16 values of room that a product needs for its rows. */
+INLINE size_t room_for_rows(int kind, size_t rows, size_t inputs) {
+    return kind == TILES ? split_values(rows < MOST_ROWS ? rows : MOST_ROWS, inputs) : 0;
+}
+
+/* room: for `room_for_rows`, shared by the threads. */
 static void linear_of_kind(
     int kind, const float *x, const char *packed, const float *bias, const float *other, float *y, size_t rows,
-    size_t inputs, size_t outputs) {
+    size_t inputs, size_t outputs, uint16_t *room) {
     switch (kind) {
         case FP32: linear(FP32, x, packed, bias, other, y, rows, inputs, outputs); break;
         case BF16: linear(BF16, x, packed, bias, other, y, rows, inputs, outputs); break;
         case FP16: linear(FP16, x, packed, bias, other, y, rows, inputs, outputs); break;
         case CODES: linear(CODES, x, packed, bias, other, y, rows, inputs, outputs); break;
+        case TILES: linear_by_tiles(x, packed, bias, other, y, rows, inputs, outputs, room); break;
     }
 }
 
-/* bias [outputs] and other [rows][outputs] may be NULL; y may be other. rows <= MOST_ROWS. */
+/* bias [outputs] and other [rows][outputs] may be NULL; y may be other. rows <= MOST_ROWS. room: see linear_of_kind. */
 void draftsmith_linear(
     int kind, const float *x, const char *packed, const float *bias, const float *other, float *y, size_t rows,
-    size_t inputs, size_t outputs) {
+    size_t inputs, size_t outputs, uint16_t *room) {
 #pragma omp parallel
-    linear_of_kind(kind, x, packed, bias, other, y, rows, inputs, outputs);
+    linear_of_kind(kind, x, packed, bias, other, y, rows, inputs, outputs, room);
 }
+
+size_t draftsmith_room(int kind, size_t rows, size_t inputs) { return room_for_rows(kind, rows, inputs); }
