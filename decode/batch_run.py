@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.choosing import draw, largest
 from decode.kernel_forward import Forwarded
 from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
 from decode.recorded.proposal import in_bucket
@@ -30,7 +31,7 @@ from decode.verify.exact import follow
 from decode.verify.tree_walk import Walk
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
-from draftsmith_core.sampling import Sampling, draw, largest, probs, uniforms
+from draftsmith_core.sampling import Sampling, probs, uniforms
 
 _ALL_FINITE = 3  # `_finite` of a row whose target and draft have finite logits
 OnTokens = Callable[[int, list[int], list[bool]], None]
@@ -442,7 +443,7 @@ def _verify(
 def _on_path(hidden: Sequence[Tensor], nodes_BD: Tensor) -> tuple[Tensor, ...]:
     """Return states at the root and at these nodes."""
     path_BD1 = pad(nodes_BD, (1, 0)).unsqueeze(2)
-    return tuple(layer.take_along_dim(path_BD1, dim=1) for layer in hidden)
+    return tuple(layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden)
 
 
 def _finite(logits_BMV: Tensor, draft: Tensor | None) -> Tensor:

@@ -315,7 +315,8 @@ class KernelForward:
             raise IndexError(
                 f"a token outside 0..{self._model.vocabulary - 1}, the vocabulary of the embedding"
             )
-        return logits_BqV, [states[wanted.index(number)] for number in numbers]
+        by_number = dict(zip(wanted, states.unbind(), strict=True))
+        return logits_BqV, [by_number[number] for number in numbers]
 
 
 def _layer(layer: Layer, mask: int) -> _Layer:

@@ -51,6 +51,9 @@ _FLAGS = (
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 _TILES = 4
 _TILE_INPUTS = 32
+# The bits of a bf16 number without its sign, and those of infinity.
+_UNSIGNED_BF16 = 0x7FFF
+_INFINITE_BF16 = 0x7F80
 _MOST_ROWS = 256
 _BLOCK = 64  # inputs that share a scale, in the kernel
 _TABLE_BYTES = 64
@@ -77,6 +80,12 @@ class Kernel:
         self.room.restype = size
         # Whether bf16 is multiplied by tile registers.
         self.tiles = bool(library.draftsmith_tiles())
+        self.largest = library.draftsmith_largest
+        self.largest.argtypes = [pointer, *[size] * 3, pointer, pointer]
+        self.largest.restype = None
+        self.draws = library.draftsmith_draws
+        self.draws.argtypes = [pointer, pointer, *[size] * 3, pointer]
+        self.draws.restype = None
         # Called with structures by reference (`decode.kernel_forward`).
         self.scratch = library.draftsmith_scratch
         self.scratch.restype = size
@@ -94,7 +103,7 @@ class PackedMatrix:
     def __init__(self, functions: Kernel, weight_OI: Tensor) -> None:
         outputs, inputs = weight_OI.shape
         narrow_OI = narrowest(weight_OI)
-        if functions.tiles and narrow_OI.dtype == torch.bfloat16 and narrow_OI.isfinite().all():
+        if functions.tiles and narrow_OI.dtype == torch.bfloat16 and _finite(narrow_OI):
             self._fill_tiles(functions, narrow_OI)
             return
         width = self._hold(functions, outputs, inputs, narrow_OI.dtype)
@@ -258,6 +267,16 @@ def narrowest(weight_OI: Tensor) -> Tensor:
             if narrow_OI is not None:
                 return narrow_OI
     return weight_OI
+
+
+def _finite(narrow_OI: Tensor) -> bool:
+    """Whether all values of a bf16 matrix are finite: by bits, because torch converts them to
+    compare them.
+    """
+    if not narrow_OI.numel():
+        return True
+    bits_OI = narrow_OI.contiguous().view(torch.int16) & _UNSIGNED_BF16
+    return int(bits_OI.max()) < _INFINITE_BF16
 
 
 def _to_bfloat16(weight_OI: Tensor) -> Tensor | None:

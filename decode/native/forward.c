@@ -13,6 +13,10 @@
 #include <math.h>
 #include <omp.h>
 
+#include "largest.c"
+
+#include "draw.c"
+
 /* The same structures stand in kernel_forward.py. */
 struct matrix {
     const char *values;

@@ -17,10 +17,10 @@ from itertools import zip_longest
 import torch
 from transformers import PreTrainedModel
 
+from decode.choosing import largest
 from decode.propose.protocol import Outcome, SessionSetup
 from decode.propose.text_proposer import TextProposer, TextRow, TextSession, Trie, check_static
 from decode.tree import Tree, TreeShape
-from draftsmith_core.sampling import largest
 
 
 class LookaheadProposer(TextProposer):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from decode.choosing import draw, draw_without_replacement, largest
 from decode.propose.network import Frontier, Network
 from decode.propose.protocol import Outcome, Proposal, Session
 from decode.runner import Block
@@ -22,11 +23,8 @@ from decode.tree import Drawing, Tree
 from decode.tree_batch import TreeBatch, grow_batch
 from draftsmith_core.sampling import (
     Sampling,
-    draw,
     draw_top_and_one,
     draw_with_replacement,
-    draw_without_replacement,
-    largest,
     probs,
 )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from decode.choosing import draw, largest
 from decode.propose.protocol import Proposal
 from decode.verify.tree_walk import (
     Path,
@@ -25,7 +26,6 @@ from decode.verify.tree_walk import (
     known_empty,
     row_numbers,
 )
-from draftsmith_core.sampling import draw, largest
 
 EPSILON = 0.09  # no token of at least this probability is refused
 # At high entropy the bound falls to delta exp(-entropy); delta = sqrt(epsilon), as in the paper.

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from decode.choosing import draw
 from decode.propose.protocol import Proposal
 from decode.verify.exact import exact
 from decode.verify.tree_walk import (
@@ -36,7 +37,6 @@ from decode.verify.tree_walk import (
     tiny,
     walk,
 )
-from draftsmith_core.sampling import draw
 
 # Halvings of [1, k]. rho is then within 1e-5 of its root, which loses about 1e-5 of acceptance,
 # never exactness.

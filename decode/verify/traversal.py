@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from decode.choosing import draw
 from decode.propose.protocol import Proposal
 from decode.tree_batch import TreeBatch
 from decode.verify.siblings import without
@@ -34,7 +35,6 @@ from decode.verify.tree_walk import (
     tiny,
     walk,
 )
-from draftsmith_core.sampling import draw
 
 
 def traversal(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from decode.choosing import draw
 from decode.propose.protocol import Proposal
-from draftsmith_core.sampling import draw
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,67 @@
+"""Tokens chosen from logits and distributions: by the kernel on a CPU, where torch takes as long
+for them as a small draft for a forward.
+
+The definitions are those of `draftsmith_core.sampling`, which chooses wherever the kernel cannot.
+
+Legend: K tokens, V vocabulary; `...` any leading shape.
+"""
+
+import torch
+from torch import Tensor
+
+from decode.native import Kernel, kernel
+from draftsmith_core import sampling
+from draftsmith_core.sampling import Largest
+
+# Above, the kernel compares each value with too many that it found before.
+_MOST = 64
+
+
+def largest(values: Tensor, count: int) -> Largest:
+    """The `count` largest of values `[..., V]`; of equal values, the first come first. A row with
+    NaN has NaN as its largest values.
+    """
+    functions = _kernel_for(values, count)
+    if functions is None:
+        return sampling.largest(values, count)
+    shape = (*values.shape[:-1], count)
+    found = Largest(values.new_empty(shape), values.new_empty(shape, dtype=torch.long))
+    width = values.shape[-1]
+    functions.largest(
+        values.data_ptr(),
+        values.numel() // width,
+        width,
+        count,
+        found.values.data_ptr(),
+        found.places.data_ptr(),
+    )
+    return found
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """`sampling.draw`: one token per distribution `[..., V]` from a uniform `[...]`."""
+    if _kernel_for(p, 1) is None:
+        return sampling.draw(p, u)
+    return draw_without_replacement(p, u.unsqueeze(-1)).squeeze(-1).clamp_(min=0)
+
+
+def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
+    """`sampling.draw_without_replacement`: distinct tokens `[..., K]` in drawing order from `p`
+    `[..., V]` and uniforms `u` `[..., K]`; -1 beyond the support.
+    """
+    count = u.shape[-1]
+    functions = _kernel_for(p, count)
+    if functions is None:
+        return sampling.draw_without_replacement(p, u)
+    u = u.to(device=p.device, dtype=torch.double).contiguous()
+    tokens = u.new_empty(u.shape, dtype=torch.long)
+    width = p.shape[-1]
+    rows = p.numel() // width
+    functions.draws(p.data_ptr(), u.data_ptr(), rows, width, count, tokens.data_ptr())
+    return tokens
+
+
+def _kernel_for(values: Tensor, count: int) -> Kernel | None:
+    on_cpu = values.device.type == "cpu" and not torch.compiler.is_compiling()
+    plain = values.dtype == torch.float32 and values.is_contiguous() and values.numel() > 0
+    return kernel() if on_cpu and plain and count <= _MOST else None
