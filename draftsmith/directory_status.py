@@ -5,7 +5,7 @@ Reads only. Stages leave files that say what they are: a manifest, a record, res
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,17 +72,23 @@ def look(directory: str) -> list[Held]:
     return held
 
 
-def _found(directory: Path, depth: int) -> Iterator[Held]:
+def _found(directory: Path, depth: int, whole: Held | None = None) -> Iterator[Held]:
+    """whole: the alignment that this directory is a part of."""
     for kind, read in KINDS.items():
         held = read(directory)
-        if held is not None:
-            yield held
-            if kind != "alignment":
-                return
+        if held is None:
+            continue
+        if whole is not None and held.state != "finished":
+            # `align` goes on with its parts, and runs while any of them does.
+            held = replace(held, made_by=whole.made_by, following=whole.following)
+        yield held
+        if kind != "alignment":
+            return
+        whole = held
     if depth:
         for inner in sorted(directory.iterdir()):
             if inner.is_dir() and not inner.name.startswith("."):
-                yield from _found(inner, depth - 1)
+                yield from _found(inner, depth - 1, whole)
 
 
 def _alignment(directory: Path) -> Held | None:
@@ -92,13 +98,16 @@ def _alignment(directory: Path) -> Held | None:
     finished = (directory / "eval" / "report.html").is_file()
     following = f"open {directory / 'eval' / 'report.html'}"
     again = shlex.join(["draftsmith", "align", "--config", str(file), "--out", str(directory)])
+    parts = [inner for inner in directory.iterdir() if inner.is_dir()]
+    runs = any(holder(part) is not None for part in parts)
+    state: State = "running" if runs else _state(directory, finished)
     return Held(
         path=str(directory),
         holds="an alignment",
-        state=_state(directory, finished),
+        state=state,
         facts=f"its options are in {file}",
         made_by=again,
-        following=following if finished else again,
+        following=following if state == "finished" else _go_on(state, again),
     )
 
 
@@ -187,14 +196,21 @@ def _evaluation(directory: Path) -> Held | None:
 
 def _unfinished(directory: Path, holds: str, facts: str, again: str | None) -> Held:
     """Describe what a run left; again: the command that continues it, None if it is unknown."""
+    state = _state(directory, finished=False)
     return Held(
         path=str(directory),
         holds=holds,
-        state=_state(directory, finished=False),
+        state=state,
         facts=facts,
         made_by=again,
-        following=again or "run the command that began it again; what is finished is kept",
+        following=_go_on(state, again),
     )
+
+
+def _go_on(state: State, again: str | None) -> str:
+    if state == "running":
+        return "wait for it"
+    return again or "run the command that began it again; what is finished is kept"
 
 
 def _identity(directory: Path, name: str) -> JsonObject:

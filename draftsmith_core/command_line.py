@@ -31,11 +31,21 @@ from draftsmith_core.options import (
 C = TypeVar("C")
 # Options of every command.
 _COMMON = ("config", "json", "help", "print_config")
+# What people type for a value that has another name here.
+_MEANT = {
+    "vllm": "vLLM reads hf, and of heads speculators, eagle, medusa, dflash and mtp",
+    "transformers": "that is hf",
+    "llama.cpp": "that is gguf",
+    "eagle-3": "that is eagle3",
+}
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InputError(message.removeprefix("argument "))
+        line = message.removeprefix("argument ")
+        typed = line.partition("invalid choice: '")[2].partition("'")[0]
+        meant = _MEANT.get(typed)
+        raise InputError(f"{line}; {meant}" if meant else line)
 
 
 def parse(
@@ -141,6 +151,10 @@ def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> d
         raise InputError(f"--config {name}: cannot be read ({error.strerror})") from None
     except (ValueError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
+        if Path(name).suffix in (".jsonl", ".parquet"):
+            raise InputError(
+                f"--config {name}: holds rows, not options; --data or --prompts takes it"
+            ) from None
         where = f"{name}:{mark.line + 1}" if mark else name
         problem = getattr(error, "problem", None) or one_line(error)
         raise InputError(f"{where}: not valid YAML ({problem})") from None

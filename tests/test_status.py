@@ -89,6 +89,22 @@ def test_an_alignment_goes_on_from_its_file(tmp_path):
     )
 
 
+def test_parts_of_an_alignment_go_on_with_it(out, tmp_path):
+    (tmp_path / "align.yaml").write_text("target: t\n")
+    shutil.copytree(out / "draft", tmp_path / "plain")
+    (tmp_path / "plain" / RECORD).unlink()
+    whole, draft = status(directory=str(tmp_path))["held"]
+    assert draft["state"] == "unfinished" and draft["following"] == whole["following"]
+    with hold(tmp_path / "plain"):
+        whole, draft = status(directory=str(tmp_path))["held"]
+    assert whole["state"] == draft["state"] == "running"
+    assert whole["following"] == draft["following"] == "wait for it"
+
+
+def test_without_a_directory_says_what_to_type(door):
+    assert "which directory? draftsmith status DIRECTORY" in door.refused("status")
+
+
 def test_a_directory_of_others_is_refused(door, tmp_path):
     assert "holds nothing that draftsmith made" in door.refused("status", tmp_path)
     assert "is no directory" in door.refused("status", tmp_path / "none")

@@ -210,7 +210,7 @@ class TrainConfig(RunOptions, TargetOptions):
             (
                 "draft",
                 not (head or self.draft or self.draft_config),
-                "give `draft` or `draft_config` (a config.json)",
+                "give `draft` or `draft_config` (a config.json), or for a head its `kind`",
             ),
             ("target", untaught, "is missing; heads and head.features need it"),
             (

@@ -402,6 +402,8 @@ def run(name: str, argv: list[str]) -> None:
     command = COMMANDS[name]
     if command.alone is not None and argv and not argv[0].startswith("-"):
         argv = [f"--{command.alone}", *argv]
+    if command.alone is not None and not argv:
+        raise InputError(f"which {command.alone}? draftsmith {name} {command.alone.upper()}")
     typed = {underscored(word).partition("=")[0] for word in argv}
     for key, other in command.instead.items():
         if f"--{key}" in typed:
