@@ -61,6 +61,34 @@ def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
     return tokens
 
 
+def try_siblings(
+    p_BV: Tensor, q_BV: Tensor, offer_BK: Tensor, u_BK: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Try siblings drawn from q without replacement in turn (`mcsd`): the rank accepted `[B]`, -1
+    for none, and what is left of p `[B, V]`, not normalised. None where the kernel cannot.
+
+    q_BV is overwritten. offer_BK: tokens, -1 for none.
+    """
+    plain = q_BV.dtype == torch.float32 and q_BV.is_contiguous()
+    functions = _kernel_for(p_BV, offer_BK.shape[1]) if plain else None
+    if functions is None:
+        return None
+    left_BV = p_BV.clone()
+    offer_BK = offer_BK.contiguous()
+    u_BK = u_BK.to(torch.double).contiguous()
+    rank_B = offer_BK.new_empty(len(offer_BK))
+    functions.siblings(
+        left_BV.data_ptr(),
+        q_BV.data_ptr(),
+        offer_BK.data_ptr(),
+        u_BK.data_ptr(),
+        *p_BV.shape,
+        offer_BK.shape[1],
+        rank_B.data_ptr(),
+    )
+    return rank_B, left_BV
+
+
 def _kernel_for(values: Tensor, count: int) -> Kernel | None:
     on_cpu = values.device.type == "cpu" and not torch.compiler.is_compiling()
     plain = values.dtype == torch.float32 and values.is_contiguous() and values.numel() > 0

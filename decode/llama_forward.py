@@ -184,11 +184,18 @@ class LeanForward:
         """
         rotary_N2E = self.rotary.up_to(top_position)
         numbers = [layer % (len(self.layers) + 1) for layer in hidden_layers]
-        if self._kernel is not None and not prefill and tokens_Bq.numel() <= MOST_TOKENS:
+        if self._kernel is not None and tokens_Bq.numel() <= MOST_TOKENS:
             assert isinstance(cache, TreeCache)
             place = cache.place(len(tokens_Bq), self.sizes.groups, self.sizes.size, self.norm_D)
             queries = tokens_Bq.shape[1]
             kept = min(keep_logits or queries, queries)
+            if prefill:
+                kept = 0
+                causal = self.norm_D.new_full((queries, queries), -torch.inf).triu_(1)
+                masks = {
+                    kind: causal[None, None] if mask is None else mask
+                    for kind, mask in masks.items()
+                }
             logits, states = self._kernel.run(
                 tokens_Bq, positions_Bq, rotary_N2E, masks, place, kept, numbers
             )

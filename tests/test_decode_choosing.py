@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from decode.choosing import draw, draw_without_replacement, largest
+from decode.choosing import draw, draw_without_replacement, largest, try_siblings
 from decode.native import kernel
+from decode.verify.siblings import _try_in_turn
+from decode.verify.tree_walk import Node
 from draftsmith_core import sampling
 
 built = pytest.mark.skipif(kernel() is None, reason="the kernel is not built here")
@@ -97,3 +99,34 @@ def test_no_token_without_mass_is_drawn_and_small_masses_keep_their_shares():
     assert draw_without_replacement(torch.zeros(2, 300), torch.zeros(2, 1)).tolist() == [[-1], [-1]]
     top = torch.tensor(1 - 2**-53, dtype=torch.double)
     assert draw(p[0], top).item() == 3
+
+
+@built
+@given(
+    rows=st.integers(1, 4),
+    width=st.integers(2, 300),
+    count=st.integers(1, 5),
+    sharpness=st.floats(0.1, 12),
+    alike=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=200, deadline=None)
+def test_siblings_are_tried_as_by_torch(rows, width, count, sharpness, alike, seed):
+    generator = torch.Generator().manual_seed(seed)
+    count = min(count, width)
+    q = (torch.randn(rows, width, generator=generator) * sharpness).softmax(-1)
+    p = (torch.randn(rows, width, generator=generator) * sharpness).softmax(-1)
+    if alike:
+        p[0] = q[0]
+    u = torch.rand(2, rows, count, generator=generator, dtype=torch.double)
+    offer = sampling.draw_without_replacement(q, u[0])
+    offer[rows - 1, count // 2 :] = -1
+    node = Node(p, offer, u[1], lambda rank: q.clone())
+    wanted_ranks, wanted = _try_in_turn(node, replacement=False)
+    found = try_siblings(p.clone(), q.clone(), offer, u[1])
+    assert found is not None
+    ranks, left = found
+    assert torch.equal(ranks, wanted_ranks)
+    for row in (ranks < 0).nonzero().flatten().tolist():
+        mine, theirs = (each[row] / each[row].sum() for each in (left, wanted))
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-3)

@@ -86,6 +86,9 @@ class Kernel:
         self.draws = library.draftsmith_draws
         self.draws.argtypes = [pointer, pointer, *[size] * 3, pointer]
         self.draws.restype = None
+        self.siblings = library.draftsmith_siblings
+        self.siblings.argtypes = [*[pointer] * 4, *[size] * 3, pointer]
+        self.siblings.restype = None
         # Called with structures by reference (`decode.kernel_forward`).
         self.scratch = library.draftsmith_scratch
         self.scratch.restype = size

@@ -17,6 +17,8 @@
 
 #include "draw.c"
 
+#include "siblings.c"
+
 /* The same structures stand in kernel_forward.py. */
 struct matrix {
     const char *values;

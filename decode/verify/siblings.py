@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decode.choosing import draw
+from decode.choosing import draw, try_siblings
 from decode.propose.protocol import Proposal
 from decode.verify.exact import exact
 from decode.verify.tree_walk import (
@@ -94,7 +94,12 @@ def mcsd(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     """
     if proposal.q_BEV is None:
         return walk(proposal, p_BMV, u_BU, hit_by_target, per_node=1)
-    return walk(proposal, p_BMV, u_BU, partial(_try_in_turn, replacement=False), per_node=None)
+    return walk(proposal, p_BMV, u_BU, _try_without_replacement, per_node=None)
+
+
+def _try_without_replacement(node: Node) -> tuple[Tensor, Tensor]:
+    found = try_siblings(node.p_BV, node.q(0), node.offer_BK, node.u_Bn)
+    return _try_in_turn(node, replacement=False) if found is None else found
 
 
 def independent(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
