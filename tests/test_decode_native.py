@@ -350,6 +350,11 @@ MODELS: dict[str, Any] = {
         LlamaConfig,
         {"attention_bias": True, "mlp_bias": True, "head_dim": 20},
     ),
+    "values of bf16": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+    ),
     "tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True, "head_dim": 16}),
     "head norms": (
         Qwen3ForCausalLM,
@@ -379,6 +384,8 @@ def build(name: str) -> LlamaForCausalLM:
     )
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, 0.9 if parameter.ndim == 1 else 0, 0.2)
+        if name == "values of bf16":
+            parameter.data = parameter.data.bfloat16().float()
     eval_mode: LlamaForCausalLM = made.train(False)
     return eval_mode
 
@@ -440,10 +447,10 @@ def test_equals_tensor_operations(whole, monkeypatch, name):
         return found
 
     ours = outputs()
-    assert whole == [10, 10]
+    assert whole == [2 * 37, 10, 10]
     monkeypatch.setattr(LeanForward, "_embedding_table", lambda self, tied: None)
     theirs = outputs()
-    assert whole == [10, 10]
+    assert whole == [2 * 37, 10, 10]
     assert [each.shape for each in ours] == [each.shape for each in theirs]
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, atol=2e-4, rtol=1e-4)
@@ -492,10 +499,10 @@ def test_many_queries_behind_a_long_cache(whole, monkeypatch, name):
 
     together = outputs([tokens])
     assert torch.equal(outputs(list(tokens.split([1, 20, 14], dim=1))), together)
-    assert len(whole) == 4
+    assert len(whole) == 6
     monkeypatch.setattr(LeanForward, "_embedding_table", lambda self, tied: None)
     torch.testing.assert_close(outputs([tokens]), together, atol=2e-4, rtol=1e-4)
-    assert len(whole) == 4
+    assert len(whole) == 6
 
 
 @torch.inference_mode()
