@@ -254,8 +254,9 @@ class EagleForward(HeadForward):
             kept if projected else 0,
             [1],
             HeadInputs(self._embedded(step.tokens_Bq), step.features_BtD),
+            self._model.dtype,
         )
-        features_BqD = states[0].to(self._model.dtype)
+        (features_BqD,) = states
         if projected:
             logits_BkV = self._head.borrowed.projection.finish(logits_BkV)
         else:

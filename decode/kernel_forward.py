@@ -266,10 +266,11 @@ class KernelForward:
         kept: int,
         numbers: Sequence[int],
         inputs: HeadInputs | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return logits of the last `kept` queries and the hidden states of layers `numbers`; see
-        `LeanForward.run`. inputs: with an `opening`, instead of the tokens' embeddings. IndexError
-        for a token outside the vocabulary.
+        `LeanForward.run`. inputs: with an `opening`, instead of the tokens' embeddings.
+        state_dtype: of the hidden states. IndexError for a token outside the vocabulary.
         """
         batch, queries = tokens_Bq.shape
         wanted = sorted(set(numbers))
@@ -315,7 +316,7 @@ class KernelForward:
             raise IndexError(
                 f"a token outside 0..{self._model.vocabulary - 1}, the vocabulary of the embedding"
             )
-        by_number = dict(zip(wanted, states.unbind(), strict=True))
+        by_number = dict(zip(wanted, states.to(state_dtype).unbind(), strict=True))
         return logits_BqV, [by_number[number] for number in numbers]
 
 

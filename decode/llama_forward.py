@@ -197,22 +197,28 @@ class LeanForward:
                     for kind, mask in masks.items()
                 }
             logits, states = self._kernel.run(
-                tokens_Bq, positions_Bq, rotary_N2E, masks, place, kept, numbers
+                tokens_Bq,
+                positions_Bq,
+                rotary_N2E,
+                masks,
+                place,
+                kept,
+                numbers,
+                state_dtype=self._state_dtype,
             )
         else:
             rope_Bq1E = F.embedding(positions_Bq, rotary_N2E).unsqueeze(2)
             x_BqD, by_number = self._by_torch(tokens_Bq, rope_Bq1E, masks, cache, numbers, prefill)
-            states = [by_number[number] for number in numbers]
+            states = [by_number[number].to(self._state_dtype) for number in numbers]
             if prefill:
                 logits = x_BqD.new_empty(len(tokens_Bq), 0, 0)
             else:
                 kept_BqD = x_BqD[:, -keep_logits:]
                 logits = self.head(kept_BqD.flatten(0, 1))
                 logits = logits.unflatten(0, kept_BqD.shape[:2])
-        hidden = tuple(state.to(self._state_dtype) for state in states)
         if self._ids_D is not None and not prefill:
             logits = to_target(logits, self._ids_D, self._vocabulary)
-        return logits, hidden
+        return logits, tuple(states)
 
     def _by_torch(
         self,

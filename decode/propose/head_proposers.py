@@ -287,8 +287,11 @@ class _EagleNetwork(_HeadNetwork, CachedNetwork):
 
     def _features(self) -> Tensor:
         """Features of the pending tokens, right-aligned as they are."""
-        pairs = zip(self.rows, self.lead, strict=True)
-        return torch.stack([pad(row.features_nH, (0, 0, lead, 0)) for row, lead in pairs])
+        features = [row.features_nH for row in self.rows]
+        if any(self.lead):
+            pairs = zip(features, self.lead, strict=True)
+            features = [pad(features_nH, (0, 0, lead, 0)) for features_nH, lead in pairs]
+        return torch.stack(features)
 
 
 class _BlockNetwork(_EagleNetwork):

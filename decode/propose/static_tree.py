@@ -419,4 +419,5 @@ def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
         return torch.cat(picks, dim=-1)
     values, tokens = largest(logits, min(count, logits.shape[-1]))
     tokens = tokens.masked_fill(values == -torch.inf, -1)
-    return pad(tokens, (0, count - tokens.shape[-1]), value=-1)
+    missing = count - tokens.shape[-1]
+    return pad(tokens, (0, missing), value=-1) if missing else tokens
