@@ -100,7 +100,9 @@ class PackedMatrix:
     """A matrix `[O, I]` in the order in which the kernel reads it, in the narrowest dtype that
     holds it exactly.
 
-    The kernel widens values to fp32 in registers, so products do not depend on the dtype.
+    The kernel widens values to fp32 in registers, so products do not depend on the dtype. Where the
+    processor has tile registers, it multiplies bf16 by them: the same products, summed in another
+    order.
     """
 
     def __init__(self, functions: Kernel, weight_OI: Tensor) -> None:
