@@ -1,41 +1,52 @@
 """How long a run of `align` will take, from one measured step of each stage."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from decode import SpeculativeDecoder
-from drafts.load import LoadedModels
+from drafts.heads.eagle import FeatureHead
+from drafts.load import Draft, LoadedModels
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.stage_configs import eval_config
 from draftsmith_core.sampling import Sampling
 from train.config import TrainConfig
+from train.trainees import TRAINEES
 
 _TOKENS = 8  # tokens of each answer that is timed
 
 
 def expected(
     config: AlignConfig,
-    runs: Iterable[TrainConfig],
+    runs: Sequence[TrainConfig],
     models: LoadedModels,
+    draft: Draft,
     prompts: Sequence[Sequence[int]],
 ) -> str:
     """Return a line with the time of each stage, for answers of full length.
 
-    Training a head is not timed; its progress line tells.
+    draft: before its training. Medusa, Hydra and block drafters are not timed; their progress line
+    tells.
     """
     options = config.distill
     token_s = _token_s(models.target, prompts[: options["batch_size"]])
     answers = options["max_prompts"] * options["num_samples"] + options["general_texts"]
     distil_s = answers * options["max_new_tokens"] * token_s
     parts = [f"distil {_duration(distil_s)}"]
-    for draft in models.drafts.values():
-        if isinstance(draft, PreTrainedModel):
-            row_s = _row_s(models.target, draft, config.train["max_length"])
-            rows = sum(run.steps or 0 for run in runs) * config.train["rows_per_step"]
-            parts.append(f"train {_duration(rows * row_s)}")
+    rows = sum(run.steps or 0 for run in runs) * config.train["rows_per_step"]
+    if isinstance(draft, PreTrainedModel):
+        row_s = _row_s(models.target, draft, config.train["max_length"])
+        parts.append(f"train {_duration(rows * row_s)}")
+    elif isinstance(draft, FeatureHead):
+        read_s, depth_s = _head_row_s(models.target, draft, config.train["max_length"])
+        last = runs[-1]
+        depths = last.head.test_steps or getattr(TRAINEES[last.kind], "usual_steps", 1)
+        # Cached, the target's states are read once.
+        read = answers if last.head.features else rows
+        parts.append(f"train {_duration(read * read_s + rows * depths * depth_s)}")
     evaluation = eval_config(config)
     ways = 1 + len(evaluation.draft) * len(evaluation.tree)
     sets = len(evaluation.id) + len(evaluation.ood)
@@ -68,6 +79,29 @@ def _row_s(target: PreTrainedModel, draft: PreTrainedModel, length: int) -> floa
         if target.device.type == "cuda":
             torch.cuda.synchronize()
     return time.perf_counter() - began
+
+
+def _head_row_s(target: PreTrainedModel, head: FeatureHead, length: int) -> tuple[float, float]:
+    """Time a row of training: a forward of the target, and a forward and backward of the head at
+    one depth.
+    """
+    ids_BT = torch.zeros(1, length, dtype=torch.long, device=target.device)
+    config: Any = head.config
+    features_BTH = torch.zeros(
+        1, length, config.hidden_size, dtype=target.dtype, device=target.device
+    )
+    head.requires_grad_()
+    began = read = 0.0
+    for _ in range(2):  # the first time kernels are loaded
+        began = time.perf_counter()
+        with torch.no_grad():
+            target(ids_BT)
+        read = time.perf_counter()
+        logits_BTD, _ = head(ids_BT, features_BTH)
+        logits_BTD.sum().backward()
+        if target.device.type == "cuda":
+            torch.cuda.synchronize()
+    return read - began, time.perf_counter() - read
 
 
 def _duration(seconds: float) -> str:

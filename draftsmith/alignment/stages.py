@@ -161,7 +161,10 @@ def _forecast(
     draft = untrained(models, config, run)
     cost = step_cost(models, draft, prompts[0])
     budget = Budget.of(config, run, facts, draft)
-    return [*budget_lines(budget, cost), expected(config, runs.values(), models, prompts)]
+    return [
+        *budget_lines(budget, cost),
+        expected(config, list(runs.values()), models, draft, prompts),
+    ]
 
 
 def _announcement(config: AlignConfig, runs: dict[str, TrainConfig], facts: Facts) -> list[str]:
