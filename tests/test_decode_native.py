@@ -400,9 +400,9 @@ def whole(monkeypatch, library):
     calls: list[int] = []
     run = KernelForward.run
 
-    def counted(self: KernelForward, *values: Any) -> tuple[Tensor, list[Tensor]]:
+    def counted(self: KernelForward, *values: Any, **named: Any) -> tuple[Tensor, list[Tensor]]:
         calls.append(values[0].numel())
-        return run(self, *values)
+        return run(self, *values, **named)
 
     monkeypatch.setattr(KernelForward, "run", counted)
     yield calls
