@@ -24,6 +24,7 @@ def largest(values: Tensor, count: int) -> Largest:
     functions = _kernel_for(values, count)
     if functions is None:
         return sampling.largest(values, count)
+    values = values.contiguous()
     shape = (*values.shape[:-1], count)
     found = Largest(values.new_empty(shape), values.new_empty(shape, dtype=torch.long))
     width = values.shape[-1]
@@ -40,25 +41,20 @@ def largest(values: Tensor, count: int) -> Largest:
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
     """`sampling.draw`: one token per distribution `[..., V]` from a uniform `[...]`."""
-    if _kernel_for(p, 1) is None:
+    functions = _kernel_for(p, 1)
+    if functions is None:
         return sampling.draw(p, u)
-    return draw_without_replacement(p, u.unsqueeze(-1)).squeeze(-1).clamp_(min=0)
+    return _draws(functions, p, u.unsqueeze(-1)).squeeze(-1).clamp_(min=0)
 
 
 def draw_without_replacement(p: Tensor, u: Tensor) -> Tensor:
     """`sampling.draw_without_replacement`: distinct tokens `[..., K]` in drawing order from `p`
     `[..., V]` and uniforms `u` `[..., K]`; -1 beyond the support.
     """
-    count = u.shape[-1]
-    functions = _kernel_for(p, count)
+    functions = _kernel_for(p, u.shape[-1])
     if functions is None:
         return sampling.draw_without_replacement(p, u)
-    u = u.to(device=p.device, dtype=torch.double).contiguous()
-    tokens = u.new_empty(u.shape, dtype=torch.long)
-    width = p.shape[-1]
-    rows = p.numel() // width
-    functions.draws(p.data_ptr(), u.data_ptr(), rows, width, count, tokens.data_ptr())
-    return tokens
+    return _draws(functions, p, u)
 
 
 def try_siblings(
@@ -69,11 +65,10 @@ def try_siblings(
 
     q_BV is overwritten. offer_BK: tokens, -1 for none.
     """
-    plain = q_BV.dtype == torch.float32 and q_BV.is_contiguous()
-    functions = _kernel_for(p_BV, offer_BK.shape[1]) if plain else None
-    if functions is None:
+    functions = _kernel_for(p_BV, offer_BK.shape[1])
+    if functions is None or q_BV.dtype != torch.float32 or not q_BV.is_contiguous():
         return None
-    left_BV = p_BV.clone()
+    left_BV = p_BV.clone(memory_format=torch.contiguous_format)
     offer_BK = offer_BK.contiguous()
     u_BK = u_BK.to(torch.double).contiguous()
     rank_B = offer_BK.new_empty(len(offer_BK))
@@ -89,7 +84,17 @@ def try_siblings(
     return rank_B, left_BV
 
 
+def _draws(functions: Kernel, p: Tensor, u: Tensor) -> Tensor:
+    p = p.contiguous()
+    u = u.to(device=p.device, dtype=torch.double).contiguous()
+    tokens = u.new_empty(u.shape, dtype=torch.long)
+    width = p.shape[-1]
+    rows = p.numel() // width
+    functions.draws(p.data_ptr(), u.data_ptr(), rows, width, u.shape[-1], tokens.data_ptr())
+    return tokens
+
+
 def _kernel_for(values: Tensor, count: int) -> Kernel | None:
     on_cpu = values.device.type == "cpu" and not torch.compiler.is_compiling()
-    plain = values.dtype == torch.float32 and values.is_contiguous() and values.numel() > 0
+    plain = values.dtype == torch.float32 and values.numel() > 0
     return kernel() if on_cpu and plain and count <= _MOST else None

@@ -29,6 +29,7 @@ from decode.kernel_forward import (
     LayerMaker,
     Opening,
     Sizes,
+    causal_mask,
 )
 from decode.native import kernel
 from decode.packed_weights import FusedLinear, PackedLinear, Packs
@@ -267,12 +268,11 @@ class EagleForward(HeadForward):
         embedded_BTD = self._embedded(step.tokens_Bq)
         for span in _spans(*step.tokens_Bq.shape):
             queries = span.stop - span.start
-            hidden_qP = self._like.new_full((queries, span.stop), -torch.inf)
             self._kernel.run(
                 step.tokens_Bq[:, span],
                 step.positions_Rq[:, span],
                 step.rotary_N2E,
-                {_KIND: hidden_qP.triu(span.start + 1)[None, None]},
+                {_KIND: causal_mask(self._like, queries, span.stop)},
                 replace(step.place, column=span.start),
                 0,
                 [],

@@ -320,6 +320,12 @@ class KernelForward:
         return logits_BqV, [by_number[number] for number in numbers]
 
 
+def causal_mask(like: Tensor, queries: int, slots: int) -> Tensor:
+    """The additive mask `[1, 1, q, P]` of the last `queries` of `slots` tokens."""
+    hidden_qP = like.new_full((queries, slots), -torch.inf)
+    return hidden_qP.triu_(slots - queries + 1)[None, None]
+
+
 def _layer(layer: Layer, mask: int) -> _Layer:
     """mask: which of the step's masks the layer takes."""
     return _Layer(

@@ -33,6 +33,7 @@ from decode.kernel_forward import (
     Layer,
     LayerMaker,
     Sizes,
+    causal_mask,
 )
 from decode.native import PackedMatrix, four_bit_state, kernel
 from decode.packed_weights import PackedEmbedding, PackedLinear, Packs, is_four_bits
@@ -191,11 +192,8 @@ class LeanForward:
             kept = min(keep_logits or queries, queries)
             if prefill:
                 kept = 0
-                causal = self.norm_D.new_full((queries, queries), -torch.inf).triu_(1)
-                masks = {
-                    kind: causal[None, None] if mask is None else mask
-                    for kind, mask in masks.items()
-                }
+                causal = causal_mask(self.norm_D, queries, queries)
+                masks = {kind: causal if mask is None else mask for kind, mask in masks.items()}
             logits, states = self._kernel.run(
                 tokens_Bq,
                 positions_Bq,

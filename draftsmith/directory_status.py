@@ -99,8 +99,7 @@ def _alignment(directory: Path) -> Held | None:
     following = f"open {directory / 'eval' / 'report.html'}"
     again = shlex.join(["draftsmith", "align", "--config", str(file), "--out", str(directory)])
     parts = [inner for inner in directory.iterdir() if inner.is_dir()]
-    runs = any(holder(part) is not None for part in parts)
-    state: State = "running" if runs else _state(directory, finished)
+    state = _state([directory, *parts], finished)
     return Held(
         path=str(directory),
         holds="an alignment",
@@ -196,7 +195,7 @@ def _evaluation(directory: Path) -> Held | None:
 
 def _unfinished(directory: Path, holds: str, facts: str, again: str | None) -> Held:
     """Describe what a run left; again: the command that continues it, None if it is unknown."""
-    state = _state(directory, finished=False)
+    state = _state([directory], finished=False)
     return Held(
         path=str(directory),
         holds=holds,
@@ -233,8 +232,9 @@ def _identity(directory: Path, name: str) -> JsonObject:
     return config
 
 
-def _state(directory: Path, finished: bool) -> State:
-    if holder(directory) is not None:
+def _state(directories: Sequence[Path], finished: bool) -> State:
+    """State of a run that holds one of these directories while it runs."""
+    if any(holder(directory) is not None for directory in directories):
         return "running"
     return "finished" if finished else "unfinished"
 

@@ -90,6 +90,8 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--data {prompts} --objective jsdd", "jsd"),
         ("--data {prompts} --epochs inf", "epochs: must be a finite number"),
         ("--data {prompts} --kind eagl", "eagle"),
+        ("--data {prompts} --kind eagle-3", "; that is eagle3"),
+        ("--config {prompts}", "holds rows, not options; --data or --prompts takes it"),
         ("--data {prompts} --temperature 2", "temperature: is not read: `ce` has none"),
         ("--data {prompts} --head.features_gib 2", "head.features_gib: is not read: it limits"),
         ("--data {prompts} --optim.muon_lr 0.1", "optim.muon_lr: is not read"),

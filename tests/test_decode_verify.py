@@ -19,6 +19,7 @@ from decode.transport_bound import optimal_acceptance
 from decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from decode.tree_batch import TreeBatch, grow_batch
 from decode.verify import VERIFIERS, Verifier
+from decode.verify.siblings import _try_without_replacement
 from decode.verify.tree_walk import Verdict, residual
 from draftsmith_core.sampling import (
     draw,
@@ -372,7 +373,11 @@ def test_pruning_after_sampling_breaks_all_but_exact(name):
         ("greedy", "decode.verify.siblings.without", lambda q, x: q),
         ("greedy", "decode.verify.siblings.residual", lambda p, q: p),
         ("specinfer", "decode.verify.siblings.refuse", lambda p, q, share: (p, p.sum(1, True))),
-        ("mcsd", "decode.verify.siblings.refuse", lambda p, q, share: (p, p.sum(1, True))),
+        (
+            "mcsd",
+            "decode.verify.siblings._try_without_replacement",
+            lambda node: (_try_without_replacement(node)[0], node.p_BV),
+        ),
         ("speculative", "decode.verify.siblings.refuse", lambda p, q, share: (p, None)),
     ],
 )

@@ -50,7 +50,7 @@ _FLAGS = (
 # How a packed matrix keeps its values; the numbers of the C source.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 _TILES = 4
-_TILE_INPUTS = 32
+_TILE_INPUTS = 32  # inputs of a tile of weights
 # The bits of a bf16 number without its sign, and those of infinity.
 _UNSIGNED_BF16 = 0x7FFF
 _INFINITE_BF16 = 0x7F80
@@ -124,8 +124,9 @@ class PackedMatrix:
     def _fill_tiles(self, functions: Kernel, narrow_OI: Tensor) -> None:
         outputs, inputs = narrow_OI.shape
         width = self._hold(functions, outputs, inputs, torch.bfloat16, _TILES)
-        padded_OI = F.pad(narrow_OI, (0, -inputs % _TILE_INPUTS, 0, -outputs % width))
-        pairs = padded_OI.view(-1, width, padded_OI.shape[1] // 2, 2)
+        surplus = (0, -inputs % _TILE_INPUTS, 0, -outputs % width)
+        padded_OI = F.pad(narrow_OI, surplus) if any(surplus) else narrow_OI
+        pairs = padded_OI.reshape(-1, width, padded_OI.shape[1] // 2, 2)
         self.values.view(len(pairs), -1, width, 2).copy_(pairs.transpose(1, 2))
 
     @staticmethod

@@ -1,6 +1,8 @@
 /* Tokens drawn without replacement from a distribution, by inverse CDF: a uniform u draws the first token up to which
    the masses sum to more than u times their total. Sums are in double, by blocks, and of what is left anew after each
-   draw: so the largest mass, once drawn, takes nothing from the smallest. Includes largest.c. */
+   draw: so the largest mass, once drawn, takes nothing from the smallest. */
+
+#include "largest.c"
 
 /* The mass of a block without the tokens taken. */
 INLINE double mass_left(const float *p, size_t begin, size_t end, const int64_t *taken, size_t count) {
@@ -37,8 +39,8 @@ static void row_draws(const float *p, const double *u, size_t width, size_t coun
     size_t blocks = (width + SEARCHED - 1) / SEARCHED;
     double masses[blocks];
     for (size_t b = 0; b < blocks; b++) {
-        size_t begin = b * SEARCHED, end = begin + SEARCHED < width ? begin + SEARCHED : width;
-        masses[b] = mass_of(p, begin, end);
+        size_t begin = b * SEARCHED;
+        masses[b] = mass_of(p, begin, block_end(begin, width));
     }
     for (size_t k = 0; k < count; k++) {
         double total = 0, reached = 0;
@@ -52,7 +54,7 @@ static void row_draws(const float *p, const double *u, size_t width, size_t coun
         double point = u[k] * total;
         size_t b = 0;
         while (b < last && reached + masses[b] <= point) reached += masses[b++];
-        size_t begin = b * SEARCHED, end = begin + SEARCHED < width ? begin + SEARCHED : width;
+        size_t begin = b * SEARCHED, end = block_end(begin, width);
         tokens[k] = token_at(p, begin, end, reached, point, tokens, k);
         masses[b] = mass_left(p, begin, end, tokens, k + 1);
     }

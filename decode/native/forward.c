@@ -13,10 +13,7 @@
 #include <math.h>
 #include <omp.h>
 
-#include "largest.c"
-
 #include "draw.c"
-
 #include "siblings.c"
 
 /* The same structures stand in kernel_forward.py. */
@@ -107,7 +104,7 @@ static size_t widest_room(const struct model *m, size_t rows) {
     size_t inputs = widest_input(m), mixed = m->heads * m->size, inner = widest_gate_up(m) / 2;
     if (mixed > inputs) inputs = mixed;
     if (inner > inputs) inputs = inner;
-    return room_for_rows(TILES, rows, inputs);
+    return draftsmith_room(TILES, rows, inputs);
 }
 
 /* Floats of `scratch` that a step needs: of its tokens, its threads, and room for a product that begins a cache line. */
@@ -133,7 +130,7 @@ static void norm_rows(const float *x, const float *weight, float *y, size_t rows
     for (size_t r = 0; r < rows; r++) norm(x + r * width, weight, y + r * width, width, eps);
 }
 
-/* room: for `room_for_rows`. */
+/* room: for `draftsmith_room`. */
 static void times(
     const struct matrix *m, const float *x, const float *other, float *y, size_t rows, size_t inputs, uint16_t *room) {
     for (size_t r = 0; r < rows; r += MOST_ROWS) {

@@ -2,6 +2,9 @@
 
 #define SEARCHED 128 /* values of a block; only blocks with one of the largest values are searched */
 
+/* Where the block ends that begins at `begin`. */
+INLINE size_t block_end(size_t begin, size_t width) { return begin + SEARCHED < width ? begin + SEARCHED : width; }
+
 INLINE int is_among(int64_t place, const int64_t *places, size_t count) {
     for (size_t k = 0; k < count; k++)
         if (places[k] == place) return 1;
@@ -20,7 +23,7 @@ INLINE int64_t largest_left(const float *x, size_t begin, size_t end, const int6
 INLINE int block_tops(const float *x, size_t width, float *tops) {
     words strange = {0};
     for (size_t begin = 0; begin < width; begin += SEARCHED) {
-        size_t end = begin + SEARCHED < width ? begin + SEARCHED : width, i = begin;
+        size_t end = block_end(begin, width), i = begin;
         float top = x[begin];
         if (end - begin == SEARCHED) {
             vec most = *(const vec *)(x + begin);
@@ -58,7 +61,7 @@ static void row_largest(const float *x, size_t width, size_t count, float *value
         size_t best = blocks;
         for (size_t b = 0; b < blocks; b++)
             if (tops[b] == tops[b] && (best == blocks || tops[b] > tops[best])) best = b;
-        size_t begin = best * SEARCHED, end = begin + SEARCHED < width ? begin + SEARCHED : width;
+        size_t begin = best * SEARCHED, end = block_end(begin, width);
         places[k] = largest_left(x, begin, end, places, k);
         values[k] = x[places[k]];
         int64_t next = k + 1 < count ? largest_left(x, begin, end, places, k + 1) : -1;

@@ -4,7 +4,8 @@
    panels of PANEL outputs, input by input, so that they are read as one stream. They are kept in fp32, or in bf16 or
    fp16 where that holds every value exactly, or as the four-bit codes of a quantised checkpoint; they are widened to
    fp32 in registers, so the arithmetic and its order, and therefore every bit of the result, do not depend on how the
-   weights are kept. Weights in bf16 are multiplied by tiles.c where the processor can. A slice of a panel stays in the first-level cache while all rows pass over it, TILE rows at a time with their sums in registers; in
+   weights are kept. Weights in bf16 are multiplied by tiles.c where the processor can, in another order. A slice of a
+   panel stays in the first-level cache while all rows pass over it, TILE rows at a time with their sums in registers; in
    the meantime the next slice is fetched. Sums run over the inputs in order, by fused multiply-add where there is one.
 
    Plain C with GCC's vector types, so that the compiler picks the instructions of the machine it runs on. */
@@ -60,9 +61,9 @@ INLINE vec multiply_add(vec a, vec b, vec c) {
 #endif
 }
 
-/* How the values of a packed matrix are kept. The same numbers stand in __init__.py. TILES: bf16, see tiles.c. CODES: a table of 16 values, then
-   the panels, each in blocks of BLOCK inputs: the block's PANEL scales, and of each input PANEL codes of four bits. A
-   value is the table's entry times the scale. */
+/* How the values of a packed matrix are kept. The same numbers stand in __init__.py. TILES: bf16, see tiles.c. CODES: a
+   table of 16 values, then the panels, each in blocks of BLOCK inputs: the block's PANEL scales, and of each input PANEL
+   codes of four bits. A value is the table's entry times the scale. */
 enum { FP32, BF16, FP16, CODES, TILES };
 #define BYTES(kind) ((size_t)((kind) == FP32 ? 4 : 2))
 #define BLOCK 64
@@ -285,11 +286,11 @@ INLINE void linear(
 }
 
 /* bf16 values of room that a product needs for its rows. */
-INLINE size_t room_for_rows(int kind, size_t rows, size_t inputs) {
+size_t draftsmith_room(int kind, size_t rows, size_t inputs) {
     return kind == TILES ? split_values(rows < MOST_ROWS ? rows : MOST_ROWS, inputs) : 0;
 }
 
-/* room: for `room_for_rows`, shared by the threads. */
+/* room: for `draftsmith_room`, shared by the threads. */
 static void linear_of_kind(
     int kind, const float *x, const char *packed, const float *bias, const float *other, float *y, size_t rows,
     size_t inputs, size_t outputs, uint16_t *room) {
@@ -309,5 +310,3 @@ void draftsmith_linear(
 #pragma omp parallel
     linear_of_kind(kind, x, packed, bias, other, y, rows, inputs, outputs, room);
 }
-
-size_t draftsmith_room(int kind, size_t rows, size_t inputs) { return room_for_rows(kind, rows, inputs); }

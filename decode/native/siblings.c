@@ -1,5 +1,11 @@
 /* Multi-candidate speculative sampling at one node: the siblings are tried in the order in which they were drawn from q
-   without replacement. See `mcsd` in decode/verify/siblings.py, whose steps these are. Includes attention.c. */
+   without replacement. See `mcsd` in decode/verify/siblings.py, whose steps these are. Uses what attention.c has. */
+
+/* (p - share q)+ of LANES tokens. */
+INLINE vec above(const float *p, const float *q, float share) {
+    vec rest = at(p) - share * at(q);
+    return (vec)((words)rest & (words)(rest > 0));
+}
 
 /* p = (p - share q)+, unless nothing is left of it. Returns the mass that is left; `of_q`: the sum of q. */
 INLINE double refused(float *p, const float *q, float share, size_t width, double *of_q) {
@@ -7,9 +13,7 @@ INLINE double refused(float *p, const float *q, float share, size_t width, doubl
     double mass = 0, sum = 0;
     size_t i = 0;
     for (; i + LANES <= width; i += LANES) {
-        vec rest = at(p + i) - share * at(q + i);
-        rest = (vec)((words)rest & (words)(rest > 0));
-        left += __builtin_convertvector(rest, doubles);
+        left += __builtin_convertvector(above(p + i, q + i, share), doubles);
         drawn += __builtin_convertvector(at(q + i), doubles);
     }
     for (int lane = 0; lane < LANES; lane++) {
@@ -24,10 +28,7 @@ INLINE double refused(float *p, const float *q, float share, size_t width, doubl
     *of_q = sum;
     /* Where p and q differ by rounding only, p stays. */
     if (!(mass > 0)) return 0;
-    for (i = 0; i + LANES <= width; i += LANES) {
-        vec rest = at(p + i) - share * at(q + i);
-        *(vec *)(p + i) = (vec)((words)rest & (words)(rest > 0));
-    }
+    for (i = 0; i + LANES <= width; i += LANES) *(vec *)(p + i) = above(p + i, q + i, share);
     for (; i < width; i++) p[i] = p[i] - share * q[i] > 0 ? p[i] - share * q[i] : 0;
     return mass;
 }

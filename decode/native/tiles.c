@@ -1,6 +1,5 @@
-/* The product of linear.c with weights in bf16 by the tile registers of newer processors (Intel's AMX), which multiply
-   16 rows with 16 outputs in the time in which vectors multiply one: up to some 80 rows cost what reading the weights
-   costs.
+/* The product of linear.c with weights in bf16 by the tile registers of newer processors (Intel's AMX), each instruction
+   of which multiplies 16 rows with 16 outputs. Up to five rows fill one tile, and cost what one row costs.
 
    Tiles multiply bf16 numbers exactly and add in fp32. An fp32 number is the sum of three bf16 numbers, its first,
    second and third eight bits, so each row of x becomes SPLITS rows of bf16, and nothing of x is lost. A sum is one of

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from decode import SpeculativeDecoder
@@ -37,16 +38,14 @@ def expected(
     distil_s = answers * options["max_new_tokens"] * token_s
     parts = [f"distil {_duration(distil_s)}"]
     rows = sum(run.steps or 0 for run in runs) * config.train["rows_per_step"]
-    if isinstance(draft, PreTrainedModel):
-        row_s = _row_s(models.target, draft, config.train["max_length"])
-        parts.append(f"train {_duration(rows * row_s)}")
-    elif isinstance(draft, FeatureHead):
-        read_s, depth_s = _head_row_s(models.target, draft, config.train["max_length"])
+    if isinstance(draft, PreTrainedModel | FeatureHead):
+        read_s, draft_s = _row_s(models.target, draft, config.train["max_length"])
+        head = isinstance(draft, FeatureHead)
         last = runs[-1]
         depths = last.head.test_steps or getattr(TRAINEES[last.kind], "usual_steps", 1)
-        # Cached, the target's states are read once.
-        read = answers if last.head.features else rows
-        parts.append(f"train {_duration(read * read_s + rows * depths * depth_s)}")
+        # Cached, the states that a head reads are computed once.
+        read = answers if head and last.head.features else rows
+        parts.append(f"train {_duration(read * read_s + rows * depths * draft_s)}")
     evaluation = eval_config(config)
     ways = 1 + len(evaluation.draft) * len(evaluation.tree)
     sets = len(evaluation.id) + len(evaluation.ood)
@@ -66,42 +65,33 @@ def _token_s(target: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> float
     return batch.decode_s / max(1, written)
 
 
-def _row_s(target: PreTrainedModel, draft: PreTrainedModel, length: int) -> float:
-    """Time a row of training: a forward of the target, a forward and backward of the draft."""
-    ids_BT = torch.zeros(1, length, dtype=torch.long, device=target.device)
-    draft.requires_grad_()
-    began = 0.0
-    for _ in range(2):  # the first time kernels are loaded
-        began = time.perf_counter()
-        with torch.no_grad():
-            target(ids_BT)
-        draft(ids_BT).logits.sum().backward()
-        if target.device.type == "cuda":
-            torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def _head_row_s(target: PreTrainedModel, head: FeatureHead, length: int) -> tuple[float, float]:
-    """Time a row of training: a forward of the target, and a forward and backward of the head at
-    one depth.
+def _row_s(target: PreTrainedModel, draft: nn.Module, length: int) -> tuple[float, float]:
+    """Time a row of training: a forward of the target, and a forward and backward of the draft, of
+    a head at one depth.
     """
     ids_BT = torch.zeros(1, length, dtype=torch.long, device=target.device)
-    config: Any = head.config
-    features_BTH = torch.zeros(
-        1, length, config.hidden_size, dtype=target.dtype, device=target.device
-    )
-    head.requires_grad_()
+    inputs = [ids_BT]
+    if isinstance(draft, FeatureHead):
+        config: Any = draft.config
+        shape = (1, length, config.hidden_size)
+        inputs.append(torch.zeros(shape, dtype=target.dtype, device=target.device))
+    draft.requires_grad_()
     began = read = 0.0
     for _ in range(2):  # the first time kernels are loaded
-        began = time.perf_counter()
+        began = _now(target)
         with torch.no_grad():
             target(ids_BT)
-        read = time.perf_counter()
-        logits_BTD, _ = head(ids_BT, features_BTH)
-        logits_BTD.sum().backward()
-        if target.device.type == "cuda":
-            torch.cuda.synchronize()
-    return read - began, time.perf_counter() - read
+        read = _now(target)
+        # A language model's output begins with its logits too.
+        draft(*inputs)[0].sum().backward()
+    return read - began, _now(target) - read
+
+
+def _now(target: PreTrainedModel) -> float:
+    """The time, once the target's device has done what it was asked."""
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _duration(seconds: float) -> str:
