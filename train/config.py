@@ -63,7 +63,7 @@ _BLOCK_OPTIONS = {"num_layers", "step_decay", "block_size", "anchors", "target_l
 # The options under `head` that each kind has, beside `features` and `features_gib`.
 _HEAD_OPTIONS: dict[str, set[str]] = {
     "lm": set(),
-    "eagle": {"noise"},
+    "eagle": {"noise", "test_steps", "step_decay"},
     "eagle3": {"test_steps", "step_decay"},
     "mtp": {"test_steps", "step_decay"},
     "medusa": {"num_heads", "num_layers", "step_decay"},
@@ -81,7 +81,7 @@ class HeadOptions:
     num_layers: Rare[AtLeast1 | None] = None
     """Medusa, Hydra: residual layers per head; 1. Block drafters: decoder layers; 5."""
     test_steps: Rare[AtLeast1 | None] = None
-    """Depths that are trained, each on the head's own features: EAGLE-3 7, MTP 3."""
+    """Depths that are trained, each on the head's own features: EAGLE-3 7, MTP 3, EAGLE-1 1."""
     step_decay: Rare[Annotated[float, Field(gt=0, le=1)] | None] = None
     """Weight of the loss of each further step, relative to the one before; 0.8, of a block drafter
     exp(-1/7) to exp(-1/4) by the size of its block.

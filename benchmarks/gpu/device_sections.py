@@ -35,7 +35,7 @@ from benchmarks.speed.methods import Pair, build, decoder
 from decode import SpeculativeDecoder
 from drafts.heads.eagle3 import Eagle3Head
 from draftsmith.demo import corpus
-from draftsmith_core.errors import is_installed
+from draftsmith_core.errors import RunError, is_installed
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import encode_text, load_tokenizer
 from train.batch import Batch
@@ -68,6 +68,8 @@ def gpu_tests(check: Check) -> None:
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     check.report("exit_code", done.returncode)
     check.report("output", done.stdout[-4000:] + done.stderr[-1000:])
+    if done.returncode:
+        raise RunError("tests marked gpu failed; see their output")
 
 
 def passages(check: Check, count: int, tokens: int) -> list[list[int]]:

@@ -233,7 +233,8 @@ class MtpHead(ReadsLastState, FeatureHead):
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([model.layers[0]])
         if config.layer["model_type"] == text_config(target).model_type:
-            nested = model.config.nested_rope_parameter_keys(model.config.rope_parameters)
+            rope = model.config.rope_parameters.values()
+            nested = any(isinstance(parameters, dict) for parameters in rope)
             options = {"layer_type": _FULL} if nested else {}
             self.rotary = _TargetRotary(target.get_decoder().rotary_emb, options)
         else:

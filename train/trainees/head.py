@@ -294,29 +294,39 @@ class EagleTrainee(HeadTrainee):
     cross-entropy less the target's own entropy: another value, the same gradient.
 
     noise: while training, each value of an input feature is shifted by a uniform draw from [-noise,
-    noise], from torch's global generator. depths: how deep acceptance is measured in evaluation, on
-    the head's own features after true tokens; in training it is measured at depth 1 only.
+    noise], from torch's global generator. test_steps: how many depths are trained, all but the
+    first on the head's own features (HASS, arXiv 2408.15766, section 3.2); depth d weighs
+    step_decay ** d. depths: how deep acceptance is measured in evaluation, on the head's own
+    features after true tokens; in training it is measured at the trained depths only.
     """
 
     draft: EagleHead
 
     def __init__(
-        self, *arguments: Any, noise: float = 0.1, depths: int = 5, **options: Any
+        self,
+        *arguments: Any,
+        noise: float = 0.1,
+        test_steps: int | None = None,
+        depths: int = 5,
+        **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         self.noise = noise
-        self.depths = depths
+        self.test_steps = test_steps or 1
+        self.depths = max(depths, self.test_steps)
 
     def forward(self, batch: Batch) -> LossSums:
         (features_BTH,), last_BTH = self.target.read(batch)
         parts = list(self.drafts(batch, [features_BTH]))
-        pairs, hidden_NH = parts[0]
-        wanted_NH = pairs.of_targets(features_BTH).float()
-        apart_NH = F.smooth_l1_loss(hidden_NH.float(), wanted_NH, reduction="none")
+        regression = torch.zeros((), device=batch.ids_BT.device)
+        for depth, (pairs, hidden_NH) in enumerate(parts[: self.test_steps]):
+            wanted_NH = pairs.of_targets(features_BTH).float()
+            apart_NH = F.smooth_l1_loss(hidden_NH.float(), wanted_NH, reduction="none")
+            regression = regression + self.step_decay**depth * apart_NH.mean(-1).sum()
         drafts = join(parts, batch)
-        weights_N = TOKEN_WEIGHT * (drafts.depth_N == 0)
+        trained_N = drafts.depth_N < self.test_steps
+        weights_N = TOKEN_WEIGHT * self.step_decay**drafts.depth_N * trained_N
         sums = self.sums(drafts, batch, last_BTH, weights_N, depths=self.depths).sums
-        regression = apart_NH.mean(-1).sum()
         return sums._replace(loss=regression + sums.loss)
 
     def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
@@ -324,7 +334,7 @@ class EagleTrainee(HeadTrainee):
         if self.training and self.noise:
             shift_BWH = torch.rand_like(inputs_BWH) * 2 - 1
             inputs_BWH = inputs_BWH + shift_BWH * self.noise
-        depths = 1 if self.training else self.depths
+        depths = self.test_steps if self.training else self.depths
         return unroll(self.draft.states, batch, inputs_BWH, depths)
 
 
