@@ -25,6 +25,7 @@ from decode.supported_models import ability, check_context, check_tree
 from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_spec import Written, parse_tree
 from decode.verify import VERIFIERS, Verifier, default_verifier
+from draftsmith_core.devices import attention_of_any_length
 from draftsmith_core.models import context_length, eos_ids as eos_of, vocabulary_size
 from draftsmith_core.sampling import Sampling, generator, row_seed
 
@@ -237,7 +238,7 @@ class SpeculativeDecoder:
         of their own.
         """
         # The caller's autocast would run some parts of a step in another dtype.
-        with torch.autocast(self.target.device.type, enabled=False):
+        with torch.autocast(self.target.device.type, enabled=False), attention_of_any_length():
             with nullcontext() if self._packs is None else kernel_products():
                 yield
 

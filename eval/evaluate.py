@@ -14,7 +14,11 @@ from transformers import PreTrainedModel
 from drafts.load import LoadedModels
 from drafts.vocabulary import vocabulary_map
 from draftsmith_core import wandb_runs
-from draftsmith_core.devices import reset_peak_memory, resolve_device
+from draftsmith_core.devices import (
+    attention_of_any_length,
+    reset_peak_memory,
+    resolve_device,
+)
 from draftsmith_core.errors import InputError, RunError, without_secrets
 from draftsmith_core.io import remove_leftovers
 from draftsmith_core.launcher import join_processes, leave_processes
@@ -51,6 +55,7 @@ def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
     return evaluate_request(check(configured(EvalConfig, config, options)))
 
 
+@attention_of_any_length()
 def evaluate_request(request: EvalRequest) -> Results:
     """Do as `evaluate` with options that are parsed."""
     given = request.config

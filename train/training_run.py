@@ -17,6 +17,7 @@ from drafts.draft_vocabulary import DraftVocabulary
 from drafts.heads.block import BlockHead
 from drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
 from draftsmith_core import wandb_runs
+from draftsmith_core.devices import attention_of_any_length
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
 from draftsmith_core.io import remove_leftovers
@@ -66,6 +67,7 @@ _CALIBRATION_ROWS = 512
 _NO_USE = 0.05
 
 
+@attention_of_any_length()
 def train(
     config: TrainConfig | None = None,
     command: str | None = None,
