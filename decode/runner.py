@@ -97,11 +97,11 @@ class Block:
             mask = additive(allowed_qS[None, None], dtype)
             self._views[window, dtype] = (room, mask)
         view = mask[..., room - prefix :]
-        # CUDA's attention checks the strides of a mask but not the address that it begins at. A copy
-        # begins at an aligned one; `contiguous` would leave a view of one query where it is.
-        return (
-            view if view.device.type == "cpu" else view.clone(memory_format=torch.contiguous_format)
-        )
+        if view.device.type == "cpu":
+            return view
+        # CUDA's attention checks the strides of a mask but not the address that it begins at. A
+        # copy begins at an aligned one; `contiguous` leaves a view of one query where it is.
+        return view.clone(memory_format=torch.contiguous_format)
 
 
 def _lean_forward(model: nn.Module, packs: Packs | None) -> LeanForward | HeadForward | None:

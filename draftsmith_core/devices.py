@@ -14,17 +14,15 @@ from draftsmith_core.errors import InputError, first_line
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device of an option; `auto` is this process's CUDA device, or the CPU without one or if
-    the launcher asks.
+    """The device of an option; `auto` and `cuda` are this process's CUDA device, `auto` the CPU
+    without one or if the launcher asks.
     """
+    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if device == "auto":
-        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower()
-        if on_cpu in ("1", "true") or not torch.cuda.is_available():
-            return torch.device("cpu")
-        rank = os.environ.get("LOCAL_RANK", "0")
-        return torch.device("cuda", int(rank))
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+        return torch.device("cpu") if on_cpu or not torch.cuda.is_available() else own
     try:
-        resolved = torch.device(device)
+        resolved = own if device == "cuda" else torch.device(device)
         torch.zeros(1, device=resolved).item()
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise InputError(

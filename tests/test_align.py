@@ -363,12 +363,34 @@ def facts(**changed: Any) -> Facts:
         "longest_prompt": 32,
         "context": 2048,
         "on_gpu": False,
+        "gpu_bytes": 0,
+        "cache_bytes": 131_072,
         "processes": 1,
         "target_parameters": 7_000_000_000,
         "draft_parameters": 68_000_000,
         "sampling": ResolvedSampling(Sampling(temperature=1.0), {}),
     }
     return Facts(**usual | changed)
+
+
+def test_a_gpu_answers_as_many_prompts_together_as_its_memory_holds():
+    config = AlignConfig(target="t", draft="d", prompts="p", out="o")
+
+    def together(**changed: Any) -> int:
+        whole, _ = complete(config, facts(**changed))
+        rows: int = whole.distill["batch_size"]
+        return rows
+
+    assert together() == 16 and together(target_parameters=135_000_000) == 64
+    card: dict[str, Any] = {"on_gpu": True, "gpu_bytes": 80 << 30}
+    large = together(**card)
+    assert 64 < large < 512
+    # An eighth of the memory, with prompts and answers as long as they may be.
+    longest, _ = complete(config, facts(**card))
+    assert large * 131_072 * longest.train["max_length"] <= 10 << 30
+    assert together(**card, target_parameters=135_000_000, cache_bytes=23_040) == 512
+    assert together(**card, cache_bytes=0) == 16  # no attention, so no cache to count
+    assert together(on_gpu=True, gpu_bytes=1 << 30) == 16
 
 
 def _rows(config: AlignConfig) -> int:

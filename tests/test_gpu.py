@@ -9,6 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
 from decode import DraftModelProposer, PromptLookupProposer, SpeculativeDecoder
+from draftsmith_core.devices import resolve_device
 from draftsmith_core.sampling import Sampling
 from tests.tiny_models import random_llama
 from train.batch import Batch
@@ -72,6 +73,25 @@ def test_graphs_of_a_models_own_forward(proposer):
         for graphs in (False, True)
     ]
     assert [each.output_ids for each in found[0]] == [each.output_ids for each in found[1]]
+
+
+def test_cuda_is_the_card_of_this_process(monkeypatch):
+    assert resolve_device("cuda") == resolve_device("auto") == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", str(torch.cuda.device_count() - 1))
+    assert resolve_device("cuda").index == torch.cuda.device_count() - 1
+
+
+def test_decoding_leaves_cudnn_attention_as_it_was():
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    during = []
+    SpeculativeDecoder(llama(1)).generate(
+        PROMPTS,
+        max_new_tokens=4,
+        eos_ids=(),
+        on_tokens=lambda *_: during.append(torch.backends.cuda.cudnn_sdp_enabled()),
+    )
+    assert during and not any(during)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
 
 
 def test_a_gpu_decodes_as_a_cpu():

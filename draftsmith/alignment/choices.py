@@ -22,6 +22,8 @@ _LARGE_PROJECTION = 0.1
 _DRAFT_VOCABULARY = 8192
 # Writing more general texts than this does not pay; replay repeats them.
 _MOST_TEXTS = 4096
+# Answers written together on a GPU.
+_MOST_TOGETHER = 512
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,18 @@ def _batch_size(known: Known) -> int:
     return rows
 
 
+def _answered_together(known: Known) -> int:
+    """As many rows as a target takes on a CPU; on a GPU as many as an eighth of its memory caches,
+    because there hundreds of rows cost little more than one.
+    """
+    facts = known.facts
+    few = 16 if facts.target_parameters >= _LARGE else 64
+    row_bytes = facts.cache_bytes * _max_length(known)
+    if not facts.on_gpu or not row_bytes:
+        return few
+    return min(_MOST_TOGETHER, max(few, facts.gpu_bytes // 8 // row_bytes))
+
+
 def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f} B" if parameters >= _LARGE else f"{parameters / 1e6:.1f} M"
 
@@ -229,8 +243,10 @@ CHOICES = (
     ),
     Choice(
         "distill.batch_size",
-        lambda known: 16 if known.facts.target_parameters >= _LARGE else 64,
-        lambda known: f"target of {_count(known.facts.target_parameters)} parameters",
+        _answered_together,
+        lambda known: (
+            f"target of {_count(known.facts.target_parameters)} parameters, {known.place}"
+        ),
     ),
     Choice("distill.part_rows", lambda known: 512, "a killed run loses at most one file"),
     _sampled("temperature"),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel
 
 from distill.own_prompts import user_opening
@@ -24,9 +25,10 @@ class Facts:
 
     rows: "chat", "prompt", "text" or "ids". own_chats: whether the target can write chats by
     itself, user turns included. prompts: number of usable prompts. longest_prompt, context: in
-    tokens; the context is the shortest of all models, None if unknown. fresh_head: whether there is
-    no draft to start from. projection_share, layer_share: share of the target's parameters in the
-    output projection and in one layer.
+    tokens; the context is the shortest of all models, None if unknown. gpu_bytes: memory of the
+    GPU, 0 without one. cache_bytes: of the target's keys and values for one token. fresh_head:
+    whether there is no draft to start from. projection_share, layer_share: share of the target's
+    parameters in the output projection and in one layer.
     """
 
     rows: str
@@ -35,6 +37,8 @@ class Facts:
     longest_prompt: int
     context: int | None
     on_gpu: bool
+    gpu_bytes: int
+    cache_bytes: int
     processes: int
     target_parameters: int
     draft_parameters: int
@@ -66,7 +70,8 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
     """Read all prompts, so that what does not fit is refused before hours of work."""
     target = models.target
     draft = next(iter(models.drafts.values()), None)
-    on_gpu = resolve_device(config.device).type == "cuda"
+    device = resolve_device(config.device)
+    on_gpu = device.type == "cuda"
     most = config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)
     if not config.id:
         most += config.heldout_prompts or 64
@@ -90,6 +95,8 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         longest_prompt=max(map(len, ids)),
         context=models.context,
         on_gpu=on_gpu,
+        gpu_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else 0,
+        cache_bytes=_cache_bytes(target),
         processes=launched(),
         target_parameters=whole,
         draft_parameters=size,
@@ -105,6 +112,15 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         layer_share=(whole - projection) / text.num_hidden_layers / whole,
     )
     return facts, prompts
+
+
+def _cache_bytes(target: PreTrainedModel) -> int:
+    """Bytes of a token's keys and values, as if all layers were alike; 0 without attention."""
+    config = text_config(target)
+    heads = getattr(config, "num_attention_heads", None) or 0
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    return int(2 * config.num_hidden_layers * groups * size * target.dtype.itemsize)
 
 
 def _row_kind(row: Mapping[str, object]) -> str:
