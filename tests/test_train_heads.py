@@ -58,6 +58,7 @@ def target():
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {"noise": 0.0, "depths": 3},
+    "eagle-deep": {"noise": 0.0, "depths": 3, "test_steps": 2},
     "eagle3": {"test_steps": 3},
     "eagle3-full": {"test_steps": 3},
     "mtp": {"test_steps": 3},
@@ -66,12 +67,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("dflash", "dflash-part", "jetspec", "dspark"), {}),
 }
 PARTS = ("eagle3", "dflash-part")
-every_kind = pytest.mark.parametrize("kind", FRESH)
+every_kind = pytest.mark.parametrize("kind", OPTIONS)
+
+
+def fresh(kind: str, target: Any) -> Any:
+    return FRESH[kind.removesuffix("-deep")](target)
 
 
 def trainee_of(kind: str, target: Any, objective: str = "fkl", **options: Any) -> Any:
     return TRAINEES[kind.split("-")[0]](
-        stirred(FRESH[kind](target)),
+        stirred(fresh(kind, target)),
         parse_objective(objective),
         target,
         chunk=4,
@@ -200,10 +205,10 @@ def reference(
                     overlap = torch.minimum(kept, q_D).sum().detach()
                     said = head.confidence_logits(own[-1], torch.tensor(ids[t + 1 + depth]))
                     loss = loss + F.binary_cross_entropy_with_logits(said, overlap)
-                if kind == "eagle":
-                    total = total + (
-                        0.1 * loss + F.smooth_l1_loss(own[-1], last_TH[row]) if depth == 0 else 0.0
-                    )
+                if kind in ("eagle", "eagle-deep"):
+                    whole = 0.1 * loss + F.smooth_l1_loss(own[-1], last_TH[row])
+                    weight = trainee.step_decay**depth if depth < trainee.test_steps else 0.0
+                    total = total + weight * whole
                 else:
                     total = total + trainee.step_decay**depth * loss
     return total, alpha, counts, missing
@@ -379,7 +384,7 @@ def test_a_full_cache_stays_within_its_bound_and_keeps_what_it_has(tmp_path, pro
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_kind
 def test_training_on_cached_features_is_training_on_features(kind, dtype, target, tmp_path):
-    layers = cached_layers(FRESH[kind](target).hidden_layers)
+    layers = cached_layers(fresh(kind, target).hidden_layers)
     online = trainee_of(kind, target)(batch_of(ROWS))
 
     def cache() -> FeatureCache:
