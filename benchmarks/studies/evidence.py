@@ -173,23 +173,56 @@ def how_much(results: Results) -> Evidence:
 
 # Optimizer and steps of the drafts of SmolLM2, in the order of the rows of a draft.
 RECIPES = ("AdamW, 624", "Muon, 312", "Muon, 1,248")
+# Drafts that a GPU trained on all answers, by their names in its evaluation: of which kind, and the
+# steps of how many answers.
+LONGEST = {
+    "pruned-long": ("pruned", "Muon, 751 of 16"),
+    "eagle3-long": ("eagle3", "Muon, 611 of 16"),
+    "eagle-long-ts3": ("eagle", "Muon, 382 of 16, three depths"),
+}
+ALL_ANSWERS = {
+    "e3-1248": "EAGLE-3, 1,248 steps of 4, trained on a CPU",
+    "eagle3-long": "EAGLE-3, 611 steps of 16",
+    "e3-maths": "the same, aligned to maths, balanced",
+    "eagle-long-ts3": "EAGLE-1, three depths, 382 steps of 16",
+    "pruned-long": "two pruned layers, 751 steps of 16",
+}
+SECOND_SEED = {
+    "pruned-adamw-624-2": "two pruned layers, AdamW, 624",
+    "pruned-muon-312-2": "two pruned layers, Muon, 312",
+    "eagle3-adamw-624-2": "EAGLE-3, AdamW, 624",
+    "eagle3-muon-312-2": "EAGLE-3, Muon, 312",
+    "eagle-adamw-624-2": "EAGLE-1, AdamW, 624",
+    "eagle-muon-312-2": "EAGLE-1, Muon, 312",
+    "eagle-muon-312-2-ts3": "EAGLE-1, Muon, 312, three depths",
+    "eagle-muon-312-1": "EAGLE-1, Muon, 312, first seed",
+    "eagle-muon-312-1-ts3": "EAGLE-1, Muon, 312, three depths, first seed",
+    "dspark-adamw-624-2": "DSpark, AdamW, 624",
+    "dspark-muon-312-2": "DSpark, Muon, 312",
+}
 
 
 def recipe(
     evaluations: Sequence[Results],
     speeds: Sequence[Sequence[Document]],
     small: Mapping[str, Sequence[Document]],
+    on_gpu: Results,
 ) -> Evidence:
     """Return the tables of Muon beside AdamW. evaluations: of drafts of SmolLM2, one for each of
-    RECIPES. speeds: of those with Muon. small: the runs of each small pair (`recipes.py`).
+    RECIPES. speeds: of those with Muon. small: the runs of each small pair (`recipes.py`). on_gpu:
+    of the drafts that a GPU trained.
     """
     rows = []
     for draft in evaluations[1].drafts:
-        for label, results in zip(RECIPES, evaluations, strict=True):
-            if draft not in results.drafts:
-                continue
-            alphas = [results.figure("alpha", draft, kind, 1.0) for kind in ("id", "ood")]
-            tau = real_tables.predicted_tau(results, draft, "id", 1.0)
+        runs = [
+            (label, results, draft)
+            for label, results in zip(RECIPES, evaluations, strict=True)
+            if draft in results.drafts
+        ]
+        runs += [(label, on_gpu, name) for name, (kind, label) in LONGEST.items() if kind == draft]
+        for label, results, name in runs:
+            alphas = [results.figure("alpha", name, kind, 1.0) for kind in ("id", "ood")]
+            tau = real_tables.predicted_tau(results, name, "id", 1.0)
             cells = [*map(with_interval, alphas), with_interval(tau, 2)]
             rows.append([real_tables.NAMES[draft], label, *cells])
     heading = ["draft", "optimizer, steps", "alpha chat", "alpha elsewhere", "tau chat"]
@@ -199,6 +232,11 @@ def recipe(
         sections[f"SmolLM2, every set, {label} steps"] = acceptance
         title = f"SmolLM2, speed over the target alone (tokens per call), {label} steps"
         sections[title] = real_tables.draft_speeds(timed)
+    for at in (1.0, 0.0):
+        longest = real_tables.acceptance(on_gpu, "draft", at, ALL_ANSWERS)
+        sections[f"SmolLM2, 2.9 million tokens of answers, T = {at:g}"] = longest
+    second = real_tables.acceptance(on_gpu, "draft, second seed", 1.0, SECOND_SEED)
+    sections["SmolLM2, another seed, steps of four answers"] = second
     for pair, runs in small.items():
         sections[f"{pair}, held-out alpha by step"] = recipe_tables.curves(runs)
         sections[f"{pair}, alpha by set"] = recipe_tables.by_set(runs)

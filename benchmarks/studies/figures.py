@@ -104,6 +104,7 @@ def pages(root: Path) -> list[Evidence]:
             [which, results_of(root, "real-recipe"), results_of(root, "real-longer")],
             [kept(root, "real-recipe-speed"), kept(root, "real-longer-speed")],
             {"stories": kept(root, "recipes-stories")},
+            results_of(root, "real-gpu"),
         ),
         evidence.how_fast(kept(root, "real-drafts-speed"), kept(root, "real-speed")),
         evidence.objectives({pair: kept(root, f"objectives-{pair}") for pair in PAIRS}, longer),

@@ -16,6 +16,8 @@ amount        question 3: the best head, on a part of the data and for a part of
 recipe        the drafts of RECIPE again, by the optimizer that `train` chooses for them and in half
               of the steps
 longer        the best of these by the clock, for twice the steps of `which`
+longest       three of these on 2.7 million tokens more, in steps of 16 rows, one of them then
+              aligned to maths; asks for a GPU (--device cuda)
 speed         question 4: tokens per second of the best two, and of other engines (`real_speed.py`)
 drafts-speed  tokens per second of every draft, with the same trees
 
@@ -36,7 +38,17 @@ import pyarrow.parquet as pq
 
 from benchmarks.studies import figures, frontier_tables, real_figures, real_speed, real_tables
 from benchmarks.studies.objectives_data import ROOT, write_set
-from benchmarks.studies.real_study import COMMAND, DOMAINS, FULL, TINY, Options, Study, data
+from benchmarks.studies.real_study import (
+    COMMAND,
+    DOMAINS,
+    FULL,
+    TINY,
+    Options,
+    Study,
+    data,
+    more_answers,
+    take_or_make,
+)
 from drafts.heads import write_head
 from drafts.heads.eagle import EagleConfig, EagleHead, draw
 from draftsmith.cli.decode_run import decode
@@ -358,6 +370,70 @@ def longer(study: Study) -> None:
     _timed(study, "longer-speed", rows)
 
 
+# Steps of each draft on all answers: 150 seconds of a shared GPU at most. Then of EAGLE-3 on maths.
+LONGEST = {"pruned": 751, "eagle3": 611, "eagle": 382}
+LONGEST_MATHS = 400
+
+
+def longest(study: Study) -> None:
+    """Two language-model layers, EAGLE-3, and EAGLE-1 on three of its own depths, on all answers to
+    chats; EAGLE-3 then aligned to maths.
+    """
+    *chats, maths = more_answers(study)
+    take_or_make(study, [*chats, maths])
+    chat_sets = [each.out for each in chats]
+    tiny = study.options.tiny
+    drafts = {}
+    for name, steps in LONGEST.items():
+        config = DRAFTS[name](study)
+        depths = 3 if name == "eagle" else config.head.test_steps
+        drafts[name] = trained(
+            replace(
+                config,
+                out=str(study.out / "drafts" / study.seeded(f"{name}-longest")),
+                data=[*config.data, *chat_sets],
+                heldout_fraction=0.02,
+                head=replace(config.head, features=None, test_steps=depths),
+                optim=Optim(name="muon", lr=1e-3, warmup_steps=10),
+                batch_size=4 * study.sizes.step_rows,
+                accumulation=1,
+                steps=2 if tiny else steps,
+                eval_every=1 if tiny else steps // 10,
+            )
+        )
+    config = eagle3(study)
+    drafts["aligned"] = trained(
+        replace(
+            config,
+            out=str(study.out / "drafts" / study.seeded("eagle3-longest-maths")),
+            draft=drafts["eagle3"],
+            draft_vocab_size=None,
+            data=[maths.out],
+            replay=chat_sets,
+            replay_fraction=0.5,
+            heldout_fraction=0.02,
+            head=replace(config.head, features=None),
+            optim=Optim(),
+            batch_size=2 * study.sizes.step_rows,
+            accumulation=1,
+            steps=2 if tiny else LONGEST_MATHS,
+            eval_every=1 if tiny else LONGEST_MATHS // 4,
+        )
+    )
+    results = evaluate(study.evaluation(study.seeded("longest"), drafts, "chat"))
+    _keep(study, study.seeded("longest"))
+    sys.stdout.write(drafts_table(results))
+    rows = real_speed.every_draft(
+        study,
+        ["eagle3-longest", "eagle3-longest-maths"],
+        "longest-speed",
+        domains=("chat", "maths", "code"),
+        trees=("kary:4", "chain:2", "chain:3"),
+        behind_lookup=("chain:3",),
+    )
+    _timed(study, "longest-speed", rows)
+
+
 def _with_muon(study: Study, piece: str, names: Sequence[str], share: float) -> None:
     """Train drafts with Muon and measure them as OUT/PIECE. share: of the steps of `which`."""
     drafts = {}
@@ -409,6 +485,7 @@ PIECES: dict[str, Callable[[Study], None]] = {
     "amount": amount,
     "recipe": recipe,
     "longer": longer,
+    "longest": longest,
     "speed": speed,
     "drafts-speed": drafts_speed,
 }

@@ -124,10 +124,12 @@ def every_draft(
     *,
     domains: Sequence[str] = ("chat",),
     trees: Sequence[str] = TREES,
+    behind_lookup: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Speed of every draft that is there, with the same trees, in OUT/PIECE/results.json.
 
-    domains: of the prompts.
+    domains: of the prompts. behind_lookup: trees with which each also drafts where prompt lookup
+    finds nothing.
     """
     places = {name: study.out / "drafts" / study.seeded(name) for name in names}
     known = {name: str(place) for name, place in places.items() if (place / "config.json").exists()}
@@ -136,6 +138,9 @@ def every_draft(
     for name in known:
         for tree in trees:
             ways[name, tree] = pair.decoding(draft=name, tree=tree).decoder
+        for tree in behind_lookup:
+            joined = pair.decoding(draft=name, proposer="prompt_lookup", tree=tree)
+            ways[f"lookup, {name}", tree] = joined.decoder
     rows = []
     for domain in domains:
         read = read_prompts(study.prompts(domain), pair.tokenizer).prompts

@@ -20,8 +20,6 @@ from train.config import DraftKind, HeadOptions, Optim, TrainConfig
 COMMAND = "benchmarks/studies/real_pair.py"
 KEPT = ROOT / "benchmarks" / "studies" / "real"
 PIECE_HOURS = 2.5
-# Drafts are trained and measured in 16 bits, as people serve; answers were made in fp32.
-_MACHINE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16"}
 # What is measured on; each has prompts of its own.
 DOMAINS = ("chat", "maths", "code", "c4", "wiki")
 
@@ -54,6 +52,8 @@ class Options:
     """Copy finished sets and results into the repository."""
     tiny: bool = False
     """Try the script: a few prompts, steps and tokens."""
+    device: str = "cpu"
+    """Where drafts are trained and measured; the speeds are of a CPU."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,11 @@ class Study:
     def out(self) -> Path:
         """Where everything lies."""
         return Path(self.options.out)
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """Where and in what drafts are trained and measured: in 16 bits, as people serve."""
+        return {"device": self.options.device, "dtype": "bfloat16"}
 
     @property
     def public(self) -> dict[str, str]:
@@ -143,7 +148,7 @@ class Study:
             max_new_tokens=self.sizes.new_tokens,
             tree=["none"],
             batch_size=32,
-            **_MACHINE,
+            **self.machine,
         )
 
     def training(self, name: str, kind: DraftKind, **options: Any) -> TrainConfig:
@@ -157,7 +162,7 @@ class Study:
             "epochs": self.sizes.epochs,
         }
         given |= {"batch_size": min(8, self.sizes.step_rows), "eval_every": 160, "save_every": 80}
-        given |= {"seed": self.options.seed, "precision": "bf16", **_MACHINE}
+        given |= {"seed": self.options.seed, "precision": "bf16", **self.machine}
         given["accumulation"] = self.sizes.step_rows // given["batch_size"]
         return TrainConfig(
             target=self.options.target,
@@ -180,21 +185,30 @@ def _round(name: str, turn: int) -> str:
 def data(study: Study) -> None:
     """Write the prompts; take kept sets, or let the target answer."""
     write_prompts(study)
+    configs = [
+        answers(study, name, count, turn)
+        for turn in range(study.rounds)
+        for name, count in study.sizes.answered.items()
+    ]
+    take_or_make(study, configs)
+
+
+def take_or_make(study: Study, configs: Sequence[DistillConfig]) -> None:
+    """Take the sets that the repository keeps of this target; let it write the others."""
     mark = fingerprint(load_model(study.options.target, device="cpu"))
-    for turn in range(study.rounds):
-        for name, count in study.sizes.answered.items():
-            set_name = _round(name, turn)
-            place, kept = study.out / "data" / set_name, KEPT / set_name
-            fits = not study.options.tiny and (kept / "manifest.json").exists()
-            if fits and not place.exists():
-                manifest = read_json(kept / "manifest.json", "a distilled set")
-                if manifest["identity"]["target_fingerprint"] == mark:
-                    with atomic_dir(place) as made:
-                        shutil.copytree(kept, made, dirs_exist_ok=True)
-            if not (place / "manifest.json").exists():
-                distill(answers(study, name, count, turn), COMMAND)
-            if study.options.keep:
-                keep_set(study, set_name)
+    for config in configs:
+        place = Path(config.out)
+        kept = KEPT / place.name
+        fits = not study.options.tiny and (kept / "manifest.json").exists()
+        if fits and not place.exists():
+            manifest = read_json(kept / "manifest.json", "a distilled set")
+            if manifest["identity"]["target_fingerprint"] == mark:
+                with atomic_dir(place) as made:
+                    shutil.copytree(kept, made, dirs_exist_ok=True)
+        if not (place / "manifest.json").exists():
+            distill(config, COMMAND)
+        if study.options.keep:
+            keep_set(study, place.name)
 
 
 def write_prompts(study: Study) -> None:
@@ -240,6 +254,50 @@ def answers(study: Study, name: str, count: int, turn: int) -> DistillConfig:
         seed=turn,
         device="cpu",
     )
+
+
+def more_answers(study: Study) -> list[DistillConfig]:
+    """Sixteen more answers to every chat, eight times as many chats of the target's own, and an
+    answer to every question of maths.
+    """
+    tiny = study.options.tiny
+    shared: dict[str, Any] = {
+        "target": study.options.target,
+        "max_new_tokens": study.sizes.answer,
+        "temperature": 1.0,
+        "device": study.options.device,
+        "dtype": "bfloat16",
+        "part_rows": 20_000,
+        "max_prompts": 4 if tiny else None,
+    }
+    own = "magpie" if study.is_chat else "self"
+    return [
+        DistillConfig(
+            prompts=study.prompts("chat.train"),
+            out=str(study.out / "data" / "chat16"),
+            domain="chat",
+            num_samples=16,
+            batch_size=1200,
+            seed=1000,
+            **shared,
+        ),
+        DistillConfig(
+            prompts=f"{own}:{4 if tiny else 4000}",
+            out=str(study.out / "data" / "own4"),
+            domain="chat",
+            batch_size=800,
+            seed=1001,
+            **shared,
+        ),
+        DistillConfig(
+            prompts=study.prompts("maths.train"),
+            out=str(study.out / "data" / "maths1"),
+            domain="maths",
+            batch_size=1200,
+            seed=1002,
+            **shared,
+        ),
+    ]
 
 
 def keep_set(study: Study, name: str) -> None:

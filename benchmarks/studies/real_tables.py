@@ -32,12 +32,19 @@ def predicted_tau(results: Results, draft: str, kind: str, temperature: float) -
     return results.figure("tau_predicted", draft, kind, temperature, *real_figures.CHAIN)
 
 
-def acceptance(results: Results, first: str, temperature: float) -> str:
+# What a piece of the study adds to the name of a draft, and what that says.
+_PIECES = {"-recipe": "", "-longer": "", "-longest": "", "-longest-maths": ", aligned to maths"}
+
+
+def acceptance(
+    results: Results, first: str, temperature: float, names: Mapping[str, str] | None = None
+) -> str:
     """Alpha of every draft by set, and the predicted tau of chains of 4 in distribution and out of
-    it.
+    it. names: the drafts that are shown, and as what; all by default.
     """
     rows = []
-    for draft in results.drafts:
+    names = names or {draft: NAMES.get(draft, draft) for draft in results.drafts}
+    for draft, name in names.items():
         cells = [
             with_interval(results.alpha(draft, domain, temperature)) for domain in results.domains()
         ]
@@ -45,7 +52,7 @@ def acceptance(results: Results, first: str, temperature: float) -> str:
             with_interval(predicted_tau(results, draft, kind, temperature), 2)
             for kind in ("id", "ood")
         ]
-        rows.append([NAMES.get(draft, draft), *cells])
+        rows.append([name, *cells])
     own = results.domains("id")[0]
     return table([first, *results.domains(), f"tau {own}", "tau elsewhere"], rows)
 
@@ -91,13 +98,18 @@ def draft_speeds(rows: Sequence[Mapping[str, Any]]) -> str:
     for (domain, draft), line in lines.items():
         if draft:
             name = f"{domain}, {_short(draft)}" if several else _short(draft)
-            cells.append([name, *(line[way] for way in ways)])
+            cells.append([name, *(line.get(way, "") for way in ways)])
     return table(head, cells)
 
 
 def _short(draft: str) -> str:
     """The name of a draft of any piece."""
-    return NAMES[draft.removesuffix("-recipe").removesuffix("-longer")]
+    lookup, _, name = draft.rpartition(", ")
+    for piece, meaning in _PIECES.items():
+        if name.endswith(piece):
+            short = NAMES[name.removesuffix(piece)] + meaning
+            return f"{lookup}, {short}" if lookup else short
+    return NAMES[draft]
 
 
 def weightless(found: Sequence[tuple[str, str, float, float | None]]) -> str:
