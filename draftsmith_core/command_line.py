@@ -39,6 +39,11 @@ _MEANT = {
     "eagle-3": "that is eagle3",
 }
 
+# What a command does itself, by an option that others have.
+_DOES_ITSELF = {
+    ("plan", "tree"): "plan tries trees and picks the fastest; eval --tree times those that you name"
+}
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -75,7 +80,9 @@ def parse(
         key = unknown[0].partition("=")[0]
         if not key.startswith("--"):
             raise InputError(f"{key!r}: unexpected word")
-        raise InputError(f"{key}: unknown option{_nearest(key[2:], table, '--')}")
+        itself = _DOES_ITSELF.get((command, key[2:]))
+        known = f"; {itself}" if itself else _nearest(key[2:], table, "--")
+        raise InputError(f"{key}: unknown option{known}")
     values: dict[str, Any] = {}
     lines: dict[str, str] = {}
     for name in typed.get("config", []):

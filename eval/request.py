@@ -91,7 +91,7 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
                 methods.append(method)
         except ValueError as error:
             raise InputError(
-                f"--tree {spec} --verifier {' '.join(verifiers) or 'default'}: {error}"
+                f"tree {spec}, verifier {' '.join(verifiers) or 'default'}: {error}"
             ) from None
     return list(dict.fromkeys(methods))
 

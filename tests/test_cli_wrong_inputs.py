@@ -124,10 +124,12 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--draft {draft} --out .", "is not a regular file"),
         ("--draft owner/name", "name a file with --out"),
         ("--draft lookahed --out plan.json", "did you mean lookahead?"),
+        ("--draft {draft} --tree chain:2", "plan tries trees and picks the fastest; eval --tree"),
         ("--draft {pair} --out plan.json", "is no model itself; it holds {draft}: name one"),
     ],
     "align --target {target} --draft {draft} --prompts {prompts} --out out": [
         ("--ood =", "write NAME="),
+        ("--eval.tree 4x", "align: tree 4x, verifier default: "),
         ("--ood a=none.jsonl", "none.jsonl: no such file"),
         ("--ood a/x.jsonl b/x.jsonl", "the name 'x' is used twice; write NAME="),
         ("--id a=x --ood a=y", "is in another set too"),
