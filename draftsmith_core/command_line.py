@@ -41,7 +41,7 @@ _MEANT = {
 
 # What a command does itself, by an option that others have.
 _DOES_ITSELF = {
-    ("plan", "tree"): "plan tries trees and picks the fastest; eval --tree times those that you name"
+    "plan --tree": "plan tries trees and picks the fastest; eval --tree times those that you name"
 }
 
 
@@ -80,7 +80,7 @@ def parse(
         key = unknown[0].partition("=")[0]
         if not key.startswith("--"):
             raise InputError(f"{key!r}: unexpected word")
-        itself = _DOES_ITSELF.get((command, key[2:]))
+        itself = _DOES_ITSELF.get(f"{command} {key}")
         known = f"; {itself}" if itself else _nearest(key[2:], table, "--")
         raise InputError(f"{key}: unknown option{known}")
     values: dict[str, Any] = {}

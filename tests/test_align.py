@@ -249,6 +249,21 @@ def test_a_run_goes_on_where_it_was_moved_to(door, files, target_dir, draft_dir,
     assert "has changed since this run began" in door.refused("align", *words(after))
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_deleted_answers_are_written_again_and_the_draft_of_them_stays(
+    door, files, target_dir, draft_dir, tmp_path
+):
+    words = ["--target", target_dir, "--draft", draft_dir, "--prompts", files["own"]]
+    words += ["--out", tmp_path / "out", *SMALL, *ONE_WAY]
+    door.ok("align", *words)
+    whole = timeless(tmp_path / "out")
+    weights = tmp_path / "out" / "jsd" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    shutil.rmtree(tmp_path / "out" / "distilled")
+    door.ok("align", *words)
+    assert timeless(tmp_path / "out") == whole and weights.stat().st_mtime_ns == written
+
+
 # Kills within a stage are tests of the stages; this one comes when the second draft is to be
 # trained.
 KILL = """

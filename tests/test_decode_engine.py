@@ -306,3 +306,17 @@ def test_bfloat16_runs_with_masks_and_cache_of_its_own_type(kind):
         assert len(g.output_ids) == 12 == g.stats.emitted
         assert g.stats.accepted == sum(g.from_draft) > 0
     assert batch.prefill_s > 0 and batch.decode_s > 0
+
+
+def test_decoding_leaves_the_callers_attention_as_it_was():
+    """cuDNN's attention, which plans anew for every length, is off while a batch is decoded."""
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    during: list[bool] = []
+    SpeculativeDecoder(model_of("llama", 1)).generate(
+        PROMPTS[:2],
+        max_new_tokens=3,
+        eos_ids=(),
+        on_tokens=lambda *_: during.append(torch.backends.cuda.cudnn_sdp_enabled()),
+    )
+    assert during and not any(during)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == was_on

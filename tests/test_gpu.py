@@ -81,19 +81,6 @@ def test_cuda_is_the_card_of_this_process(monkeypatch):
     assert resolve_device("cuda").index == torch.cuda.device_count() - 1
 
 
-def test_decoding_leaves_cudnn_attention_as_it_was():
-    was_on = torch.backends.cuda.cudnn_sdp_enabled()
-    during = []
-    SpeculativeDecoder(llama(1)).generate(
-        PROMPTS,
-        max_new_tokens=4,
-        eos_ids=(),
-        on_tokens=lambda *_: during.append(torch.backends.cuda.cudnn_sdp_enabled()),
-    )
-    assert during and not any(during)
-    assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
-
-
 def test_a_gpu_decodes_as_a_cpu():
     on_gpu, on_cpu = (
         SpeculativeDecoder(
