@@ -298,6 +298,16 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def of_all_layers(config: Any, key: str) -> Any:
+    """An option of a configuration; None if it has none or layers differ in it."""
+    try:
+        value = getattr(config, key, None)
+    except RuntimeError:
+        # Transformers' error for an option that has a value per layer (Gemma 4).
+        return None
+    return None if isinstance(value, list) else value
+
+
 def context_length(model: PreTrainedModel) -> int | None:
     """How many tokens the model's positions reach, or None if its config does not say.
 

@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from drafts.heads.borrowed import ReadsLastState, borrow, dtype_of
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject
-from draftsmith_core.models import text_config, vocabulary_size
+from draftsmith_core.models import of_all_layers, text_config, vocabulary_size
 from draftsmith_core.sampling import generator
 
 # Standard deviation of fresh weights, as in LLaMA.
@@ -74,7 +74,7 @@ class LayerConfig:
         as in LLaMA.
         """
         config = text_config(target)
-        values: JsonObject = {key: _of_all_layers(config, key) for key in _SIZES}
+        values: JsonObject = {key: of_all_layers(config, key) for key in _SIZES}
         values["hidden_size"] = borrow(target).hidden_size
         values["vocab_size"] = vocabulary_size(target)
         return cls.read(values | (changes or {}), **more)
@@ -154,16 +154,6 @@ class LayerConfig:
         module.v_proj = nn.Linear(inputs, keys, bias=self.qkv_bias)
         module.o_proj = nn.Linear(queries, self.hidden_size, bias=self.o_bias)
         return module
-
-
-def _of_all_layers(config: Any, key: str) -> Any:
-    """An option of a configuration; None if it has none or layers differ in it."""
-    try:
-        value = getattr(config, key, None)
-    except RuntimeError:
-        # Transformers' error for an option that has a value per layer (Gemma 4).
-        return None
-    return None if isinstance(value, list) else value
 
 
 def _rope_parameters(values: JsonObject) -> JsonObject:

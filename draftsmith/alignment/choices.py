@@ -215,10 +215,8 @@ def _answered_together(known: Known) -> int:
     """
     facts = known.facts
     few = 16 if facts.target_parameters >= _LARGE else 64
-    row_bytes = facts.cache_bytes * _max_length(known)
-    if not facts.on_gpu or not row_bytes:
-        return few
-    return min(_MOST_TOGETHER, max(few, facts.gpu_bytes // 8 // row_bytes))
+    fits = facts.gpu_bytes // 8 // (facts.cache_bytes * _max_length(known))
+    return min(_MOST_TOGETHER, max(few, fits))
 
 
 def _count(parameters: int) -> str:

@@ -11,7 +11,12 @@ from drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
 from drafts.load import LoadedModels, load_models
 from draftsmith.alignment.config import AlignConfig
 from draftsmith_core.devices import resolve_device
-from draftsmith_core.models import parameter_count, text_config, vocabulary_size
+from draftsmith_core.models import (
+    of_all_layers,
+    parameter_count,
+    text_config,
+    vocabulary_size,
+)
 from draftsmith_core.prompt_rows import iterate_rows, parse_named
 from draftsmith_core.prompts import PromptSet, read_prompts, room_for_prompts
 from draftsmith_core.ranks import launched
@@ -115,11 +120,13 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
 
 
 def _cache_bytes(target: PreTrainedModel) -> int:
-    """Bytes of a token's keys and values, as if all layers were alike; 0 without attention."""
+    """Bytes of a token's keys and values, as if all layers were alike; of states as wide as the
+    model's where its config does not say.
+    """
     config = text_config(target)
-    heads = getattr(config, "num_attention_heads", None) or 0
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    heads = of_all_layers(config, "num_attention_heads") or 1
+    groups = of_all_layers(config, "num_key_value_heads") or heads
+    size = of_all_layers(config, "head_dim") or config.hidden_size // heads
     return int(2 * config.num_hidden_layers * groups * size * target.dtype.itemsize)
 
 
