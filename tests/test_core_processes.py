@@ -78,8 +78,10 @@ def test_a_pipe_that_breaks_asks_a_run_to_stop_as_sigterm_does():
 
 def test_a_terminal_that_closes_ends_a_run_without_a_traceback():
     program = (
-        "import fcntl, os, sys, termios, threading\n"
+        "import fcntl, os, signal, sys, termios, threading\n"
         "from draftsmith_core.signals import Terminated, terminable\n"
+        # Tests that nohup runs begin with SIGHUP ignored.
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
         "try:\n"
         "    with terminable():\n"
