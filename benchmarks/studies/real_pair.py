@@ -428,7 +428,7 @@ def longest(study: Study) -> None:
         ["eagle3-longest", "eagle3-longest-maths"],
         "longest-speed",
         domains=("chat", "maths", "code"),
-        trees=("kary:4", "chain:2", "chain:3"),
+        trees=("kary:4", "chain:3"),
         behind_lookup=("chain:3",),
     )
     _timed(study, "longest-speed", rows)
