@@ -200,17 +200,26 @@ SECOND_SEED = {
     "dspark-adamw-624-2": "DSpark, AdamW, 624",
     "dspark-muon-312-2": "DSpark, Muon, 312",
 }
+PEER = {"eagle3-312": "draftsmith, 312 steps", "peer": "speculators 0.9.0, 305 steps"}
+
+
+@dataclass(frozen=True)
+class LongRuns:
+    """Drafts that a GPU trained on all answers, and their speeds; one beside a peer's trainer."""
+
+    acceptance: Results
+    speeds: Sequence[Document]
+    peer: Results
 
 
 def recipe(
     evaluations: Sequence[Results],
     speeds: Sequence[Sequence[Document]],
     small: Mapping[str, Sequence[Document]],
-    on_gpu: Results,
+    longest: LongRuns,
 ) -> Evidence:
     """Return the tables of Muon beside AdamW. evaluations: of drafts of SmolLM2, one for each of
-    RECIPES. speeds: of those with Muon. small: the runs of each small pair (`recipes.py`). on_gpu:
-    of the drafts that a GPU trained.
+    RECIPES. speeds: of those with Muon. small: the runs of each small pair (`recipes.py`).
     """
     rows = []
     for draft in evaluations[1].drafts:
@@ -219,7 +228,9 @@ def recipe(
             for label, results in zip(RECIPES, evaluations, strict=True)
             if draft in results.drafts
         ]
-        runs += [(label, on_gpu, name) for name, (kind, label) in LONGEST.items() if kind == draft]
+        for name, (kind, label) in LONGEST.items():
+            if kind == draft:
+                runs.append((label, longest.acceptance, name))
         for label, results, name in runs:
             alphas = [results.figure("alpha", name, kind, 1.0) for kind in ("id", "ood")]
             tau = real_tables.predicted_tau(results, name, "id", 1.0)
@@ -233,9 +244,15 @@ def recipe(
         title = f"SmolLM2, speed over the target alone (tokens per call), {label} steps"
         sections[title] = real_tables.draft_speeds(timed)
     for at in (1.0, 0.0):
-        longest = real_tables.acceptance(on_gpu, "draft", at, ALL_ANSWERS)
-        sections[f"SmolLM2, 2.9 million tokens of answers, T = {at:g}"] = longest
-    second = real_tables.acceptance(on_gpu, "draft, second seed", 1.0, SECOND_SEED)
+        sections[f"SmolLM2, 2.9 million tokens of answers, T = {at:g}"] = real_tables.acceptance(
+            longest.acceptance, "draft", at, ALL_ANSWERS
+        )
+    title = "SmolLM2, speed over the target alone (tokens per call), 2.9 million tokens of answers"
+    sections[title] = real_tables.draft_speeds(longest.speeds)
+    sections["SmolLM2, EAGLE-3 by another trainer, T = 1"] = real_tables.acceptance(
+        longest.peer, "trainer", 1.0, PEER
+    )
+    second = real_tables.acceptance(longest.acceptance, "draft, second seed", 1.0, SECOND_SEED)
     sections["SmolLM2, another seed, steps of four answers"] = second
     for pair, runs in small.items():
         sections[f"{pair}, held-out alpha by step"] = recipe_tables.curves(runs)

@@ -104,7 +104,11 @@ def pages(root: Path) -> list[Evidence]:
             [which, results_of(root, "real-recipe"), results_of(root, "real-longer")],
             [kept(root, "real-recipe-speed"), kept(root, "real-longer-speed")],
             {"stories": kept(root, "recipes-stories")},
-            results_of(root, "real-gpu"),
+            evidence.LongRuns(
+                acceptance=results_of(root, "real-gpu"),
+                speeds=kept(root, "real-longest-speed"),
+                peer=results_of(root, "real-peer"),
+            ),
         ),
         evidence.how_fast(kept(root, "real-drafts-speed"), kept(root, "real-speed")),
         evidence.objectives({pair: kept(root, f"objectives-{pair}") for pair in PAIRS}, longer),
