@@ -134,3 +134,13 @@ def test_a_study_continues_and_a_kept_set_is_taken_by_the_target_that_wrote_it(
     (study.out / "data").rename(study.out / "second")
     data(taken)
     assert asked == [str(study.out / "data" / "chat")] and (study.out / "data" / "maths").exists()
+
+
+@pytest.mark.slow  # distils, trains and evaluates
+@pytest.mark.usefixtures("undrawn")
+def test_the_longest_piece_aligns_its_head_and_times_it_behind_lookup(study, capsys):
+    run(Options(**vars(study.options) | {"only": ["data", "longest"]}))
+    printed = capsys.readouterr().out
+    assert "| maths, lookup, EAGLE-3, aligned to maths |" in printed
+    record = json.loads((study.out / "drafts" / "eagle-longest" / "draftsmith.json").read_text())
+    assert record["config"]["head"]["test_steps"] == 3

@@ -165,7 +165,9 @@ def _timed(
     speeds: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     for turn in range(-1, ROUNDS):
         for way in rotated(list(ways), turn):
-            chats = texts[:1] if turn < 0 else texts[turn * CHATS : (turn + 1) * CHATS]
+            # A short set comes round again.
+            begin = max(turn, 0) * CHATS % len(texts)
+            chats = texts[begin : begin + (1 if turn < 0 else CHATS)]
             tokens = WARM_UP if turn < 0 else new_tokens
             made = [
                 ways[way].generate([ids], Sampling(temperature=temperature), tokens, seed=turn + 1)
