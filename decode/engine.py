@@ -235,7 +235,7 @@ class SpeculativeDecoder:
     @contextmanager
     def _products(self) -> Iterator[None]:
         """Multiply packed weights with the kernel, also between forwards, where heads have products
-        of their own.
+        of their own; leave out the caller's autocast, and attention that plans for every length.
         """
         # The caller's autocast would run some parts of a step in another dtype.
         with torch.autocast(self.target.device.type, enabled=False), attention_of_any_length():

@@ -35,7 +35,7 @@ def resolve_device(device: str) -> torch.device:
 def attention_of_any_length() -> Iterator[None]:
     """Leave out cuDNN's attention, which plans its work anew for every length that it meets: 47 to
     147 ms each on an H200, where a call takes 0.05 ms. Decoding and training meet a new length in
-    nearly every step.
+    nearly every step. The switch is the process's: threads that overlap may leave it off.
     """
     was_on = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -173,8 +173,7 @@ def how_much(results: Results) -> Evidence:
 
 # Optimizer and steps of the drafts of SmolLM2, in the order of the rows of a draft.
 RECIPES = ("AdamW, 624", "Muon, 312", "Muon, 1,248")
-# Drafts that a GPU trained on all answers, by their names in its evaluation: of which kind, and the
-# steps of how many answers.
+# A GPU trained these on all answers. Name in its evaluation -> kind, and optimizer and steps.
 LONGEST = {
     "pruned-long": ("pruned", "Muon, 751 of 16"),
     "eagle3-long": ("eagle3", "Muon, 611 of 16"),

@@ -370,6 +370,7 @@ def longer(study: Study) -> None:
     _timed(study, "longer-speed", rows)
 
 
+MUON = Optim(name="muon", lr=1e-3, warmup_steps=10)
 # Steps of each draft on all answers: 150 seconds of a shared GPU at most. Then of EAGLE-3 on maths.
 LONGEST = {"pruned": 751, "eagle3": 611, "eagle": 382}
 LONGEST_MATHS = 400
@@ -379,8 +380,9 @@ def longest(study: Study) -> None:
     """Two language-model layers, EAGLE-3, and EAGLE-1 on three of its own depths, on all answers to
     chats; EAGLE-3 then aligned to maths.
     """
-    *chats, maths = more_answers(study)
-    take_or_make(study, [*chats, maths])
+    more = more_answers(study)
+    take_or_make(study, more)
+    *chats, maths = more
     chat_sets = [each.out for each in chats]
     tiny = study.options.tiny
     drafts = {}
@@ -394,7 +396,7 @@ def longest(study: Study) -> None:
                 data=[*config.data, *chat_sets],
                 heldout_fraction=0.02,
                 head=replace(config.head, features=None, test_steps=depths),
-                optim=Optim(name="muon", lr=1e-3, warmup_steps=10),
+                optim=MUON,
                 batch_size=4 * study.sizes.step_rows,
                 accumulation=1,
                 steps=2 if tiny else steps,
@@ -443,7 +445,7 @@ def _with_muon(study: Study, piece: str, names: Sequence[str], share: float) -> 
             replace(
                 config,
                 out=str(study.out / "drafts" / study.seeded(f"{name}-{piece}")),
-                optim=Optim(name="muon", lr=1e-3, warmup_steps=10),
+                optim=MUON,
                 steps=int(share * _steps(study, config.data)),
             )
         )

@@ -261,42 +261,28 @@ def more_answers(study: Study) -> list[DistillConfig]:
     answer to every question of maths.
     """
     tiny = study.options.tiny
-    shared: dict[str, Any] = {
-        "target": study.options.target,
-        "max_new_tokens": study.sizes.answer,
-        "temperature": 1.0,
-        "device": study.options.device,
-        "dtype": "bfloat16",
-        "part_rows": 20_000,
-        "max_prompts": 4 if tiny else None,
-    }
-    own = "magpie" if study.is_chat else "self"
+
+    def more(name: str, prompts: str, domain: str, **options: Any) -> DistillConfig:
+        return DistillConfig(
+            target=study.options.target,
+            prompts=prompts,
+            max_prompts=4 if tiny else None,
+            out=str(study.out / "data" / name),
+            domain=domain,
+            max_new_tokens=study.sizes.answer,
+            temperature=1.0,
+            part_rows=20_000,
+            device=study.options.device,
+            dtype="bfloat16",
+            **options,
+        )
+
+    own = f"{'magpie' if study.is_chat else 'self'}:{4 if tiny else 4000}"
+    chats, maths = study.prompts("chat.train"), study.prompts("maths.train")
     return [
-        DistillConfig(
-            prompts=study.prompts("chat.train"),
-            out=str(study.out / "data" / "chat16"),
-            domain="chat",
-            num_samples=16,
-            batch_size=1200,
-            seed=1000,
-            **shared,
-        ),
-        DistillConfig(
-            prompts=f"{own}:{4 if tiny else 4000}",
-            out=str(study.out / "data" / "own4"),
-            domain="chat",
-            batch_size=800,
-            seed=1001,
-            **shared,
-        ),
-        DistillConfig(
-            prompts=study.prompts("maths.train"),
-            out=str(study.out / "data" / "maths1"),
-            domain="maths",
-            batch_size=1200,
-            seed=1002,
-            **shared,
-        ),
+        more("chat16", chats, "chat", num_samples=16, batch_size=1200, seed=1000),
+        more("own4", own, "chat", batch_size=800, seed=1001),
+        more("maths1", maths, "maths", batch_size=1200, seed=1002),
     ]
 
 

@@ -285,7 +285,17 @@ class HeadTrainee(Trainee):
         return HeadSums(of_depths, alpha_N)
 
 
-class EagleTrainee(HeadTrainee):
+class _UnrolledTrainee(HeadTrainee):
+    """A head that is trained at `test_steps` depths, each but the first on its own features."""
+
+    usual_steps: ClassVar[int]
+
+    def __init__(self, *arguments: Any, test_steps: int | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.test_steps = test_steps or self.usual_steps
+
+
+class EagleTrainee(_UnrolledTrainee):
     """Feature regression (smooth L1, mean over H) plus 0.1 times the objective (arXiv 2401.15077,
     section 4.2).
 
@@ -294,25 +304,20 @@ class EagleTrainee(HeadTrainee):
     cross-entropy less the target's own entropy: another value, the same gradient.
 
     noise: while training, each value of an input feature is shifted by a uniform draw from [-noise,
-    noise], from torch's global generator. test_steps: how many depths are trained, all but the
-    first on the head's own features (HASS, arXiv 2408.15766, section 3.2); depth d weighs
-    step_decay ** d. depths: how deep acceptance is measured in evaluation, on the head's own
-    features after true tokens; in training it is measured at the trained depths only.
+    noise], from torch's global generator. test_steps: above 1 as in HASS (arXiv 2408.15766, section
+    3.2); depth d weighs step_decay ** d. depths: how deep acceptance is measured in evaluation, on
+    the head's own features after true tokens; in training it is measured at the trained depths
+    only.
     """
 
     draft: EagleHead
+    usual_steps = 1
 
     def __init__(
-        self,
-        *arguments: Any,
-        noise: float = 0.1,
-        test_steps: int | None = None,
-        depths: int = 5,
-        **options: Any,
+        self, *arguments: Any, noise: float = 0.1, depths: int = 5, **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
         self.noise = noise
-        self.test_steps = test_steps or 1
         self.depths = max(depths, self.test_steps)
 
     def forward(self, batch: Batch) -> LossSums:
@@ -336,16 +341,6 @@ class EagleTrainee(HeadTrainee):
             inputs_BWH = inputs_BWH + shift_BWH * self.noise
         depths = self.test_steps if self.training else self.depths
         return unroll(self.draft.states, batch, inputs_BWH, depths)
-
-
-class _UnrolledTrainee(HeadTrainee):
-    """A head that is trained at `test_steps` depths, each on what it gave at the one before."""
-
-    usual_steps: ClassVar[int]
-
-    def __init__(self, *arguments: Any, test_steps: int | None = None, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.test_steps = test_steps or self.usual_steps
 
 
 class Eagle3Trainee(_UnrolledTrainee):
