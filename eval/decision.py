@@ -4,8 +4,9 @@ A cell is one prompt set at one temperature; a setting is a draft with a tree an
 setting pays in a cell if the interval of its speedup lies above 1. The interval has Holm's
 correction over all cells and settings, because the best of many is judged. Lossy verifiers are left
 out. The setting that pays in most cells is chosen. Ties in cells and speed go to the draft that
-loses least out of distribution. The setting is chosen and judged on the same prompts, so expect a
-little less on others.
+loses least out of distribution, then, of models of one size, to the one that gains most in
+distribution. The setting is chosen and judged on the same prompts, so expect a little less on
+others.
 """
 
 import math
@@ -122,7 +123,7 @@ def decide(results: ResultsTable) -> Decision:
     in_order = iter(all_signs)
     for setting, rows in speedups.items():
         timed.append(_Timed(setting, rows, list(islice(in_order, len(rows)))))
-    chosen = _prefer_smaller_loss(results, timed)
+    chosen = _prefer_measured_gains(results, timed)
     cells = []
     for index, row in enumerate(chosen.speedups):
         fastest = _fastest(timed, index)
@@ -150,30 +151,56 @@ def _fastest(timed: Sequence[_Timed], index: int) -> _Timed:
     return timed[speeds.index(max(speeds))]
 
 
-def _prefer_smaller_loss(results: ResultsTable, timed: Sequence[_Timed]) -> _Timed:
+def _prefer_measured_gains(results: ResultsTable, timed: Sequence[_Timed]) -> _Timed:
     """Return the setting of highest merit, or another draft's that is not measurably slower and
-    measurably loses less OOD.
+    whose alpha is measurably better: out of distribution, or, of equal models, in distribution.
+
+    Equal models take as long for a step, and alpha, of more tokens than are timed and without a
+    clock, tells them apart better than speeds do.
     """
     ordered = sorted(timed, key=lambda other: other.merit)
-    best = max(timed, key=lambda other: other.merit)
-    if not results.domains("ood"):
-        return best
+    best = ordered[-1]
 
-    def gain(one: _Timed) -> float:
-        row = results.gain(one.setting.draft, "ood")
-        if row is None or row["low"] is None or row["high"] is None:
-            return 0.0
-        # A change that may be none decides nothing.
-        return 0.0 if row["low"] <= 0 <= row["high"] else row["value"] or 0.0
+    def equal(one: _Timed) -> bool:
+        return _same_cost(results, one.setting.draft, best.setting.draft)
 
     def as_fast(one: _Timed) -> bool:
+        paying = best.merit[0]
+        if one.merit[0] < (min(paying, 1) if equal(one) else paying):
+            return False
         low = _quotient(results, best.speedups, one.speedups)["low"]
-        return one.merit[0] == best.merit[0] and low is not None and low <= 1
+        return low is not None and low <= 1
 
     # By merit, so that the last entry of each draft is its best setting.
     best_of = {one.setting.draft: one for one in ordered}
     alike = [one for one in best_of.values() if one == best or as_fast(one)]
-    return max(alike, key=lambda one: (gain(one), one.merit))
+    if results.domains("ood"):
+        gains = [_measurable_gain(results, one.setting.draft, "ood") for one in alike]
+        alike = [one for one, gain in zip(alike, gains, strict=True) if gain == max(gains)]
+    best = max(alike, key=lambda one: one.merit)
+    equals = [one for one in alike if equal(one)]
+    return max(
+        equals, key=lambda one: (_measurable_gain(results, one.setting.draft, "id"), one.merit)
+    )
+
+
+def _same_cost(results: ResultsTable, draft: str, other: str) -> bool:
+    """Whether two drafts are models of one kind and size, which draft without copying."""
+    if draft == other:
+        return True
+    if results.copies_first(draft) or results.copies_first(other):
+        return False
+    models = [results.document["models"][name] for name in (draft, other)]
+    one, two = ((row["kind"], row["model_type"], row["memory_bytes"]) for row in models)
+    return one == two
+
+
+def _measurable_gain(results: ResultsTable, draft: str, domain: str) -> float:
+    """The gain of alpha over the base's; 0 if it may be none."""
+    row = results.gain(draft, domain)
+    if row is None or row["low"] is None or row["high"] is None:
+        return 0.0
+    return 0.0 if row["low"] <= 0 <= row["high"] else row["value"] or 0.0
 
 
 def _verdict(results: ResultsTable, decision: Decision) -> Verdict:

@@ -15,7 +15,7 @@ from eval.schema import CLOCK, ModelRow, ResultsDocument, SuiteKind, Training
 from eval.suites import Suite
 
 
-def _model(name: str) -> ModelRow:
+def model_row(name: str) -> ModelRow:
     return ModelRow(
         name=name,
         kind="draft",
@@ -164,7 +164,7 @@ def made_up(
             "top_k": 0,
             "top_p": 1.0,
         },
-        models={"target": _model("t"), **{draft: _model(draft) for draft in gains}},
+        models={"target": model_row("t"), **{draft: model_row(draft) for draft in gains}},
         provenance={"command": "draftsmith eval", "versions": {"python": "3"}, "git_commit": None},
         clock={
             "started": "then",

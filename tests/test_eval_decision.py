@@ -12,7 +12,7 @@ from eval.report.findings import lead
 from eval.report.page import render_page
 from eval.results import Results
 from eval.summary import headline_and_table
-from tests.results_made_up import BASE, BOTH, made_up, view
+from tests.results_made_up import BASE, BOTH, made_up, model_row, view
 
 TREES = ("chain:2", "kary:2,1")
 
@@ -103,6 +103,21 @@ def test_a_loss_out_of_distribution_decides_only_if_it_is_measurable():
         assert setting is not None
         shipped.append(setting.draft)
     assert shipped == ["base", "mine"]
+
+
+def test_among_drafts_of_one_size_a_measured_gain_outweighs_a_faster_clock():
+    """They take as long for a step, so a clock that favours the one of lower alpha is noise."""
+    speeds = everywhere("mine", "chain:2", *FAST) | everywhere("base", "chain:2", *(1.5, 1.4, 1.6))
+    wide = (1.4, 0.9, 1.9)
+    speeds |= {("mine", "chain:2", "code", temperature): wide for temperature in (0.0, 1.0)}
+    results = timed(speeds, ood=0.001)
+    assert decide(results).setting == Setting("mine", "chain:2", "exact")
+    # Not where it pays nowhere.
+    nowhere = timed(speeds | everywhere("mine", "chain:2", *wide), ood=0.001)
+    assert decide(nowhere).setting == Setting("base", "chain:2", "exact")
+    # Nor where its steps may take longer.
+    results.document["models"]["mine"]["memory_bytes"] += 1
+    assert decide(results).setting == Setting("base", "chain:2", "exact")
 
 
 def test_a_draft_is_shipped_for_the_sets_on_which_it_pays():
@@ -269,6 +284,7 @@ def simulated(settings: int, cells: int, speed: float, rng: np.random.Generator)
     document: Any = {
         "base": "d0",
         "drafts": [f"d{index}" for index in range(settings)],
+        "models": {f"d{index}": model_row(f"d{index}") for index in range(settings)},
         "temperatures": [1.0],
         "methods": [{"tree": "chain:4", "verifier": "exact", "lossless": True}],
         "suites": [{"name": f"s{cell}", "kind": "id"} for cell in range(cells)],
