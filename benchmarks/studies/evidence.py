@@ -268,11 +268,15 @@ def how_fast(drafts: Sequence[Mapping[str, Any]], engines: dict[str, Any]) -> Ev
     """Return the tables of speed. drafts: every draft of SmolLM2 by tree. engines: two drafts here
     and in other engines.
     """
+    sections = {"Beside other engines": real_speed.speeds_table(engines)}
+    for temperature in real_speed.TEMPERATURES:
+        ledger = real_speed.ledger(engines, temperature)
+        sections[f"Milliseconds of a step, T = {temperature:g}"] = ledger
     return Evidence(
         name="how-fast",
         title="how fast",
         table=real_tables.draft_speeds(drafts),
-        sections={"Beside other engines": real_speed.speeds_table(engines)},
+        sections=sections,
     )
 
 

@@ -243,6 +243,15 @@ def best(study: Study, *kinds: str) -> str:
     return max(known, key=lambda name: taus[name])
 
 
+def trained_longest(study: Study, name: str) -> str:
+    """The run of this draft with the most tokens of those that are there."""
+    for piece in ("longest", "longer", "recipe"):
+        run = f"{name}-{piece}"
+        if (study.out / "drafts" / study.seeded(run) / "config.json").exists():
+            return study.seeded(run)
+    return name
+
+
 LANGUAGE_MODELS = ("pruned", "fresh")
 HEADS = tuple(name for name in DRAFTS if name not in LANGUAGE_MODELS)
 
@@ -463,8 +472,13 @@ def _timed(study: Study, piece: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def speed(study: Study) -> None:
-    """Time the best language model and the best head with planned trees, then the other engines."""
-    found = real_speed.measure(study, best(study, *LANGUAGE_MODELS), best(study, *HEADS))
+    """Time the best language model and the best head, as they were trained longest, with planned
+    trees, then the other engines.
+    """
+    language_model, head = (
+        trained_longest(study, best(study, *kinds)) for kinds in (LANGUAGE_MODELS, HEADS)
+    )
+    found = real_speed.measure(study, language_model, head)
     _keep(study, "speed")
     sys.stdout.write(real_speed.speed_tables(found))
 

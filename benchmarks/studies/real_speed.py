@@ -110,9 +110,10 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for name, make in makers.items():
-        found[name] = once(place / f"{name}.json", make)
+        file = place / f"{name}-{language_model}-{head}.json"
+        found[name] = once(file, make)
         if found[name].keys() & {"failed", "skipped"}:
-            (place / f"{name}.json").unlink()
+            file.unlink()
     write_json_atomic(place / "results.json", found)
     return found
 
@@ -218,15 +219,9 @@ def speed_tables(found: dict[str, Any]) -> str:
         f"\n{which}: {planned['name']}\n" for which, planned in found["ours"]["plans"].items()
     )
     for at in TEMPERATURES:
-        ways = _ways(found, at)
-        rows = (
-            [name, *(number(way["parts_of_a_step"][part], 2) for part in PARTS)]
-            for name, way in ways.items()
-            if "parts_of_a_step" in way
-        )
-        alone = ways["ar"]
+        alone = _ways(found, at)["ar"]
         text += _best(found, at)
-        text += f"\nMilliseconds of a step, T = {at:g}\n\n{table(['', *PARTS], rows)}\n"
+        text += f"\nMilliseconds of a step, T = {at:g}\n\n{ledger(found, at)}\n"
         text += (
             f"\nTarget alone: {alone['share_of_memory_limit']:.2f} of the bandwidth, "
             f"{alone['share_of_memory_limit_after_prefill']:.2f} behind the prompt; "
@@ -247,6 +242,16 @@ def speed_tables(found: dict[str, Any]) -> str:
     return (
         text + f"\nMilliseconds of a forward by number of tokens\n\n{table(['', *counts], rows)}\n"
     )
+
+
+def ledger(found: dict[str, Any], temperature: float) -> str:
+    """Milliseconds of a step of ours, by part."""
+    rows = (
+        [_name(found, name), *(number(way["parts_of_a_step"][part], 2) for part in PARTS)]
+        for name, way in _ways(found, temperature).items()
+        if "parts_of_a_step" in way
+    )
+    return table(["", *PARTS], rows)
 
 
 def _ways(found: dict[str, Any], temperature: float) -> dict[str, dict[str, Any]]:
