@@ -103,7 +103,7 @@ def pages(root: Path) -> list[Evidence]:
         evidence.recipe(
             [which, results_of(root, "real-recipe"), results_of(root, "real-longer")],
             [kept(root, "real-recipe-speed"), kept(root, "real-longer-speed")],
-            {"stories": kept(root, "recipes-stories")},
+            {pair: kept(root, f"recipes-{pair}") for pair in ("nano", "stories")},
             evidence.LongRuns(
                 acceptance=results_of(root, "real-gpu"),
                 speeds=kept(root, "real-longest-speed"),
