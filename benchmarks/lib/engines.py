@@ -114,8 +114,10 @@ def _serving(command: Sequence[str], start_s: int) -> Iterator[int]:
                 errors = [line for line in log if " E " in line or "error" in line.lower()] or [
                     "no message"
                 ]
+                ended = process.poll()
+                how = f"ended with {ended}" if ended is not None else f"gave up after {start_s} s"
                 raise RunError(
-                    f"{command[0]}: did not serve within {start_s} s: {errors[-1].strip()}"
+                    f"{Path(command[0]).name}: {how} before it served: {errors[-1].strip()}"
                 )
             yield port
         finally:

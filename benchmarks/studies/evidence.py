@@ -264,14 +264,19 @@ def recipe(
     )
 
 
-def how_fast(drafts: Sequence[Mapping[str, Any]], engines: dict[str, Any]) -> Evidence:
+def how_fast(
+    drafts: Sequence[Mapping[str, Any]], engines: dict[str, Any], longest: dict[str, Any]
+) -> Evidence:
     """Return the tables of speed. drafts: every draft of SmolLM2 by tree. engines: two drafts here
-    and in other engines.
+    and in other engines; longest: the same with the head that was trained longest.
     """
-    sections = {"Beside other engines": real_speed.speeds_table(engines)}
-    for temperature in real_speed.TEMPERATURES:
-        ledger = real_speed.ledger(engines, temperature)
-        sections[f"Milliseconds of a step, T = {temperature:g}"] = ledger
+    sections = {}
+    for title, found in (("", engines), ("EAGLE-3 of 2.9 million tokens, ", longest)):
+        sections[f"{title}beside other engines"] = real_speed.speeds_table(found)
+        for temperature in real_speed.TEMPERATURES:
+            ledger = real_speed.ledger(found, temperature)
+            sections[f"{title}milliseconds of a step, T = {temperature:g}"] = ledger
+    sections = {title[0].upper() + title[1:]: section for title, section in sections.items()}
     return Evidence(
         name="how-fast",
         title="how fast",

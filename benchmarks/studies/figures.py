@@ -110,7 +110,11 @@ def pages(root: Path) -> list[Evidence]:
                 peer=results_of(root, "real-peer"),
             ),
         ),
-        evidence.how_fast(kept(root, "real-drafts-speed"), kept(root, "real-speed")),
+        evidence.how_fast(
+            drafts=kept(root, "real-drafts-speed"),
+            engines=kept(root, "real-speed"),
+            longest=kept(root, "real-longest-engines"),
+        ),
         evidence.objectives({pair: kept(root, f"objectives-{pair}") for pair in PAIRS}, longer),
         evidence.block_drafters(which, {pair: results_of(root, f"heads-{pair}") for pair in PAIRS}),
         evidence.targets(kept(root, "causal-types")),
