@@ -20,7 +20,7 @@ import numpy as np
 
 from eval.bootstrap import PromptSums, Resamples, quotient, ratio, resamples, signs
 from eval.results_table import ResultsTable, place_of
-from eval.schema import Estimate, Row
+from eval.schema import Estimate, Row, SuiteKind
 
 Verdict = Literal[
     "ship", "ship_for", "none_beats_none", "rejected", "not_shown", "busy", "too_few", "not_timed"
@@ -159,45 +159,41 @@ def _prefer_measured_gains(results: ResultsTable, timed: Sequence[_Timed]) -> _T
     clock, tells them apart better than speeds do.
     """
     ordered = sorted(timed, key=lambda other: other.merit)
-    best = ordered[-1]
-
-    def equal(one: _Timed) -> bool:
-        return _same_cost(results, one.setting.draft, best.setting.draft)
+    fastest = ordered[-1]
 
     def as_fast(one: _Timed) -> bool:
-        paying = best.merit[0]
-        if one.merit[0] < (min(paying, 1) if equal(one) else paying):
-            return False
-        low = _quotient(results, best.speedups, one.speedups)["low"]
-        return low is not None and low <= 1
+        paying = fastest.merit[0]
+        needed = min(paying, 1) if _same_cost(results, one, fastest) else paying
+        low = _quotient(results, fastest.speedups, one.speedups)["low"]
+        return one.merit[0] >= needed and low is not None and low <= 1
+
+    def gain(one: _Timed, kind: SuiteKind) -> float:
+        return _measurable_gain(results, one.setting.draft, kind)
 
     # By merit, so that the last entry of each draft is its best setting.
     best_of = {one.setting.draft: one for one in ordered}
-    alike = [one for one in best_of.values() if one == best or as_fast(one)]
-    if results.domains("ood"):
-        gains = [_measurable_gain(results, one.setting.draft, "ood") for one in alike]
-        alike = [one for one, gain in zip(alike, gains, strict=True) if gain == max(gains)]
+    alike = [one for one in best_of.values() if one == fastest or as_fast(one)]
+    most = max(gain(one, "ood") for one in alike)
+    alike = [one for one in alike if gain(one, "ood") == most]
     best = max(alike, key=lambda one: one.merit)
-    equals = [one for one in alike if equal(one)]
-    return max(
-        equals, key=lambda one: (_measurable_gain(results, one.setting.draft, "id"), one.merit)
-    )
+    equals = [one for one in alike if _same_cost(results, one, best)]
+    return max(equals, key=lambda one: (gain(one, "id"), one.merit))
 
 
-def _same_cost(results: ResultsTable, draft: str, other: str) -> bool:
+def _same_cost(results: ResultsTable, one: _Timed, other: _Timed) -> bool:
     """Whether two drafts are models of one kind and size, which draft without copying."""
-    if draft == other:
+    drafts = (one.setting.draft, other.setting.draft)
+    if drafts[0] == drafts[1]:
         return True
-    if results.copies_first(draft) or results.copies_first(other):
+    if any(results.copies_first(draft) for draft in drafts):
         return False
-    models = [results.document["models"][name] for name in (draft, other)]
-    one, two = ((row["kind"], row["model_type"], row["memory_bytes"]) for row in models)
-    return one == two
+    models = [results.document["models"][draft] for draft in drafts]
+    return len({(row["kind"], row["model_type"], row["memory_bytes"]) for row in models}) == 1
 
 
-def _measurable_gain(results: ResultsTable, draft: str, domain: str) -> float:
-    """The gain of alpha over the base's; 0 if it may be none."""
-    row = results.gain(draft, domain)
+def _measurable_gain(results: ResultsTable, draft: str, kind: SuiteKind) -> float:
+    """The gain of alpha over the base's; 0 if it may be none, or was not measured."""
+    row = results.gain(draft, kind) if kind in results.kinds else None
     if row is None or row["low"] is None or row["high"] is None:
         return 0.0
     return 0.0 if row["low"] <= 0 <= row["high"] else row["value"] or 0.0

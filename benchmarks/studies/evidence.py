@@ -271,12 +271,11 @@ def how_fast(
     and in other engines; longest: the same with the head that was trained longest.
     """
     sections = {}
-    for title, found in (("", engines), ("EAGLE-3 of 2.9 million tokens, ", longest)):
-        sections[f"{title}beside other engines"] = real_speed.speeds_table(found)
+    for of, found in (("", engines), (", EAGLE-3 of 2.9 million tokens", longest)):
+        sections[f"Beside other engines{of}"] = real_speed.speeds_table(found)
         for temperature in real_speed.TEMPERATURES:
             ledger = real_speed.ledger(found, temperature)
-            sections[f"{title}milliseconds of a step, T = {temperature:g}"] = ledger
-    sections = {title[0].upper() + title[1:]: section for title, section in sections.items()}
+            sections[f"Milliseconds of a step{of}, T = {temperature:g}"] = ledger
     return Evidence(
         name="how-fast",
         title="how fast",

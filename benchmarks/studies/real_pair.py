@@ -244,11 +244,11 @@ def best(study: Study, *kinds: str) -> str:
 
 
 def trained_longest(study: Study, name: str) -> str:
-    """The run of this draft with the most tokens of those that are there."""
+    """Name the longest training of this draft that OUT/drafts holds."""
     for piece in ("longest", "longer", "recipe"):
-        run = f"{name}-{piece}"
-        if (study.out / "drafts" / study.seeded(run) / "config.json").exists():
-            return study.seeded(run)
+        run = study.seeded(f"{name}-{piece}")
+        if (study.out / "drafts" / run / "config.json").exists():
+            return run
     return name
 
 
