@@ -16,6 +16,7 @@ from draftsmith_core.tokenization import Tokenizer, chat_template_of, encode_tex
 
 # A text, token ids, or a chat: a list of {"role", "content"}.
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, object]]
+_OF_A_TURN = {"role", "from", "content", "value"}
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,11 @@ class PromptEncoder:
     def read(self, prompts: Any) -> GivenPrompts:
         """Encode one prompt, or each of a list; those of a list are named by their tokens."""
         if isinstance(prompts, Mapping):
-            if not prompts.keys() & {"messages", "input_ids"}:
-                raise InputError("prompts: a dict needs 'messages' or 'input_ids'")
-            row = in_our_names("prompts", dict(prompts), ("prompts", "tools"))
-            encoder = replace(self, tools=row.get("tools", self.tools))
-            return encoder.read(row["prompts"])
+            row = _row(prompts, "prompts")
+            return self._with_tools(row).read(row["prompts"])
         if isinstance(prompts, Integral):
             raise InputError(f"prompts: expected texts, token ids or chats, got {prompts}")
-        if _is_one(prompts):
+        if is_one(prompts):
             return GivenPrompts([Prompt("prompt", "default", tuple(self.encode(prompts)))], True)
         repeats = Counter[str]()
         named = []
@@ -59,6 +57,9 @@ class PromptEncoder:
 
     def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
         """Return the token ids of a prompt. Token ids are returned as they are."""
+        if isinstance(prompt, Mapping):
+            row = _row(prompt, where)
+            return self._with_tools(row).encode(row["prompts"], where)
         tokenizer = self.tokenizer
         if self.chat_template is not None:
             tokenizer = copy.copy(tokenizer)
@@ -72,12 +73,37 @@ class PromptEncoder:
         if items and isinstance(items[0], Mapping):
             turns = asked(read_turns(items, where), where)
             return encode_messages(tokenizer, turns, where, self.tools)
+        for item in items:
+            if not isinstance(item, Integral):
+                got = type(item).__name__
+                raise InputError(f"{where}: expected a text, token ids or a chat; it holds a {got}")
         return [int(item) for item in items]
 
+    def _with_tools(self, row: Mapping[str, Any]) -> "PromptEncoder":
+        return replace(self, tools=row.get("tools", self.tools))
 
-def _is_one(prompts: Any) -> bool:
+
+def _row(given: Mapping[str, object], where: str) -> dict[str, Any]:
+    """Return the prompt of a dict as `prompts`, and its `tools`. Raise InputError if it has none."""
+    if not given.keys() & {"messages", "input_ids"}:
+        line = f"{where}: a dict needs 'messages' or 'input_ids'"
+        for key in ("text", "prompt"):
+            if key in given:
+                raise InputError(f"{line}, not '{key}'; give its text alone, without the dict")
+        if given.keys() & _OF_A_TURN:
+            raise InputError(f"{line}; a turn stands in a list, as [{{'role': ..., 'content': ...}}]")
+        raise InputError(line)
+    return in_our_names(where, dict(given), ("prompts", "tools"))
+
+
+def is_one(prompts: Any) -> bool:
+    """Whether this is a single prompt, not a list of prompts."""
     if isinstance(prompts, str):
         return True
     if shape := getattr(prompts, "shape", None):
         return len(shape) == 1
-    return len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping)
+    if len(prompts) == 0:
+        return False
+    first = prompts[0]
+    is_turn = isinstance(first, Mapping) and bool(first.keys() & _OF_A_TURN)
+    return is_turn or isinstance(first, Integral)

@@ -39,7 +39,7 @@ from drafts.load import (
 )
 from draftsmith.detokenizer import Detokenizer, Piece
 from draftsmith.drafting import DraftingMethod, choose_method, reads_drafts
-from draftsmith.given_prompts import OnePrompt, PromptEncoder
+from draftsmith.given_prompts import OnePrompt, PromptEncoder, is_one
 from draftsmith.transformers_names import takes_their_names
 from draftsmith_core.documents import read_documents
 from draftsmith_core.errors import InputError
@@ -267,8 +267,8 @@ class Pair:
         its batch. Options of transformers' `generate` that mean something here are read, and so is
         what a tokenizer returns. Raise InputError for options that do not go together.
 
-        prompts: texts, token ids or chats (`messages`). To a target with a chat template, a text is
-        what the user says.
+        prompts: texts, token ids or chats, which are lists of {"role", "content"} or dicts with
+        `messages`. To a target with a chat template, a text is what the user says.
         raw: continue texts as they are, without the chat template.
         chat_template, tools: a Jinja file or its text in place of the target's, and the tools of
         chats.
@@ -325,7 +325,14 @@ class Pair:
         """Continue one prompt as `generate` does; yield its text piece by piece.
 
         for piece in pair.stream("Return the"): print(piece, end="")
+
+        Raise InputError for several prompts or outputs, and for `on_tokens`.
         """
+        for name in ("on_tokens", "num_samples", "num_return_sequences"):
+            if name in options:
+                raise InputError(f"{name}: stream yields the text of one output; use generate")
+        if not isinstance(prompt, Mapping) and not is_one(prompt):
+            raise InputError("prompt: stream takes one prompt; use generate for a list")
         pieces: SimpleQueue[Piece | BaseException | None] = SimpleQueue()
         text = Detokenizer(self.tokenizer)
         abandoned = Event()

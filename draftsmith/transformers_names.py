@@ -4,9 +4,11 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Any, ParamSpec, TypeVar
 
 from draftsmith_core.errors import nearest
+from draftsmith_core.options import nearest_option
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -104,6 +106,7 @@ _OF_THE_MODEL = (
     "_from_model_config",
 )
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def in_our_names(where: str, given: Options, known: Collection[str]) -> Options:
@@ -119,7 +122,9 @@ def in_our_names(where: str, given: Options, known: Collection[str]) -> Options:
         if rule.ours is None:
             continue
         if rule.ours not in known:
-            raise TypeError(f"{where}: no option {name!r}; {nearest(name, known)}")
+            near = nearest_option(name, known)
+            fix = f"did you mean {near}?" if near else nearest(name, known)
+            raise TypeError(f"{where}: no option {name!r}; {fix}")
         if rule.ours in ours:
             raise TypeError(f"{where}: {rule.ours} is given twice, under two names; keep one")
         ours[rule.ours] = rule.value(value, given)
@@ -141,20 +146,28 @@ def _of_config(config: Any) -> Options:
 def takes_their_names(*inner: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function so that it takes options by transformers' names too.
 
-    inner: functions that the decorated one passes the rest of its options to.
+    inner: functions that the decorated one passes the rest of its options to. What they take by
+    place it gives them itself.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
-        known: list[str] = []
-        for each in (function, *inner):
-            known += [option for option in inspect.signature(each).parameters if option != "self"]
+        parameters = inspect.signature(function).parameters.values()
+        known = [each.name for each in parameters if each.kind is not Parameter.VAR_KEYWORD]
+        by_place = [each.name for each in parameters if each.kind in _BY_PLACE]
+        for each in inner:
+            parameters = inspect.signature(each).parameters.values()
+            known += [option.name for option in parameters if option.kind is Parameter.KEYWORD_ONLY]
+        known = [option for option in known if option != "self"]
 
         @functools.wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> R:
             given: Options = dict(options)
             config = given.pop("generation_config", None)
             ours = in_our_names(name, given, known)
+            for placed in by_place[: len(args)]:
+                if placed in ours:
+                    raise TypeError(f"{name}: {placed} is given twice, once by place; keep one")
             if config is not None:
                 ours = in_our_names(f"{name}: generation_config", _of_config(config), known) | ours
             return function(*args, **ours)

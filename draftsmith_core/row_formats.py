@@ -70,9 +70,9 @@ def as_known(row: JsonObject) -> JsonObject:
     elif key == "conversations":
         turns = _sharegpt(row)
     elif key == "prompt" and isinstance(row[key], list):
-        turns = read_turns(row[key], key)
+        turns = read_turns(row[key], "key 'prompt'")
         if row.get("completion") is not None:
-            turns += read_turns(row["completion"], "completion")
+            turns += read_turns(row["completion"], "key 'completion'")
     elif key == "instruction":
         turns = _alpaca(row)
     else:
@@ -83,14 +83,14 @@ def as_known(row: JsonObject) -> JsonObject:
     return {name: value for name, value in row.items() if name not in read} | {"messages": turns}
 
 
-def read_turns(value: object, key: str = "messages") -> list[JsonObject]:
+def read_turns(value: object, where: str = "key 'messages'") -> list[JsonObject]:
     """Return the turns of a chat with `role` and `content`, a text, and without null keys.
 
-    Raise InputError that begins with `key` if `value` is not a chat of texts.
+    Raise InputError that begins with `where` if `value` is not a chat of texts.
     """
     if not isinstance(value, list | tuple) or not value:
-        raise InputError(f"key '{key}': must be a list of at least one turn")
-    return [_turn(turn, f"key '{key}': turn {number}") for number, turn in enumerate(value, 1)]
+        raise InputError(f"{where}: must be a list of at least one turn")
+    return [_turn(turn, f"{where}: turn {number}") for number, turn in enumerate(value, 1)]
 
 
 def _turn(turn: object, where: str) -> JsonObject:
@@ -98,8 +98,10 @@ def _turn(turn: object, where: str) -> JsonObject:
         raise InputError(f"{where}: expected an object with 'role' and 'content'")
     speaker = turn.get("role") or turn.get("from")
     if not isinstance(speaker, str):
-        raise InputError(f"{where}: needs 'role' (or 'from'), a text")
+        raise InputError(f"{where}: needs 'role' (or 'from'), a text; it has {_keys(turn)}")
     key = "value" if turn.get("content") is None and "value" in turn else "content"
+    if key not in turn and "tool_calls" not in turn:
+        raise InputError(f"{where}: needs 'content', a text; it has {_keys(turn)}")
     content = turn.get(key)
     read = {
         name: value
@@ -118,6 +120,10 @@ def _turn(turn: object, where: str) -> JsonObject:
     if not isinstance(content, str):
         raise InputError(f"{where}: '{key}' must be text, got {_kind(content)}")
     return {"role": _SPEAKERS.get(speaker, speaker), "content": content} | read
+
+
+def _keys(turn: Mapping[object, object]) -> str:
+    return ", ".join(f"'{key}'" for key in turn) or "no keys"
 
 
 def _thinking(parts: list[Any]) -> JsonObject:
@@ -166,7 +172,7 @@ def _sharegpt(row: JsonObject) -> list[JsonObject]:
     """
     turns: list[JsonObject] = []
     asked = False
-    for turn in read_turns(row["conversations"], "conversations"):
+    for turn in read_turns(row["conversations"], "key 'conversations'"):
         asked = asked or turn["role"] == "user" and bool(turn["content"].strip())
         if turn["role"] == "assistant" and not any(before["role"] == "user" for before in turns):
             continue
@@ -201,7 +207,7 @@ def _alpaca(row: JsonObject) -> list[JsonObject]:
         for place, text in enumerate(spoken)
         if text != ""
     ]
-    return read_turns(turns, "history")
+    return read_turns(turns, "key 'history'")
 
 
 def _tools(value: object) -> list[JsonObject]:

@@ -178,6 +178,7 @@ def test_a_text_is_what_the_user_says_to_a_chat_model_at_both_doors(
         untyped.generate(messages=chat, **options),
         untyped.generate({"messages": chat}, **options),
         untyped.generate(["Who jumps?"], **options)[0],
+        untyped.generate([{"messages": chat}], **options)[0],
     ):
         assert asked.prompt_ids == chatted.prompt_ids
         assert asked.output_ids == chatted.output_ids
@@ -261,7 +262,15 @@ def test_what_a_tokenizer_returns_is_a_prompt(pair):
         ({"stop": "a", "stop_strings": "b"}, "stop is given twice, under two names; keep one"),
         ({"do_sample": False, "temperature": 0.5}, "do_sample: False goes with temperature 0"),
         ({"temprature": 1}, "generate: no option 'temprature'; did you mean temperature?"),
+        ({"n": 2}, "generate: no option 'n'; did you mean num_samples?"),
         ({"prompts": 5}, "prompts: expected texts, token ids or chats, got 5"),
+        ({"prompts": {"text": "a"}}, "prompts: a dict needs 'messages' or 'input_ids', not 'text'"),
+        ({"prompts": [{"text": "a"}]}, "prompts[0]: a dict needs 'messages' or 'input_ids', not"),
+        ({"prompts": ["a", {"prompt": "b"}]}, "not 'prompt'; give its text alone, without the"),
+        ({"prompts": ["a", {"role": "user", "content": "b"}]}, "prompts[1]: a dict needs"),
+        ({"prompts": [{"role": "user", "text": "a"}]}, "prompt: turn 1: needs 'content', a text"),
+        ({"prompts": [{"content": "a"}]}, "turn 1: needs 'role' (or 'from'), a text; it has 'con"),
+        ({"prompts": ["a", ["b"]]}, "prompts[1]: expected a text, token ids or a chat; it holds"),
         ({"temperature": "hot"}, "temperature: must be a valid number, got 'hot'"),
         ({"max_new_tokens": 0}, "max_new_tokens: must be greater than or equal to 1, got 0"),
     ],
@@ -279,9 +288,27 @@ def test_names_of_transformers_load_a_pair(target_dir):
         ({"devcie": "cpu"}, "load_pair: no option 'devcie'; did you mean device?"),
         ({"device_map": {"": 0}}, "a model is on one device here; write device='cuda:0'"),
         ({"cache_dir": "x"}, "set the environment variable HF_HOME"),
+        ({"drafts": [target_dir]}, "load_pair: no option 'drafts'; did you mean draft?"),
+        ({"options": {}}, "load_pair: no option 'options'; use one of target, draft, fast"),
+        ({"target": target_dir}, "load_pair: target is given twice, once by place; keep one"),
     ):
         with pytest.raises(TypeError, match=re.escape(told)):
             ds.load_pair(target_dir, **options)
+
+
+@pytest.mark.parametrize("name", ["prompts", "input_ids", "messages"])
+def test_a_prompt_that_is_given_twice_is_an_error(pair, name):
+    with pytest.raises(TypeError, match="^generate: prompts is given twice, once by place"):
+        pair.generate("a", **{name: [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [(["a", "b"], {}), ("a", {"num_samples": 2}), ("a", {"on_tokens": print})],
+)
+def test_a_stream_is_of_one_output(pair, prompt, options):
+    with pytest.raises(ds.InputError, match="use generate"):
+        list(pair.stream(prompt, **options))
 
 
 def test_a_stop_ends_the_text(pair):

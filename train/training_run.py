@@ -82,6 +82,8 @@ def train(
     that cannot be used, RunError for what fails while running. SIGTERM ends it with Terminated
     (exit code 143) and Ctrl-C with KeyboardInterrupt, with a checkpoint of that step.
     """
+    if loss is not None and not callable(loss):
+        raise InputError("loss: is a function of your own; objective='fkl' names one of ours")
     config = configured(TrainConfig, config, options)
     out = Path(config.out)
     if config.push_to_hub is not None:
