@@ -84,14 +84,16 @@ class PromptEncoder:
 
 
 def _row(given: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Return the prompt of a dict as `prompts`, and its `tools`. Raise InputError if it has none."""
+    """Return a dict's prompt as `prompts`, and its `tools`. Raise InputError without a prompt."""
     if not given.keys() & {"messages", "input_ids"}:
         line = f"{where}: a dict needs 'messages' or 'input_ids'"
         for key in ("text", "prompt"):
             if key in given:
                 raise InputError(f"{line}, not '{key}'; give its text alone, without the dict")
         if given.keys() & _OF_A_TURN:
-            raise InputError(f"{line}; a turn stands in a list, as [{{'role': ..., 'content': ...}}]")
+            raise InputError(
+                f"{line}; a turn stands in a list, as [{{'role': ..., 'content': ...}}]"
+            )
         raise InputError(line)
     return in_our_names(where, dict(given), ("prompts", "tools"))
 

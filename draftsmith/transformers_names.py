@@ -122,7 +122,7 @@ def in_our_names(where: str, given: Options, known: Collection[str]) -> Options:
         if rule.ours is None:
             continue
         if rule.ours not in known:
-            near = nearest_option(name, known)
+            near = nearest_option(name, list(known))
             fix = f"did you mean {near}?" if near else nearest(name, known)
             raise TypeError(f"{where}: no option {name!r}; {fix}")
         if rule.ours in ours:

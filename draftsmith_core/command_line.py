@@ -39,9 +39,15 @@ _MEANT = {
     "eagle-3": "that is eagle3",
 }
 
-# What a command does itself, by an option that others have.
-_DOES_ITSELF = {
-    "plan --tree": "plan tries trees and picks the fastest; eval --tree times those that you name"
+# What to do instead of an option that no command has, or that this one lacks.
+_INSTEAD = {
+    "plan --tree": "plan tries trees and picks the fastest; eval --tree times those that you name",
+    "train --model": "--draft names what is trained, --target its teacher",
+    "train --model_name_or_path": "--draft names what is trained, --target its teacher",
+    "--resume": "leave it out: the same command goes on where it was stopped",
+    "--resume_from_checkpoint": "leave it out: the same command goes on where it was stopped",
+    "--overwrite_output_dir": "delete the directory, or choose another --out",
+    "--overwrite": "delete the directory, or choose another --out",
 }
 
 
@@ -80,8 +86,8 @@ def parse(
         key = unknown[0].partition("=")[0]
         if not key.startswith("--"):
             raise InputError(f"{key!r}: unexpected word")
-        itself = _DOES_ITSELF.get(f"{command} {key}")
-        known = f"; {itself}" if itself else _nearest(key[2:], table, "--")
+        instead = _INSTEAD.get(f"{command} {key}", _INSTEAD.get(key))
+        known = f"; {instead}" if instead else _nearest(key[2:], table, "--")
         raise InputError(f"{key}: unknown option{known}")
     values: dict[str, Any] = {}
     lines: dict[str, str] = {}
@@ -144,8 +150,8 @@ def check_file(cls: type, file: Path) -> None:
 
 
 def _nearest(key: str, table: Iterable[str], dashes: str = "") -> str:
-    near = nearest_option(key, [*_COMMON, *table])
-    return f"; did you mean {dashes}{near}?" if near else "; --help=all lists them"
+    near = nearest_option(key, [*_COMMON, *table], dashes)
+    return f"; did you mean {near}?" if near else "; --help=all lists them"
 
 
 def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> dict[str, str]:

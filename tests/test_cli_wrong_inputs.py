@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.cli.commands import COMMANDS
+from draftsmith_core.options import _CALLED, options_of
+
 # By the beginning of a command line: what follows it, and what its one line must say.
 WRONG: dict[str, list[tuple[str, str]]] = {
     "": [
@@ -191,3 +194,66 @@ def test_one_line_exit_code_2_and_nothing_written(door, files, tmp_path, monkeyp
         assert len(line) < 600
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == set(), left
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("train --learning_rate", "--optim.lr"),
+        ("train --num_train_epochs", "--epochs"),
+        ("train --max_steps", "--steps"),
+        ("train --max_seq_length", "--max_length"),
+        ("train --warmup_ratio", "--optim.warmup_steps"),
+        ("train --gradient_accumulation_steps", "--accumulation"),
+        ("train --dataset_name", "--data"),
+        ("train --teacher_model_name_or_path", "--target"),
+        ("align --epochs", "--train.steps"),
+        ("align --num_epochs", "--train.steps"),
+        ("align --num_train_epochs", "--train.steps"),
+        ("align --per_device_train_batch_size", "--train.batch_size"),
+        ("align --per_device_eval_batch_size", "--eval.batch_size"),
+        ("align --gradient_accumulation_steps", "--train.rows_per_step"),
+        ("align --dataset_name", "--prompts"),
+        ("align --model_name_or_path", "--target"),
+        ("align --max_prompts", "--distill.max_prompts or --eval.max_prompts"),
+        ("align --distil.max_prompts", "--distill.max_prompts"),
+        ("distill --output-dir", "--out"),
+        ("distill --max_length", "--max_new_tokens"),
+        ("distill --n", "--num_samples"),
+        ("decode --num_draft_tokens", "--tree"),
+        ("decode --torch_dtype", "--dtype"),
+        ("eval --dataset", "--id"),
+        ("eval --assistant-model", "--draft"),
+        ("merge --base_model", "--base"),
+    ],
+)
+def test_an_option_of_another_tool_is_known_by_its_meaning(door, words, meant):
+    command, typed = words.split()
+    assert f"unknown option; did you mean {meant}?" in door.refused(command, typed, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("distill --num_train_epochs", "unknown option; --help=all lists them"),
+        ("decode --url", "unknown option; --help=all lists them"),
+        ("train --resume_from_checkpoint", "leave it out: the same command goes on"),
+        ("train --model_name_or_path", "--draft names what is trained, --target its teacher"),
+    ],
+)
+def test_an_option_without_its_like_is_not_led_astray(door, words, told):
+    assert told in door.refused(*words.split(), 3)
+
+
+def test_names_of_other_tools_lead_to_options_that_there_are():
+    keys = {f".{option.key}" for each in COMMANDS.values() for option in options_of(each.options)}
+    keys |= {
+        f".{option.key}" for option in options_of(COMMANDS["doctor"].instead["served"].options)
+    }
+    keys.add(".config")
+    names: list[str] = []
+    for ours, theirs in _CALLED:
+        names += theirs.split()
+        for name in ours:
+            assert any(key.endswith(f".{name}") for key in keys), name
+    assert len(names) == len(set(names))

@@ -108,16 +108,3 @@ def test_without_a_directory_says_what_to_type(door):
 def test_a_directory_of_others_is_refused(door, tmp_path):
     assert "holds nothing that draftsmith made" in door.refused("status", tmp_path)
     assert "is no directory" in door.refused("status", tmp_path / "none")
-
-
-@pytest.mark.parametrize(
-    ("command", "typed", "meant"),
-    [
-        ("train", "learning_rate", "optim.lr"),
-        ("align", "epochs", "train.steps"),
-        ("distill", "max_length", "max_new_tokens"),
-        ("decode", "num_draft_tokens", "tree"),
-    ],
-)
-def test_an_option_of_another_tool_is_known_by_its_meaning(door, command, typed, meant):
-    assert f"did you mean --{meant}?" in door.refused(command, f"--{typed}", 3)

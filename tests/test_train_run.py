@@ -204,6 +204,7 @@ def test_a_loss_of_ones_own(tmp_path, distilled, draft_dir, target_dir, capsys):
             {"target": target_dir},
             r"loss: .* returned \[\]; return one value",
         ),
+        ("fkl", {"target": target_dir}, "loss: is a function of your own; objective='fkl' names"),
     ]
     for wrong, more, message in refused:
         with pytest.raises(InputError, match=message):
