@@ -2,6 +2,8 @@
 for. Needs no torch.
 """
 
+import difflib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,7 +127,9 @@ def parse_tree(
     spec = tree_spec(tree, deepest)
     kind, colon, body = spec.partition(":")
     if kind not in TREES:
-        raise ValueError(f"tree {spec!r}: unknown kind {kind!r}; {nearest(kind, TREES)}")
+        near = _meant(spec)
+        fix = f"did you mean {near}?" if near else nearest(kind, TREES)
+        raise ValueError(f"tree {spec!r}: unknown kind {kind!r}; {fix}")
     content: Any = None
     if kind in _FILES:
         if not body:
@@ -144,13 +148,16 @@ def parse_tree(
             return parse_tree(plan["spec"]) if plan.get("spec") else Tree(tuple(plan["parents"]))
         if kind in _GROWING:
             return _growing(kind, body.split(",") if colon else [])
-        return _counted(kind, body.split(","))
+        return _counted(kind, body.split(",") if body else [])
     except (TypeError, AttributeError, KeyError) as error:
         missing = f"key {error} is missing; " if isinstance(error, KeyError) else ""
         raise ValueError(f"tree {spec!r}: {missing}expected {_FILES[kind]}") from None
     except ValueError as error:
-        example = "" if kind in _FILES else f"; write for example {TREES[kind].example}"
-        raise ValueError(f"tree {spec!r}: {str(error).removeprefix('tree: ')}{example}") from None
+        near = _meant(spec)
+        fix = f"; did you mean {near}?" if near else f"; write for example {TREES[kind].example}"
+        if kind in _FILES:
+            fix = ""
+        raise ValueError(f"tree {spec!r}: {str(error).removeprefix('tree: ')}{fix}") from None
 
 
 _GROWING: dict[str, dict[str, Any]] = {
@@ -161,8 +168,12 @@ _GROWING: dict[str, dict[str, Any]] = {
 
 def _counted(kind: str, words: Sequence[str]) -> Tree:
     counts = [_number(word, int) for word in words if "=" not in word]
-    if not counts or min(counts) < 1 or (kind == "chain" and len(counts) > 1):
+    if not counts:
+        raise ValueError("has no number")
+    if min(counts) < 1:
         raise ValueError("every number must be at least 1")
+    if kind == "chain" and len(counts) > 1:
+        raise ValueError("a chain has one number")
     options = _options([word for word in words if "=" in word], {"stop": 0.0})
     tree = chain(min(counts[0], MAX_NODES + 1)) if kind == "chain" else kary(counts)
     return replace(tree, stop=options["stop"])
@@ -192,7 +203,7 @@ def _options(words: Sequence[str], defaults: dict[str, Any]) -> dict[str, Any]:
     for word in words:
         key, _, value = word.partition("=")
         if key not in defaults:
-            raise ValueError(f"unknown key {key!r}; {nearest(key, defaults)}")
+            raise ValueError(f"unknown key {key!r}, not one of {', '.join(defaults)}")
         options[key] = _number(value, type(defaults[key]))
     return options
 
@@ -231,3 +242,97 @@ def _sequoia(content: Any) -> Tree:
 def _check_keys(content: dict[str, Any], known: Sequence[str]) -> None:
     for key in content.keys() - set(known):
         raise ValueError(f"unknown key {key!r}; {nearest(key, known)}")
+
+
+# Other names of kinds and of keys.
+_ALSO = {
+    "k-ary": "kary",
+    "k_ary": "kary",
+    "linear": "chain",
+    "eagle-2": "eagle2",
+    "eagle_2": "eagle2",
+    "dynamic": "eagle2",
+    "opt-tree": "opt",
+    "opt_tree": "opt",
+}
+_NAMES = {name: name for name in TREES} | _ALSO
+_ALSO_KEYS = {
+    "topk": "beam",
+    "top_k": "beam",
+    "width": "beam",
+    "k": "beam",
+    "total_token": "nodes",
+    "tokens": "nodes",
+    "size": "nodes",
+    "n": "nodes",
+    "steps": "depth",
+    "length": "depth",
+    "threshold": "gain",
+    "p": "stop",
+}
+_WORD = re.compile(r"([a-z_]+) *[=:] *([\d.]+)|(\d+(?:\.\d+)?)")
+# Such as 3,2 or (3, 2) or 3x2.
+_COUNTS = re.compile(r"[\[(]?\d+([ ,;x*/]+\d+)+[\])]?")
+
+
+def _meant(spec: str) -> str | None:
+    """Return the spec that one which cannot be read likely stands for, such as `chain:2` for
+    `chain2`; None if there is none.
+    """
+    text = spec.strip()
+    name, rest = _kind_and_body(text)
+    if text.endswith(".json") and not name:
+        return f"static:{text}, or auto:{text} of a plan"
+    if not name and not _COUNTS.fullmatch(text):
+        return None
+    kind = _NAMES.get(name, "kary")
+    if kind in _FILES:
+        file = rest.strip(" =:()")
+        return f"{kind}:{file}" if file else kind
+    better = _rewritten(kind, rest.lower())
+    if better is None or better == spec:
+        return None
+    try:
+        parse_tree(better)
+    except ValueError:
+        return None
+    return better
+
+
+def _kind_and_body(text: str) -> tuple[str, str]:
+    """Split a spec into the name of a kind, as it stands or nearly, and the rest; the name is empty
+    if there is none.
+    """
+    lower = text.lower()
+    name = max((name for name in _NAMES if lower.startswith(name)), key=len, default="")
+    rest = text[len(name) :]
+    if name and not rest[:1].isalpha():
+        return name, rest
+    # A typing error. The digit of eagle2 is a part of its name.
+    head = re.match(r"[a-z_-]*[a-z]", lower)
+    for written in (lower.partition(":")[0], head[0] if head else ""):
+        if near := difflib.get_close_matches(written, _NAMES, n=1, cutoff=0.75):
+            return near[0], text[len(written) :]
+    return "", text
+
+
+def _rewritten(kind: str, body: str) -> str | None:
+    """Return the spec of a kind with the numbers and options that stand anywhere in `body`."""
+    numbers: list[str] = []
+    options: list[str] = []
+    for key, value, number in _WORD.findall(body):
+        keys = _GROWING.get(kind, ("stop",))
+        near = difflib.get_close_matches(_ALSO_KEYS.get(key, key), keys, n=1)
+        if near:
+            options.append(f"{near[0]}={value}")
+        else:
+            numbers.append(number or value)
+    if kind in _GROWING:
+        places = {1: ("nodes",), 3: ("depth", "beam", "nodes")}.get(len(numbers), ())
+        if len(places) != len(numbers):
+            return None
+        options += [f"{key}={number}" for key, number in zip(places, numbers, strict=True)]
+        return f"{kind}:{','.join(options)}" if options else kind
+    if kind == "chain" and len(numbers) > 1:
+        kind = "kary"
+    return f"{kind}:{','.join([*numbers, *options])}" if numbers else None

@@ -1,6 +1,7 @@
 """Tree specs and their errors, trees that grow, and Sequoia's programme."""
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -88,7 +89,7 @@ def test_a_tree_may_be_written_short():
         (0, "tree 'chain:0': every number must be at least 1; write for example chain:4"),
         (-3, "at least 1"),
         ("0", "at least 1"),
-        ((), "'' is not a whole number; write for example kary:4,2,2"),
+        ((), "has no number; write for example kary:4,2,2"),
         ((3, "x"), "'x' is not a whole number"),
         (4.5, "tree: 4.5 is no tree; write for example chain:4, 4 or (3, 2)"),
         ({"chain": 4}, "is no tree"),
@@ -124,7 +125,12 @@ GOOD = {"acceptance": [0.6, 0.2], "nodes": 8, "depth": 4}
     ("spec", "content", "wrong"),
     [
         ("egale2", None, "unknown kind 'egale2'; did you mean eagle2"),
-        ("chain:4,stp=0.2", None, "unknown key 'stp'; did you mean stop"),
+        ("chain:4,stp=0.2", None, "unknown key 'stp', not one of stop; did you mean chain:4,stop"),
+        ("chain:", None, "has no number; write for example chain:4"),
+        ("chain:3,2", None, "a chain has one number; did you mean kary:3,2?"),
+        ("eagle2:6,10", None, "not one of nodes, depth, beam; write for example eagle2:depth=6"),
+        ("4.5", None, "unknown kind '4.5'; use one of chain"),
+        ("none", None, "unknown kind 'none'; use one of chain"),
         ("chain:x", None, "'x' is not a whole number; write for example chain:4"),
         ("kary:3,0", None, "at least 1"),
         ("chain:4,stop=1", None, "stop=1.0 is not a probability"),
@@ -149,6 +155,49 @@ def test_a_bad_spec_or_file_is_refused_in_one_line(spec, content, wrong):
     assert message.startswith(f"tree '{spec}': ") and wrong in message and "\n" not in message, (
         message
     )
+
+
+NEAR_MISSES = {
+    "chain2": "chain:2",
+    "chain-3": "chain:3",
+    "chain=4": "chain:4",
+    "chain(4)": "chain:4",
+    "chain 4": "chain:4",
+    "Chain:4": "chain:4",
+    "chains:4": "chain:4",
+    "chian2": "chain:2",
+    "chain:N=4": "chain:4",
+    "chain4,stop=0.2": "chain:4,stop=0.2",
+    "chain:4,p=0.2": "chain:4,stop=0.2",
+    "kary3,2": "kary:3,2",
+    "kary:3x2": "kary:3,2",
+    "kary-3-2": "kary:3,2",
+    "kary:[3,2]": "kary:3,2",
+    "k-ary:3,2": "kary:3,2",
+    "3,2": "kary:3,2",
+    "3x2": "kary:3,2",
+    "(3, 2)": "kary:3,2",
+    "dynamic8": "eagle2:nodes=8",
+    "eagle-2": "eagle2",
+    "eagle2:60": "eagle2:nodes=60",
+    "eagle2:6,10,60": "eagle2:depth=6,beam=10,nodes=60",
+    "eagle2:topk=8,depth=4": "eagle2:beam=8,depth=4",
+    "egale2:nodes=20": "eagle2:nodes=20",
+    "opt8": "opt:nodes=8",
+    "opt-tree:threshold=0.3": "opt:gain=0.3",
+    "static=tree.json": "static:tree.json",
+    "auto=plan.json": "auto:plan.json",
+    "my/tree.json": "static:my/tree.json, or auto:my/tree.json of a plan",
+}
+
+
+@pytest.mark.parametrize("spec", NEAR_MISSES)
+def test_a_near_miss_is_answered_with_a_spec_that_can_be_typed(spec):
+    meant = NEAR_MISSES[spec]
+    with pytest.raises(ValueError, match=re.escape(f"; did you mean {meant}?") + "$"):
+        parse_tree(spec)
+    if ".json" not in meant:
+        assert parse_tree(meant).size > 0
 
 
 @pytest.mark.parametrize(
