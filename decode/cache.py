@@ -198,6 +198,17 @@ class TreeCache(Cache):
                         self.bytes_moved += slots * slot.numel() * slot.element_size()
             store.show(len(rows))
 
+    def repeat_rows(self, rows: Sequence[int]) -> None:
+        """Put copies of row `rows[b]` in row b, for more rows than there are. None is numbered
+        above its place, and they come from the last to the first, so that none is lost.
+        """
+        for store in self._stores:
+            store.grow(len(rows), self.capacity)
+            for block in (store.keys, store.values):
+                for target, source in reversed(list(enumerate(rows))):
+                    if source != target:
+                        block[:, target] = block[:, source]
+
     def join(self, other: "TreeCache", lengths: Sequence[int]) -> None:
         """Append the rows of another cache of the same model, with `lengths[b]` slots in row b."""
         self.capacity = max(self.capacity, other.capacity)

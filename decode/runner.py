@@ -167,7 +167,7 @@ class Runner:
         of `hidden_layers`.
 
         Rows are left-aligned: padding comes after a row's tokens, where causal attention does not
-        look, so that the model's own masks are right.
+        look, so that the model's own masks are right. A model reads equal prompts once.
         """
         self.lengths = [len(prompt) for prompt in prompts]
         longest = max(self.lengths)
@@ -177,15 +177,25 @@ class Runner:
             shape = (len(prompts), 0, int(config.hidden_size))
             nothing = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
             return (nothing,) * len(hidden_layers)
-        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        read = list(prompts)
+        step = longest
+        # A head wrapped as a model takes its features for whole prompts at once, a row for each.
+        if isinstance(self.model, PreTrainedModel):
+            read = list(dict.fromkeys(map(tuple, prompts)))
+            step = _CHUNK
+        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in read]
         tokens_BT = torch.tensor(padded, device=self.device)
-        # A head wrapped as a model takes its features for the whole prompt at once.
-        step = _CHUNK if isinstance(self.model, PreTrainedModel) else longest
+        self.cache.reuse(len(read))
         parts = []
         for begin in range(0, longest, step):
             chunk_BT = tokens_BT[:, begin : begin + step]
             parts.append(self._prefill_chunk(chunk_BT, begin, hidden_layers))
-        return tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
+        hidden = tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
+        if len(read) == len(prompts):
+            return hidden
+        rows = [read.index(tuple(prompt)) for prompt in prompts]
+        self.cache.repeat_rows(rows)
+        return tuple(states_BTH[rows] for states_BTH in hidden)
 
     def _new_cache(self, layers: int, capacity: int) -> TreeCache:
         return TreeCache(layers, capacity)

@@ -148,7 +148,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, dra
         assert value is not None and line.endswith(")"), line
     before_work = err.partition("1/3 distil")[0].strip().splitlines()
     assert "6 steps" in before_work[-4] and before_work[-3].startswith("pays: from ")
-    assert before_work[-2].startswith("expected: ")
+    assert before_work[-2].startswith("expected at most: ")
     assert f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 6
     named = {line.split()[0] for line in chosen}
     assert {
@@ -361,7 +361,8 @@ def test_without_a_draft_a_fresh_head_is_trained(door, files, target_dir, tmp_pa
         and "one pruned layer with the whole vocabulary" in begun
     )
     assert re.search(
-        r"expected: distil \d+ (s|min), train \d+ (s|min), evaluate \d+ (s|min) \(one step", begun
+        r"expected at most: distil \d+ (s|min), train \d+ (s|min), evaluate \d+ (s|min) \(some",
+        begun,
     )
     assert not (out / "features").exists()
     assert (

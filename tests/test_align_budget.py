@@ -9,7 +9,7 @@ import pytest
 
 from drafts.heads.medusa import MedusaHeads
 from drafts.load import LoadedModels
-from draftsmith.alignment.budget import Budget, budget_lines, step_cost
+from draftsmith.alignment.budget import Budget, StepCost, budget_lines, step_costs
 from draftsmith.alignment.kept_runs import KEPT
 from tests.tiny_models import stirred_head, tiny_llama
 
@@ -28,6 +28,11 @@ BUDGET = Budget(
     answers_per_step=4,
     passes=3.0,
 )
+
+
+def costs(warm: float) -> list[StepCost]:
+    """Of a step that is a little cheaper at temperature 0."""
+    return [StepCost(0.0, 0.01, warm - 0.1), StepCost(1.0, 0.01, warm)]
 
 
 @pytest.mark.parametrize("series", KEPT, ids=lambda series: f"{series.kind} {series.optimizer}")
@@ -60,12 +65,12 @@ def test_what_is_kept_is_in_the_results(series):
 
 
 def test_a_near_budget_is_between_the_runs_beside_it():
-    (line,) = budget_lines(BUDGET, None)
+    (line,) = budget_lines(BUDGET, [])
     low, high = (float(line.split("alpha of ")[1].split()[place]) for place in (0, 2))
     assert EAGLE.runs[1].alpha_low < low < EAGLE.runs[2].alpha_low
     assert EAGLE.runs[1].alpha_high < high < EAGLE.runs[2].alpha_high
     assert "110 steps of 4 answers" in line and EAGLE.page in line and "adamw" in line
-    (exact,) = budget_lines(replace(BUDGET, steps=156), None)
+    (exact,) = budget_lines(replace(BUDGET, steps=156), [])
     assert "0.19 to 0.22" in exact
 
 
@@ -85,19 +90,20 @@ def test_a_near_budget_is_between_the_runs_beside_it():
 )
 def test_nothing_is_said_where_no_kept_run_is_near(changed):
     budget = replace(BUDGET, **changed)
-    assert budget_lines(budget, None) == []
-    assert budget_lines(budget, 1.5) == [
-        "pays: from 1.50 tokens per call on chain:2 here (its step was timed)"
+    assert budget_lines(budget, []) == []
+    assert budget_lines(budget, costs(1.5)) == [
+        "pays: from 1.40 tokens per call at T = 0, 1.50 at T = 1, on chain:2 here (its step was "
+        "timed)"
     ]
 
 
 def test_only_runs_of_the_same_optimizer_are_near():
-    (line,) = budget_lines(replace(BUDGET, optimizer="muon", steps=300), None)
+    (line,) = budget_lines(replace(BUDGET, optimizer="muon", steps=300), [])
     assert "muon" in line and "adamw" not in line
 
 
 def test_a_budget_far_below_all_kept_runs_is_told_what_those_took():
-    bought, pays = budget_lines(replace(BUDGET, steps=13), 1.2)
+    bought, pays = budget_lines(replace(BUDGET, steps=13), costs(1.2))
     assert "at 39 steps, 3.0 times these, of 4 answers" in bought
     assert "at these steps" not in pays
 
@@ -106,18 +112,19 @@ def test_a_budget_far_below_all_kept_runs_is_told_what_those_took():
     ("cost", "words"),
     [
         (1.1, "our runs had 1.20 at these steps"),
-        (1.25, "our runs had that at about 206 steps, 1.9 times these"),
+        (1.25, "our runs had 1.25 at about 206 steps, 1.9 times these"),
         (1.9, "no run of ours had more than 1.38, at 624 steps"),
         (3.4, "more than it can bring, so no draft pays on it"),
     ],
 )
 def test_how_long_a_draft_that_pays_took(cost, words):
-    assert budget_lines(BUDGET, cost)[1].endswith(words)
+    assert budget_lines(BUDGET, costs(cost))[1].endswith(words)
 
 
 def test_a_step_of_an_untrained_draft_is_timed():
     target = tiny_llama(0, layers=3)
     models = LoadedModels("target", target, None, {})  # type: ignore[arg-type]
-    cost = step_cost(models, stirred_head("eagle", target), [3, 4, 5])
-    assert cost is not None and cost > 0
-    assert step_cost(models, MedusaHeads.fresh(target, num_heads=1), [3, 4, 5]) is None
+    costs = step_costs(models, stirred_head("eagle", target), [3, 4, 5], [0.0, 1.0])
+    assert [cost.temperature for cost in costs] == [0.0, 1.0]
+    assert all(cost.target_s > 0 and cost.ratio > 0 for cost in costs)
+    assert step_costs(models, MedusaHeads.fresh(target, num_heads=1), [3, 4, 5], [0.0]) == []

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from decode import DraftModelProposer, Generation, SpeculativeDecoder
+from decode.propose.head_proposers import HeadProposer
 from decode.runner import Block, Runner
 from draftsmith_core.sampling import Sampling, generator
-from tests.tiny_models import redrawn, stirred, tiny_llama
+from tests.tiny_models import redrawn, stirred, stirred_head, tiny_llama
 
 VOCAB = 17
 GREEDY = Sampling(temperature=0.0)
@@ -306,6 +307,38 @@ def test_bfloat16_runs_with_masks_and_cache_of_its_own_type(kind):
         assert len(g.output_ids) == 12 == g.stats.emitted
         assert g.stats.accepted == sum(g.from_draft) > 0
     assert batch.prefill_s > 0 and batch.decode_s > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "opt"])
+@pytest.mark.parametrize("draft", ["model", "head"])
+def test_equal_prompts_are_read_once_and_go_their_own_ways(monkeypatch, kind, draft):
+    """Samples of one prompt stand in any order among others."""
+    if draft == "head" and kind != "llama":
+        pytest.skip("heads read LLaMA")
+    target = model_of(kind, 1)
+    decoder = decoder_of(kind, "kary:2,2", "mcsd")
+    if draft == "head":
+        head = HeadProposer(stirred_head("eagle", target).eval())
+        decoder = SpeculativeDecoder(target, head, "kary:2,2", "mcsd")
+    rows = [0, 1, 0, 2, 1, 0]
+    prompts = [PROMPTS[row] for row in rows]
+    seeds = range(100, 100 + len(rows))
+    apart = []
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        batch = decoder.generate([prompt], WARM, 12, [generator(seed)], eos_ids=())
+        apart.append(batch.generations[0].output_ids)
+    read = []
+    whole = Runner._prefill_chunk
+
+    def counted(self: Runner, tokens_BT: Tensor, *rest: Any) -> Any:
+        read.append(len(tokens_BT))
+        return whole(self, tokens_BT, *rest)
+
+    monkeypatch.setattr(Runner, "_prefill_chunk", counted)
+    together = decoder.generate(prompts, WARM, 12, [generator(seed) for seed in seeds], eos_ids=())
+    assert [row.output_ids for row in together.generations] == apart
+    # The target and a draft model read three prompts; a head reads the features of every row.
+    assert read == [3, 3 if draft == "model" else len(rows)]
 
 
 def test_decoding_leaves_the_callers_attention_as_it_was():

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -23,7 +24,7 @@ _NEAR = 1.5
 # The chain whose step is timed, tokens of a timed run, and interleaved rounds.
 _CHAIN = 2
 _TOKENS = 8
-_ROUNDS = 2
+_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -92,37 +93,59 @@ def untrained(models: LoadedModels, config: AlignConfig, run: TrainConfig) -> Dr
     return HEADS[run.kind].fresh(models.target).eval()
 
 
-def step_cost(models: LoadedModels, draft: Draft, prompt: Sequence[int]) -> float | None:
-    """Return the seconds of a step on chain:2 over those of a step of the target alone: the tokens
-    per call from which a draft pays. None if the draft is not that deep.
+@dataclass(frozen=True)
+class StepCost:
+    """A step on chain:2 at one temperature, one row, beside the target's own.
 
-    What a draft accepts does not change what a step costs, so an untrained one is timed. Others on
-    the machine only add time, so the fastest round counts.
+    ratio: seconds of the one over those of the other, the tokens per call from which a draft pays.
+    """
+
+    temperature: float
+    target_s: float
+    ratio: float
+
+
+def step_costs(
+    models: LoadedModels,
+    draft: Draft,
+    prompt: Sequence[int],
+    temperatures: Sequence[float],
+) -> list[StepCost]:
+    """Time steps with a draft and without, at each temperature. None if the draft is not that deep.
+
+    What a draft accepts does not change what a step costs, so an untrained one is timed.
     """
     if (depth_limit(draft) or _CHAIN) < _CHAIN:
-        return None
+        return []
     proposer = PROPOSERS[kind_of(draft)].make(draft)
     decoders = [
         SpeculativeDecoder(models.target),
         SpeculativeDecoder(models.target, proposer, chain(_CHAIN)),
     ]
-    least = [math.inf, math.inf]
-    for _ in range(1 + _ROUNDS):  # the first packs weights, and is hardly the fastest
-        for index, decoder in enumerate(decoders):
-            batch = decoder.generate([prompt], Sampling(temperature=0.0), _TOKENS, eos_ids=())
-            calls = batch.generations[0].stats.target_calls
-            least[index] = min(least[index], batch.decode_s / calls)
-    return least[1] / least[0]
+    costs = []
+    for temperature in temperatures:
+        sampling = Sampling(temperature=temperature)
+        alone: list[float] = []
+        drafted: list[float] = []
+        for _ in range(1 + _ROUNDS):
+            for decoder, seconds in zip(decoders, (alone, drafted), strict=True):
+                batch = decoder.generate([prompt], sampling, _TOKENS, eos_ids=())
+                seconds.append(batch.decode_s / batch.generations[0].stats.target_calls)
+        # The first round packs weights.
+        pairs = zip(alone[1:], drafted[1:], strict=True)
+        ratio = median(with_draft / without for without, with_draft in pairs)
+        costs.append(StepCost(temperature, median(alone[1:]), ratio))
+    return costs
 
 
-def budget_lines(budget: Budget, cost: float | None) -> list[str]:
+def budget_lines(budget: Budget, costs: Sequence[StepCost]) -> list[str]:
     """Return what kept runs of this kind and size reached, and from when a draft pays here."""
     series = next((each for each in KEPT if budget.near(each)), None)
     lines = []
     if series is not None:
         lines.append(_bought(budget, series))
-    if cost is not None:
-        lines.append(_pays(budget, series, cost))
+    if costs:
+        lines.append(_pays(budget, series, costs))
     return lines
 
 
@@ -146,12 +169,17 @@ def _at(steps: int, series: KeptSeries, values: Sequence[float]) -> float:
     return float(np.interp(math.log(steps), known, values))
 
 
-def _pays(budget: Budget, series: KeptSeries | None, cost: float) -> str:
-    text = f"pays: from {cost:.2f} tokens per call on chain:{_CHAIN} here (its step was timed)"
-    if cost > 1 + _CHAIN:
+def _pays(budget: Budget, series: KeptSeries | None, costs: Sequence[StepCost]) -> str:
+    first, *others = costs
+    text = f"pays: from {first.ratio:.2f} tokens per call at T = {first.temperature:g}"
+    text += "".join(f", {cost.ratio:.2f} at T = {cost.temperature:g}" for cost in others)
+    text += f", on chain:{_CHAIN} here (its step was timed)"
+    if min(cost.ratio for cost in costs) > 1 + _CHAIN:
         return f"{text}: more than it can bring, so no draft pays on it"
     if series is None:
         return text
+    # The kept runs were measured at the temperature of their answers.
+    cost = max(costs, key=lambda cost: cost.temperature).ratio
     taus = [run.tau for run in series.runs]
     now = _at(budget.steps, series, taus)
     if not budget.shorter_than(series):
@@ -163,4 +191,4 @@ def _pays(budget: Budget, series: KeptSeries | None, cost: float) -> str:
         return f"{text}; no run of ours had more than {last.tau:.2f}, at {last.steps} steps"
     needed = math.exp(np.interp(cost, taus, [math.log(run.steps) for run in series.runs]))
     times = needed / budget.steps
-    return f"{text}; our runs had that at about {needed:.0f} steps, {times:.1f} times these"
+    return f"{text}; our runs had {cost:.2f} at about {needed:.0f} steps, {times:.1f} times these"

@@ -1,23 +1,38 @@
-"""How long a run of `align` will take, from one measured step of each stage."""
+"""How long a run of `align` takes at most, from timed steps of each stage."""
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from decode import SpeculativeDecoder
+from decode import PROPOSERS, SpeculativeDecoder
 from drafts.heads.eagle import FeatureHead
-from drafts.load import Draft, LoadedModels
+from drafts.load import Draft, LoadedModels, kind_of
+from draftsmith.alignment.budget import StepCost
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.stage_configs import eval_config
+from draftsmith_core.ranks import launched
 from draftsmith_core.sampling import Sampling
+from eval.config import EvalConfig
 from train.config import TrainConfig
 from train.trainees import TRAINEES
 
-_TOKENS = 8  # tokens of each answer that is timed
+_TOKENS = 6  # tokens of each answer that is timed
+
+
+@dataclass(frozen=True)
+class _RowCost:
+    """Seconds of a row of a batch: to read its prompt, and of a step."""
+
+    prefill_s: float
+    step_s: float
+
+    def seconds(self, steps: int) -> float:
+        return self.prefill_s + steps * self.step_s
 
 
 def expected(
@@ -26,43 +41,94 @@ def expected(
     models: LoadedModels,
     draft: Draft,
     prompts: Sequence[Sequence[int]],
+    costs: Sequence[StepCost],
 ) -> str:
-    """Return a line with the time of each stage, for answers of full length.
+    """Return a line with the time of each stage, for answers of full length of which no token was
+    drafted.
 
-    draft: before its training. Medusa, Hydra and block drafters are not timed; their progress line
-    tells.
+    draft: before its training. costs: of one row. The training of Medusa, Hydra and block drafters
+    is not timed; its progress line tells.
     """
-    options = config.distill
-    token_s = _token_s(models.target, prompts[: options["batch_size"]])
-    answers = options["max_prompts"] * options["num_samples"] + options["general_texts"]
-    distil_s = answers * options["max_new_tokens"] * token_s
+    processes = launched()
+    distil_s = _distil_s(config, models, prompts) / processes
     parts = [f"distil {_duration(distil_s)}"]
-    rows = sum(run.steps or 0 for run in runs) * config.train["rows_per_step"]
     if isinstance(draft, PreTrainedModel | FeatureHead):
-        read_s, draft_s = _row_s(models.target, draft, config.train["max_length"])
-        head = isinstance(draft, FeatureHead)
-        last = runs[-1]
-        depths = last.head.test_steps or getattr(TRAINEES[last.kind], "usual_steps", 1)
-        # Cached, the states that a head reads are computed once.
-        read = answers if head and last.head.features else rows
-        parts.append(f"train {_duration(read * read_s + rows * depths * draft_s)}")
+        parts.append(f"train {_duration(_train_s(config, runs, models, draft) / processes)}")
     evaluation = eval_config(config)
-    ways = 1 + len(evaluation.draft) * len(evaluation.tree)
-    sets = len(evaluation.id) + len(evaluation.ood)
-    outputs = sets * evaluation.max_prompts * len(evaluation.temperature) * ways
-    evaluate_s = outputs * evaluation.max_new_tokens * token_s
+    evaluate_s = _counting_s(config, evaluation, models, draft, prompts) / processes
+    evaluate_s += _timing_s(evaluation, costs)
     parts.append(f"evaluate {_duration(evaluate_s)}")
-    return f"expected: {', '.join(parts)} (one step of each was timed)"
+    return f"expected at most: {', '.join(parts)} (some steps of each were timed)"
 
 
-def _token_s(target: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> float:
-    """Time the target: seconds per token of a batch of answers."""
-    decoder = SpeculativeDecoder(target)
+def _distil_s(config: AlignConfig, models: LoadedModels, prompts: Sequence[Sequence[int]]) -> float:
+    options = config.distill
+    samples = options["num_samples"]
+    rows = [prompt for prompt in prompts for _ in range(samples)][: options["batch_size"]]
+    cost = _row_cost(SpeculativeDecoder(models.target), rows, options["temperature"])
+    # The target writes the chats that it replays from their first turn on.
+    turns = 2 if options.get("general_from") == "magpie" else 1
+    answers = options["max_prompts"] * samples + turns * options["general_texts"]
+    return answers * cost.seconds(options["max_new_tokens"])
+
+
+def _train_s(
+    config: AlignConfig, runs: Sequence[TrainConfig], models: LoadedModels, draft: Draft
+) -> float:
+    options = config.distill
+    answers = options["max_prompts"] * options["num_samples"] + options["general_texts"]
+    rows = sum(run.steps or 0 for run in runs) * config.train["rows_per_step"]
+    read_s, draft_s = _row_s(models.target, draft, config.train["max_length"])
+    last = runs[-1]
+    depths = last.head.test_steps or getattr(TRAINEES[last.kind], "usual_steps", 1)
+    # Cached, the states that a head reads are computed once.
+    read = answers if isinstance(draft, FeatureHead) and last.head.features else rows
+    return read * read_s + rows * depths * draft_s
+
+
+def _counting_s(
+    config: AlignConfig,
+    evaluation: EvalConfig,
+    models: LoadedModels,
+    draft: Draft,
+    prompts: Sequence[Sequence[int]],
+) -> float:
+    """Seconds of decoding every set in batches: with the target alone, and with every draft and
+    tree. Each draft takes what this one takes.
+    """
+    hottest = max(evaluation.temperature)
+    batch = prompts[: evaluation.batch_size]
+    alone = _row_cost(SpeculativeDecoder(models.target), batch, hottest)
+    drafts = len(evaluation.draft)
+    # Acceptance takes a forward of the whole text for the target and each draft.
+    row_s = alone.seconds(evaluation.max_new_tokens) + (1 + drafts) * alone.prefill_s
+    for tree in evaluation.tree:
+        proposer = PROPOSERS[kind_of(draft)].make(draft)
+        decoder = SpeculativeDecoder(models.target, proposer, tree)
+        row_s += drafts * _row_cost(decoder, batch, hottest).seconds(evaluation.max_new_tokens)
+    rows = len(evaluation.ood) * evaluation.max_prompts
+    rows += len(evaluation.id) * min(evaluation.max_prompts, config.heldout_prompts or 1 << 30)
+    return rows * len(evaluation.temperature) * row_s
+
+
+def _timing_s(evaluation: EvalConfig, costs: Sequence[StepCost]) -> float:
+    """Seconds of timing the target alone, and every draft and tree, one row at a time."""
+    sets = len(evaluation.id) + len(evaluation.ood)
+    steps = sets * evaluation.speed_prompts * evaluation.max_new_tokens
+    ways = len(evaluation.draft) * len(evaluation.tree)
+    return sum(steps * cost.target_s * (1 + ways * cost.ratio) for cost in costs)
+
+
+def _row_cost(
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], temperature: float
+) -> _RowCost:
+    sampling = Sampling(temperature=temperature)
     # The first call also packs weights.
-    decoder.generate([prompts[0]], Sampling(), 1)
-    batch = decoder.generate(prompts, Sampling(), _TOKENS)
-    written = sum(len(answer.output_ids) - 1 for answer in batch.generations)
-    return batch.decode_s / max(1, written)
+    decoder.generate([prompts[0]], sampling, 1)
+    batch = decoder.generate(prompts, sampling, _TOKENS, eos_ids=())
+    steps = max(answer.stats.target_calls for answer in batch.generations)
+    rows = len(batch.generations)
+    return _RowCost(batch.prefill_s / rows, batch.decode_s / (steps * rows))
 
 
 def _row_s(target: PreTrainedModel, draft: nn.Module, length: int) -> tuple[float, float]:

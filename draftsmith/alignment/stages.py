@@ -18,7 +18,7 @@ import yaml
 from distill.generate import distill
 from drafts.load import LoadedModels
 from draftsmith.alignment import stage_configs
-from draftsmith.alignment.budget import Budget, budget_lines, step_cost, untrained
+from draftsmith.alignment.budget import Budget, budget_lines, step_costs, untrained
 from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts, load, look
@@ -159,11 +159,12 @@ def _forecast(
     """Return what the training is likely to buy, and how long the run will take."""
     run = list(runs.values())[-1]
     draft = untrained(models, config, run)
-    cost = step_cost(models, draft, prompts[0])
+    temperatures = stage_configs.eval_config(config).temperature
+    costs = step_costs(models, draft, prompts[0], temperatures)
     budget = Budget.of(config, run, facts, draft)
     return [
-        *budget_lines(budget, cost),
-        expected(config, list(runs.values()), models, draft, prompts),
+        *budget_lines(budget, costs),
+        expected(config, list(runs.values()), models, draft, prompts, costs),
     ]
 
 
