@@ -39,20 +39,28 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Clocked:
+    """A setting and its speedup in a cell."""
+
+    setting: Setting
+    speedup: Row
+
+
+@dataclass(frozen=True)
 class Cell:
-    """One set at one temperature: the chosen setting's speedup there, and the fastest setting
-    there.
+    """One set at one temperature: the chosen setting's speedup there, the fastest setting there,
+    and the other drafts that are slower than the target alone there, with their fastest settings.
 
     `sign` is 1 if the setting pays, -1 if it costs time, 0 if neither is shown, None without an
-    interval.
+    interval. `slower` goes by each draft's interval alone.
     """
 
     domain: str
     temperature: float
     speedup: Row
     sign: int | None
-    fastest: Setting
-    fastest_speedup: Row
+    fastest: Clocked
+    slower: list[Clocked]
     busy: bool
 
 
@@ -126,14 +134,13 @@ def decide(results: ResultsTable) -> Decision:
     chosen = _prefer_measured_gains(results, timed)
     cells = []
     for index, row in enumerate(chosen.speedups):
-        fastest = _fastest(timed, index)
         cell = Cell(
             domain=row["domain"],
             temperature=row["temperature"],
             speedup=row,
             sign=chosen.signs[index],
-            fastest=fastest.setting,
-            fastest_speedup=fastest.speedups[index],
+            fastest=_fastest(timed, index),
+            slower=_slower(timed, index, chosen.setting.draft),
             busy=results.busy(row["domain"], row["temperature"]),
         )
         cells.append(cell)
@@ -146,9 +153,19 @@ def decide(results: ResultsTable) -> Decision:
     return replace(decision, verdict=_verdict(results, decision))
 
 
-def _fastest(timed: Sequence[_Timed], index: int) -> _Timed:
-    speeds = [other.speedups[index]["value"] or 0.0 for other in timed]
-    return timed[speeds.index(max(speeds))]
+def _fastest(timed: Sequence[_Timed], index: int) -> Clocked:
+    best = max(timed, key=lambda other: other.speedups[index]["value"] or 0.0)
+    return Clocked(best.setting, best.speedups[index])
+
+
+def _slower(timed: Sequence[_Timed], index: int, chosen: str) -> list[Clocked]:
+    found = []
+    for draft in dict.fromkeys(other.setting.draft for other in timed):
+        best = _fastest([other for other in timed if other.setting.draft == draft], index)
+        high = best.speedup["high"]
+        if draft != chosen and high is not None and high < 1:
+            found.append(best)
+    return found
 
 
 def _prefer_measured_gains(results: ResultsTable, timed: Sequence[_Timed]) -> _Timed:
@@ -210,7 +227,7 @@ def _verdict(results: ResultsTable, decision: Decision) -> Verdict:
     if chosen_signs == {None}:
         return "too_few"
     if chosen_signs == {-1}:
-        promising = any((cell.fastest_speedup["value"] or 0.0) > 1 for cell in cells)
+        promising = any((cell.fastest.speedup["value"] or 0.0) > 1 for cell in cells)
         return "not_shown" if promising else "none_beats_none"
     return "busy" if any(cell.busy for cell in decision.unclear) else "not_shown"
 

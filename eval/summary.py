@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from eval.decision import decide
+from eval.decision import Setting, decide
 from eval.report.findings import lead
 from eval.report.formats import named_set, number, text_table, tree_name, with_interval
 from eval.report.tables import best_tau
@@ -30,11 +30,14 @@ def table(results: ResultsTable, decided: float) -> list[str]:
 
 
 def rows_by_set(results: ResultsTable, temperature: float) -> list[dict[str, str]]:
-    """Alpha, tokens per call and speed by draft and set at a temperature."""
+    """Alpha, tokens per call and speed by draft and set at a temperature: of the decided draft with
+    its decided tree, of others with the fastest there.
+    """
     rows = []
+    decided = decide(results).setting
     for alpha in results.rows("alpha"):
         if alpha["domain"] in results.domains() and alpha["temperature"] == temperature:
-            tau = best_tau(results, alpha["draft"], alpha["domain"], temperature)
+            tau = _tau(results, alpha, decided)
             speedup = results.beside(tau, "speedup")
             speed = with_interval(speedup, 2)
             if speedup and results.busy(alpha["domain"], temperature):
@@ -50,6 +53,13 @@ def rows_by_set(results: ResultsTable, temperature: float) -> list[dict[str, str
             }
             rows.append(row)
     return rows
+
+
+def _tau(results: ResultsTable, alpha: Row, decided: Setting | None) -> Row:
+    draft, domain, temperature = alpha["draft"], alpha["domain"], alpha["temperature"]
+    if decided is None or decided.draft != draft:
+        return best_tau(results, draft, domain, temperature)
+    return results.tau(draft, domain, temperature, decided.tree, decided.verifier)
 
 
 def summary(results: ResultsTable) -> dict[str, Any]:

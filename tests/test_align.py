@@ -177,7 +177,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, dra
     )
     assert "in distribution: alpha " in printed and "out of distribution: alpha " in printed
     # The command that it ends with decodes with the checkpoint that it names.
-    assert f"decode with it: {summary['decode']}" in printed
+    assert f"with this draft alone: {summary['decode']}" in printed
     decode = [word.strip("'") for word in summary["decode"].split()[1:]]
     assert decode[:5] == ["decode", "--target", target_dir, "--draft", str(out / summary["best"])]
     assert door(*decode, "--max_new_tokens", 4)[0] == 0
@@ -320,7 +320,9 @@ def test_all_stages_on_two_processes(spawn, launch, files, target_dir, draft_dir
     ]
     words += ["--policy", "balanced", "--ood", f"other={files['other']}", "--out"]
     done = launch(["--config_file", CONFIGS / "cpu2.yaml", "-m", "draftsmith"], *words, "two")
-    assert done.stdout.count("decode with it: ") == 1 and done.stderr.count("3/3 evaluate") == 1
+    assert (
+        done.stdout.count("with this draft alone: ") == 1 and done.stderr.count("3/3 evaluate") == 1
+    )
     two, one = tmp_path / "two", tmp_path / "one"
     spawn(*words, "one", cwd=tmp_path, patch=UNDRAWN).wait()
     parts = sorted(path.name for path in (one / "distilled").glob("part-*.parquet"))

@@ -11,7 +11,7 @@ from eval.decision import Setting, decide
 from eval.report.findings import lead
 from eval.report.page import render_page
 from eval.results import Results
-from eval.summary import headline_and_table
+from eval.summary import headline_and_table, rows_by_set
 from tests.results_made_up import BASE, BOTH, made_up, model_row, view
 
 TREES = ("chain:2", "kary:2,1")
@@ -91,7 +91,7 @@ def test_the_base_draft_is_shipped_when_it_is_the_fastest_and_an_advantage_that_
     head = lead(timed(equal))
     assert "Faster than base, too? Not measurably: 1.07 [0." in head.detail, head.detail
     assert dict(head.cells)["code (OOD), T = 1"].endswith(
-        "Fastest there: base with kary:2,1 and exact, 1.90 [1.80, 2.00]."
+        "Faster there, taken alone: base with kary:2,1, 1.90 [1.80, 2.00]."
     )
 
 
@@ -128,10 +128,20 @@ def test_a_draft_is_shipped_for_the_sets_on_which_it_pays():
     assert head.setting == "mine with chain:2 and exact"
     assert "It is slower on code at T = 0: decode without a draft there." in head.detail
     assert "No clear speedup on code at T = 1: time more prompts" in head.detail
+    assert "taken alone" not in head.detail + dict(head.cells)["code (OOD), T = 1"]
     assert head.detail.endswith("The machine was busy during timing.")
     assert head.todo == "Time again on a quiet machine; all else is kept:"
     assert head.command == "draftsmith eval --time_again DIR"
     assert render_page(timed(speeds, busy=True)).count("machine was busy") == 1
+    # On a quiet one, what is faster or slower there is said with it.
+    quiet = lead(timed(speeds | {("base", "kary:2,1", "code", 1.0): FAST}))
+    assert (
+        "On code at T = 1, base with kary:2,1 is faster, taken alone: 1.40 [1.30, 1.50]."
+        in quiet.detail
+    )
+    assert dict(quiet.cells)["code (OOD), T = 0"].endswith(
+        "Slower there, taken alone: base with chain:2, 0.50 [0.48, 0.52]."
+    )
     # What is not shown on a busy machine is not denied; what is shown to be slower is.
     unsure = lead(timed(everywhere("mine", "chain:2", *UNSURE), busy=True))
     assert unsure.headline == "Cannot tell: the machine was busy" and unsure.command == head.command
@@ -171,11 +181,28 @@ def test_a_busy_machine_speaks_with_one_voice():
     assert "No clear speedup on" not in head.detail
 
 
+def test_page_and_terminal_show_the_decided_tree_and_how_many_prompts_were_timed():
+    speeds = everywhere("mine", "chain:2", *FAST)
+    speeds |= {("mine", "kary:2,1", "code", 1.0): (1.9, 1.8, 2.0)}
+    results = timed(speeds)
+    rows = {(row["draft"], row["set"]): row for row in rows_by_set(results, 1.0)}
+    assert rows["mine", "code (OOD)"]["tree"] == "chain:2"
+    assert rows["mine", "code (OOD)"]["speed"] == "1.40 [1.30, 1.50]"
+    assert "timed)" not in render_page(results)
+    for row in results.document["rows"]:
+        if (row["figure"], row["draft"]) == ("speedup", "base"):
+            row["n"] = 6
+    assert "24 prompts ID, 24 OOD (6 to 24 of each set timed)" in render_page(
+        Results(results.document, Path())
+    )
+
+
 def test_an_interval_beside_1_that_is_one_of_many_is_told_apart():
     head = lead(timed({("mine", "chain:2", "prose", 0.0): (1.05, 1.005, 1.097)}))
     assert dict(head.cells)["prose (ID), T = 0"] == (
         "Faster taken alone, not for sure as one of 16 comparisons: "
-        "1.05 [1.00, 1.10] times the target alone."
+        "1.05 [1.00, 1.10] times the target alone. "
+        "Slower there, taken alone: base with chain:2, 0.50 [0.48, 0.52]."
     )
 
 

@@ -67,8 +67,8 @@ def lines(shown: dict[str, Any], results: Results) -> list[str]:
 
 
 def how_to_decode(shown: dict[str, Any]) -> list[str]:
-    """Return where the best draft is, and the command that decodes with it."""
-    return [f"checkpoint: {shown['checkpoint']}", f"decode with it: {shown['decode']}"]
+    """Return where the best draft is, and the command that decodes with it and nothing else."""
+    return [f"checkpoint: {shown['checkpoint']}", f"with this draft alone: {shown['decode']}"]
 
 
 def bought(shown: dict[str, Any], results: Results) -> list[str]:

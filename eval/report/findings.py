@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.decision import Cell, Decision, Setting, decide, lossless_taus
+from eval.decision import Cell, Clocked, Decision, Setting, decide, lossless_taus
 from eval.method import decode_options
 from eval.report.formats import WORDS, number, percent, points, sign, tree_name, with_interval
 from eval.results_table import ResultsTable
@@ -135,10 +135,12 @@ def _fill(template: str, decision: Decision, results: ResultsTable) -> str:
     for cell_sign, text in WORDS["rest"].items():
         places = where(decision, [cell for cell in decision.cells if cell.sign == cell_sign])
         if places and not (decision.verdict == "busy" and cell_sign == 0):
-            rest.append(text.format(places))
+            rest.append(text.format(where=places))
+    rest += _faster_elsewhere(decision)
     unclear = decision.unclear if len(decision.unclear) < len(decision.cells) else []
     return template.format(
         draft=setting.draft,
+        joined=WORDS["joined"] if results.joins(setting.draft) else "",
         setting=_setting(setting),
         method=f"{tree_name(setting.tree)} and {setting.verifier}",
         speed=_range(speedups),
@@ -151,6 +153,21 @@ def _fill(template: str, decision: Decision, results: ResultsTable) -> str:
     ).strip()
 
 
+def _faster_elsewhere(decision: Decision) -> list[str]:
+    """Where the decided setting does not pay, but another does by its own interval."""
+    found = []
+    for cell in decision.cells:
+        if cell.sign != 1 and not cell.busy and sign(cell.fastest.speedup, 1.0) == 1:
+            if cell.fastest.setting != decision.setting:
+                text = WORDS["faster_elsewhere"].format(
+                    where=where(decision, [cell]),
+                    setting=_with_tree(cell.fastest.setting),
+                    speed=with_interval(cell.fastest.speedup, 2),
+                )
+                found.append(text)
+    return found
+
+
 def _range(rows: Sequence[Row]) -> str:
     values = [row["value"] or 0.0 for row in rows]
     low = number(min(values), 2)
@@ -159,7 +176,7 @@ def _range(rows: Sequence[Row]) -> str:
 
 
 def _setting(setting: Setting) -> str:
-    return f"{setting.draft} with {tree_name(setting.tree)} and {setting.verifier}"
+    return f"{_with_tree(setting)} and {setting.verifier}"
 
 
 def where(decision: Decision, fits: Sequence[Cell]) -> str:
@@ -211,11 +228,23 @@ def _cell(cell: Cell, decision: Decision, results: ResultsTable) -> tuple[str, s
         words = WORDS["taken_alone"][alone]
     speed = with_interval(cell.speedup, 2)
     text = words.format(speed=speed, count=decision.comparisons)
-    if cell.fastest != decision.setting and (cell.fastest_speedup["value"] or 0) > 1:
-        speed = with_interval(cell.fastest_speedup, 2)
-        text += f" Fastest there: {_setting(cell.fastest)}, {speed}."
+    fastest = cell.fastest
+    if fastest.setting != decision.setting and (fastest.speedup["value"] or 0) > 1:
+        judged = WORDS["fastest"][sign(fastest.speedup, 1.0)]
+        text += " " + judged.format(other=_clocked(fastest))
+    if cell.slower and cell.sign != 1 and not cell.busy:
+        others = _listed([_clocked(other) for other in cell.slower])
+        text += " " + WORDS["slower"].format(others=others)
     kind = results.kind(cell.domain).upper()
     return f"{cell.domain} ({kind}), T = {cell.temperature:g}", text
+
+
+def _clocked(other: Clocked) -> str:
+    return f"{_with_tree(other.setting)}, {with_interval(other.speedup, 2)}"
+
+
+def _with_tree(setting: Setting) -> str:
+    return f"{setting.draft} with {tree_name(setting.tree)}"
 
 
 def best_aligned(results: ResultsTable) -> str:

@@ -91,7 +91,16 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
         definitions={word: text for word, text in definitions if word not in of_pairs},
         open_rows=OPEN_ROWS,
         prompts=prompts,
+        timed=_timed(results),
     )
+
+
+def _timed(results: ResultsTable) -> str:
+    """How many prompts of a set the clock counted, if not all."""
+    timed = [row for row in results.rows("speedup") if row["domain"] in results.domains()]
+    counts = sorted({row["n"] for row in timed})
+    most = max(suite["done"] for suite in results.document["suites"])
+    return " to ".join(map(str, counts)) if counts and counts[0] < most else ""
 
 
 def render_template(name: str, headline: str, pictures: Sequence[Picture], **values: Any) -> str:
