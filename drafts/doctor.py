@@ -17,7 +17,7 @@ from drafts.heads import NATIVE, head_kind
 from drafts.load import first_difference, load_source
 from draftsmith_core.engine_commands import SERVING, Serving
 from draftsmith_core.errors import InputError
-from draftsmith_core.hub import check_source, why_not
+from draftsmith_core.hub import check_source, no_model, why_not
 from draftsmith_core.io import JsonObject, read_json
 from draftsmith_core.models import text_config
 from draftsmith_core.options import configured
@@ -130,6 +130,9 @@ def _verdict(
 
 def _model(name: str, trust_remote_code: bool, revision: str | None = None) -> Model:
     check_source(name)
+    directory = Path(name)
+    if directory.is_dir() and not (directory / "config.json").exists():
+        raise InputError(f"{name}: {no_model(directory)}")
     try:
         config = AutoConfig.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision or "main"

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlparse
@@ -25,6 +25,8 @@ from draftsmith_core.errors import InputError, RunError, first_line, one_line
 from draftsmith_core.io import read_json
 from draftsmith_core.ranks import from_main
 
+# Files of a directory that a message names.
+_NAMED = 4
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 
@@ -40,6 +42,9 @@ def quiet() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+# One of these is in every model's directory, and one of those in every tokenizer's.
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 # What directories without a model are, by a file in them.
 _OTHERS = {
     "align.yaml": "align has made no draft here yet; run its command again to go on",
@@ -63,6 +68,8 @@ def check_source(name: str) -> None:
         reason = "holds a LoRA adapter; merge it into its base model with peft first"
     elif path.is_dir() and not is_model:
         reason = _what_it_holds(path)
+        if not reason and not _has(path, _WEIGHTS) and not has_tokenizer(path):
+            reason = no_model(path)
     if reason:
         raise InputError(f"{name}: {reason}")
     # transformers ignores a generation config that it cannot read, and with it the tokens that end
@@ -80,6 +87,28 @@ def _what_it_holds(directory: Path) -> str:
         models = ", ".join(str(config.parent) for config in inside)
         return f"is no model itself; it holds {models}: name one"
     return next((what for file, what in _OTHERS.items() if (directory / file).exists()), "")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory holds files of a tokenizer."""
+    return _has(directory, _TOKENIZER)
+
+
+def _has(directory: Path, patterns: Sequence[str]) -> bool:
+    return any(any(directory.glob(pattern)) for pattern in patterns)
+
+
+def no_model(directory: Path) -> str:
+    """Say what a directory lacks of a model; empty if it has a config and weights."""
+    names = sorted(path.name for path in directory.glob("[!.]*"))
+    lacks = [] if "config.json" in names else ["no config.json"]
+    if not _has(directory, _WEIGHTS):
+        lacks.append("no weights")
+    if not lacks:
+        return ""
+    holds = ", ".join([*names[:_NAMED], *["..."] * (len(names) > _NAMED)])
+    what = f"{' and '.join(lacks)}, only {holds}" if names else "it is empty"
+    return f"holds no model ({what}); a model has config.json, *.safetensors and tokenizer.json"
 
 
 def hub_has_address() -> bool:

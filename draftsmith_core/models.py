@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from draftsmith_core.devices import resolve_device
 from draftsmith_core.errors import InputError, require_package
-from draftsmith_core.hub import check_source, quiet, why_not
+from draftsmith_core.hub import check_source, no_model, quiet, why_not
 from draftsmith_core.io import JsonObject, canonical_json
 from draftsmith_core.settings import Quantize as Quantize
 from draftsmith_core.tokenization import Tokenizer
@@ -81,6 +82,8 @@ def load_model(
     # it, in a thread.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     check_source(name)
+    if Path(name).is_dir() and (lacks := no_model(Path(name))):
+        raise InputError(f"{name}: {lacks}")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:

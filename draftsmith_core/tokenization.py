@@ -9,12 +9,10 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.hub import check_source, quiet, why_not
+from draftsmith_core.hub import check_source, has_tokenizer, no_model, quiet, why_not
 
 log = logging.getLogger(__name__)
 Tokenizer = PreTrainedTokenizerBase
-# One of these is in every tokenizer's directory.
-_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 def load_tokenizer(
@@ -35,9 +33,12 @@ def load_tokenizer(
             name, trust_remote_code=trust_remote_code, revision=revision or "main"
         )
     except Exception as error:
+        directory = Path(name)
         reason = "it holds no tokenizer.json"
-        if _has_files(name) or not Path(name).is_dir():
+        if has_tokenizer(directory) or not directory.is_dir():
             reason = why_not(name, error)
+        elif lacks := no_model(directory):
+            raise InputError(f"{name}: {lacks}") from None
         raise InputError(f"{name}: no tokenizer could be loaded: {reason}") from None
     if chat_template is not None:
         tokenizer.chat_template = chat_template_of(chat_template)
@@ -63,14 +64,9 @@ def find_tokenizer(
     try:
         return load_tokenizer(name, trust_remote_code, revision=revision)
     except InputError as error:
-        if _has_files(name):
+        if has_tokenizer(Path(name)):
             log.warning("%s; continuing without its tokenizer", error)
         return None
-
-
-def _has_files(name: str) -> bool:
-    directory = Path(name)
-    return any(any(directory.glob(file)) for file in _FILES)
 
 
 def vocabulary_sample(tokenizer: Tokenizer) -> dict[str, str]:

@@ -122,7 +122,14 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [
         r": lacks weights of a LlamaForCausalLM \(1, such as lm_head\.weight\)",
     ),
     (cut("model.safetensors", 1000), r": no causal language model could be loaded: "),
-    (lambda d: (d / "model.safetensors").unlink(), r"no file named model\.safetensors"),
+    (
+        lambda d: (d / "model.safetensors").unlink(),
+        r": holds no model \(no weights, only config\.json, .*\); a model has config\.json, ",
+    ),
+    (
+        lambda d: (d / "config.json").unlink(),
+        r": holds no model \(no config\.json, only generation_config\.json, model\.safetensors, ",
+    ),
     (sharded, "model-00002"),
     (
         lambda d: (d / "model.safetensors").write_text(LFS),
@@ -132,6 +139,17 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda d: set_keys(d / "config.json", model_type="nonesuch"), "model type `nonesuch`"),
     (with_remote_code, CODE),
 ]
+
+
+def only(name: str | None) -> Callable[[Path], None]:
+    def change(d: Path) -> None:
+        for file in d.iterdir():
+            if file.name != name:
+                file.unlink()
+
+    return change
+
+
 BOTH: list[tuple[Callable[[Path], Any], str]] = [
     (lambda d: (d / "config.json").write_text("{"), r"/config\.json:1: not valid JSON"),
     (
@@ -142,6 +160,8 @@ BOTH: list[tuple[Callable[[Path], Any], str]] = [
         lambda d: (d / "adapter_config.json").write_text("{}"),
         r": holds a LoRA adapter; merge it into its base model",
     ),
+    (only(None), r": holds no model \(it is empty\); a model has config\.json, "),
+    (only("config.json"), r": holds no model \(no weights, only config\.json\); a model has "),
 ]
 TOKENIZERS: list[tuple[Callable[[Path], Any], str]] = [
     (without_tokenizer, r"it holds no tokenizer\.json$"),
