@@ -12,6 +12,7 @@ heads, P slots the attention reads, V vocabulary, N positions.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from decode.cache import TreeCache
+from decode.cache import CachePlace, TreeCache
 from decode.kernel_forward import (
     MOST_TOKENS,
     SMALLEST_MODEL,
@@ -185,22 +186,20 @@ class LeanForward:
         """
         rotary_N2E = self.rotary.up_to(top_position)
         numbers = [layer % (len(self.layers) + 1) for layer in hidden_layers]
-        if self._kernel is not None and tokens_Bq.numel() <= MOST_TOKENS:
+        if self._kernel is not None and (prefill or tokens_Bq.numel() <= MOST_TOKENS):
             assert isinstance(cache, TreeCache)
             place = cache.place(len(tokens_Bq), self.sizes.groups, self.sizes.size, self.norm_D)
-            queries = tokens_Bq.shape[1]
-            kept = min(keep_logits or queries, queries)
             if prefill:
-                kept = 0
-                causal = causal_mask(self.norm_D, queries, queries)
-                masks = {kind: causal if mask is None else mask for kind, mask in masks.items()}
+                states = self._read(tokens_Bq, positions_Bq, rotary_N2E, masks, place, numbers)
+                return self.norm_D.new_empty(len(tokens_Bq), 0, 0), tuple(states)
+            queries = tokens_Bq.shape[1]
             logits, states = self._kernel.run(
                 tokens_Bq,
                 positions_Bq,
                 rotary_N2E,
                 masks,
                 place,
-                kept,
+                min(keep_logits or queries, queries),
                 numbers,
                 state_dtype=self._state_dtype,
             )
@@ -217,6 +216,44 @@ class LeanForward:
         if self._ids_D is not None and not prefill:
             logits = to_target(logits, self._ids_D, self._vocabulary)
         return logits, tuple(states)
+
+    def _read(
+        self,
+        tokens_BT: Tensor,
+        positions_1T: Tensor,
+        rotary_N2E: Tensor,
+        masks: Mapping[str, Tensor | None],
+        place: CachePlace,
+        numbers: Sequence[int],
+    ) -> list[Tensor]:
+        """Cache prompts, as many rows at a time as fit into one call of the kernel; return hidden
+        states `[B, T, D]`.
+        """
+        assert self._kernel is not None
+        rows, queries = tokens_BT.shape
+        causal = causal_mask(self.norm_D, queries, place.column + queries)
+        masks = {kind: causal if mask is None else mask for kind, mask in masks.items()}
+        size = max(1, MOST_TOKENS // queries)
+        parts = []
+        for begin in range(0, rows, size):
+            some = slice(begin, begin + size)
+            part = replace(
+                place,
+                keys_LBHCE=place.keys_LBHCE[:, some],
+                values_LBHCE=place.values_LBHCE[:, some],
+            )
+            _, states = self._kernel.run(
+                tokens_BT[some],
+                positions_1T,
+                rotary_N2E,
+                masks,
+                part,
+                0,
+                numbers,
+                state_dtype=self._state_dtype,
+            )
+            parts.append(states)
+        return [torch.cat(layer) for layer in zip(*parts, strict=True)]
 
     def _by_torch(
         self,

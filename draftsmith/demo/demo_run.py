@@ -126,7 +126,11 @@ def write_page(small: Results, large: Results) -> list[str]:
     pictures = []
     if figure is not None:
         svg = inline_svg(figure, "alpha", words["title"])
-        pictures.append(Picture(words["title"], words["caption"], svg))
+        more = (
+            f" Here all sets are measured, at most {_most_prompts(small)} prompts of each; above, two "
+            f"sets and {_most_prompts(large)} prompts of each, so that α differs."
+        )
+        pictures.append(Picture(words["title"], words["caption"] + more, svg))
     page = large.directory.parent / "report.html"
     values = {
         "padded": padded,
@@ -136,6 +140,10 @@ def write_page(small: Results, large: Results) -> list[str]:
     }
     write_text_atomic(page, render_template("demo.html.j2", headline, pictures, **values))
     return ["", padded, headline, *lines, f"report: {page.resolve()}"]
+
+
+def _most_prompts(results: Results) -> int:
+    return max(suite["done"] for suite in results.document["suites"])
 
 
 def _write(out: Path) -> None:
