@@ -127,8 +127,8 @@ def write_page(small: Results, large: Results) -> list[str]:
     if figure is not None:
         svg = inline_svg(figure, "alpha", words["title"])
         more = (
-            f" Here all sets are measured, at most {_most_prompts(small)} prompts of each; above, two "
-            f"sets and {_most_prompts(large)} prompts of each, so that α differs."
+            f" Here all sets are measured, at most {_most_prompts(small)} prompts of each; above, "
+            f"two sets and {_most_prompts(large)} prompts of each, so that α differs."
         )
         pictures.append(Picture(words["title"], words["caption"] + more, svg))
     page = large.directory.parent / "report.html"
