@@ -19,8 +19,7 @@ from decode.packed_weights import FusedLinear, Packs
 
 # Logits, and the hidden states of the layers asked for.
 Forwarded: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
-# Limit of tokens per forward: above it, torch multiplies a model's matrices, and a head reads its
-# prompt in parts.
+# Limit of tokens per forward: prompts are read in parts, and the step of a larger batch is torch's.
 MOST_TOKENS = 256
 # From this many parameters on, matrices of any size are packed: a forward is then one call of the
 # kernel.

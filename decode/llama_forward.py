@@ -4,8 +4,8 @@ A small draft model spends most of a forward in Python, and the target pays the 
 This is the computation of `LlamaForCausalLM` and its relatives with the fewest tensor operations:
 one product for queries, keys and values, rotary tables read instead of computed, keys and values
 written straight into the cache. It equals the model's own forward within rounding, and a model that
-it might not equal is refused. If every matrix is packed for the kernel, everything but the prefill
-is one call (`kernel_forward`).
+it might not equal is refused. If every matrix is packed for the kernel, a step is one call, and
+prompts are read in calls of a few rows (`kernel_forward`).
 
 Legend: B rows, q queries per row, X = B * q, D hidden size, E head size, H query heads, G key/value
 heads, P slots the attention reads, V vocabulary, N positions.

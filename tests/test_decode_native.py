@@ -458,6 +458,27 @@ def test_equals_tensor_operations(whole, monkeypatch, name):
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
+def test_a_prompt_has_the_same_bits_alone_and_among_many(whole, monkeypatch, name):
+    """A batch of prompts is read a few rows at a time: here two of 29 tokens."""
+    monkeypatch.setattr(forward_module, "MOST_TOKENS", 60)
+    model = build(name)
+    prompts = [list(range(first, first + 29)) for first in range(1, 6)]
+    runner(model, prompts).open()
+    assert whole == [2 * 29, 2 * 29, 29]
+
+    def last(rows: list[list[int]]) -> Tensor:
+        run = runner(model, rows)
+        run.open()
+        logits, _ = run.forward(torch.tensor([[7]] * len(rows)), chain(1))
+        return logits
+
+    together = last(prompts)
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(together[row], last([prompt])[0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
 def test_a_token_has_the_same_bits_alone_and_in_a_tree(whole, name):
     model = build(name)
     prompt, tokens = list(range(1, 30)), [4, 9, 7, 2, 8]
