@@ -35,6 +35,7 @@ from decode.native import kernel
 from decode.packed_weights import FusedLinear, PackedLinear, Packs
 from decode.rotary_table import RotaryTable, has_table
 from drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
+from drafts.heads.borrowed import OutputProjection
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
 
@@ -64,12 +65,7 @@ def head_forward(model: nn.Module, packs: Packs) -> "HeadForward | None":
     other heads.
     """
     head: Any = model.head
-    if not packs.native or kernel() is None or not _is_plain(head):
-        return None
-    parameters = list(head.parameters())
-    large = sum(weight.numel() for weight in parameters) >= SMALLEST_MODEL
-    # Torch multiplies 16 bits slowly on a CPU.
-    if not large and parameters[0].dtype == torch.float32:
+    if not _is_plain(head) or not worth_packing(head, packs):
         return None
     parts = _PARTS[type(head)](head, LayerMaker(packs, any_size=True, dtype=torch.float32))
     if packs.owned:
@@ -84,28 +80,47 @@ def _is_plain(head: Any) -> bool:
     """Whether a head is one of these, and nothing was hung on its modules."""
     if type(head) not in _PARTS or head.config.hidden_act not in ("silu", "swish"):
         return False
+    return not has_own_forward(head) and has_table(head.rotary, head.config.head_dim)
+
+
+def has_own_forward(head: nn.Module) -> bool:
+    """Whether something was hung on the modules of a head (a hook, an adapter)."""
     for module in head.modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-            return False
+            return True
         if isinstance(module, nn.Linear) and type(module) not in (nn.Linear, PackedLinear):
-            return False
-    return has_table(head.rotary, head.config.head_dim)
+            return True
+    return False
+
+
+def worth_packing(head: nn.Module, packs: Packs) -> bool:
+    """Whether the kernel is there, and faster than torch."""
+    if not packs.native or kernel() is None:
+        return False
+    parameters = list(head.parameters())
+    large = sum(weight.numel() for weight in parameters) >= SMALLEST_MODEL
+    # Torch multiplies 16 bits slowly on a CPU.
+    return large or parameters[0].dtype != torch.float32
+
+
+def packed_projection(projection: OutputProjection) -> FusedLinear | None:
+    """The linear module of the target's output projection; None unless the target gave its weights
+    to the decoders, which then have it packed, and where the module does not read a head's states.
+    """
+    module = projection.module
+    packed = isinstance(module, PackedLinear) and module.place.whole
+    if not packed or projection.before is not None:
+        return None
+    return FusedLinear([module], module.place.matrix, torch.float32)
 
 
 def _eagle(head: EagleHead, maker: LayerMaker) -> _Parts:
     layer: Any = head.layers[0]
-    projection = head.borrowed.projection
-    # Only a target that gave its weights to the decoders has them packed already.
-    packed = isinstance(projection.module, PackedLinear) and projection.module.place.whole
-    logits = None
-    if packed and projection.before is None:
-        module = projection.module
-        logits = FusedLinear([module], module.place.matrix, torch.float32)
     return _Parts(
         layers=[maker.layer(layer, 0, _KIND, first_norm=None)],
         opening=Opening(fc=maker.fused("fc", head.fc)),
         norm_D=None,
-        logits=logits,
+        logits=packed_projection(head.borrowed.projection),
     )
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from decode.feature_forward import FeatureForward
 from decode.native.large_pages import empty_bytes
 from decode.packed_weights import kernel_products, packs_of
 from decode.runner import Block, Runner
@@ -74,6 +75,8 @@ class Clock:
         self._runner = Runner.prefill, Runner.forward
         Runner.prefill = self._through_runner(Runner.prefill)  # type: ignore[method-assign]
         Runner.forward = self._through_runner(Runner.forward)  # type: ignore[method-assign]
+        self._heads_run = FeatureForward.run
+        FeatureForward.run = self._through_heads(FeatureForward.run)  # type: ignore[method-assign]
         # On the class: a forward of an instance's own would keep the engine from its lean path.
         self._classes = {type(model): type(model).forward for model in self._models}
         for kind, forward in self._classes.items():
@@ -82,6 +85,7 @@ class Clock:
 
     def __exit__(self, *_: object) -> None:
         Runner.prefill, Runner.forward = self._runner  # type: ignore[method-assign]
+        FeatureForward.run = self._heads_run  # type: ignore[method-assign]
         for kind, forward in self._classes.items():
             kind.forward = forward
 
@@ -91,6 +95,13 @@ class Clock:
             # A head is wrapped for its runner.
             model = getattr(runner.model, "head", runner.model)
             return self._note(model, runner.device, lambda: call(runner, *values, **options))
+
+        return timed
+
+    def _through_heads(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def timed(heads: FeatureForward, number: int, inputs: Tensor) -> Any:
+            return self._note(heads.head, inputs.device, lambda: call(heads, number, inputs))
 
         return timed
 

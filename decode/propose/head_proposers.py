@@ -24,6 +24,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from decode.cache import TreeCache
+from decode.feature_forward import FeatureForward
 from decode.packed_weights import FusedLinear, Packs, packs_of
 from decode.propose.network import (
     CachedNetwork,
@@ -44,7 +45,7 @@ from drafts.heads import Head
 from drafts.heads.block import BlockHead
 from drafts.heads.eagle import FeatureHead
 from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import MedusaHeads
+from drafts.heads.medusa import HydraHeads, MedusaHeads
 from drafts.load import depth_limit
 
 
@@ -94,10 +95,10 @@ class HeadProposer(NetworkProposer):
 
     def network(self, setup: SessionSetup) -> Network:
         if self._model is None:
-            if self._packs is not None and self._packs.owned:
-                self._packs.prepare(self.head)
-            medusa = isinstance(self.head, MedusaHeads)
-            return (_MedusaNetwork if medusa else _HydraNetwork)(self.head, setup)
+            if isinstance(self.head, MedusaHeads):
+                return _MedusaNetwork(self.head, self._packs, setup)
+            assert isinstance(self.head, HydraHeads)
+            return _HydraNetwork(self.head, self._packs, setup)
         self.steps = steps_for([self._model], setup.compile, False, self.steps)
         steps = self.steps[0] if self.steps else None
         window = None
@@ -388,44 +389,56 @@ def block_behind(width: int, slots: int, causal: bool, device: torch.device) -> 
 class _FeatureNetwork(_HeadNetwork):
     """Heads without a cache, which read the root and its feature. Nothing is recorded."""
 
-    def __init__(self, head: nn.Module, setup: SessionSetup) -> None:
+    def __init__(
+        self, head: MedusaHeads | HydraHeads, packs: Packs | None, setup: SessionSetup
+    ) -> None:
         super().__init__(head, setup)
+        self.heads = FeatureForward(head, packs)
         self.rows = _first_rows(setup.prompts, setup.hidden_BTH[0])
 
-    def features_B1H(self) -> Tensor:
+    def features(self) -> Tensor:
         return torch.stack([row.features_nH[-1:] for row in self.rows])
 
 
 class _MedusaNetwork(_FeatureNetwork):
-    """Head d gives all nodes of depth d + 1 the same distribution; all heads run at once."""
+    """Head d gives all nodes of depth d + 1 the same distribution; it runs when it is needed."""
 
     def open(self) -> Tensor:
-        self.logits_BKV = fit_vocabulary(self.head(self.features_B1H())[:, 0], self.vocabulary)
+        self.open_B1H = self.features()
         self.depth = 0
-        return self.logits_BKV[:, :1]
+        return self._logits()
 
     def extend(self, frontier: Frontier) -> Tensor:
         self.depth += 1
-        logits_B1V = self.logits_BKV[:, self.depth : self.depth + 1]
-        return logits_B1V.expand(-1, frontier.tokens_Be.shape[1], -1)
+        return self._logits().expand(-1, frontier.tokens_Be.shape[1], -1)
+
+    def _logits(self) -> Tensor:
+        logits_B1V = self.heads.run(self.depth, self.open_B1H)
+        return fit_vocabulary(logits_B1V, self.vocabulary)
 
 
 class _HydraNetwork(_FeatureNetwork):
     """Head d reads the feature and the tokens from the root down to a node of depth d."""
 
     def open(self) -> Tensor:
-        self.open_B1H = self.features_B1H()
+        self.open_B1H = self.features()
         roots = [[row.tokens[-1:]] for row in self.rows]
         # The tokens from the root down to each node of the newest level, and how many nodes were
         # expanded before it.
         self.paths_Bed = torch.tensor(roots, device=self.open_B1H.device)
         self.before = 0
-        return fit_vocabulary(self.head(self.open_B1H, self.paths_Bed), self.vocabulary)
+        return self._logits()
 
     def extend(self, frontier: Frontier) -> Tensor:
         above_Re1 = (frontier.parents_Re - self.before).unsqueeze(2)
         self.before += self.paths_Bed.shape[1]
         paths_Bed = self.paths_Bed.take_along_dim(above_Re1, dim=1)
         self.paths_Bed = torch.cat([paths_Bed, frontier.tokens_Be.unsqueeze(2)], dim=2)
+        return self._logits()
+
+    def _logits(self) -> Tensor:
+        paths_Bed = self.paths_Bed
         features_BeH = self.open_B1H.expand(-1, paths_Bed.shape[1], -1)
-        return fit_vocabulary(self.head(features_BeH, self.paths_Bed), self.vocabulary)
+        inputs_BeX = self.head.inputs(features_BeH, paths_Bed)
+        logits_BeV = self.heads.run(paths_Bed.shape[2] - 1, inputs_BeX)
+        return fit_vocabulary(logits_BeV, self.vocabulary)

@@ -127,11 +127,18 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
     def forward(self, features_BTH: Tensor) -> Tensor:
         """Logits `[B, T, K, V]`; `[:, t, i]` is for the token at t + 2 + i."""
         features_BTH = features_BTH.to(next(self.parameters()).dtype)
-        logits_BTKV = torch.stack([head(features_BTH) for head in self], dim=2)
+        return self._finish(torch.stack([head(features_BTH) for head in self], dim=2))
+
+    def logits_of(self, number: int, features_BTH: Tensor) -> Tensor:
+        """Logits `[B, T, V]` of one head: `forward`'s at `[:, :, number]`."""
+        features_BTH = features_BTH.to(next(self.parameters()).dtype)
+        return self._finish(self[number](features_BTH))
+
+    def _finish(self, logits: Tensor) -> Tensor:
         if self.borrowed.bias_V is not None:
             # The checkpoint format has no place for a bias, so the target's is used.
-            logits_BTKV = logits_BTKV + self.borrowed.bias_V
-        return self.borrowed.projection.finish(logits_BTKV)
+            logits = logits + self.borrowed.bias_V
+        return self.borrowed.projection.finish(logits)
 
 
 class _FirstBlock(ResBlock):
@@ -185,12 +192,21 @@ class HydraHeads(ReadsLastState, nn.Module):
 
         `tokens_BTd[:, t, 0]` is the token right after the position of `features_BTH[:, t]`.
         """
-        count_d = tokens_BTd.shape[-1]
+        number = tokens_BTd.shape[-1] - 1
+        return self.logits_of(number, self.inputs(features_BTH, tokens_BTd))
+
+    def inputs(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
+        """Return what the head of these tokens reads, `[B, T, (d + 2) * H]`: the feature, then the
+        tokens' embeddings.
+        """
         dtype = next(self.parameters()).dtype
         embedded_BTX = self.borrowed.embed(tokens_BTd, dtype).flatten(-2)
-        inputs_BTX = torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1)
-        states_BTH = self.heads[count_d - 1](inputs_BTX)
+        return torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1)
+
+    def logits_of(self, number: int, inputs_BTX: Tensor) -> Tensor:
+        """Logits `[B, T, V]` of one head, from what it reads."""
+        states_BTH = self.heads[number](inputs_BTX)
         if self.config.own_projection:
-            logits_BTV = self.projections[count_d - 1](states_BTH)
+            logits_BTV = self.projections[number](states_BTH)
             return self.borrowed.projection.finish(logits_BTV)
         return self.borrowed.project(states_BTH)
