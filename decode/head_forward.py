@@ -1,4 +1,4 @@
-"""The forward of an EAGLE head, an EAGLE-3 head or a block drafter as one call of the kernel;
+"""The forward of an EAGLE, EAGLE-3 or MTP head or a block drafter as one call of the kernel;
 `llama_forward` is that of a model.
 
 In modules, a head's layer is some forty tensor operations, which cost several times what reading
@@ -17,6 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from decode.cache import CachePlace, TreeCache
 from decode.kernel_forward import (
@@ -38,8 +42,11 @@ from drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
 from drafts.heads.borrowed import OutputProjection
 from drafts.heads.eagle import EagleHead
 from drafts.heads.eagle3 import Eagle3Head
+from drafts.heads.mtp import MtpHead
 
 _KIND = "full_attention"
+# Layers of MTP heads that the kernel knows.
+_MTP_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 
 
 @dataclass(frozen=True)
@@ -72,15 +79,27 @@ def head_forward(model: nn.Module, packs: Packs) -> "HeadForward | None":
         packs.prepare(head)
     if not parts.packed:
         return None
-    kind = BlockHeadForward if isinstance(head, BlockHead) else EagleForward
-    return kind(model, parts)
+    return _FORWARDS.get(type(head), EagleForward)(model, parts)
 
 
 def _is_plain(head: Any) -> bool:
     """Whether a head is one of these, and nothing was hung on its modules."""
-    if type(head) not in _PARTS or head.config.hidden_act not in ("silu", "swish"):
+    if type(head) not in _PARTS:
         return False
-    return not has_own_forward(head) and has_table(head.rotary, head.config.head_dim)
+    if isinstance(head, MtpHead) and type(head.layers[0]) not in _MTP_LAYERS:
+        return False
+    if _layer_config(head).hidden_act not in ("silu", "swish") or has_own_forward(head):
+        return False
+    rotary = getattr(head.rotary, "module", head.rotary)
+    return has_table(rotary, head.config.head_dim)
+
+
+def _layer_config(head: Any) -> Any:
+    """The sizes of a head's layer. An MTP head has a layer of transformers."""
+    if not isinstance(head, MtpHead):
+        return head.config
+    layer: Any = head.layers[0]
+    return layer.self_attn.config
 
 
 def has_own_forward(head: nn.Module) -> bool:
@@ -147,9 +166,20 @@ def _block(head: BlockHead, maker: LayerMaker) -> _Parts:
     return _Parts(layers=layers, opening=Opening(), norm_D=maker.vector(head.norm))
 
 
+def _mtp(head: MtpHead, maker: LayerMaker) -> _Parts:
+    layer: Any = head.layers[0]
+    return _Parts(
+        layers=[maker.layer(layer, 0, _KIND, layer.input_layernorm)],
+        opening=Opening(fc=maker.fused("fc", head.fc)),
+        norm_D=maker.vector(head.norm),
+        logits=packed_projection(head.borrowed.projection),
+    )
+
+
 _PARTS: dict[type, Callable[[Any, LayerMaker], _Parts]] = {
     EagleHead: _eagle,
     Eagle3Head: _eagle3,
+    MtpHead: _mtp,
     DFlashHead: _block,
     DSparkHead: _block,
     JetSpecHead: _block,
@@ -177,7 +207,7 @@ class HeadForward(ABC):
 
     def __init__(self, model: Any, parts: _Parts) -> None:
         head = model.head
-        config = head.config
+        config = _layer_config(head)
         functions = kernel()
         assert functions is not None
         self._model = model
@@ -187,8 +217,8 @@ class HeadForward(ABC):
         self.sizes = Sizes(
             heads=config.num_attention_heads,
             groups=config.num_key_value_heads,
-            size=config.head_dim,
-            scale=config.head_dim**-0.5,
+            size=head.config.head_dim,
+            scale=head.config.head_dim**-0.5,
             eps=config.rms_norm_eps,
         )
         self.rotary = RotaryTable(head.rotary, self._like)
@@ -255,9 +285,9 @@ def _spans(batch: int, tokens: int) -> Iterator[slice]:
 class EagleForward(HeadForward):
     """Run an EAGLE or EAGLE-3 head."""
 
-    def _embedded(self, tokens_Bq: Tensor) -> Tensor:
-        embedded_BqD: Tensor = self._head.embedded(tokens_Bq, self.dtype)
-        return embedded_BqD.contiguous()
+    def _inputs(self, step: _Step) -> HeadInputs:
+        embedded_BqD: Tensor = self._head.embedded(step.tokens_Bq, self.dtype)
+        return HeadInputs(embedded_BqD.contiguous(), step.features_BtD)
 
     def _forward(self, step: _Step, kept: int) -> tuple[Tensor, Tensor]:
         projected = self._parts.logits is not None
@@ -269,7 +299,7 @@ class EagleForward(HeadForward):
             step.place,
             kept if projected else 0,
             [1],
-            HeadInputs(self._embedded(step.tokens_Bq), step.features_BtD),
+            self._inputs(step),
             self._model.dtype,
         )
         (features_BqD,) = states
@@ -280,7 +310,8 @@ class EagleForward(HeadForward):
         return logits_BkV, features_BqD
 
     def _prefill(self, step: _Step) -> None:
-        embedded_BTD = self._embedded(step.tokens_Bq)
+        inputs = self._inputs(step)
+        assert inputs.embedded_BqD is not None and inputs.features_BqD is not None
         for span in _spans(*step.tokens_Bq.shape):
             queries = span.stop - span.start
             self._kernel.run(
@@ -292,10 +323,24 @@ class EagleForward(HeadForward):
                 0,
                 [],
                 HeadInputs(
-                    embedded_BqD=embedded_BTD[:, span].contiguous(),
-                    features_BqD=step.features_BtD[:, span].contiguous(),
+                    embedded_BqD=inputs.embedded_BqD[:, span].contiguous(),
+                    features_BqD=inputs.features_BqD[:, span].contiguous(),
                 ),
             )
+
+
+class MtpForward(EagleForward):
+    """Run an MTP head of a LLaMA-like layer. Its `fc` reads normed inputs."""
+
+    def _inputs(self, step: _Step) -> HeadInputs:
+        embedded_BqD = self._head.borrowed.embed(step.tokens_Bq, self.dtype)
+        inputs = [
+            self._head.pre_fc_norm_embedding(embedded_BqD).contiguous(),
+            self._head.pre_fc_norm_hidden(step.features_BtD).contiguous(),
+        ]
+        if self._head.config.hidden_first:
+            inputs.reverse()
+        return HeadInputs(*inputs)
 
 
 class BlockHeadForward(HeadForward):
@@ -335,3 +380,11 @@ class BlockHeadForward(HeadForward):
         )
         drafting_BkD: Tensor = self._head.slots(states[0].to(self._model.dtype))
         return drafting_BkD, states[0]
+
+
+_FORWARDS: dict[type, type[HeadForward]] = {
+    MtpHead: MtpForward,
+    DFlashHead: BlockHeadForward,
+    DSparkHead: BlockHeadForward,
+    JetSpecHead: BlockHeadForward,
+}

@@ -22,6 +22,7 @@ from decode.runner import Block, Runner
 from drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
 from drafts.heads.eagle import EagleConfig, EagleHead, draw
 from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
+from drafts.heads.mtp import MtpConfig, MtpHead
 from draftsmith_core.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="needs the compiled kernel")
@@ -85,6 +86,14 @@ def eagle3(draft_vocab_size: int = VOCABULARY, **options: Any) -> Eagle3Head:
     return varied(head)
 
 
+def mtp(family: str, hidden_first: bool = False) -> MtpHead:
+    model = target()
+    config = MtpConfig.like(model, family, hidden_first)
+    head = MtpHead(replace(config, layer=config.layer | {"intermediate_size": 512}), model)
+    draw(head.fc, head.layers, seed=1)
+    return varied(head)
+
+
 def block(kind: type[BlockHead], **options: Any) -> BlockHead:
     return varied(kind.fresh(target(), num_layers=2, block_size=4, **options))
 
@@ -107,6 +116,9 @@ HEADS: dict[str, Callable[[], Any]] = {
     "eagle3, residual of normed features": lambda: eagle3(norm_before_residual=True),
     "eagle3, normed output": lambda: eagle3(norm_output=True, fc_norm=True),
     "eagle3, own embedding": lambda: eagle3(own_embedding=True),
+    "mtp": lambda: mtp("llama"),
+    "mtp, as MiMo": lambda: mtp("qwen2", hidden_first=True),
+    "mtp, as Qwen 3": lambda: mtp("qwen3"),
 }
 
 
@@ -233,7 +245,9 @@ def test_a_head_that_it_does_not_know_runs_its_own_forward(kind):
     assert Runner(model, {"full_attention": None}, None, packs_of(model))._lean is None
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3, draft vocabulary", "dspark, draft vocabulary"])
+@pytest.mark.parametrize(
+    "name", ["eagle", "eagle3, draft vocabulary", "mtp, as MiMo", "dspark, draft vocabulary"]
+)
 @pytest.mark.parametrize("tree", ["chain:3", "kary:3,2"])
 def test_sixteen_bits_draft_and_change_nothing(monkeypatch, name, tree):
     calls = []
