@@ -8,16 +8,15 @@ Legend: X rows, I inputs, H hidden size, V vocabulary; `...` any leading shape.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from decode.head_forward import has_own_forward, packed_projection, worth_packing
 from decode.kernel_forward import LayerMaker
 from decode.packed_weights import FusedLinear, Packs
-from drafts.heads.medusa import HydraHeads, MedusaHeads
+from drafts.heads.medusa import FirstBlock, HydraHeads, MedusaHeads, ResBlock
 
 
 @dataclass(frozen=True)
@@ -97,12 +96,10 @@ def _medusa(heads: MedusaHeads, maker: LayerMaker) -> list[_Parts]:
     bias_V = heads.borrowed.bias_V
     parts: list[_Parts] = []
     for number, head in enumerate(heads):
-        modules = list(head.children())
-        blocks = modules[:-1]
-        output = maker.fused(f"{number}.output", modules[-1])
+        output = maker.fused(f"{number}.output", list(head.children())[-1])
         if bias_V is not None:
             output.bias_O = bias_V.float()
-        parts.append(_Parts(_blocks(number, blocks, maker), output))
+        parts.append(_Parts(_blocks(number, head, maker), output))
     return parts
 
 
@@ -116,10 +113,12 @@ def _hydra(heads: HydraHeads, maker: LayerMaker) -> list[_Parts]:
     return parts
 
 
-def _blocks(number: int, blocks: Any, maker: LayerMaker) -> list[_Block]:
+def _blocks(number: int, head: nn.Module, maker: LayerMaker) -> list[_Block]:
     made: list[_Block] = []
-    for place, block in enumerate(blocks):
-        skips = hasattr(block, "skip")
-        linears = (block.skip, block.linear) if skips else (block.linear,)
-        made.append(_Block(maker.fused(f"{number}.{place}", *linears), skips))
+    for place, block in enumerate(head.children()):
+        name = f"{number}.{place}"
+        if isinstance(block, FirstBlock):
+            made.append(_Block(maker.fused(name, block.skip, block.linear), skips=True))
+        elif isinstance(block, ResBlock):
+            made.append(_Block(maker.fused(name, block.linear), skips=False))
     return made

@@ -88,18 +88,11 @@ def _is_plain(head: Any) -> bool:
         return False
     if isinstance(head, MtpHead) and type(head.layers[0]) not in _MTP_LAYERS:
         return False
-    if _layer_config(head).hidden_act not in ("silu", "swish") or has_own_forward(head):
+    if head.config.hidden_act not in ("silu", "swish") or has_own_forward(head):
         return False
+    # An MTP head has the target's.
     rotary = getattr(head.rotary, "module", head.rotary)
     return has_table(rotary, head.config.head_dim)
-
-
-def _layer_config(head: Any) -> Any:
-    """The sizes of a head's layer. An MTP head has a layer of transformers."""
-    if not isinstance(head, MtpHead):
-        return head.config
-    layer: Any = head.layers[0]
-    return layer.self_attn.config
 
 
 def has_own_forward(head: nn.Module) -> bool:
@@ -207,7 +200,7 @@ class HeadForward(ABC):
 
     def __init__(self, model: Any, parts: _Parts) -> None:
         head = model.head
-        config = _layer_config(head)
+        config = head.config
         functions = kernel()
         assert functions is not None
         self._model = model
@@ -217,8 +210,8 @@ class HeadForward(ABC):
         self.sizes = Sizes(
             heads=config.num_attention_heads,
             groups=config.num_key_value_heads,
-            size=head.config.head_dim,
-            scale=head.config.head_dim**-0.5,
+            size=config.head_dim,
+            scale=config.head_dim**-0.5,
             eps=config.rms_norm_eps,
         )
         self.rotary = RotaryTable(head.rotary, self._like)
@@ -333,14 +326,13 @@ class MtpForward(EagleForward):
     """Run an MTP head of a LLaMA-like layer. Its `fc` reads normed inputs."""
 
     def _inputs(self, step: _Step) -> HeadInputs:
-        embedded_BqD = self._head.borrowed.embed(step.tokens_Bq, self.dtype)
-        inputs = [
-            self._head.pre_fc_norm_embedding(embedded_BqD).contiguous(),
-            self._head.pre_fc_norm_hidden(step.features_BtD).contiguous(),
-        ]
-        if self._head.config.hidden_first:
-            inputs.reverse()
-        return HeadInputs(*inputs)
+        head = self._head
+        embedded_BqD = head.borrowed.embed(step.tokens_Bq, self.dtype)
+        embedded_BqD = head.pre_fc_norm_embedding(embedded_BqD).contiguous()
+        features_BqD = head.pre_fc_norm_hidden(step.features_BtD).contiguous()
+        if head.config.hidden_first:
+            return HeadInputs(features_BqD, embedded_BqD)
+        return HeadInputs(embedded_BqD, features_BqD)
 
 
 class BlockHeadForward(HeadForward):

@@ -141,7 +141,7 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
         return self.borrowed.projection.finish(logits)
 
 
-class _FirstBlock(ResBlock):
+class FirstBlock(ResBlock):
     """Sx + SiLU(Wx + b). S begins as the map to the first H inputs, W and b as zero."""
 
     def __init__(self, inputs: int, outputs: int, skip_bias: bool) -> None:
@@ -168,7 +168,7 @@ class HydraHeads(ReadsLastState, nn.Module):
         hidden = config.hidden_size
         self.heads = nn.ModuleList()
         for d in range(config.num_heads):
-            head = nn.Sequential(_FirstBlock((d + 2) * hidden, hidden, config.skip_bias))
+            head = nn.Sequential(FirstBlock((d + 2) * hidden, hidden, config.skip_bias))
             for _ in range(config.num_layers - 1):
                 head.append(ResBlock(hidden, hidden))
             self.heads.append(head)

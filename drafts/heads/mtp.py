@@ -81,10 +81,25 @@ class MtpConfig:
         return int(self.layer["vocab_size"])
 
     @property
+    def num_attention_heads(self) -> int:
+        return int(self.layer["num_attention_heads"])
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return int(self.layer.get("num_key_value_heads") or self.num_attention_heads)
+
+    @property
     def head_dim(self) -> int:
         """Size of one attention head."""
-        heads = int(self.layer["num_attention_heads"])
-        return int(self.layer.get("head_dim") or self.hidden_size // heads)
+        return int(self.layer.get("head_dim") or self.hidden_size // self.num_attention_heads)
+
+    @property
+    def hidden_act(self) -> str:
+        return str(self.layer["hidden_act"])
+
+    @property
+    def rms_norm_eps(self) -> float:
+        return float(self.layer["rms_norm_eps"])
 
     def to_json(self) -> JsonObject:
         return {
