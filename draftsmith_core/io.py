@@ -88,7 +88,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary path to write to. It is renamed to `path` when the block succeeds, and deleted
     when it fails.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    made = _made(path.parent)
     temporary = _temporary(path)
     try:
         yield temporary
@@ -97,6 +97,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         _fsync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+        remove_empty(made)
 
 
 @contextmanager
@@ -104,7 +105,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
     """A temporary directory to fill. It is renamed to `path`, replacing what was there, when the
     block succeeds.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    made = _made(path.parent)
     temporary = _temporary(path)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -130,6 +131,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         _fsync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        remove_empty(made)
 
 
 @contextmanager
@@ -148,12 +150,28 @@ def writing(path: Path) -> Iterator[None]:
         ) from None
 
 
-def make_dir(path: Path, option: str = "--out") -> None:
-    """Make a directory for results; InputError, beginning with `option`, if it cannot be made."""
+def make_dir(path: Path, option: str = "--out") -> list[Path]:
+    """Make a directory for results; return those that were missing, the outermost last. Raise
+    InputError, beginning with `option`, if it cannot be made.
+    """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        return _made(path)
     except OSError as error:
         raise InputError(f"{option} {path}: cannot be created ({error.strerror})") from None
+
+
+def _made(path: Path) -> list[Path]:
+    """Make a directory; return those that were missing, the outermost last."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def remove_empty(directories: Iterable[Path]) -> None:
+    """Remove those of these directories that hold nothing, in this order."""
+    for directory in directories:
+        if directory.is_dir() and not any(directory.iterdir()):
+            directory.rmdir()
 
 
 def write_text_atomic(path: Path, text: str) -> None:

@@ -43,6 +43,7 @@ from draftsmith_core.io import (
     make_dir,
     read_json,
     read_json_value,
+    remove_empty,
     remove_leftovers,
     write_json_atomic,
     writing,
@@ -182,7 +183,7 @@ def _json_line(value: object) -> bytes:
 @contextmanager
 def hold(out: Path, *, file: bool = False) -> Iterator[None]:
     """Lock the directory (or `file`) `out` while the block runs; make the directory if it is
-    missing.
+    missing, and remove it again if the block leaves it empty.
 
     Every process of a launch calls it, and the main one locks. The lock is the kernel's, so it ends
     with its process. If another run holds the lock, raise InputError in every process, with its
@@ -192,9 +193,10 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
     if file:
         path = out.with_name(f".{out.name}.lock")
     descriptors: list[int] = []
+    made: list[Path] = []
 
     def lock() -> None:
-        make_dir(path.parent)
+        made.extend(make_dir(path.parent))
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         descriptors.append(os.open(path, flags, 0o666))
         try:
@@ -223,6 +225,7 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
         for descriptor in descriptors:
             path.unlink(missing_ok=True)
             os.close(descriptor)
+        remove_empty(made)
 
 
 def holder(out: Path) -> str | None:

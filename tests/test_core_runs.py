@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from draftsmith_core.errors import InputError
+from draftsmith_core.io import atomic_dir, atomic_file
 from draftsmith_core.runs import Run, claim, hold
 
 ROOT = Path(__file__).parents[1]
@@ -185,3 +186,31 @@ def test_a_journal_drops_what_a_kill_cut_short_and_what_another_run_wrote(tmp_pa
             assert journal.rows == []
             journal.remove()
     assert content(tmp_path) == {}
+
+
+@pytest.mark.parametrize("file", [False, True])
+def test_a_run_that_fails_before_it_wrote_leaves_no_directory(tmp_path, file):
+    out = tmp_path / "a" / "b" / "out"
+
+    def fail(kept: Path | None = None) -> None:
+        with pytest.raises(InputError, match="too soon"), Run(out, file=file) as run:
+            run.begin()
+            if kept is not None:
+                kept.write_text("kept")
+            raise InputError("too soon")
+
+    fail()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a").mkdir()
+    fail()
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+    assert list((tmp_path / "a").iterdir()) == []
+    fail(tmp_path / "a" / "b" / "mine")
+    assert (tmp_path / "a" / "b" / "mine").read_text() == "kept"
+
+
+@pytest.mark.parametrize("whole", [atomic_dir, atomic_file])
+def test_what_fails_while_it_is_written_leaves_no_directory(tmp_path, whole):
+    with pytest.raises(InputError, match="too soon"), whole(tmp_path / "a" / "b" / "out"):
+        raise InputError("too soon")
+    assert list(tmp_path.iterdir()) == []
