@@ -66,7 +66,9 @@ def look(directory: str) -> list[Held]:
     path = Path(directory)
     if not path.is_dir():
         raise InputError(f"{directory}: is no directory")
-    held = list(_found(path, _DEPTH))
+    # A part of an alignment lies in its directory.
+    above = path.absolute().parent if path.name in ("", "..") else path.parent
+    held = list(_found(path, _DEPTH, _alignment(above)))
     if not held:
         raise InputError(f"{directory}: holds nothing that draftsmith made")
     return held
@@ -78,9 +80,10 @@ def _found(directory: Path, depth: int, whole: Held | None = None) -> Iterator[H
         held = read(directory)
         if held is None:
             continue
-        if whole is not None and held.state != "finished":
+        if whole is not None:
             # `align` goes on with its parts, and runs while any of them does.
-            held = replace(held, made_by=whole.made_by, following=whole.following)
+            facts = f"{held.facts}; part of the alignment {whole.path}"
+            held = replace(held, facts=facts, made_by=whole.made_by, following=whole.following)
         yield held
         if kind != "alignment":
             return

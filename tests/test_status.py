@@ -101,6 +101,21 @@ def test_parts_of_an_alignment_go_on_with_it(out, tmp_path):
     assert whole["following"] == draft["following"] == "wait for it"
 
 
+def test_a_finished_part_of_an_alignment_says_which_and_what_that_does_next(out, tmp_path):
+    (tmp_path / "align.yaml").write_text("target: t\n")
+    shutil.copytree(out / "set", tmp_path / "distilled")
+    again = f"draftsmith align --config {tmp_path}/align.yaml --out {tmp_path}"
+    (made,) = status(directory=str(tmp_path / "distilled"))["held"]
+    assert (made["state"], made["made_by"], made["following"]) == ("finished", again, again)
+    assert made["facts"].endswith(f"; part of the alignment {tmp_path}")
+    report = tmp_path / "eval" / "report.html"
+    report.parent.mkdir()
+    report.write_text("")
+    (made,) = status(directory=str(tmp_path / "distilled"))["held"]
+    assert (made["made_by"], made["following"]) == (again, f"open {report}")
+    assert status(directory=str(tmp_path))["held"][1] == made
+
+
 def test_without_a_directory_says_what_to_type(door):
     assert "which directory? draftsmith status DIRECTORY" in door.refused("status")
 

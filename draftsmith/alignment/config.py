@@ -70,7 +70,10 @@ class AlignedTraining(TrainConfig):
 
 @options
 class AlignConfig(TargetOptions, RunOptions):
-    """Align a draft with a target: distil, train, evaluate, report. Open options are chosen."""
+    """Align a draft with a target: distil, train, evaluate, report. Open options are chosen.
+    Shorter: distill.max_prompts (fewer answers, and steps for them), distill.max_new_tokens,
+    train.steps, policy id (half the steps, nothing replayed), eval.max_prompts, eval.tree none.
+    """
 
     target: ByContent[str]
     """The target: a local directory or hub name."""

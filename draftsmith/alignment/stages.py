@@ -31,7 +31,7 @@ from draftsmith_core.cards import add_results
 from draftsmith_core.command_line import check_file
 from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import write_text_atomic
+from draftsmith_core.io import JsonObject, write_text_atomic
 from draftsmith_core.launcher import join_processes
 from draftsmith_core.options import Option, configured, options_of, value_at
 from draftsmith_core.ranks import from_main, on_main, say
@@ -74,7 +74,8 @@ def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
                 f"{config.target} writes {config.distill['general_texts']} {kind} by itself, to "
                 "be replayed"
             )
-            distill(stage_configs.general_config(config))
+            for line in left_out_of(distill(stage_configs.general_config(config))):
+                say(line)
         for name, objective in config.trained().items():
             training = stage_configs.train_config(config, name)
             why = ""
@@ -91,6 +92,19 @@ def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
         for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
             say(f"uploaded: {url}")
     return config, results
+
+
+def left_out_of(general: JsonObject) -> list[str]:
+    """Say why fewer texts are replayed than the target wrote."""
+    reasons = [*general["skipped_because"], *general["failed_because"]]
+    written = general["prompts_read"]
+    kept = general["rows"]
+    if own := general["own_prompts"]:
+        reasons = [*own["left_out_because"], *reasons]
+        written = own["drawn"]
+    if kept == written:
+        return []
+    return [f"{kept} of {written} are replayed; {'; '.join(reasons)}"]
 
 
 def _free() -> None:
