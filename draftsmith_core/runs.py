@@ -346,6 +346,33 @@ def command_line(command: str, config: object) -> str:
     return shlex.join(["draftsmith", command, *_words(config, "")])
 
 
+def train_longer(draft: str) -> str:
+    """Return the command that trains a finished draft for as many steps again, into another
+    directory; empty if no record says how it was trained.
+
+    The directory itself refuses more steps: its schedule has ended.
+    """
+    record = read_record(Path(draft))
+    command = shlex.split(record.get("command") or "")
+    if command[:2] != ["draftsmith", "train"]:
+        return ""
+    replaced = {"--draft", "--out"}
+    if record["kind"] == "draft-lm":
+        # Its vocabulary is a part of it.
+        replaced.add("--draft_vocab_size")
+    words: list[str] = []
+    left_out = False
+    for word in command:
+        key, equals, _ = word.partition("=")
+        if key.startswith("--"):
+            left_out = key.replace("-", "_").replace("__", "--", 1) in replaced
+        if not left_out:
+            words.append(word)
+        left_out = left_out and not equals
+    place = draft.rstrip("/")
+    return shlex.join([*words, "--draft", place, "--out", f"{place}-longer"])
+
+
 def _words(config: object, prefix: str) -> list[str]:
     words: list[str] = []
     for field in dataclasses.fields(config):  # type: ignore[arg-type]

@@ -105,13 +105,13 @@ def _training(checkpoint: Path) -> Training | None:
             epochs=steps * batch / data["training"]["rows"],
             steps=steps,
             best_step=record["best_step"],
-            heldout=_heldout_curve(checkpoint),
+            heldout=heldout_curve(checkpoint),
         )
     except KeyError:
         return None
 
 
-def _heldout_curve(checkpoint: Path) -> list[tuple[int, float]]:
+def heldout_curve(checkpoint: Path) -> list[tuple[int, float]]:
     """Steps and held-out alphas of the training, from the metrics beside the weights."""
     metrics = checkpoint / "run" / "metrics.jsonl"
     curve = []

@@ -96,6 +96,9 @@ def _recipe(config: "TrainCommandConfig") -> "TrainConfig":
 
 
 def _train(config: "TrainCommandConfig", command: str) -> Outcome:
+    from draftsmith_core.runs import train_longer
+    from eval.facts import heldout_curve
+    from eval.report.findings import still_rising
     from train.training_run import train
 
     summary = train(_recipe(config), command)
@@ -105,7 +108,14 @@ def _train(config: "TrainCommandConfig", command: str) -> Outcome:
         f"{summary['heldout_loss']:.4f}"
     )
     line += f"{alpha} at step {summary['best_step']}"
-    return Outcome(summary, [line])
+    lines = [line]
+    rise = still_rising(heldout_curve(Path(summary["checkpoint"])))
+    if rise is not None and (longer := train_longer(summary["checkpoint"])):
+        lines.append(
+            f"held-out alpha was still rising ({rise:+.3f} in the last fifth of the steps); train "
+            f"longer: {longer}"
+        )
+    return Outcome(summary, lines)
 
 
 def _merge(config: "MergeConfig", command: str) -> Outcome:
