@@ -15,6 +15,14 @@ from mkdocs.structure.files import File, Files
 from draftsmith_core.options import options_of
 
 ROOT = Path(__file__).resolve().parents[1]
+# Pages that only the site has, by what they are made from: links lead there in the repository.
+MADE_FROM = {
+    "tour.ipynb": "tour.md",
+    "../CONTRIBUTING.md": "contributing.md",
+    "../CHANGELOG.md": "changelog.md",
+    "../draftsmith/cli/commands.py": "reference-commands.md",
+    "../eval/definitions.yaml": "reference-figures.md",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -30,6 +38,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Let links to what a page is made from lead to the page."""
+    for source, page in MADE_FROM.items():
+        markdown = markdown.replace(f"]({source})", f"]({page})")
+    return markdown
 
 
 def of_the_root(name: str) -> str:

@@ -171,10 +171,11 @@ def load_pair(
     """Load a target and any number of drafts, and check that they belong together.
 
     target, draft: local directories or hub names; a draft is a language model or a head. Several
-    language models draft together; `{name: source}` gives them names. fast: use packed weights and
-    the lean Llama forward on a CPU; outputs change by rounding only. compile: record every step as
-    a CUDA graph (True), or compile it first with a torch.compile backend (its name); the first
-    outputs then take longer.
+    language models draft together; `{name: source}` gives them names. To try prompt lookup before
+    the draft: `generate(..., proposer="prompt_lookup")`. fast: use packed weights and the lean
+    Llama forward on a CPU; outputs change by rounding only. compile: record every step as a CUDA
+    graph (True), or compile it first with a torch.compile backend (its name); the first outputs
+    then take longer.
 
     options: `device` (auto, cpu, cuda or cuda:N), `dtype` (auto: float32 on a CPU, else the
     checkpoint's own; float32, bfloat16 or float16), `quantize` and `quantize_draft` ("nf4" for

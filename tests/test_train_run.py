@@ -307,6 +307,8 @@ def test_a_finished_draft_is_trained_longer_by_the_command_that_is_said(
     said = door.ok("train", *words, "--out", first)[0]
     command = train_longer(str(first))
     assert f"; train longer: {command}" in said
+    more_steps = door.refused("train", *words, "--steps", 9, "--out", first)
+    assert f"was trained for 5 steps and is finished; train longer: {command}" in more_steps
     program, name, *longer = shlex.split(command)
     assert (program, name) == ("draftsmith", "train")
     door.ok(name, *longer)

@@ -34,7 +34,7 @@ from draftsmith_core.models import (
 from draftsmith_core.options import configured, identity as identity_options, places, refuse_unused
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.ranks import is_main, on_main, say
-from draftsmith_core.runs import Run, command_line, provenance, read_record
+from draftsmith_core.runs import Run, command_line, provenance, read_record, train_longer
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.settings import loading
 from draftsmith_core.signals import StopSignal, Terminated
@@ -97,6 +97,7 @@ def train(
             raise InputError(
                 f"{out}: holds a model that this run did not make; choose another `out`"
             )
+        _refuse_more_steps(config)
         run.begin(job.identity, ("run/run.json",), places(config))
         for place in (job.run_dir, job.checkpoints):
             on_main(partial(remove_leftovers, place))
@@ -118,6 +119,20 @@ def train(
     keys += ["confidence_error", "fingerprint"]
     summary = {"checkpoint": str(out)} | {key: record[key] for key in keys if key in record}
     return summary | pushed(out, config.push_to_hub, "model")
+
+
+def _refuse_more_steps(config: TrainConfig) -> None:
+    """Raise InputError, with what to type, for a finished draft that is to be trained longer."""
+    record = read_record(Path(config.out))
+    trained = record.get("config", {})
+    asked = [(key, getattr(config, key)) for key in ("steps", "epochs")]
+    if any(trained.get(key, value) != value for key, value in asked) and (
+        longer := train_longer(config.out)
+    ):
+        raise InputError(
+            f"--out {config.out}: was trained for {record['steps']} steps and is finished; train "
+            f"longer: {longer}"
+        )
 
 
 @dataclass
