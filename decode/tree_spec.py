@@ -318,6 +318,9 @@ def _kind_and_body(text: str) -> tuple[str, str]:
 
 def _rewritten(kind: str, body: str) -> str | None:
     """Return the spec of a kind with the numbers and options that stand anywhere in `body`."""
+    body = re.sub(r"(?<=\d) *x *(?=\d)", ",", body)
+    if re.search("[a-z]", _WORD.sub("", body)):
+        return None
     numbers: list[str] = []
     options: list[str] = []
     for key, value, number in _WORD.findall(body):

@@ -129,6 +129,7 @@ GOOD = {"acceptance": [0.6, 0.2], "nodes": 8, "depth": 4}
         ("chain:", None, "has no number; write for example chain:4"),
         ("chain:3,2", None, "a chain has one number; did you mean kary:3,2?"),
         ("eagle2:6,10", None, "not one of nodes, depth, beam; write for example eagle2:depth=6"),
+        ("kary:3,x", None, "'x' is not a whole number; write for example kary:4,2,2"),
         ("4.5", None, "unknown kind '4.5'; use one of chain"),
         ("none", None, "unknown kind 'none'; use one of chain"),
         ("chain:x", None, "'x' is not a whole number; write for example chain:4"),

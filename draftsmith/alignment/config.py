@@ -72,7 +72,7 @@ class AlignedTraining(TrainConfig):
 class AlignConfig(TargetOptions, RunOptions):
     """Align a draft with a target: distil, train, evaluate, report. Open options are chosen.
     Shorter: distill.max_prompts (fewer answers, and steps for them), distill.max_new_tokens,
-    train.steps, policy id (half the steps, nothing replayed), eval.max_prompts, eval.tree none.
+    train.steps, policy id (half the steps, nothing replayed), eval.max_prompts.
     """
 
     target: ByContent[str]
