@@ -28,6 +28,7 @@ from decode.tree import Drawing, Tree, TreeShape
 from decode.tree_batch import TreeBatch
 from decode.verify import VERIFIERS, Verifier
 from decode.verify.exact import follow
+from decode.verify.siblings import speculative_walks
 from decode.verify.tree_walk import Walk
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import vocabulary_size
@@ -201,8 +202,12 @@ class BatchRun:
         if parts.proposer is None and not greedy:
             self._judge = self._judge_undrafted
         known = VERIFIERS.get(parts.verifier.name) is parts.verifier
-        if greedy and known and runner.device.type == "cpu":
+        if not known or runner.device.type != "cpu":
+            return
+        if greedy:
             self._judge = self._judge_greedily
+        elif parts.verifier.name == "speculative" and parts.proposer is not None:
+            self._judge = self._judge_chain
 
     def _start(self, prompts: Sequence[Sequence[int]], drawing: Drawing) -> Session:
         parts, options = self.parts, self.options
@@ -286,8 +291,32 @@ class BatchRun:
         logits_BMV, hidden = self._scored(proposal)
         best = largest(logits_BMV, 1)
         walks = follow(proposal, best.places[..., 0].tolist())
-        highest_BM = best.values[..., 0].tolist()
-        target_B = [all(map(math.isfinite, values)) for values in highest_BM]
+        sampling = self.options.sampling
+        return self._on_host(
+            proposal, walks, best.values[..., 0], hidden, lambda: probs(logits_BMV, sampling)
+        )
+
+    def _judge_chain(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
+        """Speculative sampling on a CPU."""
+        if not proposal.tree.depth or proposal.tree.rows > 1:
+            return self._judge_on_device(proposal, u_BU)
+        assert u_BU is not None
+        logits_BMV, hidden = self._scored(proposal)
+        p_BMV = probs(logits_BMV, self.options.sampling)
+        walks = speculative_walks(proposal, p_BMV, u_BU)
+        # A logit that is not finite makes all probabilities at its node NaN.
+        return self._on_host(proposal, walks, p_BMV[..., 0], hidden, lambda: p_BMV)
+
+    def _on_host(
+        self,
+        proposal: Proposal,
+        walks: list[Walk],
+        telling_BM: Tensor,
+        hidden: Sequence[Tensor],
+        distributions: Callable[[], Tensor],
+    ) -> _Judged:
+        """telling_BM: values that are finite if the target's logits at a node are."""
+        target_B = [all(map(math.isfinite, values_M)) for values_M in telling_BM.tolist()]
         draft_B = [True]
         if proposal.finite is not None:
             draft_B = proposal.finite.view(-1).tolist()
@@ -297,8 +326,7 @@ class BatchRun:
             depth = proposal.tree.depth
             paths = [walk.path + [0] * (depth - len(walk.path)) for walk in walks]
             hidden = _on_path(hidden, torch.tensor(paths, dtype=torch.long))
-        sampling = self.options.sampling
-        return _Judged(finite_B, walks, hidden, lambda: probs(logits_BMV, sampling))
+        return _Judged(finite_B, walks, hidden, distributions)
 
     def _judge_undrafted(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
         """Draw a token from the target at every root, where nothing is ever drafted."""

@@ -3,8 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
+from draftsmith_core.runs import train_longer
 from eval.decision import Setting, decide
-from eval.report.findings import lead
+from eval.report.findings import lead, rises
 from eval.report.formats import named_set, number, text_table, tree_name, with_interval
 from eval.report.tables import best_tau
 from eval.results_table import ResultsTable
@@ -15,7 +16,12 @@ def headline_and_table(results: ResultsTable) -> list[str]:
     """The decision, what to do next, and `rows_by_set` as a table."""
     head = lead(results)
     todo = " ".join([head.todo, head.command]).strip()
-    return [head.headline, todo, *filter(None, [head.rising]), *table(results, head.temperature)]
+    longer = []
+    for name in rises(results):
+        if command := train_longer(results.document["models"][name]["name"]):
+            longer.append(f"train {name} longer: {command}")
+    rising = [head.rising] if head.rising else []
+    return [head.headline, todo, *rising, *longer, *table(results, head.temperature)]
 
 
 def table(results: ResultsTable, decided: float) -> list[str]:

@@ -1,7 +1,8 @@
 """How long a run of `align` takes at most, from timed steps of each stage."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from draftsmith.alignment.stage_configs import eval_config
 from draftsmith_core.ranks import launched
 from draftsmith_core.sampling import Sampling
 from eval.config import EvalConfig
+from eval.method import shape_of
 from train.config import TrainConfig
 from train.trainees import TRAINEES
 
@@ -102,13 +104,25 @@ def _counting_s(
     drafts = len(evaluation.draft)
     # Acceptance takes a forward of the whole text for the target and each draft.
     row_s = alone.seconds(evaluation.max_new_tokens) + (1 + drafts) * alone.prefill_s
-    for tree in evaluation.tree:
-        proposer = PROPOSERS[kind_of(draft)].make(draft)
-        decoder = SpeculativeDecoder(models.target, proposer, tree)
+    for decoder in _drafting(evaluation, models, draft):
         row_s += drafts * _row_cost(decoder, batch, hottest).seconds(evaluation.max_new_tokens)
     rows = len(evaluation.ood) * evaluation.max_prompts
     rows += len(evaluation.id) * min(evaluation.max_prompts, config.heldout_prompts or 1 << 30)
     return rows * len(evaluation.temperature) * row_s
+
+
+def _drafting(
+    evaluation: EvalConfig, models: LoadedModels, draft: Draft
+) -> Iterator[SpeculativeDecoder]:
+    """A decoder for each tree. A tree of a plan is not known yet; what does not fit is refused by
+    the evaluation.
+    """
+    for tree in evaluation.tree:
+        if tree == "none" or tree.startswith("auto"):
+            continue
+        proposer = PROPOSERS[kind_of(draft)].make(draft)
+        with suppress(ValueError):
+            yield SpeculativeDecoder(models.target, proposer, shape_of(tree))
 
 
 def _timing_s(evaluation: EvalConfig, costs: Sequence[StepCost]) -> float:

@@ -88,13 +88,21 @@ def _alphas(results: ResultsTable, draft: str, temperature: float) -> list[dict[
 def rising(results: ResultsTable) -> list[str]:
     """A sentence on every draft whose held-out alpha still rose when training stopped."""
     sentences = []
+    for name, rise in rises(results).items():
+        gained = number(rise, 3, sign=True)
+        sentences.append(WORDS["rising"].format(draft=name, gained=gained))
+    return sentences
+
+
+def rises(results: ResultsTable) -> dict[str, float]:
+    """The rise at the end of training of every draft whose held-out alpha still rose then."""
+    found = {}
     for name in results.drafts:
         training = results.document["models"][name]["training"]
         rise = still_rising(training.get("heldout", [])) if training else None
         if rise is not None:
-            gained = number(rise, 3, sign=True)
-            sentences.append(WORDS["rising"].format(draft=name, gained=gained))
-    return sentences
+            found[name] = rise
+    return found
 
 
 def still_rising(curve: Sequence[tuple[int, float]]) -> float | None:
