@@ -71,8 +71,7 @@ class AlignedTraining(TrainConfig):
 @options
 class AlignConfig(TargetOptions, RunOptions):
     """Align a draft with a target: distil, train, evaluate, report. Open options are chosen.
-    Shorter: distill.max_prompts (fewer answers, and steps for them), distill.max_new_tokens,
-    train.steps, policy id (half the steps, nothing replayed), eval.max_prompts.
+    Shorter: a smaller distill.max_prompts, train.steps or eval.max_prompts, or policy id.
     """
 
     target: ByContent[str]
@@ -95,9 +94,9 @@ class AlignConfig(TargetOptions, RunOptions):
     )
     """Training objective, as `train --objective` takes it; several are compared at equal steps."""
     policy: Policy | None = None
-    """balanced (the default): fill half of every step with text or chats that the target writes by
-    itself, over twice the steps, so that the draft keeps what it knew (docs/robust.md). id: train
-    on the answers alone.
+    """balanced (the default): half of every step is text or chats that the target writes by itself,
+    over twice the steps, so that the draft keeps what it knew (docs/robust.md). id: the answers
+    alone.
     """
     plain: Rare[bool] = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""
