@@ -18,9 +18,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from draftsmith_core.errors import InputError, one_line
+from draftsmith_core.option_names import nearest_option
 from draftsmith_core.options import (
     Option,
-    nearest_option,
     options_of,
     partial_of,
     put,

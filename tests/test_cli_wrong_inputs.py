@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli.commands import COMMANDS
-from draftsmith_core.options import _CALLED, options_of
+from draftsmith_core.option_names import CALLED
+from draftsmith_core.options import options_of
 
 # By the beginning of a command line: what follows it, and what its one line must say.
 WRONG: dict[str, list[tuple[str, str]]] = {
@@ -252,7 +253,7 @@ def test_names_of_other_tools_lead_to_options_that_there_are():
     }
     keys.add(".config")
     names: list[str] = []
-    for ours, theirs in _CALLED:
+    for ours, theirs in CALLED:
         names += theirs.split()
         for name in ours:
             assert any(key.endswith(f".{name}") for key in keys), name
