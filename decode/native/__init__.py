@@ -69,6 +69,8 @@ class Kernel:
         self.packed_bytes = library.draftsmith_packed_bytes
         self.packed_bytes.argtypes = [kind, size, size]
         self.packed_bytes.restype = size
+        library.draftsmith_lanes.restype = size
+        self.lanes = library.draftsmith_lanes()
         self.rows = library.draftsmith_rows
         self.rows.argtypes = [kind, pointer, pointer, pointer, size, size]
         self.rows.restype = None
@@ -112,14 +114,17 @@ class PackedMatrix:
             self._fill_tiles(functions, narrow_OI)
             return
         width = self._hold(functions, outputs, inputs, narrow_OI.dtype)
-        # Panels of outputs, input by input; the surplus columns of the last panel are zero.
+        # Panels of outputs, input by input; the surplus columns of the last panel are zero. In bf16,
+        # those of two vectors of the processor alternate.
+        apart = 2 if narrow_OI.dtype == torch.bfloat16 else 1
+        shape = (-1, width // functions.lanes // apart, apart, functions.lanes, inputs)
         count, rest = divmod(outputs, width)
-        panels = self.values.view(-1, inputs, width)
+        panels = self.values.view(count + bool(rest), inputs, shape[1], functions.lanes, apart)
         full_OI = narrow_OI[: outputs - rest]
-        panels[:count] = full_OI.reshape(count, width, inputs).transpose(1, 2)
+        panels[:count] = full_OI.reshape(shape).permute(0, 4, 1, 3, 2)
         if rest:
-            last_OI = narrow_OI[outputs - rest :]
-            panels[count] = F.pad(last_OI.t(), (0, width - rest))
+            last_OI = F.pad(narrow_OI[outputs - rest :], (0, 0, 0, width - rest))
+            panels[count:] = last_OI.reshape(shape).permute(0, 4, 1, 3, 2)
 
     def _fill_tiles(self, functions: Kernel, narrow_OI: Tensor) -> None:
         outputs, inputs = narrow_OI.shape

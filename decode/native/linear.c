@@ -45,7 +45,6 @@
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2)));
 
 /* a * b + c, rounded once where the processor can. Written out: left to the compiler, it would depend on the loop
    around it whether a product is rounded before it is added, and rows would differ in their last bits. */
@@ -79,11 +78,15 @@ INLINE const char *panel_at(const int kind, const char *packed, size_t p, size_t
     return packed + (kind == CODES ? TABLE_BYTES : 0) + p * panel_bytes(kind, inputs);
 }
 
-/* LANES values from `place` on, in fp32. */
-INLINE vec load(const int kind, const void *from, size_t place) {
-    if (kind == FP32) return *(const vec *)((const float *)from + place);
-    const uint16_t *half = (const uint16_t *)from + place;
-    if (kind == BF16) return (vec)(__builtin_convertvector(*(const halves *)half, words) << 16);
+/* Vector v of the values from `place` on, in fp32. bf16 is the upper half of fp32. A word has a value of an even vector
+   below one of the next, so that a shift or a mask widens it: converting takes a row's time on AMD's Zen. */
+INLINE vec load(const int kind, const void *from, size_t place, int v) {
+    if (kind == FP32) return *(const vec *)((const float *)from + place + v * LANES);
+    if (kind == BF16) {
+        words both = *(const words *)((const uint16_t *)from + place + v / 2 * 2 * LANES);
+        return (vec)(v % 2 ? both & 0xFFFF0000 : both << 16);
+    }
+    const uint16_t *half = (const uint16_t *)from + place + v * LANES;
 #if LANES == 16
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
 #elif LANES == 8 && defined(__F16C__)
@@ -123,6 +126,9 @@ INLINE size_t panel_count(size_t outputs) { return (outputs + PANEL - 1) / PANEL
 
 #include "tiles.c"
 
+/* Outputs of a vector. */
+size_t draftsmith_lanes(void) { return LANES; }
+
 size_t draftsmith_packed_bytes(int kind, size_t outputs, size_t inputs) {
     if (kind == TILES) return panel_count(outputs) * group_count(inputs) * GROUP * PANEL * 2;
     return (kind == CODES ? TABLE_BYTES : 0) + panel_count(outputs) * panel_bytes(kind, inputs);
@@ -134,7 +140,8 @@ void draftsmith_rows(int kind, const char *packed, const int64_t *ids, float *to
     if (kind == CODES) memcpy(table, packed, TABLE_BYTES);
 #pragma omp parallel for schedule(static)
     for (size_t r = 0; r < count; r++) {
-        size_t id = (size_t)ids[r], v = id % PANEL / LANES;
+        size_t id = (size_t)ids[r];
+        int v = (int)(id % PANEL / LANES);
         if (kind == TILES) {
             const uint16_t *halves_of = (const uint16_t *)packed;
             for (size_t i = 0; i < inputs; i++) {
@@ -147,8 +154,8 @@ void draftsmith_rows(int kind, const char *packed, const int64_t *ids, float *to
         for (size_t i = 0; i < inputs; i++) {
             const char *block = panel + i / BLOCK * BLOCK_BYTES;
             const uint8_t *codes = (const uint8_t *)block + PANEL * sizeof(float) + i % BLOCK * PANEL / 2;
-            vec values = kind == CODES ? decoded(table, codes, (int)v) * load(FP32, block, v * LANES)
-                                       : load(kind, panel, i * PANEL + v * LANES);
+            vec values = kind == CODES ? decoded(table, codes, v) * load(FP32, block, 0, v)
+                                       : load(kind, panel, i * PANEL, v);
             to[r * inputs + i] = values[id % LANES];
         }
     }
@@ -165,7 +172,7 @@ INLINE void tile(
     vec scale[VECTORS];
     if (kind == CODES)
 #pragma GCC unroll 8
-        for (int v = 0; v < WIDE; v++) scale[v] = load(FP32, panel, v * LANES);
+        for (int v = 0; v < WIDE; v++) scale[v] = load(FP32, panel, 0, v);
     vec sum[TILE][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
@@ -178,7 +185,7 @@ INLINE void tile(
 #pragma GCC unroll 8
         for (int v = 0; v < WIDE; v++)
             w[v] = kind == CODES ? decoded(table, codes + i * PANEL / 2, v) * scale[v]
-                                 : load(kind, panel, i * panel_stride + v * LANES);
+                                 : load(kind, panel, i * panel_stride, v);
         if (wide)
 #pragma GCC unroll 8
             for (int v = 0; v < WIDE; v++) *(vec *)(wide + i * PANEL + v * LANES) = w[v];
