@@ -188,6 +188,65 @@ def test_tiles_stand_beside_those_of_torch(tiles):
     assert all(torch.equal(product, ours[0]) for product in ours)
 
 
+@pytest.fixture
+def pairs():
+    """The kernel of a processor that multiplies pairs of bf16 numbers."""
+    made = kernel()
+    if made is None or not made.pairs:
+        pytest.skip("this processor has tiles, or does not multiply pairs of bf16 (AVX512-BF16)")
+    return made
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (70, 1100)])
+def test_a_matrix_given_in_bf16_is_multiplied_as_a_model_in_bf16_does(pairs, outputs, inputs):
+    generator = torch.Generator().manual_seed(outputs * inputs)
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    bias = torch.randn(outputs, generator=generator)
+    matrix = PackedMatrix(pairs, weight)
+    assert matrix.kind == native._PAIRS
+    assert torch.equal(matrix.rows(torch.arange(outputs)), weight.float())
+    # Of values that bf16 holds, given in fp32, the products are those of fp32.
+    assert PackedMatrix(pairs, weight.float()).kind != native._PAIRS
+    for rows in (1, 2, 5, 6, 7, 12, 13, 33, MOST_ROWS + 2):
+        x = torch.randn(rows, inputs, generator=generator)
+        x = x * torch.logspace(-9, 9, rows).unsqueeze(1) * torch.logspace(-3, 3, inputs)
+        other = torch.randn(rows, outputs, generator=generator) if rows % 2 else None
+        got = matrix.linear(x, bias, other)
+        rounded = x.bfloat16().double()
+        exact = rounded @ weight.double().t() + bias + (0 if other is None else other)
+        size = rounded.abs() @ weight.double().abs().t() + 10
+        assert bool(((got - exact).abs() <= 1e-6 * size).all())
+        alone = [matrix.linear(row, bias, mine) for row, mine in _rows(x, other)]
+        assert torch.equal(torch.cat(alone), got)
+
+
+def test_pairs_keep_what_is_no_number_in_its_row(pairs):
+    weight = torch.randn(70, 41, generator=torch.Generator().manual_seed(0)).abs().bfloat16()
+    x = torch.ones(9, 41)
+    x[1, 3] = float("inf")
+    x[3, 40] = -float("inf")
+    x[5, 0] = torch.tensor(0x7F800001, dtype=torch.int32).view(torch.float32)  # NaN by its last bit
+    got = PackedMatrix(pairs, weight).linear(x)
+    torch.testing.assert_close(got, x @ weight.float().t(), equal_nan=True, rtol=1e-5, atol=1e-5)
+    assert got.isnan().any(dim=1).tolist() == [row == 5 for row in range(9)]
+    assert torch.equal(got[0], got[8])
+    weight[2, 2] = float("inf")
+    assert PackedMatrix(pairs, weight).linear(torch.ones(1, 41))[0, 2] == float("inf")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_pairs_have_the_same_bits_with_any_number_of_threads(pairs, threads):
+    generator = torch.Generator().manual_seed(0)
+    matrix = PackedMatrix(pairs, torch.randn(200, 300, generator=generator).bfloat16())
+    x = torch.randn(MOST_ROWS + 5, 300, generator=generator)
+    before = torch.get_num_threads()
+    products = [matrix.linear(x[:rows]) for rows in (1, 6, 7, MOST_ROWS + 5)]
+    torch.set_num_threads(threads)
+    again = [matrix.linear(x[:rows]) for rows in (1, 6, 7, MOST_ROWS + 5)]
+    torch.set_num_threads(before)
+    assert all(map(torch.equal, products, again))
+
+
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(1, 64), (63, 128), (64, 64), (65, 192), (130, 320)]
 )

@@ -50,7 +50,8 @@ _FLAGS = (
 # How a packed matrix keeps its values; the numbers of the C source.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 _TILES = 4
-_TILE_INPUTS = 32  # inputs of a tile of weights
+_PAIRS = 5
+_TILE_INPUTS = 32  # inputs of a tile of weights, and the least of those kept in pairs
 # The bits of a bf16 number without its sign, and those of infinity.
 _UNSIGNED_BF16 = 0x7FFF
 _INFINITE_BF16 = 0x7F80
@@ -82,6 +83,8 @@ class Kernel:
         self.room.restype = size
         # Whether bf16 is multiplied by tile registers.
         self.tiles = bool(library.draftsmith_tiles())
+        # Whether a model that computes in bf16 is multiplied by pairs. Tiles lose nothing of it.
+        self.pairs = not self.tiles and bool(library.draftsmith_pairs())
         self.largest = library.draftsmith_largest
         self.largest.argtypes = [pointer, *[size] * 3, pointer, pointer]
         self.largest.restype = None
@@ -104,18 +107,22 @@ class PackedMatrix:
 
     The kernel widens values to fp32 in registers, so products do not depend on the dtype. Where the
     processor has tile registers, it multiplies bf16 by them: the same products, summed in another
-    order.
+    order. Where it has none but multiplies pairs of bf16 numbers, a matrix that is given in bf16 is
+    multiplied so, with inputs rounded to bf16, as torch does.
     """
 
     def __init__(self, functions: Kernel, weight_OI: Tensor) -> None:
         outputs, inputs = weight_OI.shape
         narrow_OI = narrowest(weight_OI)
         if functions.tiles and narrow_OI.dtype == torch.bfloat16 and _finite(narrow_OI):
-            self._fill_tiles(functions, narrow_OI)
+            self._fill_pairs(functions, narrow_OI, _TILES)
+            return
+        if functions.pairs and weight_OI.dtype == torch.bfloat16:
+            self._fill_pairs(functions, narrow_OI, _PAIRS)
             return
         width = self._hold(functions, outputs, inputs, narrow_OI.dtype)
-        # Panels of outputs, input by input; the surplus columns of the last panel are zero. In bf16,
-        # those of two vectors of the processor alternate.
+        # Panels of outputs, input by input; the surplus columns of the last panel are zero. In
+        # bf16, those of two vectors of the processor alternate.
         apart = 2 if narrow_OI.dtype == torch.bfloat16 else 1
         shape = (-1, width // functions.lanes // apart, apart, functions.lanes, inputs)
         count, rest = divmod(outputs, width)
@@ -126,9 +133,9 @@ class PackedMatrix:
             last_OI = F.pad(narrow_OI[outputs - rest :], (0, 0, 0, width - rest))
             panels[count:] = last_OI.reshape(shape).permute(0, 4, 1, 3, 2)
 
-    def _fill_tiles(self, functions: Kernel, narrow_OI: Tensor) -> None:
+    def _fill_pairs(self, functions: Kernel, narrow_OI: Tensor, kind: int) -> None:
         outputs, inputs = narrow_OI.shape
-        width = self._hold(functions, outputs, inputs, torch.bfloat16, _TILES)
+        width = self._hold(functions, outputs, inputs, torch.bfloat16, kind)
         surplus = (0, -inputs % _TILE_INPUTS, 0, -outputs % width)
         padded_OI = F.pad(narrow_OI, surplus) if any(surplus) else narrow_OI
         pairs = padded_OI.reshape(-1, width, padded_OI.shape[1] // 2, 2)
@@ -389,6 +396,8 @@ def _is_right(built: Kernel) -> bool:
     other_XO = random(7, 83)
     weights = [weight_OI[:, :301].to(dtype).float() for dtype in list(_KINDS)[:3]]
     matrices = [PackedMatrix(built, weight) for weight in weights]
+    weights.append(weights[1])
+    matrices.append(PackedMatrix(built, weights[1].bfloat16()))
     codes = torch.randint(0, 256, (83, 160), generator=generator, dtype=torch.uint8)
     scales = weight_OI[:, :5].abs()
     table = weight_OI[0, :16]
@@ -396,7 +405,8 @@ def _is_right(built: Kernel) -> bool:
     weights.append(values_OI * scales.repeat_interleave(_BLOCK, dim=1))
     matrices.append(PackedMatrix.of_codes(built, codes, scales, table))
     for weight, matrix in zip(weights, matrices, strict=True):
-        x_XI = random(7, matrix.inputs)
+        # Which some kinds round to.
+        x_XI = random(7, matrix.inputs).bfloat16().float()
         wanted = F.linear(x_XI, weight, bias_O) + other_XO
         product = matrix.linear(x_XI, bias_O, other_XO)
         if not torch.allclose(product, wanted, atol=1e-4, rtol=1e-5):

@@ -35,6 +35,17 @@ INLINE vec exponential(vec x) {
 /* One half of the exchange of a transposition. Lane l of the result is `a`'s where l has not the bit `width`, and `b`'s
    where it has. Of the lower half, what comes from `b` is its lane l ^ width; of the upper half, what comes from `a`. */
 INLINE vec exchanged(vec a, vec b, int width, const int upper) {
+#if LANES == 16
+    /* Written out: the shuffles that the compiler finds need a register of places each, which there are not. */
+    const __m512 stays = (__m512)(upper ? b : a), moves = (__m512)(upper ? a : b);
+    const __mmask16 other = upper ? 0xFFFF : 0;
+    switch (width) {
+        case 1: return (vec)_mm512_mask_permute_ps(stays, other ^ 0xAAAA, moves, 0xB1);
+        case 2: return (vec)_mm512_mask_permute_ps(stays, other ^ 0xCCCC, moves, 0x4E);
+        case 4: return (vec)_mm512_mask_shuffle_f32x4(stays, other ^ 0xF0F0, moves, moves, 0xB1);
+        default: return (vec)_mm512_mask_shuffle_f32x4(stays, other ^ 0xFF00, moves, moves, 0x4E);
+    }
+#else
     words from;
 #pragma GCC unroll 16
     for (int lane = 0; lane < LANES; lane++) {
@@ -47,6 +58,7 @@ INLINE vec exchanged(vec a, vec b, int width, const int upper) {
     vec out;
     for (int lane = 0; lane < LANES; lane++) out[lane] = from[lane] < LANES ? a[from[lane]] : b[from[lane] - LANES];
     return out;
+#endif
 #endif
 }
 

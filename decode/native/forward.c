@@ -11,10 +11,11 @@
 #include "attention.c"
 
 #include <math.h>
-#include <omp.h>
 
 #include "draw.c"
 #include "siblings.c"
+
+#define FETCHED_SLOTS (2 * PANEL) /* `transposed` fetches what comes behind them */
 
 /* The same structures stand in kernel_forward.py. */
 struct matrix {
@@ -104,7 +105,8 @@ static size_t widest_room(const struct model *m, size_t rows) {
     size_t inputs = widest_input(m), mixed = m->heads * m->size, inner = widest_gate_up(m) / 2;
     if (mixed > inputs) inputs = mixed;
     if (inner > inputs) inputs = inner;
-    return draftsmith_room(TILES, rows, inputs);
+    size_t tiles = draftsmith_room(TILES, rows, inputs), pairs = draftsmith_room(PAIRS, rows, inputs);
+    return tiles > pairs ? tiles : pairs;
 }
 
 /* Floats of `scratch` that a step needs: of its tokens, its threads, and room for a product that begins a cache line. */
@@ -168,19 +170,39 @@ static void rotate(
     }
 }
 
+/* Into how many parts the queries that share keys are split: into several only where the threads would else get unequal
+   shares. */
+static size_t parts_of_sharing(const struct model *m, const struct step *s) {
+    size_t units = s->batch * m->groups, sharing = m->heads / m->groups * s->queries, parts = 1;
+    while (units * parts % (size_t)omp_get_num_threads() && parts < sharing) parts++;
+    return parts;
+}
+
+/* Fetch the keys and values that `attend` begins with into the second-level cache, by the threads that read them: there
+   they would wait for them, while the products before only wait for a stream of weights. */
+static void fetch_cache(const struct model *m, const struct step *s, const float *keys, const float *values) {
+    size_t parts = parts_of_sharing(m, s), slots = s->column < FETCHED_SLOTS ? s->column : FETCHED_SLOTS;
+#pragma omp for schedule(static) nowait
+    for (size_t unit = 0; unit < s->batch * m->groups * parts; unit++) {
+        size_t group = unit / parts % m->groups, row = unit / parts / m->groups;
+        size_t from = row * s->batch_stride + group * s->group_stride;
+        for (size_t at = 0; at < slots * m->size; at += 64 / sizeof(float)) {
+            __builtin_prefetch(keys + from + at, 0, 2);
+            __builtin_prefetch(values + from + at, 0, 2);
+        }
+    }
+}
+
 /* softmax(q . k * scale + mask) . v. `scratch`, by thread: the block of keys, then queries, outputs and scores. */
 static void attend(
     const struct model *m, const struct step *s, const struct mask *mask, const float *qkv, const float *keys,
     const float *values, float *mixed, float *scratch) {
     size_t slots = s->column + s->queries, size = m->size, ratio = m->heads / m->groups;
-    size_t sharing = ratio * s->queries, units = s->batch * m->groups, parts = 1;
-    size_t threads = (size_t)omp_get_num_threads(), stride = score_slots(s);
-    /* Queries that share keys are split only where the threads would else get unequal shares. */
-    while (units * parts % threads && parts < sharing) parts++;
+    size_t sharing = ratio * s->queries, parts = parts_of_sharing(m, s), stride = score_slots(s);
     float *columns = scratch + (size_t)omp_get_thread_num() * attention_floats(m, s), *queries = columns + size * PANEL;
     float *out = queries + TOGETHER * size, *scores = out + TOGETHER * size;
 #pragma omp for schedule(static)
-    for (size_t unit = 0; unit < units * parts; unit++) {
+    for (size_t unit = 0; unit < s->batch * m->groups * parts; unit++) {
         size_t part = unit % parts, group = unit / parts % m->groups, row = unit / parts / m->groups;
         size_t end = sharing * (part + 1) / parts, from = row * s->batch_stride + group * s->group_stride;
         for (size_t begin = sharing * part / parts; begin < end; begin += TOGETHER) {
@@ -299,6 +321,7 @@ int draftsmith_forward(const struct model *m, const struct step *s) {
                 memcpy(state, x, count * width * sizeof(float));
                 state += count * width;
             }
+            fetch_cache(m, s, keys, values);
             int joined = i == 0 && m->opening && m->opening->embedding_norm;
             if (layer->norm) norm_rows(x, layer->norm, h, count, width, m->eps);
             times(&layer->qkv, layer->norm || joined ? h : x, NULL, qkv, count, joined ? 2 * width : width, room);

@@ -4,12 +4,14 @@
    panels of PANEL outputs, input by input, so that they are read as one stream. They are kept in fp32, or in bf16 or
    fp16 where that holds every value exactly, or as the four-bit codes of a quantised checkpoint; they are widened to
    fp32 in registers, so the arithmetic and its order, and therefore every bit of the result, do not depend on how the
-   weights are kept. Weights in bf16 are multiplied by tiles.c where the processor can, in another order. A slice of a
+   weights are kept. Weights in bf16 are multiplied by tiles.c where the processor can, in another order, and those of a
+   model that computes in bf16 by pairs.c. A slice of a
    panel stays in the first-level cache while all rows pass over it, TILE rows at a time with their sums in registers; in
    the meantime the next slice is fetched. Sums run over the inputs in order, by fused multiply-add where there is one.
 
    Plain C with GCC's vector types, so that the compiler picks the instructions of the machine it runs on. */
 
+#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -36,11 +38,12 @@
 #define MOST_ROWS 256
 #define INLINE static inline __attribute__((always_inline))
 /* Up to so many rows the processor's own prefetching keeps up with the stream of weights, and fetches of ours only take
-   its place: on AMD's Zen a row is 5 to 10 % faster without them in 16 bits, 15 % and more in fp32. Elsewhere not tried. */
+   its place: on AMD's Zen a row is 5 to 10 % faster without them in 16 bits, 15 % and more in fp32. Elsewhere not tried.
+   Codes of four bits want them with any number of rows. */
 #if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
-#define STREAMED(kind) ((kind) == CODES ? 0 : (kind) == FP32 ? 5 : 3)
+#define STREAMED TILE
 #else
-#define STREAMED(kind) 0
+#define STREAMED 0
 #endif
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -60,11 +63,11 @@ INLINE vec multiply_add(vec a, vec b, vec c) {
 #endif
 }
 
-/* How the values of a packed matrix are kept. The same numbers stand in __init__.py. TILES: bf16, see tiles.c. CODES: a
-   table of 16 values, then the panels, each in blocks of BLOCK inputs: the block's PANEL scales, and of each input PANEL
-   codes of four bits. A value is the table's entry times the scale. */
-enum { FP32, BF16, FP16, CODES, TILES };
-#define BYTES(kind) ((size_t)((kind) == FP32 ? 4 : 2))
+/* How the values of a packed matrix are kept. The same numbers stand in __init__.py. TILES, PAIRS: bf16, see tiles.c and
+   pairs.c. CODES: a table of 16 values, then the panels, each in blocks of BLOCK inputs: the block's PANEL scales, and of
+   each input PANEL codes of four bits. A value is the table's entry times the scale. */
+enum { FP32, BF16, FP16, CODES, TILES, PAIRS };
+#define BYTES(kind) ((size_t)((kind) == FP32 || (kind) == PAIRS ? 4 : 2))
 #define BLOCK 64
 #define BLOCK_BYTES ((size_t)(PANEL * sizeof(float) + BLOCK * PANEL / 2))
 #define TABLE_BYTES (16 * sizeof(float))
@@ -81,7 +84,7 @@ INLINE const char *panel_at(const int kind, const char *packed, size_t p, size_t
 /* Vector v of the values from `place` on, in fp32. bf16 is the upper half of fp32. A word has a value of an even vector
    below one of the next, so that a shift or a mask widens it: converting takes a row's time on AMD's Zen. */
 INLINE vec load(const int kind, const void *from, size_t place, int v) {
-    if (kind == FP32) return *(const vec *)((const float *)from + place + v * LANES);
+    if (kind == FP32 || kind == PAIRS) return *(const vec *)((const float *)from + place + v * LANES);
     if (kind == BF16) {
         words both = *(const words *)((const uint16_t *)from + place + v / 2 * 2 * LANES);
         return (vec)(v % 2 ? both & 0xFFFF0000 : both << 16);
@@ -126,11 +129,13 @@ INLINE size_t panel_count(size_t outputs) { return (outputs + PANEL - 1) / PANEL
 
 #include "tiles.c"
 
+#include "pairs.c"
+
 /* Outputs of a vector. */
 size_t draftsmith_lanes(void) { return LANES; }
 
 size_t draftsmith_packed_bytes(int kind, size_t outputs, size_t inputs) {
-    if (kind == TILES) return panel_count(outputs) * group_count(inputs) * GROUP * PANEL * 2;
+    if (kind == TILES || kind == PAIRS) return panel_count(outputs) * group_count(inputs) * GROUP * PANEL * 2;
     return (kind == CODES ? TABLE_BYTES : 0) + panel_count(outputs) * panel_bytes(kind, inputs);
 }
 
@@ -142,7 +147,7 @@ void draftsmith_rows(int kind, const char *packed, const int64_t *ids, float *to
     for (size_t r = 0; r < count; r++) {
         size_t id = (size_t)ids[r];
         int v = (int)(id % PANEL / LANES);
-        if (kind == TILES) {
+        if (kind == TILES || kind == PAIRS) {
             const uint16_t *halves_of = (const uint16_t *)packed;
             for (size_t i = 0; i < inputs; i++) {
                 uint32_t bits = (uint32_t)halves_of[place_in_tiles(id / PANEL, i, id % PANEL, inputs)] << 16;
@@ -199,7 +204,9 @@ INLINE void tile(
         for (int r = 0; r < ROWS; r++) {
             float value = x[r * x_stride + i];
 #pragma GCC unroll 8
-            for (int v = 0; v < WIDE; v++) sum[r][v] = multiply_add(w[v], value - (vec){0}, sum[r][v]);
+            for (int v = 0; v < WIDE; v++)
+                sum[r][v] = kind == PAIRS ? add_pairs(w[v], value, sum[r][v])
+                                          : multiply_add(w[v], value - (vec){0}, sum[r][v]);
         }
     }
 #pragma GCC unroll 8
@@ -260,8 +267,8 @@ INLINE void panel_over_rows(
         const char *slice = panel + (kind == CODES ? i / BLOCK * BLOCK_BYTES : i * PANEL * BYTES(kind));
         /* Behind the last panel the fetches fall on nothing, which is allowed. */
         const char *ahead = slice + bytes;
-        size_t lines = rows <= STREAMED(kind) ? 0 : bytes / 64;
-        int once = kind != FP32 && rows > (kind == CODES ? TILE : 2 * TILE);
+        size_t lines = kind != CODES && rows <= STREAMED ? 0 : bytes / 64;
+        int once = kind != FP32 && kind != PAIRS && rows > (kind == CODES ? TILE : 2 * TILE);
         rows_over_slice(
             kind, table, rows, VECTORS, x + i, inputs, slice, PANEL, count, sums, PANEL, ahead, lines, once ? wide : NULL);
     }
@@ -294,7 +301,9 @@ INLINE void linear(
 
 /* bf16 values of room that a product needs for its rows. */
 size_t draftsmith_room(int kind, size_t rows, size_t inputs) {
-    return kind == TILES ? split_values(rows < MOST_ROWS ? rows : MOST_ROWS, inputs) : 0;
+    size_t most = rows < MOST_ROWS ? rows : MOST_ROWS;
+    if (kind == PAIRS) return rounded_values(most, inputs);
+    return kind == TILES ? split_values(most, inputs) : 0;
 }
 
 /* room: for `draftsmith_room`, shared by the threads. */
@@ -306,6 +315,10 @@ static void linear_of_kind(
         case BF16: linear(BF16, x, packed, bias, other, y, rows, inputs, outputs); break;
         case FP16: linear(FP16, x, packed, bias, other, y, rows, inputs, outputs); break;
         case CODES: linear(CODES, x, packed, bias, other, y, rows, inputs, outputs); break;
+        case PAIRS:
+            x = rounded(x, rows, inputs, room);
+            linear(PAIRS, x, packed, bias, other, y, rows, pair_count(inputs), outputs);
+            break;
         case TILES: linear_by_tiles(x, packed, bias, other, y, rows, inputs, outputs, room); break;
     }
 }
