@@ -170,9 +170,11 @@ def check_context(
     """
     longest = max(len(prompt) for prompt in prompts)
     if limit is not None and longest + max_new_tokens > limit:
+        fix = "shorten the prompt"
+        if longest < limit:
+            fix += f" or lower max_new_tokens to {limit - longest}"
         raise ValueError(
             f"prompt of {longest} tokens + max_new_tokens {max_new_tokens} exceed the {name}'s "
             "context "
-            f"of {limit} tokens; shorten the prompt or lower max_new_tokens to "
-            f"{max(limit - longest, 0)}"
+            f"of {limit} tokens; {fix}"
         )

@@ -13,6 +13,8 @@ input was good (exit 1), `RequirementError` for results that miss what was requi
 """
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith_core import __version__, lazy_names
@@ -65,12 +67,26 @@ __all__ = ["__version__", "doctor", "losses"]
 __all__ += [name for name in _PUBLIC if name not in __all__]
 
 
+def _refuse_hidden(package: str) -> None:
+    """Raise ImportError if a file or package of the caller stands before one of ours, such as a
+    `train.py` beside the script.
+    """
+    found = importlib.util.find_spec(package)
+    ours = Path(__file__).parents[1]
+    if found is not None and found.origin and Path(found.origin).parents[1] != ours:
+        raise ImportError(
+            f"{found.origin} hides draftsmith's package {package!r}; rename it, or start Python "
+            "elsewhere"
+        )
+
+
 if not TYPE_CHECKING:  # a type checker that saw this function would take any name for a public one
 
     def __getattr__(name: str) -> Any:
         if name not in _PUBLIC:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module, attribute = _PUBLIC[name]
+        _refuse_hidden(module.partition(".")[0])
         value = globals()[name] = getattr(importlib.import_module(module), attribute)
         return value
 

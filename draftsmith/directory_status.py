@@ -18,6 +18,7 @@ from draftsmith_core.options import configured
 from draftsmith_core.runs import RECORD, command_line, holder
 from eval.moved import place_now
 from train.config import TrainConfig
+from train.objective import OWN_LOSS
 
 State = Literal["finished", "unfinished", "running"]
 # A directory of directories of results is looked into this deep.
@@ -147,7 +148,7 @@ def _draft(directory: Path) -> Held | None:
         words += ["--target", place_now(target, out, str(directory))]
         return Held(
             path=str(directory),
-            holds=f"a draft ({made['kind']})",
+            holds=f"a draft ({made['kind'].removeprefix('draft-')})",
             state="finished",
             facts=_figures(made),
             made_by=made.get("command"),
@@ -156,8 +157,11 @@ def _draft(directory: Path) -> Held | None:
     begun = _identity(directory, "run/run.json")
     if not begun:
         return None
+    own_loss = begun["objective"].startswith(OWN_LOSS)
+    if own_loss:
+        del begun["objective"]
     training = TrainConfig(**begun)
-    again = command_line("train", training)
+    again = None if own_loss else command_line("train", training)
     names = sorted(path.name for path in directory.glob("run/checkpoints/step_*"))
     step = int(names[-1].removeprefix("step_")) if names else 0
     whole = f" of {training.steps}" if training.steps else ""

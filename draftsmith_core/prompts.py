@@ -179,7 +179,8 @@ class PromptReader:
         present = [key for key in KEYS if row.get(key) is not None]
         ignored = present[1:] + [key for key in _CONTEXT if row.get(key)]
         # Only a chat template knows what to do with tools.
-        if row.get("tools") and present[:1] != ["messages"]:
+        template = str(getattr(self.tokenizer, "chat_template", None) or "")
+        if row.get("tools") and (present[:1] != ["messages"] or "tools" not in template):
             ignored.append("tools")
         for key in ignored:
             _warn_once(f"{self.source}: key {key!r} is ignored; prompts do not contain it")

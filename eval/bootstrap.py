@@ -170,11 +170,11 @@ def _estimate(value: float | None, values_R: Floats, picks: Resamples, **bounds:
     return Estimate(value=value, low=low, high=high, n=picks.prompts)
 
 
-def estimate(sums: PromptSums, picks: Resamples) -> Estimate:
-    """Pooled ratio with its interval."""
+def estimate(sums: PromptSums, picks: Resamples, most: float = math.inf) -> Estimate:
+    """Pooled ratio with its interval, which ends at `most`."""
     # Shares of prompts, positions or mass are at most 1; counts per target call are at least 1.
     more_P = sums.numerator_P - sums.denominator_P
-    most = 1.0 if (more_P <= 0).all() else math.inf
+    most = 1.0 if (more_P <= 0).all() else most
     least = 1.0 if (more_P >= 0).all() else 0.0
     return _estimate(sums.pooled, pooled_ratios(sums, picks), picks, least=least, most=most)
 
@@ -196,7 +196,9 @@ def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
     value = new.pooled
     if value is not None:
         value = None if base.pooled is None else value - base.pooled
-    return _estimate(value, Gain(new, base, picks).of_resamples(), picks)
+    shares = all((sums.numerator_P <= sums.denominator_P).all() for sums in (new, base))
+    most = 1.0 if shares else math.inf
+    return _estimate(value, Gain(new, base, picks).of_resamples(), picks, least=-most, most=most)
 
 
 def transfer(at_home: Gain, elsewhere: Gain) -> Estimate:

@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from draftsmith_core.devices import (
     resolve_device,
 )
 from draftsmith_core.errors import InputError, RunError, without_secrets
-from draftsmith_core.io import remove_leftovers
+from draftsmith_core.io import read_json, remove_leftovers
 from draftsmith_core.launcher import join_processes, leave_processes
 from draftsmith_core.options import configured
 from draftsmith_core.ranks import is_main, launched, on_main, say
@@ -96,6 +97,7 @@ def evaluate_request(request: EvalRequest) -> Results:
         notes += announce(busy, strict=False)
 
         def write() -> None:
+            _say_replaced(out, list(drafts))
             document = _document(work, measured, notes, given=given, started=started)
             Results(document, out).write()
             results = Results.load(out)
@@ -109,6 +111,17 @@ def evaluate_request(request: EvalRequest) -> Results:
         raise RunError(f"--strict: {busy[0]['text']}; {out} has the results")
     results.require(*given.require)
     return results
+
+
+def _say_replaced(out: Path, drafts: Sequence[str]) -> None:
+    """Say which evaluation these results take the place of, if it held drafts that these lack."""
+    file = out / "results.json"
+    before = read_json(file, "results").get("drafts", []) if file.is_file() else []
+    if lost := [name for name in before if name not in drafts]:
+        say(
+            f"eval: {out} held results of {', '.join(lost)} too; they are replaced, their "
+            "measurements are kept"
+        )
 
 
 def _document(

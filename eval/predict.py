@@ -22,6 +22,7 @@ Legend: P prompts, L positions of the longest continuation, K ranks, D depths of
 language model).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -247,11 +248,16 @@ def _visits(ends: dict[int, Floats], inside_PL: NDArray[np.bool_]) -> Floats:
 
 
 def run_interval(
-    sums: PromptSums, variance_P: Sequence[float], picks: Resamples, seed: int
+    sums: PromptSums,
+    variance_P: Sequence[float],
+    picks: Resamples,
+    seed: int,
+    most: float = math.inf,
 ) -> tuple[float, float] | tuple[None, None]:
     """Return the 95 % interval for tau of one decoding run over as many prompts.
 
-    sums: predicted tokens over target calls. variance: of those calls. Both sides vary: the
+    sums: predicted tokens over target calls. variance: of those calls. most: the greatest tau that
+    the tree allows. Both sides vary: the
     prediction by its texts, the run by its own texts and by what it accepts. So the interval is the
     prediction plus the quantiles of a difference of two independent resamples of prompts. The run's
     side gets normal noise with the variance of its calls. For a run over the same prompts the
@@ -267,4 +273,4 @@ def run_interval(
     if low is None or high is None:
         return None, None
     value = sums.pooled or 0.0
-    return max(1.0, value + low), value + high
+    return max(1.0, value + low), min(most, value + high)

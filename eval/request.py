@@ -70,7 +70,8 @@ def _sets(option: str, values: Sequence[str]) -> dict[str, str]:
     for name, source in sets.items():
         if name in ("id", "ood"):
             raise InputError(
-                f"{option} {name}=...: this name stands for all sets of a kind; use another"
+                f"{option} {name}={source}: {name} stands for all sets of a kind; take another "
+                f"name, such as mine={source}"
             )
         if source.startswith("@"):
             load_suite(suite_name(source))  # refuses an unknown suite

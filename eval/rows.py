@@ -227,7 +227,8 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             for draft in drafts:
                 parts = group.parts(measured.decodings, draft, method)
                 tau = ratio(parts, "emitted", "target_calls")
-                yield group.row("tau", draft, estimate(tau, group.picks), method)
+                most = 1.0 + method.shape.depth
+                yield group.row("tau", draft, estimate(tau, group.picks, most), method)
                 yield group.row("tau_per_prompt", draft, tau.mean_per_prompt, method)
                 if draft != setting.base and setting.base in drafts:
                     base = group.parts(measured.decodings, setting.base, method)
@@ -282,11 +283,13 @@ def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                     continue
                 parts = [part["predicted"][method.name] for part in alphas]
                 sums = PromptSums.of(joined(alphas, "count"), joined(parts, "target_calls"))
-                tau = estimate(sums, group.picks)
+                most = 1.0 + method.shape.depth
+                tau = estimate(sums, group.picks, most)
                 yield group.row("tau_predicted", draft, tau, method)
                 name = f"run/{draft}/{method.name}/{group.domain}/{group.temperature}"
                 variance = joined(parts, "variance")
-                run = run_interval(sums, variance, group.picks, row_seed(setting.seed, name))
+                seed = row_seed(setting.seed, name)
+                run = run_interval(sums, variance, group.picks, seed, most)
                 yield group.row("tau_run", draft, {**tau, "low": run[0], "high": run[1]}, method)
                 tree = method.shape
                 if alpha is not None and isinstance(tree, Tree) and tree.is_chain and not tree.stop:

@@ -5,6 +5,7 @@ one's own.
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, assert_type, cast
@@ -372,3 +373,15 @@ def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir):
         )
     with pytest.raises(ds.InputError, match="draft: 'c' is not a draft of this pair; it has a, b"):
         several.generate("dog", draft="c")
+
+
+@pytest.mark.parametrize("package", ["train", "eval"])
+def test_a_file_of_the_caller_that_hides_a_package_is_named_and_not_run(tmp_path, package):
+    (tmp_path / f"{package}.py").write_text("raise SystemExit('it ran')")
+    name = {"train": "TrainConfig", "eval": "EvalConfig"}[package]
+    (tmp_path / "study.py").write_text(f"import draftsmith as ds\nds.{name}\n")
+    done = subprocess.run(
+        [sys.executable, "study.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert f"{package}.py hides draftsmith's package '{package}'; rename it" in done.stderr

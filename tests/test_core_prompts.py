@@ -180,6 +180,8 @@ def test_a_hub_dataset_is_read_by_name_and_split(monkeypatch, tokenizer):
         ({"prompt": "a", "text": "b"}, "text"),
         ({"prompt": "a", "tools": [{"name": "f"}]}, "tools"),
         ({"prompt": "a", "system": "be kind"}, "system"),
+        # The template of `chat` writes no tools.
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}, "tools"),
     ],
 )
 def test_a_key_that_could_be_meant_for_the_prompt_and_is_not_read_is_named_once(

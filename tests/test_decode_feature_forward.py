@@ -87,8 +87,9 @@ def inputs(head: Any, number: int, rows: int) -> Tensor:
 @pytest.mark.parametrize("name", KINDS)
 @torch.inference_mode()
 def test_equals_the_heads_own_forward(monkeypatch, name, dtype, pairs, owned, bias):
-    pairs = pairs and kernel().pairs
-    monkeypatch.setattr(kernel(), "pairs", pairs)
+    library: Any = kernel()
+    pairs = pairs and library.pairs
+    monkeypatch.setattr(library, "pairs", pairs)
     with torch.inference_mode(False):
         model = target(dtype, bias)
         head = KINDS[name](model)

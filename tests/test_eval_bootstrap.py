@@ -41,6 +41,14 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
     assert 0.90 <= covered / 300 <= 0.985
 
 
+def test_an_interval_holds_nothing_impossible():
+    picks = resamples(2, 400, 0)
+    tau = estimate(PromptSums.of([10, 29], [10, 10]), picks, most=3.0)
+    assert (tau["low"], tau["high"]) == (1.0, 3.0)
+    gain = difference(PromptSums.of([10, 0], [10, 10]), PromptSums.of([0, 5], [10, 10]), picks)
+    assert (gain["low"], gain["high"]) == (-1.0, 1.0)
+
+
 @pytest.mark.parametrize("prompts", [2, 3, 5, 8])
 def test_few_prompts_are_not_surer_than_they_say(prompts):
     """Plain percentiles call no difference one in half of the cases with 2 prompts, in 10 % with

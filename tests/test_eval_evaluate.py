@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+import eval.evaluate as evaluation
 from draftsmith.cli.commands import run
 from draftsmith_core.errors import InputError, RunError
 from eval.config import EvalConfig
@@ -277,6 +278,15 @@ def test_a_report_is_drawn_again_from_its_results(world, summary, tmp_path, caps
     assert (tmp_path / "plots" / "alpha.png").is_file()
     with pytest.raises(InputError, match="--tree: unknown option"):
         run("eval", ["--render", str(tmp_path), "--tree", "chain:4"])
+
+
+def test_results_that_lack_a_draft_of_those_before_say_so(tmp_path, capsys):
+    evaluation._say_replaced(tmp_path, ["base"])
+    (tmp_path / "results.json").write_text(json.dumps({"drafts": ["base", "one", "two"]}))
+    evaluation._say_replaced(tmp_path, ["base", "one", "two", "three"])
+    assert capsys.readouterr().err == ""
+    evaluation._say_replaced(tmp_path, ["base", "one"])
+    assert f"{tmp_path} held results of two too; they are replaced" in capsys.readouterr().err
 
 
 def test_files_are_found_from_anywhere_and_after_a_move(tmp_path, monkeypatch):

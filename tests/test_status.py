@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 import draftsmith as ds
 from draftsmith.directory_status import status
@@ -39,7 +40,7 @@ def test_what_is_finished_names_its_command_and_the_next(door, out):
     assert made["facts"].startswith("6 rows, ")
     assert made["made_by"].startswith("draftsmith distill ")
     assert made["following"].startswith(f"draftsmith train --data {out}/set ")
-    assert (draft["holds"], draft["state"]) == ("a draft (draft-lm)", "finished")
+    assert (draft["holds"], draft["state"]) == ("a draft (lm)", "finished")
     assert "trained for 2 steps" in draft["facts"]
     assert f"--draft {out}/draft" in draft["following"]
     assert f"{out}/set: a distilled set, finished; 6 rows" in printed
@@ -56,6 +57,19 @@ def test_what_a_kill_left_says_how_far_it_came_and_what_continues_it(out, tmp_pa
     assert held["following"].startswith("draftsmith train ") and "--steps 2" in held["following"]
     with hold(tmp_path / "draft"):
         assert status(directory=str(tmp_path))["held"][0]["state"] == "running"
+
+
+def test_a_loss_of_ones_own_is_named_and_no_command_is_made_up(out, target_dir, tmp_path):
+    def own_loss(draft_NV, target_NV, tokens_N):
+        return torch.nn.functional.cross_entropy(draft_NV, tokens_N, reduction="none")
+
+    begun = {"data": [str(out / "set")], "target": target_dir, "draft": str(out / "draft")}
+    ds.train(**begun, out=tmp_path / "own", steps=1, max_length=64, loss=own_loss)
+    (held,) = status(directory=str(tmp_path))["held"]
+    assert held["made_by"].startswith("draftsmith.train in Python, with the loss custom:")
+    (tmp_path / "own" / RECORD).unlink()
+    (held,) = status(directory=str(tmp_path))["held"]
+    assert (held["state"], held["made_by"]) == ("unfinished", None)
 
 
 def test_a_moved_run_shows_where_its_files_are_now(out, tmp_path):

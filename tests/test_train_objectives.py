@@ -188,6 +188,8 @@ def test_temperature(name):
         ("jsd:beta=1", "beta must lie between 0 and 1, not 1"),
         ("jsd:alpha=0.5", "jsd has no option 'alpha'; it has beta"),
         ("x*fkl", "the weight 'x' is not a number"),
+        ("0.5*fkl+-1*ce", "the weight -1 must be above 0"),
+        ("0*ce", "the weight 0 must be above 0"),
         ("fkl@topk", "after '@' write dpace"),
     ],
 )

@@ -40,6 +40,9 @@ LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
 # 2.1).
 _MULTIPLIED_BY_T_SQUARED = frozenset({"fkl", "rkl", "jsd"})
 
+# What the name of a caller's own loss begins with.
+OWN_LOSS = "custom:"
+
 
 @dataclass(frozen=True)
 class Term:
@@ -150,7 +153,7 @@ def custom_objective(loss: "LossFn", temperature: float = 1.0) -> Objective:
     that needs no target has the attribute `needs_target = False`. A logit may be minus infinity.
     """
     module = getattr(loss, "__module__", None) or "__main__"
-    name = f"custom:{module}.{getattr(loss, '__qualname__', type(loss).__qualname__)}"
+    name = f"{OWN_LOSS}{module}.{getattr(loss, '__qualname__', type(loss).__qualname__)}"
     return Objective(name, (Term(1.0, name, function=loss),), temperature)
 
 
@@ -175,6 +178,8 @@ def _number(text: str, what: str, spec: str) -> float:
 def _term(part: str, spec: str) -> Term:
     weight_text, starred, rest = part.rpartition("*")
     weight = _number(weight_text, "the weight", spec) if starred else 1.0
+    if not 0 < weight < math.inf:
+        raise InputError(f"objective: {spec!r}: the weight {weight:g} must be above 0")
     name, colon, option = rest.partition(":")
     if name not in LOSS_OPTIONS:
         raise InputError(

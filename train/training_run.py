@@ -88,7 +88,11 @@ def train(
     out = Path(config.out)
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
-    command = command or command_line("train", config)
+    if command is None:
+        command = command_line("train", config)
+        if loss is not None:
+            # The command line has no option for it.
+            command = f"draftsmith.train in Python, with the loss {custom_objective(loss).spec}"
     atexit.unregister(leave_processes)
     with Run(out) as run:
         loaded = _prepare(config, loss)
