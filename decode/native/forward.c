@@ -15,7 +15,8 @@
 #include "draw.c"
 #include "siblings.c"
 
-#define FETCHED_SLOTS (2 * PANEL) /* `transposed` fetches what comes behind them */
+#define FETCHED_SLOTS (2 * PANEL)     /* `transposed` fetches what comes behind them */
+#define FETCHED_MOST ((size_t)1 << 18) /* bytes for a thread, which its second-level cache has room for */
 
 /* The same structures stand in kernel_forward.py. */
 struct matrix {
@@ -181,9 +182,12 @@ static size_t parts_of_sharing(const struct model *m, const struct step *s) {
 /* Fetch the keys and values that `attend` begins with into the second-level cache, by the threads that read them: there
    they would wait for them, while the products before only wait for a stream of weights. */
 static void fetch_cache(const struct model *m, const struct step *s, const float *keys, const float *values) {
-    size_t parts = parts_of_sharing(m, s), slots = s->column < FETCHED_SLOTS ? s->column : FETCHED_SLOTS;
+    size_t parts = parts_of_sharing(m, s), units = s->batch * m->groups * parts;
+    size_t most = FETCHED_MOST * (size_t)omp_get_num_threads() / (units * 2 * m->size * sizeof(float));
+    size_t slots = s->column < FETCHED_SLOTS ? s->column : FETCHED_SLOTS;
+    if (slots > most) slots = most;
 #pragma omp for schedule(static) nowait
-    for (size_t unit = 0; unit < s->batch * m->groups * parts; unit++) {
+    for (size_t unit = 0; unit < units; unit++) {
         size_t group = unit / parts % m->groups, row = unit / parts / m->groups;
         size_t from = row * s->batch_stride + group * s->group_stride;
         for (size_t at = 0; at < slots * m->size; at += 64 / sizeof(float)) {

@@ -5,9 +5,9 @@
    fp16 where that holds every value exactly, or as the four-bit codes of a quantised checkpoint; they are widened to
    fp32 in registers, so the arithmetic and its order, and therefore every bit of the result, do not depend on how the
    weights are kept. Weights in bf16 are multiplied by tiles.c where the processor can, in another order, and those of a
-   model that computes in bf16 by pairs.c. A slice of a
-   panel stays in the first-level cache while all rows pass over it, TILE rows at a time with their sums in registers; in
-   the meantime the next slice is fetched. Sums run over the inputs in order, by fused multiply-add where there is one.
+   model that computes in bf16 by pairs.c. A slice of a panel stays in the first-level cache while all rows pass over it,
+   TILE rows at a time with their sums in registers; in the meantime the next slice is fetched. Sums run over the inputs
+   in order, by fused multiply-add where there is one.
 
    Plain C with GCC's vector types, so that the compiler picks the instructions of the machine it runs on. */
 
