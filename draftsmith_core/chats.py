@@ -88,6 +88,11 @@ class Template:
                 refusal = refusal or error
         raise ChatRefused(f"the chat template refuses it ({refusal})")
 
+    @property
+    def writes_tools(self) -> bool:
+        """Whether the template reads a list of tools."""
+        return "tools" in str(self.tokenizer.chat_template)
+
     def _check_role(self, role: str) -> None:
         """Refuse a role that the template does not name: many write any role into the prompt."""
         source = str(self.tokenizer.chat_template)

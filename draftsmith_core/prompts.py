@@ -17,6 +17,7 @@ import numpy.typing as npt
 from draftsmith_core.chats import (
     ChatRefused,
     Exchange,
+    Template,
     encode_behind,
     encode_messages,
     encode_rendered,
@@ -178,10 +179,10 @@ class PromptReader:
     def _warn_of_ignored(self, row: JsonObject) -> None:
         present = [key for key in KEYS if row.get(key) is not None]
         ignored = present[1:] + [key for key in _CONTEXT if row.get(key)]
-        # Only a chat template knows what to do with tools.
-        template = str(getattr(self.tokenizer, "chat_template", None) or "")
-        if row.get("tools") and (present[:1] != ["messages"] or "tools" not in template):
-            ignored.append("tools")
+        # Only a chat template knows what to do with tools, and not every one does.
+        if row.get("tools"):
+            if present[:1] != ["messages"] or not Template(self.tokenizer).writes_tools:
+                ignored.append("tools")
         for key in ignored:
             _warn_once(f"{self.source}: key {key!r} is ignored; prompts do not contain it")
 

@@ -67,6 +67,7 @@ def evaluate_request(request: EvalRequest) -> Results:
     out = Path(given.out)
     with Run(out) as run:
         run.begin()
+        _say_replaced(out, list(request.drafts))
         for directory in (out, out / "plots", out / "cells") if is_main() else ():
             remove_leftovers(directory)
         reset_peak_memory(resolve_device(given.device))
@@ -97,7 +98,6 @@ def evaluate_request(request: EvalRequest) -> Results:
         notes += announce(busy, strict=False)
 
         def write() -> None:
-            _say_replaced(out, list(drafts))
             document = _document(work, measured, notes, given=given, started=started)
             Results(document, out).write()
             results = Results.load(out)
@@ -114,13 +114,13 @@ def evaluate_request(request: EvalRequest) -> Results:
 
 
 def _say_replaced(out: Path, drafts: Sequence[str]) -> None:
-    """Say which evaluation these results take the place of, if it held drafts that these lack."""
+    """Say whether the results that this evaluation replaces hold drafts that it lacks."""
     file = out / "results.json"
     before = read_json(file, "results").get("drafts", []) if file.is_file() else []
     if lost := [name for name in before if name not in drafts]:
         say(
-            f"eval: {out} held results of {', '.join(lost)} too; they are replaced, their "
-            "measurements are kept"
+            f"eval: {out} holds results of {', '.join(lost)} too; they will be replaced, their "
+            "measurements kept"
         )
 
 

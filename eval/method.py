@@ -39,6 +39,13 @@ class Method:
         """Whether the output distribution is the target's own."""
         return VERIFIERS[self.verifier].lossless
 
+    @property
+    def most_tokens(self) -> float:
+        """The greatest number of tokens of a target call: a path of the tree, and the target's
+        own.
+        """
+        return 1.0 + self.shape.depth
+
     @cached_property
     def shape(self) -> TreeShape:
         """The tree itself, read once, because its file may change during the run."""

@@ -22,7 +22,6 @@ Legend: P prompts, L positions of the longest continuation, K ranks, D depths of
 language model).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -252,7 +251,7 @@ def run_interval(
     variance_P: Sequence[float],
     picks: Resamples,
     seed: int,
-    most: float = math.inf,
+    most: float,
 ) -> tuple[float, float] | tuple[None, None]:
     """Return the 95 % interval for tau of one decoding run over as many prompts.
 

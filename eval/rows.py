@@ -227,8 +227,8 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             for draft in drafts:
                 parts = group.parts(measured.decodings, draft, method)
                 tau = ratio(parts, "emitted", "target_calls")
-                most = 1.0 + method.shape.depth
-                yield group.row("tau", draft, estimate(tau, group.picks, most), method)
+                found = estimate(tau, group.picks, method.most_tokens)
+                yield group.row("tau", draft, found, method)
                 yield group.row("tau_per_prompt", draft, tau.mean_per_prompt, method)
                 if draft != setting.base and setting.base in drafts:
                     base = group.parts(measured.decodings, setting.base, method)
@@ -283,13 +283,12 @@ def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                     continue
                 parts = [part["predicted"][method.name] for part in alphas]
                 sums = PromptSums.of(joined(alphas, "count"), joined(parts, "target_calls"))
-                most = 1.0 + method.shape.depth
-                tau = estimate(sums, group.picks, most)
+                tau = estimate(sums, group.picks, method.most_tokens)
                 yield group.row("tau_predicted", draft, tau, method)
                 name = f"run/{draft}/{method.name}/{group.domain}/{group.temperature}"
                 variance = joined(parts, "variance")
                 seed = row_seed(setting.seed, name)
-                run = run_interval(sums, variance, group.picks, seed, most)
+                run = run_interval(sums, variance, group.picks, seed, method.most_tokens)
                 yield group.row("tau_run", draft, {**tau, "low": run[0], "high": run[1]}, method)
                 tree = method.shape
                 if alpha is not None and isinstance(tree, Tree) and tree.is_chain and not tree.stop:

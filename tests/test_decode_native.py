@@ -139,16 +139,32 @@ def test_tiles_multiply_as_exactly_as_fp32(tiles, outputs, inputs):
     assert matrix.kind == native._TILES
     assert torch.equal(matrix.rows(torch.arange(outputs)), weight.float())
     for rows in (1, 5, 6, 10, 11, 16, 17, 33, MOST_ROWS + 7):
-        # Rows of many sizes, and elements of many sizes in a row.
-        x = torch.randn(rows, inputs, generator=generator)
-        x = x * torch.logspace(-9, 9, rows).unsqueeze(1) * torch.logspace(-3, 3, inputs)
-        other = torch.randn(rows, outputs, generator=generator) if rows % 2 else None
-        got = matrix.linear(x, bias, other)
-        exact = x.double() @ weight.double().t() + bias + (0 if other is None else other)
-        size = x.double().abs() @ weight.double().abs().t() + 10
-        assert bool(((got - exact).abs() <= 2e-7 * size).all())
-        alone = [matrix.linear(row, bias, mine) for row, mine in _rows(x, other)]
-        assert torch.equal(torch.cat(alone), got)
+        check_product(matrix, weight, bias, rows, generator, tolerance=2e-7)
+
+
+def check_product(
+    matrix: PackedMatrix,
+    weight: Tensor,
+    bias: Tensor,
+    rows: int,
+    generator: torch.Generator,
+    *,
+    taken: torch.dtype = torch.float32,
+    tolerance: float,
+) -> None:
+    """Compare the product of so many rows, each alone too, with that of rows rounded to `taken`."""
+    outputs, inputs = weight.shape
+    # Rows of many sizes, and elements of many sizes in a row.
+    x = torch.randn(rows, inputs, generator=generator)
+    x = x * torch.logspace(-9, 9, rows).unsqueeze(1) * torch.logspace(-3, 3, inputs)
+    other = torch.randn(rows, outputs, generator=generator) if rows % 2 else None
+    got = matrix.linear(x, bias, other)
+    rounded = x.to(taken).double()
+    exact = rounded @ weight.double().t() + bias + (0 if other is None else other)
+    size = rounded.abs() @ weight.double().abs().t() + 10
+    assert bool(((got - exact).abs() <= tolerance * size).all())
+    alone = [matrix.linear(row, bias, mine) for row, mine in _rows(x, other)]
+    assert torch.equal(torch.cat(alone), got)
 
 
 def _rows(x: Tensor, other: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
@@ -208,16 +224,7 @@ def test_a_matrix_given_in_bf16_is_multiplied_as_a_model_in_bf16_does(pairs, out
     # Of values that bf16 holds, given in fp32, the products are those of fp32.
     assert PackedMatrix(pairs, weight.float()).kind != native._PAIRS
     for rows in (1, 2, 5, 6, 7, 12, 13, 33, MOST_ROWS + 2):
-        x = torch.randn(rows, inputs, generator=generator)
-        x = x * torch.logspace(-9, 9, rows).unsqueeze(1) * torch.logspace(-3, 3, inputs)
-        other = torch.randn(rows, outputs, generator=generator) if rows % 2 else None
-        got = matrix.linear(x, bias, other)
-        rounded = x.bfloat16().double()
-        exact = rounded @ weight.double().t() + bias + (0 if other is None else other)
-        size = rounded.abs() @ weight.double().abs().t() + 10
-        assert bool(((got - exact).abs() <= 1e-6 * size).all())
-        alone = [matrix.linear(row, bias, mine) for row, mine in _rows(x, other)]
-        assert torch.equal(torch.cat(alone), got)
+        check_product(matrix, weight, bias, rows, generator, taken=torch.bfloat16, tolerance=1e-6)
 
 
 def test_pairs_keep_what_is_no_number_in_its_row(pairs):

@@ -286,7 +286,7 @@ def test_results_that_lack_a_draft_of_those_before_say_so(tmp_path, capsys):
     evaluation._say_replaced(tmp_path, ["base", "one", "two", "three"])
     assert capsys.readouterr().err == ""
     evaluation._say_replaced(tmp_path, ["base", "one"])
-    assert f"{tmp_path} held results of two too; they are replaced" in capsys.readouterr().err
+    assert f"{tmp_path} holds results of two too; they will be replaced" in capsys.readouterr().err
 
 
 def test_files_are_found_from_anywhere_and_after_a_move(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ _FLAGS = (
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 _TILES = 4
 _PAIRS = 5
-_TILE_INPUTS = 32  # inputs of a tile of weights, and the least of those kept in pairs
+_GROUP = 32  # inputs that both are packed in
 # The bits of a bf16 number without its sign, and those of infinity.
 _UNSIGNED_BF16 = 0x7FFF
 _INFINITE_BF16 = 0x7F80
@@ -136,7 +136,7 @@ class PackedMatrix:
     def _fill_pairs(self, functions: Kernel, narrow_OI: Tensor, kind: int) -> None:
         outputs, inputs = narrow_OI.shape
         width = self._hold(functions, outputs, inputs, torch.bfloat16, kind)
-        surplus = (0, -inputs % _TILE_INPUTS, 0, -outputs % width)
+        surplus = (0, -inputs % _GROUP, 0, -outputs % width)
         padded_OI = F.pad(narrow_OI, surplus) if any(surplus) else narrow_OI
         pairs = padded_OI.reshape(-1, width, padded_OI.shape[1] // 2, 2)
         self.values.view(len(pairs), -1, width, 2).copy_(pairs.transpose(1, 2))

@@ -67,6 +67,8 @@ INLINE vec multiply_add(vec a, vec b, vec c) {
    pairs.c. CODES: a table of 16 values, then the panels, each in blocks of BLOCK inputs: the block's PANEL scales, and of
    each input PANEL codes of four bits. A value is the table's entry times the scale. */
 enum { FP32, BF16, FP16, CODES, TILES, PAIRS };
+#define IN_PAIRS(kind) ((kind) == TILES || (kind) == PAIRS)
+/* Of what is read at once: a pair in PAIRS. */
 #define BYTES(kind) ((size_t)((kind) == FP32 || (kind) == PAIRS ? 4 : 2))
 #define BLOCK 64
 #define BLOCK_BYTES ((size_t)(PANEL * sizeof(float) + BLOCK * PANEL / 2))
@@ -84,7 +86,7 @@ INLINE const char *panel_at(const int kind, const char *packed, size_t p, size_t
 /* Vector v of the values from `place` on, in fp32. bf16 is the upper half of fp32. A word has a value of an even vector
    below one of the next, so that a shift or a mask widens it: converting takes a row's time on AMD's Zen. */
 INLINE vec load(const int kind, const void *from, size_t place, int v) {
-    if (kind == FP32 || kind == PAIRS) return *(const vec *)((const float *)from + place + v * LANES);
+    if (BYTES(kind) == 4) return *(const vec *)((const float *)from + place + v * LANES);
     if (kind == BF16) {
         words both = *(const words *)((const uint16_t *)from + place + v / 2 * 2 * LANES);
         return (vec)(v % 2 ? both & 0xFFFF0000 : both << 16);
@@ -127,15 +129,21 @@ INLINE vec decoded(const vec *table, const uint8_t *codes, int v) {
 /* Panels of a packed matrix; the surplus columns of the last are zero. */
 INLINE size_t panel_count(size_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
+#if LANES == 16
+/* The lanes of a vector that `left` more values fill. */
+INLINE __mmask16 filled(size_t left) { return left < LANES ? (__mmask16)((1u << left) - 1) : 0xFFFF; }
+#endif
+
 #include "tiles.c"
 
+/* Uses the packing of tiles.c. */
 #include "pairs.c"
 
 /* Outputs of a vector. */
 size_t draftsmith_lanes(void) { return LANES; }
 
 size_t draftsmith_packed_bytes(int kind, size_t outputs, size_t inputs) {
-    if (kind == TILES || kind == PAIRS) return panel_count(outputs) * group_count(inputs) * GROUP * PANEL * 2;
+    if (IN_PAIRS(kind)) return panel_count(outputs) * group_count(inputs) * GROUP * PANEL * 2;
     return (kind == CODES ? TABLE_BYTES : 0) + panel_count(outputs) * panel_bytes(kind, inputs);
 }
 
@@ -147,7 +155,7 @@ void draftsmith_rows(int kind, const char *packed, const int64_t *ids, float *to
     for (size_t r = 0; r < count; r++) {
         size_t id = (size_t)ids[r];
         int v = (int)(id % PANEL / LANES);
-        if (kind == TILES || kind == PAIRS) {
+        if (IN_PAIRS(kind)) {
             const uint16_t *halves_of = (const uint16_t *)packed;
             for (size_t i = 0; i < inputs; i++) {
                 uint32_t bits = (uint32_t)halves_of[place_in_tiles(id / PANEL, i, id % PANEL, inputs)] << 16;
@@ -268,7 +276,7 @@ INLINE void panel_over_rows(
         /* Behind the last panel the fetches fall on nothing, which is allowed. */
         const char *ahead = slice + bytes;
         size_t lines = kind != CODES && rows <= STREAMED ? 0 : bytes / 64;
-        int once = kind != FP32 && kind != PAIRS && rows > (kind == CODES ? TILE : 2 * TILE);
+        int once = BYTES(kind) < 4 && rows > (kind == CODES ? TILE : 2 * TILE);
         rows_over_slice(
             kind, table, rows, VECTORS, x + i, inputs, slice, PANEL, count, sums, PANEL, ahead, lines, once ? wide : NULL);
     }

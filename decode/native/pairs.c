@@ -7,6 +7,8 @@
    The matrix is packed as in tiles.c: of two inputs, the values lie side by side for each output. So for linear.c a pair
    of inputs is one value of 32 bits, and only rounding and multiplying are other. */
 
+INLINE size_t pair_count(size_t inputs) { return group_count(inputs) * GROUP / 2; }
+
 #if defined(__AVX512BF16__) && LANES == 16
 int draftsmith_pairs(void) { return 1; }
 
@@ -17,10 +19,9 @@ INLINE vec add_pairs(vec w, float x, vec sum) {
 
 /* A row of x; zeros fill its last group. */
 INLINE void round_row(const float *x, size_t inputs, uint16_t *to) {
-    for (size_t i = 0; i < group_count(inputs) * GROUP; i += LANES) {
-        size_t left = i < inputs ? inputs - i : 0;
-        __mmask16 there = left < LANES ? (__mmask16)((1u << left) - 1) : 0xFFFF;
-        __m256bh values = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(there, x + i));
+    for (size_t i = 0; i < 2 * pair_count(inputs); i += LANES) {
+        __m512 value = _mm512_maskz_loadu_ps(filled(i < inputs ? inputs - i : 0), x + i);
+        __m256bh values = _mm512_cvtneps_pbh(value);
         _mm256_storeu_si256((__m256i *)(to + i), (__m256i)values);
     }
 }
@@ -28,7 +29,7 @@ INLINE void round_row(const float *x, size_t inputs, uint16_t *to) {
 /* Where a thread finds all rows of x as pairs. Few rows are rounded by each thread for itself: it would wait longer for
    another to do it. */
 static const float *rounded(const float *x, size_t rows, size_t inputs, uint16_t *room) {
-    size_t stride = group_count(inputs) * GROUP;
+    size_t stride = 2 * pair_count(inputs);
     if (rows <= TILE) {
         room += (size_t)omp_get_thread_num() * rows * stride;
         for (size_t r = 0; r < rows; r++) round_row(x + r * inputs, inputs, room + r * stride);
@@ -45,8 +46,6 @@ INLINE vec add_pairs(vec w, float x, vec sum) { return sum; }
 
 static const float *rounded(const float *x, size_t rows, size_t inputs, uint16_t *room) { return x; }
 #endif
-
-INLINE size_t pair_count(size_t inputs) { return group_count(inputs) * GROUP / 2; }
 
 /* bf16 values of room for `rounded`, of so many rows or fewer. */
 INLINE size_t rounded_values(size_t rows, size_t inputs) {

@@ -70,9 +70,7 @@ static void split_rows(const float *x, size_t rows, size_t inputs, uint16_t *spl
             to[s] = split + row / TILE_ROWS * groups * TILE_VALUES + row % TILE_ROWS * GROUP;
         }
         for (size_t i = 0; i < groups * GROUP; i += LANES) {
-            size_t left = i < inputs ? inputs - i : 0;
-            __mmask16 there = left < LANES ? (__mmask16)((1u << left) - 1) : 0xFFFF;
-            __m512 value = _mm512_maskz_loadu_ps(there, x + r * inputs + i);
+            __m512 value = _mm512_maskz_loadu_ps(filled(i < inputs ? inputs - i : 0), x + r * inputs + i);
             __m512 high = _mm512_and_ps(value, first);
             /* What is infinite or no number stays so, also without its last bits, and leaves nothing over. */
             __mmask16 finite = _mm512_cmp_ps_mask(_mm512_sub_ps(value, value), _mm512_setzero_ps(), _CMP_EQ_OQ);
@@ -195,7 +193,7 @@ INLINE void panel_by_tiles(const char *panel, const uint16_t *split, size_t tile
 /* y = the sum of a row's three parts, bias and other, which may be NULL. */
 INLINE void joined(const float *parts, const float *bias, const float *other, float *y, size_t width) {
     for (size_t o = 0; o < width; o += LANES) {
-        __mmask16 there = width - o < LANES ? (__mmask16)((1u << (width - o)) - 1) : 0xFFFF;
+        __mmask16 there = filled(width - o);
         __m512 low = _mm512_add_ps(_mm512_loadu_ps(parts + PANEL + o), _mm512_loadu_ps(parts + 2 * PANEL + o));
         __m512 sum = _mm512_add_ps(_mm512_loadu_ps(parts + o), low);
         if (bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(there, bias + o));
