@@ -143,7 +143,7 @@ def exchange(
     keeps its thinking; if not, the template's switch is off. Raise ChatRefused with the reason if
     the template does not write the answer behind the prompt, or leaves a part of it out.
     """
-    turns = [_one_thinking(turn) if thinking else _no_thinking(turn) for turn in turns]
+    turns = [_one_thinking(turn) if thinking else without_thinking(turn) for turn in turns]
     answer = turns[-1]
     if not ends and tokenizer.eos_token_id is not None:
         ends = (tokenizer.eos_token_id,)
@@ -255,7 +255,8 @@ def _one_thinking(turn: Turn) -> Turn:
     return rest | dict.fromkeys(THINKING_KEYS, thoughts[0]) if thoughts else rest
 
 
-def _no_thinking(turn: Turn) -> Turn:
+def without_thinking(turn: Turn) -> Turn:
+    """Return a turn without its thinking, which stands under a key or between marks in its text."""
     rest = {key: value for key, value in turn.items() if key not in THINKING_KEYS}
     if turn["role"] == "assistant" and _CLOSE in turn["content"]:
         rest["content"] = turn["content"].rpartition(_CLOSE)[2].lstrip()

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from draftsmith_core.asked_hash import asked_in_chat, asked_in_text
 from draftsmith_core.chats import (
     ChatRefused,
     Exchange,
@@ -37,7 +38,7 @@ from draftsmith_core.ranks import say
 from draftsmith_core.reasons import Reasons
 from draftsmith_core.row_formats import KEYS
 from draftsmith_core.token_rows import ID_KEYS, answers_in_ids, prompt_in_ids
-from draftsmith_core.tokenization import Tokenizer, encode_text
+from draftsmith_core.tokenization import Tokenizer, decode_text, encode_text
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
@@ -63,7 +64,8 @@ class Chat:
 @dataclass(frozen=True)
 class Prompt:
     """One tokenised prompt. id: the row's explicit id (if `own_id`), else a hash of its tokens.
-    row: from 1.
+    row: from 1. asked: hash of what is asked, which tells equal prompts (law 13); of a prompt that
+    is given as tokens, their hash.
     """
 
     id: str
@@ -72,6 +74,11 @@ class Prompt:
     row: int = field(default=0, compare=False)
     own_id: bool = field(default=False, compare=False)
     chat: Chat | None = field(default=None, compare=False)
+    asked: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.asked:
+            object.__setattr__(self, "asked", prompt_hash(self.ids))
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,7 @@ class PromptReader:
             record.number,
             own_id=bool(row_id),
             chat=chat,
+            asked=asked_by(row, encoded, self.tokenizer),
         )
 
     def _warn_of_ignored(self, row: JsonObject) -> None:
@@ -348,6 +356,19 @@ def asked(turns: Sequence[Message], where: str) -> list[Message]:
             f"{where}: key 'messages': holds only an assistant turn; the prompt is missing"
         )
     return kept
+
+
+def asked_by(row: JsonObject, ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Hash what a row asks, 64 bits. ids: the tokens of its prompt, which count for rows of ids.
+
+    Of a row of `text` the part counts that its prompt stands for, not the whole book.
+    """
+    key = next(key for key in KEYS if row.get(key) is not None)
+    if key == "messages":
+        return asked_in_chat(asked(row[key], ""), row.get("tools"), row.get("chat_template_kwargs"))
+    if key in ID_KEYS:
+        return prompt_hash(ids)
+    return asked_in_text(row[key] if key == "prompt" else decode_text(tokenizer, list(ids)))
 
 
 def answers(

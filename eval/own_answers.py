@@ -5,6 +5,7 @@ from itertools import islice
 
 from transformers import PreTrainedModel
 
+from draftsmith_core.asked_hash import asked_in_chat
 from draftsmith_core.chats import encode_messages
 from draftsmith_core.prompt_rows import iterate_suite, parse_record
 from draftsmith_core.prompts import Chat, Prompt, PromptSet, content_id
@@ -26,7 +27,14 @@ def read_questions(source: str, tokenizer: Tokenizer, domain: str, limit: int) -
         turns = parse_record(record, source)["messages"]
         ids = encode_messages(tokenizer, turns[:1], f"{source}:{record.number}")
         chat = Chat(tuple(turns), None)
-        prompt = Prompt(content_id(ids), domain, tuple(ids), record.number, chat=chat)
+        prompt = Prompt(
+            content_id(ids),
+            domain,
+            tuple(ids),
+            record.number,
+            chat=chat,
+            asked=asked_in_chat(turns[:1]),
+        )
         prompts.append(prompt)
     return PromptSet(source, tuple(prompts), (), len(prompts), len(records) > limit)
 
@@ -53,5 +61,6 @@ def ask_again(
         text = decode_text(tokenizer, list(row.output_ids))
         chat = Chat((first, {"role": "assistant", "content": text}, second), None)
         ids = encode_messages(tokenizer, chat.messages, f"row {prompt.row}")
-        again.append(replace(prompt, id=content_id(ids), ids=tuple(ids), chat=chat))
+        asked = asked_in_chat(chat.messages)
+        again.append(replace(prompt, id=content_id(ids), ids=tuple(ids), chat=chat, asked=asked))
     return tuple(again)
