@@ -5,6 +5,7 @@ run.
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,20 +14,31 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MambaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
 
+from drafts.heads.medusa import HeadsConfig, HydraHeads
+from drafts.load import Draft
 from draftsmith_core import teacher_rows
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import sha256_file
 from draftsmith_core.models import load_model
-from tests.train_laws import FAMILIES, tiny_family
+from tests.tiny_models import FRESH
+from tests.train_laws import FAMILIES, SIZES, tiny_family
 from train.batch import IGNORE, LossSums, pack, packing_method
 from train.batches import collate
 from train.config import Optim
 from train.data import Examples, divide, load_examples, packed, with_replay
 from train.loop import curves
 from train.objective import parse_objective
-from train.optimizer import learning_rate, make_optimizer, orthogonal, usual_rate
+from train.optimizer import (
+    by_module,
+    hidden_matrices,
+    learning_rate,
+    make_optimizer,
+    orthogonal,
+    usual_rate,
+)
+from train.parallel import Copies
 from train.stream import order, units
 from train.trainees.lm import LMTrainee
 
@@ -96,6 +108,66 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(draft_dir):
     layers = {name for name in names.values() if "proj" in name}
     assert taken == layers
     assert sum(len(group["params"]) for group in rest.param_groups) == len(names) - len(layers)
+
+
+def muons(draft: Draft) -> set[str]:
+    taken = set(map(id, hidden_matrices(draft)))
+    return {name for name, parameter in draft.named_parameters() if id(parameter) in taken}
+
+
+@pytest.mark.parametrize("kind", [*FRESH, "hydra-own", "lm", "lm-tied", "gpt2"])
+def test_muon_knows_tables_by_their_module(kind):
+    """Vocabularies as long as sides of layers change nothing."""
+    taken = []
+    for vocabulary in (1009, 40, 20, 60, 80):
+        sizes = SIZES | {"hidden_size": 20, "intermediate_size": 40, "n_inner": 40}
+        sizes |= {"vocab_size": vocabulary, "tie_word_embeddings": kind != "lm", "bos_token_id": 0}
+        config = AutoConfig.for_model("gpt2" if kind == "gpt2" else "llama", **sizes)
+        draft: Any = AutoModelForCausalLM.from_config(config)
+        if kind == "hydra-own":
+            values = {"hydra_num_heads": 2, "hydra_own_projection": True}
+            draft = HydraHeads(HeadsConfig.from_json(values, draft), draft)
+        elif kind in FRESH:
+            if vocabulary < 40 and ("eagle3" in kind or "part" in kind):
+                continue
+            draft = FRESH[kind](draft)
+        taken.append(muons(draft))
+    assert all(names == taken[0] for names in taken)
+    tables = ("lm_head", "embed_tokens", "wte", "wpe", "projections", "markov_w")
+    assert not any(table in name for name in taken[0] for table in tables)
+    matrices = {name for name, each in draft.named_parameters() if each.ndim == 2}
+    if kind == "medusa":
+        assert taken[0] == {name for name in matrices if "linear" in name}
+    else:
+        rest = matrices - taken[0]
+        assert all(any(table in name for table in tables) for name in rest)
+
+
+def test_an_optimizer_of_another_division_is_refused(draft_dir):
+    """Before, q_proj of such a draft was trained by AdamW."""
+    draft = load_model(draft_dir, device="cpu")
+    copies: Any = object.__new__(Copies)
+    copies.trainee = draft
+    copies.world = SimpleNamespace(device=torch.device("cpu"))
+    copies.optimizer = make_optimizer(draft, Optim(lr=0.01, name="muon"))
+    values = {"step": torch.tensor(1.0)}
+    taken = muons(draft)
+    for name, parameter in draft.named_parameters():
+        keys = ("momentum_buffer",) if name in taken else ("exp_avg", "exp_avg_sq")
+        values |= {f"{key}/{name}": torch.ones_like(parameter) for key in keys}
+    copies.load_optimizer(values)
+    (moved,) = (name for name in taken if "q_proj" in name)
+    values[f"exp_avg/{moved}"] = values.pop(f"momentum_buffer/{moved}")
+    with pytest.raises(RunError, match="q_proj.*divides matrices.*give another `out`"):
+        copies.load_optimizer(values)
+
+
+def test_what_each_optimizer_has_is_said_by_module(draft_dir):
+    model = load_model(draft_dir, device="cpu")
+    said = by_module(model, model.parameters())
+    assert "q_proj " in said and "embed_tokens " in said and "weight" not in said
+    counts = [int(part.rpartition(" ")[2].replace(",", "")) for part in said.split(", ")]
+    assert sum(counts) == sum(each.numel() for each in model.parameters())
 
 
 def test_tau_of_training_is_that_of_the_default_chain():

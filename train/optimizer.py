@@ -5,14 +5,18 @@ for matrices between hidden states; rows of a vocabulary, norms and biases stay 
 """
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from drafts.load import Draft
 from draftsmith_core.errors import InputError
 from train.config import Optim
 
@@ -59,7 +63,7 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
     return optim.lr * (fraction + (1 - fraction) * 0.5 * cosine)
 
 
-def make_optimizer(draft: nn.Module, optim: Optim) -> "Optimizers":
+def make_optimizer(draft: Draft, optim: Optim) -> "Optimizers":
     """AdamW with decay on matrices only, plain SGD, or Muon with AdamW for what is no layer's
     matrix.
     """
@@ -91,26 +95,39 @@ def _decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[s
     return groups
 
 
-def hidden_matrices(draft: nn.Module) -> list[nn.Parameter]:
-    """Return the trained matrices between hidden states: none with a side as long as a vocabulary,
-    and no embedding.
+def hidden_matrices(draft: Draft) -> list[nn.Parameter]:
+    """Return the trained matrices between hidden states: of linear layers that are neither an
+    embedding nor an output projection.
 
     Raise InputError if there are none.
     """
-    config: Any = draft.config
-    vocabularies = {config.vocab_size, getattr(config, "draft_vocab_size", None)}
-    tables = set()
-    for module in draft.modules():
-        if isinstance(module, nn.Embedding):
-            tables.add(id(module.weight))
+    if isinstance(draft, PreTrainedModel):
+        outputs = [draft.get_output_embeddings()]
+    else:
+        outputs = draft.outputs()
+    tables = {id(module) for module in outputs}
+    embeddings = {id(each.weight) for each in draft.modules() if isinstance(each, nn.Embedding)}
     matrices = []
-    for parameter in draft.parameters():
-        hidden = parameter.ndim == 2 and id(parameter) not in tables
-        if parameter.requires_grad and hidden and not vocabularies & set(parameter.shape):
-            matrices.append(parameter)
+    for module in draft.modules():
+        if not isinstance(module, nn.Linear | Conv1D) or id(module) in tables:
+            continue
+        weight = module.weight
+        if weight.requires_grad and id(weight) not in embeddings:
+            matrices.append(weight)
     if not matrices:
         raise InputError("optim.name: muon is for matrices of layers, and this draft has none")
     return matrices
+
+
+def by_module(draft: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
+    """In words: how many of these parameters each module of the draft has, layers together."""
+    chosen = set(map(id, parameters))
+    counts: Counter[str] = Counter()
+    for name, parameter in draft.named_parameters():
+        if id(parameter) in chosen:
+            words = [word for word in name.split(".") if word != "weight" and not word.isdigit()]
+            counts[words[-1] if words else "output projection"] += parameter.numel()
+    return ", ".join(f"{module} {count:,}" for module, count in counts.items())
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ from train.job import Position, TrainingJob
 from train.loop import Progress, fit
 from train.losses import LossFn
 from train.objective import custom_objective, loss_digest, parse_objective
-from train.optimizer import hidden_matrices, usual_rate
+from train.optimizer import by_module, hidden_matrices, usual_rate
 from train.parallel import load_weights
 from train.trainee import Trainee
 from train.trainees.block import BlockTrainee, calibrate
@@ -226,11 +226,10 @@ def _with_rate(job: TrainingJob, draft: Draft) -> TrainingJob:
     if optim.lr is None:
         say(f"train: optim.lr {lr:g}, as usual for {trained:,} trained parameters")
     if optim.name == "muon":
-        taken = sum(each.numel() for each in hidden_matrices(draft))
-        say(
-            f"train: Muon trains {taken:,} parameters at {optim.muon_lr:g}, AdamW "
-            f"{trained - taken:,} at {lr:g}"
-        )
+        taken = set(hidden_matrices(draft))
+        rest = [each for each in draft.parameters() if each.requires_grad and each not in taken]
+        say(f"train: Muon trains at {optim.muon_lr:g}: {by_module(draft, taken)}")
+        say(f"train: AdamW trains at {lr:g}: {by_module(draft, rest)}")
     chosen = replace(optim, lr=lr)
     return replace(job, config=replace(job.config, optim=chosen))
 

@@ -271,6 +271,10 @@ class BlockHead(DraftVocabulary):
         """Number of tokens that a block drafts."""
         return self.config.block_size - (not self.config.sample_from_anchor)
 
+    def outputs(self) -> list[nn.Module]:
+        """Its own modules with a row for each token that it drafts."""
+        return [self.markov_head["markov_w2"]] if self.config.markov_rank else []
+
     def read_draft_vocab(self) -> None:
         """Take the draft vocabulary from `d2t`, and its rows of the target's output projection."""
         super().read_draft_vocab()

@@ -243,6 +243,12 @@ class ReadsLastState:
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
+    def outputs(self) -> list[nn.Module]:
+        """Its own modules with a row for each token that it drafts: none that draft with the
+        target's.
+        """
+        return []
+
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """The state itself, `[B, T, H]`, under the name that heads on several states give to their
         fusion.

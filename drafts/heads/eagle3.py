@@ -199,6 +199,10 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
             head.set_draft_vocab(ids)
         return head.to(device=target.device, dtype=target.dtype)
 
+    def outputs(self) -> list[nn.Module]:
+        """Its own modules with a row for each token that it drafts."""
+        return [self.lm_head]
+
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """Features `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that
         order.

@@ -124,6 +124,10 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
             start_as(head[-1].weight, heads.borrowed)  # type: ignore[index]
         return heads.to(device=target.device, dtype=target.dtype)
 
+    def outputs(self) -> list[nn.Module]:
+        """The output projections of all heads."""
+        return [head[-1] for head in self]  # type: ignore[index]
+
     def forward(self, features_BTH: Tensor) -> Tensor:
         """Logits `[B, T, K, V]`; `[:, t, i]` is for the token at t + 2 + i."""
         features_BTH = features_BTH.to(next(self.parameters()).dtype)
@@ -185,6 +189,10 @@ class HydraHeads(ReadsLastState, nn.Module):
         values = {"hydra_num_heads": num_heads, "hydra_num_layers": num_layers}
         config = HeadsConfig.from_json(values, target)
         return cls(config, target).to(device=target.device, dtype=target.dtype)
+
+    def outputs(self) -> list[nn.Module]:
+        """The output projections of all heads; none if all use the target's."""
+        return list(self.projections) if self.config.own_projection else []
 
     def forward(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
         """Logits `[B, T, V]` of head number `tokens_BTd.shape[-1] - 1`, for the token after the
