@@ -112,6 +112,7 @@ def hidden_matrices(draft: Draft) -> list[nn.Parameter]:
         if not isinstance(module, nn.Linear | Conv1D) or id(module) in tables:
             continue
         weight = module.weight
+        assert isinstance(weight, nn.Parameter)
         if weight.requires_grad and id(weight) not in embeddings:
             matrices.append(weight)
     if not matrices:
