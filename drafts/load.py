@@ -35,8 +35,8 @@ from draftsmith_core.models import (
     fingerprint,
     hash_tensors,
     load_model,
-    parameter_count,
     quantization,
+    read_per_token,
     vocabulary_size,
 )
 from draftsmith_core.runs import read_record
@@ -132,12 +132,12 @@ def load_models(
             log.warning(
                 "%s: has another tokenizer; it shares %s, and drafts those only", source, shares
             )
-        if isinstance(draft, PreTrainedModel) and (size := parameter_count(draft)) > (
-            whole := parameter_count(model)
+        if isinstance(draft, PreTrainedModel) and (size := read_per_token(draft)) > (
+            whole := read_per_token(model)
         ):
             _warn_once(
-                f"{source}: is larger than the target ({size:,} and {whole:,} parameters); "
-                "drafting cannot pay"
+                f"{source}: reads more than the target ({size:,} and {whole:,} parameters per "
+                "token); drafting cannot pay"
             )
         loaded[name] = draft
     return LoadedModels(target, model, tokenizer, loaded)

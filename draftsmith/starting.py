@@ -19,7 +19,7 @@ from drafts.draft_vocabulary import (
     write_draft_vocabulary,
 )
 from drafts.load import LoadedModels, load_models
-from drafts.make.fresh import fresh, read_per_token, too_costly
+from drafts.make.fresh import fresh, too_costly
 from drafts.make.prune import prune
 from drafts.make.transplant import transplant
 from draftsmith.config import InitConfig
@@ -30,6 +30,7 @@ from draftsmith_core.models import (
     fingerprint,
     load_model,
     parameter_count,
+    read_per_token,
     text_config,
     vocabulary_size,
 )

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -216,6 +216,49 @@ def parameter_count(model: nn.Module) -> int:
     """Parameters of a model, 4-bit ones counted one by one although two share a byte."""
     whole = [getattr(parameter, "quant_state", parameter) for parameter in model.parameters()]
     return sum(math.prod(parameter.shape) for parameter in whole)
+
+
+def read_per_token(model: nn.Module) -> int:
+    """Parameters that a forward of one token reads: no embedding that is only looked up, and of a
+    mixture the experts of one token.
+
+    All experts, where the config does not say how many a token has.
+    """
+    output = None
+    if isinstance(model, PreTrainedModel):
+        output = model.get_output_embeddings()
+    projected = getattr(output, "weight", None)
+    chosen = _experts_per_token(model)
+    unread = 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.weight is not projected:
+            unread += module.weight.numel()
+        for experts, size in _experts(name, module) if chosen else ():
+            unread += size * max(0, experts - chosen) // experts
+    return parameter_count(model) - unread
+
+
+def _experts_per_token(model: nn.Module) -> int:
+    """How many routed experts a token has; 0 without experts, or if unknown."""
+    config: Any = text_config(model) if isinstance(model, PreTrainedModel) else model.config
+    for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"):
+        value = getattr(config, key, None)
+        if value:
+            return max(value) if isinstance(value, list) else int(value)
+    return 0
+
+
+def _experts(name: str, module: nn.Module) -> Iterator[tuple[int, int]]:
+    """The number of routed experts and their parameters: in a list, or as tensors `[experts, ...]`;
+    shared ones are not among them.
+    """
+    is_named = name.rpartition(".")[2] == "experts"
+    own = list(module.parameters(recurse=False))
+    if is_named and isinstance(module, nn.ModuleList):
+        yield len(module), parameter_count(module)
+    elif (is_named or hasattr(module, "num_experts")) and any(each.ndim == 3 for each in own):
+        for parameter in own:
+            yield len(parameter), parameter.numel()
 
 
 def memory_bytes(model: nn.Module) -> int:

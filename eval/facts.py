@@ -19,6 +19,7 @@ from draftsmith_core.models import (
     memory_bytes,
     parameter_count,
     quantization,
+    read_per_token,
     vocabulary_size,
 )
 from draftsmith_core.runs import read_record
@@ -45,6 +46,7 @@ def model_row(name: str, model: Draft) -> ModelRow:
         fingerprint=draft_fingerprint(model),
         model_type=family,
         parameters=parameter_count(model),
+        read_per_token=read_per_token(model),
         memory_bytes=memory_bytes(model),
         vocabulary=vocabulary,
         context=context_length(model) if isinstance(model, PreTrainedModel) else None,

@@ -19,7 +19,7 @@ from draftsmith_core.errors import InputError, counted
 from draftsmith_core.models import parameter_count
 from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
 from draftsmith_core.ranks import say
-from eval.schema import BUSY, JOINED, Conditions, ModelRow, Remark
+from eval.schema import BUSY, JOINED, Conditions, ModelRow, Remark, read_of
 from eval.suites import Suite
 
 # Length of the token n-grams that near-duplicates share.
@@ -139,7 +139,7 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None)
     to.
     """
     remarks = []
-    size = models["target"]["parameters"]
+    size = read_of(models["target"])
     for name, row in models.items():
         if not row["parameters"]:
             continue
@@ -150,8 +150,8 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None)
                 "apply to heads"
             )
             remarks.append(Remark(about="options", text=text))
-        elif kind == "draft" and row["parameters"] >= size and name != "target":
-            sizes = f"has {row['parameters']:,} parameters, the target {size:,}"
+        elif kind == "draft" and read_of(row) >= size and name != "target":
+            sizes = f"reads {read_of(row):,} parameters per token, the target {size:,}"
             text = f"draft {name}: {sizes}; a draft that is not smaller cannot make decoding faster"
             remarks.append(Remark(about="large_draft", text=text))
     return remarks

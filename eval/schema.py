@@ -141,7 +141,8 @@ class ModelRow(TypedDict):
     """A model. `kind` is the proposer that drafts with it; "draft" is a language model, the target
     too; with `JOINED` before it, lookup comes first.
 
-    `context` is None if the config does not say, and for heads. `training` is None unless
+    `read_per_token`: those parameters that a token reads; older results have none. `context` is
+    None if the config does not say, and for heads. `training` is None unless
     `draftsmith train` made it.
     """
 
@@ -150,6 +151,7 @@ class ModelRow(TypedDict):
     fingerprint: str
     model_type: str
     parameters: int
+    read_per_token: NotRequired[int]
     memory_bytes: int
     vocabulary: int
     context: int | None
@@ -157,6 +159,11 @@ class ModelRow(TypedDict):
     quantize: str
     device: str
     training: Training | None
+
+
+def read_of(row: ModelRow) -> int:
+    """Parameters that a token reads; all of them where results do not say."""
+    return row.get("read_per_token", row["parameters"])
 
 
 class Conditions(TypedDict):

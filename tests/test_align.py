@@ -386,6 +386,7 @@ def facts(**changed: Any) -> Facts:
         "cache_bytes": 131_072,
         "processes": 1,
         "target_parameters": 7_000_000_000,
+        "target_read": 7_000_000_000,
         "draft_parameters": 68_000_000,
         "sampling": ResolvedSampling(Sampling(temperature=1.0), {}),
     }

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.models import (
@@ -17,6 +18,7 @@ from draftsmith_core.models import (
     memory_bytes,
     parameter_count,
     quantization,
+    read_per_token,
     vocabulary_size,
 )
 from tests.train_laws import tiny_family
@@ -107,3 +109,99 @@ def test_an_encoder_is_refused(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="reads tokens ahead, as encoders do; name a causal model"):
         load_model(str(tmp_path), device="cpu")
+
+
+GPT_OSS_20B = {
+    "num_hidden_layers": 24,
+    "num_local_experts": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
+QWEN3_30B_A3B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "total", "active"),
+    [
+        ("mixtral", {}, 46.7, 12.9),
+        ("qwen3_moe", QWEN3_30B_A3B, 30.5, 3.3),
+        ("deepseek_v3", {}, 671, 37),
+        ("gpt_oss", GPT_OSS_20B, 20.9, 3.6),
+        ("gpt_oss", {}, 116.8, 5.1),
+        ("qwen2_moe", {}, 14.3, 2.7),
+    ],
+)
+def test_a_mixture_reads_the_experts_of_one_token(family, sizes, total, active):
+    """Billions as its authors publish them: some count the embedding, which is only looked up."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    assert parameter_count(model) / 1e9 == pytest.approx(total, rel=0.005)
+    embedding = model.get_input_embeddings().weight.numel()
+    read = read_per_token(model)
+    counted = 0 if family == "gpt_oss" else embedding
+    assert (read + counted) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+TINY_EXPERTS = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "num_key_value_heads": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("mixtral", ("num_local_experts", "num_experts_per_tok")),
+        ("qwen2_moe", ("num_experts", "num_experts_per_tok")),
+        ("deepseek_v3", ("n_routed_experts", "num_experts_per_tok")),
+        ("gpt_oss", ("num_local_experts", "num_experts_per_tok")),
+        ("granitemoe", ("num_local_experts", "num_experts_per_tok")),
+        ("olmoe", ("num_experts", "num_experts_per_tok")),
+        ("llama4_text", ("num_local_experts", "num_experts_per_tok")),
+        ("ernie4_5_moe", ("moe_num_experts", "moe_k")),
+        ("aria_text", ("moe_num_experts", "moe_topk")),
+        ("kimi_linear", ("num_experts", "num_experts_per_token")),
+        ("jetmoe", ("num_local_experts", "num_experts_per_tok")),
+    ],
+)
+def test_experts_that_a_token_does_not_have_cost_nothing(family, names):
+    """Of eight experts two, as a model that has two; but for the routers, which grow."""
+
+    def read(experts: int) -> tuple[int, int]:
+        sizes = {"vocab_size": 290, "hidden_size": 16, "intermediate_size": 24}
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, **TINY_EXPERTS}
+        sizes |= {names[0]: experts, names[1]: 2}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+        return read_per_token(model), parameter_count(model)
+
+    few, many = read(2), read(8)
+    assert 0 <= many[0] - few[0] <= 2 * 2 * 6 * 17 and many[1] > many[0] + 2 * 3 * 16 * 24
+
+
+def test_experts_in_a_list_are_counted_too():
+    """As models with code of their own have them."""
+    model: Any = nn.Module()
+    model.config = AutoConfig.for_model("llama", num_experts_per_tok=1)
+    model.experts = nn.ModuleList(nn.Linear(3, 5) for _ in range(4))
+    model.shared_experts = nn.Linear(3, 5)
+    assert read_per_token(model) == 2 * 20

@@ -29,7 +29,7 @@ def test_a_draft_larger_than_its_target_is_remarked_once(target_dir, draft_dir, 
     for _ in range(2):
         load_models(draft_dir, [larger, draft_dir], device="cpu")
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
-        f"{larger}: is larger than the target"
+        f"{larger}: reads more than the target"
     ]
 
 

@@ -95,7 +95,7 @@ def test_drafts_that_are_not_smaller():
     }
     large, head = remarks.of_models(models, "nf4")
     assert large["about"] == "large_draft" and large["text"].startswith(
-        "draft a: has 100 parameters, the target 100"
+        "draft a: reads 100 parameters per token, the target 100"
     )
     assert (
         head["about"] == "options"

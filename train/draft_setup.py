@@ -25,10 +25,16 @@ from drafts.draft_vocabulary import (
 from drafts.heads import HEADS, load_head, write_head
 from drafts.heads.borrowed import borrow
 from drafts.load import Draft, draft_kind
-from drafts.make.fresh import filled, read_per_token, too_costly
+from drafts.make.fresh import filled, too_costly
 from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.io import make_dir, read_json
-from draftsmith_core.models import check_finite, fingerprint, load_model, vocabulary_size
+from draftsmith_core.models import (
+    check_finite,
+    fingerprint,
+    load_model,
+    read_per_token,
+    vocabulary_size,
+)
 from draftsmith_core.ranks import say
 from draftsmith_core.runs import RECORD
 from train import parallel

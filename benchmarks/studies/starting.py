@@ -26,12 +26,11 @@ from benchmarks.lib.shipped_pair import PAIR
 from benchmarks.studies.rebuild_pair import write_corpus
 from distill.config import DistillConfig
 from distill.generate import distill
-from drafts.make.fresh import read_per_token
 from draftsmith.config import InitConfig
 from draftsmith.starting import alphas, answer_texts, init
 from draftsmith_core.command_line import parse
 from draftsmith_core.io import write_json_atomic
-from draftsmith_core.models import load_model
+from draftsmith_core.models import load_model, read_per_token
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval.acceptance import Continuation

@@ -94,6 +94,11 @@ class MtpConfig:
         return int(self.layer.get("head_dim") or self.hidden_size // self.num_attention_heads)
 
     @property
+    def num_experts_per_tok(self) -> int | None:
+        """Experts that a token has, if the layer is a mixture."""
+        return self.layer.get("num_experts_per_tok")
+
+    @property
     def hidden_act(self) -> str:
         return str(self.layer["hidden_act"])
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.models import parameter_count, vocabulary_size
+from draftsmith_core.models import read_per_token, vocabulary_size
 
 # From the target's config, under the same names in the draft's.
 _FROM_TARGET = (
@@ -52,19 +52,6 @@ def filled(values: Mapping[str, Any], target_config: Any) -> tuple[dict[str, Any
             key: value for key, value in rope.items() if key != "partial_rotary_factor"
         }
     return dict(values) | taken, taken
-
-
-def read_per_token(model: nn.Module) -> int:
-    """Number of parameters that a forward of one token reads: all but an embedding that is only
-    looked up.
-    """
-    looked_up = 0
-    if isinstance(model, PreTrainedModel):
-        embedding = model.get_input_embeddings()
-        output = model.get_output_embeddings()
-        if embedding is not None and (output is None or embedding.weight is not output.weight):
-            looked_up = int(embedding.weight.numel())  # type: ignore[operator]
-    return parameter_count(model) - looked_up
 
 
 def too_costly(draft: int, target: int) -> str | None:

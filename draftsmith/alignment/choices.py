@@ -64,7 +64,7 @@ class Known:
         size = self["train.draft_vocab_size"]
         if size is None or not self.large_projection:
             return facts.draft_parameters
-        projection = facts.projection_share * facts.target_parameters
+        projection = facts.projection_share * facts.target_read
         return facts.draft_parameters + round(size / facts.vocabulary * projection)
 
     @property

@@ -14,6 +14,7 @@ from draftsmith_core.devices import resolve_device
 from draftsmith_core.models import (
     of_all_layers,
     parameter_count,
+    read_per_token,
     text_config,
     vocabulary_size,
 )
@@ -32,8 +33,9 @@ class Facts:
     itself, user turns included. prompts: number of usable prompts. longest_prompt, context: in
     tokens; the context is the shortest of all models, None if unknown. gpu_bytes: memory of the
     GPU, 0 without one. cache_bytes: of the target's keys and values for one token. fresh_head:
-    whether there is no draft to start from. projection_share, layer_share: share of the target's
-    parameters in the output projection and in one layer.
+    whether there is no draft to start from. target_read: parameters of the target that a token
+    reads. projection_share, layer_share: the share of them in the output projection and in one
+    layer.
     """
 
     rows: str
@@ -46,6 +48,7 @@ class Facts:
     cache_bytes: int
     processes: int
     target_parameters: int
+    target_read: int
     draft_parameters: int
     sampling: ResolvedSampling
     fresh_head: bool = False
@@ -85,7 +88,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         _read(config, models, source, "eval", 1000)
     _, first = next(iterate_rows(config.prompts))
     ids = [prompt.ids for prompt in prompts.prompts]
-    whole = parameter_count(target)
+    read = read_per_token(target)
     vocabulary = vocabulary_size(target)
     text = text_config(target)
     projection = text.hidden_size * vocabulary
@@ -103,7 +106,8 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         gpu_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else 0,
         cache_bytes=_cache_bytes(target),
         processes=launched(),
-        target_parameters=whole,
+        target_parameters=parameter_count(target),
+        target_read=read,
         draft_parameters=size,
         sampling=resolve_sampling(
             config.target,
@@ -113,8 +117,8 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         ),
         fresh_head=draft is None,
         vocabulary=vocabulary,
-        projection_share=projection / whole,
-        layer_share=(whole - projection) / text.num_hidden_layers / whole,
+        projection_share=projection / read,
+        layer_share=(read - projection) / text.num_hidden_layers / read,
     )
     return facts, prompts
 

@@ -200,7 +200,7 @@ def _fresh_head(config: AlignConfig, facts: Facts) -> str:
     if size is not None:
         head = f"EAGLE-3 head that drafts {size:,} of {facts.vocabulary:,} tokens"
     projection = facts.projection_share * (size or facts.vocabulary) / facts.vocabulary
-    cost = facts.draft_parameters / facts.target_parameters + projection
+    cost = facts.draft_parameters / facts.target_read + projection
     least = facts.layer_share + facts.projection_share
     return (
         f"draft: a fresh {head}: it reads {cost:.0%} of the target per token, one pruned layer "

@@ -23,7 +23,7 @@ from eval.report.formats import (
     with_interval,
 )
 from eval.results_table import ResultsTable
-from eval.schema import TARGET, Row
+from eval.schema import TARGET, Row, read_of
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _models(results: ResultsTable) -> Table:
             "model": model["name"],
             "type": model["model_type"],
             "parameters": f"{model['parameters']:,}",
-            "of target": number(model["parameters"] / models["target"]["parameters"]),
+            "of target": number(read_of(model) / read_of(models["target"])),
             "memory": memory(model["memory_bytes"]),
             "vocabulary": f"{model['vocabulary']:,}",
             "dtype": quantized + model["dtype"],
