@@ -27,6 +27,7 @@ from draftsmith_core.io import (
     canonical_json,
     hash_json,
     read_json,
+    refuse_foreign,
     sha256_file,
     write_json_atomic,
     write_text_atomic,
@@ -67,14 +68,8 @@ def check_empty(out: Path) -> None:
     """Raise InputError if `out` holds another set or a model, which this run would overwrite or mix
     up.
     """
-    if any((out / name).exists() for name in IDENTITY_FILES):
-        return
-    for pattern in (_PARTS, "README.md", "config.json"):
-        foreign = next(out.glob(pattern), None)
-        if foreign is not None:
-            raise InputError(
-                f"--out {out}: holds {foreign.name} of something else; choose another --out"
-            )
+    if not any((out / name).exists() for name in IDENTITY_FILES):
+        refuse_foreign(out, (_PARTS, _EMPTY, _JOURNALS, "errors.jsonl", "README.md", "config.json"))
 
 
 def finish(

@@ -16,7 +16,7 @@ from drafts.heads import head_kind
 from drafts.heads.store import read_tensors, write_tensors
 from draftsmith_core.cards import write_record
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import JsonObject, atomic_dir, read_json, writing
+from draftsmith_core.io import JsonObject, atomic_dir, read_json
 from draftsmith_core.models import fingerprint, hash_tensors, load_model, vocabulary_size
 from draftsmith_core.options import configured
 from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
@@ -80,7 +80,7 @@ def merge(
             raise InputError(f"--out {out}: exists; choose another, or delete it")
         merged = record | provenance(command or command_line("merge", config), asdict(config))
         write = _merge_models if kind == "draft-lm" else _merge_heads
-        with writing(out), atomic_dir(out) as directory:
+        with atomic_dir(out) as directory:
             merged["fingerprint"] = write(config, directory)
             hashes = [read_prompt_hashes(Path(source)) for source in sources]
             if known := [each for each in hashes if each is not None]:

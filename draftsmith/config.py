@@ -102,7 +102,7 @@ class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
                 raise InputError(f"{key}: {name!r} is unknown; {nearest(name, known)}")
         refuse_unused(self, self._unread())
         if self.out is not None:
-            check_out(self.out, [self.prompts, self.datastore], file=True)
+            check_out(self.out, [self.prompts, self.datastore], "id")
 
     def _unread(self) -> dict[str, str]:
         """Return the options that nothing reads beside the others, with the reason."""

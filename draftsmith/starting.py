@@ -24,7 +24,7 @@ from drafts.make.prune import prune
 from drafts.make.transplant import transplant
 from draftsmith.config import InitConfig
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, check_out, write_json_atomic, writing
+from draftsmith_core.io import atomic_dir, check_out, write_json_atomic
 from draftsmith_core.models import (
     context_length,
     fingerprint,
@@ -93,7 +93,7 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
     if warning := too_costly(draft_cost, target_cost):
         say(f"warning: {warning}")
     figures = alphas(target, used, texts, Sampling(temperature=config.temperature))
-    with writing(out), atomic_dir(out) as directory:
+    with atomic_dir(out) as directory:
         draft.save_pretrained(directory)
         if ids_D is not None:
             write_draft_vocabulary(directory, ids_D)

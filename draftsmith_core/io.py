@@ -5,6 +5,7 @@ artifacts apart.
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ from draftsmith_core.errors import InputError, RunError, one_line
 
 # What `json` makes of an object.
 JsonObject: TypeAlias = dict[str, Any]
+# No other program's file has this in its name.
+_TEMPORARY = ".draftsmith-tmp"
+# Leaves room for what `_temporary` adds to a name; file systems take 255 bytes.
+_LONGEST_NAME = 220
 
 
 def canonical_json(value: object) -> str:
@@ -42,30 +47,39 @@ def _fsync(path: Path) -> None:
     os.close(handle)
 
 
-def _temporary(path: Path) -> Path:
-    name = f".{path.name}.tmp{os.getpid()}"
+def _temporary(path: Path, mark: str = "") -> Path:
+    name = f".{path.name}{mark}{_TEMPORARY}{os.getpid()}"
     return path.with_name(name)
 
 
 def remove_leftovers(directory: Path) -> None:
     """Delete what killed runs left under temporary names directly in `directory`."""
-    for stale in directory.glob(".*.tmp*"):
+    for stale in directory.glob(f".*{_TEMPORARY}*"):
         if stale.is_dir():
             shutil.rmtree(stale)
         else:
             stale.unlink()
 
 
-def check_out(out: Path | str, inputs: Iterable[str | None] = (), *, file: bool = False) -> None:
-    """Raise InputError, before the work, if `out` (a directory, or a file) cannot be written or is
-    an input.
+def check_out(
+    out: Path | str, inputs: Iterable[str | None] = (), first_key: str | None = None
+) -> None:
+    """Raise InputError, before the work, if `out` cannot be written or is an input.
+
+    first_key: what the JSON in a file begins with, None for a directory. Another file is refused.
     """
     path = Path(out)
+    check_spelling(path)
+    if len(os.fsencode(path.name)) > _LONGEST_NAME:
+        raise InputError(f"--out {out}: its name is longer than {_LONGEST_NAME} bytes; shorten it")
     parents = path.absolute().parents
     above = next(parent for parent in parents if parent.exists())
     for wrong, reason in (
         # A rename by root would replace a device such as /dev/null.
-        (file and path.exists() and not path.is_file(), "is not a regular file; name a file"),
+        (
+            first_key is not None and path.exists() and not path.is_file(),
+            "is not a regular file; name a file",
+        ),
         (
             any(name is not None and Path(name).resolve() == path.resolve() for name in inputs),
             "is read as well, and would be overwritten; name another file",
@@ -78,60 +92,40 @@ def check_out(out: Path | str, inputs: Iterable[str | None] = (), *, file: bool 
             not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)),
             f"{above} is not a writable directory; choose another",
         ),
+        (
+            first_key is not None and path.is_file() and not _begins(path, first_key),
+            "holds something else; name another file, or remove it",
+        ),
     ):
         if wrong:
             raise InputError(f"--out {out}: {reason}")
 
 
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path to write to. It is renamed to `path` when the block succeeds, and deleted
-    when it fails.
-    """
-    made = _made(path.parent)
-    temporary = _temporary(path)
-    try:
-        yield temporary
-        _fsync(temporary)
-        temporary.replace(path)
-        _fsync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-        remove_empty(made)
+def _begins(file: Path, key: str) -> bool:
+    with file.open("rb") as content:
+        head = content.read(99)
+    return not head or re.match(rb'\{\s*"%b"' % key.encode(), head) is not None
 
 
-@contextmanager
-def atomic_dir(path: Path) -> Iterator[Path]:
-    """A temporary directory to fill. It is renamed to `path`, replacing what was there, when the
-    block succeeds.
-    """
-    made = _made(path.parent)
-    temporary = _temporary(path)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+def check_spelling(out: Path) -> None:
+    """Raise InputError if the locale, or UTF-8 in the files that name it, cannot spell a path."""
     try:
-        yield temporary
-        # safetensors creates files with mode 0600 and ignores the umask; give them the mode of
-        # other new files.
-        mode = temporary.stat().st_mode & 0o666
-        for file in sorted(temporary.rglob("*")):
-            if file.is_file():
-                file.chmod(mode)
-            _fsync(file)
-        _fsync(temporary)
-        if path.is_dir():
-            # A rename cannot replace a directory that is not empty, so the old one is renamed away
-            # first.
-            retired = path.with_name(f".{path.name}.old.tmp{os.getpid()}")
-            path.rename(retired)
-            temporary.rename(path)
-            shutil.rmtree(retired)
-        else:
-            temporary.rename(path)
-        _fsync(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        remove_empty(made)
+        os.fsencode(out)
+        str(out).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"--out {str(out)!a}: this locale cannot spell it; rename it") from None
+
+
+def refuse_foreign(out: Path, patterns: Iterable[str]) -> None:
+    """Raise InputError if `out` holds a file that a run, which did not begin there, would
+    overwrite.
+    """
+    for pattern in patterns:
+        foreign = next(out.glob(pattern), None)
+        if foreign is not None:
+            raise InputError(
+                f"--out {out}: holds {foreign.name} of something else; choose another --out"
+            )
 
 
 @contextmanager
@@ -148,6 +142,59 @@ def writing(path: Path) -> Iterator[None]:
         raise RunError(
             f"{path}: cannot be written ({reason}); fix that and run the same command again"
         ) from None
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary path to write to. It is renamed to `path` when the block succeeds, and deleted
+    when it fails. Errors of writing are as in `writing`.
+    """
+    temporary = _temporary(path)
+    with writing(path):
+        made = _made(path.parent)
+        try:
+            yield temporary
+            _fsync(temporary)
+            temporary.replace(path)
+            _fsync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+            remove_empty(made)
+
+
+@contextmanager
+def atomic_dir(path: Path) -> Iterator[Path]:
+    """A temporary directory to fill. It is renamed to `path`, replacing what was there, when the
+    block succeeds. Errors of writing are as in `writing`.
+    """
+    with writing(path):
+        made = _made(path.parent)
+        temporary = _temporary(path)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            yield temporary
+            # safetensors creates files with mode 0600 and ignores the umask; give them the mode of
+            # other new files.
+            mode = temporary.stat().st_mode & 0o666
+            for file in sorted(temporary.rglob("*")):
+                if file.is_file():
+                    file.chmod(mode)
+                _fsync(file)
+            _fsync(temporary)
+            if path.is_dir():
+                # A rename cannot replace a directory that is not empty, so the old one is renamed
+                # away first.
+                retired = _temporary(path, ".old")
+                path.rename(retired)
+                temporary.rename(path)
+                shutil.rmtree(retired)
+            else:
+                temporary.rename(path)
+            _fsync(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            remove_empty(made)
 
 
 def make_dir(path: Path, option: str = "--out") -> list[Path]:

@@ -40,6 +40,7 @@ from draftsmith_core.io import (
     atomic_dir,
     atomic_file,
     canonical_json,
+    check_spelling,
     make_dir,
     read_json,
     read_json_value,
@@ -67,6 +68,7 @@ class Run:
 
     def __init__(self, out: Path | str, *, file: bool = False) -> None:
         self.out = Path(out)
+        check_spelling(self.out)
         self._file = file
         self.directory = self.out.parent if file else self.out
         self.resumed = False
@@ -194,17 +196,24 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
         path = out.with_name(f".{out.name}.lock")
     descriptors: list[int] = []
     made: list[Path] = []
+    is_ours = False
 
     def lock() -> None:
+        nonlocal is_ours
         made.extend(make_dir(path.parent))
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        descriptors.append(os.open(path, flags, 0o666))
+        is_new = not os.path.lexists(path)
+        content = b"no file"
+        if is_new or (path.is_file() and not path.is_symlink()):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            with writing(out):
+                descriptors.append(os.open(path, flags, 0o666))
+            content = os.pread(descriptors[0], 4096, 0)
+        if content and not content.startswith(b"process "):
+            raise InputError(f"--out {out}: {path} is of another program; choose another --out")
         try:
             fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            content = os.pread(descriptors[0], 4096, 0)
             holder = content.decode(errors="replace") or "another run"
-            os.close(descriptors.pop())
             raise InputError(
                 f"--out {out}: {holder} is writing it; wait for it, or choose another --out"
             ) from None
@@ -214,16 +223,20 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
                 out,
                 error.strerror,
             )
-        os.ftruncate(descriptors[0], 0)
-        me = f"process {os.getpid()} on {socket.gethostname()}"
-        os.pwrite(descriptors[0], me.encode(), 0)
+        # An empty file may be another program's: it is locked, and stays as it is.
+        if is_ours := is_new or bool(content):
+            me = f"process {os.getpid()} on {socket.gethostname()}"
+            with writing(out):
+                os.ftruncate(descriptors[0], 0)
+                os.pwrite(descriptors[0], me.encode(), 0)
 
-    on_main(lock)
     try:
+        on_main(lock)
         yield
     finally:
         for descriptor in descriptors:
-            path.unlink(missing_ok=True)
+            if is_ours:
+                path.unlink(missing_ok=True)
             os.close(descriptor)
         remove_empty(made)
 
@@ -233,8 +246,9 @@ def holder(out: Path) -> str | None:
     none.
     """
     try:
-        descriptor = os.open(out / ".lock", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(out / ".lock", flags)
+    except OSError:
         return None
     try:
         # A shared lock is refused only while a run holds its own.

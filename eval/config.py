@@ -160,7 +160,7 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
                 "--out"
             )
         # The timing comes before the file is written.
-        check_out(self.file, [self.prompts], file=True)
+        check_out(self.file, [self.prompts], "schema_version")
 
     @property
     def file(self) -> Path:

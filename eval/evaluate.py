@@ -21,7 +21,7 @@ from draftsmith_core.devices import (
     resolve_device,
 )
 from draftsmith_core.errors import InputError, RunError, without_secrets
-from draftsmith_core.io import read_json, remove_leftovers
+from draftsmith_core.io import read_json, refuse_foreign, remove_leftovers
 from draftsmith_core.launcher import join_processes, leave_processes
 from draftsmith_core.options import configured
 from draftsmith_core.ranks import is_main, launched, on_main, say
@@ -67,6 +67,7 @@ def evaluate_request(request: EvalRequest) -> Results:
     out = Path(given.out)
     with Run(out) as run:
         run.begin()
+        on_main(lambda: _refuse_others(out))
         _say_replaced(out, list(request.drafts))
         for directory in (out, out / "plots", out / "cells") if is_main() else ():
             remove_leftovers(directory)
@@ -111,6 +112,14 @@ def evaluate_request(request: EvalRequest) -> Results:
         raise RunError(f"--strict: {busy[0]['text']}; {out} has the results")
     results.require(*given.require)
     return results
+
+
+def _refuse_others(out: Path) -> None:
+    """Raise InputError if results in `out` are of another program."""
+    file = out / "results.json"
+    before = read_json(file, "results") if file.is_file() else {}
+    if "schema_version" not in before:
+        refuse_foreign(out, ("results.json", "report.html", "plots/*"))
 
 
 def _say_replaced(out: Path, drafts: Sequence[str]) -> None:

@@ -95,7 +95,7 @@ def test_a_directory_belongs_to_the_run_that_claimed_it(tmp_path):
     out = tmp_path / "out"
     identity = {"config": {"seed": 1, "layers": (1, 2)}, "data": "ab" * 32, "rows": 8}
     assert claim(out, identity) is False
-    (out / ".part.tmp123").write_text("left by a killed run")
+    (out / ".part.draftsmith-tmp123").write_text("left by a killed run")
     assert claim(out, identity) is True
     assert [path.name for path in out.iterdir()] == ["run.json"]
     other = {**identity, "config": {"seed": 2, "layers": [1, 2]}}

@@ -1,7 +1,10 @@
 """The compiled kernel: right for every shape and processor, kept in the cache, and dispensable."""
 
+import _ctypes
 import ctypes
+import os
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +377,68 @@ def test_a_damaged_library_is_built_anew(damage, tmp_path, monkeypatch):
     library.write_bytes(damage(whole))
     assert isinstance(native._kernel_or_reason.__wrapped__(), Kernel)
     assert library.read_bytes() == whole
+
+
+@pytest.fixture
+def compiler(tmp_path):
+    """The path of a compiler that copies a library which is there."""
+    script = tmp_path / "cc"
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\n'
+        f'while [ "$1" != -o ]; do shift; done\ncp {_ctypes.__file__} "$2"\n'
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.mark.parametrize("wrong", ["", "its owner", "its mode", "owner of the place", "link"])
+def test_a_library_that_another_user_could_have_written_is_not_loaded(
+    wrong, compiler, tmp_path, monkeypatch
+):
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    before = os.umask(0)
+    try:
+        native._load(compiler)
+    finally:
+        os.umask(before)
+    (library,) = cache.rglob("*.so")
+    modes = [path.stat().st_mode & 0o777 for path in (library.parent, library)]
+    assert modes == [0o700, 0o600]
+    if wrong == "its mode":
+        library.chmod(0o666)
+    elif wrong == "its owner":
+        os.chown(library, 1234, -1)
+    elif wrong == "owner of the place":
+        os.chown(library.parent, 1234, -1)
+    elif wrong == "link":
+        (tmp_path / "link").symlink_to(cache)
+        os.chown(tmp_path / "link", 1234, -1, follow_symlinks=False)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    loaded = native._load(compiler)._name
+    assert loaded == str(library) if not wrong else "/cache/" not in loaded
+
+
+def test_a_user_without_a_home_decodes_without_a_cache(compiler, monkeypatch):
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert native._load(compiler)._name.startswith(tempfile.gettempdir())
+
+
+def test_the_compiler_says_why_it_cannot_build(tmp_path, monkeypatch):
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] || { echo "ld: no -lgomp\n" >&2; exit 1; }\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native._kernel_or_reason.__wrapped__() == f"{compiler} cannot build it: ld: no -lgomp"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftsmith_core.cards import write_record
 from draftsmith_core.errors import InputError, RunError, one_line
-from draftsmith_core.io import atomic_dir, read_json, sha256_file, writing
+from draftsmith_core.io import atomic_dir, read_json, sha256_file
 from draftsmith_core.ranks import from_main, on_main
 from draftsmith_core.sampling import row_seed
 from train.job import Position, TrainingJob
@@ -46,7 +46,7 @@ def save(job: TrainingJob, wrapped: Copies, position: Position, best: dict[str, 
 
     def write() -> None:
         path = job.checkpoints / f"step_{position.step:08d}"
-        with writing(path), atomic_dir(path) as directory:
+        with atomic_dir(path) as directory:
             for name, values in tensors.items():
                 save_file(values, directory / f"{name}.safetensors")
             for rank, state in enumerate(random_states):
@@ -136,7 +136,7 @@ def publish(job: TrainingJob, write: Callable[[Path], None], record: dict[str, A
     """
     out = Path(job.config.out)
     staging = job.run_dir / "final"
-    with writing(out), atomic_dir(staging) as directory:
+    with atomic_dir(staging) as directory:
         write(directory)
         if job.tokenizer is not None:
             job.tokenizer.save_pretrained(directory)

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith_core.hidden_states import body, layout_of, states_of
-from draftsmith_core.io import atomic_file, hash_json, remove_leftovers, sha256_file, writing
+from draftsmith_core.io import atomic_file, hash_json, remove_leftovers, sha256_file
 from train.batch import IGNORE, Batch, forward_options, packing_method
 from train.teacher import find_projection
 
@@ -140,7 +140,7 @@ class FeatureCache:
             return
         digest = hashlib.sha256(content).hexdigest()
         file = self._directory / f"{digest}.safetensors"
-        with writing(file), atomic_file(file) as temporary:
+        with atomic_file(file) as temporary:
             temporary.write_bytes(content)
         self._file_of |= dict.fromkeys(waiting, file)
 

@@ -20,7 +20,7 @@ from draftsmith_core import wandb_runs
 from draftsmith_core.devices import attention_of_any_length
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import remove_leftovers
+from draftsmith_core.io import refuse_foreign, remove_leftovers
 from draftsmith_core.launcher import leave_processes
 from draftsmith_core.models import (
     check_tokenizer,
@@ -34,7 +34,7 @@ from draftsmith_core.models import (
 from draftsmith_core.options import configured, identity as identity_options, places, refuse_unused
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.ranks import is_main, on_main, say
-from draftsmith_core.runs import Run, command_line, provenance, read_record, train_longer
+from draftsmith_core.runs import RECORD, Run, command_line, provenance, read_record, train_longer
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.settings import loading
 from draftsmith_core.signals import StopSignal, Terminated
@@ -97,10 +97,12 @@ def train(
     with Run(out) as run:
         loaded = _prepare(config, loss)
         job = loaded.job
-        if (out / "config.json").exists() and not (job.run_dir / "run.json").exists():
-            raise InputError(
-                f"{out}: holds a model that this run did not make; choose another `out`"
-            )
+        if not (job.run_dir / "run.json").exists():
+            if (out / "config.json").exists():
+                raise InputError(
+                    f"{out}: holds a model that this run did not make; choose another `out`"
+                )
+            refuse_foreign(out, ("*.safetensors", "README.md", RECORD))
         _refuse_more_steps(config)
         run.begin(job.identity, ("run/run.json",), places(config))
         for place in (job.run_dir, job.checkpoints):

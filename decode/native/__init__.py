@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decode.native.large_pages import empty_bytes
-from draftsmith_core.errors import first_line
+from draftsmith_core.errors import RunError, first_line
 from draftsmith_core.io import atomic_file
 
 SOURCE = Path(__file__).with_name("forward.c")  # includes linear.c
@@ -339,6 +339,9 @@ def _kernel_or_reason() -> Kernel | str:
         return "no C compiler found; install gcc, or set CC"
     try:
         built = Kernel(_load(compiler))
+    except subprocess.CalledProcessError as error:
+        words = " ".join(error.stderr.decode(errors="replace").split())
+        return f"{compiler} cannot build it: {words[-400:] or first_line(error)}"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return f"{compiler} cannot build it: {first_line(error)}"
     return built if _is_right(built) else f"{compiler} built it wrongly"
@@ -354,23 +357,53 @@ def _load(compiler: str) -> ctypes.CDLL:
     sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c"))]
     built_from = b"\0".join([*sources, version, " ".join(_FLAGS).encode(), _processor()])
     key = hashlib.sha256(built_from).hexdigest()
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
-    cached = directory / f"linear-{key[:16]}.so"
-    with suppress(OSError):
-        content = cached.read_bytes()
-        if hashlib.sha256(content[:-32]).digest() == content[-32:]:
-            return ctypes.CDLL(str(cached))
+    directory = _private_cache()
+    cached = None if directory is None else directory / f"linear-{key[:16]}.so"
+    if cached and (library := _cached(cached)):
+        return library
     with tempfile.TemporaryDirectory() as temporary:
-        library = Path(temporary) / "linear.so"
-        command = [compiler, *_FLAGS, "-o", str(library), str(SOURCE)]
+        built = Path(temporary) / "linear.so"
+        command = [compiler, *_FLAGS, "-o", str(built), str(SOURCE)]
         # Takes seconds; on a busy machine, minutes.
         subprocess.run(command, capture_output=True, check=True, timeout=300)
-        content = library.read_bytes()
-        # A directory that cannot be written is no cache.
-        with suppress(OSError), atomic_file(cached) as unfinished:
-            digest = hashlib.sha256(content).digest()
-            unfinished.write_bytes(content + digest)
-        return ctypes.CDLL(str(library))
+        content = built.read_bytes()
+        if cached:
+            # A full disk is no cache.
+            with suppress(RunError), atomic_file(cached) as unfinished:
+                digest = hashlib.sha256(content).digest()
+                unfinished.write_bytes(content + digest)
+                unfinished.chmod(0o600)
+        return ctypes.CDLL(str(built))
+
+
+def _private_cache() -> Path | None:
+    """Return the directory of built libraries, where no other user can put one; None if there is
+    none.
+    """
+    me = os.geteuid()
+    # RuntimeError: no HOME, and a user without an entry, as in containers.
+    with suppress(OSError, RuntimeError):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        directory = cache.absolute() / "draftsmith"
+        for place in (directory, *directory.parents):
+            if place.is_symlink() and place.lstat().st_uid not in (0, me):
+                return None
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory.stat().st_uid == me:
+            directory.chmod(0o700)
+            return directory
+    return None
+
+
+def _cached(library: Path) -> ctypes.CDLL | None:
+    """Load a library that is this user's own, that only he can write, and that is whole."""
+    with suppress(OSError), open(os.open(library, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        made = os.fstat(file.fileno())
+        is_own = made.st_uid == os.geteuid() and not made.st_mode & 0o022
+        content = file.read()
+        if is_own and hashlib.sha256(content[:-32]).digest() == content[-32:]:
+            return ctypes.CDLL(str(library))
+    return None
 
 
 def _processor() -> bytes:

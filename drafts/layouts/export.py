@@ -24,7 +24,7 @@ from drafts.layouts.read_back import Check, check_head, check_logits, probe_ids
 from drafts.layouts.table import LAYOUTS
 from drafts.load import Source, depth_limit, draft_fingerprint, load_source
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import JsonObject, atomic_dir, writing
+from draftsmith_core.io import JsonObject, atomic_dir
 from draftsmith_core.models import fingerprint, text_config
 from draftsmith_core.options import configured
 from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
@@ -82,7 +82,7 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
     for key in ("target", "target_fingerprint"):
         if trained.get(key):
             record[key] = trained[key]
-    with hold(out), writing(out), atomic_dir(out) as directory:
+    with hold(out), atomic_dir(out) as directory:
         written["check"] = asdict(writer.write(source, directory))
         record |= {
             "export": written,

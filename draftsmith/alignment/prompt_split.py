@@ -4,7 +4,14 @@ from itertools import islice
 from pathlib import Path
 
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import hash_json, read_json, sha256_file, write_json_atomic, write_rows
+from draftsmith_core.io import (
+    hash_json,
+    read_json,
+    refuse_foreign,
+    sha256_file,
+    write_json_atomic,
+    write_rows,
+)
 from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
 from draftsmith_core.prompts import PromptSet
 
@@ -29,6 +36,8 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
         asked = asked_of(parse_record(record, source))
         side = heldout if content in heldout_hashes else train
         side.append({"id": prompt.id, "domain": prompt.domain, **asked})
+    if not (directory / "source.json").exists():
+        refuse_foreign(directory, ("*.jsonl",))
     write_json_atomic(directory / "source.json", {"sha256": _digest(source)})
     write_rows(directory / "train.jsonl", train)
     write_rows(directory / "heldout.jsonl", heldout)

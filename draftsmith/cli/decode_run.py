@@ -28,7 +28,7 @@ from draftsmith_core.devices import peak_memory
 from draftsmith_core.documents import read_documents
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source
-from draftsmith_core.io import hash_json, jsonl, write_text_atomic, writing
+from draftsmith_core.io import hash_json, jsonl, write_text_atomic
 from draftsmith_core.options import identity
 from draftsmith_core.progress import progress
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts, room_for_prompts
@@ -197,8 +197,7 @@ def _to_file(out: Path, head: dict[str, str], batches: Batches) -> list[Output]:
             for batch in batches(len(outputs)):
                 outputs += batch
                 journal.append([dataclasses.asdict(output) for output in batch])
-            with writing(out):
-                write_text_atomic(out, jsonl(output.row() for output in outputs))
+            write_text_atomic(out, jsonl(output.row() for output in outputs))
             journal.remove()
     return outputs
 

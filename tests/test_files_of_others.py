@@ -1,0 +1,158 @@
+"""What lies in --out and is not of this project is neither changed nor deleted."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.io import atomic_dir, atomic_file, check_out
+from draftsmith_core.runs import Run, claim, hold, holder
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_only_temporary_names_of_this_project_are_cleaned_up(tmp_path):
+    (tmp_path / ".thesis.tmp12").mkdir()
+    for name in (".notes.tmp", ".x.tmp123", ".run.json.tmp4", ".thesis.tmp12/chapter"):
+        (tmp_path / name).write_text("of a person")
+    others = content(tmp_path)
+    with atomic_file(tmp_path / "part") as temporary:
+        temporary.touch()
+        (tmp_path / temporary.name.replace("part", "killed")).write_text("left by a killed run")
+    (tmp_path / "part").unlink()
+    with hold(tmp_path):
+        claim(tmp_path, {"seed": 1})
+    left = content(tmp_path)
+    del left["run.json"]
+    assert left == others
+
+
+@pytest.mark.parametrize("file", [False, True])
+@pytest.mark.parametrize("kind", ["text", "link", "dangling", "directory", "fifo"])
+def test_a_lock_of_another_program_is_refused_and_stays(tmp_path, kind, file):
+    out = tmp_path / "out"
+    out.mkdir()
+    lock = out / ".lock"
+    if file:
+        out = out / "rows.jsonl"
+        lock = out.with_name(".rows.jsonl.lock")
+    target = tmp_path / "precious"
+    if kind != "dangling":
+        target.write_text("precious")
+    if kind == "directory":
+        lock.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(lock)
+    elif kind == "text":
+        lock.write_text("4711 of another program")
+    else:
+        lock.symlink_to(target)
+    before = lock.lstat()
+    for _ in range(2):
+        with (
+            pytest.raises(InputError, match=r"^--out .*lock is of another program"),
+            Run(out) as run,
+        ):
+            run._file = file
+            run.begin()
+        assert holder(out) is None
+    assert (lock.lstat().st_ino, lock.lstat().st_size) == (before.st_ino, before.st_size)
+    assert target.exists() == (kind != "dangling")
+    assert kind == "dangling" or target.read_text() == "precious"
+
+
+def test_an_empty_lock_is_respected_and_stays(tmp_path):
+    lock = tmp_path / ".lock"
+    lock.touch()
+    with hold(tmp_path):
+        assert holder(tmp_path) == "another run"
+    assert lock.read_bytes() == b""
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another run is writing it"), hold(tmp_path):
+            pass
+
+
+def test_a_directory_that_cannot_be_written_is_named_and_not_its_lock(tmp_path, monkeypatch):
+    def read_only(*_: object) -> int:
+        raise OSError(30, os.strerror(30), "somewhere/.lock")
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(RunError) as refused, hold(tmp_path):
+        pass
+    assert str(refused.value).startswith(f"{tmp_path}: cannot be written (Read-only file system)")
+
+
+@pytest.mark.parametrize("writer", [atomic_file, atomic_dir])
+def test_a_full_disk_names_the_file_and_says_that_the_command_goes_on(tmp_path, writer):
+    with pytest.raises(RunError) as failed, writer(tmp_path / "part"):
+        raise OSError(28, os.strerror(28))
+    assert str(failed.value) == (
+        f"{tmp_path / 'part'}: cannot be written (No space left on device); fix that and run the "
+        "same command again"
+    )
+    assert content(tmp_path) == {}
+
+
+def test_names_that_cannot_be_written_are_refused_before_the_work(tmp_path):
+    for name, reason in (("a" * 246, "longer than 220 bytes"), ("caf\udce9", "cannot spell it")):
+        for first_key in (None, "id"):
+            with pytest.raises(InputError, match=reason) as refused:
+                check_out(tmp_path / name, first_key=first_key)
+            str(refused.value).encode()
+    check_out(tmp_path / ("a" * 220))
+    with pytest.raises(InputError, match="cannot spell it"):
+        Run(tmp_path / "caf\udce9")
+
+
+@pytest.mark.parametrize("foreign", ["notes", '{"idea": 1}', "[]", '{"a": 1}\n{"id": 2}'])
+@pytest.mark.parametrize(
+    "command", ["decode --prompt a", "plan --draft {draft} --prompts {prompts}"]
+)
+def test_a_file_of_something_else_is_not_replaced(
+    command, foreign, door, tmp_path, target_dir, draft_dir, prompts_file
+):
+    out = tmp_path / "notes"
+    out.write_text(foreign)
+    words = command.format(draft=draft_dir, prompts=prompts_file).split()
+    refused = door.refused(*words, "--target", target_dir, "--out", out)
+    assert f"--out {out}: holds something else" in refused
+    assert content(tmp_path) == {"notes": foreign.encode()}
+
+
+COMMANDS = {
+    "eval --draft d={draft} --id s={prompts}": ["results.json", "report.html", "plots/alpha.png"],
+    "distill --prompts {prompts} --max_new_tokens 4": [
+        "errors.jsonl",
+        "README.md",
+        "part-1.parquet",
+    ],
+    "train --data {data} --draft {draft} --max_length 64": [
+        "README.md",
+        "model.safetensors",
+        "draftsmith.json",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [(command, name) for command in COMMANDS for name in COMMANDS[command]]
+)
+def test_a_directory_with_files_of_something_else_is_refused(
+    command, name, door, tmp_path, target_dir, draft_dir, prompts_file, distilled
+):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    words = command.format(draft=draft_dir, prompts=prompts_file, data=distilled).split()
+    refused = door.refused(*words, "--target", target_dir, "--out", tmp_path)
+    assert f"--out {tmp_path}: holds {path.name} of something else" in refused
+    assert content(tmp_path) == {name: b"{}"}
