@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from draftsmith_core.chats import THINKING, chat_text, encode_messages
 from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import Chat
+from draftsmith_core.prompts import Chat, asked
 from draftsmith_core.tokenization import Tokenizer, decode_text
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ def answered_turns(chat: Chat) -> list[int]:
     to those calls.
     """
     messages = chat.messages
+    if chat.asks_once:
+        return [len(asked(messages, "", chat.arguments))]
     roles = [message["role"] for message in messages]
     first_user = roles.index("user") if "user" in roles else 0
     positions = []
@@ -48,7 +50,7 @@ def turn_prompt(
     history = list(chat.messages[: positions[len(answers)]])
     for position, answer in zip(positions, answers, strict=False):
         history[position] = {"role": "assistant", "content": answer}
-    return encode_messages(tokenizer, history, where, chat.tools)
+    return encode_messages(tokenizer, history, where, chat.tools, chat.arguments)
 
 
 def switch_thinking_off(tokenizer: Tokenizer) -> None:

@@ -6,15 +6,21 @@ of the target's end tokens. So an answer is spelled, trimmed and ended as the ta
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from jinja2 import TemplateError
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject
+from draftsmith_core.row_formats import CONTINUES
 from draftsmith_core.tokenization import Tokenizer, text_with_specials
+
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 Turn = JsonObject
 # A turn's thinking, by the names that templates read: Qwen, GLM, DeepSeek; vLLM; gpt-oss.
@@ -45,22 +51,54 @@ class Exchange:
 class Template:
     """A tokenizer's chat template, the tools of a chat, and the switch for thinking.
 
-    thinking: None leaves the switch as the template has it.
+    thinking: None leaves the switch as the template has it. arguments: the row's own, which reach
+    the template as they do on a server.
     """
 
     tokenizer: Tokenizer
     tools: list[object] | None = None
     thinking: bool | None = None
+    arguments: JsonObject = field(default_factory=dict)
 
     def prompt(self, turns: Sequence[Turn]) -> str:
-        """Return the text up to where an answer begins; ChatRefused if the template refuses."""
-        return self._render(turns, add_generation_prompt=True)
+        """Return the text up to where an answer begins.
+
+        Raise ChatRefused if the template refuses, or leaves all of an earlier turn out.
+        """
+        self._check_history(turns)
+        return self._prompt(turns)
 
     def chat(self, turns: Sequence[Turn]) -> str:
         """Return the text of a chat with its answer; ChatRefused if the template refuses."""
-        return self._render(turns, add_generation_prompt=False)
+        whole = {"add_generation_prompt": False, CONTINUES: False}
+        return self._render(turns, self.arguments | whole)
 
-    def _render(self, turns: Sequence[Turn], *, add_generation_prompt: bool) -> str:
+    def _prompt(self, turns: Sequence[Turn]) -> str:
+        begins = {"add_generation_prompt": not self.arguments.get(CONTINUES)}
+        return self._render(turns, begins | self.arguments)
+
+    def _check_history(self, turns: Sequence[Turn]) -> None:
+        """Refuse a chat whose calls, or thoughts without a text, the template does not write."""
+        marked = []
+        marks: dict[str, str] = {}
+        for number, turn in enumerate(turns, 1):
+            mark = f"mark_{number}_"
+            if calls := turn.get("tool_calls"):
+                names = [f"{mark}{place}_" for place in range(len(calls))]
+                marks |= dict.fromkeys(names, f"tool calls of turn {number}")
+                renamed = [_renamed(call, name) for call, name in zip(calls, names, strict=True)]
+                turn = turn | {"tool_calls": renamed}
+            elif not turn["content"].strip() and THINKING_KEYS[0] in turn:
+                marks[mark] = f"thinking of turn {number}, which has no text"
+                turn = turn | dict.fromkeys(THINKING_KEYS, mark)
+            marked.append(turn)
+        if marks:
+            text = self._prompt(marked)
+            for mark, what in marks.items():
+                if mark not in text:
+                    raise ChatRefused(f"the chat template does not write the {what}")
+
+    def _render(self, turns: Sequence[Turn], arguments: JsonObject) -> str:
         if self.tokenizer.chat_template is None:
             raise ChatRefused(
                 "the tokenizer has no chat template; name one with --chat_template FILE"
@@ -68,30 +106,51 @@ class Template:
         for turn in turns:
             self._check_role(turn["role"])
         switch: Any = {} if self.thinking is None else dict.fromkeys(_SWITCH, self.thinking)
+        effort = arguments.get("reasoning_effort")
+        if effort is not None:  # as vLLM, for templates that have the switch alone
+            arguments = {_SWITCH[0]: effort != "none"} | arguments
+        for name in self.arguments:
+            if not self.reads(name):
+                _warn_once(f"key {name!r} is ignored; the chat template does not read it")
         tools: Any = self.tools
         calls = any(turn.get("tool_calls") for turn in turns)
         refusal: Exception | None = None
         # Servers pass arguments as objects; some templates join them to texts.
-        for arguments in (_as_object, _as_text) if calls else (_as_object,):
+        for form in (_as_object, _as_text) if calls else (_as_object,):
             try:
-                text = self.tokenizer.apply_chat_template(
-                    [_with_arguments(turn, arguments) for turn in turns],
+                rendered: object = self.tokenizer.apply_chat_template(
+                    [_with_arguments(turn, form) for turn in turns],
                     tools=tools,
                     tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **switch,
+                    **arguments | switch,
                 )
-                return str(text)
+                return self._text_of(rendered)
             # Besides its own errors a template raises whatever Python raises for a turn of a kind
             # that it did not expect.
             except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
                 refusal = refusal or error
         raise ChatRefused(f"the chat template refuses it ({refusal})")
 
-    @property
-    def writes_tools(self) -> bool:
-        """Whether the template reads a list of tools."""
-        return "tools" in str(self.tokenizer.chat_template)
+    def _text_of(self, rendered: object) -> str:
+        """Return a rendered chat. Some tokenizers give its tokens, alone or in a dict."""
+        ids = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
+        if isinstance(ids, list):
+            text = text_with_specials(self.tokenizer, ids)
+            if encode_rendered(self.tokenizer, text) == ids:
+                return text
+        if not isinstance(rendered, str):
+            raise ChatRefused(
+                f"the tokenizer writes a chat as {type(rendered).__name__}, not as a text"
+            )
+        return rendered
+
+    def reads(self, name: str) -> bool:
+        """Whether the template names an argument, or it acts without that."""
+        source = str(self.tokenizer.chat_template)
+        names = {"reasoning_effort": rf"{name}|{_SWITCH[0]}"}
+        return name == CONTINUES or bool(
+            re.search(rf"\b({names.get(name, re.escape(name))})\b", source)
+        )
 
     def _check_role(self, role: str) -> None:
         """Refuse a role that the template does not name: many write any role into the prompt."""
@@ -108,12 +167,15 @@ def encode_messages(
     messages: Sequence[Turn],
     where: str,
     tools: list[object] | None = None,
+    arguments: JsonObject | None = None,
 ) -> list[int]:
     """Tokens of a chat up to where the assistant's answer begins, as a server makes them.
 
+    arguments: the row's own, for the template.
+
     Raise ChatRefused, beginning with `where`, without a template and for a chat that it refuses.
     """
-    return encode_rendered(tokenizer, chat_text(tokenizer, messages, where, tools))
+    return encode_rendered(tokenizer, chat_text(tokenizer, messages, where, tools, arguments))
 
 
 def chat_text(
@@ -121,10 +183,12 @@ def chat_text(
     messages: Sequence[Turn],
     where: str,
     tools: list[object] | None = None,
+    arguments: JsonObject | None = None,
 ) -> str:
     """Return the text that `encode_messages` tokenises; raise ChatRefused as it does."""
+    template = Template(tokenizer, tools, arguments=arguments or {})
     try:
-        return Template(tokenizer, tools).prompt([_one_thinking(turn) for turn in messages])
+        return template.prompt([_one_thinking(turn) for turn in messages])
     except ChatRefused as error:
         raise ChatRefused(f"{where}: key 'messages': {error}") from None
 
@@ -136,22 +200,28 @@ def exchange(
     ends: Sequence[int],
     *,
     thinking: bool = True,
+    arguments: JsonObject | None = None,
 ) -> Exchange:
     """Cut a chat that ends with an assistant turn into its prompt and its answer.
 
     ends: the target's end tokens; without any, the tokenizer's EOS. thinking: whether the answer
-    keeps its thinking; if not, the template's switch is off. Raise ChatRefused with the reason if
-    the template does not write the answer behind the prompt, or leaves a part of it out.
+    keeps its thinking; if not, the template's switch is off. arguments: the row's own, for the
+    template. Raise ChatRefused with the reason if the template does not write the answer behind the
+    prompt, or leaves a part of it out.
     """
+    arguments = arguments or {}
+    if arguments.get(CONTINUES):
+        raise ChatRefused(f"the row has no answer: its last turn is to go on ({CONTINUES})")
     turns = [_one_thinking(turn) if thinking else without_thinking(turn) for turn in turns]
     answer = turns[-1]
     if not ends and tokenizer.eos_token_id is not None:
         ends = (tokenizer.eos_token_id,)
-    default = Template(tokenizer, tools, None if thinking else False)
+    templates = [Template(tokenizer, tools, None if thinking else False, arguments)]
     # A template whose default is to think writes answers without thoughts when its switch is off,
     # and the other way round.
-    switched = Template(tokenizer, tools, thinking=THINKING_KEYS[0] in answer)
-    for template in (default, switched):
+    if not arguments.keys() & {*_SWITCH, "reasoning_effort"}:
+        templates.append(Template(tokenizer, tools, THINKING_KEYS[0] in answer, arguments))
+    for template in templates:
         prompt, chat = template.prompt(turns[:-1]), template.chat(turns)
         if chat.startswith(prompt):
             written = chat[len(prompt) :]
@@ -261,6 +331,10 @@ def without_thinking(turn: Turn) -> Turn:
     if turn["role"] == "assistant" and _CLOSE in turn["content"]:
         rest["content"] = turn["content"].rpartition(_CLOSE)[2].lstrip()
     return rest
+
+
+def _renamed(call: JsonObject, name: str) -> JsonObject:
+    return {**call, "function": {**call["function"], "name": name}}
 
 
 def _with_arguments(turn: Turn, form: Callable[[object], object]) -> Turn:

@@ -1,13 +1,17 @@
 """The text that retrieval drafts from."""
 
+import logging
 from pathlib import Path
 
 from draftsmith_core.chats import encode_messages
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, without_place
 from draftsmith_core.io import JsonObject
 from draftsmith_core.prompt_rows import iterate_rows
-from draftsmith_core.row_formats import KEYS
+from draftsmith_core.reasons import Reasons
+from draftsmith_core.row_formats import ARGUMENTS, KEYS
 from draftsmith_core.tokenization import Tokenizer, encode_text
+
+log = logging.getLogger(__name__)
 
 
 def _tokens(row: JsonObject, tokenizer: Tokenizer, where: str) -> list[int]:
@@ -16,7 +20,8 @@ def _tokens(row: JsonObject, tokenizer: Tokenizer, where: str) -> list[int]:
     if row.get("response_ids") is not None:
         return [*(row.get("prompt_ids") or []), *row["response_ids"]]
     if row.get("messages") is not None:
-        return encode_messages(tokenizer, row["messages"], where)
+        tools, arguments = row.get("tools") or None, row.get(ARGUMENTS)
+        return encode_messages(tokenizer, row["messages"], where, tools, arguments)
     text = row.get("text") or row.get("prompt") or ""
     return encode_text(tokenizer, text) if text.strip() else []
 
@@ -34,8 +39,15 @@ def read_documents(source: str, tokenizer: Tokenizer) -> list[list[int]]:
         text = path.read_text(encoding="utf-8", errors="replace")
         documents.append(encode_text(tokenizer, text) if text.strip() else [])
     else:
+        skipped = Reasons()
         for number, row in iterate_rows(source):
-            documents.append(_tokens(row, tokenizer, f"{source}:{number}"))
+            where = f"{source}:{number}"
+            try:
+                documents.append(_tokens(row, tokenizer, where))
+            except InputError as error:
+                skipped.add(number, without_place(error, where))
+        for line in skipped.lines("rows skipped"):
+            log.warning("%s: %s", source, line)
     if not any(documents):
         raise InputError(f"{source}: holds no text; a row needs one of the keys {', '.join(KEYS)}")
     return documents

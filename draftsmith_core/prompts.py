@@ -36,7 +36,7 @@ from draftsmith_core.prompt_rows import (
 )
 from draftsmith_core.ranks import say
 from draftsmith_core.reasons import Reasons
-from draftsmith_core.row_formats import KEYS
+from draftsmith_core.row_formats import ARGUMENTS, CONTINUES, KEYS
 from draftsmith_core.token_rows import ID_KEYS, answers_in_ids, prompt_in_ids
 from draftsmith_core.tokenization import Tokenizer, decode_text, encode_text
 
@@ -45,7 +45,7 @@ _warn_once = cache(logging.getLogger(__name__).warning)
 # Beside the weights of a checkpoint: hashes of the prompts it was trained on.
 PROMPT_HASHES = "prompt_hashes.npy"
 # Keys of a row that other tools put into the prompt; they are ignored here.
-_CONTEXT = ("system", "functions", "documents")
+_CONTEXT = ("system", "functions", "documents", "chat_template")
 # Keys that an answer stands under, in the order of preference: ids are the target's own tokens.
 ANSWER_KEYS = (*ID_KEYS, "messages", "completion")
 
@@ -55,10 +55,19 @@ Message: TypeAlias = JsonObject
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation with all its turns, the assistant's too, and the tools that it may call."""
+    """A conversation with all its turns, the assistant's too, and the tools that it may call.
+
+    arguments: what it asks of the chat template, such as `reasoning_effort`.
+    """
 
     messages: tuple[Message, ...]
     tools: list[object] | None
+    arguments: JsonObject = field(default_factory=dict)
+
+    @property
+    def asks_once(self) -> bool:
+        """Whether it asks for something else than the next turn: what no earlier turn asks."""
+        return bool(self.arguments.keys() & {CONTINUES, "add_generation_prompt"})
 
 
 @dataclass(frozen=True)
@@ -168,7 +177,8 @@ class PromptReader:
             return Skipped(record.number, "empty prompt")
         chat = None
         if row.get("messages") is not None:
-            chat = Chat(tuple(row["messages"]), row.get("tools") or None)
+            tools, arguments = row.get("tools") or None, row.get(ARGUMENTS, {})
+            chat = Chat(tuple(row["messages"]), tools, arguments)
         limited = self.whole_chats or chat is None
         if limited and self.max_tokens is not None and len(encoded) > self.max_tokens:
             return Skipped(
@@ -189,7 +199,7 @@ class PromptReader:
         ignored = present[1:] + [key for key in _CONTEXT if row.get(key)]
         # Only a chat template knows what to do with tools, and not every one does.
         if row.get("tools"):
-            if present[:1] != ["messages"] or not Template(self.tokenizer).writes_tools:
+            if present[:1] != ["messages"] or not Template(self.tokenizer).reads("tools"):
                 ignored.append("tools")
         for key in ignored:
             _warn_once(f"{self.source}: key {key!r} is ignored; prompts do not contain it")
@@ -328,7 +338,9 @@ def _encode(
     key = present[0]
     value = row[key]
     if key == "messages":
-        return encode_messages(tokenizer, asked(value, where), where, row.get("tools") or None)
+        arguments = row.get(ARGUMENTS)
+        turns = asked(value, where, arguments)
+        return encode_messages(tokenizer, turns, where, row.get("tools") or None, arguments)
     if key in ID_KEYS:
         return prompt_in_ids(row, where, len(tokenizer))
     if not isinstance(value, str):
@@ -348,9 +360,14 @@ def _encode(
     return ids
 
 
-def asked(turns: Sequence[Message], where: str) -> list[Message]:
-    """Return a chat without a final assistant turn. Raise InputError if nothing is left."""
-    kept = list(turns[:-1] if turns[-1]["role"] == "assistant" else turns)
+def asked(
+    turns: Sequence[Message], where: str, arguments: JsonObject | None = None
+) -> list[Message]:
+    """Return a chat without a final assistant turn, unless the row's `arguments` say that the
+    target goes on with it. Raise InputError if nothing is left.
+    """
+    ends = turns[-1]["role"] == "assistant" and not (arguments or {}).get(CONTINUES)
+    kept = list(turns[:-1] if ends else turns)
     if not kept:
         raise InputError(
             f"{where}: key 'messages': holds only an assistant turn; the prompt is missing"
@@ -365,7 +382,8 @@ def asked_by(row: JsonObject, ids: Sequence[int], tokenizer: Tokenizer) -> int:
     """
     key = next(key for key in KEYS if row.get(key) is not None)
     if key == "messages":
-        return asked_in_chat(asked(row[key], ""), row.get("tools"), row.get("chat_template_kwargs"))
+        arguments = row.get(ARGUMENTS)
+        return asked_in_chat(asked(row[key], "", arguments), row.get("tools"), arguments)
     if key in ID_KEYS:
         return prompt_hash(ids)
     return asked_in_text(row[key] if key == "prompt" else decode_text(tokenizer, list(ids)))
@@ -399,7 +417,8 @@ def answers(
     if turns[-1]["role"] != "assistant":
         raise InputError(f"{where}: the chat does not end with an assistant turn; add the answer")
     try:
-        return [exchange(turns, row.get("tools") or None, tokenizer, ends, thinking=thinking)]
+        tools, arguments = row.get("tools") or None, row.get(ARGUMENTS)
+        return [exchange(turns, tools, tokenizer, ends, thinking=thinking, arguments=arguments)]
     except ChatRefused as error:
         raise ChatRefused(f"{where}: key 'messages': {error}") from None
 

@@ -8,15 +8,28 @@
 | `request` or `body` with a chat | logs and batch files of OpenAI's API |
 
 Prompts, texts and rows of token ids stay as they are. Every error begins with the key at fault.
+
+What a row asks of the chat template becomes one mapping, `chat_template_kwargs`. It may stand in
+the row, in its `request` or `body`, and in an `extra_body` of these, as clients of servers have it.
 """
 
 import json
+import logging
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject
 
+_warn_once = cache(logging.getLogger(__name__).warning)
+
+# The row's own arguments of the chat template, and those that servers also take beside them.
+ARGUMENTS = "chat_template_kwargs"
+CONTINUES = "continue_final_message"
+BESIDE = ("reasoning_effort", "enable_thinking", "add_generation_prompt", CONTINUES)
+# What they ask for without it.
+_DEFAULTS = {"add_generation_prompt": True, CONTINUES: False}
 # A row needs one of these; the first that it has is read.
 KEYS = (
     "messages",
@@ -56,9 +69,14 @@ def as_known(row: JsonObject) -> JsonObject:
 
     Raise InputError that begins with the key at fault.
     """
+    arguments = _arguments(row)
     for key in ("request", "body"):
-        if row.get("messages") is None and isinstance(row.get(key), dict):
-            row = {name: value for name, value in row.items() if name != key} | row[key]
+        if isinstance(row.get(key), dict):
+            arguments = _arguments(row[key]) | arguments
+            if row.get("messages") is None:
+                row = {name: value for name, value in row.items() if name != key} | row[key]
+    if arguments or ARGUMENTS in row:
+        row = row | {ARGUMENTS: arguments}
     for key in _MEDIA:
         if row.get(key):
             raise InputError(f"key '{key}': only texts are read; leave the row out")
@@ -76,11 +94,32 @@ def as_known(row: JsonObject) -> JsonObject:
     elif key == "instruction":
         turns = _alpaca(row)
     else:
+        for name in arguments:
+            _warn_once(f"key {name!r} is ignored; only chats have a template")
         return row
     if row.get("system"):
         turns.insert(0, {"role": "system", "content": _text(row, "system")})
     read = (key, *_READ_WITH[key])
     return {name: value for name, value in row.items() if name not in read} | {"messages": turns}
+
+
+def _arguments(place: JsonObject) -> JsonObject:
+    """Return what a row, or a request in it, asks of the chat template."""
+    arguments: JsonObject = {}
+    for holder in (place, place.get("extra_body")):
+        if not isinstance(holder, dict):
+            continue
+        given = _from_json(holder.get(ARGUMENTS) or {})
+        if not isinstance(given, Mapping) or "chat_template" in given:
+            raise InputError(
+                f"key '{ARGUMENTS}': must be an object of a template's arguments; another template "
+                "is for --chat_template"
+            )
+        given = dict(given) | {key: holder[key] for key in BESIDE if holder.get(key) is not None}
+        for name, value in given.items():
+            if value is not None and value != _DEFAULTS.get(name):
+                arguments[name] = value
+    return arguments
 
 
 def read_turns(value: object, where: str = "key 'messages'") -> list[JsonObject]:
@@ -115,6 +154,8 @@ def _turn(turn: object, where: str) -> JsonObject:
         read["tool_calls"] = _calls(content, f"{where}: '{key}'")
         content = ""
     if "tool_calls" in read:
+        if isinstance(read["tool_calls"], Mapping):
+            read["tool_calls"] = [read["tool_calls"]]
         _check_calls(read["tool_calls"], where)
         content = "" if content is None else content
     if not isinstance(content, str):

@@ -3,13 +3,17 @@
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distill.engines import RemoteTarget
 from draftsmith_core.chats import ChatRefused, encode_messages, end_of_answer, exchange
+from draftsmith_core.errors import InputError
+from draftsmith_core.prompts import read_prompts
 from draftsmith_core.row_formats import read_turns
-from tests.chat_families import CHATS, FAMILIES, TOOL
+from tests.chat_families import CHATS, FAMILIES, NO_EARLIER_CALLS, TOOL
+from tests.distilled import write_rows
 from train.data import load_examples
 
 CASES = [(family, case) for family in FAMILIES for case in CHATS]
@@ -122,3 +126,115 @@ def test_training_rows_are_those_tokens_and_the_others_are_counted(
     expected = ["Blue.<end_of_turn>", "4<end_of_turn>", "Blue.<end_of_turn>"]
     assert answers == ([expected[0], expected[2]] if thinking else expected)
     assert ("1 of 3 rows skipped" in caplog.text) == thinking
+
+
+ASK = [{"role": "user", "content": "2+2?"}]
+FOUR = {"role": "assistant", "content": "4"}
+
+
+def shown(source: str, name: str) -> list[str]:
+    """The prompts of a file, as text."""
+    tokenizer = FAMILIES[name].tokenizer
+    prompts = read_prompts(source, tokenizer).prompts
+    return [str(tokenizer.decode(list(prompt.ids))) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "without", "wanted"),
+    [
+        ("gpt_oss", {"reasoning_effort": "high"}, "Reasoning: medium", "Reasoning: high"),
+        ("qwen3", {"enable_thinking": False}, "t\n", "t\n<think>\n\n</think>\n\n"),
+        # As vLLM: no effort switches thinking off.
+        ("qwen3", {"reasoning_effort": "none"}, "t\n", "t\n<think>\n\n</think>\n\n"),
+        ("qwen3", {"add_generation_prompt": False}, "<|im_start|>assistant\n", ""),
+    ],
+)
+def test_what_a_row_asks_of_the_template_reaches_it(name, arguments, without, wanted, tmp_path):
+    """Wherever clients write it, for prompts and for the answers that train a draft."""
+    kwargs = {"chat_template_kwargs": arguments}
+    rows = [
+        {"messages": ASK, **arguments},
+        {"messages": ASK, **kwargs},
+        {"messages": ASK, "chat_template_kwargs": json.dumps(arguments)},
+        {"messages": ASK, "extra_body": kwargs},
+        {"body": {"messages": ASK, **arguments}},
+        {"request": {"messages": ASK, "extra_body": kwargs}},
+        {"request": {"body": {"messages": ASK, **kwargs}}},
+        {"messages": ASK, "request": kwargs, "enable_thinking": None},
+    ]
+    plain = {"messages": ASK, "chat_template_kwargs": None, "continue_final_message": False}
+    plain["add_generation_prompt"] = True
+    source = write_rows(tmp_path / "p.jsonl", plain, *rows)
+    first, *others = shown(source, name)
+    assert others == [first.replace(without, wanted)] * len(rows) and first not in others
+    answered = [{"messages": [*ASK, FOUR], **arguments}, {"messages": [*ASK, FOUR]}]
+    source = write_rows(tmp_path / "a.jsonl", *answered)
+    tokenizer = FAMILIES[name].tokenizer
+    asked, other = load_examples([source], tokenizer, 512, ends=ends_of(name)).rows
+    assert tokenizer.decode(asked["prompt_ids"]) == others[0]
+    assert tokenizer.decode(other["prompt_ids"]) == first
+
+
+def test_a_turn_that_goes_on(tmp_path, caplog):
+    """The prompt ends in the open turn, which is no answer to train on."""
+    turns = [*ASK, {"role": "assistant", "content": "Well, "}]
+    row = {"messages": turns, "continue_final_message": True}
+    source = write_rows(tmp_path / "p.jsonl", row)
+    assert shown(source, "qwen25")[0].endswith("<|im_start|>assistant\nWell, ")
+    with pytest.raises(InputError, match="its last turn is to go on"):
+        load_examples([source], FAMILIES["qwen25"].tokenizer, 512)
+
+
+def test_what_the_template_does_not_read_is_named(tmp_path, caplog):
+    rows = [
+        {"messages": ASK, "reasoning_effort": "low"},
+        {"prompt": "2+2", "enable_thinking": True},
+    ]
+    rows.append({"messages": ASK, "chat_template_kwargs": {"persona": "a pirate"}})
+    rows.append({"messages": ASK, "chat_template": "{{ messages }}"})
+    rows.append({"messages": ASK, "chat_template_kwargs": {"chat_template": "{{ messages }}"}})
+    prompts = read_prompts(write_rows(tmp_path / "p.jsonl", *rows), FAMILIES["chatml"].tokenizer)
+    for key in ("reasoning_effort", "enable_thinking", "persona", "chat_template"):
+        assert caplog.text.count(f"key {key!r} is ignored") == 1
+    (refused,) = prompts.skipped
+    assert "another template is for --chat_template" in refused.reason
+
+
+EARLIER = {
+    "calls": ([CHATS["tool result"][1], CHATS["tool result"][2]], NO_EARLIER_CALLS),
+    "a thought alone": (
+        [{"role": "assistant", "content": "", "reasoning": "Two and two."}],
+        "does not write the thinking of turn 2, which has no text",
+    ),
+    "a thought beside text": ([FOUR | {"reasoning": "Two and two."}], ""),
+}
+
+
+@pytest.mark.parametrize("case", EARLIER)
+def test_a_turn_that_the_template_leaves_empty_is_skipped(case, tmp_path):
+    """As `train` does it; a template that names the tool elsewhere does not write the call."""
+    turns, reason = EARLIER[case]
+    row = {"messages": [*ASK, *turns, {"role": "user", "content": "And?"}], "tools": [TOOL]}
+    source = write_rows(tmp_path / "p.jsonl", row, {"messages": ASK})
+    tokenizer = copy.deepcopy(FAMILIES["chatml"].tokenizer)
+    tokenizer.chat_template = "{{ tools | tojson }}" + str(tokenizer.chat_template)
+    prompts = read_prompts(source, tokenizer)
+    assert len(prompts.skipped) == bool(reason)
+    assert all(reason in skip.reason for skip in prompts.skipped)
+
+
+@pytest.mark.parametrize("gives", ["dict", "ids"])
+def test_a_tokenizer_that_gives_tokens_for_text(gives, monkeypatch):
+    """Some of the hub ignore `tokenize=False`: the prompt is those tokens."""
+    tokenizer = copy.copy(FAMILIES["qwen25"].tokenizer)
+    wanted = encode_messages(tokenizer, ASK, "row")
+
+    def tokens(turns: Any, tokenize: bool = True, **others: Any) -> object:
+        given: Any = type(tokenizer).apply_chat_template(tokenizer, turns, tokenize=True, **others)
+        return given if gives == "dict" else given["input_ids"]
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", tokens)
+    assert encode_messages(tokenizer, ASK, "row") == wanted
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda turns, **others: {1, 2})
+    with pytest.raises(ChatRefused, match="as set, not as a text"):
+        encode_messages(tokenizer, ASK, "row")

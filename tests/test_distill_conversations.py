@@ -133,6 +133,17 @@ def test_tool_calls_and_their_results_stay(tokenizer):
     assert second.endswith("<|Assistant|>None.</s><|User|>Wind?<|Assistant|><think>\n")
 
 
+def test_a_turn_that_goes_on_is_asked_once(tokenizer):
+    """Earlier turns stay: they are what the client sent."""
+    with_template(tokenizer, "qwen3")
+    said = [("user", "Hi"), ("assistant", "Yo"), ("user", "Who?"), ("assistant", "I am")]
+    messages = tuple({"role": role, "content": text} for role, text in said)
+    chat = Chat(messages, None, {"continue_final_message": True})
+    first = str(tokenizer.decode(turn_prompt(chat, [], tokenizer, "here") or []))
+    assert "Yo" in first and first.endswith("I am")
+    assert turn_prompt(chat, ["."], tokenizer, "here") is None
+
+
 def test_thinking_is_switched_off_by_the_template(words, door, target_dir):
     Path("chat.jinja").write_text(TEMPLATES["qwen3"])
     door.ok(*words, "--thinking", "drop")

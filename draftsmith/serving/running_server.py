@@ -24,6 +24,7 @@ from distill.engines import AnswerRequest, Key
 from distill.engines.server import Completion, Dialect, client_options
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.prompts import Prompt, asked
+from draftsmith_core.row_formats import ARGUMENTS, BESIDE
 from draftsmith_core.sampling import Sampling
 
 NAMES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "sglang": "SGLang"}
@@ -231,8 +232,13 @@ class RunningServer:
 
 def _chat(prompt: Prompt) -> dict[str, object]:
     assert prompt.chat is not None
-    messages = asked(prompt.chat.messages, f"row {prompt.row}")
-    chat: dict[str, object] = {"messages": messages}
+    arguments = prompt.chat.arguments
+    messages = asked(prompt.chat.messages, f"row {prompt.row}", arguments)
+    # Servers take these keys beside the others, and vLLM overrides the others by them.
+    beside = {key: arguments[key] for key in BESIDE if key in arguments}
+    chat: dict[str, object] = {"messages": messages, **beside}
+    if arguments:
+        chat[ARGUMENTS] = arguments
     if prompt.chat.tools:
         chat["tools"] = prompt.chat.tools
     return chat
