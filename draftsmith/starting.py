@@ -13,9 +13,9 @@ from decode.supported_models import ability
 from drafts.draft_vocabulary import (
     check_draft_vocabulary,
     commonest_tokens,
-    coverage,
     token_counts,
     trim,
+    unseen_outside,
     write_draft_vocabulary,
 )
 from drafts.load import LoadedModels, load_models
@@ -77,15 +77,16 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
     whole = min(vocabulary_size(draft), vocabulary_size(target))
     if config.draft_vocab_size not in (None, whole):
         check_draft_vocabulary("draft_vocab_size", config.draft_vocab_size, whole)
-        rows: list[Sequence[int]] = [text.output_ids for text in texts]
+        answers = [(text.prompt_ids, text.output_ids) for text in texts]
         if config.data:
-            rows = list(load_examples(config.data, tokenizer, _BLOCK).rows["response_ids"])
-        counts = token_counts(rows)
-        ids_D = torch.tensor(commonest_tokens(counts, config.draft_vocab_size))
+            rows = load_examples(config.data, tokenizer, _BLOCK).rows
+            answers = [(row["prompt_ids"], row["response_ids"]) for row in rows]
+        size = config.draft_vocab_size
+        counts = token_counts(response for _, response in answers)
+        ids_D = torch.tensor(commonest_tokens(counts, size))
         source = "--data" if config.data else "the answers to --prompts"
-        notes.append(
-            f"tokens: drafts {len(ids_D):,} of {whole:,}; of {source} {coverage(ids_D, counts)}"
-        )
+        lacks = unseen_outside(answers, size)
+        notes.append(f"tokens: drafts {size:,} of {whole:,}, the commonest of {source}; {lacks}")
         used = copy.deepcopy(draft)
         trim(used, ids_D)
     draft_cost = read_per_token(used)

@@ -18,10 +18,12 @@ from drafts.draft_vocabulary import (
     attach_draft_vocabulary,
     draft_rows,
     draft_vocabulary,
+    outside,
     rarest_token,
     read_draft_vocabulary,
     token_counts,
     trim,
+    unseen_outside,
 )
 from drafts.load import draft_fingerprint, load_models
 from draftsmith_core.sampling import Sampling
@@ -186,6 +188,19 @@ def test_its_loss_is_that_of_the_restricted_distributions():
     assert 0 < float(alone.alpha) <= float(torch.minimum(whole.exp()[:, IDS], q.exp()).sum()) + 1e-5
 
 
+def test_what_it_lacks_is_counted_in_text_that_did_not_choose_it():
+    """Every prompt has a token of its own, four times, and eight of a common one."""
+    answers = [([7, n], [20 + n] * 4 + [3] * 8) for n in range(10) for _ in range(2)]
+    assert outside([3, 24], token_counts(each for _, each in answers[:2])) == (
+        "8 of 24 tokens are outside (33.3%)"
+    )
+    said = unseen_outside(answers, 9)
+    assert said.endswith("of the others 16 of 48 tokens are outside (33.3%)")
+    assert unseen_outside(answers[:8], 9).startswith("too few prompts")
+    texts: list[tuple[list[int], list[int]]] = [([], [20 + n, 3]) for n in range(5)]
+    assert unseen_outside(texts, 5).endswith("1 of 2 tokens are outside (50.0%)")
+
+
 def test_training_again_keeps_what_it_has(trained, door, target_dir, distilled, tmp_path):
     out = trained
     words = (
@@ -195,7 +210,8 @@ def test_training_again_keeps_what_it_has(trained, door, target_dir, distilled, 
     words += " --max_length 48 --steps 2 --eval_every 2"
     code, _, err = door(*words.split(), "--draft_vocab_size", KEPT)
     assert code == 2 and f"draft_vocab_size: {out} already has one ({FILE})" in err
-    door.ok(*words.split())
+    said = " ".join(door.ok(*words.split()))
+    assert f"drafts {KEPT} of 290 tokens; of the held-out responses " in said
     assert (tmp_path / "again" / FILE).read_bytes() == (out / FILE).read_bytes()
 
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from drafts.heads.block import DSparkHead
-from tests.test_train_heads import batch_of, gradients, make_target, trainee_of
+from tests.test_train_heads import (
+    ROWS,
+    batch_of,
+    gradients,
+    make_target,
+    packed_batch,
+    trainee_of,
+)
 from train.batch import Batch
 from train.objective import parse_objective
 from train.trainees import TRAINEES
@@ -61,6 +68,18 @@ def test_blocks_are_drawn_by_row_whatever_the_batch(target):
         list(range(1, 31)),
         list(range(1, 28)),
     ]
+
+
+def test_packed_documents_have_as_many_blocks_as_alone(target):
+    """Sixteen documents in four rows, of which four anchors each are drawn: 64 and not 16."""
+    trainee = trainee_of("dflash", target, anchors=4).train()
+    batch = packed_batch([[0, 0, 1, 0]] * 4)
+    drawn = anchors(trainee, seeded(batch, 1, 2, 3, 4))
+    assert batch.documents_BT is not None
+    for row, columns in zip(batch.documents_BT, drawn, strict=True):
+        assert row[columns].bincount().tolist() == [4, 4, 4, 4]
+    alone = [anchors(trainee, seeded(batch_of([ROWS[i]]), 1))[0] for i in (0, 0, 1, 0)]
+    assert sum(map(len, drawn)) == 4 * sum(map(len, alone)) == 64
 
 
 def test_drawn_blocks_are_summed_alike_however_rows_are_batched(target):

@@ -91,7 +91,7 @@ class HeadOptions:
     block_size: Rare[Annotated[int, Field(ge=2)] | None] = None
     """Block drafters: tokens of a block with its anchor; 16, dspark 7."""
     anchors: Rare[AtLeast1 | None] = None
-    """Block drafters: blocks per row and pass over the data, drawn at random; 512."""
+    """Block drafters: blocks per row of the data, packed or not, and pass, at random; 512."""
     target_layers: Rare[Annotated[list[AtLeast0], Field(min_length=1)] | None] = None
     """Block drafters: layers of the target, from 0, whose outputs are read; null spreads five."""
     window: Rare[AtLeast1 | None] = None

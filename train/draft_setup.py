@@ -16,8 +16,8 @@ from drafts.draft_vocabulary import (
     attach_draft_vocabulary,
     check_draft_vocabulary,
     commonest_tokens,
-    coverage,
     draft_vocabulary,
+    outside,
     rarest_token,
     read_draft_vocabulary,
     write_draft_vocabulary,
@@ -177,8 +177,8 @@ def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[in
     return commonest_tokens(training.response_counts, size)
 
 
-def announce_draft_vocabulary(draft: Draft, training: Examples) -> None:
-    """Print how much of the responses a draft of a part of the vocabulary can draft."""
+def announce_draft_vocabulary(draft: Draft, heldout: Examples) -> None:
+    """Print how much of the held-out responses a draft of a part of the vocabulary lacks."""
     ids_D: Tensor | None = None
     if isinstance(draft, PreTrainedModel):
         ids_D = draft_vocabulary(draft)
@@ -188,8 +188,8 @@ def announce_draft_vocabulary(draft: Draft, training: Examples) -> None:
         if isinstance(draft, DraftVocabulary) and draft.reduced:
             ids_D = draft.target_ids_D
     if ids_D is not None:
-        known = coverage(ids_D, training.response_counts)
-        say(f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the responses {known}")
+        lacks = outside(ids_D.tolist(), heldout.response_counts)
+        say(f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the held-out responses {lacks}")
 
 
 def make_trainee(job: TrainingJob, draft: Draft) -> Trainee:

@@ -51,7 +51,7 @@ class BlockTrainee(HeadTrainee):
     """The objective at every slot; slot weights fall by `step_decay`, or follow D-PACE (arXiv
     2605.18810).
 
-    anchors: blocks per row and pass, drawn at random (DFlash, arXiv 2602.06036). With D-PACE
+    anchors: blocks per document and pass, drawn at random (DFlash, arXiv 2602.06036). With D-PACE
     (`@dpace`) slot j of a block weighs sum_{m >= j} prod_{i <= m} s_i, s = (1 + q(token)) / 2,
     without gradient. A Markov head reads the data's token before each slot. A confidence learns
     alpha by binary cross-entropy, beside the objective and weighted like it (DSpark, arXiv
@@ -76,9 +76,7 @@ class BlockTrainee(HeadTrainee):
         for row in range(len(batch.ids_BT)):
             columns = pairs.at_N[pairs.row_N == row] + 1
             if self.training and batch.seeds_B is not None and len(columns) > self.anchors:
-                seeded = generator(int(batch.seeds_B[row]))
-                drawn = torch.randperm(len(columns), generator=seeded)[: self.anchors]
-                columns = columns[drawn.sort().values.to(columns.device)]
+                columns = self._drawn(columns, batch, row)
             rows.append(columns)
         anchors_BA = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         place_BT = torch.full_like(batch.ids_BT, -1)
@@ -88,6 +86,21 @@ class BlockTrainee(HeadTrainee):
             # One at least: a batch without a block has gradients too, all zero.
             anchors_BA = F.pad(anchors_BA, (0, 1))
         return anchors_BA, place_BT
+
+    def _drawn(self, columns: Tensor, batch: Batch, row: int) -> Tensor:
+        """At most `anchors` of the columns in each document of a row, at random."""
+        assert batch.seeds_B is not None
+        seeded = generator(int(batch.seeds_B[row]))
+        parts = [columns]
+        if batch.documents_BT is not None:
+            documents = batch.documents_BT[row, columns]
+            _, lengths = documents.unique_consecutive(return_counts=True)
+            parts = list(columns.split(lengths.tolist()))
+        for number, part in enumerate(parts):
+            if len(part) > self.anchors:
+                drawn = torch.randperm(len(part), generator=seeded)[: self.anchors]
+                parts[number] = part[drawn.sort().values.to(part.device)]
+        return torch.cat(parts)
 
     def count(self, batch: Batch) -> Tensor:
         _, place_BT = self.blocks(batch)
