@@ -21,10 +21,18 @@ import warnings  # noqa: E402
 from draftsmith import __version__  # noqa: E402
 from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
 from draftsmith.cli.examples import ROAD  # noqa: E402
-from draftsmith_core.errors import InputError, RequirementError, RunError, nearest, one_line  # noqa: E402
+from draftsmith_core.errors import (  # noqa: E402
+    InputError,
+    RequirementError,
+    RunError,
+    nearest,
+    one_line,
+    printable,
+)
 from draftsmith_core.host import keep_freed_memory, limit_threads  # noqa: E402
 from draftsmith_core.ranks import is_main  # noqa: E402
 from draftsmith_core.signals import Terminated  # noqa: E402
+from draftsmith_core.terminal import Formatter  # noqa: E402
 
 # Time for the main process to end after an error that all processes have.
 _MAIN_ENDS_S = 30.0
@@ -96,7 +104,9 @@ def _prepare(words: list[str]) -> int | None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     logging.addLevelName(logging.WARNING, "warning")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(Formatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     warnings.filterwarnings("ignore", category=FutureWarning)
     if "torch" not in sys.modules:
         limit_threads()
@@ -142,6 +152,7 @@ def _say(line: str, error: BaseException) -> None:
     if is_main() or not isinstance(
         error, InputError | RequirementError | KeyboardInterrupt | Terminated
     ):
+        line = printable(line)
         print(line, file=sys.stderr, flush=True)
         _tell_launcher(line)
 

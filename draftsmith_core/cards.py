@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import metadata_load
 
 from draftsmith_core.engine_commands import SERVING
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, change_texts
 from draftsmith_core.hub import PLACEHOLDER, cached, is_hub_name
 from draftsmith_core.io import JsonObject, read_json, write_text_atomic
 from draftsmith_core.runs import RECORD
@@ -253,5 +253,7 @@ def _card(template: str, header: JsonObject, record: JsonObject, values: JsonObj
     }
     stated = {key: value for key, value in header.items() if value}
     head = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True)
-    body = pages.get_template(template).render(values, record=record)
+    # A line break in a name would begin a line of the page.
+    values = change_texts(values | {"record": record}, lambda text: " ".join(text.split()))
+    body = pages.get_template(template).render(values)
     return f"---\n{head}---\n\n{body}"

@@ -5,23 +5,49 @@ missing.
 import difflib
 import importlib.util
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
+# No scheme is longer; without a bound every character of a long word begins a search.
 _URL = re.compile(
-    r"(\w[\w.+-]*://)(?:[^\s/?]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*?(?=(?::(?:\d+:)?)?(?:[\s'\"]|$)))?"
+    r"(\w[\w.+-]{0,30}://)(?:[^\s/?]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*?(?=(?::(?:\d+:)?)?(?:[\s'\"]|$)))?"
 )
+
+# All but tab and line break.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Characters of a message.
+_LONGEST = 1200
 
 
 def without_secrets(value: Any) -> Any:
     """A text, or the texts in lists and dictionaries, without the passwords and queries
     (signatures) of URLs.
     """
+    return change_texts(value, partial(_URL.sub, r"\1\2"))
+
+
+def change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A text, or the texts in lists and dictionaries, each changed."""
     if isinstance(value, dict):
-        return {key: without_secrets(item) for key, item in value.items()}
+        return {key: change_texts(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(item) for item in value]
-    return _URL.sub(r"\1\2", value) if isinstance(value, str) else value
+        return [change_texts(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def shown(text: str) -> str:
+    """Return a text without the characters that control a terminal: what models, rows and servers
+    write must not.
+    """
+    return _CONTROLS.sub("", text)
+
+
+def printable(text: str) -> str:
+    """Return a message as it may be printed: cut, without secrets, `shown`."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return shown(without_secrets(text))
 
 
 class DraftsmithError(Exception):
@@ -29,8 +55,8 @@ class DraftsmithError(Exception):
     started the run.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(without_secrets(message))
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
 
 
 class InputError(DraftsmithError, ValueError):

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar, cast
 
 from safetensors import SafetensorError
 
-from draftsmith_core.errors import DraftsmithError, InputError, RunError, one_line, without_secrets
+from draftsmith_core.errors import DraftsmithError, InputError, RunError, one_line, printable
 from draftsmith_core.terminal import StandardError
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def say(line: str) -> None:
     """Print to standard error, in the main process only."""
     if is_main():
         error = StandardError()
-        error.write(without_secrets(line) + "\n")
+        error.write(printable(line) + "\n")
         error.flush()
 
 

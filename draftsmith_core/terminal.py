@@ -1,10 +1,13 @@
 """Standard error, whose reader may go away: a pipe that breaks, or a terminal that closes."""
 
+import logging
 import os
 import signal
 import stat
 import sys
 from typing import Any
+
+from draftsmith_core.errors import printable
 
 
 class StandardError:
@@ -24,6 +27,13 @@ class StandardError:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)
+
+
+class Formatter(logging.Formatter):
+    """Log records as messages that may be printed."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def _stop() -> None:

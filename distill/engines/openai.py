@@ -5,7 +5,6 @@ takes one.
 import asyncio
 import os
 import random
-import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -20,6 +19,7 @@ from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, RemoteT
 from distill.engines.server import Answered, Completion, NoAnswer, Server, client_options
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.prompts import room_for_prompts
+from draftsmith_core.ranks import say
 from draftsmith_core.tokenization import Tokenizer
 
 # Attempts per request that a server may have seen, and the silence of all servers after which the
@@ -112,9 +112,7 @@ class OpenAIEngine(Engine):
                         self._refuse(failure)
                         if attempt == ATTEMPTS or (not failure.counts and not failure.status):
                             reasons.append(failure.reason)
-                            sys.stderr.write(
-                                f"draftsmith distill: {failure.reason}; trying it again later\n"
-                            )
+                            say(f"draftsmith distill: {failure.reason}; trying it again later")
                             break
                         await asyncio.sleep(_pause_s(failure, attempt))
         if not lengths:
@@ -146,9 +144,9 @@ class OpenAIEngine(Engine):
         owners = {str(entry.get("owned_by")) for entry in models.values()}
         dialect = await server.choose_dialect(client, self._completion, owners)
         if not dialect.ids:
-            sys.stderr.write(
+            say(
                 f"draftsmith distill: {server.url}: returns text, not token ids; tokenising it "
-                "again\n"
+                "again"
             )
         entry = models.get(name, {})
         meta = entry.get("meta") or {}  # of llama-server

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.cli.examples import EXAMPLES
 from draftsmith.cli.outcome import Outcome
-from draftsmith_core.errors import InputError, RequirementError
+from draftsmith_core.errors import InputError, RequirementError, shown
 
 if TYPE_CHECKING:
     from distill.config import DistillConfig, ScoreConfig
@@ -431,7 +431,7 @@ def run(name: str, argv: list[str]) -> None:
         require_single_process(name)
     outcome = command.function(config, shlex.join(["draftsmith", name, *argv]))
     if is_main():
-        print("\n".join(outcome.lines))
+        print(shown("\n".join(outcome.lines)))
         if as_json:
             print(json.dumps(outcome.summary))
         sys.stdout.flush()

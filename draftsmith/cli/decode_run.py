@@ -3,7 +3,6 @@
 import dataclasses
 import shlex
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, product
@@ -26,7 +25,7 @@ from draftsmith.drafting import choose_method, planned_without_a_draft
 from draftsmith.pair import Decoding, Output, Pair, load_pair
 from draftsmith_core.devices import peak_memory
 from draftsmith_core.documents import read_documents
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, shown
 from draftsmith_core.hub import check_source
 from draftsmith_core.io import hash_json, jsonl, write_text_atomic
 from draftsmith_core.options import identity
@@ -228,11 +227,8 @@ class Stream:
             self._file.write(piece)
             self._file.flush()
             return
-        # Remove escape sequences: a model must not control the terminal.
-        shown = [c for c in piece if c in "\n\t" or unicodedata.category(c) != "Cc"]
-        text = "".join(shown)
         style = DRAFT_STYLE if piece.from_draft else ""
-        self._console.print(Text(text, style=style), end="")
+        self._console.print(Text(shown(piece), style=style), end="")
 
 
 def _summary(
@@ -281,9 +277,9 @@ def _summary(
     return summary
 
 
-def _in_words(summary: dict[str, Any], note: str, shown: bool) -> list[str]:
-    """Return the summary in words, after the texts unless they went to a file or were `shown`."""
-    outputs = [] if shown else summary.get("outputs", [])
+def _in_words(summary: dict[str, Any], note: str, streamed: bool) -> list[str]:
+    """Return the summary in words, behind the texts that no file has and that were not streamed."""
+    outputs = [] if streamed else summary.get("outputs", [])
     lines = []
     for row in outputs:
         if len(outputs) > 1:
