@@ -21,10 +21,11 @@ from draftsmith_core.io import hash_json, read_json, write_text_atomic
 from draftsmith_core.launcher import join_processes, leave_processes
 from draftsmith_core.options import configured
 from draftsmith_core.prompts import PromptReader
-from draftsmith_core.ranks import on_main
-from draftsmith_core.runs import Run, command_line, provenance
+from draftsmith_core.ranks import on_main, say
+from draftsmith_core.runs import Run, command_line, kept_identity, provenance
 from draftsmith_core.settings import tokenizing
 from draftsmith_core.signals import Terminated
+from draftsmith_core.template_date import fix_date
 from draftsmith_core.tokenization import load_tokenizer
 
 # Keys of the manifest that the summary repeats.
@@ -49,8 +50,12 @@ def distill(
             tokenizer = load_tokenizer(config.target, **tokenizing(config))
             if config.thinking == "drop":
                 switch_thinking_off(tokenizer)
+            kept = kept_identity(run.out, IDENTITY_FILES).get("date")
+            date = fix_date(tokenizer, config.date, kept)
+            if date is not None:
+                say(f"distill: the chat template prints the date; in this set it is {date}")
             with closing(ENGINES[config.engine](config, tokenizer)) as engine:
-                job = Job(config, engine, tokenizer, processes)
+                job = Job(config, engine, tokenizer, processes, date)
                 summary = _distill(job, run, command or command_line("distill", config))
                 atexit.register(leave_processes)
                 return summary
@@ -121,6 +126,8 @@ def _identity(job: Job, suites: Suites | None) -> dict[str, Any]:
     if job.engine.identity["target_fingerprint"] is None:
         # A server does not show its weights.
         identity["target"] = config.target
+    if job.date is not None:
+        identity["date"] = job.date
     if suites is not None:
         identity["decontaminated"] = suites.digest
     return identity

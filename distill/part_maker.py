@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from distill.asking import Asking, PartRequests
 from distill.config import DistillConfig
-from distill.conversations import answer_text, turn_prompt
+from distill.conversations import answer_text, answered_turns, turn_prompt
 from distill.engines import Answer, AnswerRequest, Engine, Failed, Key, at_temperature
 from distill.filters import why_dropped
 from distill.parts import SCHEMA, TEACHER_SCHEMA, Part, SetRow, prompts_of_finished
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What a distillation works with."""
+    """What a distillation works with. date: what the chat template prints, if it prints one."""
 
     config: DistillConfig
     engine: Engine
     tokenizer: Tokenizer
     processes: "PartialState"
+    date: str | None = None
 
     @property
     def group_rows(self) -> int:
@@ -147,6 +148,12 @@ class _PartMaker:
             return None
         return ids
 
+    def _asked(self, prompt: Prompt, turn: int) -> int:
+        """Hash what a turn asks, with the earlier answers that the prompts have."""
+        if prompt.chat is None or self._job.config.turns == "last":
+            return prompt.asked
+        return prompt.chat.asked(answered_turns(prompt.chat)[turn])
+
     def _temperature(self, name: str) -> float | None:
         """Choose the temperature of a sample from the mixture, if there is one, for all turns."""
         point = row_seed(self._job.config.seed, f"temperature of {name}") / 2**63
@@ -180,6 +187,7 @@ class _PartMaker:
             id=hashlib.sha256(content.encode()).hexdigest()[:16],
             prompt_id=prompt.id,
             prompt_hash=content_id(prompt.ids),
+            asked=f"{self._asked(prompt, key.turn):016x}",
             domain=prompt.domain,
             prompt_ids=request.prompt_ids,
             response_ids=answer.response_ids,

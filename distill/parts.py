@@ -25,6 +25,7 @@ SCHEMA = pa.schema(
         "id": pa.string(),
         "prompt_id": pa.string(),
         "prompt_hash": pa.string(),
+        "asked": pa.string(),
         "domain": pa.string(),
         "prompt_ids": pa.list_(pa.int32()),
         "response_ids": pa.list_(pa.int32()),
@@ -46,6 +47,7 @@ class SetRow(TypedDict):
     id: str
     prompt_id: str
     prompt_hash: str
+    asked: str
     domain: str
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]

@@ -49,9 +49,10 @@ from draftsmith_core.prompt_rows import (
 )
 from draftsmith_core.prompts import Skipped, answers, content_id
 from draftsmith_core.ranks import on_main
-from draftsmith_core.runs import Run, command_line, provenance
+from draftsmith_core.runs import Run, command_line, kept_identity, provenance
 from draftsmith_core.settings import loading, tokenizing
 from draftsmith_core.teacher_rows import bytes_per_token, pack
+from draftsmith_core.template_date import fix_date
 from draftsmith_core.token_rows import ID_KEYS
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -128,13 +129,14 @@ class Answers:
     """The answers to score.
 
     identity: of the file or set, for the run. count: number of rows, None if unknown. config:
-    options that the manifest records.
+    options that the manifest records. date: what the chat template printed, if it prints one.
     """
 
     identity: dict[str, str | None]
     count: int | None
     config: dict[str, Any]
     parts: Iterator[AnswerPart]
+    date: str | None
 
 
 def score_set(
@@ -153,7 +155,9 @@ def score_set(
         if Path(config.score).is_dir():
             answers = _of_set(Path(config.score), tokenizer)
         else:
-            answers = _of_file(config, tokenizer, eos_ids(model))
+            kept = kept_identity(out, IDENTITY_FILES).get("date")
+            date = fix_date(tokenizer, config.date, kept)
+            answers = _of_file(config, tokenizer, eos_ids(model), date)
         size = vocabulary_size(model)
         choices = answers.config | {
             "target": config.target,
@@ -161,6 +165,7 @@ def score_set(
         }
         identity = {
             "config": choices,
+            **({} if answers.date is None else {"date": answers.date}),
             "scored": answers.identity,
             "target_fingerprint": fingerprint(model),
             "target_dtype": dtype_name(model),
@@ -263,11 +268,13 @@ def _of_set(directory: Path, tokenizer: Tokenizer) -> Answers:
     for part in manifest["parts"]:
         parts.append(_SetPart(directory / part["file"], part["sha256"], first))
         first += part["rows"]
+    made = manifest.get("identity", {})
     identity = {
         "set": hash_json(manifest["parts"]),
-        "target_fingerprint": manifest.get("identity", {}).get("target_fingerprint"),
+        "target_fingerprint": made.get("target_fingerprint"),
     }
-    return Answers(identity, first - 1, dict(manifest.get("config", {})), iter(parts))
+    config = dict(manifest.get("config", {}))
+    return Answers(identity, first - 1, config, iter(parts), made.get("date"))
 
 
 @dataclass(frozen=True)
@@ -287,7 +294,9 @@ class _FilePart:
         return [_row(record, self.config, self.tokenizer, self.ends) for record in self.records]
 
 
-def _of_file(config: ScoreConfig, tokenizer: Tokenizer, ends: Sequence[int]) -> Answers:
+def _of_file(
+    config: ScoreConfig, tokenizer: Tokenizer, ends: Sequence[int], date: str | None
+) -> Answers:
     def parts() -> Iterator[AnswerPart]:
         records = iterate_records(config.score)
         while group := list(islice(records, config.part_rows)):
@@ -298,7 +307,7 @@ def _of_file(config: ScoreConfig, tokenizer: Tokenizer, ends: Sequence[int]) -> 
     unknown = ("num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
     known = {"prompts": name, "part_rows": config.part_rows, "domain": config.domain}
     return Answers(
-        {"file": name}, count_rows(config.score), dict.fromkeys(unknown) | known, parts()
+        {"file": name}, count_rows(config.score), dict.fromkeys(unknown) | known, parts(), date
     )
 
 
@@ -323,6 +332,7 @@ def _row(
             id=numbered_id if own_id else content_id([*prompt, *response]),
             prompt_id=own_id or content_id(prompt),
             prompt_hash=content_id(prompt),
+            asked=f"{answer.asked:016x}",
             domain=text_of(stored, "domain") or config.domain,
             prompt_ids=prompt,
             response_ids=response,

@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject
 from draftsmith_core.row_formats import CONTINUES
+from draftsmith_core.template_date import dated_template
 from draftsmith_core.tokenization import Tokenizer, text_with_specials
 
 _warn_once = cache(logging.getLogger(__name__).warning)
@@ -114,6 +115,7 @@ class Template:
                 _warn_once(f"key {name!r} is ignored; the chat template does not read it")
         tools: Any = self.tools
         calls = any(turn.get("tool_calls") for turn in turns)
+        dated = dated_template(self.tokenizer, self.tools)
         refusal: Exception | None = None
         # Servers pass arguments as objects; some templates join them to texts.
         for form in (_as_object, _as_text) if calls else (_as_object,):
@@ -121,6 +123,7 @@ class Template:
                 rendered: object = self.tokenizer.apply_chat_template(
                     [_with_arguments(turn, form) for turn in turns],
                     tools=tools,
+                    chat_template=dated,
                     tokenize=False,
                     **arguments | switch,
                 )

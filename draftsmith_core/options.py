@@ -36,6 +36,7 @@ import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from datetime import date
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform
 
@@ -113,6 +114,13 @@ def _temperature(value: float) -> float:
     return value
 
 
+def _date(value: str) -> str:
+    if len(value) != 10:
+        raise ValueError("must be YYYY-MM-DD")
+    return date.fromisoformat(value).isoformat()
+
+
+Date = Annotated[str, AfterValidator(_date)]
 AtLeast0 = Annotated[int, Field(ge=0)]
 AtLeast1 = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -223,6 +231,10 @@ class TargetOptions(ModelOptions, RevisionOptions):
 
     chat_template: Rare[str | None] = None
     """Jinja file with a chat template, in place of the one in the target's tokenizer."""
+    date: Rare[NotIdentity[Date | None]] = None
+    """For a chat template that prints the date: YYYY-MM-DD. Default: that of the run, set or draft
+    that goes on, else today's.
+    """
 
 
 @options

@@ -26,7 +26,7 @@ from draftsmith_core.errors import (
 )
 from draftsmith_core.io import JsonObject
 from draftsmith_core.reasons import Reasons
-from draftsmith_core.row_formats import KEYS, as_known
+from draftsmith_core.row_formats import ARGUMENTS, KEYS, as_known
 from draftsmith_core.suites import expand, load_suite, suite_name
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def parse_record(record: Record, source: str) -> JsonObject:
 
 def asked_of(row: JsonObject) -> JsonObject:
     """The keys of a row that make its prompt, with their values."""
-    keys = ("messages", "tools", "prompt", "text", *_ID_ROW)
+    keys = ("messages", "tools", ARGUMENTS, "prompt", "text", *_ID_ROW)
     return {key: row[key] for key in keys if row.get(key) is not None}
 
 

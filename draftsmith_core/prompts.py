@@ -69,6 +69,17 @@ class Chat:
         """Whether it asks for something else than the next turn: what no earlier turn asks."""
         return bool(self.arguments.keys() & {CONTINUES, "add_generation_prompt"})
 
+    def asked(self, turns: int) -> int:
+        """Hash what the first turns ask, 64 bits."""
+        return asked_in_chat(self.messages[:turns], self.tools, self.arguments)
+
+    def asked_by_turn(self) -> list[int]:
+        """Hash what is asked before each assistant turn behind the first user's."""
+        roles = [message["role"] for message in self.messages]
+        first = roles.index("user") if "user" in roles else len(roles)
+        places = range(first, len(roles))
+        return [self.asked(place) for place in places if roles[place] == "assistant"]
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -88,6 +99,18 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.asked:
             object.__setattr__(self, "asked", prompt_hash(self.ids))
+
+    @property
+    def hashes(self) -> list[int]:
+        """Hashes by which the prompt is known: of what it asks, and of its tokens."""
+        return [self.asked, prompt_hash(self.ids)]
+
+
+@dataclass(frozen=True)
+class AskedAnswer(Exchange):
+    """An answer behind its prompt, and the hash of what that asks."""
+
+    asked: int
 
 
 @dataclass(frozen=True)
@@ -316,7 +339,9 @@ def prompt_hash(ids: Sequence[int]) -> int:
 
 
 def write_prompt_hashes(directory: Path, hashes: Iterable[int]) -> None:
-    """Save the hashes of a checkpoint's training prompts beside it, sorted, eight bytes each."""
+    """Save the hashes of a checkpoint's training prompts beside it, sorted, eight bytes each: of
+    what they ask, and of their tokens.
+    """
     values = np.fromiter(hashes, dtype=np.uint64)
     np.save(directory / PROMPT_HASHES, np.unique(values))
 
@@ -396,7 +421,7 @@ def answers(
     ends: Sequence[int] = (),
     *,
     thinking: bool = True,
-) -> list[Exchange]:
+) -> list[AskedAnswer]:
     """Split a row into prompts and answers.
 
     Token ids: one for each run of trained tokens. Chat: the last turn. Otherwise: prompt and
@@ -407,7 +432,10 @@ def answers(
     """
     key = next((key for key in ANSWER_KEYS if row.get(key) is not None), None)
     if key in ID_KEYS:
-        return answers_in_ids(row, where, len(tokenizer))
+        return [
+            AskedAnswer(cut.prompt_ids, cut.answer_ids, prompt_hash(cut.prompt_ids))
+            for cut in answers_in_ids(row, where, len(tokenizer))
+        ]
     if key == "completion":
         return [_completed(row, where, tokenizer)]
     if key is None:
@@ -418,12 +446,13 @@ def answers(
         raise InputError(f"{where}: the chat does not end with an assistant turn; add the answer")
     try:
         tools, arguments = row.get("tools") or None, row.get(ARGUMENTS)
-        return [exchange(turns, tools, tokenizer, ends, thinking=thinking, arguments=arguments)]
+        cut = exchange(turns, tools, tokenizer, ends, thinking=thinking, arguments=arguments)
     except ChatRefused as error:
         raise ChatRefused(f"{where}: key 'messages': {error}") from None
+    return [AskedAnswer(cut.prompt_ids, cut.answer_ids, asked_by(row, (), tokenizer))]
 
 
-def _completed(row: JsonObject, where: str, tokenizer: Tokenizer) -> Exchange:
+def _completed(row: JsonObject, where: str, tokenizer: Tokenizer) -> AskedAnswer:
     """Tokens of a prompt and of the text behind it, up to and with EOS."""
     for key in ("prompt", "completion"):
         if not isinstance(row.get(key), str) or not row[key]:
@@ -432,7 +461,9 @@ def _completed(row: JsonObject, where: str, tokenizer: Tokenizer) -> Exchange:
             )
     prompt = row["prompt"]
     ids = encode_behind(tokenizer, prompt, encode_rendered(tokenizer, prompt), row["completion"])
-    return Exchange(encode_text(tokenizer, prompt), with_eos(ids, tokenizer))
+    return AskedAnswer(
+        encode_text(tokenizer, prompt), with_eos(ids, tokenizer), asked_in_text(prompt)
+    )
 
 
 def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -291,6 +291,14 @@ def claim(
     return False
 
 
+def kept_identity(directory: Path, records: Sequence[str] = ("run.json",)) -> JsonObject:
+    """The identity of the run that began in `directory`, as `claim` keeps it; {} if none did."""
+    for path in [directory / name for name in records if (directory / name).exists()]:
+        identity: JsonObject = read_json(path, "the record of a run")["identity"]
+        return identity
+    return {}
+
+
 def difference(recorded: JsonObject, current: JsonObject) -> str | None:
     """The first key (dotted) in which two identities differ, with both values; None if they
     agree.

@@ -27,6 +27,7 @@ from draftsmith_core.options import configured
 from draftsmith_core.ranks import is_main, launched, on_main, say
 from draftsmith_core.runs import Run, command_line, provenance
 from draftsmith_core.settings import resolve_sampling, sampling_options
+from draftsmith_core.template_date import date_of
 from eval import remarks, rows
 from eval.config import EvalConfig
 from eval.copying import AnyDraft, loaded_drafts
@@ -82,7 +83,7 @@ def evaluate_request(request: EvalRequest) -> Results:
         found = resolve_sampling(given.target, pair.target, **hottest)
         if found.note:
             say(f"eval: {found.note}")
-        request = request.resolved(found.sampling)
+        request = request.resolved(found.sampling, date_of(pair.tokenizer))
         models = {"target": model_row(given.target, pair.target)}
         for name, draft in drafts.items():
             models[name] = draft_row(request.drafts[name], draft, models["target"])

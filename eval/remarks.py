@@ -17,7 +17,7 @@ from decode.native import missing_kernel
 from drafts.load import other_targets
 from draftsmith_core.errors import InputError, counted
 from draftsmith_core.models import parameter_count
-from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, token_runs
+from draftsmith_core.prompts import Prompt, read_prompt_hashes, token_runs
 from draftsmith_core.ranks import say
 from eval.schema import BUSY, JOINED, Conditions, ModelRow, Remark, read_of
 from eval.suites import Suite
@@ -55,8 +55,8 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
         meaning = ""
         if one.kind != other.kind:
             meaning = "; figures in and out of distribution are not apart"
-        hashes = {prompt_hash(prompt.ids) for prompt in one.prompts}
-        rest = [prompt for prompt in other.prompts if prompt_hash(prompt.ids) not in hashes]
+        hashes = set(chain.from_iterable(prompt.hashes for prompt in one.prompts))
+        rest = [prompt for prompt in other.prompts if hashes.isdisjoint(prompt.hashes)]
         if same := len(other.prompts) - len(rest):
             text = f"{names}: {same} of {counted(len(other.prompts), 'prompt')} of the second"
             text += f" are in the first too{meaning}"
@@ -119,10 +119,10 @@ def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Rema
         trained = read_prompt_hashes(Path(source))
         if trained is None:
             continue
-        hashes = [prompt_hash(prompt.ids) for prompt in suite.prompts]
-        if seen := int(np.isin(np.array(hashes, dtype=np.uint64), trained).sum()):
+        hashes_P2 = np.array([prompt.hashes for prompt in suite.prompts], dtype=np.uint64)
+        if seen := int(np.isin(hashes_P2, trained).any(axis=-1).sum()):
             where = f"{_with_kind(suite)}: draft {name}"
-            text = f"{where} was trained on {seen} of its {counted(len(hashes), 'prompt')}"
+            text = f"{where} was trained on {seen} of its {counted(len(hashes_P2), 'prompt')}"
             text += "; its figures there are not about unseen prompts"
             remarks.append(Remark(about="trained_on", text=text))
     return remarks

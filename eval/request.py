@@ -57,10 +57,16 @@ class EvalRequest:
         methods = self.methods.values()
         return sum(map(len, methods))
 
-    def resolved(self, sampling: Sampling) -> "EvalRequest":
-        """Take top_k, top_p and min_p from a sampling with the target's defaults."""
+    def resolved(self, sampling: Sampling, date: str | None) -> "EvalRequest":
+        """Take top_k, top_p and min_p from a sampling with the target's defaults, and the date that
+        the chat template prints.
+        """
         config = replace(
-            self.config, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
+            self.config,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            date=date,
         )
         return replace(self, config=config)
 

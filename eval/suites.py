@@ -1,17 +1,20 @@
 """Read the prompt sets of an evaluation, and load its models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from decode import take_over
 from drafts.load import LoadedModels, load_models
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import hash_json
+from draftsmith_core.io import hash_json, read_json
 from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith_core.ranks import say
+from draftsmith_core.runs import read_record
 from draftsmith_core.settings import loading, tokenizing
 from draftsmith_core.suites import load_suite, suite_name
+from draftsmith_core.template_date import fix_date
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from eval.config import EvalConfig, PlanConfig
 from eval.own_answers import ask_again, read_questions
@@ -77,6 +80,9 @@ def load(
 ) -> tuple[list[Suite], LoadedModels]:
     """Read the prompts, ID sets first, then load the models. options: as for `load_models`."""
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
+    date = fix_date(tokenizer, config.date, _kept_date(config.out, drafts))
+    if date is not None:
+        say(f"the chat template prints the date; in these prompts it is {date}")
     reads: list[PromptSet] = []
     suites: list[Suite] = []
     for name, source in (id_sets | ood_sets).items():
@@ -96,6 +102,18 @@ def load(
     for read in reads:
         read.say_skipped()
     return suites, pair
+
+
+def _kept_date(out: str | None, drafts: Mapping[str, str]) -> str | None:
+    """Return the date of the data that a draft was trained on, else of the results in `out`."""
+    for source in drafts.values():
+        date: str | None = read_record(Path(source)).get("date")
+        if date is not None:
+            return date
+    file = Path(str(out)) / "results.json"
+    results = read_json(file, "results") if file.is_file() else {}
+    kept: str | None = results.get("config", {}).get("date")
+    return kept
 
 
 def _read(

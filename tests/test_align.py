@@ -569,6 +569,29 @@ def test_prompts_that_change_after_a_run_began_are_not_used_in_silence(target_di
     check_unchanged(str(source), divided)
 
 
+def test_a_chat_and_its_first_question_are_on_one_side(target_dir, tmp_path):
+    tokenizer = load_tokenizer(target_dir)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    chats = []
+    for number in range(6):
+        first = [{"role": "user", "content": f"The quick {number}"}]
+        answered = [*first, {"role": "assistant", "content": "fox"}]
+        chats += [first, [*answered, {"role": "user", "content": "lazy"}]]
+    source = write_rows(tmp_path / "p.jsonl", *({"messages": chat} for chat in chats))
+    sides = []
+    for day in ("26", "27"):
+        read = read_prompts(source, tokenizer)
+        hold_out(source, read, 2, tmp_path / day)
+        sides.append(rows(tmp_path / day / "heldout.jsonl"))
+        tokenizer.chat_template = day + str(tokenizer.chat_template)
+    held = [row["messages"] for row in sides[0]]
+    assert [row["messages"] for row in sides[1]] == held
+    assert sorted(len(chat) for chat in held) == [1, 1, 3, 3]
+    assert {chat[0]["content"] for chat in held if len(chat) == 1} == {
+        chat[0]["content"] for chat in held if len(chat) == 3
+    }
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [

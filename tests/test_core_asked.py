@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 
-from draftsmith_core.asked_hash import asked_in_chat
+from draftsmith_core.asked_hash import asked_in_chat, earlier_turns, group_ranks
 from draftsmith_core.prompts import prompt_hash, read_prompts
 from draftsmith_core.tokenization import Tokenizer
 from tests.distilled import write_rows
@@ -55,6 +55,19 @@ def test_a_text_asks_what_its_prompt_stands_for(tmp_path, tokenizer):
     same, again, other, ids = asked_of(source, tokenizer)
     assert same == again != other
     assert ids == prompt_hash([5, 6])
+
+
+def test_rows_that_share_a_key_are_one_group_in_an_order_of_their_own():
+    keys = [[9, 1], [3, 2], [4, 1], [3], [7]]
+    ranks = group_ranks(keys)
+    assert ranks[0] == ranks[2] and ranks[1] == ranks[3] and sorted(set(ranks)) == [0, 1, 2]
+    assert group_ranks(keys[::-1]) == ranks[::-1]
+
+
+def test_a_later_turn_begins_with_the_earlier_one():
+    prompts = [[1, 5, 2, 8], [1, 5], [], [1, 5, 2, 8, 9, 0, 3], [1, 6, 5], [1, 5, 3]]
+    answers = [[9, 7], [2, 0], [1, 6, 5, 4, 0], [4, 0], [5], []]
+    assert earlier_turns(prompts, answers) == [[1], [], [], [1, 0], [], []]
 
 
 @pytest.mark.parametrize(

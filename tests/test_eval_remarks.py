@@ -74,6 +74,19 @@ def test_prompts_that_a_draft_was_trained_on_are_found_by_the_hashes_in_its_chec
     assert remark["text"].startswith("prose (ID): draft mine was trained on 1 of its 2 prompts")
 
 
+def test_the_same_question_is_known_under_another_date(tmp_path):
+    yesterday = Prompt("a", "chat", (26, 7, 8), asked=5)
+    today = Prompt("b", "chat", (27, 7, 8), asked=5)
+    other = Prompt("c", "chat", (27, 7, 9), asked=6)
+    write_prompt_hashes(tmp_path, yesterday.hashes)
+    first = Suite("first", "id", "f", (yesterday,), (), 1)
+    second = Suite("second", "id", "s", (today, other), (), 2)
+    (remark,) = remarks.of_training({"mine": str(tmp_path)}, [second])
+    assert "was trained on 1 of its 2 prompts" in remark["text"]
+    (remark,) = remarks.of_prompts([first, second])
+    assert "1 of 2 prompts of the second are in the first too" in remark["text"]
+
+
 def test_drafts_that_were_trained_for_another_target(target_dir, draft_dir, tmp_path):
     target = load_model(target_dir, device="cpu")
     for name, recorded in (("mine", fingerprint(target)), ("other", "0" * 16)):

@@ -22,12 +22,20 @@ from draftsmith_core import teacher_rows
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import sha256_file
 from draftsmith_core.models import load_model
+from tests.distilled import write_rows
 from tests.tiny_models import FRESH
 from tests.train_laws import FAMILIES, SIZES, tiny_family
 from train.batch import IGNORE, LossSums, pack, packing_method
 from train.batches import collate
 from train.config import Optim
-from train.data import Examples, divide, load_examples, packed, with_replay
+from train.data import (
+    Examples,
+    divide,
+    load_examples,
+    packed,
+    trained_prompts,
+    with_replay,
+)
 from train.loop import curves
 from train.objective import parse_objective
 from train.optimizer import (
@@ -51,6 +59,7 @@ def write(directory: Path, rows: list[Row]) -> str:
     path = directory / "part-00000.parquet"
     ids = [(name, pa.list_(pa.int32())) for name in ("prompt_ids", "response_ids")]
     more = [("teacher", pa.large_binary())] if "teacher" in rows[0] else []
+    more += [("asked", pa.string())] if "asked" in rows[0] else []
     pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(ids + more)), path)
     part = {"file": path.name, "sha256": sha256_file(path), "rows": len(rows)}
     (directory / "manifest.json").write_text(json.dumps({"complete": True, "parts": [part]}))
@@ -285,6 +294,46 @@ def test_samples_of_a_prompt_stay_on_one_side(tmp_path):
     # The side of a prompt does not depend on where its rows stand.
     again = divide(examples_of(tmp_path, "again", rows[::-1]), 0.25)[1]
     assert {tuple(row["prompt_ids"]) for row in again.rows} == sides[1]
+
+
+@pytest.mark.parametrize("form", ["turns", "masked"])
+def test_a_chat_of_ids_is_on_one_side(tmp_path, tokenizer, form):
+    """No held-out answer stands in the prompt of a row that is trained."""
+    rows: list[Row] = []
+    for number in range(12):
+        chat: list[int] = []
+        mask: list[int] = []
+        for turn in range(3):
+            question, answer = [2, 10 + number, 30 + turn], [3, 20 + number, 40 + turn]
+            if form == "turns":
+                rows.append({"prompt_ids": [*chat, *question], "response_ids": answer})
+            chat += question + answer
+            mask += [0, 0, 0, 1, 1, 1]
+        if form == "masked":
+            rows.append({"input_ids": chat, "loss_mask": mask})
+    source = write_rows(tmp_path / "ids.jsonl", *rows)
+    training, heldout = divide(load_examples([source], tokenizer, 64), 0.25)
+    assert len(heldout.rows) == 9 and len(training.rows) == 27
+    chats = [{row["prompt_ids"][1] for row in side.rows} for side in (training, heldout)]
+    assert chats[0].isdisjoint(chats[1])
+
+
+def test_what_is_asked_is_on_one_side_whatever_the_date(tmp_path):
+    """Two sets of the same questions, made on two days, hold out the same ones."""
+    days = []
+    for day in (26, 27):
+        rows = pairs(*(([day, question], [3, day]) for question in range(30, 42)))
+        for row in rows:
+            row["asked"] = f"{row['prompt_ids'][1] * 7919 % 97:016x}"
+        days.append(write(tmp_path / str(day), rows))
+    training, heldout = divide(load_examples(days, None, 24), 0.25)
+    assert len(heldout.rows) == 6
+    questions = {row["prompt_ids"][1] for row in heldout.rows}
+    assert questions.isdisjoint(row["prompt_ids"][1] for row in training.rows)
+    for source in days:
+        alone = divide(load_examples([source], None, 24), 0.25)[1]
+        assert {row["prompt_ids"][1] for row in alone.rows} == questions
+    assert {int(row["asked"], 16) for row in heldout.rows} <= set(trained_prompts(heldout))
 
 
 def random_rows(seed: int, count: int, longest: int = 9) -> list[Row]:

@@ -20,10 +20,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from drafts.draft_vocabulary import token_counts
+from draftsmith_core.asked_hash import earlier_turns, group_ranks
 from draftsmith_core.errors import InputError, without_place
 from draftsmith_core.io import hash_json, read_json, sha256_file
 from draftsmith_core.prompt_rows import iterate_records, parse_record
-from draftsmith_core.prompts import ANSWER_KEYS, answers, prompt_hash, with_eos
+from draftsmith_core.prompts import ANSWER_KEYS, answers, content_id, prompt_hash, with_eos
 from draftsmith_core.reasons import Reasons
 from draftsmith_core.teacher_rows import COLUMN
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
@@ -37,10 +38,12 @@ Row = Mapping[str, Any]
 _FEATURES = datasets.Features(
     {name: datasets.List(datasets.Value("int32")) for name in ("prompt_ids", "response_ids")}
 )
-# The hash of the prompt that a row of a distilled set answers, 16 hex digits, one for all turns of
-# a conversation; empty for other rows.
+# Hashes of 16 hex digits, empty if they are unknown: of what a row asks, and of the tokens of its
+# prompt, one for all turns of a chat.
+_ASKED = "asked"
 _PROMPT = "prompt_hash"
-_COLUMNS = [*_FEATURES, _PROMPT]
+_HASHES = (_ASKED, _PROMPT)
+_COLUMNS = [*_FEATURES, *_HASHES]
 log = logging.getLogger(__name__)
 
 
@@ -117,8 +120,9 @@ def load_examples(
     tables = []
     for part in parts:
         table = part.table
-        if _PROMPT not in table.column_names:
-            table = table.add_column(_PROMPT, [""] * len(table))
+        for name in _HASHES:
+            if name not in table.column_names:
+                table = table.add_column(name, [""] * len(table))
         tables.append(table if stored else table.select_columns(_COLUMNS))
     rows = datasets.concatenate_datasets(tables)
     domains = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
@@ -143,6 +147,17 @@ def load_examples(
         stored=stored,
         domains=domains[keep],
     )
+
+
+def set_dates(sources: Sequence[str]) -> list[str]:
+    """The dates that the chat template printed in the distilled sets among the sources."""
+    dates = []
+    for source in sources:
+        manifest = Path(source) / "manifest.json"
+        if manifest.is_file():
+            made = read_json(manifest, "the manifest of a finished distilled set")
+            dates.append(made.get("identity", {}).get("date"))
+    return [date for date in dict.fromkeys(dates) if date is not None]
 
 
 def _lengths(column: pa.ChunkedArray) -> Indices:
@@ -182,8 +197,9 @@ def _distilled(directory: Path, tokenizer: Tokenizer | None) -> _Source:
     if all(COLUMN in part for part in names):
         # The target's distribution at each response token, packed.
         features[COLUMN] = datasets.Value("large_binary")
-    if all(_PROMPT in part for part in names):
-        features[_PROMPT] = datasets.Value("string")
+    for name in _HASHES:
+        if all(name in part for part in names):
+            features[name] = datasets.Value("string")
     files = [glob.escape(str(path)) for path in parts]
     table = datasets.load_dataset(
         "parquet", data_files=files, split="train", columns=list(features)
@@ -201,6 +217,8 @@ def _text(
     """
     prompts: list[list[int]] = []
     responses: list[list[int]] = []
+    asked: list[str] = []
+    whole: list[str] = []
     stream: list[int] = []
     skipped = Reasons()
     rows = 0
@@ -210,9 +228,12 @@ def _text(
         try:
             row = parse_record(record, source)
             if any(row.get(key) is not None for key in ANSWER_KEYS):
-                for answer in answers(row, where, tokenizer, ends, thinking=thinking):
+                cut = answers(row, where, tokenizer, ends, thinking=thinking)
+                for answer in cut:
                     prompts.append(answer.prompt_ids)
                     responses.append(answer.answer_ids)
+                    asked.append(f"{answer.asked:016x}")
+                    whole.append(content_id(cut[-1].prompt_ids))
             else:
                 stream += _document(row, where, tokenizer)
         except InputError as error:
@@ -223,8 +244,14 @@ def _text(
     blocks = [stream[i : i + max_length] for i in range(0, len(stream), max_length)]
     if not prompts and not blocks:
         raise InputError(f"{source}: {'; '.join(lines) or 'holds no rows'}")
-    columns = {"prompt_ids": prompts + [[]] * len(blocks), "response_ids": responses + blocks}
-    table = datasets.Dataset.from_dict(columns, features=_FEATURES)
+    columns = {
+        "prompt_ids": prompts + [[]] * len(blocks),
+        "response_ids": responses + blocks,
+        _ASKED: asked + [""] * len(blocks),
+        _PROMPT: whole + [""] * len(blocks),
+    }
+    features = _FEATURES | {name: datasets.Value("string") for name in _HASHES}
+    table = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
     return _Source(table, hash_json([prompts, responses, blocks]))
 
 
@@ -237,31 +264,39 @@ def _document(row: Row, where: str, tokenizer: Tokenizer) -> list[int]:
 
 def divide(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
     """Split into training and held-out data: this fraction of the prompts, with all of their
-    rows.
+    rows. A chat is on one side: rows whose prompts hold another's answer belong to it.
     """
     rows = examples.rows.select_columns(_COLUMNS)
-    hashes = np.array([_hash(row, row["response_ids"]) for row in rows], dtype=np.uint64)
-    prompts = np.unique(hashes)
-    if len(prompts) < 2:
+    keys = [_keys(row, row["response_ids"]) for row in rows]
+    turns = earlier_turns(rows["prompt_ids"], rows["response_ids"])
+    for row_keys, earlier in zip(keys, turns, strict=True):
+        row_keys += [keys[turn][0] for turn in earlier]
+    rank_of_row = np.array(group_ranks(keys))
+    prompts = int(rank_of_row.max()) + 1
+    if prompts < 2:
         raise InputError(
             "data: holds a single prompt, so none can be held out; add prompts or set `heldout`"
         )
-    count = min(max(1, round(fraction * len(prompts))), len(prompts) - 1)
-    heldout = np.isin(hashes, prompts[:count])
+    count = min(max(1, round(fraction * prompts)), prompts - 1)
+    heldout = rank_of_row < count
     return _select(examples, ~heldout, "train"), _select(examples, heldout, "heldout")
 
 
 def trained_prompts(examples: Examples) -> Iterator[int]:
-    """Yield the hash of each row's prompt; for text, of its first 32 tokens, the evaluation's
-    default prompt.
+    """Yield the hashes by which each row's prompt is known; for text, that of its first 32 tokens,
+    the evaluation's default prompt.
     """
     for row in examples.rows.select_columns(_COLUMNS):
-        yield _hash(row, row["response_ids"][:32])
+        yield from _keys(row, row["response_ids"][:32])
 
 
-def _hash(row: Row, instead: list[int]) -> int:
-    """The hash of a row's prompt, or of `instead`."""
-    return int(row[_PROMPT], 16) if row[_PROMPT] else prompt_hash(row["prompt_ids"] or instead)
+def _keys(row: Row, instead: list[int]) -> list[int]:
+    """Hashes of what a row asks, if it is known, of its chat's prompt, and of its own or `instead`.
+
+    The first one is the same under another template or date.
+    """
+    stored = [int(row[name], 16) for name in _HASHES if row[name]]
+    return [*stored, prompt_hash(row["prompt_ids"] or instead)]
 
 
 def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Examples:

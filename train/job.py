@@ -18,8 +18,8 @@ from train.world import World
 class TrainingJob:
     """All that a run needs beside the draft.
 
-    tokenizer: saved with the draft. identity: settings that must match for a run to resume this
-    one.
+    tokenizer: saved with the draft. date: in the prompts, if the chat template prints one.
+    identity: settings that must match for a run to resume this one.
     """
 
     config: TrainConfig
@@ -29,6 +29,7 @@ class TrainingJob:
     heldout: Examples
     tokenizer: Tokenizer | None = None
     target: PreTrainedModel | None = None
+    date: str | None = None
     identity: dict[str, Any] = field(default_factory=dict)
 
     @property

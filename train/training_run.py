@@ -34,10 +34,19 @@ from draftsmith_core.models import (
 from draftsmith_core.options import configured, identity as identity_options, places, refuse_unused
 from draftsmith_core.prompts import write_prompt_hashes
 from draftsmith_core.ranks import is_main, on_main, say
-from draftsmith_core.runs import RECORD, Run, command_line, provenance, read_record, train_longer
+from draftsmith_core.runs import (
+    RECORD,
+    Run,
+    command_line,
+    kept_identity,
+    provenance,
+    read_record,
+    train_longer,
+)
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.settings import loading
 from draftsmith_core.signals import StopSignal, Terminated
+from draftsmith_core.template_date import fix_date
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from train import checkpoint, draft_setup
 from train.batches import collate
@@ -47,6 +56,7 @@ from train.data import (
     divide,
     load_examples,
     packed,
+    set_dates,
     trained_prompts,
     with_replay,
 )
@@ -182,12 +192,31 @@ def _load_job(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     world = make_world(config)
     config = replace(config, optim=_with_name(config, zero=world.zero))
     tokenizer = _tokenizer(config)
+    date = _date(config, tokenizer)
     options: Any = loading(config) | {"device": str(world.device)}
     target = load_model(config.target, **options) if config.target else None
     with world.accelerator.main_process_first():
         ends = () if target is None else eos_ids(target)
         training, heldout = _examples(config, tokenizer, ends)
-    return TrainingJob(config, world, objective, training, heldout, tokenizer, target)
+    return TrainingJob(config, world, objective, training, heldout, tokenizer, target, date=date)
+
+
+def _date(config: TrainConfig, tokenizer: Tokenizer | None) -> str | None:
+    """Return the date in the data's prompts, if the chat template prints one; chats that are text
+    get that of the distilled sets beside them.
+    """
+    sources = [*config.data, *config.heldout, *config.replay]
+    dates = set_dates(sources)
+    if len(dates) > 1:
+        log.warning("data: the chat template printed several dates: %s", ", ".join(dates))
+    kept = next(iter(dates), None)
+    if tokenizer is None or all(Path(source).is_dir() for source in sources):
+        return kept
+    begun = kept_identity(Path(config.out), ("run/run.json",)).get("date")
+    date = fix_date(tokenizer, config.date, begun or kept)
+    if date is not None:
+        say(f"train: the chat template prints the date; in chats from text it is {date}")
+    return date
 
 
 def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
@@ -249,6 +278,8 @@ def _identity(job: TrainingJob, draft: Draft) -> dict[str, Any]:
         "precision": "bf16" if job.world.bf16 else "fp32",
         "rows_per_step": job.rows_per_step,
     }
+    if job.date is not None:
+        identity["date"] = job.date
     # As JSON, because the identity is compared with what was written.
     return dict(json.loads(json.dumps(identity)))
 
@@ -289,6 +320,7 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
         "objective": objective,
         "target": config.target,
         "target_fingerprint": job.identity["target_fingerprint"],
+        **({} if job.date is None else {"date": job.date}),
         "data": {
             "training": _data_record(training),
             "heldout": _data_record(job.heldout),

@@ -3,9 +3,9 @@
 from itertools import islice
 from pathlib import Path
 
+from draftsmith_core.asked_hash import group_ranks
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import (
-    hash_json,
     read_json,
     refuse_foreign,
     sha256_file,
@@ -19,22 +19,25 @@ from draftsmith_core.prompts import PromptSet
 def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
     """Write the rows of `source` to train.jsonl and heldout.jsonl, without the skipped ones.
 
-    Hold out the `count` prompts with the smallest hashes of their tokens, whatever the order of the
-    rows. Rows of equal tokens stay on one side.
+    Hold out `count` prompts by the hashes of what they ask, whatever the order of the rows, the
+    template and its date. Rows that ask the same, and a chat with its own earlier turns, stay on
+    one side.
     """
-    hashes = [hash_json(list(prompt.ids)) for prompt in read.prompts]
-    distinct = sorted(set(hashes))
-    heldout_hashes = set(distinct[: min(count, len(distinct) - 1)])
+    keys = []
+    for prompt in read.prompts:
+        keys.append([*prompt.hashes, *(prompt.chat.asked_by_turn() if prompt.chat else ())])
+    ranks = group_ranks(keys)
+    count = min(count, max(ranks))
     skipped = {skip.row for skip in read.skipped}
-    used = iter(zip(read.prompts, hashes, strict=True))
+    used = iter(zip(read.prompts, ranks, strict=True))
     train: list[dict[str, object]] = []
     heldout: list[dict[str, object]] = []
     for record in islice(iterate_records(source), read.rows):
         if record.number in skipped:
             continue
-        prompt, content = next(used)
+        prompt, rank = next(used)
         asked = asked_of(parse_record(record, source))
-        side = heldout if content in heldout_hashes else train
+        side = heldout if rank < count else train
         side.append({"id": prompt.id, "domain": prompt.domain, **asked})
     if not (directory / "source.json").exists():
         refuse_foreign(directory, ("*.jsonl",))

@@ -22,7 +22,8 @@ _FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
 
 
 def _common(config: AlignConfig) -> dict[str, Any]:
-    return {"target": config.target, "chat_template": config.chat_template, **loading(config)}
+    tokenizer = {"chat_template": config.chat_template, "date": config.date}
+    return {"target": config.target, **tokenizer, **loading(config)}
 
 
 def _without(options: dict[str, Any], *keys: str) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from draftsmith_core.options import Option, configured, options_of, value_at
 from draftsmith_core.ranks import from_main, on_main, say
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import loading
+from draftsmith_core.template_date import fix_date
 from eval.evaluate import evaluate
 from eval.request import check
 from eval.results import Results
@@ -129,12 +130,16 @@ def _settle(config: AlignConfig, out: Path) -> AlignConfig:
 
 def _is_free(option: Option) -> bool:
     """Whether a run resumes with another value of this option; those of stages keep theirs."""
-    return not (option.identity or option.by_content) and "." not in option.key
+    decides = option.identity or option.by_content or option.key == "date"
+    return not decides and "." not in option.key
 
 
 def _begin(config: AlignConfig, file: Path) -> AlignConfig:
     """Choose what is left open, hold out prompts, and write align.yaml."""
     models = load(config)
+    config = replace(config, date=fix_date(models.tokenizer, config.date))
+    if config.date is not None:
+        say(f"the chat template prints the date; in this run it is {config.date}")
     facts, prompts = look(config, models)
     whole, chosen = complete(config, facts)
     # Refuse now what a later stage would refuse, before anything is written.
@@ -241,7 +246,7 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     for option in options_of(AlignConfig):
         then = value_at(recorded, option.key)
         now = value_at(given, option.key)
-        fixed = option.identity or "." in option.key
+        fixed = option.identity or "." in option.key or option.key == "date"
         if fixed and now not in (None, [], then):
             raise InputError(
                 f"--out {file.parent}: was begun with other options: {option.key} is "

@@ -34,6 +34,7 @@ from draftsmith_core.prompts import Prompt, PromptSet, read_prompts, room_for_pr
 from draftsmith_core.ranks import say
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
+from draftsmith_core.template_date import fix_date
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from eval.draft_sources import near_weightless
 
@@ -119,6 +120,7 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     if planned_without_a_draft(tree):
         _say(f"{tree}: no draft is faster here, so the target decodes alone")
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
+    fix_date(tokenizer, config.date)
     index = None
     if config.datastore is not None:
         index = SuffixIndex.build(read_documents(config.datastore, tokenizer))

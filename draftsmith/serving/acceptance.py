@@ -10,6 +10,7 @@ Legend: P prompts, D depths, R resamples.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,11 @@ from draftsmith_core.models import eos_ids
 from draftsmith_core.options import configured
 from draftsmith_core.progress import track
 from draftsmith_core.prompts import Prompt, read_prompts, room_for_prompts
+from draftsmith_core.ranks import say
+from draftsmith_core.runs import read_record
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.settings import loading, resolve_sampling
+from draftsmith_core.template_date import fix_date
 from eval.acceptance import Continuation
 from eval.bootstrap import (
     Floats,
@@ -80,6 +84,9 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
         chat_template=config.chat_template,
         **loading(config),
     )
+    date = fix_date(pair.tokenizer, config.date, read_record(Path(config.draft)).get("date"))
+    if date is not None:
+        say(f"the chat template prints the date; in these prompts it is {date}")
     sampling = resolve_sampling(config.target, pair.target, temperature=config.temperature).sampling
     asked = _ask(server, pair, config, sampling)
     answers = [each.answer for each in asked]
