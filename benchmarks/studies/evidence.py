@@ -74,8 +74,8 @@ def _by_draft(pair: str, results: Results, timed: Results, way: tuple[str, str])
         name = draft.removeprefix("jsd-").replace("balanced", "**balanced**")
         alphas = [_value(results.figure("alpha", draft, kind, 1.0)) for kind in ("id", "ood")]
         tau = _value(results.figure("tau_predicted", draft, "id", 1.0, *way))
-        speed = _value(timed.figure("speedup", draft, "id", 1.0, *way))
-        rows.append([f"{pair}, {name}", *map(number, alphas), number(tau, 2), number(speed, 2)])
+        speed = with_interval(timed.figure("speedup", draft, "id", 1.0, *way), 2)
+        rows.append([f"{pair}, {name}", *map(number, alphas), number(tau, 2), speed])
     return rows
 
 
@@ -240,13 +240,13 @@ def recipe(
     for label, results, timed in zip(RECIPES[1:], evaluations[1:], speeds, strict=True):
         acceptance = real_tables.acceptance(results, "draft", 1.0)
         sections[f"SmolLM2, every set, {label} steps"] = acceptance
-        title = f"SmolLM2, speed over the target alone (tokens per call), {label} steps"
+        title = f"SmolLM2, speed over the target alone (tokens per call), medians, {label} steps"
         sections[title] = real_tables.draft_speeds(timed)
     for at in (1.0, 0.0):
-        sections[f"SmolLM2, 2.9 million tokens of answers, T = {at:g}"] = real_tables.acceptance(
+        sections[f"SmolLM2, the longest training, T = {at:g}"] = real_tables.acceptance(
             longest.acceptance, "draft", at, ALL_ANSWERS
         )
-    title = "SmolLM2, speed over the target alone (tokens per call), 2.9 million tokens of answers"
+    title = "SmolLM2, speed over the target alone (tokens per call), medians, the longest training"
     sections[title] = real_tables.draft_speeds(longest.speeds)
     sections["SmolLM2, EAGLE-3 by another trainer, T = 1"] = real_tables.acceptance(
         longest.peer, "trainer", 1.0, PEER
@@ -265,13 +265,17 @@ def recipe(
 
 
 def how_fast(
-    drafts: Sequence[Mapping[str, Any]], engines: dict[str, Any], longest: dict[str, Any]
+    drafts: Sequence[Mapping[str, Any]],
+    engines: dict[str, Any],
+    longest: dict[str, Any],
+    command: Results,
 ) -> Evidence:
     """Return the tables of speed. drafts: every draft of SmolLM2 by tree. engines: two drafts here
-    and in other engines; longest: the same with the head that was trained longest.
+    and in other engines; longest: the same with the head that was trained longest. command: a head
+    of SmolLM2 that `draftsmith align` aligned to maths.
     """
-    sections = {}
-    for of, found in (("", engines), (", EAGLE-3 of 2.9 million tokens", longest)):
+    sections = {"Every draft with AdamW, medians": real_tables.draft_speeds(drafts)}
+    for of, found in (("", engines), (", EAGLE-3 of the longest training", longest)):
         sections[f"Beside other engines{of}"] = real_speed.speeds_table(found)
         for temperature in real_speed.TEMPERATURES:
             ledger = real_speed.ledger(found, temperature)
@@ -279,7 +283,7 @@ def how_fast(
     return Evidence(
         name="how-fast",
         title="how fast",
-        table=real_tables.draft_speeds(drafts),
+        table=real_speed.with_intervals([engines, longest], command),
         sections=sections,
     )
 

@@ -22,7 +22,6 @@ from benchmarks.studies import (
     evidence,
     objectives_figure,
     real_figures,
-    real_speed,
     real_tables,
 )
 from benchmarks.studies.evidence import Evidence
@@ -114,6 +113,7 @@ def pages(root: Path) -> list[Evidence]:
             drafts=kept(root, "real-drafts-speed"),
             engines=kept(root, "real-speed"),
             longest=kept(root, "real-longest-engines"),
+            command=results_of(root, "real-command"),
         ),
         evidence.objectives({pair: kept(root, f"objectives-{pair}") for pair in PAIRS}, longer),
         evidence.block_drafters(which, {pair: results_of(root, f"heads-{pair}") for pair in PAIRS}),
@@ -142,7 +142,6 @@ def pictures(root: Path) -> None:
     real_figures.align(alignments(root), real_tables.NAMES, out)
     real_figures.amount(results_of(root, "real-amount"), out)
     real_figures.depths(which, real_tables.NAMES, out)
-    real_figures.speed(real_speed.relative(kept(root, "real-speed")), out)
     objectives_figure.write_pictures(kept(root, "objectives-nano"), out, "objectives-nano")
 
 

@@ -92,33 +92,6 @@ def depths(results: Results, names: Mapping[str, str], out: Path) -> None:
     write(out, "real-depths", results.drafts, results.base, partial(_by_depth, results, names))
 
 
-def speed(speeds: Mapping[str, Mapping[float, float]], out: Path) -> None:
-    """OUT/real-speed: tokens per second over our target alone, by name and temperature."""
-    write(out, "real-speed", ["ours", "others"], "others", partial(_bars, speeds))
-
-
-def _bars(speeds: Mapping[str, Mapping[float, float]], figure: Figure, look: Look) -> None:
-    """A panel per temperature, the fastest first; those of draftsmith are coloured."""
-    temperatures = sorted(
-        {temperature for by_temperature in speeds.values() for temperature in by_temperature}
-    )
-    figure.set_figheight(0.28 * len(speeds) + 1)
-    panels: Any = figure.subplots(1, len(temperatures))
-    for ax, temperature in zip(panels, temperatures, strict=True):
-        known = {name: by_temperature[temperature] for name, by_temperature in speeds.items()}
-        names = sorted(known, key=lambda name: known[name])
-        colours = [
-            look.colour("ours" if name.startswith("draftsmith") else "others") for name in names
-        ]
-        ax.barh(names, [known[name] for name in names], color=colours, height=0.7)
-        ax.axvline(1, color=look.colours["ink"], lw=1, ls=(0, (2, 2)))
-        ax.tick_params(axis="y", labelsize=8)
-        ax.xaxis.label.set_size(9)
-        ax.set_title(f"T = {temperature:g}")
-        ax.margins(y=0.01)
-        ax.set_xlabel("tokens per second over draftsmith alone")
-
-
 def _by_set(results: Results, names: Mapping[str, str], figure: Figure, look: Look) -> None:
     """A panel per temperature; a column per set, in it a point with its interval per draft."""
     domains, drafts = results.domains(), results.drafts

@@ -2,7 +2,7 @@
 of other engines, and what keeps ours from the limit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -24,7 +24,8 @@ from draftsmith_core.sampling import Sampling
 from draftsmith_core.tokenization import load_tokenizer
 from eval.config import PlanConfig
 from eval.planning.plan import plan
-from eval.report.formats import number
+from eval.report.formats import number, with_interval
+from eval.results import Results
 
 BITS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
 TEMPERATURES = (0.0, 1.0)
@@ -35,6 +36,17 @@ Ways = dict[tuple[str, str], SpeculativeDecoder]
 KEYS = ("tokens_per_s", "speed_over_ar", "tau")
 # Few, so that the four plans take minutes.
 PLANNED: dict[str, Any] = {"max_prompts": 8, "confirm_prompts": 4}
+# What the table of the page calls the drafts of the kept speeds.
+TIMED = {
+    "pruned": "two pruned layers, AdamW, 624 steps",
+    "eagle3": "EAGLE-3, AdamW, 624 steps",
+    "pruned-recipe": "two pruned layers, Muon, 312 steps",
+    "eagle3-longest": "EAGLE-3, Muon, 611 steps of 16",
+    "base": "EAGLE-3, Muon, 1,248 steps",
+    "jsd-plain": "the same, aligned to maths, plain",
+    "jsd-balanced": "the same, aligned to maths, balanced",
+    "lookup": "prompt lookup",
+}
 PARTS = ("memory", "one_token", "more_rows", "draft", "prompt", "outside", "step", "limit")
 
 
@@ -199,17 +211,26 @@ def speeds_table(found: dict[str, Any]) -> str:
     return table(["one chat at a time", *heads], _speeds(found))
 
 
-def relative(found: dict[str, Any]) -> dict[str, dict[float, float]]:
-    """Speeds over ours alone, by name and temperature."""
-    ways = {at: _ways(found, at) for at in TEMPERATURES}
-    speeds = {
-        _name(found, name): {at: ways[at][name]["speed_over_ar"] for at in TEMPERATURES}
-        for name in ways[0.0]
-    }
-    for engine in peers.ENGINES:
-        for name, way in _served(found, engine).items():
-            speeds[f"{engine}, {name}"] = {at: way[f"T={at:g}"]["over_ar"] for at in TEMPERATURES}
-    return speeds
+def with_intervals(engines: Sequence[Mapping[str, Any]], command: Results) -> str:
+    """Every speed over the target alone that was kept with its interval. engines: plans of
+    `measure`, one per machine. command: an evaluation of drafts that were aligned to maths.
+    """
+    rows = []
+    for found in engines:
+        setting, options = found["ours"]["setting"], found["ours"]["setting"]["options"]
+        for which, planned in found["ours"]["plans"].items():
+            draft = options["head"] if which.startswith("head@") else options["draft"]
+            at = which.rpartition(" ")[2]
+            row = [TIMED[draft], "chat", planned["name"], at, setting["device"]]
+            rows.append([*row, str(planned["speedup"]["n"]), with_interval(planned["speedup"], 2)])
+    cpu = command.document["clock"]["machine"]["cpu"]
+    for draft in command.drafts:
+        for domain in ("maths", "chat", "code"):
+            figure = command.figure("speedup", draft, domain, 1.0, "kary:4", "mcsd")
+            if figure is not None:
+                row = [TIMED[draft], domain, "kary:4", "1", cpu, str(figure["n"])]
+                rows.append([*row, with_interval(figure, 2)])
+    return table(["draft", "set", "tree", "T", "processor", "prompts", "over alone"], rows)
 
 
 def speed_tables(found: dict[str, Any]) -> str:

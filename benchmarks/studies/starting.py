@@ -6,8 +6,8 @@ shipped base.
 Needs nothing but this repository: the shipped target and its base, the demo's prompts (prose is in
 distribution, code out of it), and as donor a small model of another tokenizer that is trained here
 on the same texts. Every start gets the same answers of the target, the same objective and the same
-optimizer steps, for every seed. Writes starting.json and prints the table of
-docs/evidence/starts.md. What is there is not made again, so that a run that was stopped goes on.
+optimizer steps, for every seed. Writes starting.json and prints a table for
+a page. What is there is not made again, so that a run that was stopped goes on.
 """
 
 import json

@@ -1,0 +1,132 @@
+"""Figures in the prose of the docs are those of the kept results, and pages say what made them."""
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.studies import prose
+from draftsmith.alignment.config import AlignConfig
+from train.config import TrainConfig
+from train.training_run import _with_name
+
+ROOT = Path(__file__).parents[1]
+PAGES, MADE = prose.read(ROOT)
+NAMES = [
+    str(page.relative_to(ROOT))
+    for page in (
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").glob("evidence/*.md"),
+    )
+]
+
+
+def test_figures_yaml_is_of_pages_that_exist():
+    assert set(PAGES) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_figure_of_a_page_is_that_of_a_kept_result(name):
+    assert prose.problems(ROOT, name, PAGES.get(name, prose.Page())) == []
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A page with one figure, of one kept result."""
+    (results := tmp_path / "docs" / "results").mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "results" / "real-recipe.json.xz", results)
+    (tmp_path / "page.md").write_text("EAGLE-3 has 0.318 on chat,\nat temperature 1.\n")
+    return tmp_path
+
+
+ROW = "real-recipe/rows/figure=alpha&draft=eagle3&domain=chat&temperature=1"
+ONE = prose.Page(says=[f"has {{{ROW}/value | .3f}} on chat, at"])
+
+
+def test_a_figure_with_a_name_passes(copy):
+    assert prose.problems(copy, "page.md", ONE) == []
+
+
+def test_a_digit_that_changes_fails(copy):
+    (copy / "page.md").write_text("EAGLE-3 has 0.319 on chat, at temperature 1.\n")
+    assert len(prose.problems(copy, "page.md", ONE)) == 2
+
+
+@pytest.mark.parametrize("figure", ["0.5", ".5", "−1.25", "12 %", "12.5 %", "+0.014"])
+def test_a_figure_without_a_name_fails(copy, figure):
+    with (copy / "page.md").open("a") as page:
+        page.write(f"It gains {figure} more.\n")
+    (problem,) = prose.problems(copy, "page.md", ONE)
+    assert "no name for" in problem
+
+
+def test_a_figure_that_is_copied_into_a_sentence_with_names_has_no_name(copy):
+    copied = prose.Page(says=["EAGLE-3 has 0.318 on chat"])
+    (problem,) = prose.problems(copy, "page.md", copied)
+    assert "no name for .318" in problem
+
+
+def test_a_kept_result_that_changes_fails(copy, monkeypatch):
+    rows = [{"figure": "alpha", "draft": "eagle3", "domain": "chat", "temperature": 1.0}]
+    monkeypatch.setattr(prose, "_kept", lambda root, name: {"rows": [rows[0] | {"value": 0.3186}]})
+    assert "the kept results say" in prose.problems(copy, "page.md", ONE)[0]
+
+
+def test_a_name_that_fits_several_rows_is_refused(copy):
+    with pytest.raises(KeyError, match="rows with"):
+        prose.value(copy, "real-recipe/rows/figure=alpha&draft=eagle3/value")
+
+
+def test_names_are_joined_from_left_to_right_and_shown_with_intervals(copy):
+    assert prose.value(copy, f"{ROW}/n - 50 / 4 * 3") == 7.5
+    page = prose.Page(says=[f"{{{ROW} | [2]}}"])
+    assert "0.32 [0.30, 0.33]".replace("0.", ".") in prose.problems(copy, "page.md", page)[0]
+
+
+def defaults() -> dict[str, str]:
+    """What makes a draft and times it today, as figures.yaml writes it."""
+    optimizer = _with_name(
+        TrainConfig(data=["x"], out="y", kind="eagle3", target="z"), zero=False
+    ).name
+    code = sorted((ROOT / "decode" / "native").glob("*.c"))
+    kernel = hashlib.sha256(b"".join(file.read_bytes() for file in code)).hexdigest()
+    (objective,) = AlignConfig(target="x", prompts="y", out="z").objective
+    names = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD"}
+    return {"optimizer": names[str(optimizer)], "objective": objective, "kernel": kernel[:12]}
+
+
+def unsaid(text: str, made: dict[str, str], now: dict[str, str]) -> list[str]:
+    """What made a result otherwise than today's defaults do, and no sentence of its page says."""
+    line = re.sub(r"\s+", " ", text)
+    said = " ".join(re.findall(r"made with (.*?[.;])(?= |$)", line, flags=re.IGNORECASE))
+    other = [made[what] for what in made if made[what] != now[what]]
+    words = ["an earlier kernel" if value == made.get("kernel") else value for value in other]
+    return [word for word in words if word not in said]
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_a_page_says_what_made_its_figures_where_the_defaults_are_others_now(name):
+    text, now = (ROOT / name).read_text(encoding="utf-8"), defaults()
+    for result in PAGES[name].results():
+        assert unsaid(text, MADE.get(result, {}), now) == [], result
+
+
+@pytest.mark.parametrize("name", sorted(MADE))
+def test_what_is_said_to_have_made_a_result_is_what_it_records(name):
+    document = prose.value(ROOT, f"{name}/")
+    models = document.get("models", {}) if isinstance(document, dict) else {}
+    trained = [model["training"] for model in models.values() if model.get("training")]
+    recorded = {training["objective"] for training in trained}
+    assert not recorded or MADE[name].get("objective", "jsd:beta=0.5") in recorded
+
+
+def test_a_default_that_changes_makes_pages_fail():
+    now = defaults()
+    made = {"optimizer": now["optimizer"], "objective": now["objective"], "kernel": now["kernel"]}
+    assert unsaid("A page.", made, now) == []
+    assert unsaid("A page.", made, now | {"optimizer": "SGD"}) == [made["optimizer"]]
+    assert unsaid("Made with\nan earlier kernel. ", made, now | {"kernel": "1"}) == []
+    assert unsaid("Made with Muon. ", made, now | {"kernel": "1"}) == ["an earlier kernel"]
