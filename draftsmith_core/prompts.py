@@ -84,7 +84,7 @@ class Chat:
 @dataclass(frozen=True)
 class Prompt:
     """One tokenised prompt. id: the row's explicit id (if `own_id`), else a hash of its tokens.
-    row: from 1. asked: hash of what is asked, which tells equal prompts (law 13); of a prompt that
+    row: from 1. asked: hash of what is asked, which tells equal prompts; of a prompt that
     is given as tokens, their hash.
     """
 
