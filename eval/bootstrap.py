@@ -1,16 +1,17 @@
-"""Ratios of sums over prompts, and the 95 % intervals a bootstrap over prompts gives them.
+"""Ratios of sums over prompts, and the 95 % intervals that a bootstrap over prompts gives them.
 
 A bootstrap of few prompts is too narrow: its variance is (n - 1) / n of what it should be, and its
 tails are not those of Student's t (Hesterberg 2015, arXiv 1411.5279, section 5.3). With 8 prompts,
 plain percentiles miss the truth in 11 % of cases instead of 5 %. So each bound is moved away from
 the median, by a factor that falls with the number of prompts (1.29 at 8, 1.03 at 64).
 
-Legend: P prompts, R resamples. Prompts are resampled, because tokens of one prompt are not
-independent. Counts are kept per prompt and divided last (law 3).
+Legend: P prompts, G groups of equal prompts (`eval.groups`), R resamples. Groups are resampled,
+because tokens of one prompt are not independent, nor are prompts that ask the same. Counts are kept
+per prompt and divided last (law 3).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -71,7 +72,7 @@ def joined(parts: Sequence[Any], key: str) -> list[Any]:
 class Resamples:
     """How often each prompt occurs in each resample, `[R, P]`.
 
-    Two figures computed with one `Resamples` are paired. `sizes`: the number of prompts of each
+    Two figures computed with one `Resamples` are paired. `sizes`: the number of groups of each
     suite; suites are resampled separately.
     """
 
@@ -83,13 +84,17 @@ class Resamples:
         """Number of columns: a prompt counts once for each figure that it is pooled from."""
         return self.weights_RP.shape[1]
 
+    @property
+    def groups(self) -> int:
+        """Number of groups that are drawn, which is what intervals and counts go by."""
+        return sum(self.sizes)
+
     @cached_property
     def widening(self) -> float:
         """Factor on the distance of a percentile from the median."""
-        prompts = sum(self.sizes)
-        freedom = prompts - len(self.sizes)
+        freedom = self.groups - len(self.sizes)
         normal = NormalDist().inv_cdf((1 + LEVEL) / 2)
-        return math.sqrt(prompts / freedom) * half_width(freedom) / normal
+        return math.sqrt(self.groups / freedom) * half_width(freedom) / normal
 
 
 class Gain(NamedTuple):
@@ -124,8 +129,18 @@ def half_width(freedom: int) -> float:
     return high
 
 
+def resample_groups(groups: Sequence[Hashable], count: int, seed: int) -> Resamples:
+    """Draw `count` resamples of groups with replacement; all prompts of a drawn group come along.
+
+    groups: the group of each prompt.
+    """
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    drawn = resamples(len(numbers), count, seed)
+    return Resamples(drawn.weights_RP[:, [numbers[group] for group in groups]], drawn.sizes)
+
+
 def resamples(prompts: int, count: int, seed: int) -> Resamples:
-    """Draw `count` resamples of `prompts` prompts with replacement."""
+    """Draw `count` resamples of `prompts` prompts with replacement, each a group by itself."""
     if prompts == 0:
         return Resamples(np.zeros((count, 0)), (0,))
     rng = np.random.default_rng(seed)
@@ -167,7 +182,7 @@ def interval(
 
 def _estimate(value: float | None, values_R: Floats, picks: Resamples, **bounds: float) -> Estimate:
     low, high = interval(values_R, picks, **bounds)
-    return Estimate(value=value, low=low, high=high, n=picks.prompts)
+    return Estimate(value=value, low=low, high=high, n=picks.groups)
 
 
 def estimate(sums: PromptSums, picks: Resamples, most: float = math.inf) -> Estimate:
@@ -261,11 +276,11 @@ class _Test:
     value: float
     low: float
     high: float
-    prompts: int
+    groups: int
 
     def p_value(self, side: int) -> float:
         """One-sided, by Student's t with the standard error that the interval implies."""
-        freedom = self.prompts - 1
+        freedom = self.groups - 1
         errors = self.value * 2 * half_width(freedom) / max(self.high - self.low, 1e-12)
         return student_cdf(-side * errors, freedom)
 

@@ -3,10 +3,10 @@
 A cell is one prompt set at one temperature; a setting is a draft with a tree and a verifier. A
 setting pays in a cell if the interval of its speedup lies above 1. The interval has Holm's
 correction over all cells and settings, because the best of many is judged. Lossy verifiers are left
-out. The setting that pays in most cells is chosen. Ties in cells and speed go to the draft that
-loses least out of distribution, then, of models of one size, to the one that gains most in
-distribution. The setting is chosen and judged on the same prompts, so expect a little less on
-others.
+out. Timings of a busy machine decide nothing, neither for a setting nor against it. The setting
+that pays in most cells is chosen. Ties in cells and speed go to the draft that loses least out of
+distribution, then, of models of one size, to the one that gains most in distribution. The setting
+is chosen and judged on the same prompts, so expect a little less on others.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from eval.bootstrap import PromptSums, Resamples, quotient, ratio, resamples, signs
+from eval.bootstrap import PromptSums, Resamples, quotient, ratio, resample_groups, signs
 from eval.results_table import ResultsTable, place_of
 from eval.schema import Estimate, Row, SuiteKind
 
@@ -51,8 +51,8 @@ class Cell:
     """One set at one temperature: the chosen setting's speedup there, the fastest setting there,
     and the other drafts that are slower than the target alone there, with their fastest settings.
 
-    `sign` is 1 if the setting pays, -1 if it costs time, 0 if neither is shown, None without an
-    interval. `slower` goes by each draft's interval alone.
+    `sign` is 1 if the setting pays, -1 if it costs time, 0 if neither is shown, as on a busy
+    machine, None without an interval. `slower` goes by each draft's interval alone.
     """
 
     domain: str
@@ -70,8 +70,8 @@ class Decision:
     draft.
 
     `over_base`: the setting's tokens per second over those of the base draft with its own fastest
-    method, all cells pooled, paired by prompt; None if the setting is the base's. `comparisons`:
-    speedups that Holm's correction counts.
+    method, all cells pooled, paired by prompt; None if the setting is the base's, and if the
+    machine was busy. `comparisons`: speedups that Holm's correction counts.
     """
 
     verdict: Verdict
@@ -92,9 +92,11 @@ class Decision:
 
     @property
     def unclear(self) -> list[Cell]:
-        """The cells in which the setting may yet be faster: its interval reaches beyond 1."""
+        """The cells in which the setting may yet be faster: its interval reaches beyond 1, or is
+        not to be relied on.
+        """
         undecided = [cell for cell in self.cells if cell.sign not in (1, -1)]
-        return [cell for cell in undecided if (cell.speedup["high"] or math.inf) > 1]
+        return [cell for cell in undecided if cell.busy or (cell.speedup["high"] or math.inf) > 1]
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,17 @@ def decide(results: ResultsTable) -> Decision:
             speedups.setdefault(setting, []).append(row)
     if not speedups:
         return Decision("not_timed", None, [], None)
-    all_signs = signs(list(chain.from_iterable(speedups.values())), ratios=True)
+    judged: list[Row | None] = []
+    for row in chain.from_iterable(speedups.values()):
+        judged.append(None if results.busy(row["domain"], row["temperature"]) else row)
     timed = []
-    in_order = iter(all_signs)
+    in_order = zip(judged, signs(judged, ratios=True), strict=True)
     for setting, rows in speedups.items():
-        timed.append(_Timed(setting, rows, list(islice(in_order, len(rows)))))
+        of_setting: list[int | None] = []
+        for row, (quiet, sign) in zip(rows, islice(in_order, len(rows)), strict=True):
+            busy = quiet is None and row["low"] is not None
+            of_setting.append(0 if busy else sign)
+        timed.append(_Timed(setting, rows, of_setting))
     chosen = _prefer_measured_gains(results, timed)
     cells = []
     for index, row in enumerate(chosen.speedups):
@@ -145,11 +153,13 @@ def decide(results: ResultsTable) -> Decision:
         )
         cells.append(cell)
     over_base = None
-    if chosen.setting.draft != results.base:
+    if chosen.setting.draft != results.base and not any(cell.busy for cell in cells):
         of_base = (other for other in timed if other.setting.draft == results.base)
         base = max(of_base, key=lambda other: other.merit)
         over_base = _quotient(results, chosen.speedups, base.speedups)
-    decision = Decision("not_shown", chosen.setting, cells, over_base, len(all_signs))
+    decision = Decision(
+        "not_shown", chosen.setting, cells, over_base, len(judged) - judged.count(None)
+    )
     return replace(decision, verdict=_verdict(results, decision))
 
 
@@ -253,15 +263,17 @@ def _quotient(results: ResultsTable, new: Sequence[Row], base: Sequence[Row]) ->
     same prompts.
     """
     config = results.document["config"]
+    counts = results.counts("speed")
     picks: dict[str, Resamples] = {}
     for row in new:
         if row["domain"] not in picks:
             seed = config["seed"] + len(picks)
-            picks[row["domain"]] = resamples(row["n"], config["bootstrap"], seed)
+            timed = len(counts[place_of(row)]["per_prompt"]["emitted"])
+            groups = results.prompt_groups(row["domain"])[:timed]
+            picks[row["domain"]] = resample_groups(groups, config["bootstrap"], seed)
     weights = [picks[row["domain"]].weights_RP for row in new]
-    sizes = tuple(part.prompts for part in picks.values())
+    sizes = tuple(part.groups for part in picks.values())
     pooled = Resamples(np.concatenate(weights, axis=1), sizes)
-    counts = results.counts("speed")
 
     def rates(rows: Sequence[Row]) -> PromptSums:
         timed = [counts[place_of(row)]["per_prompt"] for row in rows]

@@ -42,7 +42,7 @@ from eval.report.page import write_report
 from eval.request import EvalRequest, check
 from eval.results import Results
 from eval.schema import Remark, ResultsDocument
-from eval.suites import Suite, load
+from eval.suites import Suite, load, prompt_groups
 from eval.tracking import track
 
 
@@ -91,8 +91,7 @@ def evaluate_request(request: EvalRequest) -> Results:
         sources = models_of(request.drafts)
         notes += announce(remarks.of_targets(sources, pair.target), strict=given.strict)
         notes += announce(remarks.of_target(given.target, pair.target), strict=False)
-        sizes = {suite.name: len(suite.prompts) for suite in suites}
-        notes += announce(remarks.of_few(sizes), strict=False)
+        notes += announce(remarks.of_groups(prompt_groups(suites)), strict=False)
         work = Evaluation(request, suites, pair, drafts, models, run)
         measured = work.measure()
         cpus = os.cpu_count() or 1

@@ -6,7 +6,7 @@ at the end.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, product
 from pathlib import Path
 
@@ -68,13 +68,23 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
     return remarks
 
 
-def of_few(prompts: Mapping[str, int]) -> list[Remark]:
-    """Find sets, by their number of prompts, that have so few that intervals are rough."""
-    sets = ", ".join(f"{name} {count}" for name, count in prompts.items() if count < FEW)
-    if not sets:
-        return []
-    text = f"few prompts ({sets}): intervals are rough, and one of width 0 is not certainty"
-    return [Remark(about="few_prompts", text=f"{text}; use 32 or more")]
+def of_groups(groups: Mapping[str, Sequence[Hashable]]) -> list[Remark]:
+    """Find sets, by the group of each prompt, whose prompts repeat, and those with so few groups
+    that intervals are rough.
+    """
+    remarks = []
+    for name, numbers in groups.items():
+        apart = len(set(numbers))
+        if repeats := len(numbers) - apart:
+            text = f"{name}: {repeats} of {counted(len(numbers), 'prompt')} repeat others, or "
+            text += f"nearly; intervals and counts are of {apart}"
+            remarks.append(Remark(about="repeats", text=text))
+    few = {name: len(set(numbers)) for name, numbers in groups.items()}
+    sets = ", ".join(f"{name} {count}" for name, count in few.items() if count < FEW)
+    if sets:
+        text = f"few prompts ({sets}): intervals are rough, and one of width 0 is not certainty"
+        remarks.append(Remark(about="few_prompts", text=f"{text}; use 32 or more"))
+    return remarks
 
 
 def _with_kind(suite: Suite) -> str:

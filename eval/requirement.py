@@ -131,8 +131,12 @@ class Requirement:
             raise InputError(f"--require {self.text!r}: {key} {value!r} is not measured; {fix}")
         return [value]
 
-    def unmet(self, place: Place, row: Row | None, why_undefined: str | None) -> str | None:
-        """Say why the figure of a place misses the requirement; None if it meets it."""
+    def unmet(
+        self, place: Place, row: Row | None, why_undefined: str | None, *, busy: bool = False
+    ) -> str | None:
+        """Say why the figure of a place misses the requirement; None if it meets it. busy: whether
+        the machine was, when it was timed.
+        """
         method = f", {place.tree} {place.verifier}" if place.tree else ""
         where = f"{place.draft} on {place.domain} at T={place.temperature:g}{method}"
         where = f"required {self.text}: {where}: {self.figure}"
@@ -142,6 +146,8 @@ class Requirement:
             return f"{where} is undefined ({why_undefined or 'nothing to divide by'})"
         if row["low"] is None or row["high"] is None:
             return f"{where} {row['value']:.4f} has no interval to judge; use more prompts"
+        if busy:
+            return f"{where} cannot be told: the machine was busy; time again (--time_again)"
         side = "low" if self.sign.startswith(">") else "high"
         if OPERATORS[self.sign](row["low"] if side == "low" else row["high"], self.bound):
             return None

@@ -79,7 +79,9 @@ class Results(ResultsTable):
             for place in requirement.places(scope):
                 row = self.figure(requirement.figure, *place)
                 reason = self.why_undefined(row) if row and row["figure"] == "transfer" else None
-                if line := requirement.unmet(place, row, reason):
+                timed = requirement.figure == "speedup"
+                busy = timed and self.busy(place.domain, place.temperature)
+                if line := requirement.unmet(place, row, reason, busy=busy):
                     unmet.append(line)
         if unmet:
             raise RequirementError(unmet)

@@ -104,6 +104,11 @@ class ResultsTable:
         """Whether a prompt set is in distribution ("id") or out of it ("ood")."""
         return "id" if domain in self.domains("id") else "ood"
 
+    def prompt_groups(self, domain: str) -> Sequence[int | str]:
+        """The group of each prompt of a set; of old results, prompts of equal tokens are one."""
+        suite = next(suite for suite in self.document["suites"] if suite["name"] == domain)
+        return suite.get("prompt_groups", suite["prompt_hashes"])
+
     def lossless(self, verifier: str | None) -> bool:
         """Whether outputs under a verifier follow the target's distribution. None: decoding with
         the target alone.

@@ -5,6 +5,8 @@ A new figure is one `group.row(...)` here, and its meaning in definitions.yaml.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -15,20 +17,21 @@ from draftsmith_core.errors import without_secrets
 from draftsmith_core.prompts import prompt_hash
 from draftsmith_core.sampling import row_seed
 from eval.bootstrap import (
+    Floats,
     Gain,
     PromptSums,
     Resamples,
     difference,
     estimate,
     joined,
-    pool_resamples,
     quotient,
     ratio,
-    resamples,
+    resample_groups,
     transfer,
 )
 from eval.diagnosis.root_step import RootStep
 from eval.estimate import AlphaMeasurement
+from eval.groups import connected
 from eval.measuring import (
     BY_SOURCE,
     COUNTED,
@@ -57,7 +60,7 @@ from eval.schema import (
     SuiteRow,
     definitions,
 )
-from eval.suites import Suite
+from eval.suites import Suite, prompt_groups
 
 # Figures of alpha by the key of their per-prompt sums.
 ALPHAS = {"alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}
@@ -112,8 +115,8 @@ class Group:
         """One row about this group; a plain number has no interval."""
         if not isinstance(value, dict):
             known = None if value is None else float(value)
-            prompts = self.picks.prompts if n is None else n
-            value = Estimate(value=known, low=None, high=None, n=prompts)
+            count = self.picks.groups if n is None else n
+            value = Estimate(value=known, low=None, high=None, n=count)
         return Row(
             figure=figure,
             draft=draft,
@@ -138,6 +141,11 @@ class Setting:
     methods: Mapping[str, Sequence[Method]]
     bootstrap: int
     seed: int
+
+    @cached_property
+    def prompt_groups(self) -> dict[str, list[int]]:
+        """By suite, the group of each prompt."""
+        return prompt_groups(self.suites)
 
     @property
     def all_methods(self) -> list[Method]:
@@ -166,14 +174,28 @@ class Setting:
             yield Group(domain, kind, suites, temperature, picks)
 
     def picks(self, suites: Sequence[Suite], counts: Sequence[int]) -> Resamples:
-        """Resample the first prompts of some suites; a suite has the same resamples wherever it
-        appears.
+        """Resample the first prompts of some suites by their groups. A suite has the same
+        resamples wherever it appears, but that suites that share a group are resampled as one.
         """
-        parts = []
+        groups = []
         for suite, count in zip(suites, counts, strict=True):
-            seed = row_seed(self.seed, f"bootstrap/{suite.name}/{count}")
-            parts.append(resamples(count, self.bootstrap, seed))
-        return pool_resamples(parts)
+            groups.append(self.prompt_groups[suite.name][:count])
+        strata = connected(groups)
+        parts_RP: dict[int, Floats] = {}
+        sizes: list[int] = []
+        for stratum in dict.fromkeys(strata):
+            members = [index for index, each in enumerate(strata) if each == stratum]
+            together = [groups[index] for index in members]
+            names = "+".join(suites[index].name for index in members)
+            of_prompts = list(chain.from_iterable(together))
+            seed = row_seed(self.seed, f"bootstrap/{names}/{len(set(of_prompts))}")
+            drawn = resample_groups(of_prompts, self.bootstrap, seed)
+            ends = np.cumsum([len(each) for each in together])[:-1]
+            parts = np.split(drawn.weights_RP, ends, axis=1)
+            parts_RP.update(zip(members, parts, strict=True))
+            sizes += drawn.sizes
+        in_order = [parts_RP[index] for index in range(len(suites))]
+        return Resamples(np.concatenate(in_order, axis=1), tuple(sizes))
 
 
 def _at_depth(parts: Sequence[Any], depth: int) -> PromptSums:
@@ -324,7 +346,7 @@ def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                 figures["speedup_with_prompt"] = whole
             draft = first["draft"] or TARGET
             for figure, value in figures.items():
-                yield group.row(figure, draft, value, method, n=len(rate.numerator_P))
+                yield group.row(figure, draft, value, method, n=picks.groups)
 
 
 def _with_prompt(runs: Sequence[Any]) -> PromptSums:
@@ -359,8 +381,9 @@ def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             draft = run["draft"] or ""
             draft_call = max(0.0, (step_s - flat_s) / (calls - 1)) / alone_s
             verify = max(0.0, flat_s / alone_s - draft_call)
-            yield group.row("draft_call", draft, draft_call, method, n=count)
-            yield group.row("verify", draft, verify, method, n=count)
+            groups = len(set(setting.prompt_groups[group.domain][:count]))
+            yield group.row("draft_call", draft, draft_call, method, n=groups)
+            yield group.row("verify", draft, verify, method, n=groups)
 
 
 def _same_cell(run: SpeedRun, other: SpeedRun) -> bool:
@@ -416,7 +439,7 @@ def _counts(
     )
 
 
-def suite_rows(suites: Sequence[Suite]) -> list[SuiteRow]:
+def suite_rows(setting: Setting) -> list[SuiteRow]:
     """The rows of every prompt set that were read, done, skipped and failed."""
     return [
         SuiteRow(
@@ -431,9 +454,10 @@ def suite_rows(suites: Sequence[Suite]) -> list[SuiteRow]:
             prompt_ids=[prompt.id for prompt in suite.prompts],
             prompt_tokens=[len(prompt.ids) for prompt in suite.prompts],
             prompt_hashes=[f"{prompt_hash(prompt.ids):016x}" for prompt in suite.prompts],
+            prompt_groups=setting.prompt_groups[suite.name],
             digest=suite.digest,
         )
-        for suite in suites
+        for suite in setting.suites
     ]
 
 
@@ -476,7 +500,7 @@ def assemble(
         temperatures=list(setting.temperatures),
         methods=methods,
         models=models,
-        suites=suite_rows(setting.suites),
+        suites=suite_rows(setting),
         rows=[*rows, *diagnosis],
         counts=counts(setting, measured),
         conditions=timing_conditions(measured, clock["machine"]["cpus"]),

@@ -44,8 +44,8 @@ equal runs.
 
 
 class Estimate(TypedDict):
-    """A figure with its 95 % interval over `n` prompts. None: divided by zero, or no interval (one
-    prompt).
+    """A figure with its 95 % interval over `n` groups of equal prompts. None: divided by zero, or
+    no interval (one group).
     """
 
     value: float | None
@@ -59,8 +59,8 @@ class Row(TypedDict):
 
     `draft` is `target` for the target alone. `tree` and `verifier` are set for figures of decoding.
     `at` is the depth of accept, the number of candidates, or the tenth of the draft's confidence.
-    `part` is a kind of position or a token. `n` is the number of prompts; for the `lost` figures,
-    of tokens.
+    `part` is a kind of position or a token. `n` is the number of groups of equal prompts; of
+    outputs for `identical` and `largest_gap`, of tokens for the `lost` figures.
     """
 
     figure: str
@@ -106,7 +106,8 @@ class SuiteRow(TypedDict):
     """One prompt set; done + skipped + failed == read.
 
     `prompt_hashes`: 16 hex digits per prompt, from its tokens. They pair two evaluations and find
-    training prompts.
+    training prompts. `prompt_groups`: a number per prompt, the same for prompts of one group, also
+    in several sets; older results have none.
     """
 
     name: str
@@ -120,6 +121,7 @@ class SuiteRow(TypedDict):
     prompt_ids: list[str]
     prompt_tokens: list[int]
     prompt_hashes: list[str]
+    prompt_groups: NotRequired[list[int]]
     digest: str
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from draftsmith_core.suites import load_suite, suite_name
 from draftsmith_core.template_date import fix_date
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
 from eval.config import EvalConfig, PlanConfig
+from eval.groups import groups_of
 from eval.own_answers import ask_again, read_questions
 from eval.schema import SuiteKind
 
@@ -40,6 +42,12 @@ class Suite:
     def digest(self) -> str:
         """Hash of prompt ids and tokens, which kept measurements depend on."""
         return hash_json([[prompt.id, list(prompt.ids)] for prompt in self.prompts])
+
+
+def prompt_groups(suites: Sequence[Suite]) -> dict[str, list[int]]:
+    """The group of each prompt by suite, numbered through all suites (`eval.groups`)."""
+    numbers = iter(groups_of([prompt for suite in suites for prompt in suite.prompts]))
+    return {suite.name: list(islice(numbers, len(suite.prompts))) for suite in suites}
 
 
 def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> list[Suite]:

@@ -45,9 +45,10 @@ def made_up(
     trees: Sequence[str] = ("chain:2",),
     verifiers: Sequence[str] = ("speculative",),
     timed: bool = True,
+    copies: int = 1,
 ) -> ResultsDocument:
     """Results of drafts whose acceptance is a level of 0.5 plus their gain; the first draft is the
-    base.
+    base. copies: how often each prompt stands in its set, with equal measurements.
     """
     rng = np.random.default_rng(0)
     methods = [Method(tree, verifier) for tree in trees for verifier in verifiers]
@@ -56,7 +57,7 @@ def made_up(
             name,
             kind,
             f"{name}.jsonl",
-            tuple(Prompt(f"p{i}", name, (3, i)) for i in range(prompts)),
+            tuple(Prompt(f"p{i}", name, (3, i // copies)) for i in range(prompts)),
             (),
             prompts,
         )
@@ -64,7 +65,7 @@ def made_up(
     ]
     measured = Measured({}, {}, {}, {})
     for suite in sets:
-        level = rng.uniform(0.45, 0.55, size=prompts)
+        level = rng.uniform(0.45, 0.55, size=prompts // copies).repeat(copies)
         for temperature in (0.0, 1.0):
             at = (suite.name, temperature)
             measured.baselines[at] = {
@@ -80,7 +81,8 @@ def made_up(
             runs: list[Any] = [{"draft": None, "tree": None, "verifier": None, **alone, **emitted}]
             one_level: list[Any] = []
             for draft, gain in gains.items():
-                rate = level + gain[suite.kind] + rng.normal(0, 0.01, size=prompts)
+                noise = rng.normal(0, 0.01, size=prompts // copies).repeat(copies)
+                rate = level + gain[suite.kind] + noise
                 roots = {
                     step.name: RootMeasurement(
                         bound=list(rate * 8), reached=list(rate * 7), count=[8] * prompts

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import eval.evaluate as evaluation
 from draftsmith.cli.commands import run
-from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.errors import InputError, RequirementError, RunError
 from eval.config import EvalConfig
 from eval.evaluate import evaluate
 from eval.moved import found_again
@@ -233,6 +233,31 @@ def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(world, 
     with pytest.raises(InputError, match=r"^--strict: prose \(ID\) and code \(OOD\)"):
         evaluate(replace(same, out=str(tmp_path / "strict"), strict=True))
     assert not (tmp_path / "strict" / "cells").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_file_written_three_times_has_the_intervals_of_one(world, tmp_path):
+    rows = Path(world.id[0].partition("=")[2]).read_text().splitlines()[:6]
+    found = []
+    for copies in (1, 3):
+        given = [json.loads(row) for row in rows for _ in range(copies)]
+        file = tmp_path / f"{copies}.jsonl"
+        file.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in given))
+        once = replace(world, id=[f"prose={file}"], ood=[], out=str(tmp_path / f"out{copies}"))
+        once = replace(once, tree=["chain:2"], temperature=[0.0], speed_prompts=3 * copies)
+        found.append(evaluate(once))
+    alone, copied = found
+    assert copied.alpha("good", "prose") == alone.alpha("good", "prose")
+    assert copied.tau("good", "id") == alone.tau("good", "id")
+    speeds = [results.speedup("good", "prose") for results in found]
+    assert speeds[0] and speeds[1] and speeds[0]["n"] == speeds[1]["n"] <= 3
+    groups = alone.alpha("good", "prose")["n"]
+    said = f"prose: {18 - groups} of 18 prompts repeat others, or nearly; "
+    assert any(each["text"].startswith(said) for each in copied.document["remarks"])
+    low = copied.alpha("good", "prose")["low"] or 0.0
+    for results in found:
+        with pytest.raises(RequirementError):
+            results.require(f"alpha[prose draft=good] >= {low + 1e-3:.6f}")
 
 
 @pytest.mark.usefixtures("undrawn")

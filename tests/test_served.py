@@ -157,6 +157,17 @@ def test_a_server_that_drafts_as_asked_is_as_predicted(place, engine, temperatur
     assert lines[-2:] == ["suspect: draft lm was trained for other target weights", "as predicted"]
 
 
+def test_an_answer_asked_for_ten_times_is_one(place):
+    rows = (place / "prompts.jsonl").read_text().splitlines()[:3]
+    (place / "repeated.jsonl").write_text("\n".join(rows * 4))
+    with drafting("vllm", pair_of(place)) as (url, _):
+        found = ask(place, url, prompts="repeated", temperature=0)
+    assert found["prompts"] == 12 and found["prompt_groups"] == [0, 1, 2] * 4
+    assert found["served"]["tokens_per_call"]["n"] == found["predicted"]["by_depth"][0]["n"] == 3
+    lines, _ = in_words(found)
+    assert any("9 of 12 prompts repeat others" in line for line in lines)
+
+
 def earlier_layers(pair: ds.Pair, draft: Any) -> None:
     draft.hidden_layers = tuple(layer - 1 for layer in draft.hidden_layers)
 

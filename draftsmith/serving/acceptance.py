@@ -41,8 +41,10 @@ from eval.bootstrap import (
     estimate,
     interval,
     pooled_ratios,
-    resamples,
+    resample_groups,
 )
+from eval.groups import groups_of
+from eval.remarks import of_groups
 from eval.schema import Estimate
 
 # Ignore smaller differences: in accepted tokens per call, and in the likelihood of the texts.
@@ -92,7 +94,8 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
     answers = [each.answer for each in asked]
     tokens = min(server.draft_tokens(answers), depth_limit(pair.drafts["draft"]) or 2**30)
     case = _case(server, pair, asked, sampling)
-    picks = resamples(len(answers), _RESAMPLES, seed=0)
+    groups = groups_of([each.prompt for each in asked])
+    picks = resample_groups(groups, _RESAMPLES, seed=0)
     emitted = [len(answer.output_ids) - 1 for answer in answers]
     counted = PromptSums.of(emitted, [answer.calls for answer in answers])
     predicted = replay(case, tokens)
@@ -113,6 +116,8 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
         "draft_tokens": tokens,
         "temperature": sampling.temperature,
         "prompts": len(answers),
+        "prompt_groups": groups,
+        "remarks": [remark["text"] for remark in of_groups({"prompts": groups})],
         "served": {
             "tokens_per_call": estimate(counted, picks),
             "by_depth": _served_by_depth(answers, tokens, picks),
@@ -217,7 +222,7 @@ def _by_depth(accepted_PD: Floats, reached_PD: Floats, picks: Resamples) -> list
         value *= sums.pooled or 0.0
         share_R = share_R * np.nan_to_num(pooled_ratios(sums, picks))
         low, high = interval(share_R, picks, least=0.0, most=1.0)
-        estimates.append(Estimate(value=value, low=low, high=high, n=len(accepted_PD)))
+        estimates.append(Estimate(value=value, low=low, high=high, n=picks.groups))
     return estimates
 
 

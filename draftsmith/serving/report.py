@@ -24,6 +24,7 @@ def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]
     for depth in range(found["draft_tokens"]):
         counted = served["by_depth"] and served["by_depth"][depth]
         lines.append(_row(f"position {depth + 1}", counted, predicted["by_depth"][depth]))
+    lines += [f"remark: {remark}" for remark in found["remarks"]]
     lines += _tried(found["tried"][:_SHOWN])
     if found["other_target"]:
         lines.append(f"suspect: {found['other_target']}")

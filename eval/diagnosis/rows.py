@@ -179,7 +179,8 @@ def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator
         ece_R = _ece(np.einsum("rp,pbc->rbc", group.picks.weights_RP, sums_PB3))
         low, high = interval(ece_R, group.picks, least=0.0, most=1.0)
         value = float(_ece(pooled_B3))
-        yield group.row("ece", draft, Estimate(value=value, low=low, high=high, n=len(sums_PB3)))
+        ece = Estimate(value=value, low=low, high=high, n=group.picks.groups)
+        yield group.row("ece", draft, ece)
     for tenth, (mass, sure, _) in enumerate(pooled_B3):
         yield group.row("drafted_mass", draft, mass, at=tenth)
         yield group.row("confidence", draft, sure / mass if mass else None, at=tenth)

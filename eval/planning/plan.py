@@ -103,7 +103,8 @@ def _rank(planner: Planner, advance: Advance) -> _Ranking:
     ranks = planner.ranks(texts)
     advance(1, "costs of a step")
     rounds = planner.time_steps(texts)
-    expected = Expected(planner.sampling, traces, fit(rounds))
+    groups = planner.groups[: len(texts)]
+    expected = Expected(planner.sampling, traces, fit(rounds), groups)
     advance(1, "choosing")
     return _Ranking(texts, ranks, rounds, expected, planner.choose(expected, ranks))
 
@@ -114,7 +115,6 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
     speedups = [row["speedup"] for row in found.confirmed.rows[1:]]
     best = rates.index(max(rates))
     speedup = speedups[best]
-    pays = _pays(speedups, best)
     winner = found.finalists[best]
     # Timings of every shape over their median; other work on the machine spreads them.
     noise: list[float] = []
@@ -126,8 +126,10 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
     cpus = os.cpu_count() or 1
     conditions = remarks.conditions("plan", planner.sampling.temperature, load, noise, cpus)
     busy = remarks.of_timing([conditions], cpus)
+    # A busy machine's clock speaks neither for a draft nor against it.
+    pays = None if busy else _pays(speedups, best)
     noted = remarks.of_target(str(planner.target.name_or_path), planner.target)
-    noted += remarks.of_few({"timed": speedup["n"]}) + busy
+    noted += remarks.of_groups({"timed": planner.batch_groups(found.confirmed.batches)}) + busy
     engines = []
     # Give no engine advice if timings are noisy or no draft pays.
     if ranking and planner.model is not None and not busy and pays is not False:
@@ -150,6 +152,7 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
         "batch_size": planner.batch_size,
         "max_new_tokens": planner.max_new_tokens,
         "prompts": len(ranking.texts if ranking else planner.prompts),
+        "prompt_groups": planner.groups,
         "positions": sum(len(row.output_ids) for row in ranking.texts) if ranking else None,
         "ranks": ranking.ranks if ranking else None,
         "costs": {**(asdict(ranking.expected.costs) if ranking else {}), "rounds": rounds},
@@ -246,6 +249,8 @@ def plan_lines(document: dict[str, Any]) -> list[str]:
         False: f"use no draft: the best, {best}, is {times} times as fast",
         None: f"the best is {best}, {times} times as fast as no draft; that cannot be told from 1",
     }[document["pays"]]
+    if document["conditions"]["busy"]:
+        verdict = f"cannot tell, the machine was busy; the best was {best}, {times} times no draft"
     where = f"temperature {document['sampling']['temperature']:g}, batch {document['batch_size']}"
     lines = [f"remark: {remark}" for remark in document["remarks"]]
     if document["conditions"]["busy"]:

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
@@ -24,9 +24,10 @@ from draftsmith_core.models import eos_ids, vocabulary_size
 from draftsmith_core.prompts import Prompt
 from draftsmith_core.sampling import Sampling, generator, row_seed
 from eval.acceptance import Continuation
-from eval.bootstrap import PromptSums, estimate, quotient, resamples
+from eval.bootstrap import PromptSums, estimate, quotient, resample_groups
 from eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
 from eval.estimate import read_traces
+from eval.groups import connected, groups_of
 from eval.measuring import answers
 from eval.method import OWN_TREE, Method, shape_of
 from eval.planning.expected_tokens import JointRuns, kary_space
@@ -136,11 +137,14 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """Predictions for static trees, from one forward over the target's answers."""
+    """Predictions for static trees, from one forward over the target's answers. groups: of the
+    prompts that were answered.
+    """
 
     sampling: Sampling
     traces: Traces
     costs: Costs
+    groups: Sequence[int]
 
     def tokens_per_call(self, tree: Tree, verifier: str) -> PromptSums:
         """Tokens of every text over its predicted target calls."""
@@ -155,7 +159,7 @@ class Expected:
 
     def row(self, candidate: Predicted, seed: int) -> dict[str, Any]:
         """A candidate as JSON, with its predicted tau."""
-        picks = resamples(len(self.traces.lengths_P), 500, row_seed(seed, "plan/tau"))
+        picks = resample_groups(self.groups, 500, row_seed(seed, "plan/tau"))
         verifier = default_verifier(candidate.shape)
         tau = estimate(self.tokens_per_call(candidate.shape, verifier), picks)
         return candidate_row(candidate) | {"step_s": candidate.step_s, "tau": tau}
@@ -176,11 +180,12 @@ class _Timing:
 @dataclass(frozen=True)
 class Confirmed:
     """The target alone and the finalists by the clock, as JSON. `alone_s`: the target's seconds per
-    token, run by run.
+    token, run by run. batches: how many were timed.
     """
 
     rows: list[dict[str, Any]]
     alone_s: list[float]
+    batches: int
 
 
 @dataclass(frozen=True)
@@ -263,6 +268,18 @@ class Planner:
         ids = [prompt.ids for prompt in self.prompts[: count * self.batch_size]]
         starts = range(0, len(ids), self.batch_size)
         return [ids[start : start + self.batch_size] for start in starts]
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """The group of each prompt."""
+        return groups_of(self.prompts)
+
+    def batch_groups(self, count: int) -> list[int]:
+        """The group of each of the first `count` batches: those that share a group of prompts are
+        one.
+        """
+        starts = range(0, count * self.batch_size, self.batch_size)
+        return connected([self.groups[start : start + self.batch_size] for start in starts])
 
     def answers(self) -> list[Continuation]:
         """Continue the prompts with the target; stop after 30 % of the time."""
@@ -391,7 +408,7 @@ class Planner:
             if least_s >= CONFIRM_S or not self.within(1.0):
                 break
         timed = sum(second > 0 for second in timings[0].seconds)
-        picks = resamples(timed, 2000, row_seed(self.seed, "plan/confirm"))
+        picks = resample_groups(self.batch_groups(timed), 2000, row_seed(self.seed, "plan/confirm"))
         alone = timings[0].sums(timed)
         rows: list[dict[str, Any]] = [
             {"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None}
@@ -406,7 +423,7 @@ class Planner:
                 "family": finalist.family,
             }
             rows.append(row)
-        return Confirmed(rows, alone_s)
+        return Confirmed(rows, alone_s, timed)
 
 
 def _family(spec: str) -> str:

@@ -141,9 +141,12 @@ def _fill(template: str, decision: Decision, results: ResultsTable) -> str:
     whole = [row for row in with_prompt if row is not None]
     rest = []
     for cell_sign, text in WORDS["rest"].items():
-        places = where(decision, [cell for cell in decision.cells if cell.sign == cell_sign])
-        if places and not (decision.verdict == "busy" and cell_sign == 0):
-            rest.append(text.format(where=places))
+        fits = [cell for cell in decision.cells if cell.sign == cell_sign and not cell.busy]
+        if fits and not (decision.verdict == "busy" and cell_sign == 0):
+            rest.append(text.format(where=where(decision, fits)))
+    if decision.verdict != "busy" and _busy(decision):
+        places = where(decision, [cell for cell in decision.cells if cell.busy])
+        rest.append(WORDS["busy_there"].format(where=places))
     rest += _faster_elsewhere(decision)
     unclear = decision.unclear if len(decision.unclear) < len(decision.cells) else []
     return template.format(
@@ -232,13 +235,15 @@ def _detail(decision: Decision, results: ResultsTable) -> str:
 def _cell(cell: Cell, decision: Decision, results: ResultsTable) -> tuple[str, str]:
     words = WORDS["cells"][cell.sign]
     alone = sign(cell.speedup, 1.0)
-    if cell.sign == 0 and alone:
+    if cell.busy:
+        words = WORDS["busy_cell"]
+    elif cell.sign == 0 and alone:
         words = WORDS["taken_alone"][alone]
     speed = with_interval(cell.speedup, 2)
     text = words.format(speed=speed, count=decision.comparisons)
     fastest = cell.fastest
     if fastest.setting != decision.setting and (fastest.speedup["value"] or 0) > 1:
-        judged = WORDS["fastest"][sign(fastest.speedup, 1.0)]
+        judged = WORDS["fastest"][None if cell.busy else sign(fastest.speedup, 1.0)]
         text += " " + judged.format(other=_clocked(fastest))
     if cell.slower and cell.sign != 1 and not cell.busy:
         others = _listed([_clocked(other) for other in cell.slower])

@@ -99,7 +99,7 @@ def _timed(results: ResultsTable) -> str:
     """How many prompts of a set the clock counted, if not all."""
     timed = [row for row in results.rows("speedup") if row["domain"] in results.domains()]
     counts = sorted({row["n"] for row in timed})
-    most = max(suite["done"] for suite in results.document["suites"])
+    most = max(len(set(results.prompt_groups(name))) for name in results.domains())
     return " to ".join(map(str, counts)) if counts and counts[0] < most else ""
 
 
