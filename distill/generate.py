@@ -10,7 +10,7 @@ from distill.config import DistillConfig
 from distill.conversations import switch_thinking_off
 from distill.engines import ENGINES
 from distill.filters import Suites
-from distill.manifest import IDENTITY_FILES, check_empty, copy_set, count_kept, finish
+from distill.manifest import IDENTITY_FILES, check_empty, copy_set, count_kept, finish, reopen
 from distill.own_prompts import draw_prompts, find_openings
 from distill.part_maker import Job, make_parts
 from distill.prompt_sources import StoredPrompts
@@ -26,7 +26,7 @@ from draftsmith_core.runs import Run, command_line, kept_identity, provenance
 from draftsmith_core.settings import tokenizing
 from draftsmith_core.signals import Terminated
 from draftsmith_core.template_date import fix_date
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith_core.tokenization import load_tokenizer, tokenizer_digest
 
 # Keys of the manifest that the summary repeats.
 _SUMMARY = ["response_tokens", "tokens_from", "own_prompts"]
@@ -87,6 +87,7 @@ def _distill(job: Job, run: Run, command: str) -> dict[str, Any]:
     identity = _identity(job, suites)
     on_main(lambda: check_empty(out))
     run.begin(identity, IDENTITY_FILES, options.places(config))
+    on_main(lambda: reopen(out))
     if config.thinking == "drop":
         template = str(tokenizer.chat_template)
         on_main(lambda: write_text_atomic(out / "chat_template.jinja", template))
@@ -122,6 +123,7 @@ def _identity(job: Job, suites: Suites | None) -> dict[str, Any]:
         "prompts": None if Path(config.prompts).is_file() else without_secrets(config.prompts),
         **job.engine.identity,
         "chat_template": hash_json(template)[:16] if template else None,
+        "tokenizer": tokenizer_digest(job.tokenizer),
     }
     if job.engine.identity["target_fingerprint"] is None:
         # A server does not show its weights.

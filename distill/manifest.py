@@ -1,6 +1,5 @@
 """What finishes a distilled set: the manifest that the parts add up to, the card, and copies."""
 
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,23 +24,29 @@ from draftsmith_core.io import (
     JsonObject,
     atomic_file,
     canonical_json,
+    checksum_file,
     hash_json,
     read_json,
+    read_manifest,
     refuse_foreign,
-    sha256_file,
-    write_json_atomic,
+    require_keys,
+    write_sealed,
     write_text_atomic,
     writing,
 )
 from draftsmith_core.ranks import on_main
 from draftsmith_core.reasons import Reasons
+from draftsmith_core.runs import journal_rows
 from draftsmith_core.tokenization import Tokenizer, vocabulary_sample
 
-# Prompts that the target wrote: number of texts drawn and kept, and why the others were left out.
+# Prompts that the target wrote, and their record: number of texts drawn and kept, why the others
+# were left out, and the sha256 of the prompts.
+PROMPTS = "prompts.jsonl"
 OWN_PROMPTS = "own_prompts.json"
 # The directory of those texts, a distilled set in the making.
 DRAWN = ".prompts"
 _JOURNALS = ".part-*.answers.jsonl"
+_CHECKSUMS = ".part-*.sha256"
 SET_FORMAT = "draftsmith distilled set"
 # `manifest.json` of a finished set, `run.json` of one in the making.
 IDENTITY_FILES = ("manifest.json", "run.json")
@@ -60,7 +65,7 @@ def count_kept(out: Path) -> int:
         for journal in directory.glob(_JOURNALS):
             finished = journal.name.removeprefix(".").replace(".answers.jsonl", ".parquet")
             if not (directory / finished).exists():
-                answers += sum(len(json.loads(line)) for line in journal.open())
+                answers += sum(map(len, journal_rows(journal)))
     return answers
 
 
@@ -70,6 +75,19 @@ def check_empty(out: Path) -> None:
     """
     if not any((out / name).exists() for name in IDENTITY_FILES):
         refuse_foreign(out, (_PARTS, _EMPTY, _JOURNALS, "errors.jsonl", "README.md", "config.json"))
+
+
+def reopen(out: Path) -> None:
+    """Give the files of a finished set the checksums that its manifest has."""
+    file = out / "manifest.json"
+    if not file.exists():
+        return
+    manifest = require_keys(read_manifest(out), ["own_prompts"], file)
+    digests = {part["file"]: part["sha256"] for part in manifest["parts"]}
+    if manifest["own_prompts"]:
+        digests[PROMPTS] = manifest["own_prompts"]["sha256"]
+    for name, digest in digests.items():
+        write_text_atomic(checksum_file(out / name), digest)
 
 
 def finish(
@@ -104,11 +122,11 @@ def finish(
             "vocabulary": vocabulary_sample(tokenizer),
         }
         write_text_atomic(out / "README.md", distilled_set_card(manifest))
-        write_json_atomic(out / "manifest.json", manifest)
+        write_sealed(out / "manifest.json", manifest)
         # A kill may have left the journal of a part that it had just written.
-        for journal in out.glob(_JOURNALS):
-            journal.unlink()
-        (out / "run.json").unlink(missing_ok=True)
+        for pattern in (_JOURNALS, _CHECKSUMS, checksum_file(out / PROMPTS).name, "run.json"):
+            for path in out.glob(pattern):
+                path.unlink()
 
 
 @dataclass(frozen=True)
@@ -146,7 +164,7 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
             if part.exists():
                 with reading(part):
                     table = pq.read_table(part, columns=_COLUMNS)
-                digest = sha256_file(part)
+                digest = checksum_file(part).read_text()
                 files.append({"file": part.name, "rows": len(table), "sha256": digest})
                 rows += len(table)
                 tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py() or 0

@@ -17,20 +17,19 @@ import pyarrow.parquet as pq
 
 from distill.config import DistillConfig, magpie
 from distill.engines import Engine
-from distill.manifest import DRAWN, OWN_PROMPTS
+from distill.manifest import DRAWN, OWN_PROMPTS, PROMPTS
 from distill.part_maker import Job, make_parts
 from distill.parts import part_path, read_summary
 from draftsmith_core.chats import chat_text
 from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import canonical_json, write_json_atomic
+from draftsmith_core.io import canonical_json, sha256_file, write_sealed
 from draftsmith_core.prompt_rows import Record
 from draftsmith_core.prompts import Prompt
-from draftsmith_core.ranks import on_main
+from draftsmith_core.ranks import from_main, on_main
 from draftsmith_core.reasons import Reasons
 from draftsmith_core.runs import Run
 from draftsmith_core.tokenization import Tokenizer, decode_text
 
-PROMPTS = "prompts.jsonl"
 # Stands in for a user's text, to find what a chat template writes around it.
 _CONTENT = "USER-TEXT-STANDS-HERE"
 
@@ -118,7 +117,7 @@ def draw_prompts(job: Job, openings: Openings, run: Run) -> Path:
         temperatures=["1:1"] if job.engine.sampling.sampling.greedy else [],
     )
     drawn = run.out / DRAWN
-    if not (run.out / PROMPTS).exists():
+    if not from_main(lambda: run.finished(PROMPTS)):
         make_parts(dataclasses.replace(job, config=config), openings, drawn, "prompts")
         job.processes.wait_for_everyone()
     prompts: Path = run.step(PROMPTS, lambda file: _write_prompts(job, openings, run.out, file))
@@ -159,8 +158,13 @@ def _write_prompts(job: Job, openings: Openings, out: Path, prompts: Path) -> No
             f"{out}: none of the {openings.rows} texts that the target drew can be a prompt: "
             f"{because[0]}"
         )
-    record = {"drawn": openings.rows, "kept": len(hashes), "left_out_because": because}
-    write_json_atomic(out / OWN_PROMPTS, record)
+    record = {
+        "drawn": openings.rows,
+        "kept": len(hashes),
+        "left_out_because": because,
+        "sha256": sha256_file(prompts),
+    }
+    write_sealed(out / OWN_PROMPTS, record)
 
 
 def _drawn_texts(drawn: Path, openings: Openings, tokenizer: Tokenizer) -> Iterator[_Drawn]:

@@ -16,7 +16,15 @@ import pyarrow.parquet as pq
 
 from distill.engines import Key
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_file, canonical_json, read_json, write_json_atomic, writing
+from draftsmith_core.io import (
+    canonical_json,
+    is_whole,
+    kept_json,
+    read_json,
+    require_keys,
+    sealed_file,
+    write_sealed,
+)
 from draftsmith_core.prompts import Prompt, Skipped
 from draftsmith_core.teacher_rows import COLUMN
 
@@ -39,6 +47,7 @@ SCHEMA = pa.schema(
 )
 TEACHER_SCHEMA = SCHEMA.append(pa.field(COLUMN, pa.large_binary()))
 _METADATA = b"draftsmith"
+_NO_ROWS = "the record of prompts that gave no rows"
 
 
 class SetRow(TypedDict):
@@ -136,25 +145,25 @@ def write_part(
 ) -> None:
     """Write a part with its summary; one without rows is a JSON file with the summary alone."""
     if not rows:
-        empty = empty_path(out, index)
-        with writing(empty):
-            write_json_atomic(empty, summary)
+        write_sealed(empty_path(out, index), summary)
         return
     path = part_path(out, index)
     metadata = {_METADATA: canonical_json(summary).encode()}
     table = pa.Table.from_pylist(rows, schema=schema.with_metadata(metadata))
-    with writing(path), atomic_file(path) as temporary:
+    with sealed_file(path) as temporary:
         pq.write_table(table, temporary)
 
 
 def prompts_of_finished(out: Path, index: int, digest: str, prompts: str) -> int | None:
-    """Return the number of prompts of a finished part, None if it is not finished.
+    """Return the number of prompts of a finished part, None if it is not finished or was damaged.
 
     Raise InputError if it was made from other rows than `prompts` has now.
     """
-    summary = read_summary(out, index)
-    if summary is None:
+    without_rows = kept_json(empty_path(out, index), _NO_ROWS, PartSummary.__required_keys__)
+    if without_rows is None and not is_whole(part_path(out, index)):
         return None
+    summary = read_summary(out, index)
+    assert summary is not None
     if summary["digest"] != digest:
         raise InputError(
             f"{prompts}: its rows changed since {part_path(out, index)} was made; choose another "
@@ -168,12 +177,13 @@ def read_summary(out: Path, index: int) -> PartSummary | None:
     path = part_path(out, index)
     empty = empty_path(out, index)
     if empty.exists():
-        return cast(PartSummary, read_json(empty, "the record of prompts that gave no rows"))
+        return cast(PartSummary, read_json(empty, _NO_ROWS, PartSummary.__required_keys__))
     if not path.exists():
         return None
     with reading(path):
         metadata = pq.read_schema(path).metadata or {}
-        return cast(PartSummary, json.loads(metadata[_METADATA]))
+        summary = json.loads(metadata[_METADATA])
+    return cast(PartSummary, require_keys(summary, PartSummary.__required_keys__, path))
 
 
 @contextmanager
@@ -181,5 +191,5 @@ def reading(path: Path) -> Iterator[None]:
     """Raise InputError that names `path` if the block cannot read it."""
     try:
         yield
-    except (OSError, pa.ArrowException, KeyError):
+    except (OSError, ValueError, pa.ArrowException, KeyError):
         raise InputError(f"{path}: is damaged; delete it and run the command again") from None

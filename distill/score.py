@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.config import ScoreConfig
-from distill.manifest import IDENTITY_FILES, SET_FORMAT, check_empty, finish
+from distill.manifest import IDENTITY_FILES, SET_FORMAT, check_empty, finish, reopen
 from distill.parts import (
     SCHEMA,
     TEACHER_SCHEMA,
@@ -26,7 +26,7 @@ from distill.parts import (
     write_part,
 )
 from draftsmith_core.errors import InputError, RunError, without_place, without_secrets
-from draftsmith_core.io import hash_json, read_json, sha256_file
+from draftsmith_core.io import hash_json, read_json, read_manifest, sha256_file
 from draftsmith_core.launcher import join_processes
 from draftsmith_core.models import (
     check_tokenizer,
@@ -54,7 +54,12 @@ from draftsmith_core.settings import loading, tokenizing
 from draftsmith_core.teacher_rows import bytes_per_token, pack
 from draftsmith_core.template_date import fix_date
 from draftsmith_core.token_rows import ID_KEYS
-from draftsmith_core.tokenization import Tokenizer, check_vocabulary, load_tokenizer
+from draftsmith_core.tokenization import (
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    tokenizer_digest,
+)
 
 # Bounds the memory of the float64 copy of a chunk's logits.
 _CHUNK_VALUES = 2**24
@@ -167,11 +172,13 @@ def score_set(
             "config": choices,
             **({} if answers.date is None else {"date": answers.date}),
             "scored": answers.identity,
+            "tokenizer": tokenizer_digest(tokenizer),
             "target_fingerprint": fingerprint(model),
             "target_dtype": dtype_name(model),
         }
         on_main(lambda: check_empty(out))
         run.begin(identity, IDENTITY_FILES)
+        on_main(lambda: reopen(out))
         count = answers.count if processes.num_processes == 1 else None
         parts = 0
         with progress("score", count) as advance:
@@ -259,9 +266,10 @@ class _SetPart:
 
 
 def _of_set(directory: Path, tokenizer: Tokenizer) -> Answers:
-    manifest = read_json(directory / "manifest.json", "the manifest of a finished distilled set")
-    if manifest.get("format") != SET_FORMAT:
+    file = directory / "manifest.json"
+    if read_json(file, "the manifest of a finished distilled set").get("format") != SET_FORMAT:
         raise InputError(f"{directory}: its manifest.json is not that of a distilled set")
+    manifest = read_manifest(directory)
     check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
     parts: list[AnswerPart] = []
     first = 1

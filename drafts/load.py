@@ -22,7 +22,7 @@ from drafts.draft_vocabulary import (
 from drafts.heads import NATIVE, Head, head_kind, load_head
 from drafts.heads.block import BlockHead
 from drafts.heads.medusa import HydraHeads, MedusaHeads
-from drafts.vocabulary import VocabularyMap, attach, map_vocabulary
+from drafts.vocabulary import VocabularyMap, attach, map_vocabulary, vocabulary_map
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source
 from draftsmith_core.models import (
@@ -196,9 +196,12 @@ def depth_limit(draft: Draft) -> int | None:
 
 def draft_fingerprint(draft: Draft) -> str:
     """16 hex digits of architecture and weights; of a head, without what it borrows from the
-    target.
+    target; of a draft of another vocabulary, with the map between the two.
     """
     if isinstance(draft, PreTrainedModel):
+        words = vocabulary_map(draft)
+        if words is not None:
+            return hash_tensors({"model": fingerprint(draft), "words": words.in_draft}, [])
         ids_D = draft_vocabulary(draft)
         return (
             fingerprint(draft)

@@ -13,7 +13,7 @@ from distill.config import DistillConfig
 from distill.manifest import count_kept
 from draftsmith.config import StatusConfig
 from draftsmith_core.errors import InputError, counted
-from draftsmith_core.io import JsonObject, read_json
+from draftsmith_core.io import JsonObject, read_json, require_keys
 from draftsmith_core.options import configured
 from draftsmith_core.runs import RECORD, command_line, holder
 from eval.moved import place_now
@@ -117,7 +117,11 @@ def _alignment(directory: Path) -> Held | None:
 def _distilled_set(directory: Path) -> Held | None:
     manifest = directory / "manifest.json"
     if manifest.is_file():
-        made = read_json(manifest, "the manifest of a distilled set")
+        made = read_json(
+            manifest,
+            "the manifest of a distilled set",
+            ["command", "config", "counts", "response_tokens"],
+        )
         words = shlex.split(made["command"])
         out = words[words.index("--out") + 1] if "--out" in words else str(directory)
         target = place_now(made["config"]["target"], out, str(directory))
@@ -141,7 +145,7 @@ def _distilled_set(directory: Path) -> Held | None:
 def _draft(directory: Path) -> Held | None:
     record = directory / RECORD
     if record.is_file():
-        made = read_json(record, "the record of a draft")
+        made = read_json(record, "the record of a draft", ["kind"])
         target = str(made.get("target") or "TARGET")
         out = made.get("config", {}).get("out", str(directory))
         words = ["draftsmith", "eval", "--draft", str(directory)]
@@ -185,6 +189,7 @@ def _evaluation(directory: Path) -> Held | None:
         results = read_json(file, "the results of an evaluation")
         if "schema_version" not in results:
             return None
+        require_keys(results, ["drafts", "provenance"], file)
         return Held(
             path=str(directory),
             holds="an evaluation",
@@ -226,7 +231,7 @@ def _identity(directory: Path, name: str) -> JsonObject:
     file = directory / name
     if not file.is_file():
         return {}
-    record = read_json(file, "the record of a run")
+    record = read_json(file, "the record of a run", ["identity", "places"])
     began_in = record["places"].get("out", str(directory))
 
     def now(value: object) -> object:

@@ -24,7 +24,7 @@ from drafts.make.prune import prune
 from drafts.make.transplant import transplant
 from draftsmith.config import InitConfig
 from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, check_out, write_json_atomic
+from draftsmith_core.io import atomic_dir, check_out, checksums, write_sealed
 from draftsmith_core.models import (
     context_length,
     fingerprint,
@@ -37,7 +37,7 @@ from draftsmith_core.models import (
 from draftsmith_core.options import configured
 from draftsmith_core.prompts import read_prompts, room_for_prompts
 from draftsmith_core.ranks import say
-from draftsmith_core.runs import command_line, provenance
+from draftsmith_core.runs import RECORD, command_line, provenance
 from draftsmith_core.sampling import Sampling
 from draftsmith_core.settings import loading
 from draftsmith_core.tokenization import Tokenizer, load_tokenizer
@@ -106,7 +106,7 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
             "made": notes,
             **provenance(command_line("init", config), dataclasses.asdict(config)),
         }
-        write_json_atomic(directory / "draftsmith.json", record)
+        write_sealed(directory / RECORD, record | {"files": checksums(directory)})
     return {
         "out": str(out),
         "parameters": parameter_count(used),

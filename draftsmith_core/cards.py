@@ -14,7 +14,7 @@ from huggingface_hub import metadata_load
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.errors import InputError, change_texts
 from draftsmith_core.hub import PLACEHOLDER, cached, is_hub_name
-from draftsmith_core.io import JsonObject, read_json, write_text_atomic
+from draftsmith_core.io import JsonObject, checksums, read_json, write_sealed, write_text_atomic
 from draftsmith_core.runs import RECORD
 
 _MEASURED = {
@@ -114,9 +114,10 @@ def distilled_set_card(manifest: JsonObject) -> str:
 
 
 def write_record(directory: Path, record: JsonObject) -> None:
-    """Write the record of a draft checkpoint, and the card made of it, into its directory."""
-    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    (directory / RECORD).write_text(text)
+    """Write the record of a draft checkpoint, with the sha256 of each file there, and the card made
+    of it, into its directory.
+    """
+    write_sealed(directory / RECORD, {**record, "files": checksums(directory)})
     (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
 
 

@@ -92,6 +92,11 @@ def without_place(error: BaseException, place: str) -> str:
     return str(error).removeprefix(f"{place}: ")
 
 
+def fault(error: Exception) -> str:
+    """What is wrong, without what to do."""
+    return first_line(error).partition("; ")[0]
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class name if the message is empty."""
     lines = str(error).strip().splitlines()

@@ -4,6 +4,7 @@ artifacts apart.
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -14,8 +15,10 @@ from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 
-from draftsmith_core.errors import InputError, RunError, one_line
+from draftsmith_core.checksums import Damaged, parse_json, sealed_json
+from draftsmith_core.errors import InputError, RunError, fault, one_line
 
+log = logging.getLogger(__name__)
 # What `json` makes of an object.
 JsonObject: TypeAlias = dict[str, Any]
 # No other program's file has this in its name.
@@ -163,6 +166,49 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def sealed_file(path: Path) -> Iterator[Path]:
+    """`atomic_file`, with the sha256 of the file in a hidden file beside it."""
+    with atomic_file(path) as temporary:
+        yield temporary
+        write_text_atomic(checksum_file(path), sha256_file(temporary))
+
+
+def checksum_file(path: Path) -> Path:
+    """Where `sealed_file` keeps the sha256 of `path`, as 64 hex digits."""
+    return path.with_name(f".{path.name}.sha256")
+
+
+def is_whole(path: Path, digest: str | None = None) -> bool:
+    """Whether a file is what was written: by this sha256, or by the one that `sealed_file` kept.
+    Delete one that is not, with a warning.
+    """
+    if not path.exists():
+        return False
+    kept = checksum_file(path)
+    if digest is None and kept.exists():
+        digest = kept.read_bytes().decode(errors="replace")
+    if sha256_file(path) == digest:
+        return True
+    log.warning("%s: is damaged; making it again", path)
+    path.unlink()
+    return False
+
+
+def checksums(directory: Path) -> dict[str, str]:
+    """The sha256 of each file in a directory, by name."""
+    return {file.name: sha256_file(file) for file in sorted(directory.iterdir())}
+
+
+def first_damaged(directory: Path, digests: Mapping[str, str]) -> str | None:
+    """The first of these files that is missing or has another sha256; None if all are whole."""
+    for name, digest in digests.items():
+        file = directory / name
+        if not file.is_file() or sha256_file(file) != digest:
+            return name
+    return None
+
+
+@contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
     """A temporary directory to fill. It is renamed to `path`, replacing what was there, when the
     block succeeds. Errors of writing are as in `writing`.
@@ -232,6 +278,11 @@ def write_json_atomic(path: Path, value: object) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def write_sealed(path: Path, record: Mapping[str, object]) -> None:
+    """Write a JSON object with its checksum, whole or not at all."""
+    write_text_atomic(path, sealed_json(record))
+
+
 def jsonl(
     rows: Iterable[Mapping[str, object]], default: Callable[[object], object] | None = None
 ) -> str:
@@ -247,24 +298,62 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     write_text_atomic(path, jsonl(rows, default=str))
 
 
-def read_json(path: Path, what: str) -> JsonObject:
-    """Read a JSON object from a file; InputError names the file, the line and `what` was
-    expected.
+def read_json(path: Path, what: str, keys: Iterable[str] = ()) -> JsonObject:
+    """Read a JSON object from a file. Raise InputError, which names the file, the line and `what`
+    was expected, if it cannot be read, is not what was written or lacks one of `keys`.
     """
     value = read_json_value(path, what)
     if not isinstance(value, dict):
         raise InputError(
             f"{path}: holds a JSON {type(value).__name__}, not an object; expected {what}"
         )
-    return value
+    return require_keys(value, keys, path)
+
+
+def read_manifest(directory: Path) -> JsonObject:
+    """Read the manifest of a finished distilled set; InputError as `read_json`."""
+    file = directory / "manifest.json"
+    manifest = read_json(file, "the manifest of a finished distilled set")
+    if not manifest.get("complete"):
+        raise InputError(
+            f"{directory}: the distilled set is not finished; run the same distill command again"
+        )
+    for part in require_keys(manifest, ["parts"], file)["parts"]:
+        require_keys(part, ["file", "rows", "sha256"], file)
+    return manifest
+
+
+def kept_json(path: Path, what: str, keys: Iterable[str] = ()) -> JsonObject | None:
+    """Read the object that a run kept; None without one. Delete a damaged file, with a warning."""
+    try:
+        return read_json(path, what, keys) if path.exists() else None
+    except InputError as error:
+        log.warning("%s; making it again", fault(error))
+        path.unlink()
+        return None
+
+
+def require_keys(record: JsonObject, keys: Iterable[str], path: Path) -> JsonObject:
+    """Return a record of the file `path`; InputError if it lacks one of `keys`."""
+    for key in keys:
+        if key not in record:
+            raise _unusable(path, f"lacks {key!r}")
+    return record
+
+
+def _unusable(path: Path, reason: str) -> InputError:
+    again = f"copy it again, or delete {path.parent} and run its command again"
+    return InputError(f"{path}: {reason}; {again}")
 
 
 def read_json_value(path: Path, what: str) -> Any:
     """Read JSON of any kind from a file; InputError as `read_json`."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected {what}") from None
+    except Damaged:
+        raise _unusable(path, "is damaged") from None
     except (OSError, ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise InputError(

@@ -19,6 +19,7 @@ from draftsmith_core.devices import resolve_device
 from draftsmith_core.errors import InputError, require_package
 from draftsmith_core.hub import check_source, no_model, quiet, why_not
 from draftsmith_core.io import JsonObject, canonical_json
+from draftsmith_core.runs import check_weights
 from draftsmith_core.settings import Quantize as Quantize
 from draftsmith_core.tokenization import Tokenizer
 
@@ -82,6 +83,7 @@ def load_model(
     # it, in a thread.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     check_source(name)
+    check_weights(Path(name))
     if Path(name).is_dir() and (lacks := no_model(Path(name))):
         raise InputError(f"{name}: {lacks}")
     try:

@@ -6,6 +6,7 @@ A *record* is a row as it is stored, before it is understood: a million of them 
 seconds.
 """
 
+import codecs
 import hashlib
 import io
 import json
@@ -37,6 +38,13 @@ SELF = "self:"
 TOKEN = "token:"
 # Keys of rows of token ids.
 _ID_ROW = ("input_ids", "loss_mask", "labels", "prompt_ids")
+# Byte order marks; that of UTF-16 begins that of UTF-32.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -82,7 +90,7 @@ def _stored_row(record: Record, source: str) -> JsonObject:
     row = record.stored
     if isinstance(row, bytes):
         try:
-            row = json.loads(row)
+            row = json.loads(row.decode())
             # JSON can hold half a surrogate pair, which no file can.
             json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
@@ -176,8 +184,12 @@ def _file_records(source: str, suffix: str) -> Iterator[Record]:
             # Lines of bytes, so that a line that is not UTF-8 is that line's fault and no other's.
             stream = pyarrow.input_stream(file, compression=_COMPRESSED.get(suffix))
             lines = io.BufferedReader(stream, 1 << 20)
+            start = lines.peek(4)[:4]
+            for mark, encoding in _MARKS.items():
+                if start.startswith(mark):
+                    raise ValueError(f"it is in {encoding}; save it as UTF-8")
             if _holds_array(lines):
-                for number, row in enumerate(json.load(lines), 1):
+                for number, row in enumerate(json.loads(lines.read().decode("utf-8-sig")), 1):
                     yield Record(number, row)
                 return
             for number, line in enumerate(lines, 1):

@@ -4,15 +4,16 @@ results come from.
     with Run(out) as run:  # SIGTERM and Ctrl-C end the block with a note
         ...  # load and check; nothing is written yet
         run.begin(identity(config))  # lock; InputError if another run began here
-        answer = run.step("cells/abc.json", make)  # the value of make(), which the file keeps
+        answer = run.step("cells/abc.json", make)  # the object that make() gave, read from the file
         part = run.step("part-00000.parquet", make)  # the file, or make(temporary path)
         draft = run.step("start/", make)  # the directory, or make(temporary directory)
         with run.journal(".rows.jsonl") as journal:  # rows appended one by one
             journal.rows, journal.append(row)
 
 A step is written whole (temporary name, fsync, rename), so the next run finds each step finished or
-missing. With several processes, `who` says which of them make a step: "main" (the others wait) or
-"all" (every process calls `make`, the main one writes).
+missing. A damaged step (see `draftsmith_core.checksums`) is named in a warning and made again. With
+several processes, `who` says which of them make a step: "main" (the others wait) or "all" (every
+process calls `make`, the main one writes).
 """
 
 import contextlib
@@ -34,19 +35,22 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import draftsmith_core
+from draftsmith_core.checksums import Damaged, parse_line, sealed_line
 from draftsmith_core.errors import InputError, without_secrets
 from draftsmith_core.io import (
     JsonObject,
     atomic_dir,
-    atomic_file,
     canonical_json,
     check_spelling,
+    first_damaged,
+    is_whole,
+    kept_json,
     make_dir,
     read_json,
-    read_json_value,
     remove_empty,
     remove_leftovers,
-    write_json_atomic,
+    sealed_file,
+    write_sealed,
     writing,
 )
 from draftsmith_core.launcher import without_fsdp_variable
@@ -57,6 +61,7 @@ log = logging.getLogger(__name__)
 
 # Beside the weights of a draft: how it was made.
 RECORD = "draftsmith.json"
+_STEP = "a finished step"
 _HASH = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
@@ -103,34 +108,41 @@ class Run:
             self.resumed = from_main(lambda: claim(self.out, identity, records, places))
         return self.resumed
 
+    def finished(self, name: str) -> bool:
+        """Whether the step `name` is finished; one that is damaged is deleted, with a warning."""
+        path = self.directory / name
+        if name.endswith(".json"):
+            return bool(kept_json(path, _STEP))
+        return path.is_dir() or is_whole(path)
+
     def step(
         self, name: str, make: Callable[..., Any], *, who: Literal["main", "all"] = "main"
     ) -> Any:
         """Return the finished step `name`, or make it.
 
-        If `name` ends in `.json`, save and return the value of `make()`. Otherwise
+        If `name` ends in `.json`, save and return the object `make()`. Otherwise
         `make(temporary)` fills the file or directory (`NAME/`), and its path is returned.
         """
         path = self.directory / name
         is_json = name.endswith(".json")
 
-        def write(make: Callable[..., object] = make) -> None:
-            if path.exists():
+        def write(make: Callable[..., Any] = make) -> None:
+            if self.finished(name):
                 return
             with writing(path):
                 if is_json:
-                    write_json_atomic(path, make())
+                    write_sealed(path, make())
                     return
-                whole = atomic_dir if name.endswith("/") else atomic_file
+                whole = atomic_dir if name.endswith("/") else sealed_file
                 with whole(path) as temporary:
                     make(temporary)
 
-        if who == "main" or from_main(path.exists):
+        if who == "main" or from_main(lambda: self.finished(name)):
             on_main(write)
         else:
             value = make()
             on_main(lambda: write(lambda: value))
-        return read_json_value(path, "a finished step") if is_json else path
+        return read_json(path, _STEP) if is_json else path
 
     def journal(self, name: str, head: object = None) -> "Journal":
         """Open a file of rows that are appended one by one. A journal with another `head` is
@@ -140,20 +152,18 @@ class Run:
 
 
 class Journal(contextlib.AbstractContextManager["Journal"]):
-    """JSON rows in a file. `rows` has those of an earlier run; a line that a kill cut short is
-    dropped.
+    """JSON rows in a file. `rows` has those of an earlier run. A line that a kill cut short is
+    dropped; so are, with a warning, a damaged line and those after it.
     """
 
     def __init__(self, path: Path, head: object = None) -> None:
         self.path = path
-        data = path.read_bytes() if path.exists() else b""
-        whole = data[: data.rfind(b"\n") + 1]
-        lines = whole.splitlines(keepends=True)
+        lines, self.rows = _whole_lines(path)
         first = [] if head is None else [_json_line(head)]
         if lines[: len(first)] != first:
             lines = []
-        rows = lines[len(first) :]
-        self.rows = [json.loads(line) for line in rows]
+            self.rows = []
+        del self.rows[: len(first)]
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")
@@ -177,9 +187,27 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self.path.unlink(missing_ok=True)
 
 
+def journal_rows(path: Path) -> list[Any]:
+    """The rows of a journal, its head included, up to a damaged one."""
+    return _whole_lines(path)[1]
+
+
+def _whole_lines(path: Path) -> tuple[list[bytes], list[Any]]:
+    """Return the lines of a journal up to a damaged one, and their values."""
+    data = path.read_bytes() if path.exists() else b""
+    lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+    rows: list[Any] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(parse_line(line))
+        except Damaged:
+            log.warning("%s:%d: is damaged; making again what it kept from there on", path, number)
+            break
+    return lines[: len(rows)], rows
+
+
 def _json_line(value: object) -> bytes:
-    line = canonical_json(value) + "\n"
-    return line.encode()
+    return sealed_line(canonical_json(value).encode())
 
 
 @contextmanager
@@ -277,17 +305,17 @@ def claim(
     current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
     record: JsonObject = {"identity": current, "places": {**(places or {}), "out": str(directory)}}
     for path in [directory / name for name in records if (directory / name).exists()]:
-        begun = read_json(path, "the record of a run")
+        begun = read_json(path, "the record of a run", ["identity"])
         differs = difference(begun["identity"], current)
         if differs is None:
             if begun.get("places", record["places"]) != record["places"]:
-                write_json_atomic(path, record)
+                write_sealed(path, record)
             return True
         raise InputError(
             f"--out {directory}: was made with other options: {differs}; choose another --out or "
             "delete the directory"
         )
-    write_json_atomic(directory / records[-1], record)
+    write_sealed(directory / records[-1], record)
     return False
 
 
@@ -374,7 +402,7 @@ def train_longer(draft: str) -> str:
 
     The directory itself refuses more steps: its schedule has ended.
     """
-    record = read_record(Path(draft))
+    record = read_record(Path(draft), ["kind"])
     command = shlex.split(record.get("command") or "")
     if command[:2] != ["draftsmith", "train"]:
         return ""
@@ -411,7 +439,17 @@ def _words(config: object, prefix: str) -> list[str]:
     return words
 
 
-def read_record(checkpoint: Path) -> JsonObject:
-    """The record of a draft that this project made; empty for others."""
+def check_weights(checkpoint: Path) -> None:
+    """Raise InputError if weights of a draft that this project made are not what was written."""
+    digests = read_record(checkpoint).get("files", {})
+    weights = {name: digests[name] for name in digests if name.endswith(".safetensors")}
+    if damaged := first_damaged(checkpoint, weights):
+        raise InputError(
+            f"{checkpoint / damaged}: is not what was written; copy or make the draft again"
+        )
+
+
+def read_record(checkpoint: Path, keys: Sequence[str] = ()) -> JsonObject:
+    """The record of a draft that this project made, with these keys; empty for others."""
     path = checkpoint / RECORD
-    return read_json(path, "the record of a draft checkpoint") if path.is_file() else {}
+    return read_json(path, "the record of a draft checkpoint", keys) if path.is_file() else {}

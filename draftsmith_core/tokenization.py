@@ -2,6 +2,7 @@
 by itself.
 """
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source, has_tokenizer, no_model, quiet, why_not
+from draftsmith_core.io import JsonObject, hash_json
 
 log = logging.getLogger(__name__)
 Tokenizer = PreTrainedTokenizerBase
@@ -67,6 +69,19 @@ def find_tokenizer(
         if has_tokenizer(Path(name)):
             log.warning("%s; continuing without its tokenizer", error)
         return None
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """16 hex digits that change with the tokens of a text or chat, and not with where the tokenizer
+    lies.
+    """
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    backend: JsonObject = {"vocabulary": tokenizer.get_vocab()}
+    if fast is not None:
+        # Calls change truncation and padding.
+        backend = json.loads(fast.to_str()) | {"truncation": None, "padding": None}
+    specials = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    return hash_json([backend, specials, tokenizer.chat_template])[:16]
 
 
 def vocabulary_sample(tokenizer: Tokenizer) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """One evaluation, from its options over its measurements to results.json and the report."""
 
 import atexit
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -179,7 +178,7 @@ def without_timings(directory: str | Path) -> EvalConfig:
     """
     options = found_again(Results.load(directory).document["config"], str(directory))
     for cell in Path(directory).glob("cells/*.json"):
-        if "one_level" in json.loads(cell.read_text(encoding="utf-8")):
+        if "one_level" in read_json(cell, "a measurement"):
             cell.unlink()
     return EvalConfig(**options)
 

@@ -53,7 +53,7 @@ class Evaluation:
 
     def kept(self, decides: Decides) -> bool:
         """Whether a cell is finished."""
-        return from_main((self.run.directory / _cell_name(decides)).exists)
+        return from_main(lambda: self.run.finished(_cell_name(decides)))
 
     def cell(
         self,

@@ -232,6 +232,26 @@ def test_the_same_rows_are_the_same_prompts_wherever_they_are(tokenizer, tmp_pat
         assert str(error.value).startswith(f"{url}: {message}") and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-32-be"])
+@pytest.mark.parametrize("array", [False, True])
+def test_another_encoding_is_refused_by_name(tokenizer, tmp_path, encoding, array):
+    text = '[{"prompt": "é"}]' if array else '{"prompt": "é"}\n{"prompt": "b"}\n'
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(
+        ("" if encoding[-2:] != "be" else "\ufeff").encode(encoding) + text.encode(encoding)
+    )
+    with pytest.raises(InputError) as refused:
+        read_prompts(str(file), tokenizer)
+    name = encoding[:6].upper()
+    assert str(refused.value) == f"{file}: cannot be read (it is in {name}; save it as UTF-8)"
+    # Without its mark it is no row, and never another text.
+    file.write_bytes(text.encode(f"{name}-LE"))
+    with pytest.raises(InputError, match="p.jsonl"):
+        read_prompts(str(file), tokenizer)
+    file.write_bytes(text.encode("utf-8-sig"))
+    assert read_prompts(str(file), tokenizer).prompts[0].ids == tuple(tokenizer("é")["input_ids"])
+
+
 def test_texts_that_the_target_begins_by_itself(target_dir):
     tokenizer = load_tokenizer(target_dir)
     prompts = read_prompts("self:3", tokenizer, limit=2)

@@ -2,6 +2,7 @@
 what was kept.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from draftsmith_core.tokenization import load_tokenizer
 from tests.distilled import KILL_IN_PART, files, rows_of, write_rows
 
 # A signal arrives before the next wave of answers is kept.
@@ -89,6 +91,23 @@ def test_a_stopped_run_says_how_many_answers_are_kept(
     assert not list(Path("set").glob(".*"))
 
 
+def test_a_tokenizer_that_was_replaced_is_another_set(words, door, spawn, target_dir):
+    shutil.copytree(target_dir, "target")
+    words[2] = "target"
+    spawn(*words, cwd=Path.cwd(), patch=KILL_IN_PART.format(part=2)).wait(-9)
+    # As another machine has it: the same tokenizer, saved again.
+    load_tokenizer(target_dir).save_pretrained("again")
+    shutil.copy("again/tokenizer.json", "target/tokenizer.json")
+    shutil.copytree("set", "same")
+    assert door(*words, "--out", "same")[0] == 0
+    file = Path("target/tokenizer.json")
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    file.write_text(json.dumps(content))
+    assert "tokenizer changed since" in door.refused(*words)
+
+
 def test_a_full_disk_names_the_file_and_what_to_do(words, door, monkeypatch):
     write = pq.write_table
 
@@ -109,6 +128,7 @@ def test_a_full_disk_names_the_file_and_what_to_do(words, door, monkeypatch):
         "fix that and run the same command again"
     )
     assert sorted(os.listdir("set")) == [
+        ".part-00000.parquet.sha256",
         ".part-00001.answers.jsonl",
         "part-00000.parquet",
         "run.json",

@@ -4,7 +4,6 @@ A checkpoint holds safetensors files (the best weights so far among them) and `s
 position, the layout and the files' hashes, which reveal a damaged checkpoint; it is skipped.
 """
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -18,9 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith_core.cards import write_record
-from draftsmith_core.errors import InputError, RunError, one_line
-from draftsmith_core.io import atomic_dir, read_json, sha256_file
+from draftsmith_core.errors import InputError, RunError, fault
+from draftsmith_core.io import (
+    atomic_dir,
+    checksums,
+    first_damaged,
+    read_json,
+    write_sealed,
+)
 from draftsmith_core.ranks import from_main, on_main
+from draftsmith_core.runs import RECORD
 from draftsmith_core.sampling import row_seed
 from train.job import Position, TrainingJob
 from train.parallel import Copies
@@ -51,9 +57,10 @@ def save(job: TrainingJob, wrapped: Copies, position: Position, best: dict[str, 
                 save_file(values, directory / f"{name}.safetensors")
             for rank, state in enumerate(random_states):
                 save_file(state, directory / f"random_{rank}.safetensors")
-            files = {file.name: sha256_file(file) for file in sorted(directory.iterdir())}
+            shutil.copy(job.metrics, directory)
+            files = checksums(directory)
             state = {"position": asdict(position), "layout": job.layout, "files": files}
-            (directory / "state.json").write_text(json.dumps(state))
+            write_sealed(directory / "state.json", state)
         drop_old(job)
 
     on_main(write)
@@ -88,12 +95,14 @@ def newest(job: TrainingJob) -> Path | None:
         checkpoints = _paths(job)
         for path in reversed(checkpoints):
             try:
-                for name, digest in _state(path)["files"].items():
-                    if sha256_file(path / name) != digest:
-                        raise InputError(f"{name} is not what was written")
+                damaged = first_damaged(path, _state(path)["files"])
+                if damaged:
+                    raise InputError(f"{damaged} is not what was written")
             except (InputError, OSError) as error:
                 log.warning(
-                    "%s: %s; continuing from the checkpoint before it", path, one_line(error)
+                    "%s: %s; continuing from the checkpoint before it",
+                    path,
+                    fault(error),
                 )
             else:
                 return path
@@ -129,6 +138,22 @@ def restore_random_state(job: TrainingJob, checkpoint: Path) -> Position:
     return position
 
 
+def is_published(job: TrainingJob) -> bool:
+    """Whether the draft is published, and as it was written; warn if it is damaged."""
+    out = Path(job.config.out)
+    if not (out / "config.json").exists():
+        return False
+    try:
+        record = read_json(out / RECORD, "the record of a draft", ["files", "metrics_sha256"])
+    except InputError as error:
+        log.warning("%s; publishing the draft again", fault(error))
+        return False
+    metrics = {f"run/{job.metrics.name}": record["metrics_sha256"]}
+    if damaged := first_damaged(out, record["files"] | metrics):
+        log.warning("%s: is not what was written; publishing the draft again", out / damaged)
+    return damaged is None
+
+
 def publish(job: TrainingJob, write: Callable[[Path], None], record: dict[str, Any]) -> None:
     """Write the draft checkpoint into `out`, `config.json` last.
 
@@ -151,4 +176,5 @@ def _paths(job: TrainingJob) -> list[Path]:
 
 
 def _state(directory: Path) -> dict[str, Any]:
-    return dict(read_json(directory / "state.json", "the state of a training run"))
+    keys = ("position", "layout", "files")
+    return dict(read_json(directory / "state.json", "the state of a training run", keys))

@@ -48,6 +48,11 @@ class TrainingJob:
         return Path(self.config.out) / "run"
 
     @property
+    def metrics(self) -> Path:
+        """File of the figures of every step and evaluation."""
+        return self.run_dir / "metrics.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         """Directory of the checkpoints, `step_N` each."""
         return self.run_dir / "checkpoints"

@@ -200,7 +200,7 @@ def _out_of_memory(job: TrainingJob, step: int) -> RunError:
 def _start(job: TrainingJob, trainee: Trainee, run: Progress) -> Copies:
     """Wrap the trainee and load the newest checkpoint, if there is one, into it and `run`.
 
-    Cut metrics.jsonl after the checkpoint's step: the steps after it run again.
+    Take metrics.jsonl from it: the steps after it run again.
     """
     config = job.config
     saved = checkpoint.newest(job)
@@ -214,16 +214,12 @@ def _start(job: TrainingJob, trainee: Trainee, run: Progress) -> Copies:
         run.position = checkpoint.restore_random_state(job, saved)
     if not job.world.is_main:
         return wrapped
+    figures = ""
     if saved is not None:
         run.best = load_file(saved / "best.safetensors")
-    metrics = job.run_dir / "metrics.jsonl"
-    step = run.position.step
-    lines = metrics.read_text().splitlines() if step > 0 and metrics.exists() else []
-    # A kill may have cut the last line short; its step is after the checkpoint.
-    whole = [line for line in lines if line.endswith("}")]
-    done = [line + "\n" for line in whole if json.loads(line)["step"] <= step]
-    write_text_atomic(metrics, "".join(done))
-    log_again(job.world.accelerator, done)
+        figures = (saved / job.metrics.name).read_text()
+    write_text_atomic(job.metrics, figures)
+    log_again(job.world.accelerator, figures.splitlines(keepends=True))
     return wrapped
 
 
@@ -257,8 +253,7 @@ def _log(
     """Append figures to metrics.jsonl; only the tracker gets those that depend on the machine
     (`clock`).
     """
-    path = job.run_dir / "metrics.jsonl"
     if job.world.is_main:
-        with writing(path), path.open("a") as file:
+        with writing(job.metrics), job.metrics.open("a") as file:
             file.write(json.dumps({"step": step, **figures}) + "\n")
     job.world.accelerator.log(curve_names(figures | (clock or {})), step=step)

@@ -20,7 +20,7 @@ from draftsmith_core import wandb_runs
 from draftsmith_core.devices import attention_of_any_length
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import refuse_foreign, remove_leftovers
+from draftsmith_core.io import refuse_foreign, remove_leftovers, sha256_file
 from draftsmith_core.launcher import leave_processes
 from draftsmith_core.models import (
     check_tokenizer,
@@ -33,7 +33,7 @@ from draftsmith_core.models import (
 )
 from draftsmith_core.options import configured, identity as identity_options, places, refuse_unused
 from draftsmith_core.prompts import write_prompt_hashes
-from draftsmith_core.ranks import is_main, on_main, say
+from draftsmith_core.ranks import from_main, is_main, on_main, say
 from draftsmith_core.runs import (
     RECORD,
     Run,
@@ -47,7 +47,7 @@ from draftsmith_core.sampling import row_seed
 from draftsmith_core.settings import loading
 from draftsmith_core.signals import StopSignal, Terminated
 from draftsmith_core.template_date import fix_date
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
 from train import checkpoint, draft_setup
 from train.batches import collate
 from train.config import Optim, TrainConfig
@@ -117,7 +117,7 @@ def train(
         run.begin(job.identity, ("run/run.json",), places(config))
         for place in (job.run_dir, job.checkpoints):
             on_main(partial(remove_leftovers, place))
-        if (out / "config.json").exists():
+        if from_main(lambda: checkpoint.is_published(job)):
             on_main(lambda: checkpoint.drop_old(job))
             record = read_record(out)
         else:
@@ -139,15 +139,18 @@ def train(
 
 def _refuse_more_steps(config: TrainConfig) -> None:
     """Raise InputError, with what to type, for a finished draft that is to be trained longer."""
-    record = read_record(Path(config.out))
+    try:
+        record = read_record(Path(config.out))
+    except InputError:
+        return  # It is damaged and will be published again.
     trained = record.get("config", {})
     asked = [(key, getattr(config, key)) for key in ("steps", "epochs")]
     if any(trained.get(key, value) != value for key, value in asked) and (
         longer := train_longer(config.out)
     ):
         raise InputError(
-            f"--out {config.out}: was trained for {record['steps']} steps and is finished; train "
-            f"longer: {longer}"
+            f"--out {config.out}: was trained for {record.get('steps')} steps and is finished; "
+            f"train longer: {longer}"
         )
 
 
@@ -274,6 +277,7 @@ def _identity(job: TrainingJob, draft: Draft) -> dict[str, Any]:
         "heldout_data": job.heldout.digest,
         "target_fingerprint": None if target is None else fingerprint(target),
         "initial_fingerprint": draft_fingerprint(draft),
+        "tokenizer": None if job.tokenizer is None else tokenizer_digest(job.tokenizer),
         "target_dtype": None if target is None else dtype_name(target),
         "precision": "bf16" if job.world.bf16 else "fp32",
         "rows_per_step": job.rows_per_step,
@@ -331,6 +335,7 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
         "steps": position.step,
         "best_step": position.best_step,
         **position.best_figures,
+        "metrics_sha256": from_main(lambda: sha256_file(job.metrics)),
         **provenance(command, asdict(config) | {"objective": objective}),
     }
 

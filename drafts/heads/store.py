@@ -31,7 +31,7 @@ from drafts.layouts.table import layout_of, may_be_head
 from draftsmith_core.errors import InputError, first_line, one_line
 from draftsmith_core.hub import cached, check_source, is_hub_name, lfs_pointer, snapshot
 from draftsmith_core.io import JsonObject, atomic_dir, read_json, write_json_atomic
-from draftsmith_core.runs import read_record
+from draftsmith_core.runs import check_weights, read_record
 
 Head = EagleHead | Eagle3Head | MtpHead | MedusaHeads | HydraHeads | BlockHead
 
@@ -255,6 +255,7 @@ def _tensor_files(directory: Path) -> list[Path]:
 
 def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     """All tensors, and the file to name in errors."""
+    check_weights(directory)
     files = _tensor_files(directory)
     if not files:
         raise InputError(

@@ -6,14 +6,18 @@ from pathlib import Path
 from draftsmith_core.asked_hash import group_ranks
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import (
+    first_damaged,
     read_json,
     refuse_foreign,
     sha256_file,
-    write_json_atomic,
     write_rows,
+    write_sealed,
 )
 from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
 from draftsmith_core.prompts import PromptSet
+
+# Of the prompt file and of what it was divided into.
+_RECORD = "source.json"
 
 
 def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
@@ -32,27 +36,32 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
     used = iter(zip(read.prompts, ranks, strict=True))
     train: list[dict[str, object]] = []
     heldout: list[dict[str, object]] = []
-    for record in islice(iterate_records(source), read.rows):
-        if record.number in skipped:
+    for row in islice(iterate_records(source), read.rows):
+        if row.number in skipped:
             continue
         prompt, rank = next(used)
-        asked = asked_of(parse_record(record, source))
+        asked = asked_of(parse_record(row, source))
         side = heldout if rank < count else train
         side.append({"id": prompt.id, "domain": prompt.domain, **asked})
-    if not (directory / "source.json").exists():
+    if not (directory / _RECORD).exists():
         refuse_foreign(directory, ("*.jsonl",))
-    write_json_atomic(directory / "source.json", {"sha256": _digest(source)})
+    record = {"sha256": _digest(source)}
+    write_sealed(directory / _RECORD, record)
     write_rows(directory / "train.jsonl", train)
     write_rows(directory / "heldout.jsonl", heldout)
+    files = {name: sha256_file(directory / name) for name in ("train.jsonl", "heldout.jsonl")}
+    write_sealed(directory / _RECORD, record | {"files": files})
 
 
 def check_unchanged(source: str, directory: Path) -> None:
-    """Raise InputError if the prompt file changed since `hold_out` divided it."""
-    record = directory / "source.json"
-    digest = _digest(source)
-    if digest is None or not record.is_file():
+    """Raise InputError if the prompt file changed since `hold_out` divided it, or its parts did."""
+    file = directory / _RECORD
+    if not file.is_file():
         return
-    if digest != read_json(record, "the record of prompts")["sha256"]:
+    record = read_json(file, "the record of prompts", ["sha256"])
+    if damaged := first_damaged(directory, record.get("files", {})):
+        raise InputError(f"{directory / damaged}: is not what was written; name another --out")
+    if _digest(source) not in (None, record["sha256"]):
         raise InputError(
             f"{source}: has changed since this run began; name another --out, or restore it"
         )

@@ -35,7 +35,7 @@ from draftsmith_core.ranks import say
 from draftsmith_core.runs import Run
 from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
 from draftsmith_core.template_date import fix_date
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith_core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
 from eval.draft_sources import near_weightless
 
 DRAFT_STYLE = "bold green"
@@ -81,6 +81,7 @@ def decode(config: DecodeConfig) -> Outcome:
         settings = [
             identity(config) | dataclasses.asdict(sampling.sampling),
             prompts.digest,
+            tokenizer_digest(pair.tokenizer),
             decoding.identity(),
         ]
         outputs = _to_file(Path(config.out), {"identity": hash_json(settings)}, batches)
