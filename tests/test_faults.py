@@ -14,8 +14,16 @@ import pytest
 
 import draftsmith as ds
 from decode.stats import DecodeStats
-from distill import generate, part_maker
-from distill.engines import Answer, AnswerRequest, Done, Engine, RemoteTarget, sampling_of
+from distill import parts
+from distill.engines import (
+    ENGINES,
+    Answer,
+    AnswerRequest,
+    Done,
+    Engine,
+    RemoteTarget,
+    sampling_of,
+)
 from draftsmith.cli.decode_run import _to_file
 from draftsmith.pair import Output
 from draftsmith_core.errors import DraftsmithError
@@ -89,7 +97,7 @@ def check(
 
 @pytest.fixture
 def distil(target_dir, tmp_path, monkeypatch):
-    monkeypatch.setitem(generate.ENGINES, "hf", HashEngine)
+    monkeypatch.setitem(ENGINES, "hf", HashEngine)
     rows = [{"prompt": f"Numbers such as {n}"} for n in range(30)]
     prompts = write_rows(tmp_path / "p.jsonl", *rows, "no JSON", *["no JSON"] * 8)
     out = tmp_path / "set"
@@ -124,7 +132,7 @@ def test_a_set_that_was_killed(distil, tmp_path, monkeypatch, files):
     distil()
     whole = content(out)
     shutil.rmtree(out)
-    stop(monkeypatch, part_maker.Part, "write", 3, distil)
+    stop(monkeypatch, parts.Part, "write", 3, distil)
     assert list(out.glob(files))
     check(out, distil, whole, [files])
 
