@@ -322,7 +322,7 @@ def claim(
 def kept_identity(directory: Path, records: Sequence[str] = ("run.json",)) -> JsonObject:
     """The identity of the run that began in `directory`, as `claim` keeps it; {} if none did."""
     for path in [directory / name for name in records if (directory / name).exists()]:
-        identity: JsonObject = read_json(path, "the record of a run")["identity"]
+        identity: JsonObject = read_json(path, "the record of a run", ["identity"])["identity"]
         return identity
     return {}
 

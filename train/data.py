@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from drafts.draft_vocabulary import token_counts
 from draftsmith_core.asked_hash import earlier_turns, group_ranks
 from draftsmith_core.errors import InputError, without_place
-from draftsmith_core.io import hash_json, read_manifest, sha256_file
+from draftsmith_core.io import hash_json, read_json, read_manifest, sha256_file
 from draftsmith_core.prompt_rows import iterate_records, parse_record
 from draftsmith_core.prompts import ANSWER_KEYS, answers, content_id, prompt_hash, with_eos
 from draftsmith_core.reasons import Reasons
