@@ -112,11 +112,12 @@ def score(
 class NumberedRow:
     """The answers to score in a row, with its number in its file or set.
 
-    Each answer's prompt holds the earlier answers.
+    Each answer's prompt holds the earlier answers. left_out: the reason of each that is not scored.
     """
 
     number: int
     answers: list[SetRow]
+    left_out: Sequence[str] = ()
 
 
 class AnswerPart(Protocol):
@@ -202,6 +203,7 @@ def score_set(
             **manifest["counts"],
             "response_tokens": manifest["response_tokens"],
             "skipped_because": manifest["skipped_because"],
+            "dropped_because": manifest["dropped_because"],
             "bytes_per_token": bytes_per_token(min(config.teacher_top_k, size), size),
         }
 
@@ -216,6 +218,7 @@ def _write_scored(
 ) -> None:
     skipped: list[tuple[int, str]] = []
     scored: list[SetRow] = []
+    dropped: list[tuple[int, str]] = []
     for entry in rows:
         if isinstance(entry, Skipped):
             skipped.append((entry.row, entry.reason))
@@ -224,10 +227,13 @@ def _write_scored(
         if reason:
             skipped.append((entry.number, reason))
             continue
+        dropped += [(entry.number, left_out) for left_out in entry.left_out]
         for row in entry.answers:
             teacher = score(model, row["prompt_ids"], row["response_ids"], k)
             scored.append({**row, "teacher": teacher})
-    summary = PartSummary(read=len(rows), digest=digest, skipped=skipped, failed=[], shortened=[])
+    summary = PartSummary(
+        read=len(rows), digest=digest, skipped=skipped, failed=[], shortened=[], dropped=dropped
+    )
     write_part(out, index, summary, scored, TEACHER_SCHEMA)
 
 
@@ -333,7 +339,7 @@ def _row(
     own_id = text_of(stored, "id")
     from_target = any(stored.get(key) is not None for key in ID_KEYS)
     rows = []
-    for turn, answer in enumerate(cut):
+    for turn, answer in enumerate(cut.kept):
         prompt, response = answer.prompt_ids, answer.answer_ids
         numbered_id = f"{own_id}-{turn}" if turn else own_id
         row = SetRow(
@@ -352,4 +358,5 @@ def _row(
             tokens_from="target" if from_target else "text",
         )
         rows.append(row)
-    return NumberedRow(record.number, rows)
+    left_out = [reason.removeprefix(f"{where}: ") for reason in cut.left_out]
+    return NumberedRow(record.number, rows, left_out)

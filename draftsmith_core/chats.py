@@ -42,10 +42,14 @@ class ChatRefused(InputError):
 
 @dataclass(frozen=True)
 class Exchange:
-    """An answer behind its prompt, as token ids; the answer ends with the target's end token."""
+    """An answer behind its prompt, as token ids; the answer ends with the target's end token.
+
+    text: what a chat template wrote of the answer, without its end.
+    """
 
     prompt_ids: list[int]
     answer_ids: list[int]
+    text: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -233,13 +237,48 @@ def exchange(
             ids = encode_behind(tokenizer, prompt, prompt_ids, written)
             for place, token in enumerate(ids):
                 if token in ends:
-                    return Exchange(prompt_ids, ids[: place + 1])
+                    text = written.partition(text_with_specials(tokenizer, [token]))[0]
+                    return Exchange(prompt_ids, ids[: place + 1], text)
             # Such templates (GLM) let an answer end with the mark of whoever speaks next.
             text = _without_separator(answer, written)
             ids = encode_behind(tokenizer, prompt, prompt_ids, text)
             end = _end_before_next(template, turns, ends)
-            return Exchange(prompt_ids, ids if end is None else [*ids, end])
+            return Exchange(prompt_ids, ids if end is None else [*ids, end], text)
     raise ChatRefused("the chat template does not write this answer behind the prompt of a server")
+
+
+def exchanges(
+    turns: Sequence[Turn],
+    places: Sequence[int],
+    tools: list[object] | None,
+    tokenizer: Tokenizer,
+    ends: Sequence[int],
+    *,
+    thinking: bool = True,
+    arguments: JsonObject | None = None,
+) -> list[Exchange | ChatRefused]:
+    """Cut a chat at each of these assistant turns as `exchange` does, with the turns before it.
+
+    The reason stands in place of a turn that the template refuses, or that it writes otherwise
+    once the chat goes on: of such a turn a chat may keep less than the target wrote.
+    """
+    cuts: list[Exchange | ChatRefused] = []
+    for place in places:
+        asked = turns[: place + 1]
+        try:
+            cut = exchange(asked, tools, tokenizer, ends, thinking=thinking, arguments=arguments)
+            if place + 1 < len(turns):
+                known = [
+                    _one_thinking(turn) if thinking else without_thinking(turn) for turn in turns
+                ]
+                switch = None if thinking else False
+                whole = Template(tokenizer, tools, switch, arguments or {}).chat(known)
+                if cut.text.strip() not in whole:
+                    raise ChatRefused("the chat template rewrites it once the chat goes on")
+            cuts.append(cut)
+        except ChatRefused as error:
+            cuts.append(error)
+    return cuts
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:

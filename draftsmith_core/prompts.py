@@ -17,12 +17,11 @@ import numpy.typing as npt
 from draftsmith_core.asked_hash import asked_in_chat, asked_in_text
 from draftsmith_core.chats import (
     ChatRefused,
-    Exchange,
     Template,
     encode_behind,
     encode_messages,
     encode_rendered,
-    exchange,
+    exchanges,
 )
 from draftsmith_core.errors import InputError, without_place, without_secrets
 from draftsmith_core.io import JsonObject, hash_json
@@ -73,12 +72,11 @@ class Chat:
         """Hash what the first turns ask, 64 bits."""
         return asked_in_chat(self.messages[:turns], self.tools, self.arguments)
 
-    def asked_by_turn(self) -> list[int]:
-        """Hash what is asked before each assistant turn behind the first user's."""
+    def answered(self) -> list[int]:
+        """Places of the assistant's turns behind the first user's."""
         roles = [message["role"] for message in self.messages]
         first = roles.index("user") if "user" in roles else len(roles)
-        places = range(first, len(roles))
-        return [self.asked(place) for place in places if roles[place] == "assistant"]
+        return [place for place in range(first, len(roles)) if roles[place] == "assistant"]
 
 
 @dataclass(frozen=True)
@@ -107,9 +105,11 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class AskedAnswer(Exchange):
-    """An answer behind its prompt, and the hash of what that asks."""
+class AskedAnswer:
+    """An answer behind its prompt, as token ids, and the hash of what the prompt asks."""
 
+    prompt_ids: list[int]
+    answer_ids: list[int]
     asked: int
 
 
@@ -414,6 +414,14 @@ def asked_by(row: JsonObject, ids: Sequence[int], tokenizer: Tokenizer) -> int:
     return asked_in_text(row[key] if key == "prompt" else decode_text(tokenizer, list(ids)))
 
 
+@dataclass(frozen=True)
+class RowAnswers:
+    """The answers of a row, in their order. left_out: the reason of each that has no tokens."""
+
+    kept: list[AskedAnswer]
+    left_out: list[str] = field(default_factory=list)
+
+
 def answers(
     row: JsonObject,
     where: str,
@@ -421,35 +429,52 @@ def answers(
     ends: Sequence[int] = (),
     *,
     thinking: bool = True,
-) -> list[AskedAnswer]:
-    """Split a row into prompts and answers.
+) -> RowAnswers:
+    """Split a row into prompts and answers: all that are the target's, or that a mask allows.
 
-    Token ids: one for each run of trained tokens. Chat: the last turn. Otherwise: prompt and
-    completion.
+    Token ids: one for each run of trained tokens. Chat: each assistant turn behind a user's, but
+    those of `weight` 0. Otherwise: prompt and completion.
 
     ends, thinking: passed to `exchange` for chats. Raise InputError for a row without an answer,
-    and ChatRefused if the chat template does not write it.
+    and ChatRefused if the chat template writes none.
     """
     key = next((key for key in ANSWER_KEYS if row.get(key) is not None), None)
     if key in ID_KEYS:
-        return [
-            AskedAnswer(cut.prompt_ids, cut.answer_ids, prompt_hash(cut.prompt_ids))
-            for cut in answers_in_ids(row, where, len(tokenizer))
-        ]
+        kept = []
+        for cut in answers_in_ids(row, where, len(tokenizer)):
+            kept.append(AskedAnswer(cut.prompt_ids, cut.answer_ids, prompt_hash(cut.prompt_ids)))
+        return RowAnswers(kept)
     if key == "completion":
-        return [_completed(row, where, tokenizer)]
+        return RowAnswers([_completed(row, where, tokenizer)])
     if key is None:
         raise InputError(f"{where}: has no answer; add one of the keys {', '.join(ANSWER_KEYS)}")
-    turns = row["messages"]
+    return _in_chat(row, where, tokenizer, ends, thinking=thinking)
+
+
+def _in_chat(
+    row: JsonObject, where: str, tokenizer: Tokenizer, ends: Sequence[int], *, thinking: bool
+) -> RowAnswers:
+    tools, arguments = row.get("tools") or None, row.get(ARGUMENTS, {})
+    chat = Chat(tuple(row["messages"]), tools, arguments)
+    turns = chat.messages
     asked(turns, where)
-    if turns[-1]["role"] != "assistant":
+    places = [] if chat.asks_once else chat.answered()
+    if not places and turns[-1]["role"] == "assistant":
+        places = [len(turns) - 1]
+    places = [place for place in places if turns[place].get("weight") != 0]
+    if not places:
         raise InputError(f"{where}: the chat does not end with an assistant turn; add the answer")
-    try:
-        tools, arguments = row.get("tools") or None, row.get(ARGUMENTS)
-        cut = exchange(turns, tools, tokenizer, ends, thinking=thinking, arguments=arguments)
-    except ChatRefused as error:
-        raise ChatRefused(f"{where}: key 'messages': {error}") from None
-    return [AskedAnswer(cut.prompt_ids, cut.answer_ids, asked_by(row, (), tokenizer))]
+    cuts = exchanges(turns, places, tools, tokenizer, ends, thinking=thinking, arguments=arguments)
+    kept = []
+    left_out = []
+    for place, cut in zip(places, cuts, strict=True):
+        if isinstance(cut, ChatRefused):
+            left_out.append(f"{where}: key 'messages': {cut}")
+        else:
+            kept.append(AskedAnswer(cut.prompt_ids, cut.answer_ids, chat.asked(place)))
+    if not kept:
+        raise ChatRefused(left_out[-1])
+    return RowAnswers(kept, left_out)
 
 
 def _completed(row: JsonObject, where: str, tokenizer: Tokenizer) -> AskedAnswer:

@@ -22,6 +22,7 @@ from draftsmith_core import teacher_rows
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.io import sha256_file
 from draftsmith_core.models import load_model
+from tests.chat_families import FAMILIES as FAMILIES_OF_CHATS
 from tests.distilled import write_rows
 from tests.tiny_models import FRESH
 from tests.train_laws import FAMILIES, SIZES, tiny_family
@@ -261,23 +262,84 @@ def test_text_is_packed_with_its_ends(tmp_path, tokenizer):
     assert batch.labels_BT[0, 7] == IGNORE
 
 
-def test_a_chat_is_trained_on_its_last_answer(tmp_path, tokenizer, monkeypatch):
+CHAT = [("user", "Who?"), ("assistant", "The fox"), ("user", "And?"), ("assistant", "the dog")]
+
+
+def turns_of(*turns: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def test_a_chat_is_trained_on_all_its_answers(tmp_path, tokenizer, monkeypatch, capsys):
     template = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    chat = [("user", "Who?"), ("assistant", "The fox"), ("user", "And?"), ("assistant", "the dog")]
-    path = tmp_path / "m.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in chat]}))
-    examples = load_examples([str(path)], tokenizer, 64)
-    row = examples.rows[0]
-    assert (
-        tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
-        == "Who?\n\nThe fox\n\nAnd?\n\n"
-    )
-    assert tokenizer.decode(row["response_ids"]) == "the dog</s>"
-    labels = collate(examples, [0]).labels_BT[0].tolist()
+    source = write_rows(tmp_path / "m.jsonl", {"messages": turns_of(*CHAT)})
+    examples = load_examples([source], tokenizer, 64)
+    assert f"{source}: 2 answers of 1 rows are trained, 0 left out" in capsys.readouterr().err
+    cuts = []
+    for row in examples.rows:
+        prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
+        cuts.append((prompt, tokenizer.decode(row["response_ids"])))
+    assert cuts == [
+        ("Who?\n\n", "The fox</s>"),
+        ("Who?\n\nThe fox\n\nAnd?\n\n", "the dog</s>"),
+    ]
+    labels = collate(examples, [1]).labels_BT[0].tolist()
+    row = examples.rows[1]
     first = len(row["prompt_ids"]) - 1
     assert labels[:first] == [IGNORE] * first
     assert labels[first:-1] == row["response_ids"]
+
+
+def test_a_chat_of_text_trains_what_its_ids_train(tmp_path, tokenizer, monkeypatch):
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    text = write_rows(tmp_path / "text.jsonl", {"messages": turns_of(*CHAT)})
+    by_text = load_examples([text], tokenizer, 128)
+    ids: list[int] = []
+    mask: list[int] = []
+    for row in by_text.rows:
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        assert prompt[: len(ids)] == ids
+        mask += [0] * (len(prompt) - len(ids)) + [1] * len(response)
+        ids = prompt + response
+    assert (
+        tokenizer.decode(ids) == "[user]Who?[assistant]The fox</s>[user]And?[assistant]the dog</s>"
+    )
+    masked = write_rows(tmp_path / "ids.jsonl", {"input_ids": ids, "loss_mask": mask})
+    by_ids = load_examples([masked], tokenizer, 128)
+    assert by_ids.valid_tokens.tolist() == by_text.valid_tokens.tolist()
+    for one, other in zip(by_ids.rows, by_text.rows, strict=True):
+        assert one["prompt_ids"] == other["prompt_ids"]
+        assert one["response_ids"] == other["response_ids"]
+    # Both are one chat, on one side.
+    more = write_rows(tmp_path / "more.jsonl", {"messages": turns_of(("user", "A"), *CHAT[1:])})
+    training, heldout = divide(load_examples([text, more], tokenizer, 128), 0.5)
+    assert len(training.rows) == len(heldout.rows) == 2
+
+
+def test_an_answer_that_the_template_rewrites_is_left_out_and_counted(tmp_path, capsys):
+    family = FAMILIES_OF_CHATS["qwen3"].tokenizer
+    thinks = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2."}
+    last = {"role": "assistant", "content": "9", "reasoning_content": "4 and 5."}
+    first = turns_of(("user", "2+2?"))
+    rows = [
+        {"messages": [*first, thinks, *turns_of(("user", "+5?")), last]},
+        {"messages": [*first, thinks | {"weight": 0}, *turns_of(("user", "+5?")), last]},
+        {"messages": [*first, thinks]},
+    ]
+    source = write_rows(tmp_path / "m.jsonl", *rows)
+    examples = load_examples([source], family, 1024)
+    assert len(examples.rows) == 3
+    said = capsys.readouterr().err
+    assert "3 answers of 3 rows are trained, 1 left out: key 'messages': the chat template" in said
+    assert "rewrites it once the chat goes on (row 1)" in said
+    # Without thoughts the template keeps each answer as a server's target writes it.
+    examples = load_examples([source], family, 1024, thinking=False)
+    assert len(examples.rows) == 4
 
 
 def test_samples_of_a_prompt_stay_on_one_side(tmp_path):

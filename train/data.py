@@ -25,6 +25,7 @@ from draftsmith_core.errors import InputError, without_place
 from draftsmith_core.io import hash_json, read_json, read_manifest, sha256_file
 from draftsmith_core.prompt_rows import iterate_records, parse_record
 from draftsmith_core.prompts import ANSWER_KEYS, answers, content_id, prompt_hash, with_eos
+from draftsmith_core.ranks import say
 from draftsmith_core.reasons import Reasons
 from draftsmith_core.teacher_rows import COLUMN
 from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
@@ -217,7 +218,9 @@ def _text(
     whole: list[str] = []
     stream: list[int] = []
     skipped = Reasons()
+    left_out = Reasons()
     rows = 0
+    chats = 0
     for record in iterate_records(source):
         rows += 1
         where = f"{source}:{record.number}"
@@ -225,11 +228,14 @@ def _text(
             row = parse_record(record, source)
             if any(row.get(key) is not None for key in ANSWER_KEYS):
                 cut = answers(row, where, tokenizer, ends, thinking=thinking)
-                for answer in cut:
+                chats += 1
+                for answer in cut.kept:
                     prompts.append(answer.prompt_ids)
                     responses.append(answer.answer_ids)
                     asked.append(f"{answer.asked:016x}")
-                    whole.append(content_id(cut[-1].prompt_ids))
+                    whole.append(content_id(cut.kept[-1].prompt_ids))
+                for reason in cut.left_out:
+                    left_out.add(record.number, reason.removeprefix(f"{where}: "))
             else:
                 stream += _document(row, where, tokenizer)
         except InputError as error:
@@ -237,6 +243,9 @@ def _text(
     lines = skipped.lines(f"of {rows} rows skipped")
     for line in lines:
         log.warning("%s: %s", source, line)
+    if len(prompts) + left_out.total() > chats:
+        line = f"{source}: {len(prompts)} answers of {chats} rows are trained"
+        say(f"{line}, {'; '.join(left_out.lines('left out')) or '0 left out'}")
     blocks = [stream[i : i + max_length] for i in range(0, len(stream), max_length)]
     if not prompts and not blocks:
         raise InputError(f"{source}: {'; '.join(lines) or 'holds no rows'}")

@@ -29,7 +29,9 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
     """
     keys = []
     for prompt in read.prompts:
-        keys.append([*prompt.hashes, *(prompt.chat.asked_by_turn() if prompt.chat else ())])
+        keys.append(prompt.hashes)
+        if prompt.chat is not None:
+            keys[-1] += [prompt.chat.asked(place) for place in prompt.chat.answered()]
     ranks = group_ranks(keys)
     count = min(count, max(ranks))
     skipped = {skip.row for skip in read.skipped}

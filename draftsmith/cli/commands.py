@@ -79,7 +79,7 @@ def _score(config: "ScoreConfig", command: str) -> Outcome:
         f"response tokens of {summary['bytes_per_token']} bytes; {summary['prompts_skipped']} "
         "skipped"
     )
-    return Outcome(summary, [line, *summary["skipped_because"]])
+    return Outcome(summary, [line, *summary["skipped_because"], *summary["dropped_because"]])
 
 
 def _recipe(config: "TrainCommandConfig") -> "TrainConfig":
