@@ -51,12 +51,14 @@ _MTP_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3D
 
 @dataclass(frozen=True)
 class _Parts:
-    """A head as the kernel takes it. logits: None if the kernel does not multiply them."""
+    """A head as the kernel takes it. raw_features: its features are those before its norm. logits:
+    None if the kernel does not multiply them.
+    """
 
     layers: list[Layer]
     opening: Opening
     norm_D: Tensor | None
-    raw_state: bool = False
+    raw_features: bool = False
     logits: FusedLinear | None = None
 
     @property
@@ -147,7 +149,7 @@ def _eagle3(head: Eagle3Head, maker: LayerMaker) -> _Parts:
         layers=[maker.layer(layer, 0, _KIND, first_norm=None)],
         opening=opening,
         norm_D=maker.vector(head.norm),
-        raw_state=not head.config.norm_output,
+        raw_features=not head.config.norm_output,
         logits=maker.fused("lm_head", head.lm_head),
     )
 
@@ -207,6 +209,8 @@ class HeadForward(ABC):
         self._head = head
         self._parts = parts
         self._like = parts.layers[0].ffn_norm_D
+        # Number of the kernel's state that is the head's feature.
+        self._feature = len(parts.layers) + (not parts.raw_features)
         self.sizes = Sizes(
             heads=config.num_attention_heads,
             groups=config.num_key_value_heads,
@@ -222,7 +226,6 @@ class HeadForward(ABC):
             norm_D=parts.norm_D,
             head=parts.logits,
             opening=parts.opening,
-            raw_state=parts.raw_state,
         )
 
     def run(
@@ -291,7 +294,7 @@ class EagleForward(HeadForward):
             step.masks,
             step.place,
             kept if projected else 0,
-            [1],
+            [self._feature],
             self._inputs(step),
             self._model.dtype,
         )
@@ -367,7 +370,7 @@ class BlockHeadForward(HeadForward):
             {_KIND: mask[:, :, known:]},
             replace(step.place, column=step.place.column + known),
             0,
-            [len(self._parts.layers)],
+            [self._feature],
             HeadInputs(embedded_BqD=embedded_BSD, features_BqD=None),
         )
         drafting_BkD: Tensor = self._head.slots(states[0].to(self._model.dtype))

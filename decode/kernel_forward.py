@@ -161,7 +161,6 @@ class _Model(ctypes.Structure):
         ("count", _SIZE),
         ("head", _Matrix),
         ("norm", _POINTER),
-        ("raw_state", _SIZE),
         ("opening", ctypes.POINTER(_Opening)),
         ("embedding", _POINTER),
         *_fields(_SIZE, "embedding_packed embedding_kind vocabulary width heads groups size"),
@@ -200,11 +199,8 @@ class KernelForward:
         head: FusedLinear | None,
         embedding: PackedMatrix | Tensor | None = None,
         opening: Opening | None = None,
-        raw_state: bool = False,
     ) -> None:
-        """head: None for no logits. embedding: packed, or fp32; None with an `opening`. raw_state:
-        whether the last hidden state is that before the last norm.
-        """
+        """head: None for no logits. embedding: packed, or fp32; None with an `opening`."""
         self.functions = functions
         self.layers = layers
         self.norm_D = norm_D
@@ -226,7 +222,6 @@ class KernelForward:
             count=len(layers),
             head=_matrix(head),
             norm=_address(norm_D),
-            raw_state=raw_state,
             width=self.width,
             heads=sizes.heads,
             groups=sizes.groups,
@@ -267,13 +262,15 @@ class KernelForward:
         inputs: HeadInputs | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return logits of the last `kept` queries and the hidden states of layers `numbers`; see
-        `LeanForward.run`. inputs: with an `opening`, instead of the tokens' embeddings.
-        state_dtype: of the hidden states. IndexError for a token outside the vocabulary.
+        """Return logits of the last `kept` queries and the hidden states `numbers`, of which L is
+        the last layer's output and L + 1 that after the last norm; see `LeanForward.run`.
+
+        inputs: with an `opening`, instead of the tokens' embeddings. state_dtype: of the hidden
+        states. IndexError for a token outside the vocabulary.
         """
         batch, queries = tokens_Bq.shape
         wanted = sorted(set(numbers))
-        every = range(len(self.layers) + 1)
+        every = range(len(self.layers) + 2)
         flags = bytes(number in wanted for number in every)
         tokens_Bq = tokens_Bq.contiguous()
         positions_Rq = positions_Rq.contiguous()

@@ -185,7 +185,8 @@ class LeanForward:
         prefill: compute no logits.
         """
         rotary_N2E = self.rotary.up_to(top_position)
-        numbers = [layer % (len(self.layers) + 1) for layer in hidden_layers]
+        # Behind the output of the last layer stands the normed last state, -1.
+        numbers = [layer % (len(self.layers) + 2) for layer in hidden_layers]
         if self._kernel is not None and (prefill or tokens_Bq.numel() <= MOST_TOKENS):
             assert isinstance(cache, TreeCache)
             place = cache.place(len(tokens_Bq), self.sizes.groups, self.sizes.size, self.norm_D)
@@ -264,7 +265,7 @@ class LeanForward:
         numbers: Sequence[int],
         prefill: bool,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the normalised last hidden state and those of layers `numbers`, `[B, q, D]`."""
+        """Return the normed last hidden state and the states `numbers`, `[B, q, D]`."""
         rows, queries = tokens_Bq.shape
         last = len(self.layers)
         folded = {kind: self._folded(mask, queries) for kind, mask in masks.items()}
@@ -278,7 +279,7 @@ class LeanForward:
             h_XD = self._norm(x_XD, layer.norm_D)
             qkv_BqHE = layer.qkv(h_XD).view(rows, queries, -1, self.sizes.size)
             q_BHqE, keys, values = self._cached(layer, qkv_BqHE, rope_Bq1E, cache.layers[index])
-            if prefill and index == last - 1 and last not in numbers:
+            if prefill and index == last - 1 and max(numbers, default=0) < last:
                 # Only the last layer's keys and values are needed.
                 return x_XD, states
             mixed_XD = self._attend(q_BHqE, keys, values, folded[layer.kind])
@@ -286,8 +287,9 @@ class LeanForward:
             gate, up = layer.gate_up.parts(self._norm(x_XD, layer.ffn_norm_D))
             gated = self.act(gate).mul_(up)
             x_XD = layer.down.plus(gated, x_XD)
-        states[last] = self._norm(x_XD, self.norm_D).view(rows, queries, -1)
-        return states[last], states
+        states[last] = x_XD.view(rows, queries, -1)
+        states[last + 1] = self._norm(x_XD, self.norm_D).view(rows, queries, -1)
+        return states[last + 1], states
 
     def _cached(
         self, layer: Layer, qkv_BqHE: Tensor, rope_Bq1E: Tensor, cache: Any

@@ -27,7 +27,7 @@ _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # common/speculative.cpp).
 _LLAMA_SIZES_APART, _LLAMA_FIRST_TEXT = 128, 5
 # Types of rope that SafeAILab's code knows.
-_AUTHORS_ROPES = ("default", "linear", "dynamic")
+_AUTHORS_ROPES = ("default", "linear")
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,28 @@ def _norm_moved(pair: Pair, *options: str) -> str | None:
     return None
 
 
-def _states_not_passed(pair: Pair) -> str | None:
-    if len(set(pair.states)) >= 3 and max(pair.states) < pair.target_layers:
+def _longrope(pair: Pair) -> str | None:
+    if _rope_type(pair.head.config) != "longrope":
+        return None
+    return "the head's rope is longrope, whose factors an engine chooses by its longest text"
+
+
+def _too_few_states(pair: Pair) -> str | None:
+    if len(set(pair.states)) >= 3:
         return None
     return f"the head reads states {pair.states} of a target of {pair.target_layers} layers"
+
+
+def _normed_last(pair: Pair) -> str | None:
+    if pair.head.config.last_tap != "normed":
+        return None
+    return "the head was trained on the target's last state behind the final norm"
+
+
+def _reads_last(pair: Pair) -> str | None:
+    if max(pair.states) < pair.target_layers:
+        return None
+    return f"the head reads the output of the last layer (states {pair.states})"
 
 
 def _reads_embedding(pair: Pair) -> str | None:
@@ -335,10 +353,9 @@ _NO_WORD = (
     "draftsmith instead"
 )
 _OWN_TABLE = "use --format speculators for an EAGLE-3 head, which has a table of its own"
-_THREE_STATES = (
-    "engines pass three distinct states, each the input of a layer; use a target of at least "
-    "five layers"
-)
+_THREE_STATES = "engines pass three distinct states; use a target of at least two layers"
+_RAW_LAST = "engines pass the raw output of the last layer; train it again"
+_BEFORE_LAST = "this engine passes states up to the input of the last layer only"
 _OTHER = "use --format sglang, or speculators for an EAGLE-3 head"
 _BLOCK = "use --format dflash"
 
@@ -359,11 +376,14 @@ RULES: tuple[Rule, ...] = (
     Rule({"speculators"}, _BLOCKS, _windowed, _BLOCK),
     Rule({"eagle", "sglang"}, _EAGLE3, _norm_before_residual, _NO_WORD),
     Rule(_FORMATS, _EAGLE3, _other_norms, _NO_WORD),
-    Rule(_FORMATS, _EAGLE3, _states_not_passed, _THREE_STATES),
+    Rule(_FORMATS, _EAGLE3, _too_few_states, _THREE_STATES),
+    Rule(_FORMATS, {*_EAGLE3, *_BLOCKS}, _normed_last, _RAW_LAST),
+    Rule({"sglang", "gguf", "sglang dflash"}, {*_EAGLE3, *_BLOCKS}, _reads_last, _BEFORE_LAST),
     Rule({"sglang"}, _EAGLE3, _reads_embedding, "use --format speculators"),
     Rule({"eagle"}, _EAGLES, _authors_head_size, _OTHER),
     Rule({"eagle"}, _EAGLES, _authors_rope, _OTHER),
     Rule({"eagle"}, _EAGLE3, _authors_states, _OTHER),
+    Rule(_FORMATS, {*_EAGLES, *_BLOCKS}, _longrope, "decode with draftsmith instead"),
     Rule({"mtp"}, {"mtp"}, _no_mtp_layer, "decode with draftsmith instead"),
     Rule({"transformers mtp"}, {"mtp"}, _not_in_transformers),
     Rule({"gguf"}, _EAGLE3, _gguf_rope, _OTHER),

@@ -103,6 +103,9 @@ def _merge_heads(config: MergeConfig, directory: Path) -> str:
         states[source] = read_tensors(Path(source))[1]
     check_alike(shapes)
     shape = shapes[config.sources()[0]]
+    if not read_record(Path(config.sources()[0])):
+        # A head of others, which becomes one of ours; see `load_head`.
+        shape.setdefault("last_tap", "raw")
     tensors = _merged(config, states)
     write_tensors(directory, tensors, shape)
     return hash_tensors(shape, sorted(tensors.items()))

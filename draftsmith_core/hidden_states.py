@@ -1,6 +1,10 @@
 """The hidden states of a causal model and the way from the last of them to its logits, in one shape
 for every architecture.
 
+A model of n layers has the states 0 (the embedding) to n: state l is the raw output of l layers,
+the last one included, as engines give it. transformers' last entry is normed instead. The *final
+state*, -1, is that after the final norm.
+
 Architectures differ: some keep several residual streams, some hand out another last state than the
 one that their output projection reads, some have layers in between (BERT). How a model does it is
 found by trying it on a few tokens, once.
@@ -8,7 +12,7 @@ found by trying it on a few tokens, once.
 Legend: B rows, T tokens, N tokens, H hidden size, V vocabulary, S residual streams.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +33,15 @@ class StateLayout:
 
     count: number of entries, embedding included. width: H. streams_first: states with residual
     streams are `[S, B, T, H]`, else `[B, T, S, H]` or `[B, T, S * H]`. last_is_final: the last
-    entry is the state that `body` returns as the last.
+    entry is the state that `body` returns as the last. last_layer: the module whose output is the
+    raw last state; None if none was found.
     """
 
     count: int
     width: int
     streams_first: bool
     last_is_final: bool
+    last_layer: nn.Module | None
 
 
 _layouts: WeakKeyDictionary[nn.Module, StateLayout] = WeakKeyDictionary()
@@ -66,26 +72,73 @@ def layout_of(model: PreTrainedModel) -> StateLayout:
             width=config.hidden_size,
             streams_first=False,
             last_is_final=True,
+            last_layer=None,
         )
     known = _layouts.get(model)
     if known is None:
         with evaluating(model):
             ids_BT = some_tokens(model, rows=2, tokens=3)
-            out = body(model)(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
-        known = _layouts[model] = _layout(model, out.hidden_states, out.last_hidden_state)
+            with _caught(_lists_end(model)) as calls:
+                out = body(model)(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
+        known = _layouts[model] = _layout(model, out.hidden_states, out.last_hidden_state, calls)
     return known
 
 
-def _layout(model: PreTrainedModel, states: Sequence[Tensor] | None, last: Tensor) -> StateLayout:
+@dataclass(frozen=True)
+class _Call:
+    """The first argument of a module, and what it returned."""
+
+    read: Any
+    returned: Any
+
+
+def _lists_end(model: PreTrainedModel) -> list[nn.Module]:
+    """The last modules of all lists of modules, among them the model's last layer."""
+    lists = [part for part in body(model).modules() if isinstance(part, nn.ModuleList)]
+    return [part[-1] for part in lists if len(part)]
+
+
+@contextmanager
+def _caught(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, _Call]]:
+    """The last call in the block of each of these modules that was called."""
+    calls: dict[nn.Module, _Call] = {}
+
+    def catch(module: nn.Module, given: Any, named: Any, returned: Any) -> None:
+        read = given[0] if given else named.get("hidden_states")
+        calls[module] = _Call(read, returned[0] if type(returned) in (tuple, list) else returned)
+
+    handles = [module.register_forward_hook(catch, with_kwargs=True) for module in modules]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layout(
+    model: PreTrainedModel,
+    states: Sequence[Tensor] | None,
+    last: Tensor,
+    calls: Mapping[nn.Module, _Call],
+) -> StateLayout:
     if not states:
         raise InputError(f"{type(model).__name__} gives no hidden states, which heads read")
     shape = last.shape[:2]
+    # The last layer reads the state before the last. Some leave out the embedding (Mamba): there it
+    # returns that state.
+    layers = [module for module, call in calls.items() if _same(call.returned, states[-2])]
+    layers += [module for module, call in calls.items() if _same(call.read, states[-2])]
     return StateLayout(
         count=len(states),
         width=last.shape[-1],
         streams_first=any(state.dim() == 4 and state.shape[:2] != shape for state in states),
-        last_is_final=states[-1].shape == last.shape and torch.equal(states[-1], last),
+        last_is_final=_same(states[-1], last),
+        last_layer=layers[-1] if layers else None,
     )
+
+
+def _same(a: Any, b: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.shape == b.shape and torch.equal(a.to(b.device), b)
 
 
 def some_tokens(model: PreTrainedModel, rows: int, tokens: int) -> Tensor:
@@ -121,43 +174,60 @@ def merged(state: Tensor, layout: StateLayout) -> Tensor:
     return state
 
 
-def states_of(model: PreTrainedModel, layers: Sequence[int], output: Any) -> list[Tensor]:
-    """The states `[B, T, H]` of `layers` in an output of `body(model)`; -1 is the final state.
-
-    Only for layers other than -1 the output must have `hidden_states`.
-    """
-    states = []
-    for layer in layers:
-        if layer == -1:
-            states.append(output.last_hidden_state)
-        else:
-            states.append(merged(output.hidden_states[layer], layout_of(model)))
-    return states
+def body_states(model: PreTrainedModel, layers: Sequence[int], **inputs: Any) -> tuple[Tensor, ...]:
+    """Forward a model without its output projection. Return the states `[B, T, H]` of `layers`."""
+    return _forward(body(model), model, layers, inputs)[1]
 
 
 def forward_with_states(
     model: nn.Module, layers: Sequence[int], **inputs: Any
 ) -> tuple[Any, tuple[Tensor, ...]]:
-    """Forward the whole model. Return its output and the states `[B, T, H]` of `layers`, of which
-    -1 is the final one.
-    """
+    """Forward the whole model. Return its output and the states `[B, T, H]` of `layers`."""
     if not layers:
         return model(**inputs), ()
     if not isinstance(model, PreTrainedModel):
         # A head that a decoder runs as a model.
         output = model(**inputs)
         return output, tuple(output.hidden_states[layer] for layer in layers)
+    return _forward(model, model, layers, inputs)
+
+
+def _forward(
+    called: nn.Module, model: PreTrainedModel, layers: Sequence[int], inputs: dict[str, Any]
+) -> tuple[Any, tuple[Tensor, ...]]:
+    """called: the model or its body."""
     layout = layout_of(model)
-    if layout.last_is_final:
-        output = model(**inputs, output_hidden_states=True)
-        return output, tuple(merged(output.hidden_states[layer], layout) for layer in layers)
-    outputs: list[Any] = []
-    handle = body(model).register_forward_hook(lambda _, __, output: outputs.append(output))
-    try:
-        output = model(**inputs, output_hidden_states=True)
-    finally:
-        handle.remove()
-    return output, tuple(states_of(model, layers, outputs[0]))
+    last = layout.count - 1
+    watched: list[nn.Module] = []
+    inner = body(model)
+    if called is model and not layout.last_is_final:
+        watched.append(inner)
+    raw = layout.last_layer
+    if last in layers:
+        if raw is None:
+            raise InputError(
+                f"{type(model).__name__} does not show the output of its last layer, which this "
+                "head reads; choose other layers"
+            )
+        watched.append(raw)
+    if called is model or set(layers) != {-1}:
+        inputs = {"output_hidden_states": True, **inputs}
+    with _caught(watched) as calls:
+        output = called(**inputs)
+    states = []
+    for layer in layers:
+        if layer == last and raw is not None:
+            state = calls[raw].returned
+        elif layer != -1:
+            state = output.hidden_states[layer]
+        elif called is inner:
+            state = output.last_hidden_state
+        elif layout.last_is_final:
+            state = output.hidden_states[-1]
+        else:
+            state = calls[inner].returned.last_hidden_state
+        states.append(merged(state, layout))
+    return output, tuple(states)
 
 
 class _Reached(Exception):

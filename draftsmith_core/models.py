@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils.hub import cached_file
 
 from draftsmith_core.devices import resolve_device
 from draftsmith_core.errors import InputError, require_package
 from draftsmith_core.hub import check_source, no_model, quiet, why_not
-from draftsmith_core.io import JsonObject, canonical_json
+from draftsmith_core.io import JsonObject, canonical_json, read_json
 from draftsmith_core.runs import check_weights
 from draftsmith_core.settings import Quantize as Quantize
 from draftsmith_core.tokenization import Tokenizer
@@ -94,6 +97,7 @@ def load_model(
         ) from None
     model, info = loaded
     _check_weights(name, type(model).__name__, info)
+    _check_codes(name, model)
     if not getattr(model, "is_quantized", False):
         model.to(target_device)
     for module in model.modules():
@@ -143,6 +147,36 @@ def _check_weights(name: str, class_name: str, info: Mapping[str, Any]) -> None:
             len(unused),
             unused[0],
         )
+
+
+# In headers of safetensors.
+_CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+
+
+def _check_codes(name: str, model: PreTrainedModel) -> None:
+    """Raise InputError for weights of 8 bits whose scales transformers does not read: it takes them
+    for values.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        config = cached_file(
+            name, "config.json", revision=getattr(model.config, "_commit_hash", None)
+        )
+        directory = Path(config or name).parent
+    values = read_json(directory / "config.json", "the config of a model")
+    quantization = {"quant_method": "none"} | (values.get("quantization_config") or {})
+    if AutoHfQuantizer.supports_quant_method(quantization):
+        return
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                dtype = opened.get_slice(key).get_dtype()
+                if key.endswith("weight") and dtype in _CODES:
+                    raise InputError(
+                        f"{file}: '{key}' is {dtype}, and transformers reads no scales for it "
+                        f"('quantization_config' in config.json: {quantization['quant_method']}); "
+                        "use the model in 16 bits"
+                    )
 
 
 @torch.inference_mode()

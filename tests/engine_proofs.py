@@ -17,6 +17,7 @@ from drafts.heads.block import BlockHead
 from drafts.layouts.read_back import head_logits, probe_ids
 from drafts.load import Source, depth_limit
 from draftsmith_core.engine_commands import SERVING
+from draftsmith_core.hidden_states import forward_with_states
 from draftsmith_core.models import text_config, vocabulary_size
 
 TOKENS = 24
@@ -47,8 +48,8 @@ def proven_by_speculators(source: Source, out: Path, python: Path) -> Proof:
     head: Any = source.draft
     slots = head.config.block_size if isinstance(head, BlockHead) else 0
     ids = probe_ids(source.target, TOKENS + slots)
-    hidden = source.target(ids, output_hidden_states=True).hidden_states
-    states = [hidden[layer] for layer in head.hidden_layers]
+    _, read = forward_with_states(source.target, head.hidden_layers, input_ids=ids)
+    states = list(read)
     if slots:
         # `previous` are the text's tokens before those that the slots draft.
         previous = ids[0].unfold(0, head.depths, 1)[:TOKENS]
@@ -102,10 +103,10 @@ def proven_by_vllm(source: Source, out: Path, python: Path) -> Proof:
         theirs = load_file(file)["logits"]
     row = answer[0][0]
     ids = torch.cat([prompt, torch.tensor([row["tokens"][0]])], dim=1)
-    result = target(ids, output_hidden_states=True)
+    result, read = forward_with_states(target, head.hidden_layers, input_ids=ids)
     first = prompt.shape[1]
     assert torch.equal(result.logits[0, first - 1 : -1].argmax(-1), ids[0, first:])
-    states = [result.hidden_states[layer] for layer in head.hidden_layers]
+    states = list(read)
     if isinstance(head, BlockHead):
         anchors_1T = torch.arange(1, ids.shape[1])[None]
         logits_TKV = head.logits(head.raw_logits(head.drafted(ids, states, anchors_1T)[0]))

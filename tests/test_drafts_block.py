@@ -16,6 +16,7 @@ from decode.propose.head_proposers import HeadProposer
 from drafts.heads import HEADS
 from drafts.heads.block import BlockHead, target_layers_of
 from draftsmith_core.errors import InputError
+from draftsmith_core.hidden_states import forward_with_states
 from draftsmith_core.sampling import Sampling
 from tests.train_laws import FAMILIES, SIZES, tiny_family
 
@@ -38,8 +39,8 @@ def text(
     target: PreTrainedModel, head: BlockHead, rows: int = 2, tokens: int = 17
 ) -> tuple[Tensor, list[Tensor]]:
     ids_BT = torch.randint(0, V, (rows, tokens), generator=torch.Generator().manual_seed(3))
-    hidden = target(ids_BT, output_hidden_states=True).hidden_states
-    return ids_BT, [hidden[layer] for layer in head.hidden_layers]
+    _, states = forward_with_states(target, head.hidden_layers, input_ids=ids_BT)
+    return ids_BT, list(states)
 
 
 @torch.no_grad()

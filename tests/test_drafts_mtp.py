@@ -196,10 +196,13 @@ def test_a_directory_may_hold_the_layer_alone(nextn, tmp_path):
     with pytest.raises(InputError, match=r"layers\.0\.strange"):
         load_head(tmp_path, target)
     name = "model.layers.2.self_attn.o_proj.weight"
-    eight = alone | {name: alone[name].to(torch.float8_e4m3fn)}
+    eight = alone | {name: (alone[name] * 100).to(torch.float8_e4m3fn)}
     save_file(eight, tmp_path / "mtp.safetensors")
-    with pytest.raises(InputError, match="is quantised .float8_e4m3fn."):
+    with pytest.raises(InputError, match=f"'{name}' is float8_e4m3fn without a scale"):
         load_head(tmp_path, target)
+    save_file(eight | {f"{name}_scale_inv": torch.tensor([[0.01]])}, tmp_path / "mtp.safetensors")
+    read = load_head(tmp_path, target).state_dict()["layers.0.self_attn.o_proj.weight"]
+    torch.testing.assert_close(read, alone[name], atol=1e-4, rtol=0.07)
 
 
 QWEN = {

@@ -16,6 +16,7 @@ from drafts.heads.eagle import EagleHead
 from drafts.heads.medusa import MedusaHeads
 from drafts.load import check_draft_vocabulary
 from draftsmith_core.errors import InputError, RunError
+from draftsmith_core.hidden_states import forward_with_states
 from draftsmith_core.models import load_model
 from draftsmith_core.sampling import Sampling, acceptance, probs
 from draftsmith_core.tokenization import load_tokenizer
@@ -58,10 +59,11 @@ def read(
     """
     ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
     with torch.inference_mode():
-        out = target(input_ids=ids, output_hidden_states=True)
+        out, states = forward_with_states(target, draft.hidden_layers, input_ids=ids)
+        read = dict(zip(draft.hidden_layers, states, strict=True))
         alone_B = torch.tensor([len(row.prompt_ids) == 1])
         at = torch.zeros(ids.shape[1], dtype=torch.long), torch.arange(ids.shape[1])
-        logits_TV, _ = next(draft_logits(draft, out.hidden_states, ids, alone_B, 1, at))
+        logits_TV, _ = next(draft_logits(draft, read, ids, alone_B, 1, at))
         return probs(out.logits[0], SAMPLING), probs(logits_TV, SAMPLING), out
 
 

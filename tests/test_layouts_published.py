@@ -169,7 +169,7 @@ def renamed(tensors: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
     }
 
 
-def without(tensors: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+def without(tensors: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
@@ -290,12 +290,38 @@ def test_a_draft_vocabulary_without_names_is_refused(target, tmp_path):
         load_head(directory, target)
 
 
-@pytest.mark.parametrize("ids", [DRAFT_VOCAB, None])
-def test_eagle3_without_a_projection_reads_the_targets(ids, target, tmp_path):
+SHARING: dict[str, tuple[dict[str, Any], list[int] | None]] = {
+    "no draft vocabulary is named": (without(SPECFORGE, "draft_vocab_size"), None),
+    "its tokens are in d2t": (without(SPECFORGE, "draft_vocab_size"), DRAFT_VOCAB),
+    "tied": (SPECFORGE | {"tie_word_embeddings": True}, DRAFT_VOCAB),
+}
+
+
+@pytest.mark.parametrize("way", SHARING)
+def test_eagle3_without_a_projection_reads_the_targets(way, target, tmp_path):
+    values, ids = SHARING[way]
     head = eagle3(target, ids)
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head.weight[ids or slice(None)])
-    values = SPECFORGE | {"draft_vocab_size": len(ids or range(V))}
+    tensors = without(head.state_dict(), "lm_head.weight", "t2d")
+    check(write(tmp_path / "head", values, tensors, "model.safetensors"), head, target)
+
+
+@pytest.mark.parametrize("ids", [DRAFT_VOCAB, None])
+def test_a_projection_that_is_missing_is_not_replaced(ids, target, tmp_path):
+    tensors = without(eagle3(target, ids).state_dict(), "lm_head.weight")
+    for name, values in {"authors": SPECFORGE, "speculators": SPECULATORS}.items():
+        size = {"draft_vocab_size": len(ids or range(V))}
+        directory = write(tmp_path / name, values | size, tensors, "model.safetensors")
+        with pytest.raises(InputError, match=r"the file holds no 'lm_head.weight'"):
+            load_head(directory, target)
+
+
+def test_a_tied_projection_is_the_heads_own_embedding(target, tmp_path):
+    head = eagle3(target, own_embedding=True)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(head.embed_tokens.weight[DRAFT_VOCAB])
+    values = SPECFORGE | {"tie_word_embeddings": True, "embed_requires_grad": True}
     tensors = without(head.state_dict(), "lm_head.weight", "t2d")
     check(write(tmp_path / "head", values, tensors, "model.safetensors"), head, target)
 

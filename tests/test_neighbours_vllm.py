@@ -5,6 +5,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 import draftsmith as ds
 from benchmarks.lib.engines import vllm_answers
+from drafts.heads import save_head
+from drafts.heads.eagle3 import Eagle3Head
 from drafts.layouts.export import WRITERS
 from drafts.load import load_source
 from draftsmith_core.engine_commands import SERVING
@@ -23,6 +26,8 @@ from eval.method import Method
 from tests.engine_proofs import Proof, proven_by_vllm
 from tests.learnt_heads import AHEAD, TOKENS, learn
 from tests.openvino_ir import engine
+from tests.tiny_models import stirred
+from train.config import HeadOptions
 
 ROOT = Path(__file__).parents[1]
 TARGET = str(ROOT / "draftsmith" / "demo" / "pair" / "target")
@@ -219,6 +224,24 @@ def test_acceptance_at_temperature_one_is_the_predicted_one(served, name, rule):
     # What was measured tells the two rules apart.
     other = sum(found["sum" if rule == "naive" else "greedy"]) / sum(found["count"])
     assert abs(counted[0] / drafts - other) > 0.02
+
+
+def test_the_last_tap_is_the_raw_output_of_the_last_layer(tmp_path):
+    """As vLLM gives it: its logits are ours, and a block drafter is accepted as we accept it."""
+    engine("vllm")
+    served = Served(TARGET, tmp_path)
+    target = ds.load_pair(TARGET, device="cpu", dtype="float32").target
+    options = HeadOptions(num_layers=2, block_size=AHEAD + 1, target_layers=[1, 3, 5])
+    learn("dflash", TARGET, LEARNT, tmp_path, head=options)
+    fresh = Eagle3Head.fresh(target)
+    config = replace(fresh.config, eagle_aux_hidden_state_layer_ids=(1, 3, 6), last_tap="raw")
+    save_head(stirred(Eagle3Head(config, target), 0.05), tmp_path / "eagle3")
+    for name in ("dflash", "dflash of speculators", "eagle3"):
+        served.export(name, samples=False)
+    assert served.proofs.keys() == {"dflash", "eagle3"}
+    served.serve([served.pair("dflash").encode(text) for text in LEARNT], TOKENS)
+    for name in ("dflash", "dflash of speculators"):
+        assert served.as_we_accept(name, TOKENS) > len(LEARNT)
 
 
 @pytest.fixture(scope="module")

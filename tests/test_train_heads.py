@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache
 from drafts.heads.block import BlockHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
+from draftsmith_core.hidden_states import forward_with_states
 from draftsmith_core.models import fingerprint
 from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred
 from tests.train_laws import tiny_family
@@ -123,8 +124,8 @@ def decoded(
     the decoder does.
     """
     with torch.no_grad():
-        out = target(torch.tensor([ids]), output_hidden_states=True)
-    states = [out.hidden_states[layer] for layer in head.hidden_layers]
+        _, read = forward_with_states(target, head.hidden_layers, input_ids=torch.tensor([ids]))
+    states = list(read)
     logits: list[Tensor] = []
     features: list[Tensor] = []
     if isinstance(head, MedusaHeads):

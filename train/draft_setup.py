@@ -40,7 +40,7 @@ from draftsmith_core.runs import RECORD
 from train import parallel
 from train.config import VOCABULARY_KINDS, TrainConfig
 from train.data import Examples
-from train.features import FeatureCache, StateMemory, cached_layers
+from train.features import FeatureCache, StateMemory, cached_layers, state_names
 from train.job import TrainingJob
 from train.trainee import Trainee
 from train.trainees import TRAINEES
@@ -231,7 +231,7 @@ def _feature_cache(job: TrainingJob, draft: Draft, target: PreTrainedModel) -> F
     return FeatureCache(
         options.features,
         fingerprint=fingerprint(target),
-        layers=layers,
+        layers=state_names(target, layers),
         dtype=target.dtype,
         max_bytes=int(limit_gib * 2**30),
         process=job.world.rank,

@@ -26,7 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith_core.hidden_states import body, layout_of, states_of
+from draftsmith_core.hidden_states import body_states, layout_of
 from draftsmith_core.io import atomic_file, hash_json, remove_leftovers, sha256_file
 from train.batch import IGNORE, Batch, forward_options, packing_method
 from train.teacher import find_projection
@@ -40,8 +40,8 @@ class FeatureCache:
     """Target states of documents, on disk, by content, never more than `max_bytes` of shards.
 
     directory: may be shared by runs, processes and targets. fingerprint: of the target. layers:
-    which of its `hidden_states`. dtype: of what is stored and given back. processes: divide the
-    room that is left at the start.
+    names of its states (`state_names`). dtype: of what is stored and given back. processes: divide
+    the room that is left at the start.
 
     A full cache takes nothing more in: rows come back once per epoch, so dropping the oldest would
     drop each just before it is needed. A shard that is damaged counts as absent.
@@ -51,7 +51,7 @@ class FeatureCache:
         self,
         directory: str | Path,
         fingerprint: str,
-        layers: Sequence[int],
+        layers: Sequence[int | str],
         dtype: torch.dtype,
         max_bytes: int,
         process: int = 0,
@@ -78,7 +78,7 @@ class FeatureCache:
             except (OSError, SafetensorError):
                 self._forget(file)
 
-    def key(self, ids: Sequence[int], layer: int) -> str:
+    def key(self, ids: Sequence[int], layer: int | str) -> str:
         """64 hex digits of the target, the layer, the dtype and the tokens."""
         return hash_json([self._identity, layer, list(ids)])
 
@@ -173,11 +173,19 @@ def cached_layers(layers: Sequence[int]) -> tuple[int, ...]:
     return tuple(layers) if -1 in layers else (*layers, -1)
 
 
+def state_names(target: PreTrainedModel, layers: Sequence[int]) -> tuple[int | str, ...]:
+    """What a cache calls the target's states. Caches of older versions held the normed last state
+    under the number of the last.
+    """
+    last = layout_of(target).count - 1
+    return tuple("raw last" if layer == last else layer for layer in layers)
+
+
 class FrozenTarget:
     """A model that is read and never trained; a plain object, so that a trainee does not register
     its weights.
 
-    layers: of its `hidden_states`. packing: whether batches will be packed. cache: made for this
+    layers: of its states. packing: whether batches will be packed. cache: made for this
     model with `cached_layers(layers)`. memory: for drafts that read the last layer only. Raise
     InputError if the model cannot be used so.
     """
@@ -217,9 +225,7 @@ class FrozenTarget:
 
     def _forward(self, ids_BT: Tensor, options: dict[str, Any]) -> list[Tensor]:
         wanted = cached_layers(self.layers)
-        more = {"output_hidden_states": True} if wanted != (-1,) else {}
-        out = body(self.model)(input_ids=ids_BT, use_cache=False, **more, **options)
-        return states_of(self.model, wanted, out)
+        return list(body_states(self.model, wanted, input_ids=ids_BT, use_cache=False, **options))
 
     def _kept(
         self, batch: Batch, kept: FeatureCache | StateMemory, dtype: torch.dtype

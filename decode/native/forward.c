@@ -45,7 +45,6 @@ struct model {
     size_t count;
     struct matrix head;            /* without values: no logits */
     const float *norm;             /* may be NULL */
-    size_t raw_state;              /* whether the last state is wanted before the last norm */
     const struct opening *opening; /* NULL: x is the embedding of the token */
     const char *embedding; /* [vocabulary][width] in fp32, or packed in `embedding_kind` where `embedding_packed` */
     size_t embedding_packed, embedding_kind, vocabulary;
@@ -69,7 +68,7 @@ struct step {
     size_t layer_stride, batch_stride, group_stride, column;
     struct mask masks[2];
     float *states;         /* [number wanted][X][width] */
-    const uint8_t *wanted; /* [layers + 1]: whether the state before that layer, or after the last norm, is wanted */
+    const uint8_t *wanted; /* [layers + 2]: whether the state before that layer, after all layers, after the last norm, is wanted */
     float *logits;         /* [batch * kept][vocabulary] */
     float *scratch;
 };
@@ -341,7 +340,12 @@ int draftsmith_forward(const struct model *m, const struct step *s) {
         if (m->norm) norm_rows(x, m->norm, h, count, width, m->eps);
 #pragma omp single
         {
-            if (s->wanted[m->count]) memcpy(state, m->raw_state ? x : last, count * width * sizeof(float));
+            const float *ends[2] = {x, last};
+            for (size_t i = 0; i < 2; i++)
+                if (s->wanted[m->count + i]) {
+                    memcpy(state, ends[i], count * width * sizeof(float));
+                    state += count * width;
+                }
             for (size_t row = 0; row < s->batch; row++)
                 memmove(
                     last + row * s->kept * width, last + ((row + 1) * s->queries - s->kept) * width,

@@ -139,7 +139,7 @@ class Proposer(Protocol):
     """Depth of the deepest tree that it can draft; None for any depth."""
 
     hidden_layers: tuple[int, ...] = ()
-    """Which of the target's `hidden_states` it needs (0 is the embedding, -1 the last); empty for
+    """Which of the target's states it needs (0 is the embedding, -1 the final one); empty for
     none.
     """
 

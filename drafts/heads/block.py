@@ -147,6 +147,7 @@ class BlockConfig(LayerConfig):
         dspark = "DSpark" in values["architectures"][0]
         return cls.read(
             values,
+            last_tap=values.get("last_tap", "raw") if last == layers - 1 else None,
             block_size=values["block_size"],
             target_layer_ids=tuple(values["target_layer_ids"]),
             num_target_layers=layers,
@@ -189,8 +190,7 @@ class _Layer(Qwen3DecoderLayer):
 
 
 class BlockHead(DraftVocabulary):
-    """The network of all presets. `hidden_layers`: indices of the target's `hidden_states` that it
-    fuses.
+    """The network of all presets. `hidden_layers`: numbers of the target's states that it fuses.
 
     `remember` and `states` append to any Cache of transformers; the caller must drop what `states`
     appended.
@@ -204,7 +204,7 @@ class BlockHead(DraftVocabulary):
         super().__init__()
         self.config = config
         self.borrowed = borrow(target)
-        self.hidden_layers = tuple(layer + 1 for layer in config.target_layer_ids)
+        self.hidden_layers = config.taps([layer + 1 for layer in config.target_layer_ids])
         hidden = config.hidden_size
         self.fc = nn.Linear(len(self.hidden_layers) * hidden, hidden, bias=False)
         self.hidden_norm = Qwen3RMSNorm(hidden, config.rms_norm_eps)
@@ -250,10 +250,12 @@ class BlockHead(DraftVocabulary):
             preset["block_size"] = block_size
         if "markov_rank" in preset:
             preset["markov_rank"] = min(preset["markov_rank"], borrow(target).hidden_size // 4)
+        target_layer_ids = target_layers_of(layers, target_layers)
         config = BlockConfig.like(
             target,
             {"qk_norm": True, "num_hidden_layers": num_layers},
-            target_layer_ids=target_layers_of(layers, target_layers),
+            last_tap="raw" if layers - 1 in target_layer_ids else None,
+            target_layer_ids=target_layer_ids,
             num_target_layers=layers,
             mask_token_id=size - 1 if mask_token_id is None else mask_token_id,
             draft_vocab_size=size if draft_vocab is None else len(draft_vocab),

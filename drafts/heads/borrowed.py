@@ -237,7 +237,7 @@ class ReadsLastState:
 
     config: Any
     hidden_layers: tuple[int, ...] = (-1,)
-    """Which of the target's `hidden_states` it needs."""
+    """Which of the target's states it needs."""
 
     @property
     def vocab_size(self) -> int:

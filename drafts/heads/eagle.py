@@ -10,8 +10,8 @@ target's embedding, which is not trained.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from draftsmith_core.sampling import generator
 
 # Standard deviation of fresh weights, as in LLaMA.
 _INITIALIZER_RANGE = 0.02
-
+LastTap: TypeAlias = Literal["raw", "normed"]
 
 _SIZES = (
     "hidden_size",
@@ -67,6 +67,10 @@ class LayerConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    last_tap: LastTap | None = None
+    """What a head that reads the target's last layer reads there: the raw output, or that after the
+    final norm (trained by earlier versions of ours). None for a head that does not read it.
+    """
 
     @classmethod
     def like(cls, target: PreTrainedModel, changes: JsonObject | None = None, **more: Any) -> Self:
@@ -77,7 +81,13 @@ class LayerConfig:
         values: JsonObject = {key: of_all_layers(config, key) for key in _SIZES}
         values["hidden_size"] = borrow(target).hidden_size
         values["vocab_size"] = vocabulary_size(target)
-        return cls.read(values | (changes or {}), **more)
+        like = cls.read(values | (changes or {}), **more)
+        rope = like.rope_parameters
+        if rope["rope_type"] != "longrope":
+            return like
+        # Engines choose its factors by their longest text, so a fresh head has none.
+        plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        return replace(like, rope_parameters=plain)
 
     @classmethod
     def read(cls, values: JsonObject, **more: Any) -> Self:
@@ -129,7 +139,14 @@ class LayerConfig:
             values["qk_norm"] = True
         values["vocab_size"] = self.vocab_size
         values["tie_word_embeddings"] = False
+        if self.last_tap:
+            values["last_tap"] = self.last_tap
         return values
+
+    def taps(self, states: Sequence[int]) -> tuple[int, ...]:
+        """The numbers of these states of the target, -1 for a last one that is normed."""
+        normed = max(states) if self.last_tap == "normed" else None
+        return tuple(-1 if state == normed else state for state in states)
 
     def llama(self) -> Any:
         """The config that transformers' modules of LLaMA and Qwen 3 take."""
@@ -169,15 +186,28 @@ def _rope_parameters(values: JsonObject) -> JsonObject:
     # A head rotates all dimensions, even if its target rotates a part.
     rope.pop("partial_rotary_factor", None)
     base = float(values.get("rope_theta", 10000.0))
-    return {"rope_type": "default", "rope_theta": base} | rope
+    rope = {"rope_type": "default", "rope_theta": base} | rope
+    if rope["rope_type"] == "dynamic":
+        # The same within the context, beyond which it scales; engines scale within it too.
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return rope
 
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc, unused-ignore]
-    """Rotary embedding whose frequencies stay fp32 when the head goes to half precision, as
-    transformers loads them.
+    """Rotary embedding whose frequencies depend on no other token, and stay fp32 when the head goes
+    to half precision.
 
-    In bf16 a frequency is off by up to 0.4 %, which is radians at position 1000.
+    In bf16 a frequency is off by up to 0.4 %, which is radians at position 1000. Those of longrope
+    are the ones within the original context, which `context_length` is.
     """
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[B, T, E]` of positions `[B, T]`, in the dtype of `x`."""
+        half = position_ids[..., None].float() * self.inv_freq
+        angles = torch.cat([half, half], dim=-1)
+        cosines, sines = (part * self.attention_scaling for part in (angles.cos(), angles.sin()))
+        return cosines.to(x.dtype), sines.to(x.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
         exact = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}

@@ -34,8 +34,7 @@ _VARIANTS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 
 
 def aux_layers(layers: int) -> tuple[int, ...]:
-    """Indices into `hidden_states` of a target's low, middle and high states: those entering layers
-    2, n // 2, n - 3.
+    """Numbers of a target's low, middle and high states: those entering layers 2, n // 2, n - 3.
 
     In a target of fewer than seven layers these coincide or do not exist; then the nearest layers
     that differ.
@@ -91,10 +90,12 @@ class Eagle3Config(LayerConfig):
                 f"{sizes}, and the file holds no 'embed_tokens.weight'; export it again with it"
             )
         layers = layout_of(target).count - 1
+        states = _aux_from_json(values, layers)
         return cls.read(
             values,
+            last_tap=values.get("last_tap", "raw") if layers in states else None,
             draft_vocab_size=values.get("draft_vocab_size") or vocab_size,
-            eagle_aux_hidden_state_layer_ids=_aux_from_json(values, layers),
+            eagle_aux_hidden_state_layer_ids=states,
             target_hidden_size=width,
             own_embedding=own_embedding,
             **{key: bool(values.get(key)) for key in _VARIANTS},
@@ -102,7 +103,7 @@ class Eagle3Config(LayerConfig):
 
 
 def _aux_from_json(values: JsonObject, layers: int) -> tuple[int, ...]:
-    """The indices into `hidden_states`; the paper's if config.json has none."""
+    """The numbers of the target's states; the paper's if config.json has none."""
     ids = values.get(_AUX)
     if not ids:
         # SGLang names a layer by its output, which is the state that enters the next.
@@ -147,7 +148,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
     features out.
 
     The features that it reads are `fuse` of the target's states, or its own. `hidden_layers` are
-    the indices of these states in the target's `hidden_states`, low to high.
+    the numbers of these states, low to high.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -157,7 +158,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         super().__init__()
         self.config = config
         self.borrowed = borrow(target)
-        self.hidden_layers = config.eagle_aux_hidden_state_layer_ids
+        self.hidden_layers = config.taps(config.eagle_aux_hidden_state_layer_ids)
         hidden = config.hidden_size
         width = config.target_hidden_size
         fused = len(self.hidden_layers)
@@ -186,10 +187,12 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         """
         ids = list(range(vocabulary_size(target)) if draft_vocab is None else draft_vocab)
         layers = layout_of(target).count - 1
+        states = aux_layers(layers)
         config = Eagle3Config.like(
             target,
+            last_tap="raw" if layers in states else None,
             draft_vocab_size=len(ids),
-            eagle_aux_hidden_state_layer_ids=aux_layers(layers),
+            eagle_aux_hidden_state_layer_ids=states,
             target_hidden_size=borrow(target).hidden_size,
         )
         head = cls(config, target)

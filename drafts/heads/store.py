@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from drafts.draft_vocabulary import DraftVocabulary
 from drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
 from drafts.heads.borrowed import Borrowed, borrow
+from drafts.heads.dequantise import dequantised
 from drafts.heads.eagle import EagleHead, FeatureHead
 from drafts.heads.eagle3 import Eagle3Head
 from drafts.heads.medusa import HydraHeads, MedusaHeads
@@ -126,18 +127,21 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
             f"{config}: describes {what}; heads that can be loaded are {', '.join(HEADS)}"
         )
     file, tensors = read_tensors(directory)
-    files = _Files(config, file, values, tensors)
+    files = _Files(config, file, values, tensors, ours=bool(read_record(directory)))
     return _loaded(kind, _layout(directory, values), files, target)
 
 
 @dataclass(frozen=True)
 class _Files:
-    """Values and tensors of a head on disk; `config` and `file` are named in errors."""
+    """Values and tensors of a head on disk; `config` and `file` are named in errors. ours: it was
+    written by a command of ours.
+    """
 
     config: Path
     file: Path
     values: JsonObject
     tensors: dict[str, Tensor]
+    ours: bool = False
 
 
 def _loaded(kind: str, layout: Layout | None, on_disk: _Files, target: PreTrainedModel) -> Head:
@@ -154,6 +158,9 @@ def _loaded(kind: str, layout: Layout | None, on_disk: _Files, target: PreTraine
             layout.read(files)
             values = files.values
             tensors = files.tensors
+        if on_disk.ours:
+            # Earlier versions trained on the normed last state, and did not say so.
+            values.setdefault("last_tap", "normed")
         head: Head = head_class(head_class.config_type.from_json(values, target), target)
     except InputError as error:
         raise InputError(f"{config}: {error}") from None
@@ -207,7 +214,10 @@ def _native_files(name: str, target: PreTrainedModel) -> _Files:
     for file, names in names_of.items():
         if wanted := found.first(names):
             tensors |= _load(file, wanted=wanted)
-    return _Files(directory / "config.json", directory, {}, tensors)
+    config = read_json(directory / "config.json", "the config of a model")
+    return _Files(
+        directory / "config.json", directory, {}, _dequantised(directory, tensors, config)
+    )
 
 
 def _check_embedding(borrowed: Borrowed, file: Path, copy: Tensor) -> None:
@@ -266,7 +276,15 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
         for name, tensor in _load(file).items():
             if not name.endswith(_COMPUTED):
                 tensors[name] = tensor
-    return files[0], tensors
+    config = read_json(directory / "config.json", "the config of a head")
+    return files[0], _dequantised(files[0], tensors, config)
+
+
+def _dequantised(file: Path, tensors: dict[str, Tensor], config: JsonObject) -> dict[str, Tensor]:
+    try:
+        return dequantised(tensors, config)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
 
 
 def _load(file: Path, names_only: bool = False, wanted: Set[str] | None = None) -> dict[str, Any]:

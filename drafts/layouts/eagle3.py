@@ -40,8 +40,8 @@ def _is_eagle3(values: JsonObject, names: Names) -> bool:
 
 
 def _read_eagle3(files: HeadFiles) -> None:
-    """Fill what a file leaves out as the engines do: `t2d` from `d2t`, `lm_head` from the target's
-    rows.
+    """Fill what a file leaves out as the engines do: `t2d` from `d2t`, `lm_head` where the config
+    says that it is shared.
     """
     tensors = files.tensors
     values = files.values
@@ -57,11 +57,20 @@ def _read_eagle3(files: HeadFiles) -> None:
         values.setdefault(key, inner[key])
     size = values.get("vocab_size") or len(files.lm_head_VH)
     drafted = tensors.get("d2t", tensors.get("lm_head.weight"))
-    if values.get("draft_vocab_size") is None:
+    # SGLang shares the target's where no draft vocabulary is named.
+    shared = values.get("draft_vocab_size") is None
+    if shared:
         values["draft_vocab_size"] = size if drafted is None else len(drafted)
     ids_D = files.read_draft_vocabulary(size)
     if "lm_head.weight" not in tensors:
-        tensors["lm_head.weight"] = files.target_rows(ids_D)
+        tied = values.get("tie_word_embeddings") is True
+        if not shared and not tied:
+            raise InputError(
+                "the file holds no 'lm_head.weight', and neither does 'tie_word_embeddings' share "
+                "one nor is 'draft_vocab_size' left out; copy it again"
+            )
+        own_VH = tensors.get(EMBEDDING) if tied else None
+        tensors["lm_head.weight"] = files.target_rows(ids_D) if own_VH is None else own_VH[ids_D]
     values |= biases(files, "midlayer.")
     values["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
     values["fc_norm"] = "fc_norm.0.weight" in tensors

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from drafts.layouts.layout import HeadFiles, Layout, Names
-from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject
 
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
@@ -165,12 +164,6 @@ def _read_native(files: HeadFiles) -> None:
     tensors: dict[str, Tensor] = {}
     for name in found.first(files.tensors):
         tensor = files.tensors[name]
-        if tensor.element_size() == 1:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise InputError(
-                f"'{name}' is quantised ({dtype}), and an MTP layer is read in bf16, fp16 or fp32 "
-                "only; use such a checkpoint"
-            )
         rest = name.removeprefix(found.start)
         in_block = rest.removeprefix(found.layer.block)
         tensors[ours.get(rest) or f"layers.0.{in_block}"] = tensor

@@ -35,7 +35,7 @@ class Suspect:
 
 
 def _layers(case: Case) -> Iterator[tuple[str, Case]]:
-    if isinstance(case.draft, PreTrainedModel) or len(case.draft.hidden_layers) == 1:
+    if isinstance(case.draft, PreTrainedModel) or -1 in case.draft.hidden_layers:
         return
     deepest = text_config(case.target).num_hidden_layers
     for detail, step in {"one later": 1, "one earlier": -1}.items():

@@ -1,0 +1,219 @@
+"""A tap is the raw output of a layer, the last one included, wherever states are read; heads that
+were trained on the normed last state keep it.
+
+Legend: B rows, T tokens, H hidden size.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
+
+import draftsmith as ds
+from decode.packed_weights import packs_of
+from decode.runner import Runner
+from decode.supported_models import attention_windows
+from drafts.heads import HEADS, load_head, save_head
+from drafts.heads.block import DFlashHead
+from drafts.merge import merge
+from draftsmith_core.errors import InputError
+from draftsmith_core.hidden_states import forward_with_states
+from draftsmith_core.models import fingerprint
+from tests.hybrid_models import hybrid
+from tests.tiny_models import random_llama, stirred
+from tests.train_laws import SIZES, tiny_family
+from train.batch import Batch
+from train.features import FeatureCache, FrozenTarget, cached_layers, state_names
+
+LAST = SIZES["num_hidden_layers"]
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "dflash": {"num_layers": 1, "target_layers": (0, 1)},
+    "dspark": {"num_layers": 1, "target_layers": (1,)},
+}
+# Where the layers of a family are.
+FAMILIES = {
+    "llama": "model.layers",
+    "qwen3": "model.layers",
+    "gemma2": "model.layers",
+    "gpt2": "transformer.h",
+    "gpt_neox": "gpt_neox.layers",
+}
+
+
+def ids_of(rows: int = 2, tokens: int = 9, vocabulary: int = SIZES["vocab_size"]) -> Tensor:
+    random = torch.Generator().manual_seed(3)
+    return torch.randint(3, vocabulary, (rows, tokens), generator=random)
+
+
+@torch.no_grad()
+def hooked(target: PreTrainedModel, path: str, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of the last decoder layer, by a hook written here, and the final state."""
+    seen: list[Any] = []
+    layer = target.get_submodule(path)[-1]  # type: ignore[index]
+    handle = layer.register_forward_hook(lambda _, __, output: seen.append(output))
+    final_BTH = target.base_model(ids_BT).last_hidden_state
+    handle.remove()
+    return (seen[0][0] if isinstance(seen[0], tuple) else seen[0]), final_BTH
+
+
+def head_of(kind: str, target: PreTrainedModel) -> Any:
+    fresh: Any = HEADS[kind].fresh
+    return stirred(fresh(target, **KINDS[kind]).eval())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_tap_is_what_the_last_layer_returns(family):
+    """transformers' own last entry is the final state, which is far from it."""
+    target, ids_BT = tiny_family(family), ids_of()
+    raw_BTH, final_BTH = hooked(target, FAMILIES[family], ids_BT)
+    with torch.no_grad():
+        _, (raw, final) = forward_with_states(target, (LAST, -1), input_ids=ids_BT)
+    assert torch.equal(raw, raw_BTH) and torch.equal(final, final_BTH)
+    assert not torch.allclose(raw, final, atol=0.1)
+
+
+def test_the_last_tap_of_gemma_3():
+    sizes: dict[str, Any] = SIZES | {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4}
+    torch.manual_seed(0)
+    target, ids_BT = Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).eval(), ids_of()
+    raw_BTH, final_BTH = hooked(target, "model.layers", ids_BT)
+    with torch.no_grad():
+        _, (raw, final) = forward_with_states(target, (LAST, -1), input_ids=ids_BT)
+    assert torch.equal(raw, raw_BTH) and torch.equal(final, final_BTH)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "mamba2"])
+def test_the_last_tap_of_models_with_a_state(kind):
+    target = hybrid(kind)
+    layers = target.config.num_hidden_layers
+    ids_BT = ids_of(vocabulary=target.config.vocab_size)
+    inner = "backbone" if kind == "mamba2" else "model"
+    raw_BTH, _ = hooked(target, f"{inner}.layers", ids_BT)
+    with torch.no_grad():
+        _, (raw,) = forward_with_states(target, (layers,), input_ids=ids_BT)
+    assert torch.equal(raw, raw_BTH)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_decoding_reads_the_raw_output(native):
+    """The kernel's forward, and torch's."""
+    target = random_llama(1, SIZES["vocab_size"], hidden=64, heads=2)
+    ids_BT = ids_of(rows=1)
+    expected = hooked(target, "model.layers", ids_BT)
+    packs = packs_of(target) if native else None
+    run = Runner(target, attention_windows(target), None, packs)
+    found = run.prefill(ids_BT.tolist(), 4, (LAST, -1))
+    for state, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(state, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_reads_the_raw_output_and_no_older_cache(kind, tmp_path):
+    """Caches of older versions hold the normed state under the number of the last."""
+    target, ids_BT = tiny_family("llama"), ids_of()
+    head = head_of(kind, target)
+    assert head.hidden_layers[-1] == LAST
+    raw_BTH, final_BTH = hooked(target, "model.layers", ids_BT)
+    layers = cached_layers(head.hidden_layers)
+    cache: dict[str, Any] = {
+        "fingerprint": fingerprint(target),
+        "dtype": torch.float32,
+        "max_bytes": 2**22,
+    }
+    older = FeatureCache(tmp_path, layers=layers, **cache)
+    for row in ids_BT.tolist():
+        older.put(row, torch.zeros(len(layers), len(row), SIZES["hidden_size"]))
+    older.flush()
+    named = FeatureCache(tmp_path, layers=state_names(target, layers), **cache)
+    batch = Batch(ids_BT, ids_BT)
+    for frozen in (
+        FrozenTarget(target, head.hidden_layers),
+        FrozenTarget(target, head.hidden_layers, cache=named),
+    ):
+        states, last_BTH = frozen.read(batch)
+        torch.testing.assert_close(states[-1][:, :-1], raw_BTH[:, :-1], atol=1e-5, rtol=0)
+        if frozen.cache is None:
+            torch.testing.assert_close(last_BTH, final_BTH, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_says_which_last_state_it_was_trained_on(kind, tmp_path):
+    """One of ours that does not say so was trained on the normed one; one of others on the raw
+    one.
+    """
+    target = tiny_family("llama")
+    head = head_of(kind, target)
+    save_head(head, tmp_path / "new")
+    config = tmp_path / "new" / "config.json"
+    values = json.loads(config.read_text())
+    assert values.pop("last_tap") == "raw"
+    assert load_head(tmp_path / "new", target).hidden_layers == head.hidden_layers
+    config.write_text(json.dumps(values))
+    others = load_head(tmp_path / "new", target)
+    assert others.hidden_layers == head.hidden_layers
+    (tmp_path / "new" / "draftsmith.json").write_text(json.dumps({"kind": kind}))
+    older = load_head(tmp_path / "new", target)
+    assert older.hidden_layers == (*head.hidden_layers[:-1], -1)
+    save_head(older, tmp_path / "again")
+    again = load_head(tmp_path / "again", target)
+    assert again.hidden_layers == older.hidden_layers and again.config.last_tap == "normed"
+
+
+def test_a_head_that_reads_no_last_state_says_nothing(tmp_path):
+    target = tiny_family("llama", num_hidden_layers=6)
+    head: Any = HEADS["eagle3"].fresh(target)
+    save_head(head, tmp_path / "head")
+    assert "last_tap" not in json.loads((tmp_path / "head" / "config.json").read_text())
+    (tmp_path / "head" / "draftsmith.json").write_text(json.dumps({"kind": "eagle3"}))
+    assert load_head(tmp_path / "head", target).config == head.config
+
+
+@pytest.fixture
+def older(target_dir, tmp_path):
+    """The target, and a head on its last state as earlier versions of ours saved it."""
+    target = ds.load_pair(target_dir, device="cpu").target
+    head = DFlashHead.fresh(target, num_layers=1, block_size=3, target_layers=(0, 1))
+    directory = tmp_path / "older"
+    save_head(head, directory)
+    values = json.loads((directory / "config.json").read_text())
+    del values["last_tap"]
+    (directory / "config.json").write_text(json.dumps(values))
+    (directory / "draftsmith.json").write_text(
+        json.dumps({"kind": "dflash", "target": str(target_dir)})
+    )
+    return target_dir, directory
+
+
+@pytest.mark.parametrize("form", ["dflash", "speculators"])
+def test_no_engine_gives_the_normed_state(older, form, tmp_path):
+    target, directory = older
+    options: Any = {"draft": str(directory), "target": str(target), "format": form}
+    with pytest.raises(InputError, match="behind the final norm; engines pass the raw output"):
+        ds.export(ds.ExportConfig(**options, out=str(tmp_path / "out")))
+
+
+def test_an_exported_head_still_reads_the_raw_state(older, tmp_path):
+    """An export has a record of ours too."""
+    target, directory = older
+    values = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(values | {"last_tap": "raw"}))
+    for form in ("dflash", "speculators"):
+        out = str(tmp_path / form)
+        options: Any = {"draft": str(directory), "target": str(target), "format": form}
+        ds.export(ds.ExportConfig(**options, out=out))
+        model = ds.load_pair(target, device="cpu").target
+        assert load_head(out, model).hidden_layers == (1, 2)
+
+
+def test_merged_heads_of_others_stay_theirs(older, tmp_path):
+    """The merge gets a record of ours."""
+    target, directory = older
+    (directory / "draftsmith.json").unlink()
+    out = tmp_path / "merged"
+    merge(draft=[str(directory), str(directory)], out=str(out))
+    model = ds.load_pair(target, device="cpu").target
+    assert load_head(out, model).hidden_layers == (1, 2)
