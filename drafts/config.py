@@ -17,13 +17,12 @@ class ExportConfig(RevisionOptions):
     """Write a draft in the layout that another engine reads, and read it back."""
 
     draft: str
-    """The draft: a local directory or hub name of a language model, or a directory of a head."""
+    """The draft: a local directory or hub name of a language model or a head."""
     format: Format
     """hf: a directory for transformers, vLLM, SGLang, onnxruntime-genai's builder. eagle: EAGLE and
     EAGLE-3 heads as their authors' code and vLLM read them. sglang: the same heads for SGLang.
     speculators: EAGLE-3 heads, DFlash and DSpark for vLLM. medusa: Medusa heads for vLLM. dflash:
-    block drafters for vLLM. mtp: the target with an MTP head in its checkpoint. gguf: one file for
-    llama.cpp.
+    block drafters for vLLM. mtp: the target with an MTP head in its checkpoint. gguf: llama.cpp.
     """
     out: Out
     """The directory to write; an earlier export there is replaced."""
@@ -52,7 +51,7 @@ class DoctorConfig(RevisionOptions):
     target: str
     """The target: a local directory or hub name."""
     draft: str
-    """The draft: a local directory or hub name of a language model, or a directory of a head."""
+    """The draft: a local directory or hub name of a language model or a head."""
     plan: str | None = None
     """A plan of `draftsmith plan`, for the number of drafted tokens in the commands. Default: 4
     tokens.

@@ -54,7 +54,7 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     target: str
     """Target model: a local directory or hub name."""
     draft: Named
-    """Drafts to compare, each MODEL or NAME=MODEL: a language model, the directory of a head,
+    """Drafts to compare, each MODEL or NAME=MODEL: a language model, a head,
     `mtp` (the target's own MTP layer), or a method without weights: prompt_lookup, lookahead,
     retrieval:FILE (FILE as --datastore of decode), and prompt_lookup+MODEL: lookup, and the model
     where it finds nothing. Lookahead has its own tree and no alpha.
@@ -132,7 +132,7 @@ class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     target: str
     """Target model: a local directory or hub name."""
     draft: str
-    """Draft: a language model or the directory of a head; or, with --out, prompt_lookup, lookahead,
+    """Draft: a language model or a head; or, with --out, prompt_lookup, lookahead,
     retrieval:FILE (FILE as --datastore of decode), or prompt_lookup+DRAFT: lookup, and the draft
     where it finds nothing.
     """

@@ -20,6 +20,8 @@ import pytest
 
 import draftsmith as ds
 from draftsmith.__main__ import main
+from draftsmith.alignment.config import AlignConfig
+from draftsmith.cli.examples import ROAD
 from draftsmith.cli.method_table import markdown
 from draftsmith_core.suites import expand, suite_names
 from train.losses import LOSSES
@@ -218,6 +220,12 @@ def test_links_and_pictures_lead_somewhere(page):
                 for heading in headings
             }
             assert anchor in slugs, f"{page.name}: {target}"
+
+
+def test_the_road_of_the_help_trains_as_align_does():
+    (train,) = [line for line in ROAD.splitlines() if " train " in line]
+    (objective,) = AlignConfig(target="x", prompts="y", out="z").objective
+    assert f"--objective {objective} " in train
 
 
 def test_the_page_of_methods_holds_the_table_of_what_decode_can_do():

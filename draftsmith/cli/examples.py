@@ -3,7 +3,7 @@
 ROAD = """\
 The road, step by step or with `align` alone:
   draftsmith distill --target T --prompts P --out set             # what the target answers
-  draftsmith train --data set --draft D --target T --out draft    # a draft that learns it
+  draftsmith train --data set --draft D --target T --objective jsd:beta=0.5 --out draft  # learn it
   draftsmith eval --target T --draft base=D draft --id P --out e  # is it worth serving?
   draftsmith decode --target T --draft draft --prompt TEXT        # use it
   draftsmith align --target T --prompts P --out mine              # all of this in one command"""
