@@ -86,6 +86,19 @@ def test_names_are_joined_from_left_to_right_and_shown_with_intervals(copy):
     assert "0.32 [0.30, 0.33]".replace("0.", ".") in prose.problems(copy, "page.md", page)[0]
 
 
+def test_verdicts_of_claims_and_types_are_counted_as_their_tables_have_them():
+    page = (ROOT / "docs" / "evidence" / "reproduction.md").read_text(encoding="utf-8")
+    found = [len(re.findall(rf" {word} (?=\|)", page)) for word in ("agrees", "open", "disagrees")]
+    agrees, unclear, disagrees = found
+    claim = (
+        f"{agrees} of {sum(found)} comparisons agree, {unclear} are open and {disagrees} disagree"
+    )
+    assert claim in page
+    page = (ROOT / "docs" / "evidence" / "targets.md").read_text(encoding="utf-8")
+    (trees,) = re.findall(r"^\| tree \|.*\| (.*) \|$", page, flags=re.MULTILINE)
+    assert f"{trees} decode with trees" in page.replace("\n", " ")
+
+
 def defaults() -> dict[str, str]:
     """What makes a draft and times it today, as figures.yaml writes it."""
     optimizer = _with_name(
