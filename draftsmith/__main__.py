@@ -2,8 +2,15 @@
 draftsmith COMMAND`.
 """
 
+import os
 import sys
 from pathlib import Path
+
+try:
+    os.getcwd()
+except FileNotFoundError:
+    print("draftsmith: this directory was deleted; change to another one", file=sys.stderr)
+    sys.exit(2)
 
 _ROOT = str(Path(__file__).resolve().parents[1])
 # `python -m` puts the current directory first on the path: a file train.py there would hide ours.
@@ -13,7 +20,6 @@ if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROO
 import io  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
-import os  # noqa: E402
 import signal  # noqa: E402
 import time  # noqa: E402
 import warnings  # noqa: E402
@@ -130,6 +136,9 @@ def _failed(called: str, error: BaseException) -> int:
     if isinstance(error, InputError | RunError):
         _say(f"{called}: {one_line(error)}", error)
         return 2 if isinstance(error, InputError) else 1
+    if isinstance(error, MemoryError) or "start new thread" in str(error):
+        _say(f"{called}: no memory is left ({one_line(error)}); ask for less, or free some", error)
+        return 1
     if not isinstance(error, OSError):
         raise error
     # Drop what Python still buffers: it would fail again at shutdown.

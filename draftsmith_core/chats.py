@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from jinja2 import TemplateError
-
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject
 from draftsmith_core.row_formats import CONTINUES
 from draftsmith_core.template_date import dated_template
-from draftsmith_core.tokenization import Tokenizer, text_with_specials
+from draftsmith_core.tokenization import Tokenizer, encode, render, text_with_specials
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
@@ -124,17 +122,17 @@ class Template:
         # Servers pass arguments as objects; some templates join them to texts.
         for form in (_as_object, _as_text) if calls else (_as_object,):
             try:
-                rendered: object = self.tokenizer.apply_chat_template(
+                rendered = render(
+                    self.tokenizer,
                     [_with_arguments(turn, form) for turn in turns],
                     tools=tools,
                     chat_template=dated,
-                    tokenize=False,
                     **arguments | switch,
                 )
                 return self._text_of(rendered)
             # Besides its own errors a template raises whatever Python raises for a turn of a kind
             # that it did not expect.
-            except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            except Exception as error:
                 refusal = refusal or error
         raise ChatRefused(f"the chat template refuses it ({refusal})")
 
@@ -283,8 +281,7 @@ def exchanges(
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
     """Tokens of what a chat template wrote, which has its special tokens itself."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return encode(tokenizer, text, add_special_tokens=False)
 
 
 def encode_behind(tokenizer: Tokenizer, prompt: str, prompt_ids: list[int], text: str) -> list[int]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftsmith_core.errors import (
     InputError,
@@ -29,6 +30,9 @@ from draftsmith_core.io import JsonObject
 from draftsmith_core.reasons import Reasons
 from draftsmith_core.row_formats import ARGUMENTS, KEYS, as_known
 from draftsmith_core.suites import expand, load_suite, suite_name
+
+if TYPE_CHECKING:
+    import pyarrow
 
 log = logging.getLogger(__name__)
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
@@ -94,9 +98,10 @@ def _stored_row(record: Record, source: str) -> JsonObject:
             # JSON can hold half a surrogate pair, which no file can.
             json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            raise InputError(
-                f"{where}: not valid JSON ({one_line(error)}); write one object a line"
-            ) from None
+            fix = "write one object a line"
+            if isinstance(row, bytes) and not row.endswith(b"\n"):
+                fix = "the file ends within this line: is it still being written?"
+            raise InputError(f"{where}: not valid JSON ({one_line(error)}); {fix}") from None
     if not isinstance(row, dict):
         raise InputError(
             f"{where}: a row must be a JSON object with one of the keys {', '.join(KEYS)}"
@@ -152,6 +157,9 @@ def iterate_records(source: str) -> Iterator[Record]:
     readable = path.suffix == ".parquet" or inner in _JSON_LINES
     is_there = path.exists() or "://" in source
     free = free_rows(source)
+    if path.exists() and not path.is_file():
+        # A pipe can be read only once.
+        raise InputError(f"{source}: is no regular file; name a .jsonl or .parquet file")
     if source.startswith("@"):
         yield from _suite_records(source)
     elif free is not None:
@@ -159,7 +167,7 @@ def iterate_records(source: str) -> Iterator[Record]:
             yield Record(number, {"prompt": ""})
     elif readable and is_there:
         yield from _file_records(source, path.suffix)
-    elif readable or is_there or source.startswith((".", "/", "~")) or not source.strip():
+    elif readable or is_there or source.startswith((".", "/", "~", "-")) or not source.strip():
         raise InputError(
             f"{source}: {'is not a .jsonl or .parquet file' if is_there else 'no such file'}"
         )
@@ -177,7 +185,7 @@ def _file_records(source: str, suffix: str) -> Iterator[Record]:
         with fsspec.open(source, "rb") if "://" in source else open(source, "rb") as file:
             if suffix == ".parquet":
                 table = pyarrow.parquet.ParquetFile(file)
-                batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=4096))
+                batches = map(_python_rows, table.iter_batches(batch_size=4096))
                 for number, row in enumerate(chain.from_iterable(batches), 1):
                     yield Record(number, row)
                 return
@@ -197,11 +205,29 @@ def _file_records(source: str, suffix: str) -> Iterator[Record]:
                     line = line.removeprefix(b"\xef\xbb\xbf")
                 if line.strip():
                     yield Record(number, line)
-    except (OSError, ValueError, ImportError, pyarrow.ArrowException) as error:
+    except (
+        *(OSError, ValueError, ImportError, OverflowError, RecursionError),
+        pyarrow.ArrowException,
+    ) as error:
         if isinstance(error.__cause__, ModuleNotFoundError):
             require_package(error.__cause__.name or "", source)
         reason = getattr(error, "strerror", None) or first_line(error)
         raise InputError(f"{source}: cannot be read ({reason})") from None
+
+
+def _python_rows(batch: "pyarrow.RecordBatch") -> list[JsonObject]:
+    """Rows of Parquet; dates as text if Python cannot hold one, as those after the year 9999."""
+    try:
+        rows: list[JsonObject] = batch.to_pylist()
+    except (OverflowError, ValueError):
+        import pyarrow
+
+        table = pyarrow.Table.from_batches([batch])
+        for index, field in enumerate(table.schema):
+            if pyarrow.types.is_temporal(field.type):
+                table = table.set_column(index, field.name, table[index].cast("string"))
+        rows = table.to_pylist()
+    return rows
 
 
 def _holds_array(file: io.BufferedReader) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,29 @@ def _handled_by(handler: _Handler) -> Iterator[None]:
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError once the block has computed for so long. Only the main thread is limited:
+    no other one gets signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    began = time.thread_time()
+
+    def check(*_: object) -> None:
+        if time.thread_time() - began > seconds:
+            raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, check)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @contextmanager

@@ -6,14 +6,18 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftsmith_core.errors import InputError
+from draftsmith_core.errors import InputError, first_line
 from draftsmith_core.hub import check_source, has_tokenizer, no_model, quiet, why_not
 from draftsmith_core.io import JsonObject, hash_json
+from draftsmith_core.signals import limited
 
 log = logging.getLogger(__name__)
+# Templates take milliseconds.
+_RENDER_S = 5
 Tokenizer = PreTrainedTokenizerBase
 
 
@@ -44,7 +48,22 @@ def load_tokenizer(
         raise InputError(f"{name}: no tokenizer could be loaded: {reason}") from None
     if chat_template is not None:
         tokenizer.chat_template = chat_template_of(chat_template)
+    try:
+        render(tokenizer, [{"role": "user", "content": "?"}])
+    except TimeoutError as error:
+        raise InputError(f"{name}: {error}") from None
+    except Exception as error:
+        log.debug("%s: its chat template refuses a short chat (%s)", name, error)
     return tokenizer
+
+
+def render(tokenizer: Tokenizer, turns: list[JsonObject], **options: Any) -> object:
+    """Return what `apply_chat_template` makes of a chat; raise TimeoutError if it does not end."""
+    try:
+        with limited(_RENDER_S):
+            return tokenizer.apply_chat_template(turns, tokenize=False, **options)
+    except TimeoutError:
+        raise TimeoutError(f"the chat template does not end within {_RENDER_S} s") from None
 
 
 def chat_template_of(file_or_text: str) -> str:
@@ -112,11 +131,23 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Tokens of a plain text, with the special tokens (such as BOS) that the tokenizer adds by
     itself.
     """
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    ids = encode(tokenizer, text)
     # Some tokenizers end every text with EOS. A prompt must not: the model would take it for
     # finished.
     ends = bool(ids) and ids[-1] == tokenizer.eos_token_id
     return ids[:-1] if ends else ids
+
+
+def encode(tokenizer: Tokenizer, text: str, **options: bool) -> list[int]:
+    """Tokens of a text, as the tokenizer makes them; InputError if it fails."""
+    try:
+        ids: list[int] = tokenizer(text, verbose=False, **options)["input_ids"]
+    except BaseException as error:
+        # What panics in Rust, such as a regular expression without end, raises no Exception.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"the tokenizer cannot read it ({first_line(error)})") from None
+    return ids
 
 
 def text_with_specials(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

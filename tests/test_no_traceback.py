@@ -1,0 +1,156 @@
+"""Odd inputs and a machine at its limits end in one line, or are read; no traceback, no waiting."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+
+from draftsmith import __main__
+from draftsmith_core.chats import ChatRefused, Template
+from draftsmith_core.errors import InputError
+from draftsmith_core.prompts import read_prompts
+from draftsmith_core.signals import limited
+from draftsmith_core.tokenization import encode, load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '[{"prompt": ' + "[" * 100_000])
+def test_json_that_is_nested_too_deeply_is_one_line(tmp_path, tokenizer, content):
+    path = tmp_path / "rows.json"
+    path.write_text(content)
+    with pytest.raises(InputError, match=r"^\S+rows\.json: cannot be read \(maximum recursion"):
+        read_prompts(str(path), tokenizer)
+
+
+@pytest.mark.parametrize("kind", [pa.date32(), pa.timestamp("us"), pa.timestamp("s", "UTC")])
+def test_a_date_that_python_cannot_hold_does_not_stop_a_column_that_is_read(
+    tmp_path, tokenizer, kind
+):
+    late = pa.array([10**7 if kind == pa.date32() else 10**12, 1, None]).cast(pa.int64())
+    if kind == pa.date32():
+        late = late.cast(pa.int32())
+    table = pa.table({"made": late.cast(kind), "prompt": ["The quick", "brown", "fox"]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    found = read_prompts(str(tmp_path / "rows.parquet"), tokenizer)
+    assert (len(found.prompts), len(found.skipped)) == (3, 0)
+
+
+def test_a_date_within_a_column_of_structures_is_one_line(tmp_path, tokenizer):
+    late = pa.array([{"at": 10**18}], pa.struct([("at", pa.timestamp("us"))]))
+    pq.write_table(pa.table({"made": late, "prompt": ["a"]}), tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match=r"rows\.parquet: cannot be read \(date value out of"):
+        read_prompts(str(tmp_path / "rows.parquet"), tokenizer)
+
+
+def test_a_pipe_is_refused_at_once(tmp_path, tokenizer):
+    pipe = tmp_path / "rows.jsonl"
+    os.mkfifo(pipe)
+    for source, reason in ((str(pipe), "is no regular file"), ("-", "no such file")):
+        with pytest.raises(InputError, match=reason):
+            read_prompts(source, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("end", "grows"), [("", True), ("\n", False), ('\n{"prompt": "b"}', False)]
+)
+def test_a_last_line_that_is_half_written_is_said_to_grow(tmp_path, tokenizer, end, grows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "tor' + end)
+    found = read_prompts(str(path), tokenizer)
+    (skipped,) = found.skipped
+    assert ("is it still being written?" in skipped.reason) == grows
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 2.0 ** 99999 }}", "{{ 1 // 0 }}", "{{ [][3] + 1 }}", "{{ range(10 ** 9) }}"]
+)
+def test_whatever_a_template_raises_is_a_refusal(target_dir, template):
+    tokenizer = load_tokenizer(target_dir, chat_template=template)
+    with pytest.raises(ChatRefused, match="the chat template refuses it"):
+        Template(tokenizer).prompt([{"role": "user", "content": "a"}])
+
+
+def test_a_template_without_end_is_refused_before_the_work(door, target_dir, monkeypatch):
+    monkeypatch.setattr("draftsmith_core.tokenization._RENDER_S", 0.2)
+    refused = door.refused(
+        *("decode", "--target", target_dir, "--prompt", "a", "--chat_template", ENDLESS)
+    )
+    assert refused == (
+        f"draftsmith decode: {target_dir}: the chat template does not end within 0.2 s\n"
+    )
+    # One that does not end for some chats alone refuses those.
+    some = "{% if messages | length > 1 %}" + ENDLESS + "{% endif %}"
+    tokenizer = load_tokenizer(target_dir, chat_template=some)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ChatRefused, match="does not end within"):
+        Template(tokenizer).prompt([*turns, turns[0]])
+
+
+def test_a_bound_ends_with_its_block_and_is_for_the_main_thread():
+    with limited(0.05):
+        pass
+    sum(range(3_000_000))
+    with pytest.raises(TimeoutError), limited(0.05):
+        while True:
+            pass
+    ended: list[int] = []
+
+    def work() -> None:
+        with limited(0.001):
+            ended.append(sum(range(300_000)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert ended
+
+
+def test_a_tokenizer_that_panics_skips_the_row(tmp_path, target_dir):
+    tokenizer = load_tokenizer(target_dir)
+    tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex(r"^(\w+\s?)*$"), "isolated")
+    with pytest.raises(InputError, match=r"the tokenizer cannot read it \(.*retry-limit"):
+        encode(tokenizer, "word " * 30 + "!")
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "word " * 30 + "!"}, {"prompt": "word"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_prompts(str(path), tokenizer)
+    assert [skip.row for skip in found.skipped] == [1] and len(found.prompts) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_a_machine_without_memory_is_one_line(monkeypatch, capsys, error):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(__main__, "run", fail)
+    assert __main__.main(["status", "x"]) == 1
+    assert capsys.readouterr().err.startswith("draftsmith status: no memory is left (")
+
+
+def test_a_directory_that_was_deleted_is_one_line(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.argv[1], sys.argv[1:])"
+    words = [sys.executable, "-m", "draftsmith", "status", "x"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=gone,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == "draftsmith: this directory was deleted; change to another one\n"
+    assert done.returncode == 2
