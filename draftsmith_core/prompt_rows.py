@@ -159,7 +159,7 @@ def iterate_records(source: str) -> Iterator[Record]:
     free = free_rows(source)
     if path.exists() and not path.is_file():
         # A pipe can be read only once.
-        raise InputError(f"{source}: is no regular file; name a .jsonl or .parquet file")
+        raise InputError(f"{source}: is not a .jsonl or .parquet file that can be read twice")
     if source.startswith("@"):
         yield from _suite_records(source)
     elif free is not None:

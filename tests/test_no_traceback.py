@@ -58,7 +58,7 @@ def test_a_date_within_a_column_of_structures_is_one_line(tmp_path, tokenizer):
 def test_a_pipe_is_refused_at_once(tmp_path, tokenizer):
     pipe = tmp_path / "rows.jsonl"
     os.mkfifo(pipe)
-    for source, reason in ((str(pipe), "is no regular file"), ("-", "no such file")):
+    for source, reason in ((str(pipe), "can be read twice"), ("-", "no such file")):
         with pytest.raises(InputError, match=reason):
             read_prompts(source, tokenizer)
 
