@@ -18,6 +18,7 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
 from draftsmith.alignment.stage_configs import eval_config, general_config, train_config
+from draftsmith_core.errors import InputError
 from draftsmith_core.prompts import read_prompts
 from draftsmith_core.settings import ResolvedSampling, Sampling
 from draftsmith_core.tokenization import load_tokenizer
@@ -391,6 +392,15 @@ def facts(**changed: Any) -> Facts:
         "sampling": ResolvedSampling(Sampling(temperature=1.0), {}),
     }
     return Facts(**usual | changed)
+
+
+def test_a_fifth_of_what_prompts_ask_is_held_out_and_not_of_their_rows():
+    config = AlignConfig(target="t", draft="d", prompts="p", out="o")
+    whole, _ = complete(config, facts(prompts=80, different=8))
+    assert whole.heldout_prompts == 1
+    with pytest.raises(InputError, match="80 usable prompts, which all ask the same, are too few"):
+        complete(config, facts(prompts=80, different=1))
+    assert complete(replace(config, id=["x=x"]), facts(prompts=80, different=1))
 
 
 def test_a_gpu_answers_as_many_prompts_together_as_its_memory_holds():

@@ -106,10 +106,12 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
             put(known.values, choice.key, value)
             shown = " ".join(map(str, value)) if isinstance(value, list) else value
             lines.append(f"{choice.key} {shown}   ({choice.why(known)})")
-    if min(known["distill.max_prompts"], known.usable) < 2:
+    one = facts.different == 1 and known["heldout_prompts"]
+    if min(known["distill.max_prompts"], known.usable) < 2 or one:
+        same = ", which all ask the same," if one else ""
         raise InputError(
-            f"prompts: {facts.prompts} usable prompts are too few to train on and to hold out; "
-            "add some"
+            f"prompts: {facts.prompts} usable prompts{same} are too few to train on and to hold "
+            "out; add some"
         )
     length = known["train.max_length"]
     if facts.context is not None and length > facts.context:
@@ -120,8 +122,8 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
 
 
 def _heldout(known: Known) -> int | None:
-    # Never more than a fifth: the rest trains the draft.
-    fifth = known.facts.prompts // 5
+    # Never more than a fifth: the rest trains the draft. Rows that ask the same count once.
+    fifth = (known.facts.different or known.facts.prompts) // 5
     return None if known["id"] else max(1, min(known["eval.max_prompts"], fifth))
 
 

@@ -30,12 +30,12 @@ class Facts:
     """What the choices depend on.
 
     rows: "chat", "prompt", "text" or "ids". own_chats: whether the target can write chats by
-    itself, user turns included. prompts: number of usable prompts. longest_prompt, context: in
-    tokens; the context is the shortest of all models, None if unknown. gpu_bytes: memory of the
-    GPU, 0 without one. cache_bytes: of the target's keys and values for one token. fresh_head:
-    whether there is no draft to start from. target_read: parameters of the target that a token
-    reads. projection_share, layer_share: the share of them in the output projection and in one
-    layer.
+    itself, user turns included. prompts: number of usable prompts; different: of those that ask
+    different things, 0 if all do. longest_prompt, context: in tokens; the context is the shortest
+    of all models, None if unknown. gpu_bytes: memory of the GPU, 0 without one. cache_bytes: of the
+    target's keys and values for one token. fresh_head: whether there is no draft to start from.
+    target_read: parameters of the target that a token reads. projection_share, layer_share: the
+    share of them in the output projection and in one layer.
     """
 
     rows: str
@@ -51,6 +51,7 @@ class Facts:
     target_read: int
     draft_parameters: int
     sampling: ResolvedSampling
+    different: int = 0
     fresh_head: bool = False
     vocabulary: int = 0
     projection_share: float = 0.0
@@ -100,6 +101,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         rows=rows,
         own_chats=rows == "chat" and bool(user_opening(models.tokenizer, config.prompts).ids),
         prompts=len(ids),
+        different=len({prompt.asked for prompt in prompts.prompts}),
         longest_prompt=max(map(len, ids)),
         context=models.context,
         on_gpu=on_gpu,
