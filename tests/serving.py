@@ -3,6 +3,7 @@ follow from seeds.
 """
 
 import contextlib
+import gzip
 import hashlib
 import json
 import math
@@ -17,9 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 # What a server does with its n-th request (from 0, trial requests of the start included) instead of
 # answering: a status, the bytes of an answer, or "garbage", "half", "reset", "never", "drops" (a
-# byte now and then, without end); None to answer.
+# byte now and then, without end), "floods" (bytes without end), "bomb" (a gigabyte of zeros in a
+# megabyte of gzip); None to answer.
 Misbehave = Callable[[int], int | str | bytes | None]
 EOS = 1
+BOMB = gzip.compress(bytes(2**26)) * 16
 
 
 def answer_of(prompt: Any, seed: int, most: int) -> tuple[list[int], str]:
@@ -46,6 +49,14 @@ class Server(ThreadingHTTPServer):
         self.misbehave: Misbehave = options.get("misbehave", lambda number: None)
         self.moved_to: str = options.get("moved_to", "")
         self.strict_keys: bool = options.get("strict_keys", False)
+        # How it counts and shows: the end token in `usage`, a token put into every answer, what
+        # its log-probabilities are taken from, and the model that its replies name.
+        self.counts_end: bool = options.get("counts_end", True)
+        self.insert: int | None = options.get("insert")
+        self.processed: bool = options.get("processed", False)
+        self.names: str = options.get("names", "")
+        self.error: str = options.get("error", "not now")
+        self.list_drips: int = options.get("list_drips", 0)
         self.bodies: list[dict[str, Any]] = []
         self.lists = 0
         self.answered: list[str] = []
@@ -98,6 +109,9 @@ class _Handler(JsonHandler):
             self.send(307, {}, location=f"{self.server.moved_to}{self.path}")
             return
         self.server.lists += 1
+        if self.server.lists <= self.server.list_drips:
+            self._drip()
+            return
         owner = {"llama.cpp": "llamacpp", "vllm": "vllm"}.get(self.server.kind, "someone")
         listed: dict[str, Any] = {"id": self.server.model, "owned_by": owner}
         if self.server.kind == "vllm":
@@ -125,7 +139,7 @@ class _Handler(JsonHandler):
             self.send(401, {"error": "who are you?"})
         elif isinstance(wrong, int):
             self.send(
-                wrong, {"error": "not now"}, **({"retry-after": "0.05"} if wrong == 429 else {})
+                wrong, {"error": server.error}, **({"retry-after": "0.05"} if wrong == 429 else {})
             )
         elif wrong == "garbage":
             self.send(200, {"choices": [{"message": None}], "was": "no completion"})
@@ -138,13 +152,11 @@ class _Handler(JsonHandler):
         elif isinstance(wrong, bytes):
             self.send(200, wrong)
         elif wrong == "drops":
-            self.send_response(200)
-            self.send_header("content-length", "100000")
-            self.end_headers()
-            self.close_connection = True
-            with contextlib.suppress(OSError):
-                while not server.stopping.wait(0.02):
-                    self.wfile.write(b" ")
+            self._drip()
+        elif wrong == "floods":
+            self._flood(b" " * 2**16)
+        elif wrong == "bomb":
+            self.send(200, BOMB, **{"content-encoding": "gzip"})
         elif wrong == "reset":
             self.close_connection = True
             self.connection.close()
@@ -158,6 +170,18 @@ class _Handler(JsonHandler):
         else:
             self.send(200, self._completion(body))
 
+    def _drip(self) -> None:
+        self._flood(b" ", 0.02)
+
+    def _flood(self, data: bytes, pause_s: float = 0.0) -> None:
+        self.send_response(200)
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            while not self.server.stopping.wait(pause_s):
+                self.wfile.write(data)
+
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         server, prompt = self.server, body["prompt"]
         if server.kind == "text":
@@ -165,6 +189,10 @@ class _Handler(JsonHandler):
         most = int(body["n_predict" if server.kind == "llama.cpp" else "max_tokens"])
         seed = body["seed"] if body["temperature"] else 0
         ids, reason = answer_of(prompt, seed, most)
+        if server.insert is not None:
+            ids[1:1] = [server.insert]
+        if str(EOS) in body.get("logit_bias", {}):
+            ids, reason = [EOS], "stop"
         with server.lock:
             server.answered.append(json.dumps([prompt, seed]))
         if server.kind == "llama.cpp":
@@ -173,8 +201,11 @@ class _Handler(JsonHandler):
                 "stop_type": "limit" if reason == "length" else "eos",
                 "tokens_evaluated": 3,
             }
-        text = server.tokenizer.decode([token for token in ids if token != EOS])
-        usage = {"completion_tokens": len(ids), "total_tokens": len(ids) + len(prompt)}
+        skips = body.get("skip_special_tokens", True)
+        shown = [token for token in ids if token != EOS]
+        text = server.tokenizer.decode(shown, skip_special_tokens=skips)
+        counted = len(ids) - (reason == "stop" and not server.counts_end)
+        usage = {"completion_tokens": counted, "total_tokens": len(ids) + len(prompt)}
         choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": reason}
         if server.kind == "vllm" and body.get("return_token_ids"):
             choice["token_ids"] = ids
@@ -183,9 +214,27 @@ class _Handler(JsonHandler):
             # asked for.
             shared = {f"token_id:{100 + i}": math.log(0.2 / 2**i) for i in range(body["logprobs"])}
             choice["logprobs"] = {
-                "top_logprobs": [shared | {f"token_id:{i}": math.log(0.5)} for i in ids]
+                "top_logprobs": [
+                    self._shown(shared | {f"token_id:{i}": math.log(0.5)}, body) for i in ids
+                ]
             }
-        return {"choices": [choice], "usage": usage}
+        named = {"model": server.names} if server.names else {}
+        return {"choices": [choice], "usage": usage, **named}
+
+    def _shown(self, row: dict[str, float], body: dict[str, Any]) -> dict[str, float]:
+        """A row as vLLM shows it; its `processed` modes after temperature and top-p."""
+        if not self.server.processed:
+            return row
+        heat = max(body["temperature"], 0.01)
+        # The tokens that are not listed share a tenth.
+        scaled = {name: value / heat for name, value in row.items()}
+        total = sum(map(math.exp, scaled.values())) + math.exp(math.log(0.1) / heat)
+        shown: dict[str, float] = {}
+        mass = 0.0
+        for name, value in sorted(scaled.items(), key=lambda pair: -pair[1]):
+            shown[name] = value - math.log(total) if mass < body["top_p"] else -9999.0
+            mass += math.exp(value) / total
+        return shown
 
 
 S = TypeVar("S", bound=ThreadingHTTPServer)

@@ -2,11 +2,15 @@
 meanwhile.
 """
 
+import base64
 import json
+import re
+import shutil
 import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -14,7 +18,9 @@ from tokenizers import Tokenizer as Tokenizers, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import distill.engines.openai as openai
+import distill.engines.server
 from benchmarks.lib.engines import how_to_get, llama_server, program
+from distill.engines import replies
 from distill.engines.server import encode_answer
 from draftsmith_core.sampling import row_seed
 from draftsmith_core.teacher_rows import unpack
@@ -89,6 +95,20 @@ def test_teacher_rows_are_the_log_probabilities_of_the_server(words, door, serve
     )
 
 
+@pytest.mark.parametrize(
+    "drawn", [["--temperature", 0.7], ["--top_p", 0.6], ["--temperatures", "0.5:1", "1:1"]]
+)
+def test_log_probabilities_after_the_options_are_no_teacher(drawn, words, door, serve):
+    asked = [*words, serve(processed=True).url, "--teacher_top_k", 3]
+    assert "start vLLM with --logprobs-mode raw_logprobs" in door.refused(*asked, *drawn)
+    assert not Path("set").exists()
+    door.ok(*words, serve().url, "--teacher_top_k", 3, *drawn)
+    ids_RK, logprobs_RK, tail_R = unpack(rows_of()[0]["teacher"])
+    assert np.allclose(np.exp(logprobs_RK).max(-1), 0.5, atol=1e-3)
+    # At temperature 1 and without a cut they are the target's own.
+    door.ok(*asked, "--out", "other")
+
+
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
 def test_rows_are_what_the_server_drew(words, door, serve, kind):
     server = serve(kind)
@@ -140,6 +160,36 @@ def test_text_is_tokenised_again_and_what_differs_is_counted(words, door, serve,
     code, _, err = door(*words, server.url, "--out", "other", "--top_k", 7)
     assert code == 2 and err.strip().endswith("does not take top_k; set it to its neutral value")
     assert not Path("other").exists()
+
+
+@pytest.mark.parametrize("counts_end", [True, False])
+@pytest.mark.parametrize("lost", [False, True])
+def test_text_is_the_target_s_if_the_server_counts_as_many(
+    lost, counts_end, words, door, serve, tokenizer, target_dir, tmp_path, caplog
+):
+    """A server that does not show special tokens, as OpenAI's API has no key for it, loses one of
+    every answer: no row of it is what the target drew, whether it ended or was cut.
+    """
+    insert = tokenizer.bos_token_id if lost else None
+    target = tmp_path / "ends"
+    shutil.copytree(target_dir, target)
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    words[words.index("--target") + 1] = str(target)
+    server = serve("text", strict_keys=True, counts_end=counts_end, insert=insert)
+    door.ok(*words, server.url)
+    for row in rows_of():
+        drawn, _ = answer_of(row["prompt_ids"], row["seed"] & 0x7FFFFFFF, 10)
+        same = len(row["response_ids"]) == len(drawn) and not lost
+        assert row["tokens_from"] == ("text" if same else "text_differs")
+    differ = manifest()["tokens_from"]["text_differs"]
+    assert differ == 80 if lost else 0 < differ < 40
+    train = ["train", "--objective", "ce", "--draft", words[words.index("--target") + 1]]
+    door.ok(*train, "--data", "set", "--out", "draft", "--steps", 1, "--max_length", 64)
+    assert f"set: {differ} of 80 rows are a server's text" in caplog.text
+    if lost:
+        shows = serve("text", insert=insert)
+        door.ok(*words, shows.url, "--out", "other")
+        assert "text" in manifest("other")["tokens_from"]
 
 
 def test_passing_trouble_costs_no_row(words, door, serve):
@@ -288,6 +338,82 @@ def test_the_key_is_from_the_environment_and_nowhere_else(words, door, serve, mo
     assert "sk-secret" not in out + err
 
 
+KEY = "sk-Secret+12/34=abcXYZ"
+SPELLED = [
+    KEY,
+    KEY.upper(),
+    quote(quote(KEY, safe="")),
+    "".join(f"\\u{ord(letter):04X}" for letter in KEY),
+    "".join(f"&#{ord(letter)};" for letter in KEY),
+    f"{KEY[:9]}\n    {KEY[9:]}",
+    base64.b64encode(f"Bearer {KEY}".encode()).decode(),
+    base64.urlsafe_b64encode(f"x:{KEY}".encode()).decode(),
+    KEY.encode().hex(),
+    f"{KEY[:-3]}...",
+    f"{'x' * 290}{KEY}",
+]
+
+
+@pytest.mark.parametrize("spelled", SPELLED)
+def test_the_key_is_out_of_what_a_server_says(spelled):
+    shown = replies.said(f"bad key {spelled}, see https://a.b/c?token={KEY}", KEY)
+    left = re.sub(r"\(key\)|bad key|see https://a.b/c|[ ,.]", "", shown)
+    # Of base64, what the key alone does not decide.
+    assert "(k" in shown and len(left.strip("x")) < 16
+
+
+def test_a_server_with_all_faults_loses_no_row_and_leaks_no_key(
+    words, door, serve, monkeypatch, tokenizer
+):
+    """Errors that repeat the key in all spellings, replies without end, bombs, and a list that
+    drips; one row is refused at last, and its reason is in every file of the set.
+    """
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setattr(replies, "REPLY_BYTES", 2**18)
+    monkeypatch.setattr(distill.engines.server, "REPLY_BYTES", 2**18)
+    faults: list[int | str] = [
+        429,
+        "floods",
+        500,
+        "bomb",
+        "drops",
+        408,
+        "garbage",
+        503,
+        "half",
+        "reset",
+    ]
+    server = serve(key=KEY, error=" | ".join(SPELLED), list_drips=1, names="another")
+    refused = list(tokenizer("A draft model 7")["input_ids"])
+
+    def misbehave(number: int) -> int | str | None:
+        if server.bodies[number]["prompt"] == refused:
+            return 400
+        return faults[number // 3 % 10] if number % 3 == 2 else None
+
+    server.misbehave = misbehave
+    out, err = door.ok(*words, server.url, "--timeout_s", 1)
+    counts = manifest()["counts"]
+    assert (counts["prompts_done"], counts["prompts_failed"], counts["rows"]) == (39, 1, 78)
+    (error,) = errors()
+    assert error["row"] == 8 and error["reason"].startswith("status 400 (")
+    said = out + err + "".join(path.read_bytes().decode("latin1") for path in Path("set").iterdir())
+    assert not any(spelled in said for spelled in SPELLED) and KEY[:12] not in said
+    assert err.count("name the model another, not target") == 1
+    # A fault that stays is the reason of the row, in one line.
+    server.misbehave = lambda number: "bomb" if server.bodies[number]["prompt"] == refused else None
+    door.ok(*words, server.url, "--out", "other")
+    (error,) = errors("other")
+    assert "ReplyTooLong: the reply has more than" in error["reason"]
+    assert error["reason"].endswith("tried 8 times")
+
+
+def test_a_redirect_is_named_without_its_query(words, door, serve):
+    for place in ("https://elsewhere/sign?token=hush&to=", "/sign#token=hush&to="):
+        err = door.refused(*words, serve(moved_to=place).url)
+        assert "/sign" in err and "hush" not in err
+
+
 def test_servers_that_must_not_be_used(words, door, serve):
     first, other, moved = serve(), serve(model="another"), serve(moved_to="https://elsewhere")
     code, _, err = door(*words, first.url, other.url)
@@ -357,9 +483,12 @@ def test_text_is_encoded_behind_its_prompt():
     )
     assert tokenizer(" fox", add_special_tokens=False)["input_ids"] == [0, fox]
     for text, drawn in ((" fox jumps", [fox, jumps]), (", fox", [comma, fox])):
-        for count in (len(drawn), len(drawn) + 1, None):  # a server may count the end
-            assert encode_answer(tokenizer, [the], text, count) == (drawn, True)
-    assert encode_answer(tokenizer, [the], " fox", 5)[1] is False
+        for count, ends in ((len(drawn), None), (len(drawn) + 1, [99]), (None, None)):
+            assert encode_answer(tokenizer, [the], text, count, ends) == (drawn, True)
+        for count, ends in ((len(drawn) + 2, None), (len(drawn), [99]), (len(drawn) - 1, None)):
+            assert encode_answer(tokenizer, [the], text, count, ends)[1] is False
+        # The text shows the end.
+        assert encode_answer(tokenizer, [the], text, len(drawn), [drawn[-1]]) == (drawn, True)
 
 
 @pytest.mark.slow

@@ -202,6 +202,15 @@ def _distilled(directory: Path, tokenizer: Tokenizer | None) -> _Source:
         "parquet", data_files=files, split="train", columns=list(features)
     )
     assert isinstance(table, datasets.Dataset)
+    differ = manifest.get("tokens_from", {}).get("text_differs", 0)
+    if differ:
+        log.warning(
+            "%s: %d of %d rows are a server's text, in tokens that the target did not draw; serve "
+            "it with vLLM or llama-server for its own",
+            directory,
+            differ,
+            len(table),
+        )
     target = manifest.get("identity", {}).get("target_fingerprint")
     return _Source(table.cast(features), hash_json(manifest["parts"]), target)
 

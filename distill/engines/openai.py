@@ -16,10 +16,12 @@ import httpx
 
 from distill.config import DistillConfig
 from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, RemoteTarget, sampling_of
-from distill.engines.server import Answered, Completion, NoAnswer, Server, client_options
+from distill.engines.replies import client_options, key_of
+from distill.engines.server import Answered, Completion, NoAnswer, Server
 from draftsmith_core.errors import InputError, RunError
 from draftsmith_core.prompts import room_for_prompts
 from draftsmith_core.ranks import say
+from draftsmith_core.settings import Sampling
 from draftsmith_core.tokenization import Tokenizer
 
 # Attempts per request that a server may have seen, and the silence of all servers after which the
@@ -60,8 +62,12 @@ class OpenAIEngine(Engine):
             ignore_eos=config.ignore_eos,
             vocabulary=len(tokenizer),
             teacher=config.teacher_top_k,
+            reshaped=bool(config.mixture()) or self.sampling.sampling != Sampling(),
         )
-        self._servers = [Server(_api_url(url), config.timeout_s) for url in config.endpoint]
+        self._key = key_of(config.api_key_env)
+        self._servers = [
+            Server(_api_url(url), config.timeout_s, self._key) for url in config.endpoint
+        ]
         # Takes milliseconds, and every client needs it.
         self._certificates = httpx.create_ssl_context()
         self._spent_requests = 0
@@ -89,7 +95,7 @@ class OpenAIEngine(Engine):
         """
         longest_s = self._config.timeout_s
         return httpx.AsyncClient(
-            **client_options(server.url, self._config.api_key_env),
+            **client_options(server.url, self._key),
             verify=self._certificates,
             timeout=httpx.Timeout(longest_s, connect=min(10.0, longest_s)),
         )

@@ -15,22 +15,24 @@ that rejects keys which OpenAI's API does not have is asked without them if they
 nothing (`plain`).
 """
 
-import asyncio
 import json
+import math
 import operator
-import os
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-from urllib.parse import urljoin, urlsplit
+from typing import Literal
+from urllib.parse import urljoin
 
 import httpx
 
 from distill.engines import Answer, AnswerRequest, Key, at_temperature
+from distill.engines.replies import REPLY_BYTES, ReplyTooLong, fetch, said
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject
 from draftsmith_core.settings import Sampling
-from draftsmith_core.teacher_rows import pack_likeliest
+from draftsmith_core.teacher_rows import pack_likeliest, unpack
 from draftsmith_core.tokenization import Tokenizer, encode_text, text_with_specials
 
 _LIST_TIMEOUT_S = 30.0
@@ -39,10 +41,21 @@ _TRIAL = AnswerRequest(Key(0, 0, 0), (), seed=1)
 # not understood.
 _TRIAL_TOKENS = 16
 _TRIALS = 3
+# A log-probability that vLLM gives a token which the options rule out is below this one.
+_LEAST = -1000.0
+# Nearly greedy: of probabilities after these options, one token has all.
+_SHARP = Sampling(temperature=0.01, top_k=1, top_p=0.01)
+# Bytes of a reply for each token asked for, and for each of its teacher row.
+_TOKEN_BYTES = 256
+_ENTRY_BYTES = 64
 # Statuses below 500 after which the same request may succeed: on this server later, or on another
 # one.
 _NO_FAULT = (*range(300, 400), 402, 404, 405, 409, 410, 425, 429, 503)
 _RETRY = (408, *_NO_FAULT)
+_NOT_RAW = (
+    "its log-probabilities are not the target's own at temperature 1; start vLLM with "
+    "--logprobs-mode raw_logprobs"
+)
 
 
 @dataclass(eq=False)
@@ -62,23 +75,11 @@ class NoAnswer(Exception):
     garbled: bool = False
 
 
-def client_options(url: str, key_variable: str) -> dict[str, Any]:
-    """Options of an httpx client of a server: the key in an environment variable, and whether to
-    use proxies.
-    """
-    # Of other characters httpx would complain, and show the key.
-    key = "".join(letter for letter in os.environ.get(key_variable, "") if "!" <= letter <= "~")
-    return {
-        "headers": {"Authorization": f"Bearer {key}"} if key else {},
-        # A server on this machine is asked directly, not through a proxy of the environment.
-        "trust_env": urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1"),
-    }
-
-
 @dataclass(frozen=True)
 class Completion:
     """What all requests of a run share. vocabulary: tokens of the tokenizer. teacher: length of the
-    teacher rows, 0 for no teacher rows.
+    teacher rows, 0 for no teacher rows. reshaped: whether answers are drawn from another
+    distribution than the target's own. ends_at_once: ask for the end of an answer alone.
     """
 
     model: str
@@ -89,17 +90,25 @@ class Completion:
     ignore_eos: bool
     vocabulary: int
     teacher: int = 0
+    reshaped: bool = False
+    ends_at_once: bool = False
+
+    @property
+    def reply_bytes(self) -> int:
+        """Bound of a reply's size."""
+        return REPLY_BYTES + self.max_new_tokens * (_TOKEN_BYTES + self.teacher * _ENTRY_BYTES)
 
 
 @dataclass(frozen=True)
 class Dialect:
     """How one server is asked. ids: the prompt goes out, and the answer comes back, as token
-    ids.
+    ids. counts_end: `usage` counts the end token, as vLLM, SGLang, llama.cpp and transformers do.
     """
 
     api: Literal["llama.cpp", "openai"]
     ids: bool = True
     plain: bool = False
+    counts_end: bool = True
 
     def body(self, completion: Completion, request: AnswerRequest) -> JsonObject:
         """Return the JSON to post. Seeds are cut to 31 bits, which all servers take."""
@@ -128,13 +137,13 @@ class Dialect:
                 "cache_prompt": False,
                 "n_predict": completion.max_new_tokens,
             }
+        if not self.plain:
+            body["skip_special_tokens"] = False
         if self.ids:
             # -1 means "all tokens" in every version of vLLM, 0 only in newer ones.
-            body |= {
-                "return_token_ids": True,
-                "top_k": sampling.top_k or -1,
-                "skip_special_tokens": False,
-            }
+            body |= {"return_token_ids": True, "top_k": sampling.top_k or -1}
+        if completion.ends_at_once:
+            body["logit_bias"] = {str(token): 100 for token in completion.eos_ids}
         if completion.teacher:
             body |= {"logprobs": completion.teacher, "return_tokens_as_token_ids": True}
         return body | {"max_tokens": completion.max_new_tokens}
@@ -142,7 +151,8 @@ class Dialect:
     def answer(self, completion: Completion, prompt_ids: Sequence[int], raw: bytes) -> "Answered":
         """Read a reply.
 
-        Raise ValueError, TypeError, LookupError or AttributeError if the reply is no completion.
+        Raise ValueError, TypeError, LookupError or AttributeError if the reply is no completion,
+        and InputError if its log-probabilities are not the target's own.
         """
         reply = json.loads(raw)
         tokens_from = "target"
@@ -157,16 +167,23 @@ class Dialect:
             if self.ids:
                 ids = list(map(operator.index, choice["token_ids"]))
             else:
+                # Servers cut an end from the text, and may show it if it is a special token.
+                special = completion.tokenizer.all_special_ids
+                ends = [token for token in completion.eos_ids if token in special]
                 ids, same = encode_answer(
-                    completion.tokenizer, prompt_ids, choice["text"], usage.get("completion_tokens")
+                    completion.tokenizer,
+                    prompt_ids,
+                    choice["text"],
+                    drawn=usage.get("completion_tokens"),
+                    ends=ends if reason == "stop" and self.counts_end else None,
                 )
                 tokens_from = "text" if same else "text_differs"
             spent = int(usage.get("total_tokens") or len(ids))
         if reason not in ("stop", "length"):
             raise ValueError(f"finish_reason {reason!r}")
-        ends = completion.eos_ids
-        if reason == "stop" and ends and not (ids and ids[-1] in ends):
-            ids = [*ids, ends[0]]
+        eos_ids = completion.eos_ids
+        if reason == "stop" and eos_ids and not (ids and ids[-1] in eos_ids):
+            ids = [*ids, eos_ids[0]]
         if not ids:
             raise ValueError("no tokens")
         teacher = None
@@ -176,29 +193,48 @@ class Dialect:
                 raise ValueError(f"log-probabilities of {len(rows)} tokens")
             likeliest = [_likeliest(row, completion.teacher) for row in rows]
             teacher = pack_likeliest(likeliest, completion.vocabulary)
-        return Answered(Answer(tuple(ids), reason, tokens_from, teacher), spent)
+        answer = Answer(tuple(ids), reason, tokens_from, teacher)
+        return Answered(answer, spent, reply.get("model"))
 
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer, and its tokens and those of the prompt as the server counts them."""
+    """An answer, its tokens and those of the prompt as the server counts them, and the model that
+    the server names.
+    """
 
     answer: Answer
     spent: int
+    model: object = None
 
 
 def _likeliest(row: dict[str, float], k: int) -> list[tuple[int, float]]:
-    """The k likeliest tokens of a position. vLLM adds the drawn token to them."""
+    """The k likeliest tokens of a position. vLLM adds the drawn token to them.
+
+    Raise InputError for logits, and for tokens that the options rule out.
+    """
+    values = list(row.values())
+    if any(math.isnan(value) for value in values):
+        raise ValueError("log-probabilities that are no numbers")
+    if min(values) < _LEAST or max(values) > 0.001 or sum(map(math.exp, values)) > 1.01:
+        raise InputError(_NOT_RAW)
     pairs = [(int(name.removeprefix("token_id:")), logprob) for name, logprob in row.items()]
     pairs.sort(key=lambda pair: -pair[1])
     return pairs[:k]
 
 
 def encode_answer(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], text: str, drawn: int | None
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    text: str,
+    drawn: int | None,
+    ends: Sequence[int] | None = None,
 ) -> tuple[list[int], bool]:
-    """Return the token ids of an answer that came as text, and whether they can be the `drawn`
-    tokens of the target.
+    """Return the token ids of an answer that came as text, and whether they can be the tokens of
+    the target.
+
+    drawn: number of tokens, as the server counts them. ends: the end tokens, if it counts one that
+    need not be in the text.
 
     The answer is encoded behind its prompt, because SentencePiece tokenizers put a space piece
     before a text that stands alone; then alone, with and without the space that it begins with.
@@ -211,8 +247,8 @@ def encode_answer(
         encoded = tokenizer(alone, add_special_tokens=False)
         candidates.append(list(encoded["input_ids"]))
     for ids in candidates:
-        # A server may count the end token, which is not in the text.
-        fits = drawn is None or int(drawn) - len(ids) in (0, 1)
+        unseen = ends is not None and not (ids and ids[-1] in ends)
+        fits = drawn is None or int(drawn) == len(ids) + unseen
         if fits and _text(tokenizer, [*prompt_ids, *ids]).endswith(text):
             return ids, True
     return candidates[0], False
@@ -228,25 +264,40 @@ def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 class Server:
     """A server of the pool. dialect: None until it has answered a trial request. failures: in a
-    row.
+    row. key: what its texts are shown without.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, key: str = "") -> None:
         self.url = url
         self.base = url.rstrip("/") + "/"
         self.timeout_s = timeout_s
         self.dialect: Dialect | None = None
         self.failures = 0
+        self._key = key
+        self._other_model = False
 
     async def models(self, client: httpx.AsyncClient) -> dict[str, JsonObject]:
         """Return what /models lists, by name; empty if the server has no such list."""
         try:
-            reply = await client.get(f"{self.base}models", timeout=_LIST_TIMEOUT_S)
+            reply = await fetch(
+                client,
+                "GET",
+                f"{self.base}models",
+                most=REPLY_BYTES,
+                seconds=min(_LIST_TIMEOUT_S, self.timeout_s),
+            )
             if reply.status_code in (404, 405):
                 return {}
             self._check(reply)
-            return {str(entry["id"]): entry for entry in reply.json()["data"]}
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            return {self._said(str(entry["id"])): entry for entry in reply.json()["data"]}
+        except (
+            httpx.HTTPError,
+            TimeoutError,
+            ValueError,
+            LookupError,
+            TypeError,
+            RecursionError,
+        ) as error:
             raise self._failed(error, "/models does not answer") from None
 
     async def choose_dialect(
@@ -264,6 +315,8 @@ class Server:
             for _ in range(_TRIALS):
                 try:
                     await self.ask(client, trial, request, dialect)
+                    if completion.teacher and completion.reshaped:
+                        await self._check_raw(client, trial, request, dialect)
                 except NoAnswer as failure:
                     unknown = failure.garbled or not failure.retry or failure.status in (404, 405)
                     if not unknown or (failure.status in (401, 403) and dialect.api == "openai"):
@@ -273,6 +326,8 @@ class Server:
                         break
                 else:
                     self._check_plain(dialect, completion)
+                    if not dialect.ids and completion.eos_ids:
+                        dialect = await self._with_end(client, trial, request, dialect)
                     self.dialect = dialect
                     return dialect
         if completion.teacher:
@@ -282,6 +337,39 @@ class Server:
             )
             raise InputError(f"{needs} or more ({reason})")
         raise InputError(f"{reason}: is it a completions server?")
+
+    async def _check_raw(
+        self,
+        client: httpx.AsyncClient,
+        trial: Completion,
+        request: AnswerRequest,
+        dialect: Dialect,
+    ) -> None:
+        """Raise InputError if the server's log-probabilities follow from the options."""
+        sharp = replace(trial, sampling=_SHARP, max_new_tokens=1)
+        answered = await self.ask(client, sharp, request, dialect)
+        assert answered.answer.teacher is not None
+        tail_R = unpack(answered.answer.teacher).tail_R
+        # A row of nearly the whole vocabulary has nearly all of the mass anyway.
+        if tail_R[0] < 1e-6 and 4 * trial.teacher < trial.vocabulary:
+            raise InputError(f"{self.url}: {_NOT_RAW}")
+
+    async def _with_end(
+        self,
+        client: httpx.AsyncClient,
+        trial: Completion,
+        request: AnswerRequest,
+        dialect: Dialect,
+    ) -> Dialect:
+        """Return the dialect with what `usage` counts, from an answer that ends at once."""
+        at_once = replace(trial, ends_at_once=True)
+        try:
+            answer = (await self.ask(client, at_once, request, dialect)).answer
+        except NoAnswer:  # a server may refuse the bias
+            return dialect
+        ended = answer.response_ids == trial.eos_ids[:1]
+        counts = not ended or answer.tokens_from == "text"
+        return replace(dialect, counts_end=counts)
 
     def _check_plain(self, dialect: Dialect, completion: Completion) -> None:
         sampling = completion.sampling
@@ -304,16 +392,21 @@ class Server:
         """Return one answer, checked; raise NoAnswer if there is none."""
         path = "../completion" if dialect.api == "llama.cpp" else "completions"
         try:
-            # httpx bounds the wait for the next bytes only, and a server can send some without end.
-            async with asyncio.timeout(self.timeout_s):
-                reply = await client.post(
-                    urljoin(self.base, path), json=dialect.body(completion, request)
-                )
-        except (httpx.HTTPError, TimeoutError) as error:
+            reply = await fetch(
+                client,
+                "POST",
+                urljoin(self.base, path),
+                most=completion.reply_bytes,
+                seconds=self.timeout_s,
+                json=dialect.body(completion, request),
+            )
+        except (httpx.HTTPError, TimeoutError, ReplyTooLong) as error:
             raise self._failed(error) from None
         self._check(reply)
         try:
             answered = dialect.answer(completion, request.prompt_ids, reply.content)
+        except InputError as error:
+            raise InputError(f"{self.url}: {error}") from None
         except (
             ValueError,
             LookupError,
@@ -331,26 +424,39 @@ class Server:
                 f"gave {len(ids)} tokens up to id {max(ids)}, which the target cannot have drawn"
             )
             raise NoAnswer(f"{self.url}: {reason}", retry=False)
+        self._check_model(answered.model, completion.model)
         return answered
+
+    def _check_model(self, model: object, asked: str) -> None:
+        """Warn once if another model than the one asked for has answered."""
+        if model not in (None, asked) and not self._other_model:
+            self._other_model = True
+            other = self._said(str(model))
+            sys.stderr.write(
+                f"draftsmith: {self.url}: its replies name the model {other}, not {asked}\n"
+            )
+
+    def _said(self, text: str) -> str:
+        return said(text, self._key)
 
     def _failed(
         self, error: Exception, what: str = "", reply: httpx.Response | None = None
     ) -> NoAnswer:
         name = type(error).__name__
-        text = f"{name}: {error}"[:300] if str(error) else name
+        text = self._said(f"{name}: {error}" if str(error) else name)
         no_connection = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         garbled = not isinstance(error, httpx.HTTPError | TimeoutError)
         reason = f"{what} ({text})" if what else text
         if reply is not None and b'"error"' in reply.content:
-            reason += f": {_shown(reply)}"
+            reason += f": {self._shown(reply)}"
         return NoAnswer(f"{self.url}: {reason}", counts=not no_connection, garbled=garbled)
 
     def _check(self, reply: httpx.Response) -> None:
         status = reply.status_code
         if status < 300:
             return
-        location = reply.headers.get("location")
-        what = f"leads to {location}" if location else _shown(reply)
+        location, *_ = re.split("[?#]", reply.headers.get("location", ""))
+        what = self._said(f"leads to {location}") if location else self._shown(reply)
         reason = f"{self.url}: status {status} ({what})"
         try:
             asked_s = float(reply.headers["retry-after"])
@@ -362,6 +468,9 @@ class Server:
         counts = status not in _NO_FAULT
         raise NoAnswer(reason, status, retry=retry, counts=counts, after_s=after_s)
 
+    def _shown(self, reply: httpx.Response) -> str:
+        return self._said(reply.text) or "no reason"
+
 
 def _candidates(completion: Completion, owners: set[str]) -> list[Dialect]:
     """The dialects to try, the richest first."""
@@ -372,8 +481,3 @@ def _candidates(completion: Completion, owners: set[str]) -> list[Dialect]:
     openai = [Dialect("openai"), Dialect("openai", ids=False)]
     openai.append(Dialect("openai", ids=False, plain=True))
     return openai if owners else [Dialect("llama.cpp"), *openai]
-
-
-def _shown(reply: httpx.Response) -> str:
-    words = reply.text.split()
-    return " ".join(words)[:200] or "no reason"

@@ -21,7 +21,15 @@ from typing import Any
 import httpx
 
 from distill.engines import AnswerRequest, Key
-from distill.engines.server import Completion, Dialect, client_options
+from distill.engines.replies import (
+    REPLY_BYTES,
+    ReplyTooLong,
+    client_options,
+    fetch_now,
+    key_of,
+    said,
+)
+from distill.engines.server import Completion, Dialect
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.prompts import Prompt, asked
 from draftsmith_core.row_formats import ARGUMENTS, BESIDE
@@ -73,13 +81,15 @@ class RunningServer:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(_ANSWER_TIMEOUT_S, connect=10.0)
-        self._client = httpx.Client(**client_options(self.url, "OPENAI_API_KEY"), timeout=timeout)
+        self._key = key_of("OPENAI_API_KEY")
+        self._client = httpx.Client(**client_options(self.url, self._key), timeout=timeout)
         models = self._json("v1/models").get("data") or [{}]
         self.model = str(models[0].get("id"))
         self.engine = str(models[0].get("owned_by"))
         if self.engine not in NAMES:
             raise InputError(
-                f"--served {url}: is not vLLM, SGLang or llama.cpp (owned_by: {self.engine!r})"
+                f"--served {url}: is not vLLM, SGLang or llama.cpp (owned_by: "
+                f"{said(repr(self.engine), self._key)})"
             )
 
     def draft_tokens(self, answers: list[ServedAnswer]) -> int:
@@ -152,7 +162,8 @@ class RunningServer:
             return list(answered.answer.response_ids)
         except (ValueError, LookupError, TypeError) as error:
             raise RunError(
-                f"{self.url}: gave no token ids ({first_line(error)}); use a newer server"
+                f"{self.url}: gave no token ids ({said(first_line(error), self._key)}); use a "
+                "newer server"
             ) from None
 
     def _sglang(
@@ -199,12 +210,7 @@ class RunningServer:
     def _counters(self) -> Counter[str]:
         """Return the server's counters of drafts, summed over its engines; empty without."""
         counts: Counter[str] = Counter()
-        try:
-            text = self._client.get(f"{self.url}/metrics").text
-        except httpx.HTTPError as error:
-            raise InputError(
-                f"--served {self.url}: /metrics does not answer ({first_line(error)})"
-            ) from None
+        text = self._fetch("metrics").text
         for name, labels, value in _COUNTER.findall(text):
             place = re.search(r'position="(\d+)"', labels)
             key = f"{name} {place[1]}" if place else name
@@ -212,22 +218,34 @@ class RunningServer:
         return counts
 
     def _json(self, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
+        reply = self._fetch(path, body)
         try:
-            reply = self._client.request(
-                "GET" if body is None else "POST", f"{self.url}/{path}", json=body
-            )
             reply.raise_for_status()
             value: dict[str, Any] = reply.json()
-        except (httpx.HTTPStatusError, ValueError) as error:
+            if not isinstance(value, dict):
+                raise ValueError("no JSON object")
+        except (httpx.HTTPStatusError, ValueError, RecursionError) as error:
             raise InputError(
-                f"--served {self.url}/{path}: {first_line(error)}: {reply.text[:200]}"
-            ) from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise InputError(
-                f"--served {self.url}: does not answer ({first_line(error)}); start the server, "
-                "with the command that `draftsmith doctor` prints without --served"
+                f"--served {self.url}/{path}: {first_line(error)}: {said(reply.text, self._key)}"
             ) from None
         return value
+
+    def _fetch(self, path: str, body: dict[str, object] | None = None) -> httpx.Response:
+        try:
+            return fetch_now(
+                self._client,
+                "GET" if body is None else "POST",
+                f"{self.url}/{path}",
+                most=REPLY_BYTES,
+                seconds=_ANSWER_TIMEOUT_S,
+                json=body,
+            )
+        except (httpx.HTTPError, httpx.InvalidURL, ReplyTooLong) as error:
+            raise InputError(
+                f"--served {self.url}: does not answer ({said(first_line(error), self._key)}); "
+                "start the server, with the command that `draftsmith doctor` prints without "
+                "--served"
+            ) from None
 
 
 def _chat(prompt: Prompt) -> dict[str, object]:
