@@ -19,7 +19,6 @@ import json
 import math
 import operator
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -31,6 +30,7 @@ from distill.engines import Answer, AnswerRequest, Key, at_temperature
 from distill.engines.replies import REPLY_BYTES, ReplyTooLong, fetch, said
 from draftsmith_core.errors import InputError
 from draftsmith_core.io import JsonObject
+from draftsmith_core.ranks import say
 from draftsmith_core.settings import Sampling
 from draftsmith_core.teacher_rows import pack_likeliest, unpack
 from draftsmith_core.tokenization import Tokenizer, encode_text, text_with_specials
@@ -432,9 +432,7 @@ class Server:
         if model not in (None, asked) and not self._other_model:
             self._other_model = True
             other = self._said(str(model))
-            sys.stderr.write(
-                f"draftsmith: {self.url}: its replies name the model {other}, not {asked}\n"
-            )
+            say(f"draftsmith: {self.url}: its replies name the model {other}, not {asked}")
 
     def _said(self, text: str) -> str:
         return said(text, self._key)

@@ -32,7 +32,7 @@ from distill.engines.replies import (
 from distill.engines.server import Completion, Dialect
 from draftsmith_core.errors import InputError, RunError, first_line
 from draftsmith_core.prompts import Prompt, asked
-from draftsmith_core.row_formats import ARGUMENTS, BESIDE
+from draftsmith_core.row_formats import ARGUMENTS, BESIDE, CONTINUES
 from draftsmith_core.sampling import Sampling
 
 NAMES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "sglang": "SGLang"}
@@ -254,6 +254,8 @@ def _chat(prompt: Prompt) -> dict[str, object]:
     messages = asked(prompt.chat.messages, f"row {prompt.row}", arguments)
     # Servers take these keys beside the others, and vLLM overrides the others by them.
     beside = {key: arguments[key] for key in BESIDE if key in arguments}
+    if CONTINUES in arguments:
+        beside.setdefault("add_generation_prompt", False)
     chat: dict[str, object] = {"messages": messages, **beside}
     if arguments:
         chat[ARGUMENTS] = arguments

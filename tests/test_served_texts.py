@@ -1,0 +1,91 @@
+"""`doctor --served` asks what a row asks, and neither hangs on a reply nor repeats the key."""
+
+import base64
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from distill.engines.server import Completion
+from draftsmith.serving import running_server
+from draftsmith.serving.running_server import RunningServer
+from draftsmith_core.errors import InputError
+from draftsmith_core.prompts import Chat, Prompt
+from draftsmith_core.sampling import Sampling
+from tests.serving import BOMB, JsonHandler, running
+
+KEY = "sk-Secret+12/34=abcXYZ"
+ANSWER = {"choices": [{"token_ids": [5], "finish_reason": "length"}]}
+
+
+@contextmanager
+def replying(reply: Callable[[JsonHandler, dict[str, Any]], None]) -> Iterator[str]:
+    """A vLLM server that replies so to a POST; yield its address."""
+
+    class Handler(JsonHandler):
+        def do_GET(self) -> None:
+            models = {"data": [{"id": "target", "owned_by": "vllm"}]}
+            self.send(200, models if self.path == "/v1/models" else "")
+
+        def do_POST(self) -> None:
+            reply(self, self.body())
+
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+
+
+@pytest.fixture
+def completion(tokenizer):
+    return Completion(
+        model="target",
+        tokenizer=tokenizer,
+        sampling=Sampling(),
+        max_new_tokens=1,
+        eos_ids=(1,),
+        ignore_eos=True,
+        vocabulary=len(tokenizer),
+    )
+
+
+def test_what_a_row_asks_of_the_template_is_in_the_request(completion):
+    bodies = []
+
+    def reply(handler: JsonHandler, body: dict[str, Any]) -> None:
+        bodies.append(body)
+        handler.send(200, ANSWER)
+
+    turns = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"})
+    arguments = {"reasoning_effort": "high", "continue_final_message": True, "persona": "a pirate"}
+    with replying(reply) as url:
+        server = RunningServer(url)
+        for given in (arguments, {}):
+            prompt = Prompt("p", "d", (5,), chat=Chat(turns, None, given))
+            server.answer(prompt, completion, states_sampling=True)
+    asked, plain = bodies
+    assert asked["messages"] == list(turns) and asked["chat_template_kwargs"] == arguments
+    assert (asked["reasoning_effort"], asked["continue_final_message"]) == ("high", True)
+    # vLLM refuses both, and begins an answer unless it is told not to.
+    assert asked["add_generation_prompt"] is False
+    assert plain["messages"] == [turns[0]]
+    assert not {"chat_template_kwargs", "add_generation_prompt"} & plain.keys()
+
+
+def test_a_server_that_repeats_the_key_or_never_ends(completion, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    spelled = [KEY, KEY.upper(), base64.b64encode(f"Bearer {KEY}".encode()).decode()]
+
+    def refuses(handler: JsonHandler, body: dict[str, Any]) -> None:
+        handler.send(400, {"error": f"{handler.headers['authorization']} {spelled} is unknown"})
+
+    def floods(handler: JsonHandler, body: dict[str, Any]) -> None:
+        handler.send(200, BOMB, **{"content-encoding": "gzip"})
+
+    prompt = Prompt("p", "d", (5,))
+    with replying(refuses) as url, pytest.raises(InputError, match="400 .* is unknown") as error:
+        RunningServer(url).answer(prompt, completion, states_sampling=True)
+    assert not any(each in str(error.value) for each in (*spelled, KEY[:12]))
+    monkeypatch.setattr(running_server, "REPLY_BYTES", 2**16)
+    with replying(floods) as url, pytest.raises(InputError, match="more than 65536 bytes"):
+        RunningServer(url).answer(prompt, completion, states_sampling=True)
