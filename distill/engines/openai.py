@@ -137,6 +137,7 @@ class OpenAIEngine(Engine):
         if not name:
             if len(models) != 1:
                 serves = f"serves {', '.join(models)}" if models else "does not list its model"
+                serves = server.said(serves)
                 raise InputError(
                     f"{server.url}: {serves}; name the target with --served_model NAME"
                 )
@@ -144,8 +145,8 @@ class OpenAIEngine(Engine):
             self._completion = replace(self._completion, model=name)
         if models and name not in models:
             raise InputError(
-                f"{server.url}: serves {', '.join(models)}, but {self._servers[0].url} serves "
-                f"{name}"
+                f"{server.url}: serves {server.said(', '.join(models))}, but "
+                f"{self._servers[0].url} serves {server.said(name)}"
             )
         owners = {str(entry.get("owned_by")) for entry in models.values()}
         dialect = await server.choose_dialect(client, self._completion, owners)

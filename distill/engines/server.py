@@ -289,7 +289,7 @@ class Server:
             if reply.status_code in (404, 405):
                 return {}
             self._check(reply)
-            return {self._said(str(entry["id"])): entry for entry in reply.json()["data"]}
+            return {str(entry["id"]): entry for entry in reply.json()["data"]}
         except (
             httpx.HTTPError,
             TimeoutError,
@@ -431,17 +431,18 @@ class Server:
         """Warn once if another model than the one asked for has answered."""
         if model not in (None, asked) and not self._other_model:
             self._other_model = True
-            other = self._said(str(model))
+            other = self.said(str(model))
             say(f"draftsmith: {self.url}: its replies name the model {other}, not {asked}")
 
-    def _said(self, text: str) -> str:
+    def said(self, text: str) -> str:
+        """Return a text of the server to print or keep."""
         return said(text, self._key)
 
     def _failed(
         self, error: Exception, what: str = "", reply: httpx.Response | None = None
     ) -> NoAnswer:
         name = type(error).__name__
-        text = self._said(f"{name}: {error}" if str(error) else name)
+        text = self.said(f"{name}: {error}" if str(error) else name)
         no_connection = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         garbled = not isinstance(error, httpx.HTTPError | TimeoutError)
         reason = f"{what} ({text})" if what else text
@@ -454,7 +455,7 @@ class Server:
         if status < 300:
             return
         location, *_ = re.split("[?#]", reply.headers.get("location", ""))
-        what = self._said(f"leads to {location}") if location else self._shown(reply)
+        what = self.said(f"leads to {location}") if location else self._shown(reply)
         reason = f"{self.url}: status {status} ({what})"
         try:
             asked_s = float(reply.headers["retry-after"])
@@ -467,7 +468,7 @@ class Server:
         raise NoAnswer(reason, status, retry=retry, counts=counts, after_s=after_s)
 
     def _shown(self, reply: httpx.Response) -> str:
-        return self._said(reply.text) or "no reason"
+        return self.said(reply.text) or "no reason"
 
 
 def _candidates(completion: Completion, owners: set[str]) -> list[Dialect]:
