@@ -5,6 +5,7 @@ named.
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from benchmarks.lib.engines import llama_server, vllm_server
 from draftsmith.serving.report import in_words
 from draftsmith.serving.running_server import count_steps
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
-from tests.drafting_server import drafting
+from tests.drafting_server import PLACES, Drafting, drafting
 from tests.openvino_ir import engine
 from tests.tiny_models import near, redrawn
 from train.config import HeadOptions, Optim
@@ -282,6 +283,68 @@ def test_another_chat_template_is_named(place, engine):
     ), found
 
 
+def count_greedy(server: Drafting, guess: Callable[[list[int]], int], ids: list[int]) -> None:
+    """Count an answer with three greedy drafts a step, by a loop of its own."""
+    calls, accepted, at = 0, [0] * 3, 1
+    while at < len(ids):
+        calls, text = calls + 1, ids[:at]
+        for depth in range(min(3, len(ids) - at)):
+            if guess(text) != ids[at + depth]:
+                break
+            accepted[depth] += 1
+            text.append(ids[at + depth])
+        at = len(text) + 1
+    values = [calls, 3 * calls, sum(accepted), *accepted]
+    names = ["drafts_total", "draft_tokens_total", "accepted_tokens_total", *PLACES[:3]]
+    for name, value in zip(names, values, strict=True):
+        server.counts[name] = server.counts.get(name, 0) + value
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "temperature"),
+    [
+        ("repetition", 1.2, 0.0),
+        ("presence", 1.0, 0.0),
+        pytest.param("frequency", 0.5, 0.0, marks=SLOW),
+    ],
+)
+def test_a_penalty_is_named(place, monkeypatch, kind, value, temperature):
+    pair = pair_of(place)
+    draft: Any = pair.drafts["draft"]
+    random = torch.Generator().manual_seed(1)
+
+    @torch.no_grad()
+    def penalised(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        prompt: list[int] = body["prompt"]
+        ids: list[int] = []
+        for _ in range(body["max_tokens"]):
+            logits = pair.target(torch.tensor([prompt + ids])).logits[0, -1]
+            for token in {*prompt, *ids} if kind == "repetition" else set(ids):
+                own = float(logits[token])
+                if kind == "repetition":
+                    own = own / value if own > 0 else own * value
+                else:
+                    own -= value * (1 if kind == "presence" else ids.count(token))
+                logits[token] = own
+            chances = (logits / (temperature or 1e-4)).softmax(0)
+            ids.append(int(chances.multinomial(1, generator=random)))
+
+        def guess(text: list[int]) -> int:
+            return int(draft(torch.tensor([prompt + text])).logits[0, -1].argmax())
+
+        count_greedy(server, guess, ids)
+        return {
+            "prompt_token_ids": prompt,
+            "choices": [{"token_ids": ids, "finish_reason": "length"}],
+        }
+
+    with drafting("vllm", pair) as (url, server):
+        monkeypatch.setattr(server, "post", penalised)
+        found = ask(place, url, temperature=temperature)
+    rule = ", and a greedy draft" if temperature else ""
+    assert found["cause"] == f"penalty: {kind} penalty {value:g}{rule}", found["tried"]
+
+
 @SLOW
 def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
     """As after a prefix cache that holds the target's keys alone; the counts are of a loop of their
@@ -290,38 +353,18 @@ def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
     pair = pair_of(place)
     draft: Any = pair.drafts["draft"]
 
-    def counts(prompt: list[int], ids: list[int], ahead: int) -> tuple[int, list[int]]:
-        calls, accepted, at = 0, [0] * ahead, 1
-        while at < len(ids):
-            calls, text = calls + 1, ids[:at]
-            for depth in range(min(ahead, len(ids) - at)):
-                places = torch.arange(len(prompt), len(prompt) + len(text))[None]
-                text = [
-                    *text,
-                    int(draft(torch.tensor([text]), position_ids=places).logits[0, -1].argmax()),
-                ]
-                if text[-1] != ids[at + depth]:
-                    break
-                accepted[depth] += 1
-            at = (
-                at
-                + 1
-                + next(
-                    (d for d, token in enumerate(text[at:]) if token != ids[at + d]), len(text) - at
-                )
-            )
-        return calls, accepted
+    def guess(prompt: list[int], text: list[int]) -> int:
+        places = torch.arange(len(prompt), len(prompt) + len(text))[None]
+        return int(draft(torch.tensor([text]), position_ids=places).logits[0, -1].argmax())
 
     with drafting("vllm", pair) as (url, server):
         post = server.post
 
         def forgetful(path: str, body: dict[str, Any]) -> dict[str, Any]:
-            before, reply = dict(server.counts), post(path, body)
-            calls, accepted = counts(body["prompt"], reply["choices"][0]["token_ids"], 3)
-            values = [calls, 3 * calls, sum(accepted), *accepted]
-            server.counts = {
-                k: before.get(k, 0) + v for k, v in zip(server.counts, values, strict=True)
-            }
+            server.counts, before = {}, server.counts
+            reply = post(path, body)
+            server.counts = before
+            count_greedy(server, partial(guess, body["prompt"]), reply["choices"][0]["token_ids"])
             return reply
 
         monkeypatch.setattr(server, "post", forgetful)

@@ -8,7 +8,7 @@ Legend: B rows, T tokens, H hidden size, P keys, D draft vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 
 from drafts.heads.eagle import FeatureHead
 from drafts.heads.eagle3 import Eagle3Head
-from draftsmith.serving.replay import Case
+from draftsmith.serving.replay import Case, Penalty, log_likelihoods
 from draftsmith_core.models import text_config
 from draftsmith_core.sampling import Sampling
 
+# Kinds of penalties, and the steps in which they are tried: twenty each, then finer.
+_PENALTY_STEPS = {"repetition": 0.05, "presence": 0.1, "frequency": 0.1}
 Change = Callable[[Case], Iterator[tuple[str, Case]]]
 
 
@@ -197,6 +199,31 @@ def _sampling(case: Case) -> Iterator[tuple[str, Case]]:
         yield ", ".join(parts), replace(case, sampling=sampling)
 
 
+def _penalty(case: Case) -> Iterator[tuple[str, Case]]:
+    """The one under which the texts are likeliest: servers do not report theirs."""
+    tried = [Penalty()]
+    for kind, step in _PENALTY_STEPS.items():
+        none = getattr(Penalty(), kind)
+        tried += [Penalty(**{kind: none + step * count}) for count in range(1, 21)]
+    best = _likeliest(case, tried)
+    if best == Penalty():
+        return
+    (kind,) = (kind for kind in _PENALTY_STEPS if getattr(best, kind) != getattr(Penalty(), kind))
+    step = _PENALTY_STEPS[kind]
+    for _ in range(3):
+        step /= 4
+        value = getattr(best, kind)
+        near = [Penalty(**{kind: value + step * count}) for count in (-3, -2, -1, 1, 2, 3)]
+        best = _likeliest(case, [best, *near])
+    yield f"{kind} penalty {getattr(best, kind):.3g}", replace(case, penalty=best)
+
+
+def _likeliest(case: Case, penalties: Sequence[Penalty]) -> Penalty:
+    """Of equal ones the first."""
+    found = log_likelihoods(case, penalties)
+    return penalties[found.index(max(found))]
+
+
 def _rounded(case: Case) -> Iterator[tuple[str, Case]]:
     target: Any = copy.deepcopy(case.target)
     if target.dtype != torch.bfloat16:
@@ -248,6 +275,12 @@ SUSPECTS: dict[str, Suspect] = {
     "sampling": Suspect(
         _sampling,
         "give the temperature with each request, or mend the server's defaults",
+        changes_target_text=True,
+    ),
+    "penalty": Suspect(
+        _penalty,
+        "ask for a repetition_penalty of 1 and no other with each request, or mend the server's "
+        "defaults: a draft does not see it",
         changes_target_text=True,
     ),
     "rounding of the target": Suspect(
