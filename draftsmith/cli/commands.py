@@ -224,9 +224,9 @@ def _doctor(config: "DoctorConfig", command: str) -> Outcome:
         best = f"by {config.plan} the best tree is {times} times as fast"
         lines.append(f"Use no draft: {best} as the target alone.")
     for verdict in verdicts["verdicts"]:
-        word = (
-            "serves it" if verdict["serves"] else "loads it" if verdict["loads"] else "refuses it"
-        )
+        word = "refuses it" if verdict["known"] else "not known"
+        if verdict["loads"]:
+            word = "serves it" if verdict["serves"] else "loads it"
         lines.append(f"{verdict['engine']:<18}{word:<12}{verdict['reason']}")
         if verdict["serves"] and pays:
             lines += [
