@@ -95,10 +95,9 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     lies.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    backend: JsonObject = {"vocabulary": tokenizer.get_vocab()}
-    if fast is not None:
-        # Calls change truncation and padding.
-        backend = json.loads(fast.to_str()) | {"truncation": None, "padding": None}
+    # Calls change truncation and padding.
+    calls: JsonObject = {"truncation": None, "padding": None}
+    backend = tokenizer.get_vocab() if fast is None else json.loads(fast.to_str()) | calls
     specials = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
     return hash_json([backend, specials, tokenizer.chat_template])[:16]
 

@@ -42,8 +42,8 @@ def write(path, value):
         with io.atomic_file(path) as temporary:
             temporary.write_text(json.dumps(value)[:20])
             os.kill(os.getpid(), signal.SIGKILL)
-    io.write_json_atomic(path, value)
-draftsmith_core.runs.write_json_atomic = write
+    io.write_sealed(path, value)
+draftsmith_core.runs.write_sealed = write
 evaluate(EvalConfig(**{options!r}))
 """
 
