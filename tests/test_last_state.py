@@ -18,6 +18,7 @@ from decode.runner import Runner
 from decode.supported_models import attention_windows
 from drafts.heads import HEADS, load_head, save_head
 from drafts.heads.block import DFlashHead
+from drafts.heads.eagle3 import Eagle3Head
 from drafts.merge import merge
 from draftsmith_core.errors import InputError
 from draftsmith_core.hidden_states import forward_with_states
@@ -217,3 +218,13 @@ def test_merged_heads_of_others_stay_theirs(older, tmp_path):
     merge(draft=[str(directory), str(directory)], out=str(out))
     model = ds.load_pair(target, device="cpu").target
     assert load_head(out, model).hidden_layers == (1, 2)
+
+
+def test_sglang_gives_no_output_of_the_last_layer(target_dir, tmp_path):
+    """Its models keep the states that enter a layer."""
+    target = ds.load_pair(target_dir, device="cpu").target
+    save_head(Eagle3Head.fresh(target), tmp_path / "head")
+    options: Any = {"draft": str(tmp_path / "head"), "target": str(target_dir)}
+    with pytest.raises(InputError, match="reads the output of the last layer"):
+        ds.export(ds.ExportConfig(**options, format="sglang", out=str(tmp_path / "out")))
+    ds.export(ds.ExportConfig(**options, format="speculators", out=str(tmp_path / "out")))
