@@ -115,7 +115,7 @@ def _temperature(value: float) -> float:
 
 
 def _date(value: str) -> str:
-    if len(value) != 10:
+    if re.fullmatch(r"\d{4}-\d\d-\d\d", value) is None:
         raise ValueError("must be YYYY-MM-DD")
     return date.fromisoformat(value).isoformat()
 

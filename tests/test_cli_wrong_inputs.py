@@ -35,6 +35,8 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--device tpu", "--device tpu"),
         ("--max_new_tokens 100", "leaves no room in a context of 96"),
         ("--chat_template gone.jinja", "gone.jinja: cannot be read"),
+        ("--date 27.11.2026", "date: must be YYYY-MM-DD"),
+        ("--date 2026-11-27", "date: is not read: the chat template prints none"),
         ("--draft {draft} --tree chain:0", "chain:0"),
         ("--draft {draft} --tree kary:2 --verifier speculative", "is valid on chains only"),
         ("--draft {draft} --proposer draught", "did you mean draft?"),
