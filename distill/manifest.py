@@ -160,7 +160,8 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
         for index in range(parts):
             part = part_path(out, index)
             summary = read_summary(out, index)
-            assert summary is not None, f"{part} was deleted while the run wrote others"
+            if summary is None:
+                raise RunError(f"{part}: was deleted while the run wrote; run it again")
             if part.exists():
                 with reading(part):
                     table = pq.read_table(part, columns=_COLUMNS)

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +15,7 @@ import pytest
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
+from distill import generate
 from draftsmith import __main__
 from draftsmith_core.chats import ChatRefused, Template
 from draftsmith_core.errors import InputError
@@ -138,6 +141,22 @@ def test_a_machine_without_memory_is_one_line(monkeypatch, capsys, error):
     monkeypatch.setattr(__main__, "run", fail)
     assert __main__.main(["status", "x"]) == 1
     assert capsys.readouterr().err.startswith("draftsmith status: no memory is left (")
+
+
+def test_an_out_that_is_deleted_meanwhile_is_one_line(
+    door, tmp_path, target_dir, prompts_file, monkeypatch
+):
+    out = tmp_path / "set"
+    finish = generate.finish
+
+    def finish_what_is_gone(*words: Any) -> None:
+        shutil.rmtree(out)
+        finish(*words)
+
+    monkeypatch.setattr(generate, "finish", finish_what_is_gone)
+    words = ["distill", "--target", target_dir, "--prompts", prompts_file, "--max_new_tokens", 4]
+    refused = door.refused(*words, "--out", out, code=1)
+    assert "part-00000.parquet: was deleted while the run wrote; run it again" in refused
 
 
 def test_a_directory_that_was_deleted_is_one_line(tmp_path):
