@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 
 # Beside the weights of a draft: how it was made.
 RECORD = "draftsmith.json"
+_RUN = "the record of a run; delete this directory, or choose another --out"
 _STEP = "a finished step"
 _HASH = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
@@ -305,7 +306,7 @@ def claim(
     current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
     record: JsonObject = {"identity": current, "places": {**(places or {}), "out": str(directory)}}
     for path in [directory / name for name in records if (directory / name).exists()]:
-        begun = read_json(path, "the record of a run", ["identity"])
+        begun = read_json(path, _RUN, ["identity"])
         differs = difference(begun["identity"], current)
         if differs is None:
             if begun.get("places", record["places"]) != record["places"]:
@@ -322,7 +323,7 @@ def claim(
 def kept_identity(directory: Path, records: Sequence[str] = ("run.json",)) -> JsonObject:
     """The identity of the run that began in `directory`, as `claim` keeps it; {} if none did."""
     for path in [directory / name for name in records if (directory / name).exists()]:
-        identity: JsonObject = read_json(path, "the record of a run", ["identity"])["identity"]
+        identity: JsonObject = read_json(path, _RUN, ["identity"])["identity"]
         return identity
     return {}
 

@@ -35,6 +35,14 @@ def test_only_temporary_names_of_this_project_are_cleaned_up(tmp_path):
     assert left == others
 
 
+@pytest.mark.parametrize("content", ['{"identity', "no JSON", "[1]"])
+def test_a_damaged_record_of_a_run_says_what_to_do(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(InputError, match="delete this directory, or choose another --out"):
+        claim(tmp_path, {"seed": 1})
+    assert (tmp_path / "run.json").read_text() == content
+
+
 @pytest.mark.parametrize("file", [False, True])
 @pytest.mark.parametrize("kind", ["text", "link", "dangling", "directory", "fifo"])
 def test_a_lock_of_another_program_is_refused_and_stays(tmp_path, kind, file):

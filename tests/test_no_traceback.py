@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-from distill import generate
+from distill.manifest import finish
 from draftsmith import __main__
 from draftsmith_core.chats import ChatRefused, Template
 from draftsmith_core.errors import InputError
@@ -147,13 +147,12 @@ def test_an_out_that_is_deleted_meanwhile_is_one_line(
     door, tmp_path, target_dir, prompts_file, monkeypatch
 ):
     out = tmp_path / "set"
-    finish = generate.finish
 
     def finish_what_is_gone(*words: Any) -> None:
         shutil.rmtree(out)
         finish(*words)
 
-    monkeypatch.setattr(generate, "finish", finish_what_is_gone)
+    monkeypatch.setattr("distill.generate.finish", finish_what_is_gone)
     words = ["distill", "--target", target_dir, "--prompts", prompts_file, "--max_new_tokens", 4]
     refused = door.refused(*words, "--out", out, code=1)
     assert "part-00000.parquet: was deleted while the run wrote; run it again" in refused
