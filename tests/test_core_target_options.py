@@ -19,7 +19,9 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[ass
 
 def test_every_command_that_loads_a_target_has_the_group():
     group = {option.key for option in options_of(TargetOptions)}
-    assert group == {"device", "dtype", "chat_template", "revision", "trust_remote_code"}
+    assert group == {
+        *("device", "dtype", "chat_template", "date", "revision", "trust_remote_code")
+    }
     for name in ("doctor", "export"):
         assert {"revision", "trust_remote_code"} <= {
             option.key for option in options_of(COMMANDS[name].options)
