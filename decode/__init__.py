@@ -5,65 +5,71 @@ verifier keeps a path.
 (PEP 562).
 """
 
+if __name__ == "decode":
+    raise ImportError("import draftsmith.decode: decode is no package of its own")
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from decode.propose import (
+from draftsmith.core import lazy_names
+from draftsmith.decode.propose import (
     PROPOSERS as PROPOSERS,
     ProposerKind as ProposerKind,
     default_tree as default_tree,
 )
-from decode.tree import (
+from draftsmith.decode.tree import (
     Drawing as Drawing,
     DynamicTree as DynamicTree,
     Tree as Tree,
     TreeShape as TreeShape,
 )
-from decode.tree_spec import (
+from draftsmith.decode.tree_spec import (
     TREES as TREES,
     TreeKind as TreeKind,
     Written as Written,
     parse_tree as parse_tree,
     tree_spec as tree_spec,
 )
-from decode.verify import (
+from draftsmith.decode.verify import (
     VERIFIERS as VERIFIERS,
     Verifier as Verifier,
     default_verifier as default_verifier,
 )
-from draftsmith_core import lazy_names
 
 if TYPE_CHECKING:
-    from decode.batch_run import (
+    from draftsmith.decode.batch_run import (
         Generation as Generation,
         StopCondition as StopCondition,
         StopStrings as StopStrings,
     )
-    from decode.engine import BatchOutput as BatchOutput, SpeculativeDecoder as SpeculativeDecoder
-    from decode.packed_weights import take_over as take_over
-    from decode.propose.draft_model import DraftModelProposer as DraftModelProposer
-    from decode.propose.head_proposers import HeadProposer as HeadProposer
-    from decode.propose.lookahead import LookaheadProposer as LookaheadProposer
-    from decode.propose.lookup_first import LookupFirst as LookupFirst
-    from decode.propose.prompt_lookup import PromptLookupProposer as PromptLookupProposer
-    from decode.propose.protocol import (
+    from draftsmith.decode.engine import (
+        BatchOutput as BatchOutput,
+        SpeculativeDecoder as SpeculativeDecoder,
+    )
+    from draftsmith.decode.packed_weights import take_over as take_over
+    from draftsmith.decode.propose.draft_model import DraftModelProposer as DraftModelProposer
+    from draftsmith.decode.propose.head_proposers import HeadProposer as HeadProposer
+    from draftsmith.decode.propose.lookahead import LookaheadProposer as LookaheadProposer
+    from draftsmith.decode.propose.lookup_first import LookupFirst as LookupFirst
+    from draftsmith.decode.propose.prompt_lookup import PromptLookupProposer as PromptLookupProposer
+    from draftsmith.decode.propose.protocol import (
         Outcome as Outcome,
         Proposal as Proposal,
         Proposer as Proposer,
         Session as Session,
         SessionSetup as SessionSetup,
     )
-    from decode.propose.retrieval import RetrievalProposer as RetrievalProposer
-    from decode.stats import DecodeStats as DecodeStats
-    from decode.supported_models import takes_trees as takes_trees
-    from decode.tree_batch import TreeBatch as TreeBatch
-    from decode.verify.tree_walk import Verdict as Verdict
+    from draftsmith.decode.propose.retrieval import RetrievalProposer as RetrievalProposer
+    from draftsmith.decode.stats import DecodeStats as DecodeStats
+    from draftsmith.decode.supported_models import takes_trees as takes_trees
+    from draftsmith.decode.tree_batch import TreeBatch as TreeBatch
+    from draftsmith.decode.verify.tree_walk import Verdict as Verdict
 
 _LATER = lazy_names(__file__)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
-        raise AttributeError(f"module 'decode' has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _LATER[name]
     return getattr(import_module(module), attribute)

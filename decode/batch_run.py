@@ -18,21 +18,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.choosing import draw, largest
-from decode.kernel_forward import Forwarded
-from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
-from decode.recorded.proposal import in_bucket
-from decode.runner import Block, Runner
-from decode.stats import DecodeStats
-from decode.tree import Drawing, Tree, TreeShape
-from decode.tree_batch import TreeBatch
-from decode.verify import VERIFIERS, Verifier
-from decode.verify.exact import follow
-from decode.verify.siblings import speculative_walks
-from decode.verify.tree_walk import Walk
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import vocabulary_size
-from draftsmith_core.sampling import Sampling, probs, uniforms
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import vocabulary_size
+from draftsmith.core.sampling import Sampling, probs, uniforms
+from draftsmith.decode.choosing import draw, largest
+from draftsmith.decode.kernel_forward import Forwarded
+from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
+from draftsmith.decode.recorded.proposal import in_bucket
+from draftsmith.decode.runner import Block, Runner
+from draftsmith.decode.stats import DecodeStats
+from draftsmith.decode.tree import Drawing, Tree, TreeShape
+from draftsmith.decode.tree_batch import TreeBatch
+from draftsmith.decode.verify import VERIFIERS, Verifier
+from draftsmith.decode.verify.exact import follow
+from draftsmith.decode.verify.siblings import speculative_walks
+from draftsmith.decode.verify.tree_walk import Walk
 
 _ALL_FINITE = 3  # `_finite` of a row whose target and draft have finite logits
 OnTokens = Callable[[int, list[int], list[bool]], None]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from decode.native.large_pages import zeros
-from draftsmith_core.errors import InputError
+from draftsmith.core.errors import InputError
+from draftsmith.decode.native.large_pages import zeros
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Tokens chosen from logits and distributions: by the kernel on a CPU, where torch takes as long
 for them as a small draft for a forward.
 
-The definitions are those of `draftsmith_core.sampling`, which chooses wherever the kernel cannot.
+The definitions are those of `draftsmith.core.sampling`, which chooses wherever the kernel cannot.
 
 Legend: K tokens, V vocabulary; `...` any leading shape.
 """
@@ -9,9 +9,9 @@ Legend: K tokens, V vocabulary; `...` any leading shape.
 import torch
 from torch import Tensor
 
-from decode.native import Kernel, kernel
-from draftsmith_core import sampling
-from draftsmith_core.sampling import Largest
+from draftsmith.core import sampling
+from draftsmith.core.sampling import Largest
+from draftsmith.decode.native import Kernel, kernel
 
 # Above, the kernel compares each value with too many that it found before.
 _MOST = 64

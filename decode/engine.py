@@ -15,19 +15,26 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from decode.batch_run import BatchRun, Generation, OnTokens, Options, Parts, StopCondition
-from decode.packed_weights import kernel_products, packs_of
-from decode.propose.protocol import Proposer
-from decode.recorded import make_runner
-from decode.recorded.steps import StaticSteps
-from decode.runner import Runner
-from decode.supported_models import ability, check_context, check_tree
-from decode.tree import Drawing, Tree, TreeShape
-from decode.tree_spec import Written, parse_tree
-from decode.verify import VERIFIERS, Verifier, default_verifier
-from draftsmith_core.devices import attention_of_any_length
-from draftsmith_core.models import context_length, eos_ids as eos_of, vocabulary_size
-from draftsmith_core.sampling import Sampling, generator, row_seed
+from draftsmith.core.devices import attention_of_any_length
+from draftsmith.core.models import context_length, eos_ids as eos_of, vocabulary_size
+from draftsmith.core.sampling import Sampling, generator, row_seed
+from draftsmith.decode.batch_run import (
+    BatchRun,
+    Generation,
+    OnTokens,
+    Options,
+    Parts,
+    StopCondition,
+)
+from draftsmith.decode.packed_weights import kernel_products, packs_of
+from draftsmith.decode.propose.protocol import Proposer
+from draftsmith.decode.recorded import make_runner
+from draftsmith.decode.recorded.steps import StaticSteps
+from draftsmith.decode.runner import Runner
+from draftsmith.decode.supported_models import ability, check_context, check_tree
+from draftsmith.decode.tree import Drawing, Tree, TreeShape
+from draftsmith.decode.tree_spec import Written, parse_tree
+from draftsmith.decode.verify import VERIFIERS, Verifier, default_verifier
 
 Key = TypeVar("Key")
 # Takes the number of free places; returns at most that many prompts, each as (key, token ids,

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from decode.head_forward import has_own_forward, packed_projection, worth_packing
-from decode.kernel_forward import LayerMaker
-from decode.packed_weights import FusedLinear, Packs
-from drafts.heads.medusa import FirstBlock, HydraHeads, MedusaHeads, ResBlock
+from draftsmith.decode.head_forward import has_own_forward, packed_projection, worth_packing
+from draftsmith.decode.kernel_forward import LayerMaker
+from draftsmith.decode.packed_weights import FusedLinear, Packs
+from draftsmith.drafts.heads.medusa import FirstBlock, HydraHeads, MedusaHeads, ResBlock
 
 
 @dataclass(frozen=True)

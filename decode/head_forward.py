@@ -22,8 +22,8 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from decode.cache import CachePlace, TreeCache
-from decode.kernel_forward import (
+from draftsmith.decode.cache import CachePlace, TreeCache
+from draftsmith.decode.kernel_forward import (
     MOST_TOKENS,
     SMALLEST_MODEL,
     Forwarded,
@@ -35,14 +35,14 @@ from decode.kernel_forward import (
     Sizes,
     causal_mask,
 )
-from decode.native import kernel
-from decode.packed_weights import FusedLinear, PackedLinear, Packs
-from decode.rotary_table import RotaryTable, has_table
-from drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
-from drafts.heads.borrowed import OutputProjection
-from drafts.heads.eagle import EagleHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.mtp import MtpHead
+from draftsmith.decode.native import kernel
+from draftsmith.decode.packed_weights import FusedLinear, PackedLinear, Packs
+from draftsmith.decode.rotary_table import RotaryTable, has_table
+from draftsmith.drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
+from draftsmith.drafts.heads.borrowed import OutputProjection
+from draftsmith.drafts.heads.eagle import EagleHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.mtp import MtpHead
 
 _KIND = "full_attention"
 # Layers of MTP heads that the kernel knows.

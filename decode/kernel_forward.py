@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from decode.cache import CachePlace
-from decode.native import Kernel, PackedMatrix
-from decode.packed_weights import FusedLinear, Packs
+from draftsmith.decode.cache import CachePlace
+from draftsmith.decode.native import Kernel, PackedMatrix
+from draftsmith.decode.packed_weights import FusedLinear, Packs
 
 # Logits, and the hidden states of the layers asked for.
 Forwarded: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]

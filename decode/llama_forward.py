@@ -25,8 +25,9 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from decode.cache import CachePlace, TreeCache
-from decode.kernel_forward import (
+from draftsmith.core.models import vocabulary_size
+from draftsmith.decode.cache import CachePlace, TreeCache
+from draftsmith.decode.kernel_forward import (
     MOST_TOKENS,
     SMALLEST_MODEL,
     Forwarded,
@@ -36,11 +37,10 @@ from decode.kernel_forward import (
     Sizes,
     causal_mask,
 )
-from decode.native import PackedMatrix, four_bit_state, kernel
-from decode.packed_weights import PackedEmbedding, PackedLinear, Packs, is_four_bits
-from decode.rotary_table import RotaryTable, has_table
-from drafts.draft_vocabulary import draft_vocabulary, to_target
-from draftsmith_core.models import vocabulary_size
+from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel
+from draftsmith.decode.packed_weights import PackedEmbedding, PackedLinear, Packs, is_four_bits
+from draftsmith.decode.rotary_table import RotaryTable, has_table
+from draftsmith.drafts.draft_vocabulary import draft_vocabulary, to_target
 
 _FAMILY: dict[type, object] = {
     modeling_llama.LlamaForCausalLM: modeling_llama,

@@ -25,11 +25,11 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from decode.kernel_forward import Forwarded
-from decode.runner import Block, Runner
-from decode.supported_models import Reading, counts_positions
-from draftsmith_core.hidden_states import forward_with_states, layout_of
-from draftsmith_core.models import vocabulary_size
+from draftsmith.core.hidden_states import forward_with_states, layout_of
+from draftsmith.core.models import vocabulary_size
+from draftsmith.decode.kernel_forward import Forwarded
+from draftsmith.decode.runner import Block, Runner
+from draftsmith.decode.supported_models import Reading, counts_positions
 
 # Before more tokens than these are forwarded again, they are forwarded once without a chain, which
 # moves the copy behind them.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
+from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
 
 # Smaller matrices stay in a core's cache, and the call itself costs more than packing saves.
 _SMALLEST = 1 << 16

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from decode.cache import TreeCache
-from decode.head_forward import HeadForward, head_forward
-from decode.kernel_forward import Forwarded
-from decode.llama_forward import LeanForward, lean_forward
-from decode.packed_weights import Packs
-from draftsmith_core.hidden_states import forward_with_states
-from draftsmith_core.models import text_config
+from draftsmith.core.hidden_states import forward_with_states
+from draftsmith.core.models import text_config
+from draftsmith.decode.cache import TreeCache
+from draftsmith.decode.head_forward import HeadForward, head_forward
+from draftsmith.decode.kernel_forward import Forwarded
+from draftsmith.decode.llama_forward import LeanForward, lean_forward
+from draftsmith.decode.packed_weights import Packs
 
 # Tokens of a prompt per forward, which bounds the memory of masks and activations.
 _CHUNK = 256

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from decode.tree import Tree
+from draftsmith.decode.tree import Tree
 
 Floats = NDArray[np.float64]
 

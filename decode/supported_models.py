@@ -11,9 +11,9 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from decode.tree import CHAIN, TreeShape
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import check_causal, text_config
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import check_causal, text_config
+from draftsmith.decode.tree import CHAIN, TreeShape
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"

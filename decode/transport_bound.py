@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode.tree import Drawing
+from draftsmith.decode.tree import Drawing
 
 # By time SURE / r a clock of rate r has rung, except with probability e^-40, which is lost in the
 # rounding of a double.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode.tree import Tree
+from draftsmith.decode.tree import Tree
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.tree import CHAIN, MAX_NODES, DynamicTree, Tree, TreeShape, chain, tree_of_paths
-from draftsmith_core.errors import nearest
+from draftsmith.core.errors import nearest
+from draftsmith.decode.tree import (
+    CHAIN,
+    MAX_NODES,
+    DynamicTree,
+    Tree,
+    TreeShape,
+    chain,
+    tree_of_paths,
+)
 
 # A tree as a user writes it: see `tree_spec`.
 Written = str | int | Sequence[int]
@@ -233,7 +241,7 @@ def _tree_of(paths: Sequence[Sequence[int]]) -> Tree:
 
 
 def _sequoia(content: Any) -> Tree:
-    from decode.sequoia import optimal_tree  # brings numpy, which no other spec needs
+    from draftsmith.decode.sequoia import optimal_tree  # brings numpy, which no other spec needs
 
     _check_keys(content, ("acceptance", "nodes", "depth"))
     return optimal_tree(content["acceptance"], content["nodes"], content["depth"])

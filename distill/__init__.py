@@ -1,1 +1,4 @@
 """Produces training data from the target: its own outputs, row by row accounted for."""
+
+if __name__ == "distill":
+    raise ImportError("import draftsmith.distill: distill is no package of its own")

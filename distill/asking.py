@@ -7,10 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, Engine, Failed, Key
-from draftsmith_core.io import JsonObject
-from draftsmith_core.prompts import content_id
-from draftsmith_core.runs import Journal
+from draftsmith.core.io import JsonObject
+from draftsmith.core.prompts import content_id
+from draftsmith.core.runs import Journal
+from draftsmith.distill.engines import (
+    WAVE_BATCHES,
+    Answer,
+    AnswerRequest,
+    Done,
+    Engine,
+    Failed,
+    Key,
+)
 
 
 @dataclass(frozen=True)

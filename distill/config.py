@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.options import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.options import (
     AtLeast1,
     ByContent,
     NotIdentity,
@@ -23,7 +23,7 @@ from draftsmith_core.options import (
     options,
     refuse_unused,
 )
-from draftsmith_core.settings import Sampling
+from draftsmith.core.settings import Sampling
 
 # Options that one engine has.
 _ENGINE_OF = {

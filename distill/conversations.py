@@ -7,10 +7,10 @@ target's tokens.
 import logging
 from collections.abc import Sequence
 
-from draftsmith_core.chats import THINKING, chat_text, encode_messages
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import Chat, asked
-from draftsmith_core.tokenization import Tokenizer, decode_text
+from draftsmith.core.chats import THINKING, chat_text, encode_messages
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompts import Chat, asked
+from draftsmith.core.tokenization import Tokenizer, decode_text
 
 log = logging.getLogger(__name__)
 

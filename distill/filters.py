@@ -5,15 +5,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from distill.config import DistillConfig
-from distill.engines import Answer
-from draftsmith_core.chats import THINKING
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import JsonObject, hash_json
-from draftsmith_core.prompt_rows import iterate_rows, parse_named
-from draftsmith_core.row_formats import KEYS
-from draftsmith_core.token_rows import ID_KEYS
-from draftsmith_core.tokenization import Tokenizer, decode_text
+from draftsmith.core.chats import THINKING
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import JsonObject, hash_json
+from draftsmith.core.prompt_rows import iterate_rows, parse_named
+from draftsmith.core.row_formats import KEYS
+from draftsmith.core.token_rows import ID_KEYS
+from draftsmith.core.tokenization import Tokenizer, decode_text
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.engines import Answer
 
 # A repetitive answer: this share of its runs of this many tokens occurred earlier in it, in at
 # least this many tokens.

@@ -6,27 +6,34 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from distill.config import DistillConfig
-from distill.conversations import switch_thinking_off
-from distill.engines import ENGINES
-from distill.filters import Suites
-from distill.manifest import IDENTITY_FILES, check_empty, copy_set, count_kept, finish, reopen
-from distill.own_prompts import draw_prompts, find_openings
-from distill.part_maker import Job, make_parts
-from distill.prompt_sources import StoredPrompts
-from draftsmith_core import options
-from draftsmith_core.errors import counted, without_secrets
-from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import hash_json, read_json, write_text_atomic
-from draftsmith_core.launcher import join_processes, leave_processes
-from draftsmith_core.options import configured
-from draftsmith_core.prompts import PromptReader
-from draftsmith_core.ranks import on_main, say
-from draftsmith_core.runs import Run, command_line, kept_identity, provenance
-from draftsmith_core.settings import tokenizing
-from draftsmith_core.signals import Terminated
-from draftsmith_core.template_date import fix_date
-from draftsmith_core.tokenization import load_tokenizer, tokenizer_digest
+from draftsmith.core import options
+from draftsmith.core.errors import counted, without_secrets
+from draftsmith.core.hub import check_push, pushed
+from draftsmith.core.io import hash_json, read_json, write_text_atomic
+from draftsmith.core.launcher import join_processes, leave_processes
+from draftsmith.core.options import configured
+from draftsmith.core.prompts import PromptReader
+from draftsmith.core.ranks import on_main, say
+from draftsmith.core.runs import Run, command_line, kept_identity, provenance
+from draftsmith.core.settings import tokenizing
+from draftsmith.core.signals import Terminated
+from draftsmith.core.template_date import fix_date
+from draftsmith.core.tokenization import load_tokenizer, tokenizer_digest
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.conversations import switch_thinking_off
+from draftsmith.distill.engines import ENGINES
+from draftsmith.distill.filters import Suites
+from draftsmith.distill.manifest import (
+    IDENTITY_FILES,
+    check_empty,
+    copy_set,
+    count_kept,
+    finish,
+    reopen,
+)
+from draftsmith.distill.own_prompts import draw_prompts, find_openings
+from draftsmith.distill.part_maker import Job, make_parts
+from draftsmith.distill.prompt_sources import StoredPrompts
 
 # Keys of the manifest that the summary repeats.
 _SUMMARY = ["response_tokens", "tokens_from", "own_prompts"]

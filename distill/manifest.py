@@ -9,18 +9,9 @@ import fsspec
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from distill.parts import (
-    OUTCOMES,
-    Outcome,
-    PartSummary,
-    empty_path,
-    part_path,
-    read_summary,
-    reading,
-)
-from draftsmith_core.cards import distilled_set_card
-from draftsmith_core.errors import InputError, RunError, one_line, without_secrets
-from draftsmith_core.io import (
+from draftsmith.core.cards import distilled_set_card
+from draftsmith.core.errors import InputError, RunError, one_line, without_secrets
+from draftsmith.core.io import (
     JsonObject,
     atomic_file,
     canonical_json,
@@ -34,10 +25,19 @@ from draftsmith_core.io import (
     write_text_atomic,
     writing,
 )
-from draftsmith_core.ranks import on_main
-from draftsmith_core.reasons import Reasons
-from draftsmith_core.runs import journal_rows
-from draftsmith_core.tokenization import Tokenizer, vocabulary_sample
+from draftsmith.core.ranks import on_main
+from draftsmith.core.reasons import Reasons
+from draftsmith.core.runs import journal_rows
+from draftsmith.core.tokenization import Tokenizer, vocabulary_sample
+from draftsmith.distill.parts import (
+    OUTCOMES,
+    Outcome,
+    PartSummary,
+    empty_path,
+    part_path,
+    read_summary,
+    reading,
+)
 
 # Prompts that the target wrote, and their record: number of texts drawn and kept, why the others
 # were left out, and the sha256 of the prompts.

@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from distill.config import DistillConfig, magpie
-from distill.engines import Engine
-from distill.manifest import DRAWN, OWN_PROMPTS, PROMPTS
-from distill.part_maker import Job, make_parts
-from distill.parts import part_path, read_summary
-from draftsmith_core.chats import chat_text
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import canonical_json, sha256_file, write_sealed
-from draftsmith_core.prompt_rows import Record
-from draftsmith_core.prompts import Prompt
-from draftsmith_core.ranks import from_main, on_main
-from draftsmith_core.reasons import Reasons
-from draftsmith_core.runs import Run
-from draftsmith_core.tokenization import Tokenizer, decode_text
+from draftsmith.core.chats import chat_text
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import canonical_json, sha256_file, write_sealed
+from draftsmith.core.prompt_rows import Record
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.ranks import from_main, on_main
+from draftsmith.core.reasons import Reasons
+from draftsmith.core.runs import Run
+from draftsmith.core.tokenization import Tokenizer, decode_text
+from draftsmith.distill.config import DistillConfig, magpie
+from draftsmith.distill.engines import Engine
+from draftsmith.distill.manifest import DRAWN, OWN_PROMPTS, PROMPTS
+from draftsmith.distill.part_maker import Job, make_parts
+from draftsmith.distill.parts import part_path, read_summary
 
 # Stands in for a user's text, to find what a chat template writes around it.
 _CONTENT = "USER-TEXT-STANDS-HERE"

@@ -11,20 +11,20 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distill.asking import Asking, PartRequests
-from distill.config import DistillConfig
-from distill.conversations import answer_text, answered_turns, turn_prompt
-from distill.engines import Answer, AnswerRequest, Engine, Failed, Key, at_temperature
-from distill.filters import why_dropped
-from distill.parts import SCHEMA, TEACHER_SCHEMA, Part, SetRow, prompts_of_finished
-from distill.prompt_sources import PromptSource
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import canonical_json
-from draftsmith_core.progress import Advance, progress
-from draftsmith_core.prompt_rows import Record, digest_of
-from draftsmith_core.prompts import Prompt, Skipped, content_id
-from draftsmith_core.sampling import row_seed
-from draftsmith_core.tokenization import Tokenizer
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import canonical_json
+from draftsmith.core.progress import Advance, progress
+from draftsmith.core.prompt_rows import Record, digest_of
+from draftsmith.core.prompts import Prompt, Skipped, content_id
+from draftsmith.core.sampling import row_seed
+from draftsmith.core.tokenization import Tokenizer
+from draftsmith.distill.asking import Asking, PartRequests
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.conversations import answer_text, answered_turns, turn_prompt
+from draftsmith.distill.engines import Answer, AnswerRequest, Engine, Failed, Key, at_temperature
+from draftsmith.distill.filters import why_dropped
+from draftsmith.distill.parts import SCHEMA, TEACHER_SCHEMA, Part, SetRow, prompts_of_finished
+from draftsmith.distill.prompt_sources import PromptSource
 
 if TYPE_CHECKING:
     from accelerate import PartialState

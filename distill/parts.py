@@ -14,9 +14,8 @@ from typing import Literal, NotRequired, TypedDict, cast, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distill.engines import Key
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import (
     canonical_json,
     is_whole,
     kept_json,
@@ -25,8 +24,9 @@ from draftsmith_core.io import (
     sealed_file,
     write_sealed,
 )
-from draftsmith_core.prompts import Prompt, Skipped
-from draftsmith_core.teacher_rows import COLUMN
+from draftsmith.core.prompts import Prompt, Skipped
+from draftsmith.core.teacher_rows import COLUMN
+from draftsmith.distill.engines import Key
 
 SCHEMA = pa.schema(
     {

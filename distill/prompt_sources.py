@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Protocol
 
-from distill.config import DistillConfig
-from distill.filters import WORDS, Suites
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import Record, count_rows, iterate_records, parse_record
-from draftsmith_core.prompts import Prompt, PromptReader, Skipped
-from draftsmith_core.row_formats import KEYS
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompt_rows import Record, count_rows, iterate_records, parse_record
+from draftsmith.core.prompts import Prompt, PromptReader, Skipped
+from draftsmith.core.row_formats import KEYS
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.filters import WORDS, Suites
 
 
 class PromptSource(Protocol):

@@ -15,20 +15,10 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedModel
 
-from distill.config import ScoreConfig
-from distill.manifest import IDENTITY_FILES, SET_FORMAT, check_empty, finish, reopen
-from distill.parts import (
-    SCHEMA,
-    TEACHER_SCHEMA,
-    PartSummary,
-    SetRow,
-    prompts_of_finished,
-    write_part,
-)
-from draftsmith_core.errors import InputError, RunError, without_place, without_secrets
-from draftsmith_core.io import hash_json, read_json, read_manifest, sha256_file
-from draftsmith_core.launcher import join_processes
-from draftsmith_core.models import (
+from draftsmith.core.errors import InputError, RunError, without_place, without_secrets
+from draftsmith.core.io import hash_json, read_json, read_manifest, sha256_file
+from draftsmith.core.launcher import join_processes
+from draftsmith.core.models import (
     check_tokenizer,
     context_length,
     dtype_name,
@@ -37,9 +27,9 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith_core.options import configured
-from draftsmith_core.progress import progress
-from draftsmith_core.prompt_rows import (
+from draftsmith.core.options import configured
+from draftsmith.core.progress import progress
+from draftsmith.core.prompt_rows import (
     Record,
     count_rows,
     digest_of,
@@ -47,18 +37,28 @@ from draftsmith_core.prompt_rows import (
     parse_record,
     text_of,
 )
-from draftsmith_core.prompts import Skipped, answers, content_id
-from draftsmith_core.ranks import on_main
-from draftsmith_core.runs import Run, command_line, kept_identity, provenance
-from draftsmith_core.settings import loading, tokenizing
-from draftsmith_core.teacher_rows import bytes_per_token, pack
-from draftsmith_core.template_date import fix_date
-from draftsmith_core.token_rows import ID_KEYS
-from draftsmith_core.tokenization import (
+from draftsmith.core.prompts import Skipped, answers, content_id
+from draftsmith.core.ranks import on_main
+from draftsmith.core.runs import Run, command_line, kept_identity, provenance
+from draftsmith.core.settings import loading, tokenizing
+from draftsmith.core.teacher_rows import bytes_per_token, pack
+from draftsmith.core.template_date import fix_date
+from draftsmith.core.token_rows import ID_KEYS
+from draftsmith.core.tokenization import (
     Tokenizer,
     check_vocabulary,
     load_tokenizer,
     tokenizer_digest,
+)
+from draftsmith.distill.config import ScoreConfig
+from draftsmith.distill.manifest import IDENTITY_FILES, SET_FORMAT, check_empty, finish, reopen
+from draftsmith.distill.parts import (
+    SCHEMA,
+    TEACHER_SCHEMA,
+    PartSummary,
+    SetRow,
+    prompts_of_finished,
+    write_part,
 )
 
 # Bounds the memory of the float64 copy of a chunk's logits.
@@ -70,7 +70,7 @@ def score(
     model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Sequence[int], k: int
 ) -> bytes:
     """Return the top k tokens at every token of an answer, packed as in
-    `draftsmith_core.teacher_rows`.
+    `draftsmith.core.teacher_rows`.
 
     Log-probabilities are at temperature 1 over the whole vocabulary. Rows do not depend on a batch.
     Without a prompt nothing predicts the first token; its row, which training skips, repeats the

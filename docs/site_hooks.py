@@ -12,7 +12,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from draftsmith_core.options import options_of
+from draftsmith.core.options import options_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # Pages that only the site has, by what they are made from: links lead there in the repository.
@@ -107,7 +107,7 @@ def options(cls: type) -> list[tuple[str, str, str, str]]:
 
 def figures() -> str:
     """What every figure in results.json means, from its own definitions."""
-    from eval.schema import definitions
+    from draftsmith.eval.schema import definitions
 
     rows = "\n".join(f"| **{name}** | {text} |" for name, text in definitions().items())
     return (

@@ -17,22 +17,10 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith_core import __version__, lazy_names
-from draftsmith_core.host import wait_briefly
+from draftsmith.core import __version__, lazy_names
+from draftsmith.core.host import wait_briefly
 
 if TYPE_CHECKING:
-    from decode import SpeculativeDecoder as SpeculativeDecoder
-    from distill.config import DistillConfig as DistillConfig, ScoreConfig as ScoreConfig
-    from distill.generate import distill as distill
-    from distill.score import score_set as score_set
-    from drafts.config import (
-        DoctorConfig as DoctorConfig,
-        ExportConfig as ExportConfig,
-        MergeConfig as MergeConfig,
-    )
-    from drafts.doctor import examine as doctor
-    from drafts.layouts.export import export as export
-    from drafts.merge import merge as merge
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.stages import align as align
     from draftsmith.config import (
@@ -40,24 +28,36 @@ if TYPE_CHECKING:
         ServedConfig as ServedConfig,
         StatusConfig as StatusConfig,
     )
-    from draftsmith.directory_status import status as status
-    from draftsmith.pair import Output as Output, Pair as Pair, load_pair as load_pair
-    from draftsmith.serving.acceptance import served as served
-    from draftsmith.starting import init as init
-    from draftsmith_core.errors import (
+    from draftsmith.core.errors import (
         DraftsmithError as DraftsmithError,
         InputError as InputError,
         RequirementError as RequirementError,
         RunError as RunError,
     )
-    from eval.config import EvalConfig as EvalConfig, PlanConfig as PlanConfig
-    from eval.decision import decide as decide
-    from eval.evaluate import evaluate as evaluate
-    from eval.planning.plan import plan as plan
-    from eval.results import Results as Results
-    from train.config import TrainConfig as TrainConfig
-    from train.losses import LOSSES as losses  # noqa: N811
-    from train.training_run import train as train
+    from draftsmith.decode import SpeculativeDecoder as SpeculativeDecoder
+    from draftsmith.directory_status import status as status
+    from draftsmith.distill.config import DistillConfig as DistillConfig, ScoreConfig as ScoreConfig
+    from draftsmith.distill.generate import distill as distill
+    from draftsmith.distill.score import score_set as score_set
+    from draftsmith.drafts.config import (
+        DoctorConfig as DoctorConfig,
+        ExportConfig as ExportConfig,
+        MergeConfig as MergeConfig,
+    )
+    from draftsmith.drafts.doctor import examine as doctor
+    from draftsmith.drafts.layouts.export import export as export
+    from draftsmith.drafts.merge import merge as merge
+    from draftsmith.eval.config import EvalConfig as EvalConfig, PlanConfig as PlanConfig
+    from draftsmith.eval.decision import decide as decide
+    from draftsmith.eval.evaluate import evaluate as evaluate
+    from draftsmith.eval.planning.plan import plan as plan
+    from draftsmith.eval.results import Results as Results
+    from draftsmith.pair import Output as Output, Pair as Pair, load_pair as load_pair
+    from draftsmith.serving.acceptance import served as served
+    from draftsmith.starting import init as init
+    from draftsmith.train.config import TrainConfig as TrainConfig
+    from draftsmith.train.losses import LOSSES as losses  # noqa: N811
+    from draftsmith.train.training_run import train as train
 
 # Of every command and of Python programs: this package is imported before torch.
 wait_briefly()

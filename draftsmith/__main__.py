@@ -27,7 +27,7 @@ import warnings  # noqa: E402
 from draftsmith import __version__  # noqa: E402
 from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
 from draftsmith.cli.examples import ROAD  # noqa: E402
-from draftsmith_core.errors import (  # noqa: E402
+from draftsmith.core.errors import (  # noqa: E402
     InputError,
     RequirementError,
     RunError,
@@ -35,10 +35,10 @@ from draftsmith_core.errors import (  # noqa: E402
     one_line,
     printable,
 )
-from draftsmith_core.host import keep_freed_memory, limit_threads  # noqa: E402
-from draftsmith_core.ranks import is_main  # noqa: E402
-from draftsmith_core.signals import Terminated  # noqa: E402
-from draftsmith_core.terminal import Formatter  # noqa: E402
+from draftsmith.core.host import keep_freed_memory, limit_threads  # noqa: E402
+from draftsmith.core.ranks import is_main  # noqa: E402
+from draftsmith.core.signals import Terminated  # noqa: E402
+from draftsmith.core.terminal import Formatter  # noqa: E402
 
 # Time for the main process to end after an error that all processes have.
 _MAIN_ENDS_S = 30.0

@@ -3,10 +3,9 @@
 from dataclasses import field
 from typing import Literal
 
-from decode import PROPOSERS, VERIFIERS
-from draftsmith_core.errors import InputError, nearest
-from draftsmith_core.io import check_out
-from draftsmith_core.options import (
+from draftsmith.core.errors import InputError, nearest
+from draftsmith.core.io import check_out
+from draftsmith.core.options import (
     AtLeast1,
     ModelOptions,
     NotIdentity,
@@ -23,8 +22,9 @@ from draftsmith_core.options import (
     options,
     refuse_unused,
 )
-from draftsmith_core.settings import Quantize
-from train.config import TrainConfig
+from draftsmith.core.settings import Quantize
+from draftsmith.decode import PROPOSERS, VERIFIERS
+from draftsmith.train.config import TrainConfig
 
 # Identified by content (`Decoding.identity`), not by name.
 Named = NotIdentity[str | None]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from draftsmith_core.tokenization import Tokenizer, decode_text
+from draftsmith.core.tokenization import Tokenizer, decode_text
 
 
 class Piece(str):

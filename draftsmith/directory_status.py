@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from distill.config import DistillConfig
-from distill.manifest import count_kept
 from draftsmith.config import StatusConfig
-from draftsmith_core.errors import InputError, counted
-from draftsmith_core.io import JsonObject, read_json, require_keys
-from draftsmith_core.options import configured
-from draftsmith_core.runs import RECORD, command_line, holder
-from eval.moved import place_now
-from train.config import TrainConfig
-from train.objective import OWN_LOSS
+from draftsmith.core.errors import InputError, counted
+from draftsmith.core.io import JsonObject, read_json, require_keys
+from draftsmith.core.options import configured
+from draftsmith.core.runs import RECORD, command_line, holder
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.manifest import count_kept
+from draftsmith.eval.moved import place_now
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.objective import OWN_LOSS
 
 State = Literal["finished", "unfinished", "running"]
 # A directory of directories of results is looked into this deep.

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from decode import (
+from draftsmith.core.errors import InputError, nearest
+from draftsmith.core.io import read_tree_file
+from draftsmith.decode import (
     PROPOSERS,
     VERIFIERS,
     TreeShape,
@@ -14,10 +16,8 @@ from decode import (
     parse_tree,
     tree_spec,
 )
-from decode.propose.text_proposer import check_static
-from drafts.heads import HEADS
-from draftsmith_core.errors import InputError, nearest
-from draftsmith_core.io import read_tree_file
+from draftsmith.decode.propose.text_proposer import check_static
+from draftsmith.drafts.heads import HEADS
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
+from draftsmith.core.chats import encode_messages
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompts import Prompt, asked, content_id, unique_id
+from draftsmith.core.row_formats import read_turns
+from draftsmith.core.tokenization import Tokenizer, chat_template_of, encode_text
 from draftsmith.transformers_names import in_our_names
-from draftsmith_core.chats import encode_messages
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import Prompt, asked, content_id, unique_id
-from draftsmith_core.row_formats import read_turns
-from draftsmith_core.tokenization import Tokenizer, chat_template_of, encode_text
 
 # A text, token ids, or a chat: a list of {"role", "content"}.
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, object]]

@@ -14,7 +14,15 @@ from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel
 
-from decode import (
+from draftsmith.core.documents import read_documents
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import dtype_name, eos_ids, fingerprint
+from draftsmith.core.options import AtLeast1, SamplingOptions, Seed, options
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.sampling import generator, row_seed
+from draftsmith.core.settings import Sampling, resolve_sampling, sampling_options
+from draftsmith.core.tokenization import Tokenizer, decode_text
+from draftsmith.decode import (
     PROPOSERS,
     DecodeStats,
     LookupFirst,
@@ -26,10 +34,12 @@ from decode import (
     Written,
     take_over,
 )
-from decode.batch_run import OnTokens
-from decode.propose.network_proposer import NetworkProposer
-from decode.suffix_index import SuffixIndex
-from drafts.load import (
+from draftsmith.decode.batch_run import OnTokens
+from draftsmith.decode.propose.network_proposer import NetworkProposer
+from draftsmith.decode.suffix_index import SuffixIndex
+from draftsmith.detokenizer import Detokenizer, Piece
+from draftsmith.drafting import DraftingMethod, choose_method, reads_drafts
+from draftsmith.drafts.load import (
     Draft,
     LoadedModels,
     depth_limit,
@@ -37,18 +47,8 @@ from drafts.load import (
     kind_of,
     load_models,
 )
-from draftsmith.detokenizer import Detokenizer, Piece
-from draftsmith.drafting import DraftingMethod, choose_method, reads_drafts
 from draftsmith.given_prompts import OnePrompt, PromptEncoder, is_one
 from draftsmith.transformers_names import takes_their_names
-from draftsmith_core.documents import read_documents
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import dtype_name, eos_ids, fingerprint
-from draftsmith_core.options import AtLeast1, SamplingOptions, Seed, options
-from draftsmith_core.prompts import Prompt
-from draftsmith_core.sampling import generator, row_seed
-from draftsmith_core.settings import Sampling, resolve_sampling, sampling_options
-from draftsmith_core.tokenization import Tokenizer, decode_text
 
 PathOrName = str | os.PathLike[str]
 Request = tuple[Prompt, int]  # a prompt and the index of its sample

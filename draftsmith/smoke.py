@@ -13,13 +13,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.hub import quiet
-from draftsmith_core.io import read_json
-from draftsmith_core.ranks import require_single_process
-from train.config import TrainConfig
+from draftsmith.core.errors import InputError
+from draftsmith.core.hub import quiet
+from draftsmith.core.io import read_json
+from draftsmith.core.ranks import require_single_process
+from draftsmith.train.config import TrainConfig
 
-_SHIPPED = Path(__file__).parents[1] / "configs" / "models"
+_SHIPPED = Path(__file__).parent / "configs" / "models"
 # Parts of published models' names and the model_type that they imply; the first that fits counts.
 _FAMILIES = {
     "vicuna": "llama",

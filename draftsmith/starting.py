@@ -9,23 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from decode.supported_models import ability
-from drafts.draft_vocabulary import (
-    check_draft_vocabulary,
-    commonest_tokens,
-    token_counts,
-    trim,
-    unseen_outside,
-    write_draft_vocabulary,
-)
-from drafts.load import LoadedModels, load_models
-from drafts.make.fresh import fresh, too_costly
-from drafts.make.prune import prune
-from drafts.make.transplant import transplant
 from draftsmith.config import InitConfig
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, check_out, checksums, write_sealed
-from draftsmith_core.models import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import atomic_dir, check_out, checksums, write_sealed
+from draftsmith.core.models import (
     context_length,
     fingerprint,
     load_model,
@@ -34,17 +21,30 @@ from draftsmith_core.models import (
     text_config,
     vocabulary_size,
 )
-from draftsmith_core.options import configured
-from draftsmith_core.prompts import read_prompts, room_for_prompts
-from draftsmith_core.ranks import say
-from draftsmith_core.runs import RECORD, command_line, provenance
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.settings import loading
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from eval import measuring
-from eval.acceptance import Continuation
-from eval.estimate import alpha_sums
-from train.data import load_examples
+from draftsmith.core.options import configured
+from draftsmith.core.prompts import read_prompts, room_for_prompts
+from draftsmith.core.ranks import say
+from draftsmith.core.runs import RECORD, command_line, provenance
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.settings import loading
+from draftsmith.core.tokenization import Tokenizer, load_tokenizer
+from draftsmith.decode.supported_models import ability
+from draftsmith.drafts.draft_vocabulary import (
+    check_draft_vocabulary,
+    commonest_tokens,
+    token_counts,
+    trim,
+    unseen_outside,
+    write_draft_vocabulary,
+)
+from draftsmith.drafts.load import LoadedModels, load_models
+from draftsmith.drafts.make.fresh import fresh, too_costly
+from draftsmith.drafts.make.prune import prune
+from draftsmith.drafts.make.transplant import transplant
+from draftsmith.eval import measuring
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.estimate import alpha_sums
+from draftsmith.train.data import load_examples
 
 _DEFAULT_COST = 0.1
 _BATCH = 8

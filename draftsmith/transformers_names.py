@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, ParamSpec, TypeVar
 
-from draftsmith_core.errors import nearest
-from draftsmith_core.option_names import nearest_option
+from draftsmith.core.errors import nearest
+from draftsmith.core.option_names import nearest_option
 
 P = ParamSpec("P")
 R = TypeVar("R")

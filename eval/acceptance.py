@@ -31,16 +31,16 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from decode.verify.siblings import without
-from decode.verify.tree_walk import residual
-from drafts.heads import Head
-from drafts.heads.block import BlockHead
-from drafts.heads.eagle import FeatureHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import MedusaHeads
-from drafts.vocabulary import vocabulary_map
-from draftsmith_core.models import vocabulary_size
-from draftsmith_core.sampling import draw
+from draftsmith.core.models import vocabulary_size
+from draftsmith.core.sampling import draw
+from draftsmith.decode.verify.siblings import without
+from draftsmith.decode.verify.tree_walk import residual
+from draftsmith.drafts.heads import Head
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.heads.eagle import FeatureHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.medusa import MedusaHeads
+from draftsmith.drafts.vocabulary import vocabulary_map
 
 # Elements of [N, V] processed at once for the candidates of a rank (32 MiB in fp32).
 MAX_ELEMENTS = 2**23

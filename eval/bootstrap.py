@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eval.schema import Estimate, Row
+from draftsmith.eval.schema import Estimate, Row
 
 Floats = npt.NDArray[np.float64]
 

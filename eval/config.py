@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import check_out
-from draftsmith_core.options import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import check_out
+from draftsmith.core.options import (
     AtLeast0,
     AtLeast1,
     NotIdentity,
@@ -24,7 +24,7 @@ from draftsmith_core.options import (
     options,
     refuse_unused,
 )
-from draftsmith_core.settings import Quantize
+from draftsmith.core.settings import Quantize
 
 Named = Annotated[list[str], Field(min_length=1)]
 

@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode import PROPOSERS, LookupFirst, PromptLookupProposer, Tree, TreeShape
-from decode.propose.lookup_first import LEAST_MATCH
-from decode.propose.network_proposer import NetworkProposer
-from decode.propose.protocol import Proposer
-from decode.propose.text_proposer import TextProposer, Trie
-from decode.suffix_index import SuffixIndex
-from decode.tree import chain
-from drafts.load import Draft, LoadedModels, kind_of
-from draftsmith_core.documents import read_documents
-from draftsmith_core.tokenization import Tokenizer
-from eval.acceptance import Continuation
-from eval.draft_sources import is_copying, is_joined
-from eval.predict import Floats, Traces
-from eval.schema import JOINED
+from draftsmith.core.documents import read_documents
+from draftsmith.core.tokenization import Tokenizer
+from draftsmith.decode import PROPOSERS, LookupFirst, PromptLookupProposer, Tree, TreeShape
+from draftsmith.decode.propose.lookup_first import LEAST_MATCH
+from draftsmith.decode.propose.network_proposer import NetworkProposer
+from draftsmith.decode.propose.protocol import Proposer
+from draftsmith.decode.propose.text_proposer import TextProposer, Trie
+from draftsmith.decode.suffix_index import SuffixIndex
+from draftsmith.decode.tree import chain
+from draftsmith.drafts.load import Draft, LoadedModels, kind_of
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.draft_sources import is_copying, is_joined
+from draftsmith.eval.predict import Floats, Traces
+from draftsmith.eval.schema import JOINED
 
 
 @dataclass(frozen=True, eq=False)

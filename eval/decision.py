@@ -18,9 +18,9 @@ from typing import Literal
 
 import numpy as np
 
-from eval.bootstrap import PromptSums, Resamples, quotient, ratio, resample_groups, signs
-from eval.results_table import ResultsTable, place_of
-from eval.schema import Estimate, Row, SuiteKind
+from draftsmith.eval.bootstrap import PromptSums, Resamples, quotient, ratio, resample_groups, signs
+from draftsmith.eval.results_table import ResultsTable, place_of
+from draftsmith.eval.schema import Estimate, Row, SuiteKind
 
 Verdict = Literal[
     "ship", "ship_for", "none_beats_none", "rejected", "not_shown", "busy", "too_few", "not_timed"

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from draftsmith_core.errors import InputError
-from eval.schema import JOINED
+from draftsmith.core.errors import InputError
+from draftsmith.eval.schema import JOINED
 
 # How a source of drafts names a method without weights, unless a directory has the name.
 WEIGHTLESS = {

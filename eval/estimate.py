@@ -20,18 +20,24 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from decode import Tree
-from decode.propose.network import fit_vocabulary
-from drafts.heads import Head
-from drafts.load import Draft
-from draftsmith_core.errors import RunError
-from draftsmith_core.hidden_states import forward_with_states
-from draftsmith_core.models import vocabulary_size
-from draftsmith_core.ranks import divided
-from draftsmith_core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
-from eval.acceptance import Continuation, Positions, draft_logits, model_logits, rank_chances
-from eval.bootstrap import joined
-from eval.copying import (
+from draftsmith.core.errors import RunError
+from draftsmith.core.hidden_states import forward_with_states
+from draftsmith.core.models import vocabulary_size
+from draftsmith.core.ranks import divided
+from draftsmith.core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
+from draftsmith.decode import Tree
+from draftsmith.decode.propose.network import fit_vocabulary
+from draftsmith.drafts.heads import Head
+from draftsmith.drafts.load import Draft
+from draftsmith.eval.acceptance import (
+    Continuation,
+    Positions,
+    draft_logits,
+    model_logits,
+    rank_chances,
+)
+from draftsmith.eval.bootstrap import joined
+from draftsmith.eval.copying import (
     AnyDraft,
     CopyingDraft,
     JoinedDraft,
@@ -41,15 +47,15 @@ from eval.copying import (
     joined_traces,
     model_of,
 )
-from eval.diagnosis.diagnose import Diagnosis, diagnosis_of
-from eval.diagnosis.root_step import (
+from draftsmith.eval.diagnosis.diagnose import Diagnosis, diagnosis_of
+from draftsmith.eval.diagnosis.root_step import (
     RootMeasurement,
     RootStep,
     positions_per_prompt,
     root_sums,
 )
-from eval.method import Method
-from eval.predict import Floats, PredictedCounts, Traces, predict, ranks_needed
+from draftsmith.eval.method import Method
+from draftsmith.eval.predict import Floats, PredictedCounts, Traces, predict, ranks_needed
 
 # Logits held at once, as a number of elements (256 MiB in fp32). Fewer rows are read at once to
 # fit.

@@ -11,38 +11,38 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from drafts.load import LoadedModels
-from drafts.vocabulary import vocabulary_map
-from draftsmith_core import wandb_runs
-from draftsmith_core.devices import (
+from draftsmith.core import wandb_runs
+from draftsmith.core.devices import (
     attention_of_any_length,
     reset_peak_memory,
     resolve_device,
 )
-from draftsmith_core.errors import InputError, RunError, without_secrets
-from draftsmith_core.io import read_json, refuse_foreign, remove_leftovers
-from draftsmith_core.launcher import join_processes, leave_processes
-from draftsmith_core.options import configured
-from draftsmith_core.ranks import is_main, launched, on_main, say
-from draftsmith_core.runs import Run, command_line, provenance
-from draftsmith_core.settings import resolve_sampling, sampling_options
-from draftsmith_core.template_date import date_of
-from eval import remarks, rows
-from eval.config import EvalConfig
-from eval.copying import AnyDraft, loaded_drafts
-from eval.diagnosis.rows import diagnosis_rows
-from eval.draft_sources import models_of
-from eval.evaluation import Evaluation
-from eval.facts import clock, draft_row, model_row
-from eval.measuring import decoder_of
-from eval.moved import found_again
-from eval.remarks import announce
-from eval.report.page import write_report
-from eval.request import EvalRequest, check
-from eval.results import Results
-from eval.schema import Remark, ResultsDocument
-from eval.suites import Suite, load, prompt_groups
-from eval.tracking import track
+from draftsmith.core.errors import InputError, RunError, without_secrets
+from draftsmith.core.io import read_json, refuse_foreign, remove_leftovers
+from draftsmith.core.launcher import join_processes, leave_processes
+from draftsmith.core.options import configured
+from draftsmith.core.ranks import is_main, launched, on_main, say
+from draftsmith.core.runs import Run, command_line, provenance
+from draftsmith.core.settings import resolve_sampling, sampling_options
+from draftsmith.core.template_date import date_of
+from draftsmith.drafts.load import LoadedModels
+from draftsmith.drafts.vocabulary import vocabulary_map
+from draftsmith.eval import remarks, rows
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.copying import AnyDraft, loaded_drafts
+from draftsmith.eval.diagnosis.rows import diagnosis_rows
+from draftsmith.eval.draft_sources import models_of
+from draftsmith.eval.evaluation import Evaluation
+from draftsmith.eval.facts import clock, draft_row, model_row
+from draftsmith.eval.measuring import decoder_of
+from draftsmith.eval.moved import found_again
+from draftsmith.eval.remarks import announce
+from draftsmith.eval.report.page import write_report
+from draftsmith.eval.request import EvalRequest, check
+from draftsmith.eval.results import Results
+from draftsmith.eval.schema import Remark, ResultsDocument
+from draftsmith.eval.suites import Suite, load, prompt_groups
+from draftsmith.eval.tracking import track
 
 
 def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:

@@ -5,25 +5,25 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
-from drafts.load import LoadedModels
-from draftsmith_core.io import hash_json
-from draftsmith_core.models import eos_ids
-from draftsmith_core.progress import Advance, Tick, no_tick, progress
-from draftsmith_core.ranks import from_main
-from draftsmith_core.runs import Run
-from draftsmith_core.settings import Sampling
-from eval.acceptance import Continuation
-from eval.copying import AnyDraft
-from eval.diagnosis.root_step import RootStep
-from eval.estimate import AlphaMeasurement, measure_alphas
-from eval.facts import identity, machine
-from eval.measuring import SpeedMeasurement, Task, continuations
-from eval.method import Method
-from eval.predict import predicted_methods
-from eval.request import EvalRequest
-from eval.rows import Measured
-from eval.schema import ModelRow
-from eval.suites import Suite
+from draftsmith.core.io import hash_json
+from draftsmith.core.models import eos_ids
+from draftsmith.core.progress import Advance, Tick, no_tick, progress
+from draftsmith.core.ranks import from_main
+from draftsmith.core.runs import Run
+from draftsmith.core.settings import Sampling
+from draftsmith.drafts.load import LoadedModels
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.copying import AnyDraft
+from draftsmith.eval.diagnosis.root_step import RootStep
+from draftsmith.eval.estimate import AlphaMeasurement, measure_alphas
+from draftsmith.eval.facts import identity, machine
+from draftsmith.eval.measuring import SpeedMeasurement, Task, continuations
+from draftsmith.eval.method import Method
+from draftsmith.eval.predict import predicted_methods
+from draftsmith.eval.request import EvalRequest
+from draftsmith.eval.rows import Measured
+from draftsmith.eval.schema import ModelRow
+from draftsmith.eval.suites import Suite
 
 # Part of the name of every cell: raise it when a code change makes the same request measure
 # something else.

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from drafts.load import Draft, draft_fingerprint, kind_of
-from draftsmith_core.devices import peak_memory
-from draftsmith_core.models import (
+from draftsmith.core.devices import peak_memory
+from draftsmith.core.models import (
     context_length,
     dtype_name,
     memory_bytes,
@@ -22,9 +21,10 @@ from draftsmith_core.models import (
     read_per_token,
     vocabulary_size,
 )
-from draftsmith_core.runs import read_record
-from eval.copying import AnyDraft, CopyingDraft, JoinedDraft
-from eval.schema import JOINED, ModelRow, Training
+from draftsmith.core.runs import read_record
+from draftsmith.drafts.load import Draft, draft_fingerprint, kind_of
+from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft
+from draftsmith.eval.schema import JOINED, ModelRow, Training
 
 CLOCK_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
-from draftsmith_core.prompts import Prompt
+from draftsmith.core.prompts import Prompt
 
 # Two prompts are one group if at most so many tokens are changed, added or left out. A preamble
 # that prompts share does not make them one, because the tokens that differ are counted.

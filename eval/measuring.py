@@ -13,23 +13,23 @@ from typing import Any, TypedDict
 import torch
 from transformers import PreTrainedModel
 
-from decode import (
+from draftsmith.core.models import (
+    eos_ids,
+)
+from draftsmith.core.progress import Tick, no_tick
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.ranks import divided
+from draftsmith.core.sampling import Sampling, generator, row_seed
+from draftsmith.decode import (
     BatchOutput,
     Generation,
     SpeculativeDecoder,
     Tree,
     takes_trees,
 )
-from draftsmith_core.models import (
-    eos_ids,
-)
-from draftsmith_core.progress import Tick, no_tick
-from draftsmith_core.prompts import Prompt
-from draftsmith_core.ranks import divided
-from draftsmith_core.sampling import Sampling, generator, row_seed
-from eval.acceptance import Continuation
-from eval.copying import AnyDraft, CopyingDraft, JoinedDraft, proposer_of
-from eval.method import Method
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, proposer_of
+from draftsmith.eval.method import Method
 
 WARM_UP_TOKENS = 8
 # Trees of one level separate the cost of drafting from that of verifying.

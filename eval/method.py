@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from decode import VERIFIERS, Tree, TreeShape, default_tree, parse_tree
-from draftsmith_core.io import read_tree_file
-from eval.draft_sources import is_lookahead
-from eval.schema import JOINED, ModelRow
+from draftsmith.core.io import read_tree_file
+from draftsmith.decode import VERIFIERS, Tree, TreeShape, default_tree, parse_tree
+from draftsmith.eval.draft_sources import is_lookahead
+from draftsmith.eval.schema import JOINED, ModelRow
 
 OWN_TREE = "its own"
 """The tree of lookahead, which drafts no other."""

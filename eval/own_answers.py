@@ -5,13 +5,13 @@ from itertools import islice
 
 from transformers import PreTrainedModel
 
-from draftsmith_core.asked_hash import asked_in_chat
-from draftsmith_core.chats import encode_messages
-from draftsmith_core.prompt_rows import iterate_suite, parse_record
-from draftsmith_core.prompts import Chat, Prompt, PromptSet, content_id
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.tokenization import Tokenizer, decode_text
-from eval.measuring import answers
+from draftsmith.core.asked_hash import asked_in_chat
+from draftsmith.core.chats import encode_messages
+from draftsmith.core.prompt_rows import iterate_suite, parse_record
+from draftsmith.core.prompts import Chat, Prompt, PromptSet, content_id
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.tokenization import Tokenizer, decode_text
+from draftsmith.eval.measuring import answers
 
 _BATCH = 16
 

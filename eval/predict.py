@@ -29,10 +29,10 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from decode import VERIFIERS, Tree, TreeShape
-from draftsmith_core.settings import Sampling
-from eval.bootstrap import PromptSums, Resamples, interval, pooled_ratios
-from eval.method import Method
+from draftsmith.core.settings import Sampling
+from draftsmith.decode import VERIFIERS, Tree, TreeShape
+from draftsmith.eval.bootstrap import PromptSums, Resamples, interval, pooled_ratios
+from draftsmith.eval.method import Method
 
 Floats = NDArray[np.float64]
 # Rules whose chance by rank is drawn (`acceptance.rank_chances`) where a node has several

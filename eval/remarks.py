@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
-from decode.native import missing_kernel
-from drafts.load import other_targets
-from draftsmith_core.errors import InputError, counted
-from draftsmith_core.models import parameter_count
-from draftsmith_core.prompts import Prompt, read_prompt_hashes, token_runs
-from draftsmith_core.ranks import say
-from eval.schema import BUSY, JOINED, Conditions, ModelRow, Remark, read_of
-from eval.suites import Suite
+from draftsmith.core.errors import InputError, counted
+from draftsmith.core.models import parameter_count
+from draftsmith.core.prompts import Prompt, read_prompt_hashes, token_runs
+from draftsmith.core.ranks import say
+from draftsmith.decode.native import missing_kernel
+from draftsmith.drafts.load import other_targets
+from draftsmith.eval.schema import BUSY, JOINED, Conditions, ModelRow, Remark, read_of
+from draftsmith.eval.suites import Suite
 
 # Length of the token n-grams that near-duplicates share.
 SHINGLE = 5

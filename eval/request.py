@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from decode import VERIFIERS, default_verifier, parse_tree, tree_spec
-from draftsmith_core.errors import InputError, nearest
-from draftsmith_core.io import read_tree_file
-from draftsmith_core.options import refuse_unused
-from draftsmith_core.prompt_rows import parse_named
-from draftsmith_core.settings import Sampling
-from draftsmith_core.suites import load_suite, suite_name
-from eval.config import EvalConfig
-from eval.draft_sources import check_sources, copies_first, is_copying, is_lookahead
-from eval.method import Method, methods_of
-from eval.requirement import Requirement, Scope
-from eval.schema import How
+from draftsmith.core.errors import InputError, nearest
+from draftsmith.core.io import read_tree_file
+from draftsmith.core.options import refuse_unused
+from draftsmith.core.prompt_rows import parse_named
+from draftsmith.core.settings import Sampling
+from draftsmith.core.suites import load_suite, suite_name
+from draftsmith.decode import VERIFIERS, default_verifier, parse_tree, tree_spec
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.draft_sources import check_sources, copies_first, is_copying, is_lookahead
+from draftsmith.eval.method import Method, methods_of
+from draftsmith.eval.requirement import Requirement, Scope
+from draftsmith.eval.schema import How
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from draftsmith_core.errors import InputError, nearest
-from eval.schema import How, Place, Row
+from draftsmith.core.errors import InputError, nearest
+from draftsmith.eval.schema import How, Place, Row
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith_core.errors import InputError, RequirementError, nearest
-from draftsmith_core.io import read_json_value, write_text_atomic
-from eval.requirement import Requirement, Scope
-from eval.results_table import ResultsTable
-from eval.schema import SCHEMA_VERSION, Row
+from draftsmith.core.errors import InputError, RequirementError, nearest
+from draftsmith.core.io import read_json_value, write_text_atomic
+from draftsmith.eval.requirement import Requirement, Scope
+from draftsmith.eval.results_table import ResultsTable
+from draftsmith.eval.schema import SCHEMA_VERSION, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,8 +115,8 @@ class Results(ResultsTable):
         """Draw a figure of the report, such as alpha, gain, accept or tau; `.savefig(FILE)` of it
         writes a file.
         """
-        from eval.report.page import FIGURES
-        from eval.report.theme import LIGHT, Look, roles_of
+        from draftsmith.eval.report.page import FIGURES
+        from draftsmith.eval.report.theme import LIGHT, Look, roles_of
 
         if name not in FIGURES:
             raise InputError(f"plot: no figure {name!r}; {nearest(name, FIGURES)}")

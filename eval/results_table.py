@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from draftsmith_core.errors import InputError
-from eval.schema import (
+from draftsmith.core.errors import InputError
+from draftsmith.eval.schema import (
     JOINED,
     KINDS,
     TARGET,
@@ -201,7 +201,9 @@ class ResultsTable:
 
     def why_undefined(self, transfer: Row) -> str | None:
         """Say why a transfer has no value; None if it has one."""
-        from eval.bootstrap import why_undefined  # numpy, which a mistyped option need not wait for
+        from draftsmith.eval.bootstrap import (
+            why_undefined,  # numpy, which a mistyped option need not wait for
+        )
 
         draft, temperature = transfer["draft"], transfer["temperature"]
         at_home = self.gain(draft, "id", temperature)

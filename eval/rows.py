@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from decode import Tree
-from decode.stats import independent_tau
-from draftsmith_core.errors import without_secrets
-from draftsmith_core.prompts import prompt_hash
-from draftsmith_core.sampling import row_seed
-from eval.bootstrap import (
+from draftsmith.core.errors import without_secrets
+from draftsmith.core.prompts import prompt_hash
+from draftsmith.core.sampling import row_seed
+from draftsmith.decode import Tree
+from draftsmith.decode.stats import independent_tau
+from draftsmith.eval.bootstrap import (
     Floats,
     Gain,
     PromptSums,
@@ -29,10 +29,10 @@ from eval.bootstrap import (
     resample_groups,
     transfer,
 )
-from eval.diagnosis.root_step import RootStep
-from eval.estimate import AlphaMeasurement
-from eval.groups import connected
-from eval.measuring import (
+from draftsmith.eval.diagnosis.root_step import RootStep
+from draftsmith.eval.estimate import AlphaMeasurement
+from draftsmith.eval.groups import connected
+from draftsmith.eval.measuring import (
     BY_SOURCE,
     COUNTED,
     COUNTED_BY_DEPTH,
@@ -41,10 +41,10 @@ from eval.measuring import (
     SpeedMeasurement,
     SpeedRun,
 )
-from eval.method import Method
-from eval.predict import predicted_methods, run_interval
-from eval.remarks import conditions
-from eval.schema import (
+from draftsmith.eval.method import Method
+from draftsmith.eval.predict import predicted_methods, run_interval
+from draftsmith.eval.remarks import conditions
+from draftsmith.eval.schema import (
     KINDS,
     SCHEMA_VERSION,
     TARGET,
@@ -60,7 +60,7 @@ from eval.schema import (
     SuiteRow,
     definitions,
 )
-from eval.suites import Suite, prompt_groups
+from draftsmith.eval.suites import Suite, prompt_groups
 
 # Figures of alpha by the key of their per-prompt sums.
 ALPHAS = {"alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}

@@ -6,21 +6,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from decode import take_over
-from drafts.load import LoadedModels, load_models
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import hash_json, read_json
-from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
-from draftsmith_core.ranks import say
-from draftsmith_core.runs import read_record
-from draftsmith_core.settings import loading, tokenizing
-from draftsmith_core.suites import load_suite, suite_name
-from draftsmith_core.template_date import fix_date
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
-from eval.config import EvalConfig, PlanConfig
-from eval.groups import groups_of
-from eval.own_answers import ask_again, read_questions
-from eval.schema import SuiteKind
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import hash_json, read_json
+from draftsmith.core.prompts import Prompt, PromptSet, read_prompts
+from draftsmith.core.ranks import say
+from draftsmith.core.runs import read_record
+from draftsmith.core.settings import loading, tokenizing
+from draftsmith.core.suites import load_suite, suite_name
+from draftsmith.core.template_date import fix_date
+from draftsmith.core.tokenization import Tokenizer, load_tokenizer
+from draftsmith.decode import take_over
+from draftsmith.drafts.load import LoadedModels, load_models
+from draftsmith.eval.config import EvalConfig, PlanConfig
+from draftsmith.eval.groups import groups_of
+from draftsmith.eval.own_answers import ask_again, read_questions
+from draftsmith.eval.schema import SuiteKind
 
 
 @dataclass(frozen=True)

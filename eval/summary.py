@@ -3,13 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
-from draftsmith_core.runs import train_longer
-from eval.decision import Setting, decide
-from eval.report.findings import lead, rises
-from eval.report.formats import named_set, number, text_table, tree_name, with_interval
-from eval.report.tables import best_tau
-from eval.results_table import ResultsTable
-from eval.schema import Estimate, Row
+from draftsmith.core.runs import train_longer
+from draftsmith.eval.decision import Setting, decide
+from draftsmith.eval.report.findings import lead, rises
+from draftsmith.eval.report.formats import named_set, number, text_table, tree_name, with_interval
+from draftsmith.eval.report.tables import best_tau
+from draftsmith.eval.results_table import ResultsTable
+from draftsmith.eval.schema import Estimate, Row
 
 
 def headline_and_table(results: ResultsTable) -> list[str]:

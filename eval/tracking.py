@@ -2,11 +2,11 @@
 
 import shutil
 
-from draftsmith_core import wandb_runs
-from eval.config import EvalConfig
-from eval.decision import decide
-from eval.report.findings import lead
-from eval.results import Results
+from draftsmith.core import wandb_runs
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.decision import decide
+from draftsmith.eval.report.findings import lead
+from draftsmith.eval.results import Results
 
 # Figures that are logged as tables.
 TABLES = ("alpha", "gain", "transfer", "tau", "accept", "tau_predicted", "speedup")

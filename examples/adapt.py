@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import draftsmith as ds
-from train.config import Optim
+from draftsmith.train.config import Optim
 
 Row = tuple[dict, list[int], list[int]]  # a row for a prompt file, prompt ids, response ids
 

@@ -10,7 +10,7 @@ from scipy.stats import chi2
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith_core.sampling import Sampling, probs
+from draftsmith.core.sampling import Sampling, probs
 
 
 @torch.inference_mode()

@@ -49,7 +49,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from benchmarks.lib.engines import PROGRAMS  # noqa: E402
 from draftsmith.__main__ import main  # noqa: E402
-from draftsmith_core.tokenization import load_tokenizer  # noqa: E402
+from draftsmith.core.tokenization import load_tokenizer  # noqa: E402
 from tests.door import Door, forget_processes  # noqa: E402
 from tests.tiny_models import redrawn  # noqa: E402
 
@@ -261,8 +261,8 @@ def answers(target_dir, tmp_path_factory):
 
     @cache
     def made(text: str, step: int, num_samples: int, max_new_tokens: int) -> str:
-        from distill.config import DistillConfig
-        from distill.generate import distill
+        from draftsmith.distill.config import DistillConfig
+        from draftsmith.distill.generate import distill
 
         there = tmp_path_factory.mktemp("answers")
         prompts = [{"prompt": text[: 3 + step * i]} for i in range(12)]
@@ -323,8 +323,8 @@ os.fsync = os.fstat
 import torch
 torch.set_num_threads(1)
 import datasets, transformers.models.llama.modeling_llama
-import distill.generate, draftsmith.alignment.stages, draftsmith.cli.decode_run
-import train.training_run, eval.evaluate
+import draftsmith.distill.generate, draftsmith.alignment.stages, draftsmith.cli.decode_run
+import draftsmith.train.training_run, draftsmith.eval.evaluate
 from draftsmith.__main__ import main
 gc.freeze()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -455,7 +455,7 @@ def launch(tmp_path, tmp_path_factory):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Evaluations end without a report, whose figures take seconds to draw."""
-    monkeypatch.setattr("eval.evaluate.write_report", lambda results: results.directory)
+    monkeypatch.setattr("draftsmith.eval.evaluate.write_report", lambda results: results.directory)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 # The process of this patch is killed while it writes the given part (from 1).
 KILL_IN_PART = """
 import os, signal
-import distill.parts as module
+import draftsmith.distill.parts as module
 write, written = module.pq.write_table, []
 def dying(table, path):
     written.append(path)

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.lib.engines import complete, llama_server, vllm_answers, work
-from drafts.heads.block import BlockHead
-from drafts.layouts.read_back import head_logits, probe_ids
-from drafts.load import Source, depth_limit
-from draftsmith_core.engine_commands import SERVING
-from draftsmith_core.hidden_states import forward_with_states
-from draftsmith_core.models import text_config, vocabulary_size
+from draftsmith.core.engine_commands import SERVING
+from draftsmith.core.hidden_states import forward_with_states
+from draftsmith.core.models import text_config, vocabulary_size
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.layouts.read_back import head_logits, probe_ids
+from draftsmith.drafts.load import Source, depth_limit
 
 TOKENS = 24
 TOLERANCE = 1e-4

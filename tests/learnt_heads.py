@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import draftsmith as ds
-from train.config import HeadOptions, Optim
+from draftsmith.train.config import HeadOptions, Optim
 
 # Tokens drafted at a time, and tokens of an answer.
 AHEAD, TOKENS = 4, 40

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith_core.prompts import Prompt
-from eval.diagnosis.root_step import RootMeasurement, RootStep
-from eval.method import Method
-from eval.results import Results
-from eval.rows import Measured, Setting, assemble
-from eval.schema import CLOCK, ModelRow, ResultsDocument, SuiteKind, Training
-from eval.suites import Suite
+from draftsmith.core.prompts import Prompt
+from draftsmith.eval.diagnosis.root_step import RootMeasurement, RootStep
+from draftsmith.eval.method import Method
+from draftsmith.eval.results import Results
+from draftsmith.eval.rows import Measured, Setting, assemble
+from draftsmith.eval.schema import CLOCK, ModelRow, ResultsDocument, SuiteKind, Training
+from draftsmith.eval.suites import Suite
 
 
 def model_row(name: str) -> ModelRow:

@@ -18,10 +18,10 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
 from draftsmith.alignment.stage_configs import eval_config, general_config, train_config
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import read_prompts
-from draftsmith_core.settings import ResolvedSampling, Sampling
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompts import read_prompts
+from draftsmith.core.settings import ResolvedSampling, Sampling
+from draftsmith.core.tokenization import load_tokenizer
 from tests.distilled import write_rows
 from tests.results_made_up import timeless as timeless_results
 from tests.train_laws import close
@@ -551,8 +551,8 @@ def test_init_makes_the_draft_to_start_from_once_and_the_best_draft_is_uploaded(
         "HF_TOKEN" in door.refused("align", *words, "--push_to_hub", "org/draft")
         and not out.exists()
     )
-    monkeypatch.setattr("draftsmith_core.hub.push", push)
-    monkeypatch.setattr("draftsmith_core.hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("draftsmith.core.hub.push", push)
+    monkeypatch.setattr("draftsmith.core.hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     _, err = door.ok("align", *words, "--push_to_hub", "org/draft")
     assert uploads == [(out / "jsd", "org/draft", "model")]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from drafts.heads.medusa import MedusaHeads
-from drafts.load import LoadedModels
 from draftsmith.alignment.budget import Budget, StepCost, budget_lines, step_costs
 from draftsmith.alignment.kept_runs import KEPT
+from draftsmith.drafts.heads.medusa import MedusaHeads
+from draftsmith.drafts.load import LoadedModels
 from tests.tiny_models import stirred_head, tiny_llama
 
 ROOT = Path(__file__).parents[1]

@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 import draftsmith as ds
-from drafts.draft_vocabulary import FILE
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.summary import lines, summary
-from eval.schema import SuiteKind
+from draftsmith.drafts.draft_vocabulary import FILE
+from draftsmith.eval.schema import SuiteKind
 from tests.distilled import write_rows
 from tests.results_made_up import BASE, BOTH, view
 from tests.test_align import ONE_WAY, SMALL

@@ -16,11 +16,11 @@ import torch
 from transformers import GenerationConfig, LlamaConfig
 
 import draftsmith as ds
-from decode import VERIFIERS, DraftModelProposer, Tree
+from draftsmith.core.models import load_model
+from draftsmith.core.prompts import read_prompts
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.decode import VERIFIERS, DraftModelProposer, Tree
 from draftsmith.pair import Pair
-from draftsmith_core.models import load_model
-from draftsmith_core.prompts import read_prompts
-from draftsmith_core.tokenization import load_tokenizer
 from tests.distilled import write_rows
 from tests.door import Door
 

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.speed import lengths, sections, sixteen_bits, train as bench_train
 from benchmarks.speed.methods import Pair, endless
 from benchmarks.speed.sections import Bench
-from decode.native import kernel
-from drafts.heads.eagle import EagleHead
+from draftsmith.decode.native import kernel
 from draftsmith.demo import corpus
 from draftsmith.demo.widen import widen
+from draftsmith.drafts.heads.eagle import EagleHead
 from tests.test_benchmarks_objectives import texts
 
 ROOT = Path(__file__).parents[1]
@@ -134,7 +134,7 @@ def test_sections_hold_what_the_readme_says(monkeypatch):
     kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"
 )
 def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch):
-    monkeypatch.setattr("decode.packed_weights._SMALLEST", 0)
+    monkeypatch.setattr("draftsmith.decode.packed_weights._SMALLEST", 0)
     monkeypatch.setattr(sixteen_bits, "REPEATS", 2)
     monkeypatch.setattr("benchmarks.lib.timing._READ_BYTES", 1 << 20)
     bench = tiny_bench()

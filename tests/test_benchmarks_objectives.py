@@ -13,11 +13,11 @@ from benchmarks.studies.frontier_tables import Sets, document_of
 from benchmarks.studies.objectives_data import Pair, PairOptions
 from benchmarks.studies.objectives_figure import write_pictures
 from benchmarks.studies.objectives_tables import above, tables
+from draftsmith.core.io import atomic_dir, write_rows
 from draftsmith.demo import corpus
-from draftsmith_core.io import atomic_dir, write_rows
-from eval.bootstrap import PromptSums, resamples
-from train import training_run as train_run
-from train.config import TrainConfig
+from draftsmith.eval.bootstrap import PromptSums, resamples
+from draftsmith.train import training_run as train_run
+from draftsmith.train.config import TrainConfig
 
 WORDS = (
     "the quick brown fox jumps over a lazy dog that does not mind numbers such as 12 or 345".split()

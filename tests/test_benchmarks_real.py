@@ -12,9 +12,9 @@ from benchmarks.lib.shipped_pair import PAIR
 from benchmarks.studies import real_speed, real_study
 from benchmarks.studies.real_pair import best, run
 from benchmarks.studies.real_study import TINY, Options, Study, data, keep_set
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import write_rows
-from eval.results import Results
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import write_rows
+from draftsmith.eval.results import Results
 from tests.test_benchmarks_objectives import texts
 
 

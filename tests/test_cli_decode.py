@@ -13,17 +13,17 @@ import torch
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM
 
-from decode import PROPOSERS, TREES, VERIFIERS
-from drafts.heads import HEADS, save_head
 from draftsmith.cli.decode_run import Stream, load
 from draftsmith.cli.method_table import method_rows
 from draftsmith.config import DecodeConfig
+from draftsmith.core.command_line import parse
+from draftsmith.core.io import canonical_json
+from draftsmith.core.models import eos_ids, load_model
+from draftsmith.core.prompts import read_prompts
+from draftsmith.core.tokenization import decode_text, load_tokenizer
+from draftsmith.decode import PROPOSERS, TREES, VERIFIERS
+from draftsmith.drafts.heads import HEADS, save_head
 from draftsmith.pair import Output
-from draftsmith_core.command_line import parse
-from draftsmith_core.io import canonical_json
-from draftsmith_core.models import eos_ids, load_model
-from draftsmith_core.prompts import read_prompts
-from draftsmith_core.tokenization import decode_text, load_tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -552,7 +552,7 @@ REFUSED = [
 def test_what_does_not_go_together_is_refused_in_one_line(
     door, files, monkeypatch, options, wrong, fix
 ):
-    monkeypatch.setattr("drafts.load.load_model", None)
+    monkeypatch.setattr("draftsmith.drafts.load.load_model", None)
     words = ["decode", "--target", files["target"], "--prompt", "a", "--temperature", "1"]
     code, out, err = door(*words, *options.format(**files).split())
     (line,) = err.strip().splitlines()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli.commands import COMMANDS
-from draftsmith_core.option_names import CALLED
-from draftsmith_core.options import options_of
+from draftsmith.core.option_names import CALLED
+from draftsmith.core.options import options_of
 
 # By the beginning of a command line: what follows it, and what its one line must say.
 WRONG: dict[str, list[tuple[str, str]]] = {

@@ -14,24 +14,24 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill.config import DistillConfig
-from drafts.config import BLOCK_KINDS
-from drafts.heads import HEADS
-from drafts.load import draft_fingerprint, draft_kind, load_draft
 from draftsmith.alignment.config import AlignConfig
-from draftsmith_core.command_line import parse
-from draftsmith_core.models import (
+from draftsmith.core.command_line import parse
+from draftsmith.core.models import (
     context_length,
     fingerprint,
     load_model,
     parameter_count,
     vocabulary_size,
 )
-from draftsmith_core.tokenization import load_tokenizer
-from eval.config import EvalConfig
-from eval.request import check
-from train.config import TrainConfig
-from train.draft_setup import read_shape
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.distill.config import DistillConfig
+from draftsmith.drafts.config import BLOCK_KINDS
+from draftsmith.drafts.heads import HEADS
+from draftsmith.drafts.load import draft_fingerprint, draft_kind, load_draft
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.request import check
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.draft_setup import read_shape
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"

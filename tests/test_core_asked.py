@@ -4,9 +4,9 @@ from copy import deepcopy
 
 import pytest
 
-from draftsmith_core.asked_hash import asked_in_chat, earlier_turns, group_ranks
-from draftsmith_core.prompts import prompt_hash, read_prompts
-from draftsmith_core.tokenization import Tokenizer
+from draftsmith.core.asked_hash import asked_in_chat, earlier_turns, group_ranks
+from draftsmith.core.prompts import prompt_hash, read_prompts
+from draftsmith.core.tokenization import Tokenizer
 from tests.distilled import write_rows
 
 TEMPLATE = (

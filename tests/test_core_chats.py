@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from distill.engines import RemoteTarget
-from draftsmith_core.chats import ChatRefused, encode_messages, end_of_answer, exchange
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import read_prompts
-from draftsmith_core.row_formats import read_turns
+from draftsmith.core.chats import ChatRefused, encode_messages, end_of_answer, exchange
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompts import read_prompts
+from draftsmith.core.row_formats import read_turns
+from draftsmith.distill.engines import RemoteTarget
+from draftsmith.train.data import load_examples
 from tests.chat_families import CHATS, FAMILIES, NO_EARLIER_CALLS, TOOL
 from tests.distilled import write_rows
-from train.data import load_examples
 
 CASES = [(family, case) for family in FAMILIES for case in CHATS]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith_core.checksums import sealed_json
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import is_whole, read_json, sealed_file, write_sealed
-from draftsmith_core.runs import Run
-from draftsmith_core.tokenization import load_tokenizer, tokenizer_digest
+from draftsmith.core.checksums import sealed_json
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import is_whole, read_json, sealed_file, write_sealed
+from draftsmith.core.runs import Run
+from draftsmith.core.tokenization import load_tokenizer, tokenizer_digest
 
 RECORD = {"identity": {"seed": 1, "text": "é"}, "accept": 0.83}
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from transformers import GenerationConfig, PreTrainedModel
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.settings import _IGNORED, Sampling, ignored_keys, resolve_sampling
+from draftsmith.core.errors import InputError
+from draftsmith.core.settings import _IGNORED, Sampling, ignored_keys, resolve_sampling
 
 
 def target(**keys: Any) -> PreTrainedModel:

@@ -15,9 +15,9 @@ import yaml
 from huggingface_hub import HfApi, RepoUrl
 
 from draftsmith.__main__ import main
-from draftsmith_core import cards, hub
-from draftsmith_core.engine_commands import SERVING
-from draftsmith_core.errors import InputError, RunError
+from draftsmith.core import cards, hub
+from draftsmith.core.engine_commands import SERVING
+from draftsmith.core.errors import InputError, RunError
 
 RECORD: dict[str, Any] = {
     "kind": "draft-lm",

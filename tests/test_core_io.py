@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith_core.io import atomic_dir, atomic_file
+from draftsmith.core.io import atomic_dir, atomic_file
 
 
 def fill(temporary: Path, text: str, directory: bool) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import (
     context_length,
     dtype_name,
     eos_ids,

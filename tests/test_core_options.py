@@ -15,9 +15,9 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith.cli.commands import COMMANDS, SHELLS
 from draftsmith.cli.examples import EXAMPLES
 from draftsmith.config import TrainCommandConfig
-from draftsmith_core.command_line import parse
-from draftsmith_core.errors import InputError
-from draftsmith_core.options import (
+from draftsmith.core.command_line import parse
+from draftsmith.core.errors import InputError
+from draftsmith.core.options import (
     AtLeast1,
     ModelOptions,
     NotIdentity,
@@ -28,7 +28,7 @@ from draftsmith_core.options import (
     options,
     options_of,
 )
-from train.config import TrainConfig
+from draftsmith.train.config import TrainConfig
 
 
 @options

@@ -11,9 +11,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from draftsmith.__main__ import ended, main
-from draftsmith_core.host import limit_threads
-from draftsmith_core.launcher import launcher_request
-from draftsmith_core.ranks import divided, on_main
+from draftsmith.core.host import limit_threads
+from draftsmith.core.launcher import launcher_request
+from draftsmith.core.ranks import divided, on_main
 
 
 def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch):
@@ -59,8 +59,8 @@ def test_the_main_process_gives_the_launcher_the_reason(rank, tmp_path, monkeypa
 
 def test_a_pipe_that_breaks_asks_a_run_to_stop_as_sigterm_does():
     program = (
-        "from draftsmith_core.progress import progress\n"
-        "from draftsmith_core.signals import terminable\n"
+        "from draftsmith.core.progress import progress\n"
+        "from draftsmith.core.signals import terminable\n"
         "with terminable() as stop:\n"
         "    stop.held = True\n"
         "    with progress('work', 1) as advance:\n"
@@ -79,7 +79,7 @@ def test_a_pipe_that_breaks_asks_a_run_to_stop_as_sigterm_does():
 def test_a_terminal_that_closes_ends_a_run_without_a_traceback():
     program = (
         "import fcntl, os, signal, sys, termios, threading\n"
-        "from draftsmith_core.signals import Terminated, terminable\n"
+        "from draftsmith.core.signals import Terminated, terminable\n"
         # Tests that nohup runs begin with SIGHUP ignored.
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
@@ -115,7 +115,7 @@ def test_a_terminal_that_closes_ends_a_run_without_a_traceback():
 def test_a_process_that_waits_for_others_can_be_ended(number):
     """Waiting happens in torch, where Python's own handlers do not run."""
     program = (
-        "import signal; from draftsmith_core.signals import *\n"
+        "import signal; from draftsmith.core.signals import *\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with terminable(), interruptible():\n"
         "    print(signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), "
@@ -186,7 +186,7 @@ def test_threads_wait_alike_in_every_command_and_in_python(imports, given, expec
 def test_freed_memory_serves_the_next_tensors():
     program = (
         "import resource, torch\n"
-        "from draftsmith_core.host import keep_freed_memory\n"
+        "from draftsmith.core.host import keep_freed_memory\n"
         "keep_freed_memory()\n"
         "def faults():\n"
         "    torch.ones(1 << 24)\n"  # 64 MiB

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import count_rows
-from draftsmith_core.prompts import Prompt, PromptSet, read_prompts
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompt_rows import count_rows
+from draftsmith.core.prompts import Prompt, PromptSet, read_prompts
+from draftsmith.core.tokenization import load_tokenizer
 from tests.distilled import write_rows
 
 TEMPLATE = (

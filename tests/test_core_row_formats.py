@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import PromptSet, read_prompts
-from draftsmith_core.row_formats import as_known
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompts import PromptSet, read_prompts
+from draftsmith.core.row_formats import as_known
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.train.data import load_examples
 from tests.distilled import write_rows
-from train.data import load_examples
 
 # As ChatML: writes whatever role and content it gets.
 CHATML = (

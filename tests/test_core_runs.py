@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import atomic_dir, atomic_file
-from draftsmith_core.runs import Run, claim, hold
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import atomic_dir, atomic_file
+from draftsmith.core.runs import Run, claim, hold
 
 ROOT = Path(__file__).parents[1]
 HOLDER = """
 import sys
 from pathlib import Path
-from draftsmith_core.signals import terminable
-from draftsmith_core.runs import hold
+from draftsmith.core.signals import terminable
+from draftsmith.core.runs import hold
 with terminable(), hold(Path(sys.argv[1]), file=len(sys.argv) > 2):
     print("held", flush=True)
     sys.stdin.read()

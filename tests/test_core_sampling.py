@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from draftsmith_core.sampling import (
+from draftsmith.core.sampling import (
     Sampling,
     acceptance,
     draw,

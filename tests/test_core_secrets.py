@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from draftsmith_core.errors import without_secrets
+from draftsmith.core.errors import without_secrets
 
 ADDRESS = "https://me:PASSWORD@store.example/rows.jsonl?sig=SIGNATURE"
 # Prompts, and answers to score.

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import fingerprint, load_model
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import fingerprint, load_model
+from draftsmith.core.tokenization import load_tokenizer
 
 Tensors = dict[str, torch.Tensor]
 CONFIG, MODELING = "configuration_mine.py", "modeling_mine.py"
@@ -204,7 +204,7 @@ def test_weights_without_a_place_are_named(copy, caplog):
     with caplog.at_level(logging.WARNING):
         load_on_cpu(str(copy))
     warnings = [
-        record.getMessage() for record in caplog.records if record.name == "draftsmith_core.models"
+        record.getMessage() for record in caplog.records if record.name == "draftsmith.core.models"
     ]
     assert warnings == [
         f"{copy}: holds weights that a LlamaForCausalLM does not use (1, such as vision.weight)"

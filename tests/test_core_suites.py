@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from draftsmith_core import prompt_rows
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import iterate_rows, iterate_suite, parse_named
-from draftsmith_core.suites import expand, load_suite, suite_names
-from eval.config import EvalConfig
-from eval.request import check
+from draftsmith.core import prompt_rows
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompt_rows import iterate_rows, iterate_suite, parse_named
+from draftsmith.core.suites import expand, load_suite, suite_names
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.request import check
 from tests.distilled import write_rows
 
 

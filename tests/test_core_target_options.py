@@ -9,19 +9,17 @@ import pytest
 from huggingface_hub import constants
 
 import draftsmith as ds
-from drafts.load import draft_fingerprint
 from draftsmith.cli.commands import COMMANDS
-from draftsmith_core.models import load_model
-from draftsmith_core.options import TargetOptions, options_of
+from draftsmith.core.models import load_model
+from draftsmith.core.options import TargetOptions, options_of
+from draftsmith.drafts.load import draft_fingerprint
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
 def test_every_command_that_loads_a_target_has_the_group():
     group = {option.key for option in options_of(TargetOptions)}
-    assert group == {
-        *("device", "dtype", "chat_template", "date", "revision", "trust_remote_code")
-    }
+    assert group == {*("device", "dtype", "chat_template", "date", "revision", "trust_remote_code")}
     for name in ("doctor", "export"):
         assert {"revision", "trust_remote_code"} <= {
             option.key for option in options_of(COMMANDS[name].options)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from draftsmith_core.teacher_rows import bytes_per_token, pack, unpack
+from draftsmith.core.teacher_rows import bytes_per_token, pack, unpack
 
 
 @given(

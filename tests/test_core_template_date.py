@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from draftsmith_core import template_date
-from draftsmith_core.chats import encode_messages
-from draftsmith_core.errors import InputError
-from draftsmith_core.template_date import fix_date
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith.core import template_date
+from draftsmith.core.chats import encode_messages
+from draftsmith.core.errors import InputError
+from draftsmith.core.template_date import fix_date
+from draftsmith.core.tokenization import Tokenizer, load_tokenizer
+from draftsmith.train.data import divide, load_examples
 from tests.distilled import write_rows
-from train.data import divide, load_examples
 
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 TURNS += "{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from drafts.load import load_models
-from drafts.vocabulary import vocabulary_map
-from draftsmith_core.sampling import Sampling, probs
-from draftsmith_core.tokenization import load_tokenizer
-from eval.acceptance import Continuation, model_logits
-from eval.estimate import alpha_sums
+from draftsmith.core.sampling import Sampling, probs
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.drafts.load import load_models
+from draftsmith.drafts.vocabulary import vocabulary_map
+from draftsmith.eval.acceptance import Continuation, model_logits
+from draftsmith.eval.estimate import alpha_sums
 from tests.distilled import write_rows
 
 

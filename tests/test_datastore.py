@@ -6,8 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from draftsmith_core.documents import read_documents
-from draftsmith_core.errors import InputError
+from draftsmith.core.documents import read_documents
+from draftsmith.core.errors import InputError
 
 
 def test_documents_are_read_from_every_kind_of_row(tmp_path, tokenizer, monkeypatch):

@@ -1,14 +1,14 @@
-"""The kernel chooses the tokens of `draftsmith_core.sampling`, for every width and count."""
+"""The kernel chooses the tokens of `draftsmith.core.sampling`, for every width and count."""
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from decode.choosing import draw, draw_without_replacement, largest, try_siblings
-from decode.native import kernel
-from decode.verify.siblings import _try_in_turn
-from decode.verify.tree_walk import Node
-from draftsmith_core import sampling
+from draftsmith.core import sampling
+from draftsmith.decode.choosing import draw, draw_without_replacement, largest, try_siblings
+from draftsmith.decode.native import kernel
+from draftsmith.decode.verify.siblings import _try_in_turn
+from draftsmith.decode.verify.tree_walk import Node
 
 built = pytest.mark.skipif(kernel() is None, reason="the kernel is not built here")
 

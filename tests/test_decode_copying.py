@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from decode.propose.lookahead import LookaheadProposer, LookaheadSession, Window
-from decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
-from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
-from decode.propose.retrieval import RetrievalProposer
-from decode.suffix_index import SuffixIndex
-from decode.tree import DynamicTree, Tree, TreeShape
-from decode.tree_spec import parse_tree
-from draftsmith_core.sampling import Sampling
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode.propose.lookahead import LookaheadProposer, LookaheadSession, Window
+from draftsmith.decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
+from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
+from draftsmith.decode.propose.retrieval import RetrievalProposer
+from draftsmith.decode.suffix_index import SuffixIndex
+from draftsmith.decode.tree import DynamicTree, Tree, TreeShape
+from draftsmith.decode.tree_spec import parse_tree
 from tests.tiny_models import random_llama
 
 CPU = torch.device("cpu")

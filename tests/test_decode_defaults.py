@@ -14,7 +14,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decode import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.sampling import Sampling, generator, row_seed
+from draftsmith.decode import (
     PROPOSERS,
     VERIFIERS,
     DraftModelProposer,
@@ -25,8 +27,6 @@ from decode import (
     default_verifier,
     parse_tree,
 )
-from draftsmith_core.errors import InputError
-from draftsmith_core.sampling import Sampling, generator, row_seed
 from tests.tiny_models import random_llama
 
 GREEDY = Sampling(temperature=0.0)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from decode import DraftModelProposer, Generation, SpeculativeDecoder
-from decode.propose.head_proposers import HeadProposer
-from decode.runner import Block, Runner
-from draftsmith_core.sampling import Sampling, generator
+from draftsmith.core.sampling import Sampling, generator
+from draftsmith.decode import DraftModelProposer, Generation, SpeculativeDecoder
+from draftsmith.decode.propose.head_proposers import HeadProposer
+from draftsmith.decode.runner import Block, Runner
 from tests.tiny_models import redrawn, stirred, stirred_head, tiny_llama
 
 VOCAB = 17

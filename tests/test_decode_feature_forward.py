@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decode import SpeculativeDecoder
-from decode.feature_forward import FeatureForward
-from decode.native import kernel
-from decode.packed_weights import packs_of, take_over
-from decode.propose.head_proposers import HeadProposer
-from drafts.heads.medusa import HeadsConfig, HydraHeads, MedusaHeads
-from draftsmith_core.sampling import Sampling
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import SpeculativeDecoder
+from draftsmith.decode.feature_forward import FeatureForward
+from draftsmith.decode.native import kernel
+from draftsmith.decode.packed_weights import packs_of, take_over
+from draftsmith.decode.propose.head_proposers import HeadProposer
+from draftsmith.drafts.heads.medusa import HeadsConfig, HydraHeads, MedusaHeads
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="needs the compiled kernel")
 

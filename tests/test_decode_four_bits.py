@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from decode import SpeculativeDecoder, take_over
-from decode.native import four_bit_state, kernel, pack_four_bits
-from decode.packed_weights import packs_of
-from decode.runner import Runner
-from decode.supported_models import attention_windows
-from draftsmith_core.models import fingerprint, load_model
-from draftsmith_core.sampling import Sampling
+from draftsmith.core.models import fingerprint, load_model
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import SpeculativeDecoder, take_over
+from draftsmith.decode.native import four_bit_state, kernel, pack_four_bits
+from draftsmith.decode.packed_weights import packs_of
+from draftsmith.decode.runner import Runner
+from draftsmith.decode.supported_models import attention_windows
 
 pytestmark = [
     pytest.mark.skipif(

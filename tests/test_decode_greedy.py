@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from decode import DecodeStats, DraftModelProposer, Generation, SpeculativeDecoder
-from draftsmith_core.sampling import Sampling, generator
+from draftsmith.core.sampling import Sampling, generator
+from draftsmith.decode import DecodeStats, DraftModelProposer, Generation, SpeculativeDecoder
 from tests.tiny_models import redrawn, stirred
 
 GREEDY = Sampling(temperature=0.0)

@@ -12,18 +12,23 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decode import SpeculativeDecoder
-from decode.head_forward import BlockHeadForward, EagleForward
-from decode.native import kernel
-from decode.packed_weights import packs_of, take_over
-from decode.propose.head_proposers import BlockAsModel, HeadAsModel, HeadProposer, block_behind
-from decode.propose.network import pending_block
-from decode.runner import Block, Runner
-from drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
-from drafts.heads.eagle import EagleConfig, EagleHead, draw
-from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
-from drafts.heads.mtp import MtpConfig, MtpHead
-from draftsmith_core.sampling import Sampling
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import SpeculativeDecoder
+from draftsmith.decode.head_forward import BlockHeadForward, EagleForward
+from draftsmith.decode.native import kernel
+from draftsmith.decode.packed_weights import packs_of, take_over
+from draftsmith.decode.propose.head_proposers import (
+    BlockAsModel,
+    HeadAsModel,
+    HeadProposer,
+    block_behind,
+)
+from draftsmith.decode.propose.network import pending_block
+from draftsmith.decode.runner import Block, Runner
+from draftsmith.drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
+from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, draw
+from draftsmith.drafts.heads.eagle3 import Eagle3Config, Eagle3Head
+from draftsmith.drafts.heads.mtp import MtpConfig, MtpHead
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="needs the compiled kernel")
 
@@ -192,7 +197,7 @@ def test_equals_the_block_drafters_own_forward(monkeypatch, name):
         head = BLOCKS[name]()
     ours, theirs = block_states(head, fast=True), block_states(head, fast=False)
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
-    monkeypatch.setattr("decode.head_forward.MOST_TOKENS", 14)
+    monkeypatch.setattr("draftsmith.decode.head_forward.MOST_TOKENS", 14)
     assert torch.equal(block_states(head, fast=True), ours)
 
 
@@ -201,7 +206,7 @@ def test_a_prompt_in_parts_is_the_prompt(monkeypatch):
     with torch.inference_mode(False):
         head = eagle3()
     whole = outputs(head, fast=True)
-    monkeypatch.setattr("decode.head_forward.MOST_TOKENS", 14)
+    monkeypatch.setattr("draftsmith.decode.head_forward.MOST_TOKENS", 14)
     for ours, theirs in zip(outputs(head, fast=True), whole, strict=True):
         assert torch.equal(ours, theirs)
 

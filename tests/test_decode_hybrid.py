@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from decode import (
+from draftsmith.core.hidden_states import forward_with_states
+from draftsmith.core.sampling import Sampling, generator
+from draftsmith.decode import (
     DraftModelProposer,
     Generation,
     HeadProposer,
@@ -24,13 +26,11 @@ from decode import (
     SessionSetup,
     SpeculativeDecoder,
 )
-from decode.own_cache_runner import OwnCacheRunner
-from decode.tree import chain
-from decode.tree_batch import TreeBatch
-from drafts.heads.block import DSparkHead
-from drafts.heads.eagle import EagleHead
-from draftsmith_core.hidden_states import forward_with_states
-from draftsmith_core.sampling import Sampling, generator
+from draftsmith.decode.own_cache_runner import OwnCacheRunner
+from draftsmith.decode.tree import chain
+from draftsmith.decode.tree_batch import TreeBatch
+from draftsmith.drafts.heads.block import DSparkHead
+from draftsmith.drafts.heads.eagle import EagleHead
 from tests.chi_square import chi_square, counts_of, exact_distribution
 from tests.conftest import tiny_tokenizer
 from tests.hybrid_models import HYBRIDS, VOCAB, hybrid
@@ -202,7 +202,7 @@ def test_heads_get_the_states_of_full_forwards(kind):
 
 def test_many_unread_tokens_are_read_once(monkeypatch):
     """With room for two unread tokens every other step reads them by themselves."""
-    monkeypatch.setattr("decode.own_cache_runner.MOST_UNREAD", 2)
+    monkeypatch.setattr("draftsmith.decode.own_cache_runner.MOST_UNREAD", 2)
     test_heads_get_the_states_of_full_forwards("mamba2")
 
 

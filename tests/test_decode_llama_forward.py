@@ -18,14 +18,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decode import packed_weights as packed_module, runner as runner_module
-from decode.llama_forward import lean_forward
-from decode.native import kernel
-from decode.packed_weights import packs_of, take_over
-from decode.runner import Block, Runner
-from decode.supported_models import attention_windows
-from decode.tree import Tree
-from decode.tree_batch import TreeBatch
+from draftsmith.decode import packed_weights as packed_module, runner as runner_module
+from draftsmith.decode.llama_forward import lean_forward
+from draftsmith.decode.native import kernel
+from draftsmith.decode.packed_weights import packs_of, take_over
+from draftsmith.decode.runner import Block, Runner
+from draftsmith.decode.supported_models import attention_windows
+from draftsmith.decode.tree import Tree
+from draftsmith.decode.tree_batch import TreeBatch
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {

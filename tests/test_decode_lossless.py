@@ -19,8 +19,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-import decode.propose.static_tree
-from decode import (
+import draftsmith.decode.propose.static_tree
+from draftsmith.core.sampling import Sampling, draw_with_replacement, generator, probs
+from draftsmith.decode import (
     PROPOSERS,
     VERIFIERS,
     DraftModelProposer,
@@ -34,12 +35,11 @@ from decode import (
     SpeculativeDecoder,
     Tree,
 )
-from decode.propose.network_proposer import NetworkProposer
-from decode.suffix_index import SuffixIndex
-from drafts.draft_vocabulary import trim
-from drafts.heads import HEADS, Head
-from drafts.vocabulary import VocabularyMap, attach
-from draftsmith_core.sampling import Sampling, draw_with_replacement, generator, probs
+from draftsmith.decode.propose.network_proposer import NetworkProposer
+from draftsmith.decode.suffix_index import SuffixIndex
+from draftsmith.drafts.draft_vocabulary import trim
+from draftsmith.drafts.heads import HEADS, Head
+from draftsmith.drafts.vocabulary import VocabularyMap, attach
 from tests.chi_square import chi_square, counts_of, exact_distribution
 from tests.tiny_models import random_llama, stirred
 
@@ -299,7 +299,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(variant):
     "variant", ["draft", "another vocabulary", "eagle3", "medusa", "dspark", "several drafts"]
 )
 def test_after_copies_a_draft_drafts_as_if_it_had_read_the_whole_text(variant, monkeypatch):
-    session = decode.propose.static_tree.StaticTreeSession
+    session = draftsmith.decode.propose.static_tree.StaticTreeSession
     propose = session.propose
     text: list[int] = []
     seen: list[tuple[list[int], list[int]]] = []
@@ -339,7 +339,7 @@ def test_greedy_steps_on_the_host_are_those_of_tensors(variant, monkeypatch):
     that is not in the table and a recorded session go through.
     """
     rule = replace(VERIFIERS["exact"], name="one of my own")
-    session = decode.propose.static_tree.StaticTreeSession
+    session = draftsmith.decode.propose.static_tree.StaticTreeSession
     rows = [0, 1, 2, 3]
     if variant == "none":
         made = SpeculativeDecoder(llama(2))
@@ -455,31 +455,34 @@ def test_a_broken_rule_is_rejected(monkeypatch):
     assert statistic(made, SAMPLED, 8_000) < 1
     with monkeypatch.context() as patch:
         # Children drawn with replacement under the rule for draws without.
-        patch.setattr(decode.propose.static_tree, "draw_without_replacement", draw_with_replacement)
+        patch.setattr(
+            draftsmith.decode.propose.static_tree, "draw_without_replacement", draw_with_replacement
+        )
         assert statistic(made, SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # A greedy draft that the verifier believes was sampled (transformers issue 32867).
-        patch.setattr(decode.propose.static_tree, "draw", lambda q, u: q.argmax(-1))
+        patch.setattr(draftsmith.decode.propose.static_tree, "draw", lambda q, u: q.argmax(-1))
         assert statistic(decoder("draft", "chain:3", "speculative"), SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # After a refusal, a draw from p instead of (p - q)+.
-        patch.setattr("decode.verify.siblings.refuse", lambda p, q, share: (p, None))
+        patch.setattr("draftsmith.decode.verify.siblings.refuse", lambda p, q, share: (p, None))
         assert statistic(decoder("draft", "chain:3", "speculative"), SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # The target's distribution without its temperature.
         patch.setattr(
-            "decode.batch_run.probs", lambda logits, sampling: probs(1.5 * logits, sampling)
+            "draftsmith.decode.batch_run.probs",
+            lambda logits, sampling: probs(1.5 * logits, sampling),
         )
         assert statistic(made, SAMPLED, 8_000) > 1.5
     with monkeypatch.context() as patch:
         # Drawn nodes pruned afterwards, the improbable first.
-        whole = decode.propose.static_tree.StaticTreeSession._proposal
+        whole = draftsmith.decode.propose.static_tree.StaticTreeSession._proposal
 
         def pruned(self: object, tokens_BM: Tensor, *rest: object) -> object:
             kept = tokens_BM.masked_fill(tokens_BM % 2 == 0, -1)
             return whole(self, kept, *rest)  # type: ignore[arg-type]
 
-        patch.setattr(decode.propose.static_tree.StaticTreeSession, "_proposal", pruned)
+        patch.setattr(draftsmith.decode.propose.static_tree.StaticTreeSession, "_proposal", pruned)
         assert statistic(made, SAMPLED, 8_000) > 1.5
 
 
@@ -499,7 +502,7 @@ def test_a_confidence_may_only_use_what_precedes_its_token(monkeypatch):
     assert statistic(made, SAMPLED, 8_000) < 1
     drafted = [(g.stats.proposed, g.stats.target_calls) for g in run(made, [0, 1, 2, 3], SAMPLED)]
     assert all(calls < proposed < 3 * calls for proposed, calls in drafted)
-    session = decode.propose.static_tree.StaticTreeSession
+    session = draftsmith.decode.propose.static_tree.StaticTreeSession
     whole = session._proposal
 
     def looking_ahead(self: Any, tokens_BM: Tensor, *rest: Any) -> Any:

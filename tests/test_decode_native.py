@@ -14,13 +14,23 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from decode import llama_forward as forward_module, native, packed_weights as packed_module
-from decode.kernel_forward import KernelForward
-from decode.llama_forward import LeanForward
-from decode.native import _MOST_ROWS as MOST_ROWS, Kernel, PackedMatrix, kernel, narrowest
-from decode.packed_weights import packs_of
-from decode.runner import Block, Runner
-from decode.supported_models import attention_windows
+from draftsmith.decode import (
+    llama_forward as forward_module,
+    native,
+    packed_weights as packed_module,
+)
+from draftsmith.decode.kernel_forward import KernelForward
+from draftsmith.decode.llama_forward import LeanForward
+from draftsmith.decode.native import (
+    _MOST_ROWS as MOST_ROWS,
+    Kernel,
+    PackedMatrix,
+    kernel,
+    narrowest,
+)
+from draftsmith.decode.packed_weights import packs_of
+from draftsmith.decode.runner import Block, Runner
+from draftsmith.decode.supported_models import attention_windows
 
 built = pytest.mark.skipif(
     kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from decode import HeadProposer, SpeculativeDecoder, packed_weights, take_over
-from decode.native import kernel
-from decode.packed_weights import kernel_products, packs_of
-from draftsmith_core.models import fingerprint
-from draftsmith_core.sampling import Sampling
+from draftsmith.core.models import fingerprint
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import HeadProposer, SpeculativeDecoder, packed_weights, take_over
+from draftsmith.decode.native import kernel
+from draftsmith.decode.packed_weights import kernel_products, packs_of
 from tests.tiny_models import HEADS, stirred_head
 
 pytestmark = pytest.mark.skipif(

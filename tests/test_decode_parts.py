@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from decode import DecodeStats, DraftModelProposer, SpeculativeDecoder
-from decode.batch_run import BatchRun, Options
-from decode.cache import TreeCache
-from decode.runner import Runner
-from draftsmith_core.sampling import Sampling, generator
+from draftsmith.core.sampling import Sampling, generator
+from draftsmith.decode import DecodeStats, DraftModelProposer, SpeculativeDecoder
+from draftsmith.decode.batch_run import BatchRun, Options
+from draftsmith.decode.cache import TreeCache
+from draftsmith.decode.runner import Runner
 from tests.tiny_models import random_llama
 
 GREEDY = Sampling(temperature=0.0)

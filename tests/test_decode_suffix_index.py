@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from decode.suffix_index import SAMPLE, SuffixIndex
+from draftsmith.decode.suffix_index import SAMPLE, SuffixIndex
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=15), max_size=5)
 

@@ -10,9 +10,9 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from decode.transport_bound import optimal_acceptance
-from decode.tree import Drawing
-from draftsmith_core.sampling import generator
+from draftsmith.core.sampling import generator
+from draftsmith.decode.transport_bound import optimal_acceptance
+from draftsmith.decode.tree import Drawing
 
 VOCAB = 5
 KINDS = ["random", "peaked", "one-hot p", "one-hot q", "disjoint", "truncated", "equal"]

@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from decode.sequoia import optimal_tree
-from decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape
-from decode.tree_spec import TREES, Written, parse_tree, tree_spec
+from draftsmith.decode.sequoia import optimal_tree
+from draftsmith.decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape
+from draftsmith.decode.tree_spec import TREES, Written, parse_tree, tree_spec
 
 
 def expected_length(tree: Tree, acceptance: Sequence[float]) -> float:

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode.propose.protocol import Proposal
-from decode.transport_bound import optimal_acceptance
-from decode.tree import Drawing, DynamicTree, Tree, TreeShape
-from decode.tree_batch import TreeBatch, grow_batch
-from decode.verify import VERIFIERS, Verifier
-from decode.verify.siblings import (
-    _try_without_replacement,
-    speculative,
-    speculative_walks,
-)
-from decode.verify.tree_walk import Verdict, residual
-from draftsmith_core.sampling import (
+from draftsmith.core.sampling import (
     draw,
     draw_top_and_one,
     draw_with_replacement,
     draw_without_replacement,
     generator,
 )
+from draftsmith.decode.propose.protocol import Proposal
+from draftsmith.decode.transport_bound import optimal_acceptance
+from draftsmith.decode.tree import Drawing, DynamicTree, Tree, TreeShape
+from draftsmith.decode.tree_batch import TreeBatch, grow_batch
+from draftsmith.decode.verify import VERIFIERS, Verifier
+from draftsmith.decode.verify.siblings import (
+    _try_without_replacement,
+    speculative,
+    speculative_walks,
+)
+from draftsmith.decode.verify.tree_walk import Verdict, residual
 from tests.chi_square import chi_square
 
 VOCAB, LENGTH, ROWS = 4, 3, 6_000
@@ -331,8 +331,8 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_tre
         usual = verifier.run(proposal, p_BMV, u_BU)
         with monkeypatch.context() as patch:
             for module in ("tree_walk", "exact", "siblings", "traversal"):
-                patch.setattr(f"decode.verify.{module}.known_empty", lambda mask: False)
-            patch.setattr("decode.verify.traversal.rows_of", lambda mask: slice(None))
+                patch.setattr(f"draftsmith.decode.verify.{module}.known_empty", lambda mask: False)
+            patch.setattr("draftsmith.decode.verify.traversal.rows_of", lambda mask: slice(None))
             with NoQuestions():  # type: ignore[no-untyped-call]
                 asked = verifier.run(proposal, p_BMV, u_BU)
         live = torch.arange(tree.depth + 1) <= usual.accepted_B.unsqueeze(1)
@@ -394,21 +394,25 @@ def test_pruning_after_sampling_breaks_all_but_exact(name):
     [
         (
             "kseq",
-            "decode.verify.siblings.solve_rho",
+            "draftsmith.decode.verify.siblings.solve_rho",
             lambda p, q, k: torch.ones(len(p), 1, dtype=torch.double),
         ),
-        ("block", "decode.verify.traversal.keep_probability", lambda w, mass: w),
-        ("traversal", "decode.verify.traversal.keep_probability", lambda w, mass: w),
-        ("traversal", "decode.verify.traversal.without", lambda q, x: q),
-        ("greedy", "decode.verify.siblings.without", lambda q, x: q),
-        ("greedy", "decode.verify.siblings.residual", lambda p, q: p),
-        ("specinfer", "decode.verify.siblings.refuse", lambda p, q, share: (p, p.sum(1, True))),
+        ("block", "draftsmith.decode.verify.traversal.keep_probability", lambda w, mass: w),
+        ("traversal", "draftsmith.decode.verify.traversal.keep_probability", lambda w, mass: w),
+        ("traversal", "draftsmith.decode.verify.traversal.without", lambda q, x: q),
+        ("greedy", "draftsmith.decode.verify.siblings.without", lambda q, x: q),
+        ("greedy", "draftsmith.decode.verify.siblings.residual", lambda p, q: p),
+        (
+            "specinfer",
+            "draftsmith.decode.verify.siblings.refuse",
+            lambda p, q, share: (p, p.sum(1, True)),
+        ),
         (
             "mcsd",
-            "decode.verify.siblings._try_without_replacement",
+            "draftsmith.decode.verify.siblings._try_without_replacement",
             lambda node: (_try_without_replacement(node)[0], node.p_BV),
         ),
-        ("speculative", "decode.verify.siblings.refuse", lambda p, q, share: (p, None)),
+        ("speculative", "draftsmith.decode.verify.siblings.refuse", lambda p, q, share: (p, None)),
     ],
 )
 def test_broken_rules_are_rejected(monkeypatch, name, broken, replacement):

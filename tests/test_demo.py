@@ -11,8 +11,8 @@ import pytest
 
 from draftsmith.cli.examples import EXAMPLES
 from draftsmith.demo import corpus, demo_run
-from eval.report.findings import lead
-from eval.results import Results
+from draftsmith.eval.report.findings import lead
+from draftsmith.eval.results import Results
 
 
 @pytest.mark.slow(60)

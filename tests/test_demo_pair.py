@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from benchmarks.studies import rebuild_pair
+from draftsmith.core.models import eos_ids, load_model
+from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.demo import corpus
 from draftsmith.demo.corpus import Document
-from draftsmith_core.models import eos_ids, load_model
-from draftsmith_core.tokenization import load_tokenizer
 
 RECIPES = Path(__file__).parents[1] / "draftsmith" / "demo" / "recipes"
 WORDS = (

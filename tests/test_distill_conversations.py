@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distill.config import DistillConfig
-from distill.conversations import answer_text, answered_turns, turn_prompt
-from distill.engines import Answer
-from distill.filters import why_dropped
-from draftsmith_core.prompts import Chat, prompt_hash, read_prompts
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer
+from draftsmith.core.prompts import Chat, prompt_hash, read_prompts
+from draftsmith.core.tokenization import Tokenizer, load_tokenizer
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.conversations import answer_text, answered_turns, turn_prompt
+from draftsmith.distill.engines import Answer
+from draftsmith.distill.filters import why_dropped
+from draftsmith.train.batch import IGNORE
+from draftsmith.train.batches import collate
+from draftsmith.train.data import Examples
 from tests.distilled import errors, manifest, rows_of, write_rows
-from train.batch import IGNORE
-from train.batches import collate
-from train.data import Examples
 
 # How three families of models write a chat, in the essentials: roles, separators, and what they do
 # to history.

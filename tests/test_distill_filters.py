@@ -7,9 +7,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from distill.config import DistillConfig
-from distill.engines import Answer
-from distill.filters import Suites, why_dropped
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.engines import Answer
+from draftsmith.distill.filters import Suites, why_dropped
 from tests.distilled import errors, manifest, rows_of, write_rows
 
 LONG = "the quick brown fox jumps over the lazy dog and then it runs far away home"

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from distill.config import DistillConfig
-from distill.generate import distill
-from draftsmith_core.io import sha256_file
-from draftsmith_core.models import eos_ids, load_model
-from draftsmith_core.sampling import Sampling, generator, row_seed
+from draftsmith.core.io import sha256_file
+from draftsmith.core.models import eos_ids, load_model
+from draftsmith.core.sampling import Sampling, generator, row_seed
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.generate import distill
 from tests.distilled import errors, files, manifest, rows_of
 
 Rows = list[dict[str, Any]]
@@ -76,7 +76,7 @@ def test_every_row_and_every_count(whole, target_dir):
 
 
 def test_a_row_can_be_made_again_from_its_seed(whole, target_dir):
-    from decode import SpeculativeDecoder
+    from draftsmith.decode import SpeculativeDecoder
 
     model = load_model(target_dir, device="cpu")
     decoder = SpeculativeDecoder(model)

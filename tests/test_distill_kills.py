@@ -11,13 +11,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.tokenization import load_tokenizer
 from tests.distilled import KILL_IN_PART, files, rows_of, write_rows
 
 # A signal arrives before the next wave of answers is kept.
 STOP_BEFORE_WAVE = """
 import os, signal, time
-import draftsmith_core.runs as module
+import draftsmith.core.runs as module
 append, kept = module.Journal.append, []
 def stopping(self, row):
     if len(kept) == {waves}:

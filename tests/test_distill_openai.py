@@ -17,14 +17,14 @@ import pytest
 from tokenizers import Tokenizer as Tokenizers, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-import distill.engines.openai as openai
-import distill.engines.server
+import draftsmith.distill.engines.openai as openai
+import draftsmith.distill.engines.server
 from benchmarks.lib.engines import how_to_get, llama_server, program
-from distill.engines import replies
-from distill.engines.server import encode_answer
-from draftsmith_core.sampling import row_seed
-from draftsmith_core.teacher_rows import unpack
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.sampling import row_seed
+from draftsmith.core.teacher_rows import unpack
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.distill.engines import replies
+from draftsmith.distill.engines.server import encode_answer
 from tests.distilled import errors, files, manifest, rows_of, write_rows
 from tests.serving import EOS, Server, answer_of, serving, wait_until
 from tests.test_docs import ROOT, commands, run_line
@@ -370,7 +370,7 @@ def test_a_server_with_all_faults_loses_no_row_and_leaks_no_key(
     """
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setattr(replies, "REPLY_BYTES", 2**18)
-    monkeypatch.setattr(distill.engines.server, "REPLY_BYTES", 2**18)
+    monkeypatch.setattr(draftsmith.distill.engines.server, "REPLY_BYTES", 2**18)
     faults: list[int | str] = [
         429,
         "floods",

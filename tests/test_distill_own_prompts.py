@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from decode import SpeculativeDecoder
 from draftsmith.alignment.stages import left_out_of
-from draftsmith_core.models import eos_ids, load_model
-from draftsmith_core.sampling import Sampling, generator, row_seed
-from draftsmith_core.tokenization import decode_text, load_tokenizer
+from draftsmith.core.models import eos_ids, load_model
+from draftsmith.core.sampling import Sampling, generator, row_seed
+from draftsmith.core.tokenization import decode_text, load_tokenizer
+from draftsmith.decode import SpeculativeDecoder
 from tests.distilled import files, manifest, rows_of
 from tests.serving import serving
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from distill.config import DistillConfig
-from distill.generate import distill
-from draftsmith_core.errors import InputError
+from draftsmith.core.errors import InputError
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.generate import distill
 from tests.distilled import files, write_rows
 from tests.serving import wait_until
 
@@ -76,7 +76,7 @@ def test_workers_make_what_one_process_makes_also_when_they_die(
     """
     import ray
 
-    from distill.engines.ray import RayEngine
+    from draftsmith.distill.engines.ray import RayEngine
 
     broken = shutil.copytree(target_dir, tmp_path / "target")
     (broken / "model.safetensors").write_bytes(b"no tensors")

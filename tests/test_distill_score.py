@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from distill.score import score
-from draftsmith_core.errors import RunError
-from draftsmith_core.models import load_model
-from draftsmith_core.teacher_rows import unpack
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.errors import RunError
+from draftsmith.core.models import load_model
+from draftsmith.core.teacher_rows import unpack
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.distill.score import score
 from tests.distilled import errors, files, manifest, rows_of, write_rows
 
 K = 7

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distill.config import DistillConfig
-from distill.engines import ENGINES, Answer, AnswerRequest, Done, Engine
-from distill.engines.hf import HFEngine
-from draftsmith_core.tokenization import Tokenizer
+from draftsmith.core.tokenization import Tokenizer
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.engines import ENGINES, Answer, AnswerRequest, Done, Engine
+from draftsmith.distill.engines.hf import HFEngine
 from tests.distilled import errors, files, rows_of, write_rows
 
 GOOD = [{"prompt": f"The quick {number}", "domain": "d"} for number in range(9)]

@@ -19,14 +19,14 @@ import pytest
 import torch
 
 from benchmarks.lib.engines import VLLM_ON_A_CPU, vllm_server
-from decode import SpeculativeDecoder
-from distill.config import DistillConfig
-from distill.generate import distill
 from draftsmith.__main__ import main
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.models import load_model
-from draftsmith_core.sampling import Sampling, probs
-from draftsmith_core.teacher_rows import unpack
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.models import load_model
+from draftsmith.core.sampling import Sampling, probs
+from draftsmith.core.teacher_rows import unpack
+from draftsmith.decode import SpeculativeDecoder
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.generate import distill
 from tests.distilled import rows_of, write_rows
 from tests.openvino_ir import engine
 
@@ -72,7 +72,7 @@ def vllm(monkeypatch):
         ModuleSpec("vllm", None),
     )
     monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.delitem(sys.modules, "distill.engines.vllm", raising=False)
+    monkeypatch.delitem(sys.modules, "draftsmith.distill.engines.vllm", raising=False)
     LLM.made.clear()
 
 
@@ -80,7 +80,7 @@ def test_an_engine_that_dies_and_answers_that_are_aborted(
     vllm, target_dir, prompts_file, tmp_path, monkeypatch
 ):
     """What was answered before the death is kept; asked = done + failed + skipped."""
-    import distill.engines.vllm as module
+    import draftsmith.distill.engines.vllm as module
 
     monkeypatch.setattr(module, "_TOGETHER", 4)
     common: dict[str, Any] = {

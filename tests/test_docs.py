@@ -23,9 +23,9 @@ from draftsmith.__main__ import main
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.cli.examples import ROAD
 from draftsmith.cli.method_table import markdown
-from draftsmith_core.suites import expand, suite_names
-from train.losses import LOSSES
-from train.trainees import TRAINEES
+from draftsmith.core.suites import expand, suite_names
+from draftsmith.train.losses import LOSSES
+from draftsmith.train.trainees import TRAINEES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ def test_commands_and_programs_of_all_pages_work_in_order(short_demo, tmp_path, 
     busy machine.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("eval.planning.planner.LIMIT_S", 0.0)
+    monkeypatch.setattr("draftsmith.eval.planning.planner.LIMIT_S", 0.0)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     shutil.copytree(short_demo / "out", tmp_path / "out")
     prompts = tmp_path / "out" / "demo" / "prompts"
@@ -287,7 +287,7 @@ def test_every_law_is_named_by_a_test_and_no_other_is_cited():
     }
     assert laws == set(range(1, 13))
     rooms = (
-        "draftsmith_core",
+        "draftsmith.core",
         "drafts",
         "decode",
         "distill",

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.studies import prose
 from draftsmith.alignment.config import AlignConfig
-from train.config import TrainConfig
-from train.training_run import _with_name
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.training_run import _with_name
 
 ROOT = Path(__file__).parents[1]
 PAGES, MADE = prose.read(ROOT)

@@ -23,12 +23,12 @@ from transformers import (
 
 import draftsmith as ds
 from benchmarks.lib.engines import PROGRAMS, complete, llama_server, vllm_answers, work
-from drafts.engine_rules import PATH_TRAPS
-from drafts.heads import HEADS, save_head
-from drafts.target_classes import engine_classes
 from draftsmith.__main__ import main
-from draftsmith_core.engine_commands import SERVING
-from draftsmith_core.models import load_model
+from draftsmith.core.engine_commands import SERVING
+from draftsmith.core.models import load_model
+from draftsmith.drafts.engine_rules import PATH_TRAPS
+from draftsmith.drafts.heads import HEADS, save_head
+from draftsmith.drafts.target_classes import engine_classes
 from tests.conftest import tiny_tokenizer
 from tests.openvino_ir import OPENVINO, engine, openvino_ir, openvino_request
 from tests.workers.engine_classes import vllm

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 import draftsmith as ds
-from drafts.draft_vocabulary import (
+from draftsmith.core.sampling import Sampling
+from draftsmith.drafts.draft_vocabulary import (
     FILE,
     attach_draft_vocabulary,
     draft_rows,
@@ -25,17 +26,16 @@ from drafts.draft_vocabulary import (
     trim,
     unseen_outside,
 )
-from drafts.load import draft_fingerprint, load_models
-from draftsmith_core.sampling import Sampling
-from eval.acceptance import Continuation
-from eval.estimate import alpha_sums
+from draftsmith.drafts.load import draft_fingerprint, load_models
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.estimate import alpha_sums
+from draftsmith.train.batch import IGNORE, Batch
+from draftsmith.train.config import Optim
+from draftsmith.train.data import load_examples
+from draftsmith.train.objective import parse_objective
+from draftsmith.train.teacher import StoredTeacher
+from draftsmith.train.trainees.lm import LMTrainee
 from tests.tiny_models import DRAFT_VOCAB, random_llama
-from train.batch import IGNORE, Batch
-from train.config import Optim
-from train.data import load_examples
-from train.objective import parse_objective
-from train.teacher import StoredTeacher
-from train.trainees.lm import LMTrainee
 
 IDS = torch.tensor(DRAFT_VOCAB)
 KEPT = 60

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from decode import SpeculativeDecoder, packed_weights
-from decode.native import kernel
-from decode.propose.head_proposers import HeadProposer
-from drafts.heads import HEADS
-from drafts.heads.block import BlockHead, target_layers_of
-from draftsmith_core.errors import InputError
-from draftsmith_core.hidden_states import forward_with_states
-from draftsmith_core.sampling import Sampling
+from draftsmith.core.errors import InputError
+from draftsmith.core.hidden_states import forward_with_states
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import SpeculativeDecoder, packed_weights
+from draftsmith.decode.native import kernel
+from draftsmith.decode.propose.head_proposers import HeadProposer
+from draftsmith.drafts.heads import HEADS
+from draftsmith.drafts.heads.block import BlockHead, target_layers_of
 from tests.train_laws import FAMILIES, SIZES, tiny_family
 
 KINDS = ("dflash", "jetspec", "dspark")
@@ -73,7 +73,7 @@ def test_many_blocks_in_one_forward_are_each_what_decoding_computes(
     family, kind, window, monkeypatch
 ):
     """Law 5, for every family; also over more than one group of blocks."""
-    monkeypatch.setattr("drafts.heads.block._QUERIES", 3 * S)
+    monkeypatch.setattr("draftsmith.drafts.heads.block._QUERIES", 3 * S)
     target = tiny_family(family)
     head = make_head(kind, target, window=window)
     ids_BT, states = text(target, head)

@@ -29,19 +29,19 @@ from transformers import (
 )
 
 import draftsmith as ds
-from drafts.heads import Head, load_head, save_head
-from drafts.heads.eagle import EagleHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import HydraHeads, MedusaHeads
-from drafts.heads.store import write_tensors
-from drafts.layouts.export import WRITERS, check_layout
-from drafts.layouts.table import LAYOUTS
 from draftsmith.__main__ import main
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import read_json
-from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
-from draftsmith_core.runs import read_record
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import read_json
+from draftsmith.core.prompts import read_prompt_hashes, write_prompt_hashes
+from draftsmith.core.runs import read_record
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.drafts.heads import Head, load_head, save_head
+from draftsmith.drafts.heads.eagle import EagleHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
+from draftsmith.drafts.heads.store import write_tensors
+from draftsmith.drafts.layouts.export import WRITERS, check_layout
+from draftsmith.drafts.layouts.table import LAYOUTS
 from tests.tiny_models import stirred
 
 SHAPE: dict[str, Any] = {
@@ -148,7 +148,7 @@ def test_a_file_that_reads_back_as_another_draft_is_not_kept(form, target, tmp_p
         monkeypatch.setattr(name, lambda values, kind: quantize(values * 0 + 0.5, kind))
     else:
         monkeypatch.setattr(
-            "drafts.layouts.export.write_tensors",
+            "draftsmith.drafts.layouts.export.write_tensors",
             lambda out, tensors, config: write_tensors(
                 out, tensors | {"norm.weight": tensors["norm.weight"] + wrong}, config
             ),

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafts.heads import Head, head_kind, load_head, save_head
-from drafts.heads.block import BlockHead
-from drafts.heads.eagle import EagleHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import HydraHeads, MedusaHeads
-from drafts.heads.mtp import MtpHead
-from draftsmith_core.errors import InputError
+from draftsmith.core.errors import InputError
+from draftsmith.drafts.heads import Head, head_kind, load_head, save_head
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.heads.eagle import EagleHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
+from draftsmith.drafts.heads.mtp import MtpHead
 from tests.test_core_sources import Evil
 from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred
 from tests.train_laws import tiny_family

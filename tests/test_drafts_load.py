@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from drafts.load import load_models
-from draftsmith_core.errors import InputError
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.errors import InputError
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.drafts.load import load_models
 
 
 def test_a_pair_by_name_by_source_and_with_the_same_draft_twice(target_dir, draft_dir):

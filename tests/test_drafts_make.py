@@ -15,13 +15,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from drafts.make.fresh import filled, fresh, too_costly
-from drafts.make.prune import FAMILIES, prune
-from drafts.make.transplant import transplant
-from drafts.vocabulary import map_vocabulary, pieces, token_texts
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import load_model, read_per_token, vocabulary_size
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import load_model, read_per_token, vocabulary_size
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.drafts.make.fresh import filled, fresh, too_costly
+from draftsmith.drafts.make.prune import FAMILIES, prune
+from draftsmith.drafts.make.transplant import transplant
+from draftsmith.drafts.vocabulary import map_vocabulary, pieces, token_texts
 from tests.conftest import sentencepiece
 
 V, H = 40, 32

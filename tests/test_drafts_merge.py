@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import draftsmith as ds
-from drafts.heads import save_head
-from drafts.heads.block import DFlashHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import HeadsConfig, MedusaHeads
-from drafts.load import load_models
-from drafts.merge import merge_states
 from draftsmith.__main__ import main
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import read_prompt_hashes, write_prompt_hashes
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompts import read_prompt_hashes, write_prompt_hashes
+from draftsmith.drafts.heads import save_head
+from draftsmith.drafts.heads.block import DFlashHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.medusa import HeadsConfig, MedusaHeads
+from draftsmith.drafts.load import load_models
+from draftsmith.drafts.merge import merge_states
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from decode import HeadProposer, SpeculativeDecoder
-from drafts.doctor import examine
-from drafts.heads import head_kind, load_head, save_head
-from drafts.heads.mtp import MtpHead
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import load_model
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import load_model
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.decode import HeadProposer, SpeculativeDecoder
+from draftsmith.drafts.doctor import examine
+from draftsmith.drafts.heads import head_kind, load_head, save_head
+from draftsmith.drafts.heads.mtp import MtpHead
 from tests.test_drafts_heads import inputs, make_target, reference_layer, rms
 from tests.tiny_models import stirred
 from tests.train_laws import tiny_family

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.lib.seeds import difference_over_seeds, pool_sums
-from eval.bootstrap import (
+from draftsmith.eval.bootstrap import (
     Gain,
     PromptSums,
     difference,

@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from decode import PromptLookupProposer
-from drafts.load import load_models
-from draftsmith_core.errors import InputError, RequirementError
-from draftsmith_core.prompts import Prompt
-from draftsmith_core.sampling import Sampling
-from eval.acceptance import Continuation
-from eval.config import EvalConfig
-from eval.copying import JoinedDraft, copied_tokens, copied_traces
-from eval.draft_sources import is_copying, models_of
-from eval.estimate import measure_alphas
-from eval.evaluate import evaluate
-from eval.measuring import Task, answers, continuations
-from eval.method import Method
-from eval.report.findings import lead
-from eval.request import check
-from eval.schema import Place
+from draftsmith.core.errors import InputError, RequirementError
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import PromptLookupProposer
+from draftsmith.drafts.load import load_models
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.copying import JoinedDraft, copied_tokens, copied_traces
+from draftsmith.eval.draft_sources import is_copying, models_of
+from draftsmith.eval.estimate import measure_alphas
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.measuring import Task, answers, continuations
+from draftsmith.eval.method import Method
+from draftsmith.eval.report.findings import lead
+from draftsmith.eval.request import check
+from draftsmith.eval.schema import Place
 from tests.tiny_models import stirred_head, tiny_llama
 
 TEXT = Continuation("a", (3, 4, 5, 3, 4), (5, 3, 9))

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftsmith_core.errors import RequirementError
-from eval.bootstrap import PromptSums, holm, quotient, resamples
-from eval.decision import Setting, decide
-from eval.report.findings import lead
-from eval.report.page import render_page
-from eval.results import Results
-from eval.summary import headline_and_table, rows_by_set
+from draftsmith.core.errors import RequirementError
+from draftsmith.eval.bootstrap import PromptSums, holm, quotient, resamples
+from draftsmith.eval.decision import Setting, decide
+from draftsmith.eval.report.findings import lead
+from draftsmith.eval.report.page import render_page
+from draftsmith.eval.results import Results
+from draftsmith.eval.summary import headline_and_table, rows_by_set
 from tests.results_made_up import BASE, BOTH, made_up, model_row, view
 
 TREES = ("chain:2", "kary:2,1")

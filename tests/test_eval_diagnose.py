@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith_core.prompts import Prompt
-from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
-from eval.acceptance import Continuation, Positions
-from eval.bootstrap import signs
-from eval.diagnosis.diagnose import CANDIDATES, Diagnosis, diagnosis_of, drawn_acceptance
-from eval.diagnosis.rows import diagnosis_rows, similarities, token_class
-from eval.method import Method
-from eval.report.page import render_page
-from eval.results import Results
-from eval.rows import Measured, Setting
-from eval.schema import Row, SuiteKind
-from eval.suites import Suite
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.sampling import Sampling, acceptance, generator, probs, uniforms
+from draftsmith.eval.acceptance import Continuation, Positions
+from draftsmith.eval.bootstrap import signs
+from draftsmith.eval.diagnosis.diagnose import CANDIDATES, Diagnosis, diagnosis_of, drawn_acceptance
+from draftsmith.eval.diagnosis.rows import diagnosis_rows, similarities, token_class
+from draftsmith.eval.method import Method
+from draftsmith.eval.report.page import render_page
+from draftsmith.eval.results import Results
+from draftsmith.eval.rows import Measured, Setting
+from draftsmith.eval.schema import Row, SuiteKind
+from draftsmith.eval.suites import Suite
 from tests.results_made_up import BASE, BOTH, made_up
 
 V, N = 9, 6

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from draftsmith_core.errors import RunError
-from draftsmith_core.sampling import Sampling, acceptance, generator, probs, uniforms
-from eval.acceptance import Continuation
-from eval.diagnosis.root_step import RootStep, root_acceptance
-from eval.estimate import alpha_sums
-from eval.method import Method
+from draftsmith.core.errors import RunError
+from draftsmith.core.sampling import Sampling, acceptance, generator, probs, uniforms
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.diagnosis.root_step import RootStep, root_acceptance
+from draftsmith.eval.estimate import alpha_sums
+from draftsmith.eval.method import Method
 from tests.tiny_models import near, tiny_llama
 
 VOCAB = 17

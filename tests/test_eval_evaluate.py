@@ -12,14 +12,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-import eval.evaluate as evaluation
+import draftsmith.eval.evaluate as evaluation
 from draftsmith.cli.commands import run
-from draftsmith_core.errors import InputError, RequirementError, RunError
-from eval.config import EvalConfig
-from eval.evaluate import evaluate
-from eval.moved import found_again
-from eval.results import Results
-from eval.summary import summary as summarise
+from draftsmith.core.errors import InputError, RequirementError, RunError
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.moved import found_again
+from draftsmith.eval.results import Results
+from draftsmith.eval.summary import summary as summarise
 from tests.results_made_up import timeless
 from tests.tiny_models import near, tiny_llama
 
@@ -29,11 +29,11 @@ ROOT = Path(__file__).parents[1]
 # Dies in the middle of writing its fourth cell: the temporary file is there, the cell is not.
 KILLED = """
 import json, os, signal
-import draftsmith_core.runs
-from draftsmith_core import io
-from eval.config import EvalConfig
-from eval.evaluate import evaluate
-from eval.moved import found_again
+import draftsmith.core.runs
+from draftsmith.core import io
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.moved import found_again
 writes = 0
 def write(path, value):
     global writes
@@ -43,7 +43,7 @@ def write(path, value):
             temporary.write_text(json.dumps(value)[:20])
             os.kill(os.getpid(), signal.SIGKILL)
     io.write_sealed(path, value)
-draftsmith_core.runs.write_sealed = write
+draftsmith.core.runs.write_sealed = write
 evaluate(EvalConfig(**{options!r}))
 """
 
@@ -264,7 +264,7 @@ def test_a_file_written_three_times_has_the_intervals_of_one(world, tmp_path):
 def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(world, tmp_path, monkeypatch):
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))
     # The drafts here are as large as their target, which --strict would refuse first.
-    monkeypatch.setattr("eval.remarks.of_models", lambda models, quantize: [])
+    monkeypatch.setattr("draftsmith.eval.remarks.of_models", lambda models, quantize: [])
     once = replace(
         world, draft=world.draft[1:], ood=[], out=str(tmp_path), temperature=[0.0], tree=["chain:2"]
     )

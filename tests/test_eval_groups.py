@@ -9,14 +9,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from draftsmith_core.prompts import Chat, Prompt
-from eval import remarks
-from eval.bootstrap import PromptSums, estimate, resample_groups, resamples, signs
-from eval.groups import connected, groups_of
-from eval.planning.planner import Planner
-from eval.results import Results
-from eval.rows import Setting
-from eval.suites import Suite, prompt_groups
+from draftsmith.core.prompts import Chat, Prompt
+from draftsmith.eval import remarks
+from draftsmith.eval.bootstrap import PromptSums, estimate, resample_groups, resamples, signs
+from draftsmith.eval.groups import connected, groups_of
+from draftsmith.eval.planning.planner import Planner
+from draftsmith.eval.results import Results
+from draftsmith.eval.rows import Setting
+from draftsmith.eval.suites import Suite, prompt_groups
 from tests.results_made_up import BASE, BOTH, made_up
 
 RNG = np.random.default_rng(0)

@@ -11,21 +11,21 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from drafts.heads import save_head
-from drafts.heads.eagle import EagleHead
-from drafts.heads.medusa import MedusaHeads
-from drafts.load import check_draft_vocabulary
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.hidden_states import forward_with_states
-from draftsmith_core.models import load_model
-from draftsmith_core.sampling import Sampling, acceptance, probs
-from draftsmith_core.tokenization import load_tokenizer
-from eval.acceptance import Continuation, draft_logits
-from eval.config import EvalConfig
-from eval.estimate import alpha_sums, read_traces
-from eval.evaluate import evaluate
-from eval.method import Method
-from eval.summary import summary as summarise
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.hidden_states import forward_with_states
+from draftsmith.core.models import load_model
+from draftsmith.core.sampling import Sampling, acceptance, probs
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.drafts.heads import save_head
+from draftsmith.drafts.heads.eagle import EagleHead
+from draftsmith.drafts.heads.medusa import MedusaHeads
+from draftsmith.drafts.load import check_draft_vocabulary
+from draftsmith.eval.acceptance import Continuation, draft_logits
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.estimate import alpha_sums, read_traces
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.method import Method
+from draftsmith.eval.summary import summary as summarise
 from tests.tiny_models import HEADS, V, stirred_head, tiny_llama
 
 SAMPLING = Sampling(temperature=1.0)

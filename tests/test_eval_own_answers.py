@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import eos_ids, load_model
-from draftsmith_core.tokenization import load_tokenizer
-from eval.config import EvalConfig
-from eval.request import check
-from eval.suites import Suite, load
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import eos_ids, load_model
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.request import check
+from draftsmith.eval.suites import Suite, load
 from tests.distilled import write_rows
 
 TEMPLATE = (

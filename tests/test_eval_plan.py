@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decode import DynamicTree, Tree, parse_tree
-from decode.tree_spec import kary
-from eval.bootstrap import PromptSums, quotient, resamples
-from eval.planning.engines import engine_rows
-from eval.planning.expected_tokens import JointRuns, kary_space
-from eval.planning.plan import _pays
-from eval.planning.step_costs import CHAINS, fit, isotonic, shapes, time_shapes
+from draftsmith.decode import DynamicTree, Tree, parse_tree
+from draftsmith.decode.tree_spec import kary
+from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
+from draftsmith.eval.planning.engines import engine_rows
+from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
+from draftsmith.eval.planning.plan import _pays
+from draftsmith.eval.planning.step_costs import CHAINS, fit, isotonic, shapes, time_shapes
 
 
 def _runs(chances: list[list[float]]) -> JointRuns:
@@ -153,8 +153,10 @@ def test_a_plan_is_written_beside_the_draft_and_used(
 ):
     """On a busy machine, and with no time, the plan is short and gives engines no advice."""
     monkeypatch.setattr("os.getloadavg", lambda: (99.0 if busy else 0.0, 0.0, 0.0))
-    monkeypatch.setattr("eval.remarks.SPREAD", 1e9)  # the machine of the tests may be busy or not
-    monkeypatch.setattr("eval.planning.planner.LIMIT_S", 0.0 if busy else 900.0)
+    monkeypatch.setattr(
+        "draftsmith.eval.remarks.SPREAD", 1e9
+    )  # the machine of the tests may be busy or not
+    monkeypatch.setattr("draftsmith.eval.planning.planner.LIMIT_S", 0.0 if busy else 900.0)
     draft = shutil.copytree(draft_dir, tmp_path / "draft")
     words = [
         "--target",
@@ -243,8 +245,10 @@ def test_what_copies_is_timed_not_predicted(
     tmp_path,
     monkeypatch,
 ):
-    monkeypatch.setattr("eval.planning.planner.LIMIT_S", 900.0 if in_time else 0.0)
-    monkeypatch.setattr("eval.planning.planner.COPIED", ("chain:1", "chain:2", "kary:2,1,1"))
+    monkeypatch.setattr("draftsmith.eval.planning.planner.LIMIT_S", 900.0 if in_time else 0.0)
+    monkeypatch.setattr(
+        "draftsmith.eval.planning.planner.COPIED", ("chain:1", "chain:2", "kary:2,1,1")
+    )
     common = ["--target", target_dir, "--prompts", prompts_file, "--prompt_tokens", 8]
     common += ["--max_new_tokens", 6, "--temperature", 0]
     names = {"draft": draft_dir, "store": prompts_file}

@@ -9,19 +9,19 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from decode import parse_tree
-from drafts.heads import save_head
-from drafts.heads.eagle import EagleHead
-from drafts.heads.medusa import MedusaHeads
-from draftsmith_core.models import load_model
-from draftsmith_core.prompts import Prompt
-from draftsmith_core.sampling import Sampling
-from eval import measuring
-from eval.config import EvalConfig
-from eval.estimate import measure_alphas
-from eval.evaluate import evaluate
-from eval.method import Method
-from eval.predict import predictable
+from draftsmith.core.models import load_model
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import parse_tree
+from draftsmith.drafts.heads import save_head
+from draftsmith.drafts.heads.eagle import EagleHead
+from draftsmith.drafts.heads.medusa import MedusaHeads
+from draftsmith.eval import measuring
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.estimate import measure_alphas
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.method import Method
+from draftsmith.eval.predict import predictable
 from tests.tiny_models import HEADS, near, stirred_head, tiny_llama
 
 PROMPTS = [Prompt(f"p{i}", "d", (1, 3 + i % 13, 3 + i // 13 % 20)) for i in range(300)]
@@ -178,7 +178,7 @@ def cells(target_dir, draft_dir, tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         # The report is tested elsewhere.
-        patch.setattr("eval.evaluate.write_report", lambda results: results.directory)
+        patch.setattr("draftsmith.eval.evaluate.write_report", lambda results: results.directory)
         results = evaluate(config)
     cells: list[tuple[Any, ...]] = []
     for row in results.rows("tau_predicted"):

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftsmith.core.models import fingerprint, load_model
+from draftsmith.core.prompts import Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
 from draftsmith.demo.widen import widen
-from draftsmith_core.models import fingerprint, load_model
-from draftsmith_core.prompts import Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
-from eval import remarks
-from eval.schema import Conditions, ModelRow, SuiteKind
-from eval.suites import Suite
+from draftsmith.eval import remarks
+from draftsmith.eval.schema import Conditions, ModelRow, SuiteKind
+from draftsmith.eval.suites import Suite
 
 TEXT = tuple(range(100, 140))
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from draftsmith_core.errors import InputError
-from eval.report.figures import cost_figure
-from eval.report.findings import lead
-from eval.report.formats import number, percent
-from eval.report.page import render_page
-from eval.report.tables import tables
-from eval.report.theme import LIGHT, Look, roles_of
-from eval.results import Results
-from eval.schema import SuiteKind
-from eval.summary import headline_and_table
+from draftsmith.core.errors import InputError
+from draftsmith.eval.report.figures import cost_figure
+from draftsmith.eval.report.findings import lead
+from draftsmith.eval.report.formats import number, percent
+from draftsmith.eval.report.page import render_page
+from draftsmith.eval.report.tables import tables
+from draftsmith.eval.report.theme import LIGHT, Look, roles_of
+from draftsmith.eval.results import Results
+from draftsmith.eval.schema import SuiteKind
+from draftsmith.eval.summary import headline_and_table
 from tests.results_made_up import BASE, BOTH, made_up, view
 
 CHROMIUM = next(
@@ -413,8 +413,8 @@ def test_the_table_is_a_frame(results):
 
 def test_reading_results_needs_no_torch():
     code = (
-        "import sys, eval.results; print({'torch', 'transformers', 'matplotlib', 'pandas'} & "
-        "set(sys.modules))"
+        "import sys, draftsmith.eval.results; "
+        "print({'torch', 'transformers', 'matplotlib', 'pandas'} & set(sys.modules))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"

@@ -12,11 +12,11 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from pydantic import TypeAdapter
 
-from draftsmith_core.errors import InputError, RequirementError
-from eval.config import EvalConfig
-from eval.request import check
-from eval.results import Results
-from eval.schema import ResultsDocument
+from draftsmith.core.errors import InputError, RequirementError
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.request import check
+from draftsmith.eval.results import Results
+from draftsmith.eval.schema import ResultsDocument
 from tests.results_made_up import BASE, BOTH, made_up
 
 ROOT = Path(__file__).parents[1]

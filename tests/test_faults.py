@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 import draftsmith as ds
-from decode.stats import DecodeStats
-from distill import parts
-from distill.engines import (
+from draftsmith.cli.decode_run import _to_file
+from draftsmith.core.errors import DraftsmithError
+from draftsmith.core.runs import Run
+from draftsmith.decode.stats import DecodeStats
+from draftsmith.distill import parts
+from draftsmith.distill.engines import (
     ENGINES,
     Answer,
     AnswerRequest,
@@ -24,14 +27,11 @@ from distill.engines import (
     RemoteTarget,
     sampling_of,
 )
-from draftsmith.cli.decode_run import _to_file
+from draftsmith.eval import evaluate
 from draftsmith.pair import Output
-from draftsmith_core.errors import DraftsmithError
-from draftsmith_core.runs import Run
-from eval import evaluate
+from draftsmith.train import loop
 from tests.distilled import write_rows
 from tests.door import forget_processes
-from train import loop
 
 pytestmark = pytest.mark.slow(60)
 FLIPS = 40

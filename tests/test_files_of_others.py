@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir, atomic_file, check_out
-from draftsmith_core.runs import Run, claim, hold, holder
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import atomic_dir, atomic_file, check_out
+from draftsmith.core.runs import Run, claim, hold, holder
 
 
 def content(directory: Path) -> dict[str, bytes]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
-from decode import DraftModelProposer, PromptLookupProposer, SpeculativeDecoder
-from draftsmith_core.devices import resolve_device
-from draftsmith_core.sampling import Sampling
+from draftsmith.core.devices import resolve_device
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import DraftModelProposer, PromptLookupProposer, SpeculativeDecoder
+from draftsmith.train.batch import Batch
+from draftsmith.train.objective import parse_objective
+from draftsmith.train.trainees.lm import LMTrainee
 from tests.tiny_models import random_llama
-from train.batch import Batch
-from train.objective import parse_objective
-from train.trainees.lm import LMTrainee
 
 pytestmark = [
     pytest.mark.gpu,

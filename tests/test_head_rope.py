@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from decode import SpeculativeDecoder
-from decode.propose.head_proposers import HeadProposer
-from drafts.heads import HEADS, load_head, save_head
-from drafts.heads.eagle import EagleConfig, EagleHead, Rotary
-from drafts.heads.eagle3 import Eagle3Config
-from drafts.layouts.read_back import head_logits
-from draftsmith_core.hidden_states import forward_with_states
+from draftsmith.core.hidden_states import forward_with_states
+from draftsmith.decode import SpeculativeDecoder
+from draftsmith.decode.propose.head_proposers import HeadProposer
+from draftsmith.drafts.heads import HEADS, load_head, save_head
+from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, Rotary
+from draftsmith.drafts.heads.eagle3 import Eagle3Config
+from draftsmith.drafts.layouts.read_back import head_logits
 from tests.tiny_models import stirred
 from tests.train_laws import tiny_family
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafts.heads import load_head, save_head
-from drafts.heads.eagle3 import Eagle3Head
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import load_model
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import load_model
+from draftsmith.drafts.heads import load_head, save_head
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from tests.tiny_models import random_llama, stirred
 
 FP8 = torch.float8_e4m3fn

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from drafts.draft_vocabulary import read_draft_vocabulary
-from draftsmith_core.models import load_model, parameter_count
+from draftsmith.core.models import load_model, parameter_count
+from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary
 from tests.door import Door
 
 

@@ -13,21 +13,21 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 import draftsmith as ds
-from decode.packed_weights import packs_of
-from decode.runner import Runner
-from decode.supported_models import attention_windows
-from drafts.heads import HEADS, load_head, save_head
-from drafts.heads.block import DFlashHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.merge import merge
-from draftsmith_core.errors import InputError
-from draftsmith_core.hidden_states import forward_with_states
-from draftsmith_core.models import fingerprint
+from draftsmith.core.errors import InputError
+from draftsmith.core.hidden_states import forward_with_states
+from draftsmith.core.models import fingerprint
+from draftsmith.decode.packed_weights import packs_of
+from draftsmith.decode.runner import Runner
+from draftsmith.decode.supported_models import attention_windows
+from draftsmith.drafts.heads import HEADS, load_head, save_head
+from draftsmith.drafts.heads.block import DFlashHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.merge import merge
+from draftsmith.train.batch import Batch
+from draftsmith.train.features import FeatureCache, FrozenTarget, cached_layers, state_names
 from tests.hybrid_models import hybrid
 from tests.tiny_models import random_llama, stirred
 from tests.train_laws import SIZES, tiny_family
-from train.batch import Batch
-from train.features import FeatureCache, FrozenTarget, cached_layers, state_names
 
 LAST = SIZES["num_hidden_layers"]
 KINDS: dict[str, dict[str, Any]] = {

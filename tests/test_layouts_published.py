@@ -25,15 +25,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from decode import SpeculativeDecoder
-from decode.propose.head_proposers import HeadProposer
-from drafts.heads import HEADS, Head, head_kind, load_head, save_head
-from drafts.heads.block import BlockHead
-from drafts.heads.eagle import EagleConfig, EagleHead
-from drafts.heads.eagle3 import Eagle3Config, Eagle3Head
-from drafts.heads.medusa import HeadsConfig, HydraHeads, MedusaHeads
-from drafts.layouts.table import LAYOUTS
-from draftsmith_core.errors import InputError
+from draftsmith.core.errors import InputError
+from draftsmith.decode import SpeculativeDecoder
+from draftsmith.decode.propose.head_proposers import HeadProposer
+from draftsmith.drafts.heads import HEADS, Head, head_kind, load_head, save_head
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Config, Eagle3Head
+from draftsmith.drafts.heads.medusa import HeadsConfig, HydraHeads, MedusaHeads
+from draftsmith.drafts.layouts.table import LAYOUTS
 from tests.test_drafts_heads import outputs
 from tests.tiny_models import DRAFT_VOCAB, stirred
 from tests.train_laws import tiny_family

@@ -22,14 +22,14 @@ from transformers import (
 
 import draftsmith as ds
 from benchmarks.lib.engines import ask, complete, llama_server, work
-from drafts.heads import Head, save_head
-from drafts.heads.block import DFlashHead, DSparkHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.layouts.gguf_file import FILE
-from drafts.layouts.table import LAYOUTS
-from drafts.load import load_source
-from draftsmith_core.models import load_model
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.models import load_model
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.drafts.heads import Head, save_head
+from draftsmith.drafts.heads.block import DFlashHead, DSparkHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.layouts.gguf_file import FILE
+from draftsmith.drafts.layouts.table import LAYOUTS
+from draftsmith.drafts.load import load_source
 from tests.engine_proofs import proven_by_llama_cpp, proven_by_speculators
 from tests.learnt_heads import AHEAD, TOKENS, learn
 from tests.openvino_ir import OPENVINO, engine, openvino_ir, openvino_request

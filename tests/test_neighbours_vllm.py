@@ -14,20 +14,20 @@ import pytest
 
 import draftsmith as ds
 from benchmarks.lib.engines import vllm_answers
-from drafts.heads import save_head
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.layouts.export import WRITERS
-from drafts.load import load_source
-from draftsmith_core.engine_commands import SERVING
-from draftsmith_core.sampling import Sampling
-from eval.acceptance import Continuation
-from eval.estimate import measure_alphas
-from eval.method import Method
+from draftsmith.core.engine_commands import SERVING
+from draftsmith.core.sampling import Sampling
+from draftsmith.drafts.heads import save_head
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.layouts.export import WRITERS
+from draftsmith.drafts.load import load_source
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.estimate import measure_alphas
+from draftsmith.eval.method import Method
+from draftsmith.train.config import HeadOptions
 from tests.engine_proofs import Proof, proven_by_vllm
 from tests.learnt_heads import AHEAD, TOKENS, learn
 from tests.openvino_ir import engine
 from tests.tiny_models import stirred
-from train.config import HeadOptions
 
 ROOT = Path(__file__).parents[1]
 TARGET = str(ROOT / "draftsmith" / "demo" / "pair" / "target")

@@ -15,13 +15,13 @@ import pytest
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-from distill.manifest import finish
 from draftsmith import __main__
-from draftsmith_core.chats import ChatRefused, Template
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import read_prompts
-from draftsmith_core.signals import limited
-from draftsmith_core.tokenization import encode, load_tokenizer
+from draftsmith.core.chats import ChatRefused, Template
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompts import read_prompts
+from draftsmith.core.signals import limited
+from draftsmith.core.tokenization import encode, load_tokenizer
+from draftsmith.distill.manifest import finish
 
 ROOT = Path(__file__).parents[1]
 ENDLESS = (
@@ -87,7 +87,7 @@ def test_whatever_a_template_raises_is_a_refusal(target_dir, template):
 
 
 def test_a_template_without_end_is_refused_before_the_work(door, target_dir, monkeypatch):
-    monkeypatch.setattr("draftsmith_core.tokenization._RENDER_S", 0.2)
+    monkeypatch.setattr("draftsmith.core.tokenization._RENDER_S", 0.2)
     refused = door.refused(
         *("decode", "--target", target_dir, "--prompt", "a", "--chat_template", ENDLESS)
     )
@@ -152,7 +152,7 @@ def test_an_out_that_is_deleted_meanwhile_is_one_line(
         shutil.rmtree(out)
         finish(*words)
 
-    monkeypatch.setattr("distill.generate.finish", finish_what_is_gone)
+    monkeypatch.setattr("draftsmith.distill.generate.finish", finish_what_is_gone)
     words = ["distill", "--target", target_dir, "--prompts", prompts_file, "--max_new_tokens", 4]
     refused = door.refused(*words, "--out", out, code=1)
     assert "part-00000.parquet: was deleted while the run wrote; run it again" in refused

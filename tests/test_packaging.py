@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith_core.errors import EXTRAS
+from draftsmith.core.errors import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = PROJECT["tool"]["importlinter"]["root_packages"]
+PACKAGE = PROJECT["tool"]["importlinter"]["root_package"]
 
 
 def run(*words: object, cwd: Path, **env: str) -> str:

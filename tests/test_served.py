@@ -18,11 +18,11 @@ import draftsmith as ds
 from benchmarks.lib.engines import llama_server, vllm_server
 from draftsmith.serving.report import in_words
 from draftsmith.serving.running_server import count_steps
+from draftsmith.train.config import HeadOptions, Optim
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
 from tests.drafting_server import PLACES, Drafting, drafting
 from tests.openvino_ir import engine
 from tests.tiny_models import near, redrawn
-from train.config import HeadOptions, Optim
 
 TOKENS = 32
 SLOW = pytest.mark.slow

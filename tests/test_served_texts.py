@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from distill.engines.server import Completion
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompts import Chat, Prompt
+from draftsmith.core.sampling import Sampling
+from draftsmith.distill.engines.server import Completion
 from draftsmith.serving import running_server
 from draftsmith.serving.running_server import RunningServer
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompts import Chat, Prompt
-from draftsmith_core.sampling import Sampling
 from tests.serving import BOMB, JsonHandler, running
 
 KEY = "sk-Secret+12/34=abcXYZ"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import draftsmith as ds
+from draftsmith.core.runs import RECORD, claim, hold
 from draftsmith.directory_status import status
-from draftsmith_core.runs import RECORD, claim, hold
 from tests.distilled import write_rows
 
 

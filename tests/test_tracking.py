@@ -13,12 +13,12 @@ from unittest.mock import MagicMock, call
 
 import pytest
 
-from draftsmith_core import wandb_runs
-from draftsmith_core.errors import InputError
-from eval.config import EvalConfig
-from eval.decision import decide
-from eval.results import Results
-from eval.tracking import track
+from draftsmith.core import wandb_runs
+from draftsmith.core.errors import InputError
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.decision import decide
+from draftsmith.eval.results import Results
+from draftsmith.eval.tracking import track
 from tests.results_made_up import BASE, BOTH, made_up
 from tests.train_laws import BEFORE, metrics
 
@@ -54,7 +54,7 @@ def trained(target_dir, draft_dir, tmp_path):
 def test_a_killed_run_continues_its_wandb_run_and_nothing_leaks(
     trained, target_dir, draft_dir, prompts_file, tmp_path, env, spawn
 ):
-    kill = BEFORE + "before(train.loop, 'learning_rate', 4, KILL)"
+    kill = BEFORE + "before(draftsmith.train.loop, 'learning_rate', 4, KILL)"
     (tmp_path / "cwd").mkdir()
     spawn(*trained, cwd=tmp_path / "cwd", env=env, patch=kill).wait(-9)
     time.sleep(1.1)  # wandb names its directories by the second

@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafts.heads.block import DSparkHead
+from draftsmith.drafts.heads.block import DSparkHead
+from draftsmith.train.batch import Batch
+from draftsmith.train.objective import parse_objective
+from draftsmith.train.trainees import TRAINEES
+from draftsmith.train.trainees.block import BlockTrainee, Slots, calibrate
+from draftsmith.train.trainees.head import Drafts, Pairs, join
 from tests.test_train_heads import (
     ROWS,
     batch_of,
@@ -20,11 +25,6 @@ from tests.test_train_heads import (
     packed_batch,
     trainee_of,
 )
-from train.batch import Batch
-from train.objective import parse_objective
-from train.trainees import TRAINEES
-from train.trainees.block import BlockTrainee, Slots, calibrate
-from train.trainees.head import Drafts, Pairs, join
 
 LONG = [([3, 7], list(range(1, 31))), ([9], list(range(30, 2, -1)))]
 

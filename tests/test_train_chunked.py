@@ -9,15 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drafts.heads.borrowed import OutputProjection
-from draftsmith_core.errors import InputError
+from draftsmith.core.errors import InputError
+from draftsmith.drafts.heads.borrowed import OutputProjection
+from draftsmith.train.batch import IGNORE, Batch
+from draftsmith.train.chunked import Output, TokenLoss
+from draftsmith.train.losses import LOSSES, overlap
+from draftsmith.train.objective import parse_objective
+from draftsmith.train.teacher import (
+    LiveTeacher,
+    StoredTeacher,
+    Teacher,
+    find_projection,
+    teacher_for_draft,
+)
+from draftsmith.train.trainees.lm import LMTrainee
 from tests.train_laws import FAMILIES, tiny_family
-from train.batch import IGNORE, Batch
-from train.chunked import Output, TokenLoss
-from train.losses import LOSSES, overlap
-from train.objective import parse_objective
-from train.teacher import LiveTeacher, StoredTeacher, Teacher, find_projection, teacher_for_draft
-from train.trainees.lm import LMTrainee
 
 # Tokens, hidden size, and the target's vocabulary; the draft's is padded to fewer or more.
 N, H, TARGET = 13, 6, 11

@@ -16,20 +16,16 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
 
-from drafts.heads.medusa import HeadsConfig, HydraHeads
-from drafts.load import Draft
-from draftsmith_core import teacher_rows
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import sha256_file
-from draftsmith_core.models import load_model
-from tests.chat_families import FAMILIES as FAMILIES_OF_CHATS
-from tests.distilled import write_rows
-from tests.tiny_models import FRESH
-from tests.train_laws import FAMILIES, SIZES, tiny_family
-from train.batch import IGNORE, LossSums, pack, packing_method
-from train.batches import collate
-from train.config import Optim
-from train.data import (
+from draftsmith.core import teacher_rows
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import sha256_file
+from draftsmith.core.models import load_model
+from draftsmith.drafts.heads.medusa import HeadsConfig, HydraHeads
+from draftsmith.drafts.load import Draft
+from draftsmith.train.batch import IGNORE, LossSums, pack, packing_method
+from draftsmith.train.batches import collate
+from draftsmith.train.config import Optim
+from draftsmith.train.data import (
     Examples,
     divide,
     load_examples,
@@ -37,9 +33,9 @@ from train.data import (
     trained_prompts,
     with_replay,
 )
-from train.loop import curves
-from train.objective import parse_objective
-from train.optimizer import (
+from draftsmith.train.loop import curves
+from draftsmith.train.objective import parse_objective
+from draftsmith.train.optimizer import (
     by_module,
     hidden_matrices,
     learning_rate,
@@ -47,9 +43,13 @@ from train.optimizer import (
     orthogonal,
     usual_rate,
 )
-from train.parallel import Copies
-from train.stream import order, units
-from train.trainees.lm import LMTrainee
+from draftsmith.train.parallel import Copies
+from draftsmith.train.stream import order, units
+from draftsmith.train.trainees.lm import LMTrainee
+from tests.chat_families import FAMILIES as FAMILIES_OF_CHATS
+from tests.distilled import write_rows
+from tests.tiny_models import FRESH
+from tests.train_laws import FAMILIES, SIZES, tiny_family
 
 Row = dict[str, Any]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from draftsmith_core.errors import RunError
+from draftsmith.core.errors import RunError
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.world import make_world
 from tests.train_laws import BEFORE, close, metrics
-from train.config import TrainConfig
-from train.world import make_world
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "accelerate"
@@ -30,13 +30,13 @@ NO_DEEPSPEED = pytest.mark.skipif(
 DRIVER = """
 import json, os, signal, sys
 import torch.distributed
-import train.training_run
-import train.loop
+import draftsmith.train.training_run
+import draftsmith.train.loop
 from draftsmith.__main__ import main
 
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # a function hides it in torch.distributed
 store = rendezvous._create_c10d_store
-rate = train.loop.learning_rate
+rate = draftsmith.train.loop.learning_rate
 rank = os.environ["RANK"]
 for number, job in enumerate(json.load(open(sys.argv[1]))):
     pid = os.fork()
@@ -56,7 +56,7 @@ for number, job in enumerate(json.load(open(sys.argv[1]))):
         if step == job["stop_at"] and rank == "1":
             os.kill(os.getpid(), signal.SIGTERM)
         return rate(optim, step, steps)
-    train.loop.learning_rate = watched
+    draftsmith.train.loop.learning_rate = watched
     sys.exit(main(job["words"]))
 """
 
@@ -149,7 +149,7 @@ def test_two_processes_are_one(
     for index, options in enumerate(others):
         assert door(*other(options, f"other{index}-1", 8, 1))[0] == 0
     # One process for two steps, stopped by SIGTERM ...
-    stop = BEFORE + "before(train.loop, 'learning_rate', 2, send(signal.SIGTERM))"
+    stop = BEFORE + "before(draftsmith.train.loop, 'learning_rate', 2, send(signal.SIGTERM))"
     spawn(*run("adam2", 4, 2), *ADAM, cwd=tmp_path, patch=stop).wait(143)
     # ... two processes for three, stopped too ...
     jobs = [

@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from drafts.heads.block import BlockHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import HydraHeads, MedusaHeads
-from draftsmith_core.hidden_states import forward_with_states
-from draftsmith_core.models import fingerprint
+from draftsmith.core.hidden_states import forward_with_states
+from draftsmith.core.models import fingerprint
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
+from draftsmith.train.batch import IGNORE, Batch, LossSums
+from draftsmith.train.features import FeatureCache, cached_layers
+from draftsmith.train.objective import parse_objective
+from draftsmith.train.trainees import TRAINEES
 from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred
 from tests.train_laws import tiny_family
-from train.batch import IGNORE, Batch, LossSums
-from train.features import FeatureCache, cached_layers
-from train.objective import parse_objective
-from train.trainees import TRAINEES
 
 V, H = 40, 16
 # (prompt, response): an ordinary row, one without a prompt, a prompt of one token, a response of

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaModel
 
+from draftsmith.train import draft_setup
+from draftsmith.train.data import load_examples
+from draftsmith.train.stream import units
 from tests import train_laws
 from tests.train_laws import words_of
-from train import draft_setup
-from train.data import load_examples
-from train.stream import units
 
 MIXED = ["--mixing_temperature", "3"]
 

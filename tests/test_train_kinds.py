@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.engine import SpeculativeDecoder
-from decode.propose import PROPOSERS
-from decode.propose.protocol import Outcome, Proposal, SessionSetup
-from drafts.heads import HEADS, head_kind
-from drafts.heads.block import BlockHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import MedusaHeads
-from drafts.load import load_draft
-from draftsmith_core.models import load_model
-from draftsmith_core.sampling import Sampling, generator
+from draftsmith.core.models import load_model
+from draftsmith.core.sampling import Sampling, generator
+from draftsmith.decode.engine import SpeculativeDecoder
+from draftsmith.decode.propose import PROPOSERS
+from draftsmith.decode.propose.protocol import Outcome, Proposal, SessionSetup
+from draftsmith.drafts.heads import HEADS, head_kind
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.medusa import MedusaHeads
+from draftsmith.drafts.load import load_draft
+from draftsmith.train.batch import IGNORE, Batch
+from draftsmith.train.objective import parse_objective
+from draftsmith.train.trainees import TRAINEES
 from tests import train_laws
 from tests.train_laws import metrics
-from train.batch import IGNORE, Batch
-from train.objective import parse_objective
-from train.trainees import TRAINEES
 
 DEPTH = 3
 # What each kind is trained with here; every kind of draft that there is stands in it.

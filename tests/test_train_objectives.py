@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith_core.errors import InputError
-from train.losses import LOSSES, LossFn, jensen_shannon, overlap
-from train.objective import LOSS_OPTIONS, parse_objective
+from draftsmith.core.errors import InputError
+from draftsmith.train.losses import LOSSES, LossFn, jensen_shannon, overlap
+from draftsmith.train.objective import LOSS_OPTIONS, parse_objective
 
 TARGETED = sorted(set(LOSSES) - {"ce"})
 

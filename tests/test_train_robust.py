@@ -27,29 +27,29 @@ MEMORY = (
     r"out of memory on cpu after step \d+, with batch_size 4 and max_length 48 \(peak of "
     r"the process: .*; lower "
 )
-TWICE = "for _ in (1, 2): before(train.batches, 'collate', 1, send(signal.SIGINT))"
+TWICE = "for _ in (1, 2): before(draftsmith.train.batches, 'collate', 1, send(signal.SIGINT))"
 NAN = (
-    "before(train.loop, 'make_batches', 1, lambda: setattr(train.loop, 'learning_rate', lambda "
-    "*words: float('nan')))"
+    "before(draftsmith.train.loop, 'make_batches', 1, lambda: "
+    "setattr(draftsmith.train.loop, 'learning_rate', lambda *words: float('nan')))"
 )
 # What happens to a run, in turn: the patch, the step of the checkpoint that it adds, exit code and
 # last line.
 DISTURBED = [
-    ("before(train.checkpoint, 'newest', 1, send(signal.SIGTERM))", None, 143, ""),
+    ("before(draftsmith.train.checkpoint, 'newest', 1, send(signal.SIGTERM))", None, 143, ""),
     (
-        "before(train.loop, 'learning_rate', 8, send(signal.SIGTERM))",
+        "before(draftsmith.train.loop, 'learning_rate', 8, send(signal.SIGTERM))",
         8,
         143,
         "stopped by SIGTERM" + CONTINUES,
     ),
     (
-        "before(train.loop, 'learning_rate', 2, send(signal.SIGINT))",
+        "before(draftsmith.train.loop, 'learning_rate', 2, send(signal.SIGINT))",
         10,
         130,
         "train: interrupted" + CONTINUES,
     ),
     (
-        "before(train.loop, 'evaluate', 2, send(signal.SIGTERM))",
+        "before(draftsmith.train.loop, 'evaluate', 2, send(signal.SIGTERM))",
         16,
         143,
         "stopped by SIGTERM" + CONTINUES,
@@ -57,20 +57,25 @@ DISTURBED = [
     (TWICE, None, 130, "train: interrupted" + CONTINUES),
     # Weights, optimizer, best weights and random state go through save_file.
     (
-        f"before(train.checkpoint, 'save_file', 1, fail({FULL}))",
+        f"before(draftsmith.train.checkpoint, 'save_file', 1, fail({FULL}))",
         None,
         1,
         "draft/run/.*No space left on device",
     ),
     (
-        f"before(train.checkpoint, 'save_file', 3, fail({TORN}))",
+        f"before(draftsmith.train.checkpoint, 'save_file', 3, fail({TORN}))",
         None,
         1,
         "draft/run/.*No space left on device",
     ),
-    (f"before(train.parallel.Copies, 'backward', 1, fail({HOST}))", None, 1, MEMORY),
-    (f"before(train.loop, 'evaluate', 1, fail({CUDA}))", 18, 1, MEMORY),
-    ("before(train.parallel.Copies, 'gather_optimizer', 1, fail(MemoryError()))", None, 1, MEMORY),
+    (f"before(draftsmith.train.parallel.Copies, 'backward', 1, fail({HOST}))", None, 1, MEMORY),
+    (f"before(draftsmith.train.loop, 'evaluate', 1, fail({CUDA}))", 18, 1, MEMORY),
+    (
+        "before(draftsmith.train.parallel.Copies, 'gather_optimizer', 1, fail(MemoryError()))",
+        None,
+        1,
+        MEMORY,
+    ),
     (NAN, None, 1, "the loss is nan"),
 ]
 
@@ -122,12 +127,14 @@ def test_the_best_weights_are_those_of_the_path_that_was_taken(words, tmp_path, 
     """A kill between the best weights of step 8 and the next checkpoint; then step 8 turns out
     otherwise.
     """
-    trap = "before(train.loop, 'learning_rate', 9, KILL)"
+    trap = "before(draftsmith.train.loop, 'learning_rate', 9, KILL)"
     spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait(-9)
     expected = load_file(tmp_path / "draft/run/checkpoints/step_00000006/best.safetensors")
     worse = """
-real = train.loop.evaluate
-train.loop.evaluate = lambda *words: {name: value + 100 for name, value in real(*words).items()}
+real = draftsmith.train.loop.evaluate
+draftsmith.train.loop.evaluate = lambda *words: {
+    name: value + 100 for name, value in real(*words).items()
+}
 """
     spawn(*words, cwd=tmp_path, patch=BEFORE + worse).wait()
     assert json.loads((tmp_path / "draft/draftsmith.json").read_text())["best_step"] == 4
@@ -139,7 +146,7 @@ train.loop.evaluate = lambda *words: {name: value + 100 for name, value in real(
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(words, tmp_path, spawn):
-    trap = "before(train.loop, 'learning_rate', 11, KILL)"
+    trap = "before(draftsmith.train.loop, 'learning_rate', 11, KILL)"
     spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait(-9)
     assert checkpoints(tmp_path) == ["step_00000006", "step_00000009"]
     file = tmp_path / "draft/run/checkpoints/step_00000009/optimizer.safetensors"

@@ -14,30 +14,30 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import load_model
-from draftsmith_core.prompts import prompt_hash, read_prompt_hashes
-from draftsmith_core.runs import read_record, train_longer
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import load_model
+from draftsmith.core.prompts import prompt_hash, read_prompt_hashes
+from draftsmith.core.runs import read_record, train_longer
+from draftsmith.train.batches import collate
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.data import load_examples
+from draftsmith.train.objective import parse_objective
+from draftsmith.train.stream import order
+from draftsmith.train.trainees.lm import LMTrainee
+from draftsmith.train.training_run import train
 from tests.train_laws import BEFORE, SGD, close, metrics, result
-from train.batches import collate
-from train.config import TrainConfig
-from train.data import load_examples
-from train.objective import parse_objective
-from train.stream import order
-from train.trainees.lm import LMTrainee
-from train.training_run import train
 
 ROOT = Path(__file__).parents[1]
 
 # Where a run is killed, in turn; after each of these it is started again.
 MOMENTS = [
-    "train.loop, 'learning_rate', 8, KILL",
-    "train.checkpoint, 'save', 2, KILL",
-    "train.checkpoint, 'save_file', 6, KILL",
+    "draftsmith.train.loop, 'learning_rate', 8, KILL",
+    "draftsmith.train.checkpoint, 'save', 2, KILL",
+    "draftsmith.train.checkpoint, 'save_file', 6, KILL",
     "pathlib.Path, 'rename', 2, KILL, lambda a, b: a.name.startswith('.step_')",
     "pathlib.Path, 'replace', 1, KILL, lambda a, b: b.name == 'metrics.jsonl'",
     "os, 'rmdir', 1, KILL, lambda a, **k: 'step_' in str(a) and '.step_' not in str(a)",
-    "train.checkpoint, 'publish', 1, KILL",
+    "draftsmith.train.checkpoint, 'publish', 1, KILL",
     "pathlib.Path, 'replace', 1, KILL, lambda a, b: b.name == 'tokenizer.json'",
     # All is there but for what is to be removed.
     "shutil, 'rmtree', 1, KILL, lambda a, **k: a.name == 'final' and a.exists()",
@@ -66,7 +66,7 @@ def test_a_draft_of_almost_no_use_is_said_with_what_to_do(
 ):
     monkeypatch.chdir(tmp_path)
     # Above what the tiny pair reaches.
-    monkeypatch.setattr("train.training_run._NO_USE", 1.0)
+    monkeypatch.setattr("draftsmith.train.training_run._NO_USE", 1.0)
     door.ok(*words, "--steps", 2, "--target", target_dir, "--objective", "fkl")
     said = r"held-out alpha 0\.\d+ at step \d: too low for any tree to pay; raise optim.lr or steps"
     assert re.match(said, caplog.messages[-1])

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from drafts.heads import Head
-from drafts.heads.block import DFlashHead, DSparkHead, JetSpecHead
-from drafts.heads.eagle import EagleHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import HydraHeads, MedusaHeads
-from drafts.heads.mtp import MtpHead
+from draftsmith.drafts.heads import Head
+from draftsmith.drafts.heads.block import DFlashHead, DSparkHead, JetSpecHead
+from draftsmith.drafts.heads.eagle import EagleHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
+from draftsmith.drafts.heads.mtp import MtpHead
 
 M = TypeVar("M", bound=nn.Module)
 V = 23

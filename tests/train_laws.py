@@ -26,7 +26,7 @@ SGD = [
 # Patch of a process: call `action` before the n-th call of a function.
 BEFORE = """
 import errno, os, pathlib, shutil, signal
-import train.checkpoint, train.loop, train.parallel
+import draftsmith.train.checkpoint, draftsmith.train.loop, draftsmith.train.parallel
 def before(owner, name, count, action, when=lambda *words, **more: True):
     real, calls = getattr(owner, name), []
     def watched(*words, **more):
@@ -134,7 +134,7 @@ def a_killed_run_ends_as_one_that_was_not(
     words: Words, options: list[str], tmp_path: Path, spawn: Any
 ) -> None:
     """Law 7, of weights and of what was counted; in directories `whole` and `killed`."""
-    die = BEFORE + "before(train.loop, 'learning_rate', 3, KILL)"
+    die = BEFORE + "before(draftsmith.train.loop, 'learning_rate', 3, KILL)"
     for name, patch, expected in (("whole", "", 0), ("killed", die, -9), ("killed", "", 0)):
         spawn(*words(name, 4), *options, cwd=tmp_path, patch=patch).wait(expected)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

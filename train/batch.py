@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith_core.errors import InputError
-from draftsmith_core.hidden_states import body
-from train.teacher import StoredTeacher
+from draftsmith.core.errors import InputError
+from draftsmith.core.hidden_states import body
+from draftsmith.train.teacher import StoredTeacher
 
 IGNORE = -100
 

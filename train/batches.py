@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from draftsmith_core.sampling import row_seed
-from draftsmith_core.teacher_rows import COLUMN, unpack
-from train.batch import IGNORE, Batch
-from train.data import Examples, Row
-from train.job import TrainingJob
-from train.stream import units
-from train.teacher import StoredTeacher
+from draftsmith.core.sampling import row_seed
+from draftsmith.core.teacher_rows import COLUMN, unpack
+from draftsmith.train.batch import IGNORE, Batch
+from draftsmith.train.data import Examples, Row
+from draftsmith.train.job import TrainingJob
+from draftsmith.train.stream import units
+from draftsmith.train.teacher import StoredTeacher
 
 
 def make_batches(job: TrainingJob, step: int) -> list[Batch]:

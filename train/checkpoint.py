@@ -16,20 +16,20 @@ from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftsmith_core.cards import write_record
-from draftsmith_core.errors import InputError, RunError, fault
-from draftsmith_core.io import (
+from draftsmith.core.cards import write_record
+from draftsmith.core.errors import InputError, RunError, fault
+from draftsmith.core.io import (
     atomic_dir,
     checksums,
     first_damaged,
     read_json,
     write_sealed,
 )
-from draftsmith_core.ranks import from_main, on_main
-from draftsmith_core.runs import RECORD
-from draftsmith_core.sampling import row_seed
-from train.job import Position, TrainingJob
-from train.parallel import Copies
+from draftsmith.core.ranks import from_main, on_main
+from draftsmith.core.runs import RECORD
+from draftsmith.core.sampling import row_seed
+from draftsmith.train.job import Position, TrainingJob
+from draftsmith.train.parallel import Copies
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafts.heads.borrowed import OutputProjection
-from train.batch import LossSums
-from train.losses import InPlaceFn, at_least_fp32, overlap
-from train.objective import Objective
-from train.teacher import LiveTeacher, StoredTeacher, Teacher, compute_dtype
+from draftsmith.drafts.heads.borrowed import OutputProjection
+from draftsmith.train.batch import LossSums
+from draftsmith.train.losses import InPlaceFn, at_least_fp32, overlap
+from draftsmith.train.objective import Objective
+from draftsmith.train.teacher import LiveTeacher, StoredTeacher, Teacher, compute_dtype
 
 # Logits per chunk. On a GPU enough to occupy it. On a CPU few enough to stay near the caches, and
 # at most so many rows that the allocator reuses the memory of the chunk before (measured: 256 rows

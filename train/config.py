@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from drafts.config import BLOCK_KINDS
-from draftsmith_core.errors import InputError
-from draftsmith_core.options import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.options import (
     AtLeast0,
     AtLeast1,
     ByContent,
@@ -22,7 +21,8 @@ from draftsmith_core.options import (
     options,
     refuse_unused,
 )
-from train.objective import parse_objective
+from draftsmith.drafts.config import BLOCK_KINDS
+from draftsmith.train.objective import parse_objective
 
 
 @options

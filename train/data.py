@@ -19,17 +19,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from drafts.draft_vocabulary import token_counts
-from draftsmith_core.asked_hash import earlier_turns, group_ranks
-from draftsmith_core.errors import InputError, without_place
-from draftsmith_core.io import hash_json, read_json, read_manifest, sha256_file
-from draftsmith_core.prompt_rows import iterate_records, parse_record
-from draftsmith_core.prompts import ANSWER_KEYS, answers, content_id, prompt_hash, with_eos
-from draftsmith_core.ranks import say
-from draftsmith_core.reasons import Reasons
-from draftsmith_core.teacher_rows import COLUMN
-from draftsmith_core.tokenization import Tokenizer, check_vocabulary, encode_text
-from train.batch import pack
+from draftsmith.core.asked_hash import earlier_turns, group_ranks
+from draftsmith.core.errors import InputError, without_place
+from draftsmith.core.io import hash_json, read_json, read_manifest, sha256_file
+from draftsmith.core.prompt_rows import iterate_records, parse_record
+from draftsmith.core.prompts import ANSWER_KEYS, answers, content_id, prompt_hash, with_eos
+from draftsmith.core.ranks import say
+from draftsmith.core.reasons import Reasons
+from draftsmith.core.teacher_rows import COLUMN
+from draftsmith.core.tokenization import Tokenizer, check_vocabulary, encode_text
+from draftsmith.drafts.draft_vocabulary import token_counts
+from draftsmith.train.batch import pack
 
 # Its progress bars would be drawn over ours.
 datasets.disable_progress_bars()
@@ -103,7 +103,7 @@ def load_examples(
 ) -> Examples:
     """Read distilled sets and files into one table.
 
-    ends, thinking: of chats in files, as `draftsmith_core.chats.exchange` has them. Raise
+    ends, thinking: of chats in files, as `draftsmith.core.chats.exchange` has them. Raise
     InputError that names the file, line and key at fault.
     """
     parts: list[_Source] = []

@@ -10,8 +10,19 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from drafts.config import BLOCK_KINDS
-from drafts.draft_vocabulary import (
+from draftsmith.core.errors import InputError, first_line
+from draftsmith.core.io import make_dir, read_json
+from draftsmith.core.models import (
+    check_finite,
+    fingerprint,
+    load_model,
+    read_per_token,
+    vocabulary_size,
+)
+from draftsmith.core.ranks import say
+from draftsmith.core.runs import RECORD
+from draftsmith.drafts.config import BLOCK_KINDS
+from draftsmith.drafts.draft_vocabulary import (
     DraftVocabulary,
     attach_draft_vocabulary,
     check_draft_vocabulary,
@@ -22,28 +33,17 @@ from drafts.draft_vocabulary import (
     read_draft_vocabulary,
     write_draft_vocabulary,
 )
-from drafts.heads import HEADS, load_head, write_head
-from drafts.heads.borrowed import borrow
-from drafts.load import Draft, draft_kind
-from drafts.make.fresh import filled, too_costly
-from draftsmith_core.errors import InputError, first_line
-from draftsmith_core.io import make_dir, read_json
-from draftsmith_core.models import (
-    check_finite,
-    fingerprint,
-    load_model,
-    read_per_token,
-    vocabulary_size,
-)
-from draftsmith_core.ranks import say
-from draftsmith_core.runs import RECORD
-from train import parallel
-from train.config import VOCABULARY_KINDS, TrainConfig
-from train.data import Examples
-from train.features import FeatureCache, StateMemory, cached_layers, state_names
-from train.job import TrainingJob
-from train.trainee import Trainee
-from train.trainees import TRAINEES
+from draftsmith.drafts.heads import HEADS, load_head, write_head
+from draftsmith.drafts.heads.borrowed import borrow
+from draftsmith.drafts.load import Draft, draft_kind
+from draftsmith.drafts.make.fresh import filled, too_costly
+from draftsmith.train import parallel
+from draftsmith.train.config import VOCABULARY_KINDS, TrainConfig
+from draftsmith.train.data import Examples
+from draftsmith.train.features import FeatureCache, StateMemory, cached_layers, state_names
+from draftsmith.train.job import TrainingJob
+from draftsmith.train.trainee import Trainee
+from draftsmith.train.trainees import TRAINEES
 
 _CACHE_GIB = 16.0
 # Limit of the hidden states that are kept in memory, in each process.

@@ -26,10 +26,10 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith_core.hidden_states import body_states, layout_of
-from draftsmith_core.io import atomic_file, hash_json, remove_leftovers, sha256_file
-from train.batch import IGNORE, Batch, forward_options, packing_method
-from train.teacher import find_projection
+from draftsmith.core.hidden_states import body_states, layout_of
+from draftsmith.core.io import atomic_file, hash_json, remove_leftovers, sha256_file
+from draftsmith.train.batch import IGNORE, Batch, forward_options, packing_method
+from draftsmith.train.teacher import find_projection
 
 log = logging.getLogger(__name__)
 

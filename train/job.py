@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from draftsmith_core.tokenization import Tokenizer
-from train.config import TrainConfig
-from train.data import Examples
-from train.objective import Objective
-from train.world import World
+from draftsmith.core.tokenization import Tokenizer
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.data import Examples
+from draftsmith.train.objective import Objective
+from draftsmith.train.world import World
 
 
 @dataclass(frozen=True)

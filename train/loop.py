@@ -15,22 +15,22 @@ from accelerate.utils.memory import should_reduce_batch_size
 from safetensors.torch import load_file
 from torch import Tensor
 
-from decode.propose import CHAIN
-from decode.stats import independent_tau
-from draftsmith_core.devices import peak_memory
-from draftsmith_core.errors import RunError
-from draftsmith_core.io import write_text_atomic, writing
-from draftsmith_core.progress import progress
-from draftsmith_core.signals import StopSignal
-from draftsmith_core.wandb_runs import curve_names, log_again
-from train import checkpoint, parallel
-from train.batch import LossSums
-from train.batches import collate, make_batches
-from train.job import Position, TrainingJob
-from train.optimizer import learning_rate, make_optimizer
-from train.parallel import Copies
-from train.trainee import Trainee
-from train.world import World
+from draftsmith.core.devices import peak_memory
+from draftsmith.core.errors import RunError
+from draftsmith.core.io import write_text_atomic, writing
+from draftsmith.core.progress import progress
+from draftsmith.core.signals import StopSignal
+from draftsmith.core.wandb_runs import curve_names, log_again
+from draftsmith.decode.propose import CHAIN
+from draftsmith.decode.stats import independent_tau
+from draftsmith.train import checkpoint, parallel
+from draftsmith.train.batch import LossSums
+from draftsmith.train.batches import collate, make_batches
+from draftsmith.train.job import Position, TrainingJob
+from draftsmith.train.optimizer import learning_rate, make_optimizer
+from draftsmith.train.parallel import Copies
+from draftsmith.train.trainee import Trainee
+from draftsmith.train.world import World
 
 
 def curves(sums: LossSums, prefix: str) -> dict[str, float]:

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from draftsmith_core.errors import InputError
+from draftsmith.core.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from train.losses import InPlaceFn, LossFn
+    from draftsmith.train.losses import InPlaceFn, LossFn
 
 # The losses by name, and the options of each with the open interval that they must lie in.
 LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
@@ -57,7 +57,7 @@ class Term:
         """Loss `[N]` per token, not weighted. Raise InputError if a caller's own function does not
         return that.
         """
-        from train.losses import LOSSES
+        from draftsmith.train.losses import LOSSES
 
         if self.function is None:
             return LOSSES[self.name](draft_NV, target_NV, tokens_N, **dict(self.options))
@@ -105,7 +105,7 @@ class Objective:
         """The same computed in place, without autograd, on finite logits; None where that is not
         written.
         """
-        from train.losses import IN_PLACE
+        from draftsmith.train.losses import IN_PLACE
 
         term = self.terms[0]
         # The name of a caller's own loss is in no table.

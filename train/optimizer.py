@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from drafts.load import Draft
-from draftsmith_core.errors import InputError
-from train.config import Optim
+from draftsmith.core.errors import InputError
+from draftsmith.drafts.load import Draft
+from draftsmith.train.config import Optim
 
 # Share of the steps in which `wsd` lowers the rate, at the end.
 _DECAY = 0.2

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from draftsmith_core.errors import RunError
-from train.config import TrainConfig
-from train.optimizer import Optimizers
-from train.trainee import Trainee
-from train.world import World, silent
+from draftsmith.core.errors import RunError
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.optimizer import Optimizers
+from draftsmith.train.trainee import Trainee
+from draftsmith.train.world import World, silent
 
 MakeOptimizer = Callable[[], Optimizers]
 # Moments of AdamW, and those of AdamW and Muon, as torch names them; SGD without momentum has none.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.data import Examples, Indices
+from draftsmith.train.data import Examples, Indices
 
 
 def order(count: int, start: int, stop: int, seed: int) -> Indices:

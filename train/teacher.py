@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafts.heads.borrowed import OutputProjection, projection_of
-from draftsmith_core.errors import InputError
-from train.losses import at_least_fp32
+from draftsmith.core.errors import InputError
+from draftsmith.drafts.heads.borrowed import OutputProjection, projection_of
+from draftsmith.train.losses import at_least_fp32
 
 # Logarithm of a negligible mass that does not underflow to zero in fp32.
 _NEGLIGIBLE_LOG_MASS = -80.0

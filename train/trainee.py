@@ -2,11 +2,11 @@
 
 from torch import Tensor, nn
 
-from drafts.load import Draft
-from train.batch import Batch, LossSums
-from train.chunked import TokenLoss
-from train.features import FrozenTarget
-from train.objective import Objective
+from draftsmith.drafts.load import Draft
+from draftsmith.train.batch import Batch, LossSums
+from draftsmith.train.chunked import TokenLoss
+from draftsmith.train.features import FrozenTarget
+from draftsmith.train.objective import Objective
 
 
 class Trainee(nn.Module):

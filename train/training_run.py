@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from drafts.draft_vocabulary import DraftVocabulary
-from drafts.heads.block import BlockHead
-from drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
-from draftsmith_core import wandb_runs
-from draftsmith_core.devices import attention_of_any_length
-from draftsmith_core.errors import InputError
-from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import refuse_foreign, remove_leftovers, sha256_file
-from draftsmith_core.launcher import leave_processes
-from draftsmith_core.models import (
+from draftsmith.core import wandb_runs
+from draftsmith.core.devices import attention_of_any_length
+from draftsmith.core.errors import InputError
+from draftsmith.core.hub import check_push, pushed
+from draftsmith.core.io import refuse_foreign, remove_leftovers, sha256_file
+from draftsmith.core.launcher import leave_processes
+from draftsmith.core.models import (
     check_tokenizer,
     context_length,
     dtype_name,
@@ -31,10 +28,10 @@ from draftsmith_core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith_core.options import configured, identity as identity_options, places, refuse_unused
-from draftsmith_core.prompts import write_prompt_hashes
-from draftsmith_core.ranks import from_main, is_main, on_main, say
-from draftsmith_core.runs import (
+from draftsmith.core.options import configured, identity as identity_options, places, refuse_unused
+from draftsmith.core.prompts import write_prompt_hashes
+from draftsmith.core.ranks import from_main, is_main, on_main, say
+from draftsmith.core.runs import (
     RECORD,
     Run,
     command_line,
@@ -43,15 +40,18 @@ from draftsmith_core.runs import (
     read_record,
     train_longer,
 )
-from draftsmith_core.sampling import row_seed
-from draftsmith_core.settings import loading
-from draftsmith_core.signals import StopSignal, Terminated
-from draftsmith_core.template_date import fix_date
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
-from train import checkpoint, draft_setup
-from train.batches import collate
-from train.config import Optim, TrainConfig
-from train.data import (
+from draftsmith.core.sampling import row_seed
+from draftsmith.core.settings import loading
+from draftsmith.core.signals import StopSignal, Terminated
+from draftsmith.core.template_date import fix_date
+from draftsmith.core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
+from draftsmith.drafts.draft_vocabulary import DraftVocabulary
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
+from draftsmith.train import checkpoint, draft_setup
+from draftsmith.train.batches import collate
+from draftsmith.train.config import Optim, TrainConfig
+from draftsmith.train.data import (
     Examples,
     divide,
     load_examples,
@@ -60,15 +60,15 @@ from train.data import (
     trained_prompts,
     with_replay,
 )
-from train.job import Position, TrainingJob
-from train.loop import Progress, fit
-from train.losses import LossFn
-from train.objective import custom_objective, loss_digest, parse_objective
-from train.optimizer import by_module, hidden_matrices, usual_rate
-from train.parallel import load_weights
-from train.trainee import Trainee
-from train.trainees.block import BlockTrainee, calibrate
-from train.world import make_world
+from draftsmith.train.job import Position, TrainingJob
+from draftsmith.train.loop import Progress, fit
+from draftsmith.train.losses import LossFn
+from draftsmith.train.objective import custom_objective, loss_digest, parse_objective
+from draftsmith.train.optimizer import by_module, hidden_matrices, usual_rate
+from draftsmith.train.parallel import load_weights
+from draftsmith.train.trainee import Trainee
+from draftsmith.train.trainees.block import BlockTrainee, calibrate
+from draftsmith.train.world import make_world
 
 log = logging.getLogger(__name__)
 # Held-out rows that a confidence is calibrated on; its few temperatures need no more.

@@ -12,11 +12,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from draftsmith_core.devices import resolve_device
-from draftsmith_core.errors import RunError, one_line, require_package
-from draftsmith_core.launcher import check_process_count, launcher_request, process_group_options
-from draftsmith_core.signals import interruptible
-from train.config import TrainConfig
+from draftsmith.core.devices import resolve_device
+from draftsmith.core.errors import RunError, one_line, require_package
+from draftsmith.core.launcher import check_process_count, launcher_request, process_group_options
+from draftsmith.core.signals import interruptible
+from draftsmith.train.config import TrainConfig
 
 
 class LauncherSetting(NamedTuple):

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.gpu.device_measure import Check
-from decode import PROPOSERS, DraftModelProposer, Proposer, SpeculativeDecoder
-from decode.suffix_index import SuffixIndex
-from drafts.heads import HEADS
-from draftsmith_core.sampling import Sampling
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import PROPOSERS, DraftModelProposer, Proposer, SpeculativeDecoder
+from draftsmith.decode.suffix_index import SuffixIndex
+from draftsmith.drafts.heads import HEADS
 
 GREEDY = Sampling(temperature=0.0)
 _SMALL: dict[str, Any] = {

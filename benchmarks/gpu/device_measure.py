@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.timing import synchronise
-from draftsmith_core.devices import peak_memory, reset_peak_memory
+from draftsmith.core.devices import peak_memory, reset_peak_memory
 
 
 @dataclass(frozen=True)

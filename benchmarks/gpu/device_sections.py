@@ -32,16 +32,16 @@ from benchmarks.gpu.device_models import (
     random_model,
 )
 from benchmarks.speed.methods import Pair, build, decoder
-from decode import SpeculativeDecoder
-from drafts.heads.eagle3 import Eagle3Head
+from draftsmith.core.errors import RunError, is_installed
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.tokenization import encode_text, load_tokenizer
+from draftsmith.decode import SpeculativeDecoder
 from draftsmith.demo import corpus
-from draftsmith_core.errors import RunError, is_installed
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.tokenization import encode_text, load_tokenizer
-from train.batch import Batch
-from train.objective import parse_objective
-from train.trainees.head import Eagle3Trainee
-from train.trainees.lm import LMTrainee
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.train.batch import Batch
+from draftsmith.train.objective import parse_objective
+from draftsmith.train.trainees.head import Eagle3Trainee
+from draftsmith.train.trainees.lm import LMTrainee
 
 # Dense bf16 arithmetic without sparsity, from NVIDIA's data sheets, by a part of the device's name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftsmith_core.errors import RunError
+from draftsmith.core.errors import RunError
 
 # Engine: (environment variable that names its program, that program in the directory of engines).
 PROGRAMS = {

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith_core.errors import InputError
-from eval.report.formats import NONE, with_interval
+from draftsmith.core.errors import InputError
+from draftsmith.eval.report.formats import NONE, with_interval
 
 
 def table(heading: Sequence[str], rows: Iterable[Iterable[str]]) -> str:

@@ -9,8 +9,16 @@ from statistics import NormalDist
 
 import numpy as np
 
-from eval.bootstrap import LEVEL, Floats, PromptSums, Resamples, half_width, interval, pooled_ratios
-from eval.schema import Estimate
+from draftsmith.eval.bootstrap import (
+    LEVEL,
+    Floats,
+    PromptSums,
+    Resamples,
+    half_width,
+    interval,
+    pooled_ratios,
+)
+from draftsmith.eval.schema import Estimate
 
 
 def pool_sums(parts: Sequence[PromptSums]) -> PromptSums:

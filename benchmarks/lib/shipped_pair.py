@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from draftsmith.core.command_line import parse
+from draftsmith.core.io import write_json_atomic
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.tokenization import Tokenizer, encode_text
 from draftsmith.demo import corpus
-from draftsmith_core.command_line import parse
-from draftsmith_core.io import write_json_atomic
-from draftsmith_core.prompts import Prompt
-from draftsmith_core.tokenization import Tokenizer, encode_text
 
 Config = TypeVar("Config")
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from decode.feature_forward import FeatureForward
-from decode.native.large_pages import empty_bytes
-from decode.packed_weights import kernel_products, packs_of
-from decode.runner import Block, Runner
-from decode.supported_models import attention_windows
-from draftsmith_core.models import context_length, text_config
+from draftsmith.core.models import context_length, text_config
+from draftsmith.decode.feature_forward import FeatureForward
+from draftsmith.decode.native.large_pages import empty_bytes
+from draftsmith.decode.packed_weights import kernel_products, packs_of
+from draftsmith.decode.runner import Block, Runner
+from draftsmith.decode.supported_models import attention_windows
 
 Mark = Any  # seconds on a CPU, a recorded event on CUDA
 

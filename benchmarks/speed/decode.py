@@ -35,20 +35,20 @@ from benchmarks.speed import peers, sections
 from benchmarks.speed.methods import Pair, endless
 from benchmarks.speed.sections import Bench
 from benchmarks.speed.sixteen_bits import four_bits, sixteen_bits
-from decode import take_over
-from decode.native import kernel
-from drafts.draft_vocabulary import read_draft_vocabulary, trim
-from drafts.heads import load_head
+from draftsmith.core.command_line import parse
+from draftsmith.core.devices import resolve_device
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import write_text_atomic
+from draftsmith.core.models import dtype_name, load_model, vocabulary_size
+from draftsmith.core.runs import git_commit, versions
+from draftsmith.core.tokenization import Tokenizer, encode_text, load_tokenizer
+from draftsmith.decode import take_over
+from draftsmith.decode.native import kernel
 from draftsmith.demo import corpus
 from draftsmith.demo.widen import widen
-from draftsmith_core.command_line import parse
-from draftsmith_core.devices import resolve_device
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import write_text_atomic
-from draftsmith_core.models import dtype_name, load_model, vocabulary_size
-from draftsmith_core.runs import git_commit, versions
-from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer
-from eval.facts import machine
+from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary, trim
+from draftsmith.drafts.heads import load_head
+from draftsmith.eval.facts import machine
 
 TARGET, DRAFT = (
     ROOT / "draftsmith" / "demo" / "pair" / "target",

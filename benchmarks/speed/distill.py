@@ -63,19 +63,19 @@ import torch  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from benchmarks.speed.decode import TARGET_SHAPE  # noqa: E402
-from decode import SpeculativeDecoder  # noqa: E402
-from decode.batch_run import BatchRun  # noqa: E402
-from distill.config import DistillConfig  # noqa: E402
-from distill.engines import ENGINES, Answer, AnswerRequest, Done, Key  # noqa: E402
-from distill.engines.hf import HFEngine  # noqa: E402
-from distill.generate import distill  # noqa: E402
+from draftsmith.core.command_line import parse  # noqa: E402
+from draftsmith.core.io import write_json_atomic  # noqa: E402
+from draftsmith.core.models import eos_ids, load_model  # noqa: E402
+from draftsmith.core.prompts import read_prompts  # noqa: E402
+from draftsmith.core.sampling import Sampling, generator, row_seed  # noqa: E402
+from draftsmith.core.tokenization import Tokenizer, encode_text, load_tokenizer  # noqa: E402
+from draftsmith.decode import SpeculativeDecoder  # noqa: E402
+from draftsmith.decode.batch_run import BatchRun  # noqa: E402
 from draftsmith.demo.widen import widen  # noqa: E402
-from draftsmith_core.command_line import parse  # noqa: E402
-from draftsmith_core.io import write_json_atomic  # noqa: E402
-from draftsmith_core.models import eos_ids, load_model  # noqa: E402
-from draftsmith_core.prompts import read_prompts  # noqa: E402
-from draftsmith_core.sampling import Sampling, generator, row_seed  # noqa: E402
-from draftsmith_core.tokenization import Tokenizer, encode_text, load_tokenizer  # noqa: E402
+from draftsmith.distill.config import DistillConfig  # noqa: E402
+from draftsmith.distill.engines import ENGINES, Answer, AnswerRequest, Done, Key  # noqa: E402
+from draftsmith.distill.engines.hf import HFEngine  # noqa: E402
+from draftsmith.distill.generate import distill  # noqa: E402
 
 TARGET = str(ROOT / "draftsmith" / "demo" / "pair" / "target")
 TEXT = (

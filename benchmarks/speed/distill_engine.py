@@ -21,10 +21,10 @@ def main() -> None:
     answer_to = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path[:] = [request["root"], *sys.path, *request["path"]]
-    from distill.config import DistillConfig
-    from distill.engines import ENGINES, Answer, AnswerRequest, Failed, Key
-    from draftsmith_core.sampling import row_seed
-    from draftsmith_core.tokenization import load_tokenizer
+    from draftsmith.core.sampling import row_seed
+    from draftsmith.core.tokenization import load_tokenizer
+    from draftsmith.distill.config import DistillConfig
+    from draftsmith.distill.engines import ENGINES, Answer, AnswerRequest, Failed, Key
 
     config = DistillConfig(**request["config"])
     engine = ENGINES[config.engine](config, load_tokenizer(config.target))

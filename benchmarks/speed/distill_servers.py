@@ -25,13 +25,13 @@ from typing import Any, ClassVar
 from benchmarks.lib.engines import VLLM_ON_A_CPU, how_to_get, llama_server, program, vllm_server
 from benchmarks.lib.timing import rotated
 from benchmarks.speed.peers import gguf
-from distill.config import DistillConfig
-from distill.engines import ENGINES, AnswerRequest, Done
-from distill.engines.openai import OpenAIEngine
-from distill.generate import distill
-from draftsmith_core.errors import RunError
-from draftsmith_core.models import load_model
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.errors import RunError
+from draftsmith.core.models import load_model
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.engines import ENGINES, AnswerRequest, Done
+from draftsmith.distill.engines.openai import OpenAIEngine
+from draftsmith.distill.generate import distill
 
 # Requests at a time to each server, which are its slots, and the context that each slot then has.
 SLOTS, CONTEXT = 8, 512

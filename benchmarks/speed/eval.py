@@ -28,12 +28,12 @@ from typing import Any
 import torch
 
 from benchmarks.lib.shipped_pair import LARGER_DRAFT, PAIR, answer, heldout_prompts
-from drafts.load import load_models
-from draftsmith_core.sampling import Sampling
-from eval import measuring
-from eval.estimate import measure_alphas
-from eval.method import Method
-from eval.predict import predicted_methods
+from draftsmith.core.sampling import Sampling
+from draftsmith.drafts.load import load_models
+from draftsmith.eval import measuring
+from draftsmith.eval.estimate import measure_alphas
+from draftsmith.eval.method import Method
+from draftsmith.eval.predict import predicted_methods
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import decode.own_cache_runner
-from decode import Outcome, Proposal, Proposer, Session, SessionSetup, SpeculativeDecoder
-from decode.tree import chain
-from decode.tree_batch import TreeBatch
-from draftsmith_core.sampling import Sampling
+import draftsmith.decode.own_cache_runner
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import Outcome, Proposal, Proposer, Session, SessionSetup, SpeculativeDecoder
+from draftsmith.decode.tree import chain
+from draftsmith.decode.tree_batch import TreeBatch
 
 VOCABULARY = 8192
 TOKENS = 48
@@ -139,7 +139,7 @@ def main() -> None:
             for cell in seconds:
                 decoder = plain
                 if cell is not None:
-                    length, share, decode.own_cache_runner.MOST_UNREAD = cast(Any, cell)
+                    length, share, draftsmith.decode.own_cache_runner.MOST_UNREAD = cast(Any, cell)
                     decoder = SpeculativeDecoder(target, Knowing(known, share), length)
                 batch = decoder.generate([PROMPT], greedy, TOKENS, eos_ids=())
                 seconds[cell].append(batch.decode_s)

@@ -37,22 +37,22 @@ from benchmarks.lib.pages import gap, table
 from benchmarks.lib.shipped_pair import PAIR, heldout_prompts
 from benchmarks.lib.timing import rotated
 from benchmarks.speed.decode import device_name
-from decode import DraftModelProposer, SpeculativeDecoder
-from drafts.load import load_models
+from draftsmith.core.command_line import parse
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import read_json, write_json_atomic
+from draftsmith.core.models import context_length, eos_ids, fingerprint
+from draftsmith.core.runs import difference, hold, provenance
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.tokenization import Tokenizer, encode_text
+from draftsmith.decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith.demo import corpus
-from draftsmith_core.command_line import parse
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import read_json, write_json_atomic
-from draftsmith_core.models import context_length, eos_ids, fingerprint
-from draftsmith_core.runs import difference, hold, provenance
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.tokenization import Tokenizer, encode_text
-from eval import bootstrap
-from eval.bootstrap import PromptSums, resamples
-from eval.estimate import read_traces
-from eval.measuring import Task, continuations
-from eval.remarks import conditions, of_timing
-from eval.report.formats import with_interval
+from draftsmith.drafts.load import load_models
+from draftsmith.eval import bootstrap
+from draftsmith.eval.bootstrap import PromptSums, resamples
+from draftsmith.eval.estimate import read_traces
+from draftsmith.eval.measuring import Task, continuations
+from draftsmith.eval.remarks import conditions, of_timing
+from draftsmith.eval.report.formats import with_interval
 
 COMMAND = "benchmarks/speed/lengths.py"
 SECTIONS = ("alpha", "batch", "prompt")

@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from decode import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import read_tree_file
+from draftsmith.core.sampling import Sampling, generator, row_seed
+from draftsmith.decode import (
     PROPOSERS,
     VERIFIERS,
     DraftModelProposer,
@@ -28,10 +31,7 @@ from decode import (
     SpeculativeDecoder,
     parse_tree,
 )
-from drafts.heads import Head
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import read_tree_file
-from draftsmith_core.sampling import Sampling, generator, row_seed
+from draftsmith.drafts.heads import Head
 
 # `hf-assisted`: the defaults of transformers' own generation config, written out so that they are
 # fixed here.

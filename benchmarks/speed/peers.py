@@ -20,10 +20,10 @@ import draftsmith as ds
 from benchmarks.lib.engines import complete, how_to_get, llama_server, program, vllm_answers, work
 from benchmarks.speed.methods import Method, Pair
 from benchmarks.speed.sections import Bench
-from drafts.layouts import gguf_file
-from drafts.load import Source, load_source
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.tokenization import Tokenizer
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.tokenization import Tokenizer
+from draftsmith.drafts.layouts import gguf_file
+from draftsmith.drafts.load import Source, load_source
 
 # Tokens that the others draft at a time.
 AHEAD = (2, 4)

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.lib.shipped_pair import LARGER_DRAFT, PAIR, answer, heldout_prompts
-from decode import SpeculativeDecoder, Tree, TreeShape, parse_tree
-from decode.tree_spec import kary
-from drafts.load import load_models
-from draftsmith_core.progress import progress
-from draftsmith_core.prompts import Prompt
-from draftsmith_core.sampling import Sampling
-from eval.bootstrap import PromptSums, quotient, resamples
+from draftsmith.core.progress import progress
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import SpeculativeDecoder, Tree, TreeShape, parse_tree
+from draftsmith.decode.tree_spec import kary
+from draftsmith.drafts.load import load_models
+from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
 
 ALONE = "the target alone"
 FINAL = 6
@@ -65,9 +65,9 @@ class BenchmarkConfig:
 
 def run(config: BenchmarkConfig) -> dict[str, Any]:
     """Plan, sweep, and time the best again."""
-    from eval.planning.expected_tokens import kary_space
-    from eval.planning.plan import plan_pair
-    from eval.planning.planner import Planner, tried
+    from draftsmith.eval.planning.expected_tokens import kary_space
+    from draftsmith.eval.planning.plan import plan_pair
+    from draftsmith.eval.planning.planner import Planner, tried
 
     pair = load_models(config.target, {"draft": config.draft}, device="cpu", dtype="float32")
     prompts = heldout_prompts(pair.tokenizer, config.prompts + config.again)

@@ -26,8 +26,8 @@ from benchmarks.lib.timing import (
     timed_run,
 )
 from benchmarks.speed.methods import Method, Pair, build
-from decode.packed_weights import kernel_products
-from draftsmith_core.models import context_length
+from draftsmith.core.models import context_length
+from draftsmith.decode.packed_weights import kernel_products
 
 FORWARD_ROWS = (1, 2, 5, 9, 17, 29, 61)
 FORWARD_CONTEXTS = (128, 4096)

@@ -27,12 +27,12 @@ from transformers import PreTrainedModel
 from benchmarks.lib.timing import bandwidth, bytes_per_token, medians_s, rotated, runner_forwards
 from benchmarks.speed.methods import Pair, build, endless
 from benchmarks.speed.sections import Bench
-from decode import SpeculativeDecoder, take_over
-from decode.packed_weights import packs_of
-from decode.runner import Runner
-from decode.supported_models import attention_windows
-from draftsmith_core.models import load_model
-from draftsmith_core.sampling import Sampling
+from draftsmith.core.models import load_model
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import SpeculativeDecoder, take_over
+from draftsmith.decode.packed_weights import packs_of
+from draftsmith.decode.runner import Runner
+from draftsmith.decode.supported_models import attention_windows
 
 ROWS = (1, 2, 5, 9, 17, 29)
 REPEATS = 25
@@ -41,7 +41,7 @@ REPEATS = 25
 @contextmanager
 def kept_in_fp32() -> Iterator[None]:
     """While this lasts, matrices are packed in fp32 whatever their values."""
-    with mock.patch("decode.native.narrowest", lambda weight_OI: weight_OI):
+    with mock.patch("draftsmith.decode.native.narrowest", lambda weight_OI: weight_OI):
         yield
 
 

@@ -58,18 +58,18 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
-from drafts.heads import HEADS  # noqa: E402
-from draftsmith_core.command_line import parse  # noqa: E402
-from draftsmith_core.devices import peak_memory, reset_peak_memory, resolve_device  # noqa: E402
-from draftsmith_core.errors import InputError  # noqa: E402
-from draftsmith_core.models import load_model, parameter_count, vocabulary_size  # noqa: E402
-from draftsmith_core.runs import git_commit, versions  # noqa: E402
-from train.batch import IGNORE, Batch  # noqa: E402
-from train.chunked import Output, TokenLoss, chunk_size  # noqa: E402
-from train.objective import parse_objective  # noqa: E402
-from train.teacher import LiveTeacher  # noqa: E402
-from train.trainees import TRAINEES  # noqa: E402
-from train.trainees.lm import LMTrainee  # noqa: E402
+from draftsmith.core.command_line import parse  # noqa: E402
+from draftsmith.core.devices import peak_memory, reset_peak_memory, resolve_device  # noqa: E402
+from draftsmith.core.errors import InputError  # noqa: E402
+from draftsmith.core.models import load_model, parameter_count, vocabulary_size  # noqa: E402
+from draftsmith.core.runs import git_commit, versions  # noqa: E402
+from draftsmith.drafts.heads import HEADS  # noqa: E402
+from draftsmith.train.batch import IGNORE, Batch  # noqa: E402
+from draftsmith.train.chunked import Output, TokenLoss, chunk_size  # noqa: E402
+from draftsmith.train.objective import parse_objective  # noqa: E402
+from draftsmith.train.teacher import LiveTeacher  # noqa: E402
+from draftsmith.train.trainees import TRAINEES  # noqa: E402
+from draftsmith.train.trainees.lm import LMTrainee  # noqa: E402
 
 # Beside the size that the product chooses.
 CHUNKS = (64, 256, 1024, 4096)

@@ -16,8 +16,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from draftsmith_core.errors import is_installed
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.errors import is_installed
+from draftsmith.core.tokenization import load_tokenizer
 
 # TRL's name for a divergence is the beta of its generalised Jensen-Shannon divergence.
 GKD_BETA = {"fkl": 0.0, "jsd": 0.5, "jsd:beta=0.5": 0.5, "rkl": 1.0}

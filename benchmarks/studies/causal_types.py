@@ -24,20 +24,20 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.lib.tiny_types import VOCABULARY, causal_types, tiny_config, tiny_model
-from decode import DraftModelProposer, SpeculativeDecoder
-from decode.propose.text_proposer import TextProposer, TextRow, Trie
-from distill.score import score
-from drafts.heads import HEADS, Head
-from drafts.load import Draft
-from draftsmith_core.models import load_model
-from draftsmith_core.sampling import Sampling, generator
-from draftsmith_core.teacher_rows import unpack
-from eval.acceptance import Continuation
-from eval.estimate import measure_alphas
-from train.batch import IGNORE, Batch
-from train.objective import parse_objective
-from train.trainee import Trainee
-from train.trainees import TRAINEES
+from draftsmith.core.models import load_model
+from draftsmith.core.sampling import Sampling, generator
+from draftsmith.core.teacher_rows import unpack
+from draftsmith.decode import DraftModelProposer, SpeculativeDecoder
+from draftsmith.decode.propose.text_proposer import TextProposer, TextRow, Trie
+from draftsmith.distill.score import score
+from draftsmith.drafts.heads import HEADS, Head
+from draftsmith.drafts.load import Draft
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.estimate import measure_alphas
+from draftsmith.train.batch import IGNORE, Batch
+from draftsmith.train.objective import parse_objective
+from draftsmith.train.trainee import Trainee
+from draftsmith.train.trainees import TRAINEES
 
 PROMPTS = [[7, 31, 24, 11, 45, 9, 22, 16, 15], [27], [22, 17, 51, 28]]
 NEW_TOKENS = 12

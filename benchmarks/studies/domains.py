@@ -22,12 +22,12 @@ from benchmarks.studies import frontier
 from benchmarks.studies.frontier import Bench
 from benchmarks.studies.frontier_tables import Alphas, picks_of
 from benchmarks.studies.objectives_data import Size, distilled, trained
+from draftsmith.core.command_line import parse
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import atomic_dir, write_json_atomic, write_rows
+from draftsmith.core.models import fingerprint
 from draftsmith.demo import corpus
-from draftsmith_core.command_line import parse
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir, write_json_atomic, write_rows
-from draftsmith_core.models import fingerprint
-from train.config import TrainConfig
+from draftsmith.train.config import TrainConfig
 
 COMMAND = "benchmarks/studies/domains.py"
 RATE = 3e-3

@@ -16,8 +16,8 @@ from benchmarks.studies import (
     real_tables,
     recipe_tables,
 )
-from eval.report.formats import number, with_interval
-from eval.results import Results
+from draftsmith.eval.report.formats import number, with_interval
+from draftsmith.eval.results import Results
 
 # A document of one of the studies.
 Document = Mapping[str, Any]

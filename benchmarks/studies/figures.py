@@ -26,7 +26,7 @@ from benchmarks.studies import (
 )
 from benchmarks.studies.evidence import Evidence
 from draftsmith.demo.demo_run import write_page
-from eval.results import Results
+from draftsmith.eval.results import Results
 
 ROOT = Path(__file__).parents[2]
 # Pairs of benchmarks/studies/objectives.py.

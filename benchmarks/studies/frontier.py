@@ -57,18 +57,18 @@ from benchmarks.studies.objectives_data import (
     shuffled,
     trained,
 )
-from drafts.merge import merge_states
-from draftsmith_core.command_line import parse
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir, read_json, write_json_atomic, write_rows
-from draftsmith_core.models import fingerprint, load_model
-from draftsmith_core.prompts import read_prompts
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.tokenization import load_tokenizer
-from eval.acceptance import Continuation
-from eval.bootstrap import PromptSums
-from eval.estimate import measure_alphas
-from train.config import TrainConfig
+from draftsmith.core.command_line import parse
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import atomic_dir, read_json, write_json_atomic, write_rows
+from draftsmith.core.models import fingerprint, load_model
+from draftsmith.core.prompts import read_prompts
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.drafts.merge import merge_states
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.bootstrap import PromptSums
+from draftsmith.eval.estimate import measure_alphas
+from draftsmith.train.config import TrainConfig
 
 COMMAND = "benchmarks/studies/frontier.py"
 OBJECTIVE = "jsd:beta=0.5"

@@ -11,10 +11,17 @@ from matplotlib.figure import Figure
 from benchmarks.lib.pages import gap, table
 from benchmarks.lib.seeds import difference_over_seeds, pool_sums, two_level
 from benchmarks.studies.objectives_tables import mean_of
-from draftsmith_core.sampling import row_seed
-from eval.bootstrap import PromptSums, Resamples, interval, pool_resamples, pooled_ratios, resamples
-from eval.report.formats import with_interval
-from eval.report.theme import DARK, LIGHT, drawing, write_png
+from draftsmith.core.sampling import row_seed
+from draftsmith.eval.bootstrap import (
+    PromptSums,
+    Resamples,
+    interval,
+    pool_resamples,
+    pooled_ratios,
+    resamples,
+)
+from draftsmith.eval.report.formats import with_interval
+from draftsmith.eval.report.theme import DARK, LIGHT, drawing, write_png
 
 # Of one draft: per-prompt sums and counts by set.
 Alphas = dict[str, PromptSums]

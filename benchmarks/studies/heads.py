@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.objectives_data import PAIRS, Pair, PairOptions, distilled, run_of, trained
-from drafts.heads import write_head
-from drafts.heads.eagle import EagleConfig, EagleHead, draw
-from draftsmith_core.command_line import parse
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir
-from draftsmith_core.models import load_model
-from eval.config import EvalConfig
-from eval.evaluate import evaluate
-from train.config import HeadOptions, TrainConfig
+from draftsmith.core.command_line import parse
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import atomic_dir
+from draftsmith.core.models import load_model
+from draftsmith.drafts.heads import write_head
+from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, draw
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.train.config import HeadOptions, TrainConfig
 
 COMMAND = "benchmarks/studies/heads.py"
 RATE = 2e-3

@@ -8,10 +8,10 @@ from typing import Any
 from benchmarks.lib.pages import table
 from benchmarks.lib.seeds import estimate_of_mean, pool_sums
 from benchmarks.studies.real_tables import NAMES
-from draftsmith_core.sampling import row_seed
-from eval.bootstrap import PromptSums, pool_resamples, resamples
-from eval.report.formats import number, with_interval
-from eval.results import Results
+from draftsmith.core.sampling import row_seed
+from draftsmith.eval.bootstrap import PromptSums, pool_resamples, resamples
+from draftsmith.eval.report.formats import number, with_interval
+from draftsmith.eval.results import Results
 
 # Takes the counts of one cell; gives a number per prompt.
 Sums = Callable[[Mapping[str, Any]], Sequence[float]]

@@ -51,16 +51,16 @@ from benchmarks.studies.objectives_data import (
 )
 from benchmarks.studies.objectives_figure import write_pictures
 from benchmarks.studies.objectives_tables import Alphas, figures, places, tables
-from draftsmith_core.command_line import parse
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import read_json, write_json_atomic
-from draftsmith_core.models import fingerprint, load_model
-from draftsmith_core.prompts import read_prompts
-from draftsmith_core.runs import difference, versions
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.tokenization import load_tokenizer
-from eval.bootstrap import PromptSums
-from eval.estimate import alpha_sums
+from draftsmith.core.command_line import parse
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import read_json, write_json_atomic
+from draftsmith.core.models import fingerprint, load_model
+from draftsmith.core.prompts import read_prompts
+from draftsmith.core.runs import difference, versions
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.eval.bootstrap import PromptSums
+from draftsmith.eval.estimate import alpha_sums
 
 TEMPERATURES = (1.0, 0.0)
 

@@ -13,13 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedModel
 
-from distill.config import DistillConfig
-from distill.generate import distill
 from draftsmith.config import InitConfig
-from draftsmith.demo import corpus
-from draftsmith.starting import init
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import (
     atomic_dir,
     hash_json,
     read_json,
@@ -27,17 +23,21 @@ from draftsmith_core.io import (
     write_json_atomic,
     write_rows,
 )
-from draftsmith_core.models import eos_ids, fingerprint
-from draftsmith_core.prompt_rows import iterate_rows
-from draftsmith_core.prompts import Prompt
-from draftsmith_core.runs import Run
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.tokenization import decode_text, encode_text, load_tokenizer
-from eval import measuring
-from eval.acceptance import Continuation
-from eval.evaluation import MEASUREMENT_VERSION
-from train.config import Optim, TrainConfig
-from train.training_run import train
+from draftsmith.core.models import eos_ids, fingerprint
+from draftsmith.core.prompt_rows import iterate_rows
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.runs import Run
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.tokenization import decode_text, encode_text, load_tokenizer
+from draftsmith.demo import corpus
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.generate import distill
+from draftsmith.eval import measuring
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.evaluation import MEASUREMENT_VERSION
+from draftsmith.starting import init
+from draftsmith.train.config import Optim, TrainConfig
+from draftsmith.train.training_run import train
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "benchmarks/studies/objectives.py"

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from eval.report.theme import DARK, LIGHT, Look, drawing, write_png
+from draftsmith.eval.report.theme import DARK, LIGHT, Look, drawing, write_png
 
 # Those with a colour; with more, none could be told apart. The others are drawn in grey.
 COLOURED = ("fkl", "ce", "jsd", "tvd", "lk_alpha", "rkl")

@@ -8,9 +8,16 @@ import numpy as np
 from benchmarks.lib.pages import gap, table
 from benchmarks.lib.seeds import pool_sums
 from benchmarks.studies.objectives_data import ALIKE
-from draftsmith_core.sampling import row_seed
-from eval.bootstrap import PromptSums, Resamples, difference, estimate, pool_resamples, resamples
-from eval.report.formats import with_interval
+from draftsmith.core.sampling import row_seed
+from draftsmith.eval.bootstrap import (
+    PromptSums,
+    Resamples,
+    difference,
+    estimate,
+    pool_resamples,
+    resamples,
+)
+from draftsmith.eval.report.formats import with_interval
 
 # Of one draft: temperature, then domain, then per-prompt sums and counts.
 Alphas = dict[str, dict[str, PromptSums]]

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from benchmarks.studies.figures import kept
-from draftsmith_core.io import read_json
-from eval.report.formats import with_interval
+from draftsmith.core.io import read_json
+from draftsmith.eval.report.formats import with_interval
 
 _NAME = re.compile(r"\{([^{}|]+) \| ([^{}]+)\}")
 _FIGURE = re.compile(r"(?<![\w.:=/-])[-+]?(?:[\d,]*\.\d+(?![\w.]*\d)|[\d,.]+%)")

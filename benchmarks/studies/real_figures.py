@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.studies import frontier_tables
-from eval.bootstrap import PromptSums
-from eval.report.theme import DARK, LIGHT, Look, drawing, roles_of, write_png
-from eval.results import Results
-from eval.schema import Row
+from draftsmith.eval.bootstrap import PromptSums
+from draftsmith.eval.report.theme import DARK, LIGHT, Look, drawing, roles_of, write_png
+from draftsmith.eval.results import Results
+from draftsmith.eval.schema import Row
 
 WIDTH, HEIGHT = 10.0, 4.2  # inches
 # Of the tree whose depths are drawn.

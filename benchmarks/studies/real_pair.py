@@ -49,19 +49,19 @@ from benchmarks.studies.real_study import (
     more_answers,
     take_or_make,
 )
-from drafts.heads import write_head
-from drafts.heads.eagle import EagleConfig, EagleHead, draw
 from draftsmith.cli.decode_run import decode
 from draftsmith.config import DecodeConfig, InitConfig
+from draftsmith.core.command_line import parse
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import atomic_dir, write_json_atomic
+from draftsmith.core.models import load_model
+from draftsmith.drafts.heads import write_head
+from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, draw
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.results import Results
 from draftsmith.starting import init
-from draftsmith_core.command_line import parse
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import atomic_dir, write_json_atomic
-from draftsmith_core.models import load_model
-from eval.evaluate import evaluate
-from eval.results import Results
-from train.config import DraftKind, Optim, TrainConfig
-from train.training_run import train
+from draftsmith.train.config import DraftKind, Optim, TrainConfig
+from draftsmith.train.training_run import train
 
 # Piece: which. Every draft has 8 to 14 million trained parameters on SmolLM2-135M, the target's
 # embedding not counted.

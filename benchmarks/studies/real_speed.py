@@ -15,17 +15,17 @@ from benchmarks.lib.timing import rotated
 from benchmarks.speed import decode as bench_decode, peers, sections
 from benchmarks.studies.objectives_data import once
 from benchmarks.studies.real_study import Study
-from decode import DecodeStats, SpeculativeDecoder
-from drafts.load import draft_kind
+from draftsmith.core.io import read_json, write_json_atomic
+from draftsmith.core.prompts import read_prompts
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.decode import DecodeStats, SpeculativeDecoder
+from draftsmith.drafts.load import draft_kind
+from draftsmith.eval.config import PlanConfig
+from draftsmith.eval.planning.plan import plan
+from draftsmith.eval.report.formats import number, with_interval
+from draftsmith.eval.results import Results
 from draftsmith.pair import load_pair
-from draftsmith_core.io import read_json, write_json_atomic
-from draftsmith_core.prompts import read_prompts
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.tokenization import load_tokenizer
-from eval.config import PlanConfig
-from eval.planning.plan import plan
-from eval.report.formats import number, with_interval
-from eval.results import Results
 
 BITS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
 TEMPERATURES = (0.0, 1.0)

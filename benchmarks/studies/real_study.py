@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.objectives_data import ROOT, pieces, shuffled
-from distill.config import DistillConfig
-from distill.generate import distill
-from draftsmith_core.io import atomic_dir, read_json, write_rows, write_text_atomic
-from draftsmith_core.models import fingerprint, load_model
-from draftsmith_core.prompt_rows import iterate_rows
-from draftsmith_core.tokenization import load_tokenizer
-from eval.config import EvalConfig
-from train.config import DraftKind, HeadOptions, Optim, TrainConfig
+from draftsmith.core.io import atomic_dir, read_json, write_rows, write_text_atomic
+from draftsmith.core.models import fingerprint, load_model
+from draftsmith.core.prompt_rows import iterate_rows
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.generate import distill
+from draftsmith.eval.config import EvalConfig
+from draftsmith.train.config import DraftKind, HeadOptions, Optim, TrainConfig
 
 COMMAND = "benchmarks/studies/real_pair.py"
 KEPT = ROOT / "benchmarks" / "studies" / "real"

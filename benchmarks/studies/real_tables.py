@@ -6,10 +6,10 @@ from typing import Any
 from benchmarks.lib.pages import table
 from benchmarks.lib.seeds import estimate_of_mean, pool_sums
 from benchmarks.studies import frontier_tables, real_figures
-from eval.bootstrap import pool_resamples
-from eval.report.formats import number, with_interval
-from eval.results import Results
-from eval.schema import Row
+from draftsmith.eval.bootstrap import pool_resamples
+from draftsmith.eval.report.formats import number, with_interval
+from draftsmith.eval.results import Results
+from draftsmith.eval.schema import Row
 
 NAMES = {
     "pruned": "two pruned layers",

@@ -17,16 +17,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.cli.commands import run
+from draftsmith.core.io import atomic_dir, hash_json, read_json, write_json_atomic, write_rows
+from draftsmith.core.models import fingerprint, load_model
+from draftsmith.core.progress import track
+from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.demo import corpus
 from draftsmith.demo.demo_run import RECIPES
-from draftsmith_core.io import atomic_dir, hash_json, read_json, write_json_atomic, write_rows
-from draftsmith_core.models import fingerprint, load_model
-from draftsmith_core.progress import track
-from draftsmith_core.tokenization import load_tokenizer
-from train.batch import IGNORE
-from train.batches import collate
-from train.data import load_examples
-from train.losses import cross_entropy
+from draftsmith.train.batch import IGNORE
+from draftsmith.train.batches import collate
+from draftsmith.train.data import load_examples
+from draftsmith.train.losses import cross_entropy
 
 BLOCK = 256
 MEMBERS = ("target", "base")

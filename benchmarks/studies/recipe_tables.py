@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.lib.pages import table
 from benchmarks.studies.real_tables import NAMES
-from eval.report.formats import number, with_interval
+from draftsmith.eval.report.formats import number, with_interval
 
 Run = Mapping[str, Any]
 _NAMES = NAMES | {"lm": "the pair's language model"}

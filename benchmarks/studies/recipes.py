@@ -19,11 +19,11 @@ from typing import Any
 
 from benchmarks.studies.heads import config_of, evaluation
 from benchmarks.studies.objectives_data import PAIRS, Pair, PairOptions, distilled, run_of, trained
-from draftsmith_core.command_line import parse
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.io import write_json_atomic
-from eval.evaluate import evaluate
-from train.config import Optim, TrainConfig
+from draftsmith.core.command_line import parse
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import write_json_atomic
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.train.config import Optim, TrainConfig
 
 COMMAND = "benchmarks/studies/recipes.py"
 KINDS = ("lm", "eagle", "eagle3", "dspark")

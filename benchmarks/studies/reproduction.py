@@ -41,15 +41,15 @@ from benchmarks.studies.reproduction_pairs import (
     stories_pair,
     unchanged,
 )
-from draftsmith_core.command_line import parse
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import write_json_atomic
-from draftsmith_core.runs import versions
-from eval.bootstrap import PromptSums, difference, resamples
-from eval.config import EvalConfig
-from eval.evaluate import evaluate
-from eval.report.formats import with_interval
-from eval.results import Results
+from draftsmith.core.command_line import parse
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import write_json_atomic
+from draftsmith.core.runs import versions
+from draftsmith.eval.bootstrap import PromptSums, difference, resamples
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.report.formats import with_interval
+from draftsmith.eval.results import Results
 
 MARKERS = "<!-- rows: written by benchmarks/studies/reproduction.py -->", "<!-- end of rows -->"
 # A chain, a tree as deep, and one that grows with as many nodes and levels as the tree.

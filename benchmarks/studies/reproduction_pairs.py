@@ -8,13 +8,13 @@ from typing import Any
 
 from benchmarks.lib.shipped_pair import LARGER_DRAFT, PAIR, ROOT
 from benchmarks.studies.objectives_data import ENDS, STARTS, pieces
-from distill.config import DistillConfig
-from distill.generate import distill
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import read_json, write_json_atomic, write_rows
 from draftsmith.demo import corpus
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import read_json, write_json_atomic, write_rows
-from train.config import Optim, TrainConfig
-from train.training_run import train
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.generate import distill
+from draftsmith.train.config import Optim, TrainConfig
+from draftsmith.train.training_run import train
 
 COMMAND = "benchmarks/studies/reproduction.py"
 STORIES = ROOT.parent / "shared" / "models" / "stories260k"

@@ -24,18 +24,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from benchmarks.lib.pages import table
 from benchmarks.lib.shipped_pair import PAIR
 from benchmarks.studies.rebuild_pair import write_corpus
-from distill.config import DistillConfig
-from distill.generate import distill
 from draftsmith.config import InitConfig
+from draftsmith.core.command_line import parse
+from draftsmith.core.io import write_json_atomic
+from draftsmith.core.models import load_model, read_per_token
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.generate import distill
+from draftsmith.eval.acceptance import Continuation
 from draftsmith.starting import alphas, answer_texts, init
-from draftsmith_core.command_line import parse
-from draftsmith_core.io import write_json_atomic
-from draftsmith_core.models import load_model, read_per_token
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.tokenization import load_tokenizer
-from eval.acceptance import Continuation
-from train.config import Optim, TrainConfig
-from train.training_run import train
+from draftsmith.train.config import Optim, TrainConfig
+from draftsmith.train.training_run import train
 
 _DONOR_VOCABULARY = 1024
 

@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decode.native.large_pages import empty_bytes
-from draftsmith_core.errors import RunError, first_line
-from draftsmith_core.io import atomic_file
+from draftsmith.core.errors import RunError, first_line
+from draftsmith.core.io import atomic_file
+from draftsmith.decode.native.large_pages import empty_bytes
 
 SOURCE = Path(__file__).with_name("forward.c")  # includes linear.c
 _FLAGS = (

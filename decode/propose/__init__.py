@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
-from decode.tree import CHAIN as CHAIN, Tree, chain
+from draftsmith.decode.tree import CHAIN as CHAIN, Tree, chain
 
 if TYPE_CHECKING:
-    from decode.propose.protocol import Proposer
+    from draftsmith.decode.propose.protocol import Proposer
 
 
 def default_tree(proposer: str = "draft", heads: int | None = None) -> Tree:
@@ -20,7 +20,7 @@ def default_tree(proposer: str = "draft", heads: int | None = None) -> Tree:
     fewer `heads`; for lookahead, a tree that holds its window and its candidates.
     """
     if proposer == "lookahead":
-        from decode.propose.lookahead import LookaheadProposer
+        from draftsmith.decode.propose.lookahead import LookaheadProposer
 
         return LookaheadProposer().default_tree()
     return chain(min(CHAIN, heads or CHAIN))
@@ -52,7 +52,7 @@ class ProposerKind:
         options: for models and heads, `fast`.
         """
         module, name = self.proposer.split(".")
-        proposer: type = getattr(import_module(f"decode.propose.{module}"), name)
+        proposer: type = getattr(import_module(f"draftsmith.decode.propose.{module}"), name)
         if self.usual is not None:
             options |= {"chains_only": True}
         return proposer() if thing is None else proposer(thing, **options)

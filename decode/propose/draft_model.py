@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.packed_weights import packs_of
-from decode.propose.network import (
+from draftsmith.core.models import context_length, vocabulary_size
+from draftsmith.decode.packed_weights import packs_of
+from draftsmith.decode.propose.network import (
     CachedNetwork,
     Frontier,
     Network,
@@ -23,15 +24,14 @@ from decode.propose.network import (
     fit_vocabulary,
     pending_block,
 )
-from decode.propose.network_proposer import NetworkProposer, slots_per_step
-from decode.propose.protocol import Outcome, SessionSetup
-from decode.recorded import make_runner
-from decode.recorded.steps import steps_for
-from decode.runner import Runner
-from decode.supported_models import ability, check_context, check_tree
-from decode.tree import TreeShape
-from drafts.vocabulary import VocabularyMap, vocabulary_map
-from draftsmith_core.models import context_length, vocabulary_size
+from draftsmith.decode.propose.network_proposer import NetworkProposer, slots_per_step
+from draftsmith.decode.propose.protocol import Outcome, SessionSetup
+from draftsmith.decode.recorded import make_runner
+from draftsmith.decode.recorded.steps import steps_for
+from draftsmith.decode.runner import Runner
+from draftsmith.decode.supported_models import ability, check_context, check_tree
+from draftsmith.decode.tree import TreeShape
+from draftsmith.drafts.vocabulary import VocabularyMap, vocabulary_map
 
 # Most pieces of one target token that a draft with another vocabulary reads.
 _MOST_PIECES = 4

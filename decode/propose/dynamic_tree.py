@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode.choosing import largest
-from decode.propose.network import Frontier, Network
-from decode.propose.protocol import Outcome, Proposal, Session
-from decode.runner import Block
-from decode.tree import DynamicTree
-from decode.tree_batch import grow_batch
-from draftsmith_core.sampling import Sampling, probs
+from draftsmith.core.sampling import Sampling, probs
+from draftsmith.decode.choosing import largest
+from draftsmith.decode.propose.network import Frontier, Network
+from draftsmith.decode.propose.protocol import Outcome, Proposal, Session
+from draftsmith.decode.runner import Block
+from draftsmith.decode.tree import DynamicTree
+from draftsmith.decode.tree_batch import grow_batch
 
 
 class DynamicTreeSession(Session):

@@ -23,10 +23,10 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from decode.cache import TreeCache
-from decode.feature_forward import FeatureForward
-from decode.packed_weights import FusedLinear, Packs, packs_of
-from decode.propose.network import (
+from draftsmith.decode.cache import TreeCache
+from draftsmith.decode.feature_forward import FeatureForward
+from draftsmith.decode.packed_weights import FusedLinear, Packs, packs_of
+from draftsmith.decode.propose.network import (
     CachedNetwork,
     Frontier,
     Network,
@@ -34,19 +34,19 @@ from decode.propose.network import (
     fit_vocabulary,
     pending_block,
 )
-from decode.propose.network_proposer import NetworkProposer, slots_per_step
-from decode.propose.protocol import Outcome, SessionSetup
-from decode.recorded import make_runner
-from decode.recorded.steps import steps_for
-from decode.runner import Block, Runner
-from decode.supported_models import Ability
-from decode.tree import TreeShape
-from drafts.heads import Head
-from drafts.heads.block import BlockHead
-from drafts.heads.eagle import FeatureHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import HydraHeads, MedusaHeads
-from drafts.load import depth_limit
+from draftsmith.decode.propose.network_proposer import NetworkProposer, slots_per_step
+from draftsmith.decode.propose.protocol import Outcome, SessionSetup
+from draftsmith.decode.recorded import make_runner
+from draftsmith.decode.recorded.steps import steps_for
+from draftsmith.decode.runner import Block, Runner
+from draftsmith.decode.supported_models import Ability
+from draftsmith.decode.tree import TreeShape
+from draftsmith.drafts.heads import Head
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.heads.eagle import FeatureHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
+from draftsmith.drafts.load import depth_limit
 
 
 class HeadProposer(NetworkProposer):

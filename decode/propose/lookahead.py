@@ -17,10 +17,16 @@ from itertools import zip_longest
 import torch
 from transformers import PreTrainedModel
 
-from decode.choosing import largest
-from decode.propose.protocol import Outcome, SessionSetup
-from decode.propose.text_proposer import TextProposer, TextRow, TextSession, Trie, check_static
-from decode.tree import Tree, TreeShape
+from draftsmith.decode.choosing import largest
+from draftsmith.decode.propose.protocol import Outcome, SessionSetup
+from draftsmith.decode.propose.text_proposer import (
+    TextProposer,
+    TextRow,
+    TextSession,
+    Trie,
+    check_static,
+)
+from draftsmith.decode.tree import Tree, TreeShape
 
 
 class LookaheadProposer(TextProposer):

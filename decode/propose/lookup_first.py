@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from decode.propose.network_proposer import NetworkProposer
-from decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
-from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
-from decode.tree import Drawing, Tree, TreeShape, chain
-from decode.tree_batch import TreeBatch, batch_of, mix
+from draftsmith.decode.propose.network_proposer import NetworkProposer
+from draftsmith.decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
+from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
+from draftsmith.decode.tree import Drawing, Tree, TreeShape, chain
+from draftsmith.decode.tree_batch import TreeBatch, batch_of, mix
 
 # Fewest tokens that match before lookup drafts in the place of a network.
 LEAST_MATCH = 2

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode.propose.protocol import Outcome
-from decode.runner import Block, Runner, call_directly
+from draftsmith.decode.propose.protocol import Outcome
+from draftsmith.decode.runner import Block, Runner, call_directly
 
 
 @dataclass(frozen=True, eq=False)

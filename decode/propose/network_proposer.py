@@ -6,12 +6,12 @@ from abc import abstractmethod
 
 import torch
 
-from decode.propose.dynamic_tree import DynamicTreeSession
-from decode.propose.network import Network
-from decode.propose.protocol import Proposer, SessionSetup
-from decode.propose.static_tree import DraftingPlan, StaticTreeSession
-from decode.recorded.steps import StaticSteps
-from decode.tree import Drawing, DynamicTree, Tree, TreeShape
+from draftsmith.decode.propose.dynamic_tree import DynamicTreeSession
+from draftsmith.decode.propose.network import Network
+from draftsmith.decode.propose.protocol import Proposer, SessionSetup
+from draftsmith.decode.propose.static_tree import DraftingPlan, StaticTreeSession
+from draftsmith.decode.recorded.steps import StaticSteps
+from draftsmith.decode.tree import Drawing, DynamicTree, Tree, TreeShape
 
 
 class NetworkProposer(Proposer):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from decode.propose.text_proposer import TextProposer, TextRow, Trie
+from draftsmith.decode.propose.text_proposer import TextProposer, TextRow, Trie
 
 # With a stop, matches that are counted, the most recent ones.
 COUNTED = 64

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.tree import CHAIN, Drawing, Tree, TreeShape, chain
-from decode.tree_batch import TreeBatch
-from draftsmith_core.sampling import Sampling
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode.tree import CHAIN, Drawing, Tree, TreeShape, chain
+from draftsmith.decode.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
-    from decode.recorded.steps import StaticSteps
+    from draftsmith.decode.recorded.steps import StaticSteps
 
 
 @dataclass(frozen=True, eq=False)

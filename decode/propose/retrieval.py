@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from decode.propose.text_proposer import TextProposer, TextRow, Trie
-from decode.suffix_index import SAMPLE, SuffixIndex
-from decode.tree import TreeShape
-from draftsmith_core.models import vocabulary_size
+from draftsmith.core.models import vocabulary_size
+from draftsmith.decode.propose.text_proposer import TextProposer, TextRow, Trie
+from draftsmith.decode.suffix_index import SAMPLE, SuffixIndex
+from draftsmith.decode.tree import TreeShape
 
 
 class RetrievalProposer(TextProposer):

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode.choosing import draw, draw_without_replacement, largest
-from decode.propose.network import Frontier, Network
-from decode.propose.protocol import Outcome, Proposal, Session
-from decode.runner import Block
-from decode.tree import Drawing, Tree
-from decode.tree_batch import TreeBatch, grow_batch
-from draftsmith_core.sampling import (
+from draftsmith.core.sampling import (
     Sampling,
     draw_top_and_one,
     draw_with_replacement,
     probs,
 )
+from draftsmith.decode.choosing import draw, draw_without_replacement, largest
+from draftsmith.decode.propose.network import Frontier, Network
+from draftsmith.decode.propose.protocol import Outcome, Proposal, Session
+from draftsmith.decode.runner import Block
+from draftsmith.decode.tree import Drawing, Tree
+from draftsmith.decode.tree_batch import TreeBatch, grow_batch
 
 
 @dataclass(frozen=True, eq=False)

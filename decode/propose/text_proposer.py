@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
-from decode.tree import Tree, TreeShape, chain
-from decode.tree_batch import TreeBatch, batch_of
+from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
+from draftsmith.decode.tree import Tree, TreeShape, chain
+from draftsmith.decode.tree_batch import TreeBatch, batch_of
 
 # Proposers that count what they copy, which gives a chain its stop.
 COUNTING = ("prompt_lookup",)

@@ -7,12 +7,12 @@ they compile, `make_runner` returns a runner whose `call` records, and
 
 from transformers import PreTrainedModel
 
-from decode.own_cache_runner import OwnCacheRunner
-from decode.packed_weights import Packs
-from decode.recorded.runner import RecordedRunner
-from decode.recorded.steps import StaticSteps
-from decode.runner import Runner
-from decode.supported_models import Ability
+from draftsmith.decode.own_cache_runner import OwnCacheRunner
+from draftsmith.decode.packed_weights import Packs
+from draftsmith.decode.recorded.runner import RecordedRunner
+from draftsmith.decode.recorded.steps import StaticSteps
+from draftsmith.decode.runner import Runner
+from draftsmith.decode.supported_models import Ability
 
 
 def make_runner(

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from torch.nn.functional import pad
 
-from decode.propose.protocol import Proposal
-from decode.recorded.steps import bucket
+from draftsmith.decode.propose.protocol import Proposal
+from draftsmith.decode.recorded.steps import bucket
 
 
 def in_bucket(proposal: Proposal, rows: int) -> Proposal:

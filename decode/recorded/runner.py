@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from decode.cache import TreeCache
-from decode.kernel_forward import Forwarded
-from decode.recorded.steps import StaticSteps
-from decode.runner import Block, BlockForward, Runner, additive
+from draftsmith.decode.cache import TreeCache
+from draftsmith.decode.kernel_forward import Forwarded
+from draftsmith.decode.recorded.steps import StaticSteps
+from draftsmith.decode.runner import Block, BlockForward, Runner, additive
 
 Result = TypeVar("Result")
 

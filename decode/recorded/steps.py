@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from decode.cache import TreeCache
-from decode.llama_forward import LeanForward, lean_forward
-from draftsmith_core.errors import InputError, RunError, first_line
+from draftsmith.core.errors import InputError, RunError, first_line
+from draftsmith.decode.cache import TreeCache
+from draftsmith.decode.llama_forward import LeanForward, lean_forward
 
 log = logging.getLogger(__name__)
 # One unit of attention's length: fewer graphs, and masks whose rows begin at addresses that CUDA's

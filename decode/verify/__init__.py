@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from decode.tree import Drawing, TreeShape
+from draftsmith.decode.tree import Drawing, TreeShape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from decode.propose.protocol import Proposal
-    from decode.tree_batch import TreeBatch
-    from decode.verify.tree_walk import Verdict
+    from draftsmith.decode.propose.protocol import Proposal
+    from draftsmith.decode.tree_batch import TreeBatch
+    from draftsmith.decode.verify.tree_walk import Verdict
 
 # `run(proposal, p_BMV, u_BU)`, see `Verifier`.
 Rule = Callable[["Proposal", "Tensor", "Tensor | None"], "Verdict"]
@@ -91,7 +91,7 @@ def _in(module: str, function: str) -> Rule:
         if greedy not in rules:
             name = "exact" if greedy else module
             rule = "exact" if greedy else function
-            rules[greedy] = getattr(import_module(f"decode.verify.{name}"), rule)
+            rules[greedy] = getattr(import_module(f"draftsmith.decode.verify.{name}"), rule)
         return rules[greedy](proposal, p_BMV, u_BU)
 
     return run

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode.choosing import draw, largest
-from decode.propose.protocol import Proposal
-from decode.verify.tree_walk import (
+from draftsmith.decode.choosing import draw, largest
+from draftsmith.decode.propose.protocol import Proposal
+from draftsmith.decode.verify.tree_walk import (
     Path,
     Verdict,
     Walk,

@@ -19,10 +19,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decode.choosing import draw, try_siblings
-from decode.propose.protocol import Proposal
-from decode.verify.exact import exact
-from decode.verify.tree_walk import (
+from draftsmith.decode.choosing import draw, try_siblings
+from draftsmith.decode.propose.protocol import Proposal
+from draftsmith.decode.verify.exact import exact
+from draftsmith.decode.verify.tree_walk import (
     Node,
     Verdict,
     Walk,

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode.choosing import draw
-from decode.propose.protocol import Proposal
-from decode.tree_batch import TreeBatch
-from decode.verify.siblings import without
-from decode.verify.tree_walk import (
+from draftsmith.decode.choosing import draw
+from draftsmith.decode.propose.protocol import Proposal
+from draftsmith.decode.tree_batch import TreeBatch
+from draftsmith.decode.verify.siblings import without
+from draftsmith.decode.verify.tree_walk import (
     Verdict,
     finish_at,
     hit_by_target,

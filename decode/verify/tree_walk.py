@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode.choosing import draw
-from decode.propose.protocol import Proposal
+from draftsmith.decode.choosing import draw
+from draftsmith.decode.propose.protocol import Proposal
 
 
 @dataclass(frozen=True, eq=False)

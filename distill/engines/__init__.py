@@ -9,18 +9,18 @@ from typing import NamedTuple, Protocol
 
 from transformers import GenerationConfig
 
-from distill.config import DistillConfig
-from draftsmith_core.chats import end_of_answer
-from draftsmith_core.errors import require_package
-from draftsmith_core.models import end_tokens
-from draftsmith_core.settings import (
+from draftsmith.core.chats import end_of_answer
+from draftsmith.core.errors import require_package
+from draftsmith.core.models import end_tokens
+from draftsmith.core.settings import (
     HasGenerationConfig,
     ResolvedSampling,
     Sampling,
     resolve_sampling,
     sampling_options,
 )
-from draftsmith_core.tokenization import Tokenizer
+from draftsmith.core.tokenization import Tokenizer
+from draftsmith.distill.config import DistillConfig
 
 # Batches of answers that a killed run may lose. A wave is refilled only from itself, so that a
 # repeated wave gives the same bytes. Smaller waves waste more time on batches that run empty.
@@ -118,7 +118,7 @@ def _lazy(module: str, name: str, package: str | None = None, instead: str = "")
     def make(config: DistillConfig, tokenizer: Tokenizer) -> Engine:
         if package is not None:
             require_package(package, f"--engine {module}", instead)
-        engine: Maker = getattr(import_module(f"distill.engines.{module}"), name)
+        engine: Maker = getattr(import_module(f"draftsmith.distill.engines.{module}"), name)
         return engine(config, tokenizer)
 
     return make

@@ -7,9 +7,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from decode import SpeculativeDecoder, take_over
-from distill.config import DistillConfig
-from distill.engines import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import dtype_name, eos_ids, fingerprint
+from draftsmith.core.prompts import room_for_prompts
+from draftsmith.core.sampling import generator
+from draftsmith.core.settings import loading
+from draftsmith.core.tokenization import Tokenizer
+from draftsmith.decode import SpeculativeDecoder, take_over
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.engines import (
     WAVE_BATCHES,
     Answer,
     AnswerRequest,
@@ -18,14 +24,8 @@ from distill.engines import (
     at_temperature,
     sampling_of,
 )
-from distill.score import score
-from drafts.load import load_models
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import dtype_name, eos_ids, fingerprint
-from draftsmith_core.prompts import room_for_prompts
-from draftsmith_core.sampling import generator
-from draftsmith_core.settings import loading
-from draftsmith_core.tokenization import Tokenizer
+from draftsmith.distill.score import score
+from draftsmith.drafts.load import load_models
 
 
 class HFEngine(Engine):

@@ -14,15 +14,23 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from distill.config import DistillConfig
-from distill.engines import Answer, AnswerRequest, Done, Engine, Failed, RemoteTarget, sampling_of
-from distill.engines.replies import client_options, key_of
-from distill.engines.server import Answered, Completion, NoAnswer, Server
-from draftsmith_core.errors import InputError, RunError
-from draftsmith_core.prompts import room_for_prompts
-from draftsmith_core.ranks import say
-from draftsmith_core.settings import Sampling
-from draftsmith_core.tokenization import Tokenizer
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.prompts import room_for_prompts
+from draftsmith.core.ranks import say
+from draftsmith.core.settings import Sampling
+from draftsmith.core.tokenization import Tokenizer
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.engines import (
+    Answer,
+    AnswerRequest,
+    Done,
+    Engine,
+    Failed,
+    RemoteTarget,
+    sampling_of,
+)
+from draftsmith.distill.engines.replies import client_options, key_of
+from draftsmith.distill.engines.server import Answered, Completion, NoAnswer, Server
 
 # Attempts per request that a server may have seen, and the silence of all servers after which the
 # run ends.

@@ -18,12 +18,20 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util import ActorPool
 
-from distill.config import DistillConfig
-from distill.engines import WAVE_BATCHES, Answer, AnswerRequest, Done, Engine, Failed, Key
-from draftsmith_core.errors import InputError, RunError, first_line
-from draftsmith_core.ranks import require_single_process
-from draftsmith_core.settings import ResolvedSampling
-from draftsmith_core.tokenization import Tokenizer
+from draftsmith.core.errors import InputError, RunError, first_line
+from draftsmith.core.ranks import require_single_process
+from draftsmith.core.settings import ResolvedSampling
+from draftsmith.core.tokenization import Tokenizer
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.engines import (
+    WAVE_BATCHES,
+    Answer,
+    AnswerRequest,
+    Done,
+    Engine,
+    Failed,
+    Key,
+)
 
 # Attempts per group before it is taken for the reason of its worker's death, and restarts per
 # worker.
@@ -56,7 +64,7 @@ class Worker:
 
     @cached_property
     def _engine(self) -> Engine:
-        from distill.engines.hf import HFEngine
+        from draftsmith.distill.engines.hf import HFEngine
 
         return HFEngine(self._config, self._tokenizer)
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from draftsmith_core.errors import without_secrets
+from draftsmith.core.errors import without_secrets
 
 # Of a reply, beside the tokens that it was asked for.
 REPLY_BYTES = 2**24

@@ -26,14 +26,14 @@ from urllib.parse import urljoin
 
 import httpx
 
-from distill.engines import Answer, AnswerRequest, Key, at_temperature
-from distill.engines.replies import REPLY_BYTES, ReplyTooLong, fetch, said
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import JsonObject
-from draftsmith_core.ranks import say
-from draftsmith_core.settings import Sampling
-from draftsmith_core.teacher_rows import pack_likeliest, unpack
-from draftsmith_core.tokenization import Tokenizer, encode_text, text_with_specials
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import JsonObject
+from draftsmith.core.ranks import say
+from draftsmith.core.settings import Sampling
+from draftsmith.core.teacher_rows import pack_likeliest, unpack
+from draftsmith.core.tokenization import Tokenizer, encode_text, text_with_specials
+from draftsmith.distill.engines import Answer, AnswerRequest, Key, at_temperature
+from draftsmith.distill.engines.replies import REPLY_BYTES, ReplyTooLong, fetch, said
 
 _LIST_TIMEOUT_S = 30.0
 _TRIAL = AnswerRequest(Key(0, 0, 0), (), seed=1)

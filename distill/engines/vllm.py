@@ -6,8 +6,13 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from distill.config import DistillConfig
-from distill.engines import (
+from draftsmith.core.errors import InputError, RunError, one_line
+from draftsmith.core.prompts import room_for_prompts
+from draftsmith.core.ranks import require_single_process
+from draftsmith.core.teacher_rows import pack_likeliest
+from draftsmith.core.tokenization import Tokenizer
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.engines import (
     Answer,
     AnswerRequest,
     Done,
@@ -17,11 +22,6 @@ from distill.engines import (
     at_temperature,
     sampling_of,
 )
-from draftsmith_core.errors import InputError, RunError, one_line
-from draftsmith_core.prompts import room_for_prompts
-from draftsmith_core.ranks import require_single_process
-from draftsmith_core.teacher_rows import pack_likeliest
-from draftsmith_core.tokenization import Tokenizer
 
 # Requests handed to vLLM at a time: enough to keep its batch full; bounds the memory.
 _TOGETHER = 4096

@@ -7,17 +7,17 @@ from statistics import median
 
 import numpy as np
 
-from decode import PROPOSERS, SpeculativeDecoder
-from decode.tree import chain
-from drafts.heads import HEADS
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.load import Draft, LoadedModels, depth_limit, kind_of
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts
 from draftsmith.alignment.kept_runs import KEPT, KeptSeries
-from draftsmith_core.models import parameter_count
-from draftsmith_core.sampling import Sampling
-from train.config import TrainConfig
+from draftsmith.core.models import parameter_count
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import PROPOSERS, SpeculativeDecoder
+from draftsmith.decode.tree import chain
+from draftsmith.drafts.heads import HEADS
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.load import Draft, LoadedModels, depth_limit, kind_of
+from draftsmith.train.config import TrainConfig
 
 # A kept run is near if sizes differ by at most this factor, and steps too.
 _NEAR = 1.5

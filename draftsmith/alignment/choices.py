@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts
-from draftsmith_core.errors import InputError
-from draftsmith_core.options import put, value_at
-from train.optimizer import usual_rate
+from draftsmith.core.errors import InputError
+from draftsmith.core.options import put, value_at
+from draftsmith.train.optimizer import usual_rate
 
 T = TypeVar("T")
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes

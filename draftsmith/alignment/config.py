@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from distill.config import DistillConfig
-from draftsmith_core.errors import InputError
-from draftsmith_core.options import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.options import (
     AtLeast0,
     AtLeast1,
     ByContent,
@@ -23,10 +22,11 @@ from draftsmith_core.options import (
     options,
     refuse_unused,
 )
-from draftsmith_core.prompt_rows import parse_named
-from eval.config import EvalConfig
-from train.config import TrainConfig
-from train.objective import parse_objective
+from draftsmith.core.prompt_rows import parse_named
+from draftsmith.distill.config import DistillConfig
+from draftsmith.eval.config import EvalConfig
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.objective import parse_objective
 
 Policy = Literal["id", "balanced"]
 # Options of the stages that `align` sets itself.

@@ -6,23 +6,23 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from distill.own_prompts import user_opening
-from drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
-from drafts.load import LoadedModels, load_models
 from draftsmith.alignment.config import AlignConfig
-from draftsmith_core.devices import resolve_device
-from draftsmith_core.models import (
+from draftsmith.core.devices import resolve_device
+from draftsmith.core.models import (
     of_all_layers,
     parameter_count,
     read_per_token,
     text_config,
     vocabulary_size,
 )
-from draftsmith_core.prompt_rows import iterate_rows, parse_named
-from draftsmith_core.prompts import PromptSet, read_prompts, room_for_prompts
-from draftsmith_core.ranks import launched
-from draftsmith_core.settings import ResolvedSampling, loading, resolve_sampling, tokenizing
-from draftsmith_core.tokenization import load_tokenizer
+from draftsmith.core.prompt_rows import iterate_rows, parse_named
+from draftsmith.core.prompts import PromptSet, read_prompts, room_for_prompts
+from draftsmith.core.ranks import launched
+from draftsmith.core.settings import ResolvedSampling, loading, resolve_sampling, tokenizing
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.distill.own_prompts import user_opening
+from draftsmith.drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
+from draftsmith.drafts.load import LoadedModels, load_models
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from decode import PROPOSERS, SpeculativeDecoder
-from drafts.heads.eagle import FeatureHead
-from drafts.load import Draft, LoadedModels, kind_of
 from draftsmith.alignment.budget import StepCost
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.stage_configs import eval_config
-from draftsmith_core.ranks import launched
-from draftsmith_core.sampling import Sampling
-from eval.config import EvalConfig
-from eval.method import shape_of
-from train.config import TrainConfig
-from train.trainees import TRAINEES
+from draftsmith.core.ranks import launched
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import PROPOSERS, SpeculativeDecoder
+from draftsmith.drafts.heads.eagle import FeatureHead
+from draftsmith.drafts.load import Draft, LoadedModels, kind_of
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.method import shape_of
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.trainees import TRAINEES
 
 _TOKENS = 6  # tokens of each answer that is timed
 

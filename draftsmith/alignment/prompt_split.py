@@ -3,9 +3,9 @@
 from itertools import islice
 from pathlib import Path
 
-from draftsmith_core.asked_hash import group_ranks
-from draftsmith_core.errors import InputError
-from draftsmith_core.io import (
+from draftsmith.core.asked_hash import group_ranks
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import (
     first_damaged,
     read_json,
     refuse_foreign,
@@ -13,8 +13,8 @@ from draftsmith_core.io import (
     write_rows,
     write_sealed,
 )
-from draftsmith_core.prompt_rows import asked_of, iterate_records, parse_record
-from draftsmith_core.prompts import PromptSet
+from draftsmith.core.prompt_rows import asked_of, iterate_records, parse_record
+from draftsmith.core.prompts import PromptSet
 
 # Of the prompt file and of what it was divided into.
 _RECORD = "source.json"

@@ -4,15 +4,15 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from decode import parse_tree
 from draftsmith.alignment.config import AlignConfig
-from draftsmith_core.engine_commands import SERVING
-from draftsmith_core.io import read_tree_file
-from eval.decision import decide
-from eval.method import decode_options
-from eval.report.findings import where
-from eval.results import Results
-from eval.schema import JOINED
+from draftsmith.core.engine_commands import SERVING
+from draftsmith.core.io import read_tree_file
+from draftsmith.decode import parse_tree
+from draftsmith.eval.decision import decide
+from draftsmith.eval.method import decode_options
+from draftsmith.eval.report.findings import where
+from draftsmith.eval.results import Results
+from draftsmith.eval.schema import JOINED
 
 What = Literal["draft", "lookup", "both", "none", "undecided"]
 _SENTENCES: dict[What, str] = {

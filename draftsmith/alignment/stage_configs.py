@@ -3,17 +3,17 @@
 from pathlib import Path
 from typing import Any, cast
 
-from distill.config import DistillConfig
-from drafts.load import draft_kind
 from draftsmith.alignment.config import AlignConfig
-from draftsmith_core.devices import resolve_device
-from draftsmith_core.errors import InputError
-from draftsmith_core.prompt_rows import NAME, parse_named
-from draftsmith_core.ranks import launched
-from draftsmith_core.settings import loading
-from eval.config import EvalConfig
-from eval.schema import JOINED
-from train.config import DraftKind, HeadOptions, TrainConfig
+from draftsmith.core.devices import resolve_device
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompt_rows import NAME, parse_named
+from draftsmith.core.ranks import launched
+from draftsmith.core.settings import loading
+from draftsmith.distill.config import DistillConfig
+from draftsmith.drafts.load import draft_kind
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.schema import JOINED
+from draftsmith.train.config import DraftKind, HeadOptions, TrainConfig
 
 # Names in the evaluation: prompt lookup, and prompt lookup before the draft.
 LOOKUP = "lookup"

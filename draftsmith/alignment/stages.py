@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import yaml
 
-from distill.generate import distill
-from drafts.load import LoadedModels
 from draftsmith.alignment import stage_configs
 from draftsmith.alignment.budget import Budget, budget_lines, step_costs, untrained
 from draftsmith.alignment.choices import complete
@@ -26,23 +24,25 @@ from draftsmith.alignment.forecast import expected
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
 from draftsmith.alignment.summary import best_draft
 from draftsmith.config import InitConfig
+from draftsmith.core.cards import add_results
+from draftsmith.core.command_line import check_file
+from draftsmith.core.errors import InputError, without_secrets
+from draftsmith.core.hub import check_push, pushed
+from draftsmith.core.io import JsonObject, write_text_atomic
+from draftsmith.core.launcher import join_processes
+from draftsmith.core.options import Option, configured, options_of, value_at
+from draftsmith.core.ranks import from_main, on_main, say
+from draftsmith.core.runs import Run
+from draftsmith.core.settings import loading
+from draftsmith.core.template_date import fix_date
+from draftsmith.distill.generate import distill
+from draftsmith.drafts.load import LoadedModels
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.request import check
+from draftsmith.eval.results import Results
 from draftsmith.starting import in_words, init
-from draftsmith_core.cards import add_results
-from draftsmith_core.command_line import check_file
-from draftsmith_core.errors import InputError, without_secrets
-from draftsmith_core.hub import check_push, pushed
-from draftsmith_core.io import JsonObject, write_text_atomic
-from draftsmith_core.launcher import join_processes
-from draftsmith_core.options import Option, configured, options_of, value_at
-from draftsmith_core.ranks import from_main, on_main, say
-from draftsmith_core.runs import Run
-from draftsmith_core.settings import loading
-from draftsmith_core.template_date import fix_date
-from eval.evaluate import evaluate
-from eval.request import check
-from eval.results import Results
-from train.config import TrainConfig
-from train.training_run import train
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.training_run import train
 
 
 def align(config: AlignConfig | None = None, **options: Any) -> Results:

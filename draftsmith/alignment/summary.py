@@ -6,12 +6,12 @@ from typing import Any
 
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.serving import Advice, advise, decode_command
-from eval.report.findings import worst_set
-from eval.report.formats import with_interval
-from eval.report.tables import best_tau
-from eval.results import Results
-from eval.schema import Row
-from eval.summary import headline_and_table
+from draftsmith.eval.report.findings import worst_set
+from draftsmith.eval.report.formats import with_interval
+from draftsmith.eval.report.tables import best_tau
+from draftsmith.eval.results import Results
+from draftsmith.eval.schema import Row
+from draftsmith.eval.summary import headline_and_table
 
 
 def summary(config: AlignConfig, results: Results) -> dict[str, Any]:

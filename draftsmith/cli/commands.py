@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.cli.examples import EXAMPLES
 from draftsmith.cli.outcome import Outcome
-from draftsmith_core.errors import InputError, RequirementError, shown
+from draftsmith.core.errors import InputError, RequirementError, shown
 
 if TYPE_CHECKING:
-    from distill.config import DistillConfig, ScoreConfig
-    from drafts.config import DoctorConfig, ExportConfig, MergeConfig
     from draftsmith.alignment.config import AlignConfig
     from draftsmith.config import (
         DecodeConfig,
@@ -31,8 +29,10 @@ if TYPE_CHECKING:
         StatusConfig,
         TrainCommandConfig,
     )
-    from eval.config import EvalConfig, PlanConfig, RenderConfig, TimeAgainConfig
-    from train.config import TrainConfig
+    from draftsmith.distill.config import DistillConfig, ScoreConfig
+    from draftsmith.drafts.config import DoctorConfig, ExportConfig, MergeConfig
+    from draftsmith.eval.config import EvalConfig, PlanConfig, RenderConfig, TimeAgainConfig
+    from draftsmith.train.config import TrainConfig
 
 
 def _init(config: "InitConfig", command: str) -> Outcome:
@@ -45,7 +45,7 @@ def _init(config: "InitConfig", command: str) -> Outcome:
 
 
 def _distill(config: "DistillConfig", command: str) -> Outcome:
-    from distill.generate import distill
+    from draftsmith.distill.generate import distill
 
     summary = distill(config, command)
     lines = [
@@ -70,7 +70,7 @@ def _distill(config: "DistillConfig", command: str) -> Outcome:
 
 
 def _score(config: "ScoreConfig", command: str) -> Outcome:
-    from distill.score import score_set
+    from draftsmith.distill.score import score_set
 
     summary = score_set(config, command)
     line = (
@@ -84,7 +84,7 @@ def _score(config: "ScoreConfig", command: str) -> Outcome:
 
 def _recipe(config: "TrainCommandConfig") -> "TrainConfig":
     """The options of `train` without `--smoke`, which rewrites them."""
-    from train.config import TrainConfig
+    from draftsmith.train.config import TrainConfig
 
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
     recipe = TrainConfig(**values)
@@ -96,10 +96,10 @@ def _recipe(config: "TrainCommandConfig") -> "TrainConfig":
 
 
 def _train(config: "TrainCommandConfig", command: str) -> Outcome:
-    from draftsmith_core.runs import train_longer
-    from eval.facts import heldout_curve
-    from eval.report.findings import still_rising
-    from train.training_run import train
+    from draftsmith.core.runs import train_longer
+    from draftsmith.eval.facts import heldout_curve
+    from draftsmith.eval.report.findings import still_rising
+    from draftsmith.train.training_run import train
 
     summary = train(_recipe(config), command)
     alpha = f", alpha {summary['heldout_alpha']:.4f}" if "heldout_alpha" in summary else ""
@@ -119,7 +119,7 @@ def _train(config: "TrainCommandConfig", command: str) -> Outcome:
 
 
 def _merge(config: "MergeConfig", command: str) -> Outcome:
-    from drafts.merge import merge
+    from draftsmith.drafts.merge import merge
 
     summary = merge(config, command)
     weights = summary["weights"]
@@ -150,9 +150,9 @@ def _demo(config: "DemoConfig", command: str) -> Outcome:
     from draftsmith.alignment import summary
     from draftsmith.alignment.serving import advise
     from draftsmith.alignment.stages import run_stages
+    from draftsmith.core.ranks import from_main
     from draftsmith.demo import demo_run
-    from draftsmith_core.ranks import from_main
-    from eval.summary import summary as eval_summary, table
+    from draftsmith.eval.summary import summary as eval_summary, table
 
     started = time.monotonic()
     prepared = demo_run.prepare(Path(config.out), config.short, config.device, config.dtype)
@@ -173,12 +173,12 @@ def _demo(config: "DemoConfig", command: str) -> Outcome:
 
 
 def _eval(config: "EvalConfig", command: str) -> Outcome:
-    from eval.request import check
+    from draftsmith.eval.request import check
 
     request = check(config)  # before torch is imported
-    from eval.evaluate import evaluate_request
-    from eval.results import Results
-    from eval.summary import headline_and_table, summary
+    from draftsmith.eval.evaluate import evaluate_request
+    from draftsmith.eval.results import Results
+    from draftsmith.eval.summary import headline_and_table, summary
 
     unmet = _unmet(lambda: evaluate_request(request))
     results = Results.load(config.out)
@@ -190,8 +190,8 @@ def _eval(config: "EvalConfig", command: str) -> Outcome:
 
 
 def _render(config: "RenderConfig", command: str) -> Outcome:
-    from eval.evaluate import render
-    from eval.results import Results
+    from draftsmith.eval.evaluate import render
+    from draftsmith.eval.results import Results
 
     unmet = _unmet(lambda: Results.load(config.render).require(*config.require))
     report = str(render(config.render))
@@ -199,7 +199,7 @@ def _render(config: "RenderConfig", command: str) -> Outcome:
 
 
 def _time_again(config: "TimeAgainConfig", command: str) -> Outcome:
-    from eval.evaluate import without_timings
+    from draftsmith.eval.evaluate import without_timings
 
     return _eval(without_timings(config.time_again), command)
 
@@ -213,8 +213,8 @@ def _unmet(check: Callable[[], object]) -> RequirementError | None:
 
 
 def _doctor(config: "DoctorConfig", command: str) -> Outcome:
-    from drafts.doctor import DRAFT_TOKENS, examine
-    from eval.report.formats import with_interval
+    from draftsmith.drafts.doctor import DRAFT_TOKENS, examine
+    from draftsmith.eval.report.formats import with_interval
 
     verdicts = examine(config)
     lines = []
@@ -251,7 +251,7 @@ def _served(config: "ServedConfig", command: str) -> Outcome:
 
 
 def _export(config: "ExportConfig", command: str) -> Outcome:
-    from drafts.layouts.export import export
+    from draftsmith.drafts.layouts.export import export
 
     summary = export(config)
     check = summary["check"]
@@ -265,9 +265,9 @@ def _export(config: "ExportConfig", command: str) -> Outcome:
 
 
 def _plan(config: "PlanConfig", command: str) -> Outcome:
-    from eval.draft_sources import copies_first
-    from eval.method import decode_options
-    from eval.planning.plan import plan, plan_lines
+    from draftsmith.eval.draft_sources import copies_first
+    from draftsmith.eval.method import decode_options
+    from draftsmith.eval.planning.plan import plan, plan_lines
 
     document = plan(config)
     keys = (
@@ -304,8 +304,8 @@ def _status(config: "StatusConfig", command: str) -> Outcome:
 class Command:
     """A command.
 
-    what: its line in `draftsmith --help`. config: class of its options, "module:class". parallel:
-    whether it runs on several processes. instead: commands that replace it, by the option that
+    what: its line in `draftsmith --help`. config: class of its options, "module:class" of this package.
+    parallel: whether it runs on several processes. instead: commands that replace it, by the option that
     selects them. alone: the option that a word without `--` gives.
     """
 
@@ -319,7 +319,7 @@ class Command:
     @property
     def options(self) -> type:
         module, _, name = self.config.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(f"draftsmith.{module}"), name)
 
     @property
     def modes(self) -> dict[str, str]:
@@ -330,19 +330,19 @@ class Command:
 COMMANDS = {
     "demo": Command(
         "align the shipped nano pair, offline, in minutes",
-        "draftsmith.config:DemoConfig",
+        "config:DemoConfig",
         _demo,
         True,
     ),
     "align": Command(
         "distil, train, evaluate and report for your pair",
-        "draftsmith.alignment.config:AlignConfig",
+        "alignment.config:AlignConfig",
         _align,
         True,
     ),
     "init": Command(
         "a draft to start from: pruned, transplanted or fresh",
-        "draftsmith.config:InitConfig",
+        "config:InitConfig",
         _init,
     ),
     "distill": Command(
@@ -356,15 +356,11 @@ COMMANDS = {
             )
         },
     ),
-    "train": Command(
-        "fit a draft to a distilled set", "draftsmith.config:TrainCommandConfig", _train, True
-    ),
+    "train": Command("fit a draft to a distilled set", "config:TrainCommandConfig", _train, True),
     "merge": Command(
         "interpolate between drafts, or average them", "drafts.config:MergeConfig", _merge
     ),
-    "decode": Command(
-        "generate with target and draft, losslessly", "draftsmith.config:DecodeConfig", _decode
-    ),
+    "decode": Command("generate with target and draft, losslessly", "config:DecodeConfig", _decode),
     "eval": Command(
         "what alignment bought, in distribution and out of it",
         "eval.config:EvalConfig",
@@ -383,7 +379,7 @@ COMMANDS = {
         _doctor,
         instead={
             "served": Command(
-                "ask a running server what it accepts", "draftsmith.config:ServedConfig", _served
+                "ask a running server what it accepts", "config:ServedConfig", _served
             )
         },
     ),
@@ -395,7 +391,7 @@ COMMANDS = {
     ),
     "status": Command(
         "what a directory holds, and how to go on",
-        "draftsmith.config:StatusConfig",
+        "config:StatusConfig",
         _status,
         alone="directory",
     ),
@@ -405,8 +401,8 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 def run(name: str, argv: list[str]) -> None:
     """Run the command `name`: print its lines, and with `--json` its summary as the last line."""
-    from draftsmith_core.command_line import asks_all, parse, underscored
-    from draftsmith_core.ranks import is_main, require_single_process
+    from draftsmith.core.command_line import asks_all, parse, underscored
+    from draftsmith.core.ranks import is_main, require_single_process
 
     config: Any
     command = COMMANDS[name]
@@ -449,7 +445,7 @@ def print_completion(argv: list[str]) -> None:
 
     import shtab
 
-    from draftsmith_core.command_line import parser
+    from draftsmith.core.command_line import parser
 
     whole = argparse.ArgumentParser(prog="draftsmith")
     parsers = whole.add_subparsers()

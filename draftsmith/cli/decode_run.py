@@ -13,30 +13,30 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
-from decode import PROPOSERS, DecodeStats
-from decode.native import missing_kernel
-from decode.suffix_index import SuffixIndex
-from drafts.heads import NATIVE
-from drafts.load import draft_kind, other_targets
 from draftsmith.cli.outcome import Outcome
 from draftsmith.config import DecodeConfig
+from draftsmith.core.devices import peak_memory
+from draftsmith.core.documents import read_documents
+from draftsmith.core.errors import InputError, shown
+from draftsmith.core.hub import check_source
+from draftsmith.core.io import hash_json, jsonl, write_text_atomic
+from draftsmith.core.options import identity
+from draftsmith.core.progress import progress
+from draftsmith.core.prompts import Prompt, PromptSet, read_prompts, room_for_prompts
+from draftsmith.core.ranks import say
+from draftsmith.core.runs import Run
+from draftsmith.core.settings import loading, resolve_sampling, sampling_options, tokenizing
+from draftsmith.core.template_date import fix_date
+from draftsmith.core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
+from draftsmith.decode import PROPOSERS, DecodeStats
+from draftsmith.decode.native import missing_kernel
+from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.detokenizer import Detokenizer, Piece
 from draftsmith.drafting import choose_method, planned_without_a_draft
+from draftsmith.drafts.heads import NATIVE
+from draftsmith.drafts.load import draft_kind, other_targets
+from draftsmith.eval.draft_sources import near_weightless
 from draftsmith.pair import Decoding, Output, Pair, load_pair
-from draftsmith_core.devices import peak_memory
-from draftsmith_core.documents import read_documents
-from draftsmith_core.errors import InputError, shown
-from draftsmith_core.hub import check_source
-from draftsmith_core.io import hash_json, jsonl, write_text_atomic
-from draftsmith_core.options import identity
-from draftsmith_core.progress import progress
-from draftsmith_core.prompts import Prompt, PromptSet, read_prompts, room_for_prompts
-from draftsmith_core.ranks import say
-from draftsmith_core.runs import Run
-from draftsmith_core.settings import loading, resolve_sampling, sampling_options, tokenizing
-from draftsmith_core.template_date import fix_date
-from draftsmith_core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
-from eval.draft_sources import near_weightless
 
 DRAFT_STYLE = "bold green"
 # Makes the batches of outputs, from a request on.

@@ -3,7 +3,7 @@
 import textwrap
 from typing import NamedTuple
 
-from decode import PROPOSERS, TREES, VERIFIERS
+from draftsmith.decode import PROPOSERS, TREES, VERIFIERS
 
 
 class MethodRow(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from draftsmith_core.errors import RequirementError
+from draftsmith.core.errors import RequirementError
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,22 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.stage_configs import LOOKUP, contenders
+from draftsmith.core.io import atomic_dir, make_dir, write_rows, write_text_atomic
+from draftsmith.core.launcher import join_processes
+from draftsmith.core.models import load_model
+from draftsmith.core.ranks import on_main, say
+from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.demo import corpus
 from draftsmith.demo.widen import widen
-from draftsmith_core.io import atomic_dir, make_dir, write_rows, write_text_atomic
-from draftsmith_core.launcher import join_processes
-from draftsmith_core.models import load_model
-from draftsmith_core.ranks import on_main, say
-from draftsmith_core.tokenization import load_tokenizer
-from eval.config import EvalConfig
-from eval.evaluate import evaluate
-from eval.report.findings import lead
-from eval.report.formats import WORDS
-from eval.report.page import FIGURES, Picture, render_template
-from eval.report.tables import Table
-from eval.report.theme import LIGHT, Look, inline_svg, roles_of
-from eval.results import Results
-from eval.summary import headline_and_table, rows_by_set
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.report.findings import lead
+from draftsmith.eval.report.formats import WORDS
+from draftsmith.eval.report.page import FIGURES, Picture, render_template
+from draftsmith.eval.report.tables import Table
+from draftsmith.eval.report.theme import LIGHT, Look, inline_svg, roles_of
+from draftsmith.eval.results import Results
+from draftsmith.eval.summary import headline_and_table, rows_by_set
 
 RECIPES = Path(__file__).parent / "recipes"
 PAIR = Path(__file__).parent / "pair"

@@ -15,25 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from distill.engines.server import Completion
-from drafts.load import depth_limit, other_targets
 from draftsmith.config import ServedConfig
-from draftsmith.pair import Pair, load_pair
-from draftsmith.serving.replay import Case, Replay, replay
-from draftsmith.serving.running_server import NAMES, RunningServer, ServedAnswer
-from draftsmith.serving.suspects import SUSPECTS, Suspect
-from draftsmith_core.errors import InputError
-from draftsmith_core.models import eos_ids
-from draftsmith_core.options import configured
-from draftsmith_core.progress import track
-from draftsmith_core.prompts import Prompt, read_prompts, room_for_prompts
-from draftsmith_core.ranks import say
-from draftsmith_core.runs import read_record
-from draftsmith_core.sampling import Sampling
-from draftsmith_core.settings import loading, resolve_sampling
-from draftsmith_core.template_date import fix_date
-from eval.acceptance import Continuation
-from eval.bootstrap import (
+from draftsmith.core.errors import InputError
+from draftsmith.core.models import eos_ids
+from draftsmith.core.options import configured
+from draftsmith.core.progress import track
+from draftsmith.core.prompts import Prompt, read_prompts, room_for_prompts
+from draftsmith.core.ranks import say
+from draftsmith.core.runs import read_record
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.settings import loading, resolve_sampling
+from draftsmith.core.template_date import fix_date
+from draftsmith.distill.engines.server import Completion
+from draftsmith.drafts.load import depth_limit, other_targets
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.bootstrap import (
     Floats,
     PromptSums,
     Resamples,
@@ -43,9 +39,13 @@ from eval.bootstrap import (
     pooled_ratios,
     resample_groups,
 )
-from eval.groups import groups_of
-from eval.remarks import of_groups
-from eval.schema import Estimate
+from draftsmith.eval.groups import groups_of
+from draftsmith.eval.remarks import of_groups
+from draftsmith.eval.schema import Estimate
+from draftsmith.pair import Pair, load_pair
+from draftsmith.serving.replay import Case, Replay, replay
+from draftsmith.serving.running_server import NAMES, RunningServer, ServedAnswer
+from draftsmith.serving.suspects import SUSPECTS, Suspect
 
 # Ignore smaller differences: in accepted tokens per call, and in the likelihood of the texts.
 _ACCEPTED_MARGIN = 0.05

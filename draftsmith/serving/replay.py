@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from drafts.load import Draft
-from draftsmith_core.sampling import Sampling, probs
-from eval.acceptance import Continuation, Positions
-from eval.bootstrap import Floats, PromptSums
-from eval.estimate import read_traces
-from eval.method import Method
-from eval.predict import predict
+from draftsmith.core.sampling import Sampling, probs
+from draftsmith.drafts.load import Draft
+from draftsmith.eval.acceptance import Continuation, Positions
+from draftsmith.eval.bootstrap import Floats, PromptSums
+from draftsmith.eval.estimate import read_traces
+from draftsmith.eval.method import Method
+from draftsmith.eval.predict import predict
 
 _BATCH = 8
 _NONE = 1e-6

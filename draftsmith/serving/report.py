@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from draftsmith_core.errors import RequirementError
-from eval.report.formats import with_interval
-from eval.schema import Estimate
+from draftsmith.core.errors import RequirementError
+from draftsmith.eval.report.formats import with_interval
+from draftsmith.eval.schema import Estimate
 
 # Suspects that are printed; --json has all.
 _SHOWN = 6

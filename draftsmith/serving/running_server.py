@@ -20,8 +20,12 @@ from typing import Any
 
 import httpx
 
-from distill.engines import AnswerRequest, Key
-from distill.engines.replies import (
+from draftsmith.core.errors import InputError, RunError, first_line
+from draftsmith.core.prompts import Prompt, asked
+from draftsmith.core.row_formats import ARGUMENTS, BESIDE, CONTINUES
+from draftsmith.core.sampling import Sampling
+from draftsmith.distill.engines import AnswerRequest, Key
+from draftsmith.distill.engines.replies import (
     REPLY_BYTES,
     ReplyTooLong,
     client_options,
@@ -29,11 +33,7 @@ from distill.engines.replies import (
     key_of,
     said,
 )
-from distill.engines.server import Completion, Dialect
-from draftsmith_core.errors import InputError, RunError, first_line
-from draftsmith_core.prompts import Prompt, asked
-from draftsmith_core.row_formats import ARGUMENTS, BESIDE, CONTINUES
-from draftsmith_core.sampling import Sampling
+from draftsmith.distill.engines.server import Completion, Dialect
 
 NAMES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "sglang": "SGLang"}
 _HOW = {

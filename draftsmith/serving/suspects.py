@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafts.heads.eagle import FeatureHead
-from drafts.heads.eagle3 import Eagle3Head
+from draftsmith.core.models import text_config
+from draftsmith.core.sampling import Sampling
+from draftsmith.drafts.heads.eagle import FeatureHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.serving.replay import Case, Penalty, log_likelihoods
-from draftsmith_core.models import text_config
-from draftsmith_core.sampling import Sampling
 
 # Kinds of penalties, and the steps in which they are tried: twenty each, then finer.
 _PENALTY_STEPS = {"repetition": 0.05, "presence": 0.1, "frequency": 0.1}

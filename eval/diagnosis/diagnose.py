@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith_core.sampling import Sampling, acceptance
-from eval.acceptance import Positions, refusals
-from eval.diagnosis.draws import drawn_at
+from draftsmith.core.sampling import Sampling, acceptance
+from draftsmith.eval.acceptance import Positions, refusals
+from draftsmith.eval.diagnosis.draws import drawn_at
 
 # Most probable candidates per position; the rest is left out of the calibration.
 CANDIDATES = 64

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftsmith_core.sampling import generator, row_seed, uniforms
-from eval.acceptance import Continuation, Place
+from draftsmith.core.sampling import generator, row_seed, uniforms
+from draftsmith.eval.acceptance import Continuation, Place
 
 
 def spread(length: int, count: int) -> list[int]:

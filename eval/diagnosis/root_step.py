@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode import VERIFIERS
-from decode.propose.protocol import Proposal
-from decode.propose.static_tree import draw_children, most_probable
-from decode.transport_bound import optimal_acceptance
-from decode.tree import Drawing, Tree
-from decode.tree_batch import TreeBatch
-from draftsmith_core.sampling import draw_with_replacement
-from eval.acceptance import Positions
-from eval.diagnosis.draws import drawn_at
-from eval.method import Method
+from draftsmith.core.sampling import draw_with_replacement
+from draftsmith.decode import VERIFIERS
+from draftsmith.decode.propose.protocol import Proposal
+from draftsmith.decode.propose.static_tree import draw_children, most_probable
+from draftsmith.decode.transport_bound import optimal_acceptance
+from draftsmith.decode.tree import Drawing, Tree
+from draftsmith.decode.tree_batch import TreeBatch
+from draftsmith.eval.acceptance import Positions
+from draftsmith.eval.diagnosis.draws import drawn_at
+from draftsmith.eval.method import Method
 
 # Most positions per prompt. The bound costs far more than alpha.
 PER_PROMPT = 16

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.bootstrap import PromptSums, difference, estimate, interval, joined
-from eval.diagnosis.diagnose import BINS, Diagnosis
-from eval.remarks import overlaps
-from eval.rows import Group, Measured, Setting
-from eval.schema import Estimate, Row
-from eval.suites import Suite
+from draftsmith.eval.bootstrap import PromptSums, difference, estimate, interval, joined
+from draftsmith.eval.diagnosis.diagnose import BINS, Diagnosis
+from draftsmith.eval.remarks import overlaps
+from draftsmith.eval.rows import Group, Measured, Setting
+from draftsmith.eval.schema import Estimate, Row
+from draftsmith.eval.suites import Suite
 
 # Properties that positions are grouped by, and the edges of their bins.
 ENTROPY = "entropy of the target, bits"

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from decode.tree_spec import kary
-from draftsmith_core.engine_commands import SERVING
-from eval.planning.planner import Expected
+from draftsmith.core.engine_commands import SERVING
+from draftsmith.decode.tree_spec import kary
+from draftsmith.eval.planning.planner import Expected
 
 # Each engine's acceptance rule above temperature 0: our verifier, and a description (engines'
 # sources and documentation, November 2026). At temperature 0 all engines accept what the target

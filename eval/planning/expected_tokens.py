@@ -16,10 +16,10 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from decode import Tree
-from decode.tree import tree_of_paths
-from decode.tree_spec import kary
-from eval.predict import Floats
+from draftsmith.decode import Tree
+from draftsmith.decode.tree import tree_of_paths
+from draftsmith.decode.tree_spec import kary
+from draftsmith.eval.predict import Floats
 
 Path = tuple[int, ...]
 # MCSD's space: branching numbers of one level, and the most leaves (arXiv 2401.06706).

@@ -12,26 +12,26 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from decode import Tree
-from drafts.heads.block import BlockHead
-from drafts.load import kind_of
-from draftsmith_core.engine_commands import SERVING
-from draftsmith_core.io import write_json_atomic
-from draftsmith_core.options import configured
-from draftsmith_core.progress import Advance, progress
-from draftsmith_core.ranks import say
-from draftsmith_core.runs import provenance
-from draftsmith_core.settings import resolve_sampling, sampling_options
-from eval import remarks
-from eval.acceptance import Continuation
-from eval.bootstrap import signs
-from eval.config import PlanConfig
-from eval.copying import loaded_drafts
-from eval.draft_sources import check_sources, models_of
-from eval.facts import draft_row, machine, model_row
-from eval.method import OWN_TREE
-from eval.planning.engines import engine_rows
-from eval.planning.planner import (
+from draftsmith.core.engine_commands import SERVING
+from draftsmith.core.io import write_json_atomic
+from draftsmith.core.options import configured
+from draftsmith.core.progress import Advance, progress
+from draftsmith.core.ranks import say
+from draftsmith.core.runs import provenance
+from draftsmith.core.settings import resolve_sampling, sampling_options
+from draftsmith.decode import Tree
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.load import kind_of
+from draftsmith.eval import remarks
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.bootstrap import signs
+from draftsmith.eval.config import PlanConfig
+from draftsmith.eval.copying import loaded_drafts
+from draftsmith.eval.draft_sources import check_sources, models_of
+from draftsmith.eval.facts import draft_row, machine, model_row
+from draftsmith.eval.method import OWN_TREE
+from draftsmith.eval.planning.engines import engine_rows
+from draftsmith.eval.planning.planner import (
     LIMIT_S,
     Candidate,
     Confirmed,
@@ -41,8 +41,8 @@ from eval.planning.planner import (
     Timed,
     candidate_row,
 )
-from eval.planning.step_costs import fit
-from eval.suites import load
+from draftsmith.eval.planning.step_costs import fit
+from draftsmith.eval.suites import load
 
 SCHEMA_VERSION = 1
 # Steps of a plan, and those of ranking trees without trying them.

@@ -9,30 +9,30 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from decode import (
+from draftsmith.core.errors import counted
+from draftsmith.core.models import eos_ids, vocabulary_size
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.sampling import Sampling, generator, row_seed
+from draftsmith.decode import (
     SpeculativeDecoder,
     Tree,
     TreeShape,
     default_verifier,
     takes_trees,
 )
-from decode.tree_spec import kary
-from drafts.heads.block import BlockHead
-from drafts.load import Draft, depth_limit
-from draftsmith_core.errors import counted
-from draftsmith_core.models import eos_ids, vocabulary_size
-from draftsmith_core.prompts import Prompt
-from draftsmith_core.sampling import Sampling, generator, row_seed
-from eval.acceptance import Continuation
-from eval.bootstrap import PromptSums, estimate, quotient, resample_groups
-from eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
-from eval.estimate import read_traces
-from eval.groups import connected, groups_of
-from eval.measuring import answers
-from eval.method import OWN_TREE, Method, shape_of
-from eval.planning.expected_tokens import JointRuns, kary_space
-from eval.planning.step_costs import Costs, time_shapes
-from eval.predict import Traces, chances, predict
+from draftsmith.decode.tree_spec import kary
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.load import Draft, depth_limit
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.bootstrap import PromptSums, estimate, quotient, resample_groups
+from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
+from draftsmith.eval.estimate import read_traces
+from draftsmith.eval.groups import connected, groups_of
+from draftsmith.eval.measuring import answers
+from draftsmith.eval.method import OWN_TREE, Method, shape_of
+from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
+from draftsmith.eval.planning.step_costs import Costs, time_shapes
+from draftsmith.eval.predict import Traces, chances, predict
 
 # Most nodes and levels of a tree that is chosen.
 NODES = 64

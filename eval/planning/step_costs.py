@@ -15,8 +15,8 @@ from statistics import fmean
 
 import numpy as np
 
-from decode import Tree
-from decode.tree_spec import kary
+from draftsmith.decode import Tree
+from draftsmith.decode.tree_spec import kary
 
 # Nodes of the trees of one level.
 ROWS = (1, 2, 4, 8, 16, 32, 64)

@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.report.formats import KIND_TITLES, kept, number, shortened, tree_name
-from eval.report.theme import WIDTH, Look, drawing
-from eval.results_table import ResultsTable
-from eval.schema import Row
+from draftsmith.eval.report.formats import KIND_TITLES, kept, number, shortened, tree_name
+from draftsmith.eval.report.theme import WIDTH, Look, drawing
+from draftsmith.eval.results_table import ResultsTable
+from draftsmith.eval.schema import Row
 
 # Inches per line of a dot plot.
 LINE = 0.25

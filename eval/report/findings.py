@@ -7,11 +7,19 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.decision import Cell, Clocked, Decision, Setting, decide, lossless_taus
-from eval.method import decode_options
-from eval.report.formats import WORDS, number, percent, points, sign, tree_name, with_interval
-from eval.results_table import ResultsTable
-from eval.schema import BUSY, Row, SuiteKind
+from draftsmith.eval.decision import Cell, Clocked, Decision, Setting, decide, lossless_taus
+from draftsmith.eval.method import decode_options
+from draftsmith.eval.report.formats import (
+    WORDS,
+    number,
+    percent,
+    points,
+    sign,
+    tree_name,
+    with_interval,
+)
+from draftsmith.eval.results_table import ResultsTable
+from draftsmith.eval.schema import BUSY, Row, SuiteKind
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from eval.schema import SuiteKind
+from draftsmith.eval.schema import SuiteKind
 
 # The sentences, captions, notes and columns of a report.
 _WORDS = Path(__file__).parent / "templates" / "words.yaml"

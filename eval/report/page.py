@@ -11,14 +11,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from draftsmith_core.io import write_text_atomic
-from eval.report import figures
-from eval.report.findings import lead
-from eval.report.formats import WORDS, tree_name
-from eval.report.tables import tables
-from eval.report.theme import DARK, LIGHT, Look, inline_svg, roles_of, write_png
-from eval.results_table import ResultsTable
-from eval.schema import BUSY
+from draftsmith.core.io import write_text_atomic
+from draftsmith.eval.report import figures
+from draftsmith.eval.report.findings import lead
+from draftsmith.eval.report.formats import WORDS, tree_name
+from draftsmith.eval.report.tables import tables
+from draftsmith.eval.report.theme import DARK, LIGHT, Look, inline_svg, roles_of, write_png
+from draftsmith.eval.results_table import ResultsTable
+from draftsmith.eval.schema import BUSY
 
 # A table longer than this is folded; it is all there, one click away, without a script.
 OPEN_ROWS = 40
@@ -106,7 +106,7 @@ def _timed(results: ResultsTable) -> str:
 def render_template(name: str, headline: str, pictures: Sequence[Picture], **values: Any) -> str:
     """A page from its template in `templates/`, everything that came from outside escaped."""
     environment = Environment(
-        loader=PackageLoader("eval.report"),
+        loader=PackageLoader("draftsmith.eval.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.propose import CHAIN
-from eval.bootstrap import signs
-from eval.report.findings import worst_set
-from eval.report.formats import (
+from draftsmith.decode.propose import CHAIN
+from draftsmith.eval.bootstrap import signs
+from draftsmith.eval.report.findings import worst_set
+from draftsmith.eval.report.formats import (
     CLEAR,
     NONE,
     WORDS,
@@ -22,8 +22,8 @@ from eval.report.formats import (
     tree_name,
     with_interval,
 )
-from eval.results_table import ResultsTable
-from eval.schema import TARGET, Row, read_of
+from draftsmith.eval.results_table import ResultsTable
+from draftsmith.eval.schema import TARGET, Row, read_of
 
 
 @dataclass(frozen=True)

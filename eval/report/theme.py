@@ -17,7 +17,7 @@ import matplotlib
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from draftsmith_core.io import atomic_file
+from draftsmith.core.io import atomic_file
 
 # After Okabe and Ito (2008), told apart with any kind of colour vision; the base draft is always
 # grey.

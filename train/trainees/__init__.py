@@ -4,16 +4,16 @@ batch.
 
 from collections.abc import Callable
 
-from train.trainee import Trainee
-from train.trainees.block import BlockTrainee
-from train.trainees.head import (
+from draftsmith.train.trainee import Trainee
+from draftsmith.train.trainees.block import BlockTrainee
+from draftsmith.train.trainees.head import (
     Eagle3Trainee,
     EagleTrainee,
     HydraTrainee,
     MedusaTrainee,
     MtpTrainee,
 )
-from train.trainees.lm import LMTrainee
+from draftsmith.train.trainees.lm import LMTrainee
 
 TRAINEES: dict[str, Callable[..., Trainee]] = {
     "lm": LMTrainee,

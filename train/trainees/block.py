@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafts.draft_vocabulary import drafted_rows
-from drafts.heads.block import BlockHead
-from draftsmith_core.sampling import generator
-from train.batch import Batch, LossSums
-from train.chunked import LowRank, Output, TokenLoss
-from train.objective import parse_objective
-from train.trainees.head import Drafts, HeadTrainee, Pairs, Part, join, pairs_at
+from draftsmith.core.sampling import generator
+from draftsmith.drafts.draft_vocabulary import drafted_rows
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.train.batch import Batch, LossSums
+from draftsmith.train.chunked import LowRank, Output, TokenLoss
+from draftsmith.train.objective import parse_objective
+from draftsmith.train.trainees.head import Drafts, HeadTrainee, Pairs, Part, join, pairs_at
 
 # Candidates for a slot's temperature, and the bins of the calibration error.
 _TEMPERATURES = tuple(2.0 ** (step / 10) for step in range(-30, 31))

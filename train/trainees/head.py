@@ -21,18 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from drafts.draft_vocabulary import DraftVocabulary, drafted_rows
-from drafts.heads import Head
-from drafts.heads.eagle import EagleHead
-from drafts.heads.eagle3 import Eagle3Head
-from drafts.heads.medusa import HydraHeads, MedusaHeads
-from drafts.heads.mtp import MtpHead
-from train.batch import IGNORE, Batch, LossSums
-from train.chunked import LowRank, Output
-from train.features import FeatureCache, FrozenTarget
-from train.objective import Objective
-from train.teacher import LiveTeacher
-from train.trainee import Trainee
+from draftsmith.drafts.draft_vocabulary import DraftVocabulary, drafted_rows
+from draftsmith.drafts.heads import Head
+from draftsmith.drafts.heads.eagle import EagleHead
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
+from draftsmith.drafts.heads.mtp import MtpHead
+from draftsmith.train.batch import IGNORE, Batch, LossSums
+from draftsmith.train.chunked import LowRank, Output
+from draftsmith.train.features import FeatureCache, FrozenTarget
+from draftsmith.train.objective import Objective
+from draftsmith.train.teacher import LiveTeacher
+from draftsmith.train.trainee import Trainee
 
 # Weight of the loss of each further depth, as a share of the one before (Medusa, section 2.2.1;
 # EAGLE-3's code).

@@ -8,15 +8,15 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafts.draft_vocabulary import draft_rows, draft_vocabulary, drafted_rows
-from draftsmith_core.hidden_states import body
-from draftsmith_core.models import vocabulary_size
-from train.batch import IGNORE, Batch, LossSums, forward_options, packing_method
-from train.chunked import Output
-from train.features import FeatureCache, FrozenTarget, StateMemory
-from train.objective import Objective
-from train.teacher import LiveTeacher, Teacher, find_projection, teacher_for_draft
-from train.trainee import Trainee
+from draftsmith.core.hidden_states import body
+from draftsmith.core.models import vocabulary_size
+from draftsmith.drafts.draft_vocabulary import draft_rows, draft_vocabulary, drafted_rows
+from draftsmith.train.batch import IGNORE, Batch, LossSums, forward_options, packing_method
+from draftsmith.train.chunked import Output
+from draftsmith.train.features import FeatureCache, FrozenTarget, StateMemory
+from draftsmith.train.objective import Objective
+from draftsmith.train.teacher import LiveTeacher, Teacher, find_projection, teacher_for_draft
+from draftsmith.train.trainee import Trainee
 
 
 class LMTrainee(Trainee):

@@ -1,0 +1,102 @@
+"""What a prompt asks, as a number: the messages, tools and template arguments of a chat, or a text.
+
+Tokens change with the chat template and the date that it prints; what is asked does not. Rows of
+one prompt, and turns of one chat, are one group.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from draftsmith.core.chats import without_thinking
+from draftsmith.core.io import JsonObject, canonical_json
+
+
+def asked_in_chat(
+    turns: Sequence[JsonObject],
+    tools: list[object] | None = None,
+    arguments: Mapping[str, object] | None = None,
+) -> int:
+    """Hash the turns up to an answer, 64 bits. arguments: the row's own, for the template.
+
+    A turn counts by its role, its text without thinking or outer spaces, and its tool calls
+    without their ids.
+    """
+    said = []
+    for turn in turns:
+        calls = [_call(call["function"]) for call in turn.get("tool_calls") or ()]
+        said.append([turn["role"], without_thinking(turn)["content"].strip(), calls])
+    return _hash_64([said, tools or [], arguments or {}])
+
+
+def asked_in_text(text: str) -> int:
+    """Hash a text that the target goes on from, 64 bits. A chat that says the same is another."""
+    return _hash_64(text.strip())
+
+
+def group_ranks(keys_of_rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return the rank of each row's group, from 0; rows that share a key, also through others, are
+    one group. Groups are in the order of a hash of their first keys, whatever the order of rows.
+    """
+    parent: dict[int, int] = {}
+
+    def root(key: int) -> int:
+        while parent.setdefault(key, key) != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    for keys in keys_of_rows:
+        for key in keys[1:]:
+            parent[root(key)] = root(keys[0])
+    members: dict[int, set[int]] = {}
+    for keys in keys_of_rows:
+        members.setdefault(root(keys[0]), set()).add(keys[0])
+    hashes: dict[int, int] = {}
+    for group, firsts in members.items():
+        hashes[group] = max(firsts) if len(firsts) == 1 else _hash_64(sorted(firsts))
+    ranks = {group: rank for rank, group in enumerate(sorted(hashes, key=hashes.__getitem__))}
+    return [ranks[root(keys[0])] for keys in keys_of_rows]
+
+
+def earlier_turns(
+    prompts: Iterable[Sequence[int]], answers: Iterable[Sequence[int]]
+) -> list[list[int]]:
+    """Return for each prompt the rows, as indices, whose prompt and answer it begins with, as a
+    later turn of a chat does. The last token of an answer may differ: it ends the answer.
+    """
+    asked = [np.asarray(ids, dtype=">i4").tobytes() for ids in prompts]
+    said = [np.asarray(ids, dtype=">i4").tobytes() for ids in answers]
+    token = 4  # bytes
+    # Sorted by bytes, a text stands directly before those that begin with it.
+    texts = [(ids, True, row) for row, ids in enumerate(asked)]
+    for row, ids in enumerate(said):
+        if ids:
+            texts.append((asked[row] + ids[: max(token, len(ids) - token)], False, row))
+    earlier: list[list[int]] = [[] for _ in asked]
+    begins: list[tuple[bytes, int]] = []
+    for text, is_prompt, row in sorted(texts):
+        while begins and not text.startswith(begins[-1][0]):
+            begins.pop()
+        if is_prompt:
+            earlier[row] = [begun for _, begun in begins]
+        else:
+            begins.append((text, row))
+    return earlier
+
+
+def _call(function: JsonObject) -> list[object]:
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            pass  # the template will refuse it
+    return [function["name"], arguments]
+
+
+def _hash_64(content: object) -> int:
+    digest = hashlib.sha256(canonical_json(content).encode()).digest()
+    return int.from_bytes(digest[:8], "big")

@@ -1,0 +1,268 @@
+"""The command line of a configuration class: words and YAML files to values, help, completion,
+`--print_config`.
+
+Lists are written `--draft a=x b=y` or `--draft a=x --draft b=y`; switches need no value; what is
+typed overrides files. Every misuse is one line that names the file and line or the option, and the
+nearest right one.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from draftsmith.core.errors import InputError, one_line
+from draftsmith.core.option_names import nearest_option
+from draftsmith.core.options import (
+    Option,
+    options_of,
+    partial_of,
+    put,
+    reason_of,
+    value_at,
+)
+
+C = TypeVar("C")
+# Options of every command.
+_COMMON = ("config", "json", "help", "print_config")
+# What people type for a value that has another name here.
+_MEANT = {
+    "vllm": "vLLM reads hf, and of heads speculators, eagle, medusa, dflash and mtp",
+    "transformers": "that is hf",
+    "llama.cpp": "that is gguf",
+    "eagle-3": "that is eagle3",
+}
+
+# What to do instead of an option that no command has, or that this one lacks.
+_INSTEAD = {
+    "plan --tree": "plan tries trees and picks the fastest; eval --tree times those that you name",
+    "train --model": "--draft names what is trained, --target its teacher",
+    "train --model_name_or_path": "--draft names what is trained, --target its teacher",
+    "--resume": "leave it out: the same command goes on where it was stopped",
+    "--resume_from_checkpoint": "leave it out: the same command goes on where it was stopped",
+    "--overwrite_output_dir": "delete the directory, or choose another --out",
+    "--overwrite": "delete the directory, or choose another --out",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        line = message.removeprefix("argument ")
+        typed = line.partition("invalid choice: '")[2].partition("'")[0]
+        meant = _MEANT.get(typed)
+        raise InputError(f"{line}; {meant}" if meant else line)
+
+
+def parse(
+    cls: type[C],
+    command: str,
+    argv: list[str],
+    modes: Mapping[str, str] | None = None,
+    example: str = "",
+) -> tuple[C, bool]:
+    """The configuration of a command and whether `--json` was given. Raise InputError for any
+    misuse.
+
+    modes, example: for the help: by key, what the command does when that option is typed; a command
+    line that runs on the demo's files.
+    """
+    table = {option.key: option for option in options_of(cls)}
+    words = _joined(argv, table)
+    wants_all = asks_all(words)
+    if wants_all or "-h" in words or "--help" in words:
+        sys.stdout.write(parser(cls, command, wants_all, modes).format_help())
+        if example:
+            sys.stdout.write(f"\nAfter `draftsmith demo`, for example:\n  {example}\n")
+        raise SystemExit(0)
+    parsed, unknown = parser(cls, command, everything=False).parse_known_args(words)
+    typed = vars(parsed)
+    if unknown:
+        key = unknown[0].partition("=")[0]
+        if not key.startswith("--"):
+            raise InputError(f"{key!r}: unexpected word")
+        instead = _INSTEAD.get(f"{command} {key}", _INSTEAD.get(key))
+        known = f"; {instead}" if instead else _nearest(key[2:], table, "--")
+        raise InputError(f"{key}: unknown option{known}")
+    values: dict[str, Any] = {}
+    lines: dict[str, str] = {}
+    for name in typed.get("config", []):
+        lines |= _read_file(name, table, values)
+    for key in typed.keys() & table.keys():
+        is_null = typed[key] in ("null", "~") and table[key].nullable
+        put(values, key, None if is_null else typed[key])
+    try:
+        if "print_config" in typed:
+            _print_config(table, TypeAdapter(partial_of(cls)).validate_python(values))
+            raise SystemExit(0)
+        for option in table.values():
+            if option.default is MISSING and "." not in option.key and option.key not in values:
+                raise InputError(f"--{option.key}: is missing; --help says what it means")
+        return TypeAdapter(cls).validate_python(values), "json" in typed
+    except ValidationError as error:
+        reason = reason_of(error)
+        line = reason.line.removeprefix("--")
+        if reason.key in typed:
+            raise InputError(f"--{line}") from None
+        raise InputError(f"{lines[reason.key]}: {line}" if reason.key in lines else line) from None
+
+
+def asks_all(words: list[str]) -> bool:
+    """Whether the help of every option is asked for."""
+    return "--help=all" in words or words[-2:] == ["--help", "all"]
+
+
+def _joined(argv: list[str], table: Mapping[str, Option]) -> list[str]:
+    """Return the words with `_` for `-` in names, and a value joined to its option by `=`.
+
+    Otherwise argparse takes a value that begins with a dash for an option.
+    """
+    known = {"-h"} | {f"--{key}" for key in (*_COMMON, *table)}
+    words: list[str] = []
+    for word in argv:
+        option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
+        is_value = underscored(word).partition("=")[0] not in known
+        if option is not None and is_value and not option.many and not option.switch:
+            words[-1] += f"={word}"
+        else:
+            words.append(underscored(word))
+    return words
+
+
+def underscored(word: str) -> str:
+    """A word of a command line with `_` for `-` in the name of its option."""
+    key, equals, value = word.partition("=")
+    is_key = word.startswith("--") and " " not in key
+    name = key.removeprefix("--").replace("-", "_")
+    return f"--{name}{equals}{value}" if is_key else word
+
+
+def check_file(cls: type, file: Path) -> None:
+    """Raise InputError, with its line, for a key of a YAML file that the configuration class does
+    not have.
+    """
+    _read_file(str(file), {option.key: option for option in options_of(cls)}, {})
+
+
+def _nearest(key: str, table: Iterable[str], dashes: str = "") -> str:
+    near = nearest_option(key, [*_COMMON, *table], dashes)
+    return f"; did you mean {near}?" if near else "; --help=all lists them"
+
+
+def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> dict[str, str]:
+    """Merge a YAML file into `values`; return the line of each key: `{dotted key: "file:line"}`."""
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        document = yaml.safe_load(text)
+    except OSError as error:
+        raise InputError(f"--config {name}: cannot be read ({error.strerror})") from None
+    except (ValueError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        if Path(name).suffix in (".jsonl", ".parquet"):
+            raise InputError(
+                f"--config {name}: holds rows, not options; --data or --prompts takes it"
+            ) from None
+        where = f"{name}:{mark.line + 1}" if mark else name
+        problem = getattr(error, "problem", None) or one_line(error)
+        raise InputError(f"{where}: not valid YAML ({problem})") from None
+    if not isinstance(root, yaml.MappingNode):
+        raise InputError(f"--config {name}: expected `key: value` lines")
+    lines: dict[str, str] = {}
+
+    def read(mapping: yaml.MappingNode, prefix: str) -> None:
+        for key_node, node in mapping.value:
+            key = f"{prefix}{key_node.value}"
+            line = f"{name}:{key_node.start_mark.line + 1}"
+            if key in lines:
+                raise InputError(
+                    f"{line}: {key}: appears twice in the file ({lines[key]}); keep one"
+                )
+            is_group = any(known.startswith(f"{key}.") for known in table)
+            if key not in table and not is_group:
+                raise InputError(f"{line}: {key}: unknown key{_nearest(key, table)}")
+            lines[key] = line
+            if is_group and isinstance(node, yaml.MappingNode):
+                read(node, f"{key}.")
+            else:
+                put(values, key, value_at(document, key))
+
+    read(root, "")
+    return lines
+
+
+def _print_config(table: dict[str, Option], values: dict[str, Any]) -> None:
+    """Print the configuration as YAML that `--config` reads."""
+    filled: dict[str, Any] = {}
+    for option in table.values():
+        default = None if option.default is MISSING else option.default
+        put(filled, option.key, value_at(values, option.key, default))
+    sys.stdout.write(yaml.safe_dump(filled, sort_keys=False, allow_unicode=True))
+
+
+def parser(
+    cls: type, command: str, everything: bool = True, modes: Mapping[str, str] | None = None
+) -> argparse.ArgumentParser:
+    """The options of a command as argparse and shtab (completion) read them."""
+    arguments = _Parser(
+        prog=f"draftsmith {command}",
+        usage=f"draftsmith {command} [--config FILE] [--key value ...]",
+        description=(cls.__doc__ or "").strip().partition("\n\n")[0],
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30),
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    table = sorted(options_of(cls), key=lambda option: option.default is not MISSING)
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in table:
+        section = option.section if everything else "Options that most people set"
+        if option.default is MISSING:
+            section = "Required"
+        if section not in groups:
+            groups[section] = arguments.add_argument_group(section)
+        shown = everything or not option.rare
+        text = _help_of(option) if shown else argparse.SUPPRESS
+        groups[section].add_argument(
+            f"--{option.key}", metavar=option.metavar, help=text, **_words_of(option)
+        )
+    if modes:
+        group = arguments.add_argument_group("Other uses; add --help to one for its options")
+        for key, what in modes.items():
+            group.add_argument(f"--{key}", metavar="...", help=f"{what[0].upper()}{what[1:]}.")
+    common = arguments.add_argument_group("Options of every command")
+    text = "YAML file with any of these options; typed ones override it."
+    common.add_argument("--config", metavar="FILE", action="append", help=text)
+    common.add_argument(
+        "--print_config", action="store_true", help="Print the options as such a file."
+    )
+    common.add_argument(
+        "--json", action="store_true", help="End standard output with one JSON object, the summary."
+    )
+    hidden = sum(option.rare for option in table)
+    more = f"; --help=all lists {hidden} more." if hidden else "."
+    common.add_argument("-h", "--help", nargs="?", const="", metavar="all", help=f"Show this{more}")
+    return arguments
+
+
+def _help_of(option: Option) -> str:
+    default = "" if option.default is MISSING else option.default_text
+    text = f"{option.help} (default: {default})" if default else option.help
+    return text.replace("%", "%%")
+
+
+def _words_of(option: Option) -> dict[str, Any]:
+    """How many words the option takes, and which, for `add_argument`."""
+    words: dict[str, Any] = {}
+    if option.many:
+        words = {"nargs": "+", "action": "extend"}
+    elif option.switch:
+        words = {"nargs": "?", "const": "true"}
+    if option.choices:
+        words["choices"] = [*option.choices, "null"] if option.nullable else option.choices
+    return words

@@ -1,0 +1,114 @@
+"""What `accelerate launch` asks for, and the process group that it makes."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from draftsmith.core.errors import RunError
+from draftsmith.core.ranks import launched, say
+from draftsmith.core.signals import interruptible
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
+
+# `ddp`: every process has a whole copy of the weights. `zero`: DeepSpeed, whose config names the
+# stage.
+Sharing = Literal["single", "ddp", "zero", "fsdp"]
+_FSDP = "ACCELERATE_USE_FSDP"
+_HIDDEN_FSDP = "DRAFTSMITH_USE_FSDP"
+# Variables with which accelerate would compile twice, or fail.
+_UNSUPPORTED = {
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend; set `compile` instead",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_config; use DDP, DeepSpeed or FSDP instead",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config; use DDP, DeepSpeed or FSDP instead",
+}
+
+
+def launcher_request() -> Sharing:
+    """How processes share weights, by accelerate's variables. Unset unsupported ones, with a
+    warning.
+    """
+    for variable, advice in _UNSUPPORTED.items():
+        if os.environ.pop(variable, "no").lower() not in ("no", "false", ""):
+            say(f"warning: ignoring the launcher's {advice}")
+    if _true("ACCELERATE_USE_DEEPSPEED"):
+        return "zero"
+    if _true(_FSDP) or _true(_HIDDEN_FSDP):
+        return "fsdp"
+    return "ddp" if launched() > 1 else "single"
+
+
+def _true(variable: str) -> bool:
+    value = os.environ.get(variable, "")
+    return value.lower() in ("1", "true", "yes")
+
+
+@contextmanager
+def without_fsdp_variable() -> Iterator[None]:
+    """Hide the launcher's request for FSDP from transformers and accelerate, but not from
+    `launcher_request`.
+
+    With the variable set, transformers loads weights on the first process of a machine only, and
+    accelerate applies parts of FSDP by itself. `train.parallel` applies all of it instead.
+    """
+    value = os.environ.pop(_FSDP, None)
+    if value is not None:
+        os.environ[_HIDDEN_FSDP] = value
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[_FSDP] = os.environ.pop(_HIDDEN_FSDP)
+
+
+def process_group_options(on_cpu: bool) -> dict[str, Any]:
+    """Arguments for accelerate's process group; empty for one process.
+
+    The timeout is long, because one process may generate or tokenise for hours while the others
+    wait at a barrier. Without a backend, CPU processes that were launched together can each start
+    as a group of one.
+    """
+    if launched() == 1 and not _true("ACCELERATE_USE_DEEPSPEED"):
+        return {}
+    timeout = timedelta(hours=12)
+    return {"timeout": timeout, "backend": "gloo"} if on_cpu else {"timeout": timeout}
+
+
+def join_processes(device: str) -> "PartialState":
+    """Join the process group and return its state; RunError if not all processes that were launched
+    are in it.
+    """
+    from accelerate import PartialState
+
+    from draftsmith.core.devices import resolve_device
+
+    on_cpu = resolve_device(device).type == "cpu"
+    with interruptible():
+        state = PartialState(cpu=on_cpu, **process_group_options(on_cpu))
+    check_process_count(state.num_processes)
+    return state
+
+
+def leave_processes() -> None:
+    """Leave the process group, if there is one: one that outlives the interpreter aborts the
+    process.
+    """
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def check_process_count(count: int) -> None:
+    """Raise RunError unless as many processes found each other as were launched."""
+    # Asked for several CPU processes without --multi_gpu, `accelerate launch` sets their address
+    # but starts only one.
+    has_address = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
+    only_one = has_address and "WORLD_SIZE" not in os.environ
+    if only_one or count != launched():
+        raise RunError(
+            f"only {count} of the launched processes connected; add --multi_gpu to `accelerate "
+            "launch` (also on CPUs)"
+        )

@@ -1,0 +1,507 @@
+"""Options: one frozen dataclass per command, filled from `--config FILE` and the command line.
+
+    @options
+    class TrainConfig(ModelOptions, RunOptions):
+        \"\"\"Fit a draft to a distilled set.\"\"\"
+
+        data: list[str]
+        \"\"\"Distilled sets.\"\"\"
+        batch_size: NotIdentity[AtLeast1] = 8
+        \"\"\"Rows per forward.\"\"\"
+        beta: Rare[Share] = 0.5
+        \"\"\"Interpolation weight.\"\"\"
+        optim: Optim = field(default_factory=Optim)
+
+        def __post_init__(self) -> None:
+            if ...:
+                # Rules across fields begin with the key.
+                raise InputError("beta: needs --objective jsd")
+
+    config, as_json = command_line.parse(TrainConfig, "train", argv)
+
+`@options` makes a frozen, keyword-only pydantic dataclass. Wrong values are an InputError of one
+line, from Python too. The docstring under a field is its help. `Rare[...]` hides an option from
+`--help` (`--help=all` shows it); `NotIdentity[...]` marks an option that does not change the
+result, `ByContent[...]` a place whose content a run's identity holds instead of its name, so that
+a moved run resumes. The first sentence of an inherited or nested class is the heading of its
+section.
+`Annotated[dict[str, Any], Given(DistillConfig)]` nests another config's options.
+"""
+
+import dataclasses
+import functools
+import inspect
+import os
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from datetime import date
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform
+
+import pydantic.dataclasses
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+)
+from typing_extensions import TypedDict
+
+from draftsmith.core.errors import InputError, without_secrets
+from draftsmith.core.option_names import nearest_option
+from draftsmith.core.settings import MIN_TEMPERATURE
+
+C = TypeVar("C")
+T = TypeVar("T")
+
+
+class Given:
+    """Marker: a dict of options for an inner config, with only the keys that the user set.
+
+    without: fields that the outer config sets. shown: options for the short --help.
+    """
+
+    def __init__(
+        self, config: type, *, without: Sequence[str] = (), shown: Sequence[str] = ()
+    ) -> None:
+        self.config = config
+        self.without = without
+        self.shown = shown
+
+    def __get_pydantic_core_schema__(
+        self, marked: object, handler: GetCoreSchemaHandler
+    ) -> Mapping[str, object]:
+        """Check the values by the config's types, without nulls: they leave an option open."""
+        partial = partial_of(self.config, self.without)
+        return handler.generate_schema(Annotated[partial, BeforeValidator(_without_nulls)])
+
+
+def _without_nulls(values: object) -> object:
+    if not isinstance(values, dict):
+        return values
+    return {key: _without_nulls(value) for key, value in values.items() if value is not None}
+
+
+def partial_of(config: type, without: Sequence[str] = ()) -> type:
+    """Return a TypedDict of the fields of a config, none of them required."""
+    types: dict[str, object] = {}
+    hints = typing.get_type_hints(config, include_extras=True)
+    for name in _field_names(config):
+        if name not in without:
+            group = _split(hints[name]).hint
+            types[name] = partial_of(group) if _is_group(group) else hints[name]
+    partial = TypedDict("partial", types, total=False)  # type: ignore[misc]
+    partial.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]
+    return typing.cast(type, partial)
+
+
+def _field_names(config: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(config)]
+
+
+NotIdentity = Annotated[T, "not identity"]
+ByContent = Annotated[T, "by content"]
+Rare = Annotated[T, "rare"]
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+    return value
+
+
+def _date(value: str) -> str:
+    if re.fullmatch(r"\d{4}-\d\d-\d\d", value) is None:
+        raise ValueError("must be YYYY-MM-DD")
+    return date.fromisoformat(value).isoformat()
+
+
+Date = Annotated[str, AfterValidator(_date)]
+AtLeast0 = Annotated[int, Field(ge=0)]
+AtLeast1 = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
+OpenShare = Annotated[float, Field(gt=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+Out = Annotated[Text, AfterValidator(os.path.expanduser)]
+
+
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,)
+)
+def options(cls: type[C]) -> type[C]:
+    """Make a configuration class of a command or a group; see the module."""
+    settings = ConfigDict(extra="forbid", allow_inf_nan=False)
+    decorate = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=settings)
+    decorated = typing.cast(type[C], decorate(cls))
+    validating_init: Callable[..., None] = decorated.__init__
+
+    @functools.wraps(validating_init)
+    def init(self: C, **values: object) -> None:
+        try:
+            validating_init(self, **{key: _plain(value) for key, value in values.items()})
+        except ValidationError as error:
+            raise InputError(_unknown_option(cls, error) or reason_of(error).line) from None
+
+    decorated.__init__ = init  # type: ignore[method-assign, assignment]
+    return decorated
+
+
+def _unknown_option(cls: type, error: ValidationError) -> str | None:
+    """Return a line that names the option nearest to one that the class lacks, if one is given."""
+    for each in error.errors():
+        if each["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            key = ".".join(map(str, each["loc"]))
+            near = nearest_option(key, [option.key for option in options_of(cls)])
+            fix = f"did you mean {near}?" if near else f"help({cls.__name__}) lists them"
+            return f"{key}: no option of {cls.__name__}; {fix}"
+    return None
+
+
+def configured(cls: type[C], config: C | None, given: Mapping[str, Any]) -> C:
+    """Return `config` with `given` replaced; build one from `given` alone if `config` is None."""
+    if config is None:
+        return cls(**given)
+    if not isinstance(config, cls):
+        name = cls.__name__
+        kind = type(config).__name__
+        raise TypeError(f"expected {name}(...) or options by name (**options), got a {kind}")
+    return dataclasses.replace(config, **given) if given else config  # type: ignore[type-var]
+
+
+def refuse_unused(config: object, unused: Mapping[str, str], group: str = "") -> None:
+    """Raise InputError for an option that was set although nothing reads it.
+
+    unused: the reason by option. An option is set if it differs from its default. group: of the
+    options, with its dot.
+    """
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        if field.name in unused and getattr(config, field.name) != default:
+            key = f"{group}{field.name}"
+            raise InputError(f"{key}: is not read: {unused[field.name]}; leave it out")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@options
+class CodeOptions:
+    """How models are loaded."""
+
+    trust_remote_code: Rare[bool] = False
+    """Run model code that comes with a checkpoint."""
+
+
+@options
+class RevisionOptions(CodeOptions):
+    """How models are loaded."""
+
+    revision: Rare[str | None] = None
+    """Branch, tag or commit of the target on the hub."""
+
+
+@options
+class ModelOptions(CodeOptions):
+    """How models are loaded."""
+
+    device: NotIdentity[str] = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: Rare[str] = "auto"
+    """Weights: auto (float32 on a CPU, else the checkpoint's own), float32, bfloat16 or float16."""
+
+
+@options
+class TargetOptions(ModelOptions, RevisionOptions):
+    """How models are loaded."""
+
+    chat_template: Rare[str | None] = None
+    """Jinja file with a chat template, in place of the one in the target's tokenizer."""
+    date: Rare[NotIdentity[Date | None]] = None
+    """For a chat template that prints the date: YYYY-MM-DD. Default: that of the run, set or draft
+    that goes on, else today's.
+    """
+
+
+@options
+class SamplingOptions:
+    """How tokens are sampled."""
+
+    temperature: Temperature | None = None
+    """0 is greedy. Default: the target's generation_config.json if that samples, else 0."""
+    top_k: Rare[AtLeast0 | None] = None
+    """Keep the k most probable tokens; 0 keeps all. Default: generation_config.json, else 0."""
+    top_p: Rare[TopP | None] = None
+    """Keep the smallest set of tokens with this mass; 1 keeps all. Default: generation_config.json,
+    else 1.
+    """
+    min_p: Rare[Share | None] = None
+    """Keep tokens of at least this share of the greatest probability. Default:
+    generation_config.json, else 0.
+    """
+
+
+@options
+class PromptOptions:
+    """Which prompts are read."""
+
+    max_prompts: AtLeast1 | None = None
+    """Use only the first prompts."""
+    prompt_tokens: Rare[AtLeast1] = 32
+    """For rows with `text`: number of leading tokens that make the prompt."""
+
+
+@options
+class RunOptions:
+    """Where the run writes, and its seed."""
+
+    out: NotIdentity[Out]
+    """Directory to write."""
+    seed: Seed = 0
+    """Base seed. Each output derives its own seed from it."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command, with dotted key, for parsing, help, completion and the
+    documentation.
+    """
+
+    key: str
+    hint: object
+    default: object
+    help: str
+    section: str
+    rare: bool
+    identity: bool
+    by_content: bool
+
+    @property
+    def nullable(self) -> bool:
+        return NoneType in parts(self.hint)
+
+    @property
+    def many(self) -> bool:
+        """Whether it takes several values."""
+        return typing.get_origin(self._value_type) is list
+
+    @property
+    def switch(self) -> bool:
+        """Whether it may stand without a value."""
+        return self._item_type is bool
+
+    @property
+    def choices(self) -> list[str]:
+        item = self._item_type
+        return list(typing.get_args(item)) if typing.get_origin(item) is Literal else []
+
+    @property
+    def metavar(self) -> str:
+        """What stands for its value in the help."""
+        names = {int: "N", float: "F", bool: "true|false"}
+        return "|".join(self.choices) or names.get(self._item_type, "TEXT")  # type: ignore[call-overload]
+
+    @property
+    def _value_type(self) -> object:
+        return next(part for part in parts(self.hint) if part is not NoneType)
+
+    @property
+    def _item_type(self) -> object:
+        """The type of a value; of a list, that of its items."""
+        value = self._value_type
+        return parts(typing.get_args(value)[0])[0] if self.many else value
+
+    @property
+    def default_text(self) -> str:
+        """The default as it is typed; empty if there is nothing to say."""
+        if isinstance(self.default, list):
+            return " ".join(map(str, self.default))
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return "" if self.default is None else str(self.default)
+
+
+def options_of(cls: type) -> list[Option]:
+    """Every option of a configuration class: its own first, then those it inherits, then nested
+    groups.
+    """
+    return sorted(_walk(cls), key=lambda option: "." in option.key)
+
+
+def _walk(
+    cls: type, prefix: str = "", rare: bool = False, identity: bool = True
+) -> Iterator[Option]:
+    """Yield the options of a configuration class, by class that declares them.
+
+    rare, identity: inherited from the group that `cls` is in.
+    """
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for owner in cls.__mro__:
+        helps = _field_docstrings(owner)
+        if prefix:
+            section = _summary(cls)
+        else:
+            section = "Options" if owner is cls else _summary(owner)
+        for name in inspect.get_annotations(owner):
+            field = fields.pop(name, None)
+            if field is None:
+                continue
+            marked = _split(hints[name])
+            is_rare = rare or "rare" in marked.marks
+            is_identity = identity and not {"not identity", "by content"} & set(marked.marks)
+            given = next((mark for mark in marked.marks if isinstance(mark, Given)), None)
+            if given is not None:
+                yield from _given_options(name, given)
+            elif _is_group(marked.hint):
+                yield from _walk(marked.hint, f"{prefix}{name}.", is_rare, is_identity)
+            else:
+                default = field.default
+                if field.default_factory is not MISSING:
+                    default = field.default_factory()
+                yield Option(
+                    key=f"{prefix}{name}",
+                    hint=marked.hint,
+                    default=default,
+                    help=helps.get(name, ""),
+                    section=section,
+                    rare=is_rare,
+                    identity=is_identity,
+                    by_content="by content" in marked.marks,
+                )
+
+
+def _given_options(name: str, given: Given) -> Iterator[Option]:
+    for option in _walk(given.config, f"{name}."):
+        inner = option.key.removeprefix(f"{name}.")
+        if inner.partition(".")[0] not in given.without:
+            yield dataclasses.replace(option, default=None, rare=inner not in given.shown)
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A type without its outer marks, and the marks."""
+
+    hint: Any
+    marks: tuple[object, ...]
+
+
+def _split(hint: Any) -> _Marked:
+    if typing.get_origin(hint) is Annotated:
+        return _Marked(hint.__origin__, hint.__metadata__)
+    return _Marked(hint, ())
+
+
+def _is_group(hint: object) -> typing.TypeGuard[type]:
+    return dataclasses.is_dataclass(hint)
+
+
+def parts(hint: object) -> list[object]:
+    """The members of a union, without bounds."""
+    plain = _split(hint).hint
+    if typing.get_origin(plain) not in (Union, UnionType):
+        return [plain]
+    members: list[object] = []
+    for member in typing.get_args(plain):
+        members += parts(member)
+    return members
+
+
+@functools.cache
+def _field_docstrings(cls: type) -> dict[str, str]:
+    from docstring_parser import parse_from_object
+
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    return {
+        item.arg_name: " ".join((item.description or "").split())
+        for item in parse_from_object(cls).params
+    }
+
+
+def _summary(cls: type) -> str:
+    """The first sentence of a docstring."""
+    paragraph, _, _ = (cls.__doc__ or "").partition("\n\n")
+    sentence, _, _ = " ".join(paragraph.split()).partition(". ")
+    return sentence.rstrip(".:")
+
+
+def identity(config: object) -> dict[str, Any]:
+    """The options that decide what a run makes, as plain values without secrets: all but those
+    marked `NotIdentity` or `ByContent`.
+    """
+    return _values(config, [option for option in options_of(type(config)) if option.identity])
+
+
+def places(config: object) -> dict[str, Any]:
+    """The options marked `ByContent`, as plain values without secrets."""
+    return _values(config, [option for option in options_of(type(config)) if option.by_content])
+
+
+def _values(config: object, chosen: Sequence[Option]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    plain = without_secrets(dataclasses.asdict(config))  # type: ignore[call-overload]
+    for option in chosen:
+        put(values, option.key, value_at(plain, option.key))
+    return values
+
+
+def put(values: dict[str, Any], key: str, value: object) -> None:
+    """Set a dotted key in nested dictionaries."""
+    *groups, name = key.split(".")
+    for group in groups:
+        values = values.setdefault(group, {})
+    values[name] = value
+
+
+def value_at(values: object, key: str, default: object = None) -> object:
+    """The value of a dotted key in nested dictionaries."""
+    for name in key.split("."):
+        if not isinstance(values, dict) or name not in values:
+            return default
+        values = values[name]
+    return values
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a configuration is invalid. line: begins with the dotted key."""
+
+    key: str
+    line: str
+
+
+def reason_of(error: ValidationError) -> Reason:
+    """The first error of a validation; a value that is wrong comes before one that is missing."""
+    first = min(error.errors(), key=lambda each: each["type"] == "missing")
+    key = ".".join(part for part in first["loc"] if isinstance(part, str))
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, InputError):
+        # Raised by a __post_init__, with the key in its message.
+        line = f"{key}.{raised}" if key else str(raised)
+        start, _, _ = line.partition(":")
+        return Reason(start.removeprefix("--").split()[0], line)
+    if first["type"] == "missing":
+        return Reason(key, f"{key}: is missing")
+    text = first["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
+    # Pydantic's "Input should be a valid number, unable to parse string as a number" says it twice.
+    line = f"{key}: " + re.sub(r", (unable to|got a number with) .*", "", text)
+    got = "null" if first["input"] is None else repr(first["input"])[:200]
+    line += f", got {got}"
+    if first["type"] == "list_type" and isinstance(first["input"], str):
+        line += f"; write [{got}]"
+    return Reason(key, line)

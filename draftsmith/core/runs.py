@@ -1,0 +1,456 @@
+"""A run of a command: it locks its directory, resumes what a killed run left, and records where
+results come from.
+
+    with Run(out) as run:  # SIGTERM and Ctrl-C end the block with a note
+        ...  # load and check; nothing is written yet
+        run.begin(identity(config))  # lock; InputError if another run began here
+        answer = run.step("cells/abc.json", make)  # the object that make() gave, read from the file
+        part = run.step("part-00000.parquet", make)  # the file, or make(temporary path)
+        draft = run.step("start/", make)  # the directory, or make(temporary directory)
+        with run.journal(".rows.jsonl") as journal:  # rows appended one by one
+            journal.rows, journal.append(row)
+
+A step is written whole (temporary name, fsync, rename), so the next run finds each step finished or
+missing. A damaged step (see `draftsmith.core.checksums`) is named in a warning and made again. With
+several processes, `who` says which of them make a step: "main" (the others wait) or "all" (every
+process calls `make`, the main one writes).
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from draftsmith.core import __version__
+from draftsmith.core.checksums import Damaged, parse_line, sealed_line
+from draftsmith.core.errors import InputError, without_secrets
+from draftsmith.core.io import (
+    JsonObject,
+    atomic_dir,
+    canonical_json,
+    check_spelling,
+    first_damaged,
+    is_whole,
+    kept_json,
+    make_dir,
+    read_json,
+    remove_empty,
+    remove_leftovers,
+    sealed_file,
+    write_sealed,
+    writing,
+)
+from draftsmith.core.launcher import without_fsdp_variable
+from draftsmith.core.ranks import from_main, on_main
+from draftsmith.core.signals import StopSignal, Terminated, terminable
+
+log = logging.getLogger(__name__)
+
+# Beside the weights of a draft: how it was made.
+RECORD = "draftsmith.json"
+_RUN = "the record of a run; delete this directory, or choose another --out"
+_STEP = "a finished step"
+_HASH = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
+
+
+class Run:
+    """What one command writes to `out`, a directory or (`file=True`) one file. See the module."""
+
+    stop: StopSignal
+
+    def __init__(self, out: Path | str, *, file: bool = False) -> None:
+        self.out = Path(out)
+        check_spelling(self.out)
+        self._file = file
+        self.directory = self.out.parent if file else self.out
+        self.resumed = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.stop = self._stack.enter_context(terminable())
+        self._stack.enter_context(without_fsdp_variable())
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt | Terminated):
+            error.add_note("run the same command again to resume")
+        self._stack.close()
+
+    def begin(
+        self,
+        identity: Mapping[str, object] | None = None,
+        records: Sequence[str] = ("run.json",),
+        places: JsonObject | None = None,
+    ) -> bool:
+        """Lock `out` and, given an identity, claim it; return whether this resumes a run. See
+        `hold` and `claim`.
+        """
+        self._stack.enter_context(hold(self.out, file=self._file))
+        if identity is not None:
+            self.resumed = from_main(lambda: claim(self.out, identity, records, places))
+        return self.resumed
+
+    def finished(self, name: str) -> bool:
+        """Whether the step `name` is finished; one that is damaged is deleted, with a warning."""
+        path = self.directory / name
+        if name.endswith(".json"):
+            return bool(kept_json(path, _STEP))
+        return path.is_dir() or is_whole(path)
+
+    def step(
+        self, name: str, make: Callable[..., Any], *, who: Literal["main", "all"] = "main"
+    ) -> Any:
+        """Return the finished step `name`, or make it.
+
+        If `name` ends in `.json`, save and return the object `make()`. Otherwise
+        `make(temporary)` fills the file or directory (`NAME/`), and its path is returned.
+        """
+        path = self.directory / name
+        is_json = name.endswith(".json")
+
+        def write(make: Callable[..., Any] = make) -> None:
+            if self.finished(name):
+                return
+            with writing(path):
+                if is_json:
+                    write_sealed(path, make())
+                    return
+                whole = atomic_dir if name.endswith("/") else sealed_file
+                with whole(path) as temporary:
+                    make(temporary)
+
+        if who == "main" or from_main(lambda: self.finished(name)):
+            on_main(write)
+        else:
+            value = make()
+            on_main(lambda: write(lambda: value))
+        return read_json(path, _STEP) if is_json else path
+
+    def journal(self, name: str, head: object = None) -> "Journal":
+        """Open a file of rows that are appended one by one. A journal with another `head` is
+        started anew.
+        """
+        return Journal(self.directory / name, head)
+
+
+class Journal(contextlib.AbstractContextManager["Journal"]):
+    """JSON rows in a file. `rows` has those of an earlier run. A line that a kill cut short is
+    dropped; so are, with a warning, a damaged line and those after it.
+    """
+
+    def __init__(self, path: Path, head: object = None) -> None:
+        self.path = path
+        lines, self.rows = _whole_lines(path)
+        first = [] if head is None else [_json_line(head)]
+        if lines[: len(first)] != first:
+            lines = []
+            self.rows = []
+        del self.rows[: len(first)]
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+            self._file.truncate(sum(map(len, lines)))
+            if not lines:
+                self._file.writelines(first)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def append(self, row: object) -> None:
+        with writing(self.path):
+            self._file.write(_json_line(row))
+            self._file.flush()
+
+    def remove(self) -> None:
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+
+def journal_rows(path: Path) -> list[Any]:
+    """The rows of a journal, its head included, up to a damaged one."""
+    return _whole_lines(path)[1]
+
+
+def _whole_lines(path: Path) -> tuple[list[bytes], list[Any]]:
+    """Return the lines of a journal up to a damaged one, and their values."""
+    data = path.read_bytes() if path.exists() else b""
+    lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+    rows: list[Any] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(parse_line(line))
+        except Damaged:
+            log.warning("%s:%d: is damaged; making again what it kept from there on", path, number)
+            break
+    return lines[: len(rows)], rows
+
+
+def _json_line(value: object) -> bytes:
+    return sealed_line(canonical_json(value).encode())
+
+
+@contextmanager
+def hold(out: Path, *, file: bool = False) -> Iterator[None]:
+    """Lock the directory (or `file`) `out` while the block runs; make the directory if it is
+    missing, and remove it again if the block leaves it empty.
+
+    Every process of a launch calls it, and the main one locks. The lock is the kernel's, so it ends
+    with its process. If another run holds the lock, raise InputError in every process, with its
+    host and process id.
+    """
+    path = out / ".lock"
+    if file:
+        path = out.with_name(f".{out.name}.lock")
+    descriptors: list[int] = []
+    made: list[Path] = []
+    is_ours = False
+
+    def lock() -> None:
+        nonlocal is_ours
+        made.extend(make_dir(path.parent))
+        is_new = not os.path.lexists(path)
+        content = b"no file"
+        if is_new or (path.is_file() and not path.is_symlink()):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            with writing(out):
+                descriptors.append(os.open(path, flags, 0o666))
+            content = os.pread(descriptors[0], 4096, 0)
+        if content and not content.startswith(b"process "):
+            raise InputError(f"--out {out}: {path} is of another program; choose another --out")
+        try:
+            fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = content.decode(errors="replace") or "another run"
+            raise InputError(
+                f"--out {out}: {holder} is writing it; wait for it, or choose another --out"
+            ) from None
+        except OSError as error:
+            log.warning(
+                "%s: its file system has no locks (%s); start no second run there",
+                out,
+                error.strerror,
+            )
+        # An empty file may be another program's: it is locked, and stays as it is.
+        if is_ours := is_new or bool(content):
+            me = f"process {os.getpid()} on {socket.gethostname()}"
+            with writing(out):
+                os.ftruncate(descriptors[0], 0)
+                os.pwrite(descriptors[0], me.encode(), 0)
+
+    try:
+        on_main(lock)
+        yield
+    finally:
+        for descriptor in descriptors:
+            if is_ours:
+                path.unlink(missing_ok=True)
+            os.close(descriptor)
+        remove_empty(made)
+
+
+def holder(out: Path) -> str | None:
+    """Return the process that writes the directory `out` now, as `hold` names it; None if there is
+    none.
+    """
+    try:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(out / ".lock", flags)
+    except OSError:
+        return None
+    try:
+        # A shared lock is refused only while a run holds its own.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 4096, 0).decode(errors="replace") or "another run"
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def claim(
+    directory: Path,
+    identity: Mapping[str, object],
+    records: Sequence[str] = ("run.json",),
+    places: JsonObject | None = None,
+) -> bool:
+    """Claim `directory` for this run; return whether a run of the same identity began it.
+
+    identity: everything that decides the result; JSON. records: files that may hold an identity; a
+    new run writes the last. places: options that are known by their content, kept for readers of
+    the record as they are now, with `out`. If the identities differ, raise InputError naming the
+    first key that differs.
+    """
+    remove_leftovers(directory)
+    current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
+    record: JsonObject = {"identity": current, "places": {**(places or {}), "out": str(directory)}}
+    for path in [directory / name for name in records if (directory / name).exists()]:
+        begun = read_json(path, _RUN, ["identity"])
+        differs = difference(begun["identity"], current)
+        if differs is None:
+            if begun.get("places", record["places"]) != record["places"]:
+                write_sealed(path, record)
+            return True
+        raise InputError(
+            f"--out {directory}: was made with other options: {differs}; choose another --out or "
+            "delete the directory"
+        )
+    write_sealed(directory / records[-1], record)
+    return False
+
+
+def kept_identity(directory: Path, records: Sequence[str] = ("run.json",)) -> JsonObject:
+    """The identity of the run that began in `directory`, as `claim` keeps it; {} if none did."""
+    for path in [directory / name for name in records if (directory / name).exists()]:
+        identity: JsonObject = read_json(path, _RUN, ["identity"])["identity"]
+        return identity
+    return {}
+
+
+def difference(recorded: JsonObject, current: JsonObject) -> str | None:
+    """The first key (dotted) in which two identities differ, with both values; None if they
+    agree.
+    """
+    for key in sorted(recorded.keys() | current.keys()):
+        a = recorded.get(key)
+        b = current.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            inner = difference(a, b)
+            if inner is not None:
+                return f"{key}.{inner}".removeprefix("config.")
+        elif a != b:
+            return _change(key, a, b)
+    return None
+
+
+def _change(key: str, a: object, b: object) -> str:
+    if isinstance(a, str) and isinstance(b, str) and _HASH.fullmatch(a) and _HASH.fullmatch(b):
+        what = key.replace("_", " ")
+        return f"{what} changed since"
+    return f"{key} is {_shown(a)}, now it is {_shown(b)}"
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def provenance(command: str, config: JsonObject) -> JsonObject:
+    """Where an artifact came from, without secrets or times: equal runs write equal bytes."""
+    origin: JsonObject = without_secrets({"command": command, "config": config})
+    return origin | {"versions": versions(), "git_commit": git_commit()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this project and of the libraries that decide its numbers."""
+    installed = {"python": platform.python_version(), "draftsmith": __version__}
+    for package in _PACKAGES:
+        # `datasets` may be absent.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that this code runs from, with `+` if it has changes; None outside a
+    checkout.
+    """
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"],
+            cwd=root,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return described.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def command_line(command: str, config: object) -> str:
+    """The command line that gives the options of `config`; those at their defaults are left out."""
+    return shlex.join(["draftsmith", command, *_words(config, "")])
+
+
+def train_longer(draft: str) -> str:
+    """Return the command that trains a finished draft for as many steps again, into another
+    directory; empty if no record says how it was trained.
+
+    The directory itself refuses more steps: its schedule has ended.
+    """
+    record = read_record(Path(draft), ["kind"])
+    command = shlex.split(record.get("command") or "")
+    if command[:2] != ["draftsmith", "train"]:
+        return ""
+    replaced = {"--draft", "--out"}
+    if record["kind"] == "draft-lm":
+        # Its vocabulary is a part of it.
+        replaced.add("--draft_vocab_size")
+    words: list[str] = []
+    left_out = False
+    for word in command:
+        key, equals, _ = word.partition("=")
+        if key.startswith("--"):
+            left_out = key.replace("-", "_").replace("__", "--", 1) in replaced
+        if not left_out:
+            words.append(word)
+        left_out = left_out and not equals
+    place = draft.rstrip("/")
+    return shlex.join([*words, "--draft", place, "--out", f"{place}-longer"])
+
+
+def _words(config: object, prefix: str) -> list[str]:
+    words: list[str] = []
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        name = f"{prefix}{field.name}"
+        value = getattr(config, field.name)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            words += _words(value, f"{name}.")
+        elif value != default:
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def check_weights(checkpoint: Path) -> None:
+    """Raise InputError if weights of a draft that this project made are not what was written."""
+    digests = read_record(checkpoint).get("files", {})
+    weights = {name: digests[name] for name in digests if name.endswith(".safetensors")}
+    if damaged := first_damaged(checkpoint, weights):
+        raise InputError(
+            f"{checkpoint / damaged}: is not what was written; copy or make the draft again"
+        )
+
+
+def read_record(checkpoint: Path, keys: Sequence[str] = ()) -> JsonObject:
+    """The record of a draft that this project made, with these keys; empty for others."""
+    path = checkpoint / RECORD
+    return read_json(path, "the record of a draft checkpoint", keys) if path.is_file() else {}

@@ -1,0 +1,161 @@
+"""How tokens are sampled and models are loaded, without torch, so that options are checked before
+anything loads.
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Protocol
+
+from draftsmith.core.errors import InputError
+
+MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The distribution to draw tokens from: temperature, then top-k, top-p and min-p. Temperature 0
+    is greedy.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        # Logits divided by a smaller temperature can leave the range of fp32 and give NaN.
+        possible = {
+            "temperature": self.greedy or MIN_TEMPERATURE <= self.temperature < math.inf,
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+        }
+        for key in possible:
+            if not possible[key]:
+                raise ValueError(f"{key}: cannot be {getattr(self, key)}")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the distribution is a point mass on the most probable token."""
+        return self.temperature == 0
+
+
+class HasGenerationConfig(Protocol):
+    """A model, or what stands for one that runs elsewhere."""
+
+    generation_config: Any
+
+
+Quantize = Literal["none", "nf4"]
+
+
+def loading(config: object) -> dict[str, Any]:
+    """Return the options that `load_model` and `load_models` take for a command's target."""
+    keys = ("device", "dtype", "trust_remote_code", "revision")
+    return {key: getattr(config, key) for key in keys}
+
+
+def tokenizing(config: object) -> dict[str, Any]:
+    """Return the options that `load_tokenizer` takes for a command's target."""
+    return {key: getattr(config, key) for key in ("trust_remote_code", "chat_template", "revision")}
+
+
+_warn_once = cache(logging.getLogger(__name__).warning)
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+# Keys of a generation config that change what `generate` gives and are not followed here, by the
+# value that is off.
+_IGNORED = {
+    None: "bad_words_ids begin_suppress_tokens exponential_decay_length_penalty "
+    "forced_bos_token_id sequence_bias "
+    "forced_eos_token_id stop_strings suppress_tokens watermarking_config",
+    0: "assistant_ensemble_weight encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff "
+    "min_length min_new_tokens "
+    "no_repeat_ngram_size penalty_alpha renormalize_logits",
+    1: "encoder_repetition_penalty guidance_scale num_beams repetition_penalty top_h typical_p",
+}
+
+
+@dataclass(frozen=True)
+class ResolvedSampling:
+    """The sampling to use, and which of its values (by name) are from the target's
+    generation_config.json.
+    """
+
+    sampling: Sampling
+    from_target: dict[str, float]
+
+    @property
+    def note(self) -> str:
+        """For people: "temperature 0.6, top_p 0.9 from the target's generation_config.json"; may be
+        empty.
+        """
+        if not self.from_target:
+            return ""
+        values = [f"{key} {value:g}" for key, value in self.from_target.items()]
+        return f"{', '.join(values)} from the target's generation_config.json"
+
+
+def sampling_options(config: object) -> dict[str, Any]:
+    """Return the options that `resolve_sampling` takes."""
+    return {key: getattr(config, key) for key in _SAMPLING}
+
+
+def resolve_sampling(
+    name: str,
+    target: HasGenerationConfig,
+    *,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    default_temperature: float = 0.0,
+) -> ResolvedSampling:
+    """The given options; for those that are None, as in `generate` and vLLM, the generation config
+    of target `name`.
+
+    Without `do_sample: true` in that file the temperature is `default_temperature` if that is 0; a
+    command that samples by default takes the file's temperature either way. Without sampling the
+    other three are not looked up.
+    """
+    config = target.generation_config
+    ignored = ignored_keys(target)
+    if ignored:
+        keys = [f"{key}={str(value)[:30]}" for key, value in sorted(ignored.items())]
+        _warn_once(
+            f"{name}: its generation_config.json sets {', '.join(keys)}; this is ignored here, and "
+            "`generate` follows it"
+        )
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    samples = default_temperature > 0 or bool(getattr(config, "do_sample", None))
+    if temperature is not None:
+        samples = temperature > 0
+    values: dict[str, float] = {"temperature": (default_temperature or 1.0) if samples else 0.0}
+    taken: dict[str, float] = {}
+    for key, value in given.items():
+        in_file = getattr(config, key, None)
+        if value is not None:
+            values[key] = value
+        elif samples and in_file is not None:
+            taken[key] = in_file
+    try:
+        return ResolvedSampling(Sampling(**values | taken), taken)  # type: ignore[arg-type]
+    except (ValueError, TypeError) as error:
+        key, _, _ = str(error).partition(":")
+        from_file = key in taken or isinstance(error, TypeError)
+        file = f"{name}/generation_config.json: " if from_file else ""
+        raise InputError(f"{file}{error}") from None
+
+
+def ignored_keys(target: HasGenerationConfig) -> dict[str, object]:
+    """Return the keys of the target's generation config that change the output of `generate` and
+    are ignored here.
+    """
+    ignored: dict[str, object] = {}
+    for off, keys in _IGNORED.items():
+        for key in keys.split():
+            value = getattr(target.generation_config, key, None)
+            if value is not None and value is not False and value not in ([], {}, off):
+                ignored[key] = value
+    return ignored

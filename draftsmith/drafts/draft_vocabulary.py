@@ -1,0 +1,235 @@
+"""Draft vocabularies: drafts with output rows for the commonest tokens only, which never draft the
+others.
+
+At a vocabulary of 128,000 tokens the output projection is most of what a small draft reads per
+token, and most of its rows are never drafted (FR-Spec, arXiv 2502.14856; EAGLE-3, arXiv 2503.01840,
+has the same in its heads). A language model stays whole on disk, and other engines load it as it
+is; a small file beside it names the tokens that draftsmith drafts, as offsets like those of an
+EAGLE-3 head (`d2t`). Loading keeps only their rows of the output projection.
+
+Legend: V the whole vocabulary, D tokens of the draft vocabulary, N tokens of a text.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.core.errors import InputError
+from draftsmith.core.hub import cached
+from draftsmith.core.models import vocabulary_size
+
+FILE = "draft_vocabulary.safetensors"
+_BUFFER = "target_ids_D"
+
+
+def check_draft_vocabulary(option: str, size: int, whole: int, has_one: str | None = None) -> None:
+    """Raise InputError if `size` exceeds the vocabulary, or if the draft `has_one` has a draft
+    vocabulary already.
+    """
+    if has_one is not None:
+        raise InputError(f"{option}: {has_one} already has one ({FILE}); leave the option out")
+    if size > whole:
+        raise InputError(f"{option}: {size} is more than the vocabulary of {whole}; lower it")
+
+
+def token_counts(rows: Iterable[Sequence[int]]) -> Counter[int]:
+    """How often each token occurs in these sequences."""
+    counts: Counter[int] = Counter()
+    for tokens in rows:
+        counts.update(tokens)
+    return counts
+
+
+def commonest_tokens(counts: Counter[int], size: int) -> list[int]:
+    """The `size` commonest tokens, as sorted ids; ties, and tokens that do not occur, by id."""
+    known = range(max(size, max(counts, default=0) + 1))
+    return sorted(sorted(known, key=lambda token: -counts[token])[:size])
+
+
+def rarest_token(counts: Counter[int], embedding_VH: Tensor) -> int:
+    """The token that is rarest in the text; of several the last, which in a padded vocabulary is
+    unused.
+
+    Not one without an embedding, as padding often is: masked slots would begin as zeros, without a
+    place.
+    """
+    embedded: list[int] = embedding_VH.abs().amax(-1).nonzero().flatten().tolist()
+    return min(embedded, key=lambda token: (counts[token], -token))
+
+
+def outside(ids: Sequence[int], counts: Counter[int]) -> str:
+    """In words: how many of the tokens of a text that did not choose `ids` are not among them."""
+    every = counts.total()
+    missing = every - sum(counts[token] for token in ids)
+    return f"{missing:,} of {every:,} tokens are outside ({missing / max(every, 1):.1%})"
+
+
+def unseen_outside(answers: Iterable[tuple[Sequence[int], Sequence[int]]], size: int) -> str:
+    """In words: what answers to other prompts have outside of the `size` commonest tokens.
+
+    answers: prompt and response. The tokens are chosen by four fifths of the prompts and counted
+    in the last.
+    """
+    prompts: dict[tuple[int, ...], int] = {}
+    choosing: Counter[int] = Counter()
+    unseen: Counter[int] = Counter()
+    for prompt, response in answers:
+        number = prompts.setdefault(tuple(prompt or response), len(prompts))
+        counts = unseen if number % 5 == 4 else choosing
+        counts.update(response)
+    if not unseen:
+        return "too few prompts to say what other answers have outside"
+    lacks = outside(commonest_tokens(choosing, size), unseen)
+    return f"chosen by four fifths of them, of the others {lacks}"
+
+
+def to_target(logits: Tensor, ids_D: Tensor, size: int) -> Tensor:
+    """Logits `[..., D]` of these tokens as logits over all `size` tokens, `[..., V]`: -inf for the
+    others.
+    """
+    out = logits.new_full((*logits.shape[:-1], size), -torch.inf)
+    return out.index_copy_(-1, ids_D.to(logits.device), logits)
+
+
+def draft_rows(ids_D: Tensor, tokens_N: Tensor) -> Tensor:
+    """The draft's row of each token (any shape), D for a token that it does not draft. `ids_D` is
+    sorted.
+    """
+    rows_N = torch.searchsorted(ids_D, tokens_N).clamp_max(len(ids_D) - 1)
+    return torch.where(ids_D[rows_N] == tokens_N, rows_N, len(ids_D))
+
+
+def drafted_rows(ids_D: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+    """A row of the draft for each token, and whether the draft has the token; the last row stands
+    for the others.
+    """
+    rows_N = draft_rows(ids_D, tokens_N)
+    return rows_N.clamp_max(len(ids_D) - 1), rows_N < len(ids_D)
+
+
+def offsets(ids_D: Tensor) -> Tensor:
+    """`d2t`: what is added to a row's number to get its token."""
+    return ids_D - torch.arange(len(ids_D), device=ids_D.device)
+
+
+def from_offsets(d2t: Tensor, size: int) -> Tensor | None:
+    """The tokens that `d2t` names, in its order; None unless they are distinct ids below `size`."""
+    if d2t.ndim != 1 or not len(d2t) or d2t.is_floating_point():
+        return None
+    ids_D = d2t + torch.arange(len(d2t), device=d2t.device)
+    differ = len(ids_D.unique()) == len(ids_D)
+    return ids_D if differ and bool((ids_D >= 0).all() and (ids_D < size).all()) else None
+
+
+class DraftVocabulary(nn.Module):
+    """A head over the tokens `target_ids_D` of the target's vocabulary; `reduced` says whether
+    these are a part of it.
+
+    On disk a part is the offsets `d2t` (target id = draft id + offset) and the mask `t2d`.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+    target_ids_D: Tensor
+
+    def hold_vocabulary(self, drafted: int, size: int) -> None:
+        """Begin with the first `drafted` tokens of `size`."""
+        self.vocab_size = size
+        self.reduced = drafted < size
+        ids_D = torch.arange(drafted)
+        self.register_buffer("target_ids_D", ids_D, persistent=False)
+        if self.reduced:
+            self.register_buffer("d2t", torch.zeros_like(ids_D))
+            self.register_buffer("t2d", torch.arange(size) < drafted)
+
+    def set_draft_vocab(self, ids: Sequence[int]) -> None:
+        """Make these the tokens it drafts: sorted target ids, as many as it has rows."""
+        chosen = torch.tensor(ids, dtype=torch.long, device=self.d2t.device)
+        self.d2t = offsets(chosen)
+        self.t2d = torch.zeros_like(self.t2d).index_fill_(0, chosen, True)
+        self.read_draft_vocab()
+
+    def read_draft_vocab(self) -> None:
+        """Take the draft vocabulary from `d2t`, after weights were loaded."""
+        if self.reduced:
+            self.target_ids_D = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary `[..., V]`: -inf for tokens that the head cannot
+        draft.
+        """
+        return to_target(logits, self.target_ids_D, self.vocab_size) if self.reduced else logits
+
+
+def write_draft_vocabulary(directory: Path, ids_D: Tensor) -> None:
+    """Name these tokens beside a language model that was saved whole."""
+    save_file({"d2t": offsets(ids_D.cpu()).contiguous()}, directory / FILE)
+
+
+def read_draft_vocabulary(name: str, size: int) -> Tensor | None:
+    """The draft vocabulary beside a language model in a directory or on the hub; None if it drafts
+    all tokens.
+    """
+    if (file := cached(name, FILE)) is None:
+        return None
+    ids_D = from_offsets(load_file(file)["d2t"], size)
+    if ids_D is None:
+        raise InputError(
+            f"{file}: does not name tokens of a vocabulary of {size}; copy the whole directory "
+            "again"
+        )
+    return ids_D.sort().values
+
+
+def attach_draft_vocabulary(model: PreTrainedModel, ids_D: Tensor) -> None:
+    """Note on a whole model which tokens it drafts. Its forward stays as it is; `trim` changes
+    it.
+    """
+    model.register_buffer(_BUFFER, ids_D.to(model.device), persistent=False)
+
+
+def draft_vocabulary(model: nn.Module) -> Tensor | None:
+    """The tokens `[D]` that a language model drafts, sorted; None for all of them."""
+    return model._buffers.get(_BUFFER)
+
+
+@torch.no_grad()
+def trim(model: PreTrainedModel, ids_D: Tensor) -> None:
+    """Keep only these rows of the output projection, a plain linear layer.
+
+    The model's forward still gives logits over its whole vocabulary, -inf for all other tokens.
+    Such a model cannot be saved: its weights are not those of its config.
+    """
+    output = model.get_output_embeddings()
+    assert type(output) is nn.Linear, f"the output projection is a {type(output).__name__}"
+    ids_D = ids_D.to(output.weight.device)
+    # On the meta device, so that no weights are drawn: that would move the global random state.
+    rows = nn.Linear(output.in_features, len(ids_D), bias=output.bias is not None, device="meta")
+    rows.weight = nn.Parameter(
+        output.weight.detach()[ids_D], requires_grad=output.weight.requires_grad
+    )
+    if output.bias is not None:
+        rows.bias = nn.Parameter(
+            output.bias.detach()[ids_D], requires_grad=output.bias.requires_grad
+        )
+    rows.train(output.training)
+    # The embedding stays whole, so that the two are no longer one tensor.
+    model.config.get_text_config(decoder=True).tie_word_embeddings = False
+    model.config.tie_word_embeddings = False
+    model.set_output_embeddings(rows)
+    attach_draft_vocabulary(model, ids_D)
+    # Behind everything that the model does to its logits: a soft cap (Gemma 2) would make -inf
+    # finite.
+    model.register_forward_hook(_over_all_tokens)
+
+
+def _over_all_tokens(model: nn.Module, _: Any, output: Any) -> None:
+    ids_D = draft_vocabulary(model)
+    assert ids_D is not None and isinstance(model, PreTrainedModel)
+    output.logits = to_target(output.logits, ids_D, vocabulary_size(model))

@@ -1,0 +1,253 @@
+"""EAGLE-3 head: predicts tokens of a reduced vocabulary from fused states of three target layers,
+then from its own.
+
+Legend: B rows, T tokens, H hidden size, V target vocabulary, D draft vocabulary (Vd in the
+literature).
+
+Source: EAGLE-3 (arXiv 2503.01840, section 3). On disk as its authors' checkpoints are, and as
+SGLang and vLLM read them: `midlayer.*`, `fc`, `norm`, `lm_head`, and where D < V the offsets `d2t`
+(target id = draft id + offset) and the mask `t2d`. Variants that others publish: an embedding of
+its own (`embed_tokens`), a width other than the target's (`target_hidden_size`), norms in other
+places (EAGLE-3.1), attention as in Qwen 3.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from draftsmith.core.errors import InputError
+from draftsmith.core.hidden_states import layout_of
+from draftsmith.core.io import JsonObject
+from draftsmith.core.models import vocabulary_size
+from draftsmith.drafts.draft_vocabulary import DraftVocabulary
+from draftsmith.drafts.heads.borrowed import borrow, dtype_of, start_as
+from draftsmith.drafts.heads.eagle import FeatureHead, LayerConfig, Rotary, draw
+
+_AUX = "eagle_aux_hidden_state_layer_ids"
+# Places of norms, under the keys that speculators, SpecForge and vLLM give them.
+_VARIANTS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
+
+
+def aux_layers(layers: int) -> tuple[int, ...]:
+    """Numbers of a target's low, middle and high states: those entering layers 2, n // 2, n - 3.
+
+    In a target of fewer than seven layers these coincide or do not exist; then the nearest layers
+    that differ.
+    """
+    low = min(2, max(layers - 3, 0))
+    high = max(layers - 3, low + 2)
+    middle = min(max(layers // 2, low + 1), high - 1)
+    return tuple(min(layer, layers) for layer in (low, middle, high))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(LayerConfig):
+    """The layer, both vocabularies, and which states of the target are fused."""
+
+    draft_vocab_size: int
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    own_embedding: bool = False
+    norm_before_residual: bool = False
+    """The residual of the layer starts from the normed features."""
+    norm_output: bool = False
+    """The features of the next step are those after the final norm."""
+    norm_before_fc: bool = False
+    """One norm over all fused states."""
+    fc_norm: bool = False
+    """A norm for each of the fused states."""
+
+    def to_json(self) -> JsonObject:
+        values = super().to_json()
+        values["architectures"] = ["LlamaForCausalLMEagle3"]
+        values["draft_vocab_size"] = self.draft_vocab_size
+        values[_AUX] = list(self.eagle_aux_hidden_state_layer_ids)
+        values["norm_before_residual"] = self.norm_before_residual
+        for key in _VARIANTS:
+            if getattr(self, key):
+                values[key] = True
+        if self.own_embedding:
+            values["embed_requires_grad"] = True
+        if self.target_hidden_size != self.hidden_size:
+            values["target_hidden_size"] = self.target_hidden_size
+        return values
+
+    @classmethod
+    def from_json(cls, values: JsonObject, target: PreTrainedModel) -> "Eagle3Config":
+        hidden = values["hidden_size"]
+        vocab_size = values["vocab_size"]
+        width = values.get("target_hidden_size") or hidden
+        own_embedding = bool(values.get("embed_requires_grad"))
+        borrow(target).check_sizes(hidden_size=width, vocab_size=vocab_size)
+        if width != hidden and not own_embedding:
+            sizes = f"'hidden_size' is {hidden} and the target's is {width}"
+            raise InputError(
+                f"{sizes}, and the file holds no 'embed_tokens.weight'; export it again with it"
+            )
+        layers = layout_of(target).count - 1
+        states = _aux_from_json(values, layers)
+        return cls.read(
+            values,
+            last_tap=values.get("last_tap", "raw") if layers in states else None,
+            draft_vocab_size=values.get("draft_vocab_size") or vocab_size,
+            eagle_aux_hidden_state_layer_ids=states,
+            target_hidden_size=width,
+            own_embedding=own_embedding,
+            **{key: bool(values.get(key)) for key in _VARIANTS},
+        )
+
+
+def _aux_from_json(values: JsonObject, layers: int) -> tuple[int, ...]:
+    """The numbers of the target's states; the paper's if config.json has none."""
+    ids = values.get(_AUX)
+    if not ids:
+        # SGLang names a layer by its output, which is the state that enters the next.
+        outputs = (values.get("eagle_config") or {}).get(_AUX) or []
+        ids = [layer + 1 for layer in outputs] or aux_layers(layers)
+    if min(ids) < 0 or max(ids) > layers:
+        raise InputError(
+            f"'{_AUX}' is {ids} and the target has {layers} layers; use the target it was "
+            "trained for"
+        )
+    return tuple(ids)
+
+
+class _MidLayer(nn.Module):
+    """A LLaMA layer whose attention reads the embedding beside the feature, each with its own
+    norm.
+    """
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        eps = config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = LlamaRMSNorm(hidden, eps=eps)
+        self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        self.self_attn = config.attention(2 * hidden)
+        self.mlp = LlamaMLP(config.llama())
+
+    def forward(self, embedded_BTH: Tensor, features_BTH: Tensor, **attending: Any) -> Tensor:
+        """The next features `[B, T, H]`, before the head's final norm."""
+        normed_BTH = self.hidden_norm(features_BTH)
+        both = torch.cat([self.input_layernorm(embedded_BTH), normed_BTH], dim=-1)
+        attended, _ = self.self_attn(hidden_states=both, **attending)
+        residual_BTH = normed_BTH if self.norm_before_residual else features_BTH
+        states: Tensor = residual_BTH + attended
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Eagle3Head(DraftVocabulary, FeatureHead):
+    """Fused target states or own features in; logits over the draft vocabulary and the next own
+    features out.
+
+    The features that it reads are `fuse` of the target's states, or its own. `hidden_layers` are
+    the numbers of these states, low to high.
+    """
+
+    kind: ClassVar[str] = "eagle3"
+    config_type = Eagle3Config
+
+    def __init__(self, config: Eagle3Config, target: PreTrainedModel) -> None:
+        super().__init__()
+        self.config = config
+        self.borrowed = borrow(target)
+        self.hidden_layers = config.taps(config.eagle_aux_hidden_state_layer_ids)
+        hidden = config.hidden_size
+        width = config.target_hidden_size
+        fused = len(self.hidden_layers)
+        eps = config.rms_norm_eps
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(fused * width, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps=eps) for _ in range(fused))
+        self.fc = nn.Linear(fused * width, hidden, bias=False)
+        self.midlayer = _MidLayer(config)
+        self.norm = LlamaRMSNorm(hidden, eps=eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.rotary = Rotary(config.llama())
+        self.hold_vocabulary(config.draft_vocab_size, config.vocab_size)
+
+    @classmethod
+    def fresh(
+        cls, target: PreTrainedModel, *, draft_vocab: Sequence[int] | None = None, seed: int = 0
+    ) -> "Eagle3Head":
+        """An untrained head on the target's device, in its dtype and in training mode.
+
+        draft_vocab: sorted ids of the target's tokens to draft; None for all. Their rows of the
+        target's output projection start the head's.
+        """
+        ids = list(range(vocabulary_size(target)) if draft_vocab is None else draft_vocab)
+        layers = layout_of(target).count - 1
+        states = aux_layers(layers)
+        config = Eagle3Config.like(
+            target,
+            last_tap="raw" if layers in states else None,
+            draft_vocab_size=len(ids),
+            eagle_aux_hidden_state_layer_ids=states,
+            target_hidden_size=borrow(target).hidden_size,
+        )
+        head = cls(config, target)
+        draw(head.fc, head.midlayer, seed)
+        start_as(head.lm_head.weight, head.borrowed, torch.tensor(ids))
+        if head.reduced:
+            head.set_draft_vocab(ids)
+        return head.to(device=target.device, dtype=target.dtype)
+
+    def outputs(self) -> list[nn.Module]:
+        """Its own modules with a row for each token that it drafts."""
+        return [self.lm_head]
+
+    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
+        """Features `[B, T, H]` from the target's states `[B, T, H]` at `hidden_layers`, in that
+        order.
+        """
+        dtype = dtype_of(self.fc)
+        states = [state.to(dtype) for state in hidden]
+        if self.config.fc_norm:
+            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+        joined = torch.cat(states, dim=-1)
+        if self.config.norm_before_fc:
+            joined = self.input_norm(joined)
+        return self.fc(joined)
+
+    def normed(self, states_BTH: Tensor) -> Tensor:
+        """The states `[..., H]` that the output projection reads, from those of `states`."""
+        return states_BTH if self.config.norm_output else self.norm(states_BTH)
+
+    def embedded(self, input_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:
+        """Embeddings `[B, T, H]` of tokens: the head's own, or the target's."""
+        if self.config.own_embedding:
+            own_BTH: Tensor = self.embed_tokens(input_ids_BT)
+            return own_BTH.to(dtype)
+        return self.borrowed.embed(input_ids_BT, dtype)
+
+    def states(
+        self,
+        input_ids_BT: Tensor,
+        features_BTH: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """The head's own features `[B, T, H]` of `forward`: before its norm, unless the config has
+        `norm_output`.
+        """
+        dtype = dtype_of(self.fc)
+        embedded_BTH = self.embedded(input_ids_BT, dtype)
+        features_BTH = features_BTH.to(dtype)
+        attending = self.attending(features_BTH, mask, positions, past_key_values)
+        g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, **attending)
+        return self.norm(g_BTH) if self.config.norm_output else g_BTH
+
+    def logits(self, g_BTH: Tensor) -> Tensor:
+        """Logits `[B, T, D]` of the head's own features."""
+        return self.borrowed.projection.finish(self.lm_head(self.normed(g_BTH)))

@@ -1,0 +1,220 @@
+"""Medusa and Hydra heads: K predictions, of the tokens two, three, ... places ahead, from one
+feature of the target.
+
+Legend: B rows, T positions, K heads, d a head's number from 0, H hidden size, V vocabulary.
+
+Medusa (arXiv 2401.10774, section 2.1): head i at position t is for token t + 2 + i (t + 1 is the
+target's own). Tensor names are those of the authors' checkpoints: `{i}.{j}.linear.*` for block j of
+head i, then `{i}.{blocks}.weight`.
+
+Hydra (arXiv 2402.05109, section 3), the grounded MLP: head d also reads the embeddings of tokens t
++ 1 .. t + d + 1. Logits go through the target's own output projection; the authors' code gives
+every head one of its own (V * H parameters each), and a checkpoint of theirs keeps them.
+
+Fresh heads give the target's own logits at t: blocks begin as the identity.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.core.io import JsonObject
+from draftsmith.drafts.heads.borrowed import ReadsLastState, borrow, start_as
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """Kind ("medusa" or "hydra") and number of heads, and number of residual blocks in each."""
+
+    kind: str
+    hidden_size: int
+    vocab_size: int
+    num_heads: int = 4
+    num_layers: int = 1
+    own_projection: bool = False
+    """Every Hydra head has an output projection, with a bias; otherwise all use the target's."""
+    skip_bias: bool = False
+    """Hydra's map beside the first block has a bias."""
+
+    @classmethod
+    def from_json(cls, values: JsonObject, target: PreTrainedModel) -> Self:
+        """Read config.json; sizes that it lacks are the target's. Raises InputError for sizes that
+        are not the target's.
+        """
+        parts = borrow(target)
+        hidden_size = values.get("hidden_size") or parts.hidden_size
+        vocab_size = values.get("vocab_size") or parts.vocab_size
+        parts.check_sizes(hidden_size=hidden_size, vocab_size=vocab_size)
+        kind = "medusa" if "medusa_num_heads" in values else "hydra"
+        return cls(
+            kind=kind,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            num_heads=values[f"{kind}_num_heads"],
+            num_layers=values.get(f"{kind}_num_layers", 1),
+            own_projection=bool(values.get("hydra_own_projection")),
+            skip_bias=bool(values.get("hydra_skip_bias")),
+        )
+
+    def to_json(self) -> JsonObject:
+        values: JsonObject = {
+            "architectures": ["MedusaModel" if self.kind == "medusa" else "HydraHeads"],
+            "model_type": self.kind,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            f"{self.kind}_num_heads": self.num_heads,
+            f"{self.kind}_num_layers": self.num_layers,
+        }
+        if self.kind == "medusa":
+            # Serving engines read the one pair of names or the other.
+            values |= {"num_heads": self.num_heads, "num_hidden_layers": self.num_layers}
+        if self.own_projection:
+            values["hydra_own_projection"] = True
+        if self.skip_bias:
+            values["hydra_skip_bias"] = True
+        return values
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(Wx + b), which is the identity while W and b are zero."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states + nn.functional.silu(self.linear(states))
+
+
+class MedusaHeads(ReadsLastState, nn.ModuleList):
+    """K heads side by side; a list of modules, so that tensors carry the names of the authors'
+    checkpoints.
+    """
+
+    kind: ClassVar[str] = "medusa"
+    config_type = HeadsConfig
+
+    def __init__(self, config: HeadsConfig, target: PreTrainedModel) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        for _ in range(config.num_heads):
+            head = nn.Sequential()
+            for _ in range(config.num_layers):
+                head.append(ResBlock(hidden, hidden))
+            head.append(nn.Linear(hidden, config.vocab_size, bias=False))
+            self.append(head)
+        self.config = config
+        self.borrowed = borrow(target)
+
+    @classmethod
+    def fresh(
+        cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1
+    ) -> "MedusaHeads":
+        """Untrained heads, each the target's own output, on its device, in its dtype and in
+        training mode.
+        """
+        values = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers}
+        heads = cls(HeadsConfig.from_json(values, target), target)
+        for head in heads:
+            start_as(head[-1].weight, heads.borrowed)  # type: ignore[index]
+        return heads.to(device=target.device, dtype=target.dtype)
+
+    def outputs(self) -> list[nn.Module]:
+        """The output projections of all heads."""
+        return [head[-1] for head in self]  # type: ignore[index]
+
+    def forward(self, features_BTH: Tensor) -> Tensor:
+        """Logits `[B, T, K, V]`; `[:, t, i]` is for the token at t + 2 + i."""
+        features_BTH = features_BTH.to(next(self.parameters()).dtype)
+        return self._finish(torch.stack([head(features_BTH) for head in self], dim=2))
+
+    def logits_of(self, number: int, features_BTH: Tensor) -> Tensor:
+        """Logits `[B, T, V]` of one head: `forward`'s at `[:, :, number]`."""
+        features_BTH = features_BTH.to(next(self.parameters()).dtype)
+        return self._finish(self[number](features_BTH))
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        if self.borrowed.bias_V is not None:
+            # The checkpoint format has no place for a bias, so the target's is used.
+            logits = logits + self.borrowed.bias_V
+        return self.borrowed.projection.finish(logits)
+
+
+class FirstBlock(ResBlock):
+    """Sx + SiLU(Wx + b). S begins as the map to the first H inputs, W and b as zero."""
+
+    def __init__(self, inputs: int, outputs: int, skip_bias: bool) -> None:
+        super().__init__(inputs, outputs)
+        self.skip = nn.Linear(inputs, outputs, bias=skip_bias)
+        nn.init.eye_(self.skip.weight)
+        if skip_bias:
+            nn.init.zeros_(self.skip.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.skip(states) + nn.functional.silu(self.linear(states))
+
+
+class HydraHeads(ReadsLastState, nn.Module):
+    """K grounded heads, over the target's own output projection unless they have their own."""
+
+    kind: ClassVar[str] = "hydra"
+    config_type = HeadsConfig
+
+    def __init__(self, config: HeadsConfig, target: PreTrainedModel) -> None:
+        super().__init__()
+        self.config = config
+        self.borrowed = borrow(target)
+        hidden = config.hidden_size
+        self.heads = nn.ModuleList()
+        for d in range(config.num_heads):
+            head = nn.Sequential(FirstBlock((d + 2) * hidden, hidden, config.skip_bias))
+            for _ in range(config.num_layers - 1):
+                head.append(ResBlock(hidden, hidden))
+            self.heads.append(head)
+        if config.own_projection:
+            self.projections = nn.ModuleList(
+                nn.Linear(hidden, config.vocab_size) for _ in range(config.num_heads)
+            )
+
+    @classmethod
+    def fresh(
+        cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1
+    ) -> "HydraHeads":
+        """Untrained heads on the target's device, in its dtype and in training mode."""
+        values = {"hydra_num_heads": num_heads, "hydra_num_layers": num_layers}
+        config = HeadsConfig.from_json(values, target)
+        return cls(config, target).to(device=target.device, dtype=target.dtype)
+
+    def outputs(self) -> list[nn.Module]:
+        """The output projections of all heads; none if all use the target's."""
+        return list(self.projections) if self.config.own_projection else []
+
+    def forward(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
+        """Logits `[B, T, V]` of head number `tokens_BTd.shape[-1] - 1`, for the token after the
+        last of `tokens_BTd`.
+
+        `tokens_BTd[:, t, 0]` is the token right after the position of `features_BTH[:, t]`.
+        """
+        number = tokens_BTd.shape[-1] - 1
+        return self.logits_of(number, self.inputs(features_BTH, tokens_BTd))
+
+    def inputs(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
+        """Return what the head of these tokens reads, `[B, T, (d + 2) * H]`: the feature, then the
+        tokens' embeddings.
+        """
+        dtype = next(self.parameters()).dtype
+        embedded_BTX = self.borrowed.embed(tokens_BTd, dtype).flatten(-2)
+        return torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1)
+
+    def logits_of(self, number: int, inputs_BTX: Tensor) -> Tensor:
+        """Logits `[B, T, V]` of one head, from what it reads."""
+        states_BTH = self.heads[number](inputs_BTX)
+        if self.config.own_projection:
+            logits_BTV = self.projections[number](states_BTH)
+            return self.borrowed.projection.finish(logits_BTV)
+        return self.borrowed.project(states_BTH)

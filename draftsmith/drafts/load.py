@@ -1,0 +1,362 @@
+"""A draft of any kind from its directory or hub name: a language model, or a head on the target's
+features.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from draftsmith.core.errors import InputError
+from draftsmith.core.hub import check_source
+from draftsmith.core.models import (
+    DTYPES,
+    Quantize,
+    check_finite,
+    check_tokenizer,
+    context_length,
+    dtype_name,
+    fingerprint,
+    hash_tensors,
+    load_model,
+    quantization,
+    read_per_token,
+    vocabulary_size,
+)
+from draftsmith.core.runs import read_record
+from draftsmith.core.tokenization import Tokenizer, find_tokenizer, load_tokenizer
+from draftsmith.drafts.draft_vocabulary import (
+    FILE,
+    attach_draft_vocabulary,
+    draft_vocabulary,
+    read_draft_vocabulary,
+    trim,
+)
+from draftsmith.drafts.heads import NATIVE, Head, head_kind, load_head
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
+from draftsmith.drafts.vocabulary import VocabularyMap, attach, map_vocabulary, vocabulary_map
+
+Draft = PreTrainedModel | Head
+log = logging.getLogger(__name__)
+_warn_once = cache(log.warning)
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """A target, its tokenizer and drafts that were checked against both. `drafts` by name, in the
+    order given.
+    """
+
+    target_name: str
+    target: PreTrainedModel
+    tokenizer: Tokenizer
+    drafts: dict[str, Draft]
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """The language models, target first."""
+        return [
+            self.target,
+            *(draft for draft in self.drafts.values() if isinstance(draft, PreTrainedModel)),
+        ]
+
+    @property
+    def context(self) -> int | None:
+        """Number of tokens that fit into every model; None without a limit."""
+        return min(
+            (limit for model in self.models if (limit := context_length(model)) is not None),
+            default=None,
+        )
+
+
+def load_models(
+    target: str,
+    drafts: Mapping[str, str] | Sequence[str] = (),
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: Quantize = "none",
+    quantize_draft: Quantize | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    heterogeneous_vocab: bool = False,
+) -> LoadedModels:
+    """Load a target and any number of drafts, and check that they belong together.
+
+    target, drafts: local directories or hub names; drafts as `{name: source}`, or as sources, which
+    are then their names (a second one of the same source is `SOURCE#2`). quantize_draft: default
+    `quantize`; heads are never quantised. dtype: "auto" is as `load_model` says; drafts follow the
+    target. revision: the target's branch, tag or commit on the hub. chat_template: a Jinja file in
+    place of its own. tokenizer: the target's, if loaded.
+    heterogeneous_vocab: accept draft language models of another tokenizer; they draft the tokens
+    that both have. Raises InputError for what does not fit: a draft of another vocabulary, a head
+    made for another target.
+    """
+    if not isinstance(drafts, Mapping):
+        sources = [drafts] if isinstance(drafts, str) else drafts
+        counts = [sources[:i].count(source) for i, source in enumerate(sources)]
+        drafts = {
+            f"{name}#{n + 1}" if n else name: name for name, n in zip(sources, counts, strict=True)
+        }
+    for source in drafts.values():  # before a large target is loaded
+        check_source(source.removeprefix(f"{NATIVE}:"))
+    if tokenizer is None:
+        tokenizer = load_tokenizer(target, trust_remote_code, chat_template, revision)
+    options: Any = {"device": device, "trust_remote_code": trust_remote_code}
+    model = load_model(target, **options, dtype=dtype, quantize=quantize, revision=revision)
+    check_tokenizer(target, model, tokenizer)
+    loaded: dict[str, Draft] = {}
+    for name, source in drafts.items():
+        draft = load_draft(
+            source,
+            model,
+            **options,
+            # Use the target's dtype for every draft, so that drafts are compared at one precision.
+            dtype=dtype_name(model) if dtype == "auto" else dtype,
+            quantize=quantize_draft or quantize,
+        )
+        mapping = check_draft_vocabulary(
+            source, draft, model, tokenizer, trust_remote_code, heterogeneous_vocab
+        )
+        if mapping is not None and isinstance(draft, PreTrainedModel):
+            attach(draft, mapping)
+            shares = f"{mapping.shared} of the target's {len(tokenizer)} tokens"
+            log.warning(
+                "%s: has another tokenizer; it shares %s, and drafts those only", source, shares
+            )
+        if isinstance(draft, PreTrainedModel) and (size := read_per_token(draft)) > (
+            whole := read_per_token(model)
+        ):
+            _warn_once(
+                f"{source}: reads more than the target ({size:,} and {whole:,} parameters per "
+                "token); drafting cannot pay"
+            )
+        loaded[name] = draft
+    return LoadedModels(target, model, tokenizer, loaded)
+
+
+def load_draft(
+    name: str,
+    target: PreTrainedModel,
+    *,
+    device: str,
+    dtype: str,
+    trust_remote_code: bool = False,
+    quantize: Quantize | None = None,
+) -> Draft:
+    """The draft `name` for this target.
+
+    A head takes the target's device and dtype and is never quantised. A language model with a draft
+    vocabulary keeps only those rows of its output projection, with a warning.
+    """
+    if head_kind(name) is not None:
+        head = load_head(name, target)
+        check_finite(name, head)
+        return head
+    model = load_model(
+        name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize
+    )
+    size = vocabulary_size(model)
+    if (ids_D := read_draft_vocabulary(name, size)) is not None:
+        trim(model, ids_D)
+        log.warning(
+            "%s: drafts %d of its %d tokens, those that its %s names", name, len(ids_D), size, FILE
+        )
+    return model
+
+
+def draft_kind(name: str) -> str:
+    """ "draft" for a language model, else the kind of head. Either is also the name of the proposer
+    that uses it.
+    """
+    return head_kind(name) or "draft"
+
+
+def kind_of(draft: Draft) -> str:
+    """`draft_kind` of a loaded draft."""
+    return "draft" if isinstance(draft, PreTrainedModel) else draft.kind
+
+
+def depth_limit(draft: Draft) -> int | None:
+    """Number of tokens that a set of heads or a block drafts ahead; None for drafts without a
+    limit.
+    """
+    if isinstance(draft, BlockHead):
+        return draft.depths
+    return draft.config.num_heads if isinstance(draft, MedusaHeads | HydraHeads) else None
+
+
+def draft_fingerprint(draft: Draft) -> str:
+    """16 hex digits of architecture and weights; of a head, without what it borrows from the
+    target; of a draft of another vocabulary, with the map between the two.
+    """
+    if isinstance(draft, PreTrainedModel):
+        words = vocabulary_map(draft)
+        if words is not None:
+            return hash_tensors({"model": fingerprint(draft), "words": words.in_draft}, [])
+        ids_D = draft_vocabulary(draft)
+        return (
+            fingerprint(draft)
+            if ids_D is None
+            else hash_tensors({"model": fingerprint(draft)}, [("ids", ids_D)])
+        )
+    return hash_tensors(
+        {"kind": draft.kind, **draft.config.to_json()}, sorted(draft.state_dict().items())
+    )
+
+
+def other_targets(sources: Iterable[str], target: PreTrainedModel) -> list[str]:
+    """Return a line for each draft whose record names other target weights than these.
+
+    Targets of 4 bits and padded ones have fingerprints of their own, so they are not compared.
+    """
+    records = {source: read_record(Path(source)) for source in sources}
+    known = [record.get("target_fingerprint") for record in records.values()]
+    changed = quantization(target) != "none" or hasattr(target.config, "widened_from")
+    if changed or not any(known):
+        return []
+    # All of the target's weights are read for it, once.
+    here = fingerprint(target)
+    lines = []
+    for source, record in records.items():
+        recorded = record.get("target_fingerprint")
+        if recorded not in (None, here):
+            trained_for = f"{record.get('target')}, {recorded}"
+            lines.append(
+                f"draft {source} was trained for other target weights ({trained_for}); it may be "
+                "accepted less here"
+            )
+    return lines
+
+
+def check_draft_vocabulary(
+    source: str,
+    draft: Draft,
+    target: PreTrainedModel,
+    tokenizer: Tokenizer,
+    trust_remote_code: bool = False,
+    heterogeneous: bool = False,
+) -> VocabularyMap | None:
+    """Raise InputError unless token ids mean the same to a draft language model as to the target.
+
+    If `heterogeneous`, return the map between the two instead. Vocabularies may be padded to
+    different sizes if both tokenizers agree on every id that both models have; a draft without a
+    tokenizer must have the target's size. A head has been checked by `load_draft`.
+    """
+    if not isinstance(draft, PreTrainedModel):
+        return None
+    sizes = vocabulary_size(target), vocabulary_size(draft)
+    own = find_tokenizer(source, trust_remote_code)
+    if own is None and sizes[0] != sizes[1]:
+        differs = (
+            f"its vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}, and it "
+            "has no tokenizer"
+        )
+        raise InputError(
+            f"{source}: {differs}; use a draft with the target's vocabulary "
+            "(docs/choosing-a-draft.md)"
+        )
+    if own is None or (token := first_difference(tokenizer, own, min(sizes))) is None:
+        return None
+    if heterogeneous:
+        return map_vocabulary(tokenizer, own, *sizes, source=source)
+    texts = own.convert_ids_to_tokens(token), tokenizer.convert_ids_to_tokens(token)
+    theirs, ours = ("nothing" if text is None else ascii(text) for text in texts)
+    raise InputError(
+        f"{source}: token {token} is {theirs} to it and {ours} to the target; use a draft with "
+        "the target's tokenizer, "
+        "draftsmith init --method transplant, or decode with --heterogeneous_vocab true "
+        "(docs/choosing-a-draft.md)"
+    )
+
+
+def first_difference(a: Tokenizer, b: Tokenizer, size: int) -> int | None:
+    """The first id below `size` that two tokenizers read as different tokens; None if there is
+    none.
+
+    Added tokens (padding, chat markers) may differ: fine-tuned models of one family rename those.
+    """
+    tokens_a, tokens_b = (
+        {i: token for token, i in tokenizer.get_vocab().items() if i < size} for tokenizer in (a, b)
+    )
+    added = set(a.get_added_vocab().values()) | set(b.get_added_vocab().values())
+    ids = sorted((tokens_a.keys() | tokens_b.keys()) - added)
+    return next((i for i in ids if tokens_a.get(i) != tokens_b.get(i)), None)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an export starts from: a draft, its weights rounded to `dtype` and held in fp32.
+
+    target: of a head; None for a language model.
+    """
+
+    name: str
+    draft: Draft
+    dtype: torch.dtype
+    tokenizer: Tokenizer | None
+    target: PreTrainedModel | None = None
+    target_name: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """`draft` for a language model, else the kind of head."""
+        return kind_of(self.draft)
+
+
+@torch.no_grad()
+def load_source(
+    name: str,
+    target_name: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> Source:
+    """Load the draft, and the target of a head. dtype "auto" is the draft's own; of a head, its
+    target's.
+    """
+    kind = head_kind(name)
+    options: Any = {"device": "cpu", "dtype": "float32", "trust_remote_code": trust_remote_code}
+    target = None
+    tokenizer = None
+    target_name = target_name or (None if kind is None else read_record(Path(name)).get("target"))
+    if target_name is not None:
+        target = load_model(target_name, **options, revision=revision)
+        tokenizer = find_tokenizer(target_name, trust_remote_code, revision)
+    draft: Draft
+    if kind is not None:
+        if target is None:
+            raise InputError(
+                f"--target: is missing; {name} is a head ({kind}), which belongs to one target"
+            )
+        draft = load_head(name, target)
+    else:
+        draft = load_model(name, **options, quantize="none")
+        if (ids_D := read_draft_vocabulary(name, vocabulary_size(draft))) is not None:
+            attach_draft_vocabulary(draft, ids_D)
+        if target is not None and tokenizer is not None:
+            check_draft_vocabulary(name, draft, target, tokenizer, trust_remote_code)
+        tokenizer = find_tokenizer(name, trust_remote_code) or tokenizer
+        target = None
+    if dtype == "auto":
+        model, commit = (name, "main") if kind is None else (str(target_name), revision or "main")
+        config = AutoConfig.from_pretrained(
+            model, trust_remote_code=trust_remote_code, revision=commit
+        )
+        weights_dtype = (
+            getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
+        )
+    else:
+        weights_dtype = DTYPES[dtype]
+    # Round to `dtype` but keep fp32: the check of an export then compares the written values.
+    for parameter in draft.parameters():
+        parameter.copy_(parameter.to(weights_dtype))
+    return Source(name, draft, weights_dtype, tokenizer, target, target_name)
