@@ -11,7 +11,6 @@ if __name__ == "decode":
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.core import lazy_names
 from draftsmith.decode.propose import (
     PROPOSERS as PROPOSERS,
     ProposerKind as ProposerKind,
@@ -65,11 +64,33 @@ if TYPE_CHECKING:
     from draftsmith.decode.tree_batch import TreeBatch as TreeBatch
     from draftsmith.decode.verify.tree_walk import Verdict as Verdict
 
-_LATER = lazy_names(__file__)
+# The module of each name that needs torch.
+_LATER = {
+    "BatchOutput": "engine",
+    "DecodeStats": "stats",
+    "DraftModelProposer": "propose.draft_model",
+    "Generation": "batch_run",
+    "HeadProposer": "propose.head_proposers",
+    "LookaheadProposer": "propose.lookahead",
+    "LookupFirst": "propose.lookup_first",
+    "Outcome": "propose.protocol",
+    "PromptLookupProposer": "propose.prompt_lookup",
+    "Proposal": "propose.protocol",
+    "Proposer": "propose.protocol",
+    "RetrievalProposer": "propose.retrieval",
+    "Session": "propose.protocol",
+    "SessionSetup": "propose.protocol",
+    "SpeculativeDecoder": "engine",
+    "StopCondition": "batch_run",
+    "StopStrings": "batch_run",
+    "TreeBatch": "tree_batch",
+    "Verdict": "verify.tree_walk",
+    "take_over": "packed_weights",
+    "takes_trees": "supported_models",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _LATER[name]
-    return getattr(import_module(module), attribute)
+    return getattr(import_module(f"draftsmith.decode.{_LATER[name]}"), name)

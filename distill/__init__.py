@@ -2,3 +2,7 @@
 
 if __name__ == "distill":
     raise ImportError("import draftsmith.distill: distill is no package of its own")
+
+from draftsmith.core.callable_package import make_callable
+
+make_callable(__name__, "generate")

@@ -13,14 +13,13 @@ input was good (exit 1), `RequirementError` for results that miss what was requi
 """
 
 import importlib
-import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.core import __version__, lazy_names
+from draftsmith.core import __version__
 from draftsmith.core.host import wait_briefly
 
 if TYPE_CHECKING:
+    from draftsmith import decoding as decoding
     from draftsmith.alignment.config import AlignConfig as AlignConfig
     from draftsmith.alignment.stages import align as align
     from draftsmith.config import (
@@ -55,39 +54,69 @@ if TYPE_CHECKING:
     from draftsmith.pair import Output as Output, Pair as Pair, load_pair as load_pair
     from draftsmith.serving.acceptance import served as served
     from draftsmith.starting import init as init
-    from draftsmith.train.config import TrainConfig as TrainConfig
+    from draftsmith.train.config import (
+        HeadOptions as HeadOptions,
+        Optim as Optim,
+        TrainConfig as TrainConfig,
+    )
     from draftsmith.train.losses import LOSSES as losses  # noqa: N811
     from draftsmith.train.training_run import train as train
 
 # Of every command and of Python programs: this package is imported before torch.
 wait_briefly()
-_PUBLIC = lazy_names(__file__)
-# Type checkers export the names that an import keeps; renamed ones stand here.
+# What is public, beside the packages below: where each name is, within this package.
+_PUBLIC = {
+    "AlignConfig": "alignment.config:AlignConfig",
+    "DistillConfig": "distill.config:DistillConfig",
+    "DoctorConfig": "drafts.config:DoctorConfig",
+    "DraftsmithError": "core.errors:DraftsmithError",
+    "EvalConfig": "eval.config:EvalConfig",
+    "ExportConfig": "drafts.config:ExportConfig",
+    "HeadOptions": "train.config:HeadOptions",
+    "InitConfig": "config:InitConfig",
+    "InputError": "core.errors:InputError",
+    "MergeConfig": "drafts.config:MergeConfig",
+    "Optim": "train.config:Optim",
+    "Output": "pair:Output",
+    "Pair": "pair:Pair",
+    "PlanConfig": "eval.config:PlanConfig",
+    "RequirementError": "core.errors:RequirementError",
+    "Results": "eval.results:Results",
+    "RunError": "core.errors:RunError",
+    "ScoreConfig": "distill.config:ScoreConfig",
+    "ServedConfig": "config:ServedConfig",
+    "SpeculativeDecoder": "decode:SpeculativeDecoder",
+    "StatusConfig": "config:StatusConfig",
+    "TrainConfig": "train.config:TrainConfig",
+    "align": "alignment.stages:align",
+    "decide": "eval.decision:decide",
+    "doctor": "drafts.doctor:examine",
+    "evaluate": "eval.evaluate:evaluate",
+    "export": "drafts.layouts.export:export",
+    "init": "starting:init",
+    "load_pair": "pair:load_pair",
+    "losses": "train.losses:LOSSES",
+    "merge": "drafts.merge:merge",
+    "plan": "eval.planning.plan:plan",
+    "score_set": "distill.score:score_set",
+    "served": "serving.acceptance:served",
+    "status": "directory_status:status",
+}
+# Public packages. `distill` and `train` are also functions: `ds.train(config)`.
+_PACKAGES = ("decoding", "distill", "train")
 __all__ = ["__version__", "doctor", "losses"]
-__all__ += [name for name in _PUBLIC if name not in __all__]
-
-
-def _refuse_hidden(package: str) -> None:
-    """Raise ImportError if a file or package of the caller stands before one of ours, such as a
-    `train.py` beside the script.
-    """
-    found = importlib.util.find_spec(package)
-    ours = Path(__file__).parents[1]
-    if found is not None and found.origin and Path(found.origin).parents[1] != ours:
-        raise ImportError(
-            f"{found.origin} hides draftsmith's package {package!r}; rename it, or start Python "
-            "elsewhere"
-        )
-
+__all__ += [name for name in (*_PUBLIC, *_PACKAGES) if name not in __all__]
 
 if not TYPE_CHECKING:  # a type checker that saw this function would take any name for a public one
 
     def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return importlib.import_module(f"draftsmith.{name}")
         if name not in _PUBLIC:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module, attribute = _PUBLIC[name]
-        _refuse_hidden(module.partition(".")[0])
-        value = globals()[name] = getattr(importlib.import_module(module), attribute)
+        module, _, attribute = _PUBLIC[name].partition(":")
+        found = importlib.import_module(f"draftsmith.{module}")
+        value = globals()[name] = getattr(found, attribute)
         return value
 
 

@@ -2,6 +2,7 @@
 one's own.
 """
 
+import ast
 import dataclasses
 import json
 import re
@@ -24,6 +25,8 @@ from draftsmith.pair import Pair
 from tests.distilled import write_rows
 from tests.door import Door
 
+ROOT = Path(__file__).parents[1]
+
 
 @pytest.fixture(scope="module")
 def pair(target_dir, draft_dir):
@@ -36,12 +39,47 @@ def decoded(door: Door, *words: object) -> list[dict[str, Any]]:
     return outputs
 
 
-def test_every_public_name_resolves_to_what_type_checkers_are_told():
-    assert set(ds._PUBLIC) == set(ds.__all__) - {"__version__"}
+def test_every_public_name_is_what_type_checkers_are_told():
+    """The table of names and the imports that only type checkers read say the same."""
+    source = ast.parse(Path(ds.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in source.body if isinstance(node, ast.If))
+    told = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            told[alias.asname or alias.name] = f"{node.module}:{alias.name}"
+    found = {name: f"draftsmith.{place}" for name, place in ds._PUBLIC.items()}
+    functions = {
+        "distill": "draftsmith.distill.generate:distill",
+        "train": "draftsmith.train.training_run:train",
+    }
+    assert found | functions | {"decoding": "draftsmith:decoding"} == told
+    assert set(told) == set(ds.__all__) - {"__version__"}
     assert dir(ds) == sorted(ds.__all__)
-    for name, (module, attribute) in ds._PUBLIC.items():
-        assert getattr(ds, name) is getattr(sys.modules[module], attribute)
+    for name in ds.__all__:
+        assert getattr(ds, name) is not None
     assert (Path(ds.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("first", ["ds.train", "import draftsmith.train.config as c"])
+def test_train_is_a_package_and_a_function(first):
+    code = (
+        f"import draftsmith as ds, inspect; {first}; import draftsmith.train.loop as loop; "
+        "print(loop.__name__, ds.train.__name__, *inspect.signature(ds.train).parameters); "
+        "ds.train(nosuch=1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("draftsmith.train.loop draftsmith.train config"), done.stderr
+    assert "InputError: nosuch: no option of TrainConfig" in done.stderr
+
+
+@pytest.mark.parametrize("room", ["decode", "distill", "eval", "train"])
+def test_a_room_has_one_name(room):
+    code = f"import {room}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.splitlines()[-1].startswith(f"ImportError: import draftsmith.{room}")
 
 
 def test_type_checkers_see_names_and_types(pair: Pair) -> None:
@@ -376,12 +414,12 @@ def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir):
 
 
 @pytest.mark.parametrize("package", ["train", "eval"])
-def test_a_file_of_the_caller_that_hides_a_package_is_named_and_not_run(tmp_path, package):
-    (tmp_path / f"{package}.py").write_text("raise SystemExit('it ran')")
-    name = {"train": "TrainConfig", "eval": "EvalConfig"}[package]
-    (tmp_path / "study.py").write_text(f"import draftsmith as ds\nds.{name}\n")
+def test_a_file_of_the_caller_may_have_the_name_of_a_room(tmp_path, package):
+    (tmp_path / f"{package}.py").write_text("name = 'mine'\n")
+    (tmp_path / "study.py").write_text(
+        f"import {package}, draftsmith as ds\nprint({package}.name, ds.TrainConfig.__module__)\n"
+    )
     done = subprocess.run(
         [sys.executable, "study.py"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1
-    assert f"{package}.py hides draftsmith's package '{package}'; rename it" in done.stderr
+    assert done.stdout == "mine draftsmith.train.config\n", done.stderr

@@ -2,3 +2,7 @@
 
 if __name__ == "train":
     raise ImportError("import draftsmith.train: train is no package of its own")
+
+from draftsmith.core.callable_package import make_callable
+
+make_callable(__name__, "training_run")

@@ -304,9 +304,9 @@ def _status(config: "StatusConfig", command: str) -> Outcome:
 class Command:
     """A command.
 
-    what: its line in `draftsmith --help`. config: class of its options, "module:class" of this package.
-    parallel: whether it runs on several processes. instead: commands that replace it, by the option that
-    selects them. alone: the option that a word without `--` gives.
+    what: its line in `draftsmith --help`. config: class of its options, "module:class" of this
+    package. parallel: whether it runs on several processes. instead: commands that replace it, by
+    the option that selects them. alone: the option that a word without `--` gives.
     """
 
     what: str
