@@ -2,4 +2,4 @@
 models, prompts.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
