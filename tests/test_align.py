@@ -71,7 +71,9 @@ SMALL += [
 # One way to decode instead of those that are chosen by default, where a test is not about them.
 ONE_WAY: list[object] = ["--eval.tree", "chain:1", "--eval.temperature", 1]
 # As `patch` of `spawn`: what the fixture `undrawn` is to `door`.
-UNDRAWN = "import eval.evaluate\neval.evaluate.write_report = lambda results: results.directory\n"
+UNDRAWN = """import draftsmith.eval.evaluate
+draftsmith.eval.evaluate.write_report = lambda results: results.directory
+"""
 
 
 @pytest.fixture(scope="module")

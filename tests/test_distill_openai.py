@@ -18,12 +18,11 @@ from tokenizers import Tokenizer as Tokenizers, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import draftsmith.distill.engines.openai as openai
-import draftsmith.distill.engines.server
 from benchmarks.lib.engines import how_to_get, llama_server, program
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.teacher_rows import unpack
 from draftsmith.core.tokenization import load_tokenizer
-from draftsmith.distill.engines import replies
+from draftsmith.distill.engines import replies, server as server_module
 from draftsmith.distill.engines.server import encode_answer
 from tests.distilled import errors, files, manifest, rows_of, write_rows
 from tests.serving import EOS, Server, answer_of, serving, wait_until
@@ -370,7 +369,7 @@ def test_a_server_with_all_faults_loses_no_row_and_leaks_no_key(
     """
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setattr(replies, "REPLY_BYTES", 2**18)
-    monkeypatch.setattr(draftsmith.distill.engines.server, "REPLY_BYTES", 2**18)
+    monkeypatch.setattr(server_module, "REPLY_BYTES", 2**18)
     faults: list[int | str] = [
         429,
         "floods",
