@@ -29,7 +29,7 @@ from draftsmith.distill.manifest import (
     copy_set,
     count_kept,
     finish,
-    reopen,
+    reopened,
 )
 from draftsmith.distill.own_prompts import draw_prompts, find_openings
 from draftsmith.distill.part_maker import Job, make_parts
@@ -94,15 +94,15 @@ def _distill(job: Job, run: Run, command: str) -> dict[str, Any]:
     identity = _identity(job, suites)
     on_main(lambda: check_empty(out))
     run.begin(identity, IDENTITY_FILES, options.places(config))
-    on_main(lambda: reopen(out))
     if config.thinking == "drop":
         template = str(tokenizer.chat_template)
         on_main(lambda: write_text_atomic(out / "chat_template.jinja", template))
-    if openings is not None:
-        drawn = str(draw_prompts(job, openings, run))
-        reader = dataclasses.replace(reader, source=drawn)
-        prompts = StoredPrompts(config, drawn, reader, suites)
-    parts = make_parts(job, prompts, out, "distill")
+    with reopened(out):
+        if openings is not None:
+            drawn = str(draw_prompts(job, openings, run))
+            reader = dataclasses.replace(reader, source=drawn)
+            prompts = StoredPrompts(config, drawn, reader, suites)
+        parts = make_parts(job, prompts, out, "distill")
     job.processes.wait_for_everyone()
     origin = provenance(command, identity["config"] | options.places(config))
     on_main(lambda: finish(out, parts, identity, origin, tokenizer))

@@ -1,6 +1,8 @@
 """What finishes a distilled set: the manifest that the parts add up to, the card, and copies."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from draftsmith.core.io import (
     write_text_atomic,
     writing,
 )
-from draftsmith.core.ranks import on_main
+from draftsmith.core.ranks import is_main, on_main
 from draftsmith.core.reasons import Reasons
 from draftsmith.core.runs import journal_rows
 from draftsmith.core.tokenization import Tokenizer, vocabulary_sample
@@ -46,7 +48,8 @@ OWN_PROMPTS = "own_prompts.json"
 # The directory of those texts, a distilled set in the making.
 DRAWN = ".prompts"
 _JOURNALS = ".part-*.answers.jsonl"
-_CHECKSUMS = ".part-*.sha256"
+# Checksums of the files of a set in the making.
+_BESIDE = (".part-*.sha256", checksum_file(Path(PROMPTS)).name)
 SET_FORMAT = "draftsmith distilled set"
 # `manifest.json` of a finished set, `run.json` of one in the making.
 IDENTITY_FILES = ("manifest.json", "run.json")
@@ -77,8 +80,21 @@ def check_empty(out: Path) -> None:
         refuse_foreign(out, (_PARTS, _EMPTY, _JOURNALS, "errors.jsonl", "README.md", "config.json"))
 
 
-def reopen(out: Path) -> None:
-    """Give the files of a finished set the checksums that its manifest has."""
+@contextmanager
+def reopened(out: Path) -> Iterator[None]:
+    """Give the files of a finished set the checksums that its manifest has, while the block runs.
+    If the block refuses its input, the set stays as it was.
+    """
+    on_main(lambda: _reopen(out))
+    try:
+        yield
+    except InputError:
+        if is_main() and (out / "manifest.json").exists():
+            _remove_all(out, _BESIDE)
+        raise
+
+
+def _reopen(out: Path) -> None:
     file = out / "manifest.json"
     if not file.exists():
         return
@@ -124,9 +140,13 @@ def finish(
         write_text_atomic(out / "README.md", distilled_set_card(manifest))
         write_sealed(out / "manifest.json", manifest)
         # A kill may have left the journal of a part that it had just written.
-        for pattern in (_JOURNALS, _CHECKSUMS, checksum_file(out / PROMPTS).name, "run.json"):
-            for path in out.glob(pattern):
-                path.unlink()
+        _remove_all(out, (_JOURNALS, *_BESIDE, "run.json"))
+
+
+def _remove_all(out: Path, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        for path in out.glob(pattern):
+            path.unlink()
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from draftsmith.core.tokenization import (
     tokenizer_digest,
 )
 from draftsmith.distill.config import ScoreConfig
-from draftsmith.distill.manifest import IDENTITY_FILES, SET_FORMAT, check_empty, finish, reopen
+from draftsmith.distill.manifest import IDENTITY_FILES, SET_FORMAT, check_empty, finish, reopened
 from draftsmith.distill.parts import (
     SCHEMA,
     TEACHER_SCHEMA,
@@ -179,10 +179,9 @@ def score_set(
         }
         on_main(lambda: check_empty(out))
         run.begin(identity, IDENTITY_FILES)
-        on_main(lambda: reopen(out))
         count = answers.count if processes.num_processes == 1 else None
         parts = 0
-        with progress("score", count) as advance:
+        with reopened(out), progress("score", count) as advance:
             for index, part in enumerate(answers.parts):
                 parts += 1
                 if index % processes.num_processes != processes.process_index:

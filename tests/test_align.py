@@ -238,7 +238,9 @@ def test_a_run_goes_on_where_it_was_moved_to(door, files, target_dir, draft_dir,
         """All files, as if they had been made where they are now."""
         made = timeless(after / "out")
         made["results"] = json.dumps(made["results"]).encode()
-        return [data.replace(bytes(before), bytes(after)) for data in made.values()]
+        moved = [data.replace(bytes(before), bytes(after)) for data in made.values()]
+        # Checksums of records cover the paths in them.
+        return [re.sub(rb'"checksum": ".*"', b"", data) for data in moved]
 
     door.ok("align", *words(before))
     before.rename(after)

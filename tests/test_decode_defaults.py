@@ -43,7 +43,7 @@ def tiny(seed: int, eos: int | None = None) -> LlamaForCausalLM:
 
 def test_the_tables_need_no_torch():
     code = (
-        "import sys, decode\n"
+        "import sys, draftsmith.decode as decode\n"
         "for name in ('chain:4', 'kary:4,2,2', 'eagle2', 'opt'): "
         "decode.default_verifier(decode.parse_tree(name))\n"
         "assert decode.PROPOSERS and decode.TREES and decode.VERIFIERS and decode.default_tree()\n"

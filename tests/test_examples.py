@@ -4,6 +4,7 @@ otherwise.
 
 import importlib.util
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
 ):
     answer = " over the lazy dog and the dog does not mind"
     rows: list[Any] = []
+    vocabulary = "the quick brown fox jumps over a lazy dog and numbers such as one".split()
+    prompts = [" ".join(random.Random(number).sample(vocabulary, 9)) for number in range(23)]
     for number in range(20):
-        request = {"prompt": f"The quick brown fox jumps {number} times"}
+        request = {"prompt": prompts[number]}
         body = {
             "choices": [
                 {"text": answer[: 9 + number], "finish_reason": "stop" if number % 2 else "length"}
@@ -44,9 +47,7 @@ def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
     log.write_text(
         "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "no answer"}]) + "not JSON\n"
     )
-    keep.write_text(
-        "".join(json.dumps({"prompt": f"Numbers such as {number}"}) + "\n" for number in range(3))
-    )
+    keep.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[20:]))
     served = tmp_path / "served"
     served.symlink_to(draft_dir)
     words = [
@@ -85,7 +86,7 @@ def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
     recent = [
         json.loads(line)["prompt"] for line in (made / "recent.jsonl").read_text().splitlines()
     ]
-    assert recent == [f"The quick brown fox jumps {number} times" for number in range(16, 20)]
+    assert recent == prompts[16:20]
     results = ds.Results.load(made / "eval")
     assert {name: results.kind(name) for name in results.domains()} == {
         "recent": "id",
