@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from draftsmith.cli.commands import COMMANDS
-from draftsmith.core.option_names import CALLED
+from draftsmith.core import option_names
+from draftsmith.core.option_names import meant
 from draftsmith.core.options import options_of
 
 # By the beginning of a command line: what follows it, and what its one line must say.
@@ -254,9 +256,9 @@ def test_names_of_other_tools_lead_to_options_that_there_are():
         f".{option.key}" for option in options_of(COMMANDS["doctor"].instead["served"].options)
     }
     keys.add(".config")
-    names: list[str] = []
-    for ours, theirs in CALLED:
-        names += theirs.split()
+    for ours in meant().values():
         for name in ours:
             assert any(key.endswith(f".{name}") for key in keys), name
-    assert len(names) == len(set(names))
+    text = Path(option_names.__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    names = [name for theirs in yaml.safe_load(text).values() for name in theirs.split()]
+    assert len(names) == len(set(names)) == len(meant())
