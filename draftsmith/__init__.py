@@ -41,11 +41,9 @@ if TYPE_CHECKING:
     from draftsmith.drafts.config import (
         DoctorConfig as DoctorConfig,
         ExportConfig as ExportConfig,
-        MergeConfig as MergeConfig,
     )
     from draftsmith.drafts.doctor import examine as doctor
     from draftsmith.drafts.layouts.export import export as export
-    from draftsmith.drafts.merge import merge as merge
     from draftsmith.eval.config import EvalConfig as EvalConfig, PlanConfig as PlanConfig
     from draftsmith.eval.decision import decide as decide
     from draftsmith.eval.evaluate import evaluate as evaluate
@@ -75,7 +73,6 @@ _PUBLIC = {
     "HeadOptions": "train.config:HeadOptions",
     "InitConfig": "config:InitConfig",
     "InputError": "core.errors:InputError",
-    "MergeConfig": "drafts.config:MergeConfig",
     "Optim": "train.config:Optim",
     "Output": "pair:Output",
     "Pair": "pair:Pair",
@@ -96,7 +93,6 @@ _PUBLIC = {
     "init": "starting:init",
     "load_pair": "pair:load_pair",
     "losses": "train.losses:LOSSES",
-    "merge": "drafts.merge:merge",
     "plan": "eval.planning.plan:plan",
     "score_set": "distill.score:score_set",
     "served": "serving.acceptance:served",

@@ -153,7 +153,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     "export --format hf --out out": [
         ("--draft {pair}", "is no model itself; it holds {draft}: name one")
     ],
-    "merge --base {target}": [("--draft {draft}=0.5 --out .", "where this command runs")],
     "doctor --target {target}": [
         ("--drft {draft}", "did you mean --draft?"),
         ("--draft {pair}", "is no model itself; it holds {draft}: name one"),
@@ -229,7 +228,6 @@ def test_one_line_exit_code_2_and_nothing_written(door, files, tmp_path, monkeyp
         ("decode --torch_dtype", "--dtype"),
         ("eval --dataset", "--id"),
         ("eval --assistant-model", "--draft"),
-        ("merge --base_model", "--base"),
     ],
 )
 def test_an_option_of_another_tool_is_known_by_its_meaning(door, words, meant):

@@ -25,7 +25,7 @@ def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch):
     assert found == [0, 1, 2]
 
 
-@pytest.mark.parametrize("line", ["decode --target t --prompt a", "merge --draft a b --out o"])
+@pytest.mark.parametrize("line", ["decode --target t --prompt a", "doctor --draft d --target t"])
 def test_a_command_of_one_process_is_refused_in_several(line, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -5,7 +5,6 @@ tests/test_decode_lossless.py.
 import copy
 import json
 import logging
-import shutil
 from typing import Any
 
 import pytest
@@ -213,14 +212,6 @@ def test_training_again_keeps_what_it_has(trained, door, target_dir, distilled, 
     said = " ".join(door.ok(*words.split()))
     assert f"drafts {KEPT} of 290 tokens; of the held-out responses " in said
     assert (tmp_path / "again" / FILE).read_bytes() == (out / FILE).read_bytes()
-
-
-def test_merging_keeps_it(trained, tmp_path):
-    out = trained
-    other = shutil.copytree(out, tmp_path / "other", ignore=shutil.ignore_patterns("run"))
-    same = {"draft": [str(out), str(other)], "out": str(tmp_path / "soup")}
-    ds.merge(ds.MergeConfig(**same))  # type: ignore[arg-type]
-    assert (tmp_path / "soup" / FILE).read_bytes() == (out / FILE).read_bytes()
 
 
 def test_an_export_is_whole_and_says_so(trained, tmp_path, door):

@@ -22,7 +22,6 @@ from draftsmith.decode.supported_models import attention_windows
 from draftsmith.drafts.heads import HEADS, load_head, save_head
 from draftsmith.drafts.heads.block import DFlashHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
-from draftsmith.drafts.merge import merge
 from draftsmith.train.batch import Batch
 from draftsmith.train.features import FeatureCache, FrozenTarget, cached_layers, state_names
 from tests.hybrid_models import hybrid
@@ -208,16 +207,6 @@ def test_an_exported_head_still_reads_the_raw_state(older, tmp_path):
         ds.export(ds.ExportConfig(**options, out=out))
         model = ds.load_pair(target, device="cpu").target
         assert load_head(out, model).hidden_layers == (1, 2)
-
-
-def test_merged_heads_of_others_stay_theirs(older, tmp_path):
-    """The merge gets a record of ours."""
-    target, directory = older
-    (directory / "draftsmith.json").unlink()
-    out = tmp_path / "merged"
-    merge(draft=[str(directory), str(directory)], out=str(out))
-    model = ds.load_pair(target, device="cpu").target
-    assert load_head(out, model).hidden_layers == (1, 2)
 
 
 def test_sglang_gives_no_output_of_the_last_layer(target_dir, tmp_path):

@@ -66,8 +66,8 @@ def test_import_is_light():
 HELP = [
     ["--help"],
     ["--version"],
-    ["help", "merge"],
-    ["--help", "merge"],
+    ["help", "export"],
+    ["--help", "export"],
     *([name, "--help"] for name in COMMANDS),
 ]
 

@@ -64,7 +64,6 @@ from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.tokenization import load_tokenizer
-from draftsmith.drafts.merge import merge_states
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.bootstrap import PromptSums
 from draftsmith.eval.estimate import measure_alphas
@@ -279,7 +278,8 @@ def between(base: PreTrainedModel, aligned: PreTrainedModel, weight: float) -> P
     if weight in (0.0, 1.0):
         return aligned if weight else base
     draft = copy.deepcopy(base)
-    draft.load_state_dict(merge_states([(aligned.state_dict(), weight)], base.state_dict()))
+    for tensor, end in zip(draft.parameters(), aligned.parameters(), strict=True):
+        tensor.lerp_(end, weight)
     return draft
 
 

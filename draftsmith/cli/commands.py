@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         TrainCommandConfig,
     )
     from draftsmith.distill.config import DistillConfig, ScoreConfig
-    from draftsmith.drafts.config import DoctorConfig, ExportConfig, MergeConfig
+    from draftsmith.drafts.config import DoctorConfig, ExportConfig
     from draftsmith.eval.config import EvalConfig, PlanConfig, RenderConfig, TimeAgainConfig
     from draftsmith.train.config import TrainConfig
 
@@ -116,19 +116,6 @@ def _train(config: "TrainCommandConfig", command: str) -> Outcome:
             f"longer: {longer}"
         )
     return Outcome(summary, lines)
-
-
-def _merge(config: "MergeConfig", command: str) -> Outcome:
-    from draftsmith.drafts.merge import merge
-
-    summary = merge(config, command)
-    weights = summary["weights"]
-    sums = [f"{weight:g} x {source}" for source, weight in weights.items()]
-    if config.base is not None:
-        rest = 1 - sum(weights.values())
-        sums.append(f"{rest:g} x {config.base}")
-    added = " + ".join(sums)
-    return Outcome(summary, [f"{summary['checkpoint']}: {added}"])
 
 
 def _decode(config: "DecodeConfig", command: str) -> Outcome:
@@ -357,9 +344,6 @@ COMMANDS = {
         },
     ),
     "train": Command("fit a draft to a distilled set", "config:TrainCommandConfig", _train, True),
-    "merge": Command(
-        "interpolate between drafts, or average them", "drafts.config:MergeConfig", _merge
-    ),
     "decode": Command("generate with target and draft, losslessly", "config:DecodeConfig", _decode),
     "eval": Command(
         "what alignment bought, in distribution and out of it",

@@ -18,9 +18,6 @@ EXAMPLES = {
     "init": "draftsmith init --target out/demo/pair/target --method prune --out out/pruned",
     "distill": f"draftsmith distill --target out/demo/pair/target {_PROMPTS} --out out/set",
     "train": f"draftsmith train --data out/demo/distilled {_PAIR} --objective fkl --out out/draft",
-    "merge": (
-        "draftsmith merge --base out/demo/pair/base --draft out/demo/jsd-plain=0.5 --out out/merged"
-    ),
     "decode": f'draftsmith decode {_ALIGNED} --prompt "Return the"',
     "eval": f"draftsmith eval {_ALIGNED} --id out/demo/prompts/prose.jsonl --out out/eval",
     "doctor": f"draftsmith doctor {_ALIGNED}",

@@ -51,9 +51,7 @@ def checkpoint_card(
     kind = record["kind"]
     is_lm = kind == "draft-lm"
     target = record.get("target") or "THE-TARGET"
-    starts = [part["draft"] for part in record.get("merged_from", [])] or [config.get("draft")]
-    starts += [record.get("merge_base"), record.get("target")]
-    models = [name for name in starts if name]
+    models = [name for name in (config.get("draft"), record.get("target")) if name]
     on_hub = [name for name in models if is_hub_name(name)]
     licence, about_licence = _licence(models)
     sets = [*config.get("data", []), *config.get("replay", [])]
@@ -169,20 +167,16 @@ def _hub_dataset(source: str) -> str | None:
 
 
 def _made(record: JsonObject, config: JsonObject, sets: Sequence[str]) -> list[tuple[str, object]]:
-    merged = record.get("merged_from", [])
-    rows: list[tuple[str, object]] = []
-    for part in merged:
-        rows.append((f"weight of {part['draft']}", part["weight"]))
-    if not merged:
-        rows.append(("started from", config.get("draft") or "fresh weights"))
-        rows.append(("data", ", ".join(sets)))
+    rows: list[tuple[str, object]] = [
+        ("started from", config.get("draft") or "fresh weights"),
+        ("data", ", ".join(sets)),
+    ]
     data = record.get("data", {})
     optimizer = config.get("optim", {})
     rows.append(("response tokens", data.get("response_tokens")))
     rows.append(("learning rate", optimizer.get("lr")))
     rows.append(("seed", config.get("seed")))
     for key in (
-        "merge_base",
         "objective",
         "steps",
         "best_step",

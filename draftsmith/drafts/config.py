@@ -1,11 +1,11 @@
-"""Options of `draftsmith export`, `doctor` and `merge`; reading them needs no torch."""
+"""Options of `draftsmith export` and `doctor`; reading them needs no torch."""
 
 from pathlib import Path
 from typing import Literal
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import check_out, read_json
-from draftsmith.core.options import CodeOptions, Out, RevisionOptions, options
+from draftsmith.core.options import Out, RevisionOptions, options
 
 # Kinds of draft that draft a block of tokens in one forward.
 BLOCK_KINDS = ("dflash", "dspark", "jetspec")
@@ -56,57 +56,3 @@ class DoctorConfig(RevisionOptions):
     """A plan of `draftsmith plan`, for the number of drafted tokens in the commands. Default: 4
     tokens.
     """
-
-
-@options
-class MergeConfig(CodeOptions):
-    """Add up the weights of drafts of one shape: base + sum of weight x (draft - base).
-
-    One draft with a base is an interpolation between the two (WiSE-FT, arXiv 2109.01903), several
-    without a base and without weights are a uniform soup (arXiv 2203.05482), several with a base
-    are task vectors (arXiv 2212.04089).
-    """
-
-    out: Out
-    """The merged draft: an ordinary checkpoint directory."""
-    draft: list[str]
-    """The drafts, each MODEL or MODEL=WEIGHT. Default: equal weights that add up to 1."""
-    base: str | None = None
-    """The draft that the others were trained from. Without it the weights must add up to 1."""
-
-    def __post_init__(self) -> None:
-        check_out(Path(self.out))
-        self.weights()
-
-    def weights(self) -> list[tuple[str, float]]:
-        """(model, weight) of every draft. Raises InputError if weights are missing or do not add
-        up.
-        """
-        drafts = [_source_and_weight(word) for word in self.draft]
-        weights = [weight for _, weight in drafts if weight is not None]
-        if weights and len(weights) < len(drafts):
-            without = next(source for source, weight in drafts if weight is None)
-            raise InputError(
-                f"--draft {without}: has no weight; write {without}=WEIGHT, or give no weights "
-                "at all"
-            )
-        if self.base is None and weights and abs(sum(weights) - 1) > 1e-6:
-            raise InputError(
-                f"--draft: the weights add up to {sum(weights):g}; without --base they must add "
-                "up to 1"
-            )
-        return [
-            (source, 1 / len(drafts) if weight is None else weight) for source, weight in drafts
-        ]
-
-    def sources(self) -> list[str]:
-        """The drafts, and after them the base if there is one."""
-        return [source for source, _ in self.weights()] + ([] if self.base is None else [self.base])
-
-
-def _source_and_weight(word: str) -> tuple[str, float | None]:
-    source, _, text = word.rpartition("=")
-    try:
-        return source, float(text)
-    except ValueError:
-        return word, None  # the name of the directory holds the sign, or there is none
