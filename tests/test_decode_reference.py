@@ -1,0 +1,162 @@
+"""The algorithm in one file, `draftsmith.decode.reference`, as the oracle of the decoder.
+
+Its own output has the target's law; greedily the decoder takes the same tokens in the same calls,
+and above temperature 0 its calls are as long with the same probability. Worlds of five tokens.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import chi2_contingency
+from torch import Tensor
+
+from draftsmith.core.sampling import Sampling, generator, probs
+from draftsmith.decode import DraftModelProposer, SpeculativeDecoder, reference
+from tests.chi_square import chi_square, counts_of, exact_distribution
+from tests.tiny_models import random_llama
+
+ROOT = Path(__file__).parent.parent
+VOCAB = 5
+DRAWS = 1_000
+PROMPT = [1, 3]
+PROMPTS = [PROMPT, [2], [4, 0, 3, 3, 1], [0, 1, 0, 1, 0]]
+GREEDY = Sampling(temperature=0.0)
+SAMPLED = Sampling(temperature=0.8)
+TARGET = random_llama(2, VOCAB, hidden=8, heads=1, spread=0.45)
+DRAFT = random_llama(7, VOCAB, hidden=8, heads=1, spread=0.45)
+WIDTHS = [(1, 1, 1), (2, 2), (3, 1)]
+
+
+@cache
+@torch.inference_mode()
+def after(is_target: bool, text: tuple[int, ...], sampling: Sampling) -> Tensor:
+    model = TARGET if is_target else DRAFT
+    return probs(model(input_ids=torch.tensor([text])).logits[0, -1], sampling)
+
+
+def steps_of_reference(
+    prompt: list[int], widths: Sequence[int], sampling: Sampling, new: int, seed: int
+) -> list[tuple[int, ...]]:
+    return reference.decode(
+        target=lambda text: after(True, tuple(text), sampling),
+        draft=lambda text: after(False, tuple(text), sampling),
+        prompt=prompt,
+        widths=widths,
+        max_new_tokens=new,
+        generator=generator(seed),
+    )
+
+
+def steps_of_decoder(
+    prompts: list[list[int]], widths: Sequence[int], sampling: Sampling, new: int, verifier: str
+) -> list[list[tuple[int, ...]]]:
+    """The tokens of each target call, by prompt."""
+    steps: list[list[tuple[int, ...]]] = [[] for _ in prompts]
+    SpeculativeDecoder(TARGET, DraftModelProposer(DRAFT), list(widths), verifier).generate(
+        prompts,
+        sampling,
+        new,
+        eos_ids=(),
+        on_tokens=lambda row, ids, _: steps[row].append(tuple(ids)),
+    )
+    return steps
+
+
+def chi_square_of_reference(widths: Sequence[int]) -> float:
+    outputs = []
+    for seed in range(DRAWS):
+        steps = steps_of_reference(PROMPT, widths, SAMPLED, 3, seed)
+        outputs.append([token for step in steps for token in step])
+    return chi_square(counts_of(outputs, VOCAB), exact_distribution(TARGET, PROMPT, 3, SAMPLED))
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_the_reference_has_the_targets_law(widths):
+    assert chi_square_of_reference(widths) < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("residual", lambda p_V, q_V: p_V),
+        ("draft_tree", lambda *args: most_probable_tree(*args)),
+    ],
+)
+def test_a_broken_reference_is_rejected(monkeypatch, name, broken):
+    """A draw from p after a refusal; a greedy draft that the rule believes was drawn."""
+    monkeypatch.setattr(reference, name, broken)
+    assert chi_square_of_reference((2, 2)) > 1.5
+
+
+def most_probable_tree(
+    draft: reference.Model, text: list[int], widths: Sequence[int], _: torch.Generator
+) -> tuple[dict[reference.Path, list[int]], dict[reference.Path, Tensor]]:
+    """`reference.draft_tree` with the most probable siblings, which a draft offers greedily."""
+    siblings: dict[reference.Path, list[int]] = {}
+    q_of: dict[reference.Path, Tensor] = {}
+    level: list[reference.Path] = [()]
+    for width in widths:
+        for path in level:
+            q_of[path] = draft([*text, *path])
+            siblings[path] = q_of[path].topk(width).indices.tolist()
+        level = [(*path, token) for path in level for token in siblings[path]]
+    return siblings | {leaf: [] for leaf in level}, q_of
+
+
+@pytest.mark.parametrize("verifier", ["speculative", "specinfer", "exact", "mcsd", "traversal"])
+@pytest.mark.parametrize("widths", [(1,), *WIDTHS, (2, 1, 2)])
+def test_greedily_each_call_takes_the_tokens_of_the_reference(monkeypatch, widths, verifier):
+    if max(widths) > 1:
+        if verifier == "speculative":
+            pytest.skip("for chains")
+        # Independent draws of a one-hot q are one token; the decoder offers several.
+        whole = Sampling(temperature=1.0)
+        monkeypatch.setattr(
+            reference,
+            "draft_tree",
+            lambda draft, text, *rest: most_probable_tree(
+                lambda text: after(False, tuple(text), whole), text, *rest
+            ),
+        )
+    expected = [steps_of_reference(prompt, widths, GREEDY, 12, seed=0) for prompt in PROMPTS]
+    assert steps_of_decoder(PROMPTS, widths, GREEDY, 12, verifier) == expected
+    lengths = {len(step) for steps in expected for step in steps}
+    assert len(lengths) > 1, "calls that all accept as much show nothing"
+
+
+@cache
+def lengths_of_reference(widths: tuple[int, ...]) -> Counter[tuple[int, ...]]:
+    """How often four tokens came in calls of these lengths."""
+    each = [steps_of_reference(PROMPT, widths, SAMPLED, 4, seed) for seed in range(DRAWS)]
+    return Counter(tuple(map(len, steps)) for steps in each)
+
+
+def p_value(widths: tuple[int, ...], verifier: str) -> float:
+    """Whether the decoder's calls are as long as the reference's."""
+    each = steps_of_decoder([PROMPT] * DRAWS, widths, SAMPLED, 4, verifier)
+    counts = [Counter(tuple(map(len, steps)) for steps in each), lengths_of_reference(widths)]
+    lengths = [each for each in counts[0] | counts[1] if counts[0][each] + counts[1][each] >= 16]
+    assert len(lengths) > 3
+    return float(chi2_contingency([[count[each] for each in lengths] for count in counts]).pvalue)
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_calls_are_as_long_as_those_of_the_reference(widths):
+    assert p_value(widths, "speculative" if max(widths) == 1 else "specinfer") > 1e-4
+
+
+@pytest.mark.parametrize(("widths", "verifier"), [((1, 1, 1), "exact"), ((2, 2), "exact")])
+def test_another_rule_has_calls_of_other_lengths(widths, verifier):
+    assert p_value(widths, verifier) < 1e-6
+
+
+def test_the_page_quotes_the_file_whole():
+    code = (ROOT / "decode/reference.py").read_text()
+    page = (ROOT / "docs/how-it-works.md").read_text()
+    assert f"```python\n{code}```\n" in page
+    assert len(code.splitlines()) <= 80
+    assert len(page.replace(code, "").split()) <= 500
