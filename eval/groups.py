@@ -4,10 +4,11 @@ Prompts that ask the same, or nearly, are accepted alike, so a second one says n
 others. definitions.yaml states the rule. Legend: P prompts, W bins of tokens.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from draftsmith.core.asked_hash import Groups
 from draftsmith.core.prompts import Prompt
 
 # Two prompts are one group if at most so many tokens are changed, added or left out. A preamble
@@ -21,49 +22,11 @@ _CHARACTERS = 4
 _BINS = 256
 
 
-class _Partition:
-    """Indices that are joined to groups; a group is known by its first index."""
-
-    def __init__(self, count: int) -> None:
-        self.parents = list(range(count))
-
-    def first(self, index: int) -> int:
-        while self.parents[index] != index:
-            index = self.parents[index]
-        return index
-
-    def join(self, one: int, other: int) -> None:
-        low, high = sorted((self.first(one), self.first(other)))
-        self.parents[high] = low
-
-    def groups(self) -> list[int]:
-        """The group of each index, numbered in the order of their first indices."""
-        numbers: dict[int, int] = {}
-        indices = range(len(self.parents))
-        return [numbers.setdefault(self.first(index), len(numbers)) for index in indices]
-
-
-def connected(sets: Sequence[Iterable[Hashable]]) -> list[int]:
-    """Number sets such that those that share an element, directly or over others, have one
-    number.
-    """
-    return _connected(sets).groups()
-
-
-def _connected(sets: Sequence[Iterable[Hashable]]) -> _Partition:
-    found = _Partition(len(sets))
-    owners: dict[Hashable, int] = {}
-    for index, elements in enumerate(sets):
-        for element in elements:
-            found.join(owners.setdefault(element, index), index)
-    return found
-
-
 def groups_of(prompts: Sequence[Prompt]) -> list[int]:
     """Number the group of each prompt, from 0 in the order of first prompts. Two prompts that are
     alike a third one are of one group.
     """
-    found = _connected([prompt.hashes for prompt in prompts])
+    found = Groups([prompt.hashes for prompt in prompts])
     apart = [index for index in range(len(prompts)) if found.first(index) == index]
     apart.sort(key=lambda index: len(prompts[index].ids))
     lengths = [len(prompts[index].ids) for index in apart]
@@ -81,7 +44,7 @@ def groups_of(prompts: Sequence[Prompt]) -> list[int]:
             ids = (prompts[index].ids, prompts[other].ids)
             if found.first(index) != found.first(other) and _within(*ids, int(least_P[near])):
                 found.join(index, other)
-    return found.groups()
+    return found.numbers()
 
 
 def _most_differing(prompt: Prompt) -> int:

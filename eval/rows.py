@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from draftsmith.core.asked_hash import Groups
 from draftsmith.core.errors import without_secrets
 from draftsmith.core.prompts import prompt_hash
 from draftsmith.core.sampling import row_seed
@@ -31,7 +32,6 @@ from draftsmith.eval.bootstrap import (
 )
 from draftsmith.eval.diagnosis.root_step import RootStep
 from draftsmith.eval.estimate import AlphaMeasurement
-from draftsmith.eval.groups import connected
 from draftsmith.eval.measuring import (
     BY_SOURCE,
     COUNTED,
@@ -180,7 +180,7 @@ class Setting:
         groups = []
         for suite, count in zip(suites, counts, strict=True):
             groups.append(self.prompt_groups[suite.name][:count])
-        strata = connected(groups)
+        strata = Groups(groups).numbers()
         parts_RP: dict[int, Floats] = {}
         sizes: list[int] = []
         for stratum in dict.fromkeys(strata):

@@ -9,10 +9,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from draftsmith.core.asked_hash import Groups
 from draftsmith.core.prompts import Chat, Prompt
 from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import PromptSums, estimate, resample_groups, resamples, signs
-from draftsmith.eval.groups import connected, groups_of
+from draftsmith.eval.groups import groups_of
 from draftsmith.eval.planning.planner import Planner
 from draftsmith.eval.results import Results
 from draftsmith.eval.rows import Setting
@@ -76,7 +77,7 @@ def test_short_chats_inside_a_template_stay_apart_and_a_changed_digit_does_not()
 
 
 def test_sets_that_share_an_element_are_connected():
-    assert connected([[1, 2], [3], [2, 4], [4, 3], [5]]) == [0, 0, 0, 0, 1]
+    assert Groups([[1, 2], [3], [2, 4], [4, 3], [5]]).numbers() == [0, 0, 0, 0, 1]
 
 
 def test_prompts_behind_a_long_preamble_that_differ_in_a_digit_are_one_group():

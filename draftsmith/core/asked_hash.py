@@ -6,7 +6,7 @@ one prompt, and turns of one chat, are one group.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -36,29 +36,51 @@ def asked_in_text(text: str) -> int:
     return _hash_64(text.strip())
 
 
+class Groups:
+    """Sets that share an element, directly or over others, are one group. They are known by their
+    indices, and a group by its first one.
+    """
+
+    def __init__(self, sets: Sequence[Iterable[Hashable]]) -> None:
+        self._parents = list(range(len(sets)))
+        owners: dict[Hashable, int] = {}
+        for index, elements in enumerate(sets):
+            for element in elements:
+                self.join(owners.setdefault(element, index), index)
+
+    def first(self, index: int) -> int:
+        """Return the first index of a group."""
+        parents = self._parents
+        while parents[index] != index:
+            parents[index] = parents[parents[index]]
+            index = parents[index]
+        return index
+
+    def join(self, one: int, other: int) -> None:
+        """Make the groups of two indices one."""
+        low, high = sorted((self.first(one), self.first(other)))
+        self._parents[high] = low
+
+    def numbers(self) -> list[int]:
+        """Return the group of each index, numbered in the order of their first indices."""
+        numbers: dict[int, int] = {}
+        indices = range(len(self._parents))
+        return [numbers.setdefault(self.first(index), len(numbers)) for index in indices]
+
+
 def group_ranks(keys_of_rows: Sequence[Sequence[int]]) -> list[int]:
     """Return the rank of each row's group, from 0; rows that share a key, also through others, are
     one group. Groups are in the order of a hash of their first keys, whatever the order of rows.
     """
-    parent: dict[int, int] = {}
-
-    def root(key: int) -> int:
-        while parent.setdefault(key, key) != key:
-            parent[key] = parent[parent[key]]
-            key = parent[key]
-        return key
-
-    for keys in keys_of_rows:
-        for key in keys[1:]:
-            parent[root(key)] = root(keys[0])
+    groups = Groups(keys_of_rows).numbers()
     members: dict[int, set[int]] = {}
-    for keys in keys_of_rows:
-        members.setdefault(root(keys[0]), set()).add(keys[0])
+    for group, keys in zip(groups, keys_of_rows, strict=True):
+        members.setdefault(group, set()).add(keys[0])
     hashes: dict[int, int] = {}
     for group, firsts in members.items():
         hashes[group] = max(firsts) if len(firsts) == 1 else _hash_64(sorted(firsts))
     ranks = {group: rank for rank, group in enumerate(sorted(hashes, key=hashes.__getitem__))}
-    return [ranks[root(keys[0])] for keys in keys_of_rows]
+    return [ranks[group] for group in groups]
 
 
 def earlier_turns(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
+from draftsmith.core.asked_hash import Groups
 from draftsmith.core.errors import counted
 from draftsmith.core.models import eos_ids, vocabulary_size
 from draftsmith.core.prompts import Prompt
@@ -27,7 +28,7 @@ from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.bootstrap import PromptSums, estimate, quotient, resample_groups
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
 from draftsmith.eval.estimate import read_traces
-from draftsmith.eval.groups import connected, groups_of
+from draftsmith.eval.groups import groups_of
 from draftsmith.eval.measuring import answers
 from draftsmith.eval.method import OWN_TREE, Method, shape_of
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
@@ -279,7 +280,8 @@ class Planner:
         one.
         """
         starts = range(0, count * self.batch_size, self.batch_size)
-        return connected([self.groups[start : start + self.batch_size] for start in starts])
+        batches = [self.groups[start : start + self.batch_size] for start in starts]
+        return Groups(batches).numbers()
 
     def answers(self) -> list[Continuation]:
         """Continue the prompts with the target; stop after 30 % of the time."""
