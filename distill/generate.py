@@ -11,10 +11,11 @@ from draftsmith.core.errors import counted, without_secrets
 from draftsmith.core.hub import check_push, pushed
 from draftsmith.core.io import hash_json, read_json, write_text_atomic
 from draftsmith.core.launcher import join_processes, leave_processes
-from draftsmith.core.options import configured
+from draftsmith.core.options import command_line, configured
 from draftsmith.core.prompts import PromptReader
+from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import on_main, say
-from draftsmith.core.runs import Run, command_line, kept_identity, provenance
+from draftsmith.core.runs import Run, kept_identity
 from draftsmith.core.settings import tokenizing
 from draftsmith.core.signals import Terminated
 from draftsmith.core.template_date import fix_date

@@ -11,7 +11,6 @@ import fsspec
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from draftsmith.core.cards import distilled_set_card
 from draftsmith.core.errors import InputError, RunError, one_line, without_secrets
 from draftsmith.core.io import (
     JsonObject,
@@ -40,6 +39,7 @@ from draftsmith.distill.parts import (
     read_summary,
     reading,
 )
+from draftsmith.drafts.cards import distilled_set_card
 
 # Prompts that the target wrote, and their record: number of texts drawn and kept, why the others
 # were left out, and the sha256 of the prompts.

@@ -27,7 +27,7 @@ from draftsmith.core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith.core.options import configured
+from draftsmith.core.options import command_line, configured
 from draftsmith.core.progress import progress
 from draftsmith.core.prompt_rows import (
     Record,
@@ -38,8 +38,9 @@ from draftsmith.core.prompt_rows import (
     text_of,
 )
 from draftsmith.core.prompts import Skipped, answers, content_id
+from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import on_main
-from draftsmith.core.runs import Run, command_line, kept_identity, provenance
+from draftsmith.core.runs import Run, kept_identity
 from draftsmith.core.settings import loading, tokenizing
 from draftsmith.core.teacher_rows import bytes_per_token, pack
 from draftsmith.core.template_date import fix_date

@@ -12,8 +12,9 @@ from typing import Any, Literal
 from draftsmith.config import StatusConfig
 from draftsmith.core.errors import InputError, counted
 from draftsmith.core.io import JsonObject, read_json, require_keys
-from draftsmith.core.options import configured
-from draftsmith.core.runs import RECORD, command_line, holder
+from draftsmith.core.options import command_line, configured
+from draftsmith.core.record import RECORD
+from draftsmith.core.runs import holder
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.manifest import count_kept
 from draftsmith.eval.moved import place_now

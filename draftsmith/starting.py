@@ -21,10 +21,11 @@ from draftsmith.core.models import (
     text_config,
     vocabulary_size,
 )
-from draftsmith.core.options import configured
+from draftsmith.core.options import command_line, configured
 from draftsmith.core.prompts import read_prompts, room_for_prompts
+from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import say
-from draftsmith.core.runs import RECORD, command_line, provenance
+from draftsmith.core.record import RECORD
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.settings import loading
 from draftsmith.core.tokenization import Tokenizer, load_tokenizer

@@ -20,9 +20,10 @@ from draftsmith.core.devices import (
 from draftsmith.core.errors import InputError, RunError, without_secrets
 from draftsmith.core.io import read_json, refuse_foreign, remove_leftovers
 from draftsmith.core.launcher import join_processes, leave_processes
-from draftsmith.core.options import configured
+from draftsmith.core.options import command_line, configured
+from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import is_main, launched, on_main, say
-from draftsmith.core.runs import Run, command_line, provenance
+from draftsmith.core.runs import Run
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.core.template_date import date_of
 from draftsmith.drafts.load import LoadedModels

@@ -21,7 +21,7 @@ from draftsmith.core.models import (
     read_per_token,
     vocabulary_size,
 )
-from draftsmith.core.runs import read_record
+from draftsmith.core.record import read_record
 from draftsmith.drafts.load import Draft, draft_fingerprint, kind_of
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft
 from draftsmith.eval.schema import JOINED, ModelRow, Training

@@ -10,7 +10,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.io import hash_json, read_json
 from draftsmith.core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith.core.ranks import say
-from draftsmith.core.runs import read_record
+from draftsmith.core.record import read_record
 from draftsmith.core.settings import loading, tokenizing
 from draftsmith.core.suites import load_suite, suite_name
 from draftsmith.core.template_date import fix_date

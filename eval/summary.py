@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from draftsmith.core.runs import train_longer
+from draftsmith.core.record import train_longer
 from draftsmith.eval.decision import Setting, decide
 from draftsmith.eval.report.findings import lead, rises
 from draftsmith.eval.report.formats import named_set, number, text_table, tree_name, with_interval

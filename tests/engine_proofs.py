@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.lib.engines import complete, llama_server, vllm_answers, work
-from draftsmith.core.engine_commands import SERVING
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import text_config, vocabulary_size
+from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.layouts.read_back import head_logits, probe_ids
 from draftsmith.drafts.load import Source, depth_limit

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib.engines import how_to_get, program
-from draftsmith.core.engine_commands import SERVING
+from draftsmith.drafts.engine_commands import SERVING
 
 # What runs there.
 OPENVINO = Path(__file__).parents[1] / "benchmarks" / "speed" / "peer_openvino.py"

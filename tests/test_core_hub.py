@@ -15,9 +15,10 @@ import yaml
 from huggingface_hub import HfApi, RepoUrl
 
 from draftsmith.__main__ import main
-from draftsmith.core import cards, hub
-from draftsmith.core.engine_commands import SERVING
+from draftsmith.core import hub
 from draftsmith.core.errors import InputError, RunError
+from draftsmith.drafts import cards
+from draftsmith.drafts.engine_commands import SERVING
 
 RECORD: dict[str, Any] = {
     "kind": "draft-lm",

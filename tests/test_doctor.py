@@ -24,8 +24,8 @@ from transformers import (
 import draftsmith as ds
 from benchmarks.lib.engines import PROGRAMS, complete, llama_server, vllm_answers, work
 from draftsmith.__main__ import main
-from draftsmith.core.engine_commands import SERVING
 from draftsmith.core.models import load_model
+from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.engine_rules import PATH_TRAPS
 from draftsmith.drafts.heads import HEADS, save_head
 from draftsmith.drafts.target_classes import engine_classes

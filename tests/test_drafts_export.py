@@ -33,7 +33,7 @@ from draftsmith.__main__ import main
 from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.io import read_json
 from draftsmith.core.prompts import read_prompt_hashes, write_prompt_hashes
-from draftsmith.core.runs import read_record
+from draftsmith.core.record import read_record
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.drafts.heads import Head, load_head, save_head
 from draftsmith.drafts.heads.eagle import EagleHead

@@ -14,8 +14,8 @@ import pytest
 
 import draftsmith as ds
 from benchmarks.lib.engines import vllm_answers
-from draftsmith.core.engine_commands import SERVING
 from draftsmith.core.sampling import Sampling
+from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.layouts.export import WRITERS

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import draftsmith as ds
-from draftsmith.core.runs import RECORD, claim, hold
+from draftsmith.core.record import RECORD
+from draftsmith.core.runs import claim, hold
 from draftsmith.directory_status import status
 from tests.distilled import write_rows
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.core.errors import InputError
 from draftsmith.core.models import load_model
 from draftsmith.core.prompts import prompt_hash, read_prompt_hashes
-from draftsmith.core.runs import read_record, train_longer
+from draftsmith.core.record import read_record, train_longer
 from draftsmith.train.batches import collate
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import load_examples

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.core.cards import checkpoint_card
 from draftsmith.core.errors import InputError, RunError, printable, without_secrets
 from draftsmith.core.ranks import say
 from draftsmith.core.terminal import Formatter
+from draftsmith.drafts.cards import checkpoint_card
 
 # Sets the title, clears the screen, goes to the start of the line, and does so in one character.
 ESCAPES = "\x1b]0;title\x07\x1b[2J\r\x9b2J\x08"

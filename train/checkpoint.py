@@ -16,7 +16,6 @@ from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftsmith.core.cards import write_record
 from draftsmith.core.errors import InputError, RunError, fault
 from draftsmith.core.io import (
     atomic_dir,
@@ -26,8 +25,9 @@ from draftsmith.core.io import (
     write_sealed,
 )
 from draftsmith.core.ranks import from_main, on_main
-from draftsmith.core.runs import RECORD
+from draftsmith.core.record import RECORD
 from draftsmith.core.sampling import row_seed
+from draftsmith.drafts.cards import write_record
 from draftsmith.train.job import Position, TrainingJob
 from draftsmith.train.parallel import Copies
 

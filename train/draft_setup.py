@@ -20,7 +20,7 @@ from draftsmith.core.models import (
     vocabulary_size,
 )
 from draftsmith.core.ranks import say
-from draftsmith.core.runs import RECORD
+from draftsmith.core.record import RECORD
 from draftsmith.drafts.config import BLOCK_KINDS
 from draftsmith.drafts.draft_vocabulary import (
     DraftVocabulary,

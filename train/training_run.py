@@ -28,18 +28,18 @@ from draftsmith.core.models import (
     load_model,
     vocabulary_size,
 )
-from draftsmith.core.options import configured, identity as identity_options, places, refuse_unused
-from draftsmith.core.prompts import write_prompt_hashes
-from draftsmith.core.ranks import from_main, is_main, on_main, say
-from draftsmith.core.runs import (
-    RECORD,
-    Run,
+from draftsmith.core.options import (
     command_line,
-    kept_identity,
-    provenance,
-    read_record,
-    train_longer,
+    configured,
+    identity as identity_options,
+    places,
+    refuse_unused,
 )
+from draftsmith.core.prompts import write_prompt_hashes
+from draftsmith.core.provenance import provenance
+from draftsmith.core.ranks import from_main, is_main, on_main, say
+from draftsmith.core.record import RECORD, read_record, train_longer
+from draftsmith.core.runs import Run, kept_identity
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.settings import loading
 from draftsmith.core.signals import StopSignal, Terminated

@@ -41,7 +41,8 @@ from draftsmith.core.command_line import parse
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import read_json, write_json_atomic
 from draftsmith.core.models import context_length, eos_ids, fingerprint
-from draftsmith.core.runs import difference, hold, provenance
+from draftsmith.core.provenance import provenance
+from draftsmith.core.runs import difference, hold
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.tokenization import Tokenizer, encode_text
 from draftsmith.decode import DraftModelProposer, SpeculativeDecoder

@@ -56,7 +56,8 @@ from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.io import read_json, write_json_atomic
 from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.prompts import read_prompts
-from draftsmith.core.runs import difference, versions
+from draftsmith.core.provenance import versions
+from draftsmith.core.runs import difference
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.eval.bootstrap import PromptSums

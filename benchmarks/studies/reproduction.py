@@ -44,7 +44,7 @@ from benchmarks.studies.reproduction_pairs import (
 from draftsmith.core.command_line import parse
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import write_json_atomic
-from draftsmith.core.runs import versions
+from draftsmith.core.provenance import versions
 from draftsmith.eval.bootstrap import PromptSums, difference, resamples
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.evaluate import evaluate

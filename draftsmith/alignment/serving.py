@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.core.engine_commands import SERVING
 from draftsmith.core.io import read_tree_file
 from draftsmith.decode import parse_tree
+from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.eval.decision import decide
 from draftsmith.eval.method import decode_options
 from draftsmith.eval.report.findings import where

@@ -24,7 +24,6 @@ from draftsmith.alignment.forecast import expected
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
 from draftsmith.alignment.summary import best_draft
 from draftsmith.config import InitConfig
-from draftsmith.core.cards import add_results
 from draftsmith.core.command_line import check_file
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
@@ -36,6 +35,7 @@ from draftsmith.core.runs import Run
 from draftsmith.core.settings import loading
 from draftsmith.core.template_date import fix_date
 from draftsmith.distill.generate import distill
+from draftsmith.drafts.cards import add_results
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.request import check

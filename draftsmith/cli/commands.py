@@ -96,7 +96,7 @@ def _recipe(config: "TrainCommandConfig") -> "TrainConfig":
 
 
 def _train(config: "TrainCommandConfig", command: str) -> Outcome:
-    from draftsmith.core.runs import train_longer
+    from draftsmith.core.record import train_longer
     from draftsmith.eval.facts import heldout_curve
     from draftsmith.eval.report.findings import still_rising
     from draftsmith.train.training_run import train

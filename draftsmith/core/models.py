@@ -22,7 +22,7 @@ from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import InputError, require_package
 from draftsmith.core.hub import check_source, no_model, quiet, why_not
 from draftsmith.core.io import JsonObject, canonical_json, read_json
-from draftsmith.core.runs import check_weights
+from draftsmith.core.record import check_weights
 from draftsmith.core.settings import Quantize as Quantize
 from draftsmith.core.tokenization import Tokenizer
 

@@ -33,6 +33,7 @@ import functools
 import inspect
 import os
 import re
+import shlex
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -458,6 +459,18 @@ def _values(config: object, chosen: Sequence[Option]) -> dict[str, Any]:
     for option in chosen:
         put(values, option.key, value_at(plain, option.key))
     return values
+
+
+def command_line(command: str, config: object) -> str:
+    """The command line that gives the options of `config`; those at their defaults are left out."""
+    given = dataclasses.asdict(config)  # type: ignore[call-overload]
+    words = ["draftsmith", command]
+    for option in options_of(type(config)):
+        value = value_at(given, option.key)
+        if value != option.default:
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{option.key}", *map(str, values)]
+    return shlex.join(words)
 
 
 def put(values: dict[str, Any], key: str, value: object) -> None:

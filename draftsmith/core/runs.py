@@ -1,5 +1,4 @@
-"""A run of a command: it locks its directory, resumes what a killed run left, and records where
-results come from.
+"""A run of a command: it locks its directory, and resumes what a killed run left.
 
     with Run(out) as run:  # SIGTERM and Ctrl-C end the block with a note
         ...  # load and check; nothing is written yet
@@ -17,32 +16,25 @@ process calls `make`, the main one writes).
 """
 
 import contextlib
-import dataclasses
 import fcntl
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import re
-import shlex
 import socket
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from draftsmith.core import __version__
 from draftsmith.core.checksums import Damaged, parse_line, sealed_line
-from draftsmith.core.errors import InputError, without_secrets
+from draftsmith.core.errors import InputError
 from draftsmith.core.io import (
     JsonObject,
     atomic_dir,
     canonical_json,
     check_spelling,
-    first_damaged,
     is_whole,
     kept_json,
     make_dir,
@@ -59,12 +51,9 @@ from draftsmith.core.signals import StopSignal, Terminated, terminable
 
 log = logging.getLogger(__name__)
 
-# Beside the weights of a draft: how it was made.
-RECORD = "draftsmith.json"
 _RUN = "the record of a run; delete this directory, or choose another --out"
 _STEP = "a finished step"
 _HASH = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
-_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 
 class Run:
@@ -354,103 +343,3 @@ def _change(key: str, a: object, b: object) -> str:
 def _shown(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def provenance(command: str, config: JsonObject) -> JsonObject:
-    """Where an artifact came from, without secrets or times: equal runs write equal bytes."""
-    origin: JsonObject = without_secrets({"command": command, "config": config})
-    return origin | {"versions": versions(), "git_commit": git_commit()}
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, of this project and of the libraries that decide its numbers."""
-    installed = {"python": platform.python_version(), "draftsmith": __version__}
-    for package in _PACKAGES:
-        # `datasets` may be absent.
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed
-
-
-def git_commit() -> str | None:
-    """Commit of the checkout that this code runs from, with `+` if it has changes; None outside a
-    checkout.
-    """
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"],
-            cwd=root,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        return described.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def command_line(command: str, config: object) -> str:
-    """The command line that gives the options of `config`; those at their defaults are left out."""
-    return shlex.join(["draftsmith", command, *_words(config, "")])
-
-
-def train_longer(draft: str) -> str:
-    """Return the command that trains a finished draft for as many steps again, into another
-    directory; empty if no record says how it was trained.
-
-    The directory itself refuses more steps: its schedule has ended.
-    """
-    record = read_record(Path(draft), ["kind"])
-    command = shlex.split(record.get("command") or "")
-    if command[:2] != ["draftsmith", "train"]:
-        return ""
-    replaced = {"--draft", "--out"}
-    if record["kind"] == "draft-lm":
-        # Its vocabulary is a part of it.
-        replaced.add("--draft_vocab_size")
-    words: list[str] = []
-    left_out = False
-    for word in command:
-        key, equals, _ = word.partition("=")
-        if key.startswith("--"):
-            left_out = key.replace("-", "_").replace("__", "--", 1) in replaced
-        if not left_out:
-            words.append(word)
-        left_out = left_out and not equals
-    place = draft.rstrip("/")
-    return shlex.join([*words, "--draft", place, "--out", f"{place}-longer"])
-
-
-def _words(config: object, prefix: str) -> list[str]:
-    words: list[str] = []
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        name = f"{prefix}{field.name}"
-        value = getattr(config, field.name)
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            words += _words(value, f"{name}.")
-        elif value != default:
-            values = value if isinstance(value, list) else [value]
-            words += [f"--{name}", *map(str, values)]
-    return words
-
-
-def check_weights(checkpoint: Path) -> None:
-    """Raise InputError if weights of a draft that this project made are not what was written."""
-    digests = read_record(checkpoint).get("files", {})
-    weights = {name: digests[name] for name in digests if name.endswith(".safetensors")}
-    if damaged := first_damaged(checkpoint, weights):
-        raise InputError(
-            f"{checkpoint / damaged}: is not what was written; copy or make the draft again"
-        )
-
-
-def read_record(checkpoint: Path, keys: Sequence[str] = ()) -> JsonObject:
-    """The record of a draft that this project made, with these keys; empty for others."""
-    path = checkpoint / RECORD
-    return read_json(path, "the record of a draft checkpoint", keys) if path.is_file() else {}

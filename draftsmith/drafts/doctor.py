@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from draftsmith.core.engine_commands import SERVING, Serving
 from draftsmith.core.errors import InputError
 from draftsmith.core.hub import check_source, no_model, why_not
 from draftsmith.core.io import JsonObject, read_json
@@ -18,6 +17,7 @@ from draftsmith.core.options import configured
 from draftsmith.core.tokenization import Tokenizer, find_tokenizer
 from draftsmith.drafts.config import BLOCK_KINDS, DoctorConfig
 from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary
+from draftsmith.drafts.engine_commands import SERVING, Serving
 from draftsmith.drafts.engine_rules import Model, Pair, first_broken
 from draftsmith.drafts.heads import NATIVE, head_kind
 from draftsmith.drafts.load import first_difference, load_source

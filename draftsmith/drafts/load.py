@@ -28,7 +28,7 @@ from draftsmith.core.models import (
     read_per_token,
     vocabulary_size,
 )
-from draftsmith.core.runs import read_record
+from draftsmith.core.record import read_record
 from draftsmith.core.tokenization import Tokenizer, find_tokenizer, load_tokenizer
 from draftsmith.drafts.draft_vocabulary import (
     FILE,

@@ -22,7 +22,7 @@ from draftsmith.core.options import configured
 from draftsmith.core.progress import track
 from draftsmith.core.prompts import Prompt, read_prompts, room_for_prompts
 from draftsmith.core.ranks import say
-from draftsmith.core.runs import read_record
+from draftsmith.core.record import read_record
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.settings import loading, resolve_sampling
 from draftsmith.core.template_date import fix_date

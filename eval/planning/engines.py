@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from draftsmith.core.engine_commands import SERVING
 from draftsmith.decode.tree_spec import kary
+from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.eval.planning.planner import Expected
 
 # Each engine's acceptance rule above temperature 0: our verifier, and a description (engines'

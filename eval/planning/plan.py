@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from draftsmith.core.engine_commands import SERVING
 from draftsmith.core.io import write_json_atomic
 from draftsmith.core.options import configured
 from draftsmith.core.progress import Advance, progress
+from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import say
-from draftsmith.core.runs import provenance
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.decode import Tree
+from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import kind_of
 from draftsmith.eval import remarks

@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.io import JsonObject, atomic_dir
 from draftsmith.core.models import fingerprint, text_config
-from draftsmith.core.options import configured
+from draftsmith.core.options import command_line, configured
 from draftsmith.core.prompts import read_prompt_hashes, write_prompt_hashes
-from draftsmith.core.runs import RECORD, command_line, hold, provenance, read_record
+from draftsmith.core.provenance import provenance
+from draftsmith.core.record import RECORD, read_record
+from draftsmith.core.runs import hold
 from draftsmith.drafts.config import ExportConfig
 from draftsmith.drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
 from draftsmith.drafts.engine_rules import Model, Pair, first_broken, path_trap

@@ -11,11 +11,11 @@ import jinja2
 import yaml
 from huggingface_hub import metadata_load
 
-from draftsmith.core.engine_commands import SERVING
 from draftsmith.core.errors import InputError, change_texts
 from draftsmith.core.hub import PLACEHOLDER, cached, is_hub_name
 from draftsmith.core.io import JsonObject, checksums, read_json, write_sealed, write_text_atomic
-from draftsmith.core.runs import RECORD
+from draftsmith.core.record import RECORD
+from draftsmith.drafts.engine_commands import SERVING
 
 _MEASURED = {
     "heldout_alpha": "alpha: expected acceptance of one drafted token, teacher-forced on the "
@@ -238,7 +238,7 @@ def _card(template: str, header: JsonObject, record: JsonObject, values: JsonObj
     versions = record.get("versions", {})
     known = [name for name in ("draftsmith", "torch", "transformers") if name in versions]
     pages = jinja2.Environment(
-        loader=jinja2.PackageLoader("draftsmith.core"), keep_trailing_newline=True
+        loader=jinja2.PackageLoader("draftsmith.drafts"), keep_trailing_newline=True
     )
     pages.filters |= {"shell": shlex.quote, "python": json.dumps}
     pages.globals |= {

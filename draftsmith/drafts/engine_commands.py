@@ -10,7 +10,7 @@ import yaml
 
 @dataclass(frozen=True)
 class Serving:
-    """How one engine serves one kind of draft; `templates/serving.yaml` has the table."""
+    """How one engine serves one kind of draft; `serving.yaml` has the table."""
 
     shell: str = ""
     python: str = ""
@@ -68,7 +68,7 @@ class Serving:
         return tuple(exports), f"{command}  # {note}" if note else command
 
 
-_FILE = Path(__file__).parent / "templates" / "serving.yaml"
+_FILE = Path(__file__).with_name("serving.yaml")
 SERVING: dict[str, dict[str, Serving]] = {}
 for _engine, _kinds in yaml.safe_load(_FILE.read_text(encoding="utf-8")).items():
     SERVING[_engine] = {kind: Serving(**values) for kind, values in _kinds.items()}
