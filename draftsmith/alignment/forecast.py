@@ -1,40 +1,101 @@
-"""How long a run of `align` takes at most, from timed steps of each stage."""
+"""What `align` times before it works: from when a draft pays, and how long each stage takes at
+most.
+"""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from draftsmith.alignment.budget import StepCost
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.stage_configs import eval_config
 from draftsmith.core.ranks import launched
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import PROPOSERS, SpeculativeDecoder
+from draftsmith.decode.tree import chain
+from draftsmith.drafts.heads import HEADS
 from draftsmith.drafts.heads.eagle import FeatureHead
-from draftsmith.drafts.load import Draft, LoadedModels, kind_of
-from draftsmith.eval.config import EvalConfig
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.load import Draft, LoadedModels, depth_limit, kind_of
 from draftsmith.eval.method import shape_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.trainees import TRAINEES
 
-_TOKENS = 6  # tokens of each answer that is timed
+# The chain whose step is timed, tokens of a timed run, and interleaved rounds.
+_CHAIN = 2
+_TOKENS = 8
+_ROUNDS = 5
+
+
+def untrained(models: LoadedModels, config: AlignConfig, run: TrainConfig) -> Draft:
+    """Return the draft before its training: the one that was given, or a fresh head."""
+    if models.drafts:
+        return next(iter(models.drafts.values()))
+    size = config.train.get("draft_vocab_size")
+    if run.kind == "eagle3" and size is not None:
+        return Eagle3Head.fresh(models.target, draft_vocab=range(size)).eval()
+    return HEADS[run.kind].fresh(models.target).eval()
 
 
 @dataclass(frozen=True)
-class _RowCost:
-    """Seconds of a row of a batch: to read its prompt, and of a step."""
+class StepCost:
+    """A step on chain:2 at one temperature, one row, beside the target's own.
 
-    prefill_s: float
-    step_s: float
+    ratio: seconds of the one over those of the other, the tokens per call from which a draft pays.
+    """
 
-    def seconds(self, steps: int) -> float:
-        return self.prefill_s + steps * self.step_s
+    temperature: float
+    ratio: float
+
+
+def step_costs(
+    models: LoadedModels,
+    draft: Draft,
+    prompt: Sequence[int],
+    temperatures: Sequence[float],
+) -> list[StepCost]:
+    """Time steps with a draft and without, at each temperature. None if the draft is not that deep.
+
+    What a draft accepts does not change what a step costs, so an untrained one is timed.
+    """
+    if (depth_limit(draft) or _CHAIN) < _CHAIN:
+        return []
+    proposer = PROPOSERS[kind_of(draft)].make(draft)
+    decoders = [
+        SpeculativeDecoder(models.target),
+        SpeculativeDecoder(models.target, proposer, chain(_CHAIN)),
+    ]
+    costs = []
+    for temperature in temperatures:
+        sampling = Sampling(temperature=temperature)
+        alone: list[float] = []
+        drafted: list[float] = []
+        for _ in range(1 + _ROUNDS):
+            for decoder, seconds in zip(decoders, (alone, drafted), strict=True):
+                batch = decoder.generate([prompt], sampling, _TOKENS, eos_ids=())
+                seconds.append(batch.decode_s / batch.generations[0].stats.target_calls)
+        # The first round packs weights.
+        pairs = zip(alone[1:], drafted[1:], strict=True)
+        ratio = median(with_draft / without for without, with_draft in pairs)
+        costs.append(StepCost(temperature, ratio))
+    return costs
+
+
+def pays(costs: Sequence[StepCost]) -> str:
+    """Say from how many tokens per call a draft pays here."""
+    first, *others = costs
+    text = f"pays: from {first.ratio:.2f} tokens per call at T = {first.temperature:g}"
+    text += "".join(f", {cost.ratio:.2f} at T = {cost.temperature:g}" for cost in others)
+    text += f", on chain:{_CHAIN} here (its step was timed)"
+    if min(cost.ratio for cost in costs) > 1 + _CHAIN:
+        text += ": more than it can bring, so no draft pays on it"
+    return text
 
 
 def expected(
@@ -43,106 +104,77 @@ def expected(
     models: LoadedModels,
     draft: Draft,
     prompts: Sequence[Sequence[int]],
-    costs: Sequence[StepCost],
 ) -> str:
     """Return a line with the time of each stage, for answers of full length of which no token was
     drafted.
 
-    draft: before its training. costs: of one row. The training of Medusa, Hydra and block drafters
-    is not timed; its progress line tells.
+    draft: before its training. The training of Medusa, Hydra and block drafters is not timed; its
+    progress line tells.
     """
-    processes = launched()
-    distil_s = _distil_s(config, models, prompts) / processes
-    parts = [f"distil {_duration(distil_s)}"]
-    if isinstance(draft, PreTrainedModel | FeatureHead):
-        parts.append(f"train {_duration(_train_s(config, runs, models, draft) / processes)}")
-    evaluation = eval_config(config)
-    evaluate_s = _counting_s(config, evaluation, models, draft, prompts) / processes
-    evaluate_s += _timing_s(evaluation, costs)
-    parts.append(f"evaluate {_duration(evaluate_s)}")
-    return f"expected at most: {', '.join(parts)} (some steps of each were timed)"
-
-
-def _distil_s(config: AlignConfig, models: LoadedModels, prompts: Sequence[Sequence[int]]) -> float:
-    options = config.distill
-    samples = options["num_samples"]
-    rows = [prompt for prompt in prompts for _ in range(samples)][: options["batch_size"]]
-    cost = _row_cost(SpeculativeDecoder(models.target), rows, options["temperature"])
+    distilling = config.distill
+    answers = distilling["max_prompts"] * distilling["num_samples"]
     # The target writes the chats that it replays from their first turn on.
-    turns = 2 if options.get("general_from") == "magpie" else 1
-    answers = options["max_prompts"] * samples + turns * options["general_texts"]
-    return answers * cost.seconds(options["max_new_tokens"])
+    turns = 2 if distilling.get("general_from") == "magpie" else 1
+    rows = [*prompts] * distilling["num_samples"]
+    alone = SpeculativeDecoder(models.target)
+    together = rows[: distilling["batch_size"]]
+    tokens = distilling["max_new_tokens"]
+    answer_s = _answer_s(alone, together, distilling["temperature"], tokens)
+    written = answers + turns * distilling["general_texts"]
+    stages = {"distil": written * answer_s / launched()}
+    if isinstance(draft, PreTrainedModel | FeatureHead):
+        last = runs[-1]
+        depths = last.head.test_steps or getattr(TRAINEES[last.kind], "usual_steps", 1)
+        trained = sum(run.steps or 0 for run in runs) * config.train["rows_per_step"]
+        # Cached, the states that a head reads are computed once.
+        cached = isinstance(draft, FeatureHead) and last.head.features
+        read = answers + distilling["general_texts"] if cached else trained
+        read_s, draft_s = _row_s(models.target, draft, config.train["max_length"])
+        stages["train"] = (read * read_s + trained * depths * draft_s) / launched()
+    stages["evaluate"] = _evaluate_s(config, models, draft, prompts)
+    line = ", ".join(f"{stage} {_duration(seconds)}" for stage, seconds in stages.items())
+    return f"expected at most: {line} (some steps of each were timed)"
 
 
-def _train_s(
-    config: AlignConfig, runs: Sequence[TrainConfig], models: LoadedModels, draft: Draft
+def _evaluate_s(
+    config: AlignConfig, models: LoadedModels, draft: Draft, prompts: Sequence[Sequence[int]]
 ) -> float:
-    options = config.distill
-    answers = options["max_prompts"] * options["num_samples"] + options["general_texts"]
-    rows = sum(run.steps or 0 for run in runs) * config.train["rows_per_step"]
-    read_s, draft_s = _row_s(models.target, draft, config.train["max_length"])
-    last = runs[-1]
-    depths = last.head.test_steps or getattr(TRAINEES[last.kind], "usual_steps", 1)
-    # Cached, the states that a head reads are computed once.
-    read = answers if isinstance(draft, FeatureHead) and last.head.features else rows
-    return read * read_s + rows * depths * draft_s
-
-
-def _counting_s(
-    config: AlignConfig,
-    evaluation: EvalConfig,
-    models: LoadedModels,
-    draft: Draft,
-    prompts: Sequence[Sequence[int]],
-) -> float:
-    """Seconds of decoding every set in batches: with the target alone, and with every draft and
-    tree. Each draft takes what this one takes.
+    """Seconds of decoding every set with the target alone, and with every draft and tree, in
+    batches and one row at a time. Each draft takes what this one takes.
     """
-    hottest = max(evaluation.temperature)
-    batch = prompts[: evaluation.batch_size]
-    alone = _row_cost(SpeculativeDecoder(models.target), batch, hottest)
-    drafts = len(evaluation.draft)
-    # Acceptance takes a forward of the whole text for the target and each draft.
-    row_s = alone.seconds(evaluation.max_new_tokens) + (1 + drafts) * alone.prefill_s
-    for decoder in _drafting(evaluation, models, draft):
-        row_s += drafts * _row_cost(decoder, batch, hottest).seconds(evaluation.max_new_tokens)
-    rows = len(evaluation.ood) * evaluation.max_prompts
-    rows += len(evaluation.id) * min(evaluation.max_prompts, config.heldout_prompts or 1 << 30)
-    return rows * len(evaluation.temperature) * row_s
-
-
-def _drafting(
-    evaluation: EvalConfig, models: LoadedModels, draft: Draft
-) -> Iterator[SpeculativeDecoder]:
-    """A decoder for each tree. A tree of a plan is not known yet; what does not fit is refused by
-    the evaluation.
-    """
+    evaluation = eval_config(config)
+    proposer = PROPOSERS[kind_of(draft)].make(draft)
+    drafting = []
     for tree in evaluation.tree:
-        if tree == "none" or tree.startswith("auto"):
-            continue
-        proposer = PROPOSERS[kind_of(draft)].make(draft)
-        with suppress(ValueError):
-            yield SpeculativeDecoder(models.target, proposer, shape_of(tree))
+        # The tree of a plan is not known yet. The evaluation refuses what does not fit.
+        if tree != "none" and not tree.startswith("auto"):
+            with suppress(ValueError):
+                drafting.append(SpeculativeDecoder(models.target, proposer, shape_of(tree)))
+    alone = SpeculativeDecoder(models.target)
+    hottest = max(evaluation.temperature)
+    tokens = evaluation.max_new_tokens
+
+    def row_s(rows: Sequence[Sequence[int]]) -> float:
+        drafted = sum(_answer_s(decoder, rows, hottest, tokens) for decoder in drafting)
+        return _answer_s(alone, rows, hottest, tokens) + len(evaluation.draft) * drafted
+
+    heldout = min(evaluation.max_prompts, config.heldout_prompts or evaluation.max_prompts)
+    counted = len(evaluation.ood) * evaluation.max_prompts + len(evaluation.id) * heldout
+    timed = (len(evaluation.id) + len(evaluation.ood)) * evaluation.speed_prompts
+    counted_s = counted / launched() * row_s(prompts[: evaluation.batch_size])
+    return len(evaluation.temperature) * (counted_s + timed * row_s(prompts[:1]))
 
 
-def _timing_s(evaluation: EvalConfig, costs: Sequence[StepCost]) -> float:
-    """Seconds of timing the target alone, and every draft and tree, one row at a time."""
-    sets = len(evaluation.id) + len(evaluation.ood)
-    steps = sets * evaluation.speed_prompts * evaluation.max_new_tokens
-    ways = len(evaluation.draft) * len(evaluation.tree)
-    return sum(steps * cost.target_s * (1 + ways * cost.ratio) for cost in costs)
-
-
-def _row_cost(
-    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], temperature: float
-) -> _RowCost:
+def _answer_s(
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], temperature: float, tokens: int
+) -> float:
+    """Seconds of an answer, as one of a batch, if every step accepts nothing."""
     sampling = Sampling(temperature=temperature)
     # The first call also packs weights.
     decoder.generate([prompts[0]], sampling, 1)
     batch = decoder.generate(prompts, sampling, _TOKENS, eos_ids=())
     steps = max(answer.stats.target_calls for answer in batch.generations)
-    rows = len(batch.generations)
-    return _RowCost(batch.prefill_s / rows, batch.decode_s / (steps * rows))
+    return (batch.prefill_s + tokens * batch.decode_s / steps) / len(prompts)
 
 
 def _row_s(target: PreTrainedModel, draft: nn.Module, length: int) -> tuple[float, float]:

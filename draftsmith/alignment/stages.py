@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,10 @@ import torch
 import yaml
 
 from draftsmith.alignment import stage_configs
-from draftsmith.alignment.budget import Budget, budget_lines, step_costs, untrained
 from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts, load, look
-from draftsmith.alignment.forecast import expected
+from draftsmith.alignment.forecast import expected, pays, step_costs, untrained
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
 from draftsmith.alignment.summary import best_draft
 from draftsmith.config import InitConfig
@@ -36,7 +34,6 @@ from draftsmith.core.settings import loading
 from draftsmith.core.template_date import fix_date
 from draftsmith.distill.generate import distill
 from draftsmith.drafts.cards import add_results
-from draftsmith.drafts.load import LoadedModels
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.request import check
 from draftsmith.eval.results import Results
@@ -152,8 +149,12 @@ def _begin(config: AlignConfig, file: Path) -> AlignConfig:
     for line in _announcement(whole, runs, facts):
         say(line)
     ids = [prompt.ids for prompt in prompts.prompts]
-    for line in _forecast(whole, runs, facts, models, ids):
-        say(line)
+    trainings = list(runs.values())
+    draft = untrained(models, whole, trainings[-1])
+    temperatures = stage_configs.eval_config(whole).temperature
+    if costs := step_costs(models, draft, ids[0], temperatures):
+        say(pays(costs))
+    say(expected(whole, trainings, models, draft, ids))
     head = (
         "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. "
         "Chosen were:\n"
@@ -166,25 +167,6 @@ def _begin(config: AlignConfig, file: Path) -> AlignConfig:
         "--config"
     )
     return whole
-
-
-def _forecast(
-    config: AlignConfig,
-    runs: dict[str, TrainConfig],
-    facts: Facts,
-    models: LoadedModels,
-    prompts: Sequence[Sequence[int]],
-) -> list[str]:
-    """Return what the training is likely to buy, and how long the run will take."""
-    run = list(runs.values())[-1]
-    draft = untrained(models, config, run)
-    temperatures = stage_configs.eval_config(config).temperature
-    costs = step_costs(models, draft, prompts[0], temperatures)
-    budget = Budget.of(config, run, facts, draft)
-    return [
-        *budget_lines(budget, costs),
-        expected(config, list(runs.values()), models, draft, prompts, costs),
-    ]
 
 
 def _announcement(config: AlignConfig, runs: dict[str, TrainConfig], facts: Facts) -> list[str]:
