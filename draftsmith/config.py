@@ -9,7 +9,6 @@ from draftsmith.core.options import (
     AtLeast1,
     ModelOptions,
     NotIdentity,
-    OpenShare,
     Out,
     PromptOptions,
     Rare,
@@ -127,20 +126,17 @@ _READ_BY = {
     "num_layers": ("prune", "transplant"),
     "keep": ("prune", "transplant"),
     "intermediate_size": ("prune",),
-    "cost": ("fresh",),
 }
 
 
 @options
 class InitConfig(TargetOptions, PromptOptions, RunOptions):
-    """Make a draft for a target: cut out of it, moved from another model, or a fresh shape."""
+    """Make a draft for a target: cut out of it, or moved from another model."""
 
     target: str
     """The target: a local directory or hub name."""
-    method: Literal["prune", "transplant", "fresh"]
-    """prune: layers of the target. transplant: --donor with the target's vocabulary. fresh:
-    untrained, by --cost.
-    """
+    method: Literal["prune", "transplant"]
+    """prune: layers of the target. transplant: --donor with the target's vocabulary."""
     donor: str | None = None
     """transplant: the model to move, of any tokenizer; a local directory or hub name."""
     num_layers: AtLeast1 | None = None
@@ -151,10 +147,6 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """prune, transplant: which layers to keep. Default: even."""
     intermediate_size: Rare[AtLeast1 | None] = None
     """prune: number of neurons per feed-forward block to keep, those that do most on --prompts."""
-    cost: OpenShare | None = None
-    """fresh: the largest number of parameters to read per token, as a share of the target's.
-    Default: 0.1.
-    """
     draft_vocab_size: Rare[AtLeast1 | None] = None
     """Draft only this number of tokens, the most frequent ones in --data, and skip the other output
     rows.

@@ -39,15 +39,14 @@ from draftsmith.drafts.draft_vocabulary import (
     write_draft_vocabulary,
 )
 from draftsmith.drafts.load import LoadedModels, load_models
-from draftsmith.drafts.make.fresh import fresh, too_costly
 from draftsmith.drafts.make.prune import prune
+from draftsmith.drafts.make.size import too_costly
 from draftsmith.drafts.make.transplant import transplant
 from draftsmith.eval import measuring
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.estimate import alpha_sums
 from draftsmith.train.data import load_examples
 
-_DEFAULT_COST = 0.1
 _BATCH = 8
 _BLOCK = 1024  # tokens of a text that are read at a time
 
@@ -146,14 +145,6 @@ def _make(
     """Return the draft, and lines on how it was made."""
     target = pair.target
     keep = config.keep or "even"
-    if config.method == "fresh":
-        draft, share = fresh(target, config.cost or _DEFAULT_COST, config.seed)
-        text = draft.config
-        note = (
-            f"shape: {text.num_hidden_layers} layers of {text.hidden_size}, feed-forward "
-            f"{text.intermediate_size}; {share:.3f} of the target's parameters per token"
-        )
-        return draft, [note]
     if config.method == "prune":
         depth = text_config(target).num_hidden_layers
         draft, layers = prune(

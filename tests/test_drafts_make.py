@@ -15,11 +15,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from draftsmith.core.errors import InputError
 from draftsmith.core.models import load_model, read_per_token, vocabulary_size
 from draftsmith.core.tokenization import load_tokenizer
-from draftsmith.drafts.make.fresh import filled, fresh, too_costly
 from draftsmith.drafts.make.prune import FAMILIES, prune
+from draftsmith.drafts.make.size import filled, too_costly
 from draftsmith.drafts.make.transplant import transplant
 from draftsmith.drafts.vocabulary import map_vocabulary, pieces, token_texts
 from tests.conftest import sentencepiece
@@ -222,39 +221,6 @@ def test_a_transplanted_donor_has_rows_by_text(target_dir):
     )
 
 
-def test_fresh_costs_no_more_than_asked():
-    config = LlamaConfig(
-        **GROUPED | {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 8}
-    )
-    torch.manual_seed(0)
-    target: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    draft, cost = fresh(target, 0.2)
-    share = read_per_token(draft) / read_per_token(target)
-    assert cost == pytest.approx(share) and 0.1 < share <= 0.2
-    assert draft.config.vocab_size == V and draft.config.max_position_embeddings == 64
-    again, _ = fresh(target, 0.2)
-    assert all(
-        torch.equal(a, b) for a, b in zip(draft.parameters(), again.parameters(), strict=True)
-    )
-
-    # Frequencies of the target that are made for its size of heads are not the draft's.
-    longrope = {
-        "rope_type": "longrope",
-        "rope_theta": 500.0,
-        "original_max_position_embeddings": 32,
-    }
-    longrope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    scaled: PreTrainedModel = LlamaForCausalLM(
-        LlamaConfig(**config.to_dict() | {"rope_parameters": longrope})
-    )
-    small, _ = fresh(scaled, 0.2)
-    assert small.config.rope_parameters == {"rope_type": "default", "rope_theta": 500.0}
-    with pytest.raises(
-        InputError, match=r"^cost: no shape costs as little as 0\.001 .* found was 0\.\d+; raise it"
-    ):
-        fresh(target, 0.001)
-
-
 def test_a_shape_is_filled_from_the_target_and_its_cost_is_told():
     target = LlamaConfig(**GROUPED, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     values, taken = filled({"model_type": "llama", "hidden_size": 8}, target)
@@ -263,6 +229,15 @@ def test_a_shape_is_filled_from_the_target_and_its_cost_is_told():
     assert values == {"model_type": "llama", "hidden_size": 8} | taken and values["vocab_size"] == V
     assert "vocab_size" not in filled({"vocab_size": 41, "rope_theta": 1.0}, target)[1]
     assert "rope_parameters" not in filled({"rope_theta": 1.0}, target)[1]
+    # Frequencies of the target that are made for its size of heads are not the draft's.
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "original_max_position_embeddings": 32,
+    }
+    longrope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    scaled = LlamaConfig(**GROUPED | {"hidden_size": 64}, rope_parameters=longrope)
+    assert filled({}, scaled)[1]["rope_parameters"] == {"rope_type": "default", "rope_theta": 500.0}
     assert too_costly(50, 100) is None
     assert "reads 51 parameters per token and the target 100" in str(too_costly(51, 100))
 

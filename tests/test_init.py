@@ -39,13 +39,12 @@ def test_a_pruned_draft_of_all_layers_is_the_target(door, target_dir, prompts_fi
     )
 
 
-@pytest.mark.parametrize("method", ["prune", "fresh", "transplant"])
+@pytest.mark.parametrize("method", ["prune", "transplant"])
 def test_what_is_made_decodes_losslessly(
     method, door, target_dir, donor_dir, prompts_file, tmp_path
 ):
     words: dict[str, tuple[object, ...]] = {
         "prune": ("--method", "prune", "--num_layers", 1, "--intermediate_size", 12),
-        "fresh": ("--method", "fresh", "--cost", 0.6),
         "transplant": ("--method", "transplant", "--donor", donor_dir, "--num_layers", 1),
     }
     out = tmp_path / "draft"

@@ -36,7 +36,7 @@ from draftsmith.drafts.draft_vocabulary import (
 from draftsmith.drafts.heads import HEADS, load_head, write_head
 from draftsmith.drafts.heads.borrowed import borrow
 from draftsmith.drafts.load import Draft, draft_kind
-from draftsmith.drafts.make.fresh import filled, too_costly
+from draftsmith.drafts.make.size import filled, too_costly
 from draftsmith.train import parallel
 from draftsmith.train.config import VOCABULARY_KINDS, TrainConfig
 from draftsmith.train.data import Examples

@@ -85,7 +85,7 @@ class AlignConfig(TargetOptions, RunOptions):
     EAGLE-3 if train.draft_vocab_size is given or the vocabulary is a large part of the target, else
     EAGLE.
     """
-    init: Literal["prune", "transplant", "fresh"] | None = None
+    init: Literal["prune", "transplant"] | None = None
     """Make the draft to start from in OUT/start, as `draftsmith init --method` does."""
     donor: Rare[str | None] = None
     """With --init transplant: the model to move."""

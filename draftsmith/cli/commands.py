@@ -328,7 +328,7 @@ COMMANDS = {
         True,
     ),
     "init": Command(
-        "a draft to start from: pruned, transplanted or fresh",
+        "a draft to start from: pruned or transplanted",
         "config:InitConfig",
         _init,
     ),

@@ -1,3 +1,1 @@
-"""Where a draft comes from: pruned from the target, moved from a donor of another tokenizer, or a
-fresh shape.
-"""
+"""Where a draft comes from: pruned from the target, or moved from a donor of another tokenizer."""

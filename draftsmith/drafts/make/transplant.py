@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.core.models import eos_ids, vocabulary_size
 from draftsmith.core.tokenization import Tokenizer
-from draftsmith.drafts.make.fresh import filled
+from draftsmith.drafts.make.size import filled
 from draftsmith.drafts.vocabulary import map_vocabulary, token_texts
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
