@@ -56,12 +56,6 @@ TREES: dict[str, TreeKind] = {
         "arXiv 2401.10774",
         "static:tree.json",
     ),
-    "sequoia": TreeKind(
-        "sequoia:FILE",
-        "the best tree for a measured acceptance",
-        "arXiv 2402.12374",
-        "sequoia:acceptance.json",
-    ),
     "eagle2": TreeKind(
         "eagle2[:depth=6,beam=10,nodes=60]",
         "grown anew at each step from a beam, then re-ranked",
@@ -81,7 +75,6 @@ TREES: dict[str, TreeKind] = {
 
 _FILES = {
     "static": '{"parents": [-1, -1, 0], "stop": 0.2} or paths such as [[0], [1], [0, 0]]',
-    "sequoia": '{"acceptance": [0.6, 0.15], "nodes": 64, "depth": 8}',
     "auto": "a plan; write one with `draftsmith plan --out FILE`",
 }
 
@@ -129,8 +122,7 @@ def parse_tree(
     Raises ValueError, one line that names the spec, what is wrong and what would work.
 
     A static file holds `parents` (breadth-first, -1 is the root) or `paths` of child ranks, and
-    perhaps `stop`; or just the list of paths, as Medusa and EAGLE write their trees. A sequoia file
-    holds `acceptance`, `nodes` and `depth` as in `decode.sequoia.optimal_tree`.
+    perhaps `stop`; or just the list of paths, as Medusa and EAGLE write their trees.
     """
     spec = tree_spec(tree, deepest)
     kind, colon, body = spec.partition(":")
@@ -149,8 +141,6 @@ def parse_tree(
     try:
         if kind == "static":
             return _static(content)
-        if kind == "sequoia":
-            return _sequoia(content)
         if kind == "auto":
             plan = content["tree"]
             return parse_tree(plan["spec"]) if plan.get("spec") else Tree(tuple(plan["parents"]))
@@ -238,13 +228,6 @@ def _tree_of(paths: Sequence[Sequence[int]]) -> Tree:
                 f"path {[*above, rank]}: list its parent and its siblings of lower rank too"
             )
     return tree_of_paths(known)
-
-
-def _sequoia(content: Any) -> Tree:
-    from draftsmith.decode.sequoia import optimal_tree  # brings numpy, which no other spec needs
-
-    _check_keys(content, ("acceptance", "nodes", "depth"))
-    return optimal_tree(content["acceptance"], content["nodes"], content["depth"])
 
 
 def _check_keys(content: dict[str, Any], known: Sequence[str]) -> None:

@@ -72,7 +72,7 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     )  # type: ignore[assignment]
     """Temperatures to measure at; the report leads with the highest."""
     tree: Named = field(default_factory=lambda: ["chain:4"])
-    """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, sequoia:FILE, eagle2, opt,
+    """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, eagle2, opt,
     auto:FILE (a plan), auto (the plan.json beside the first draft that is not the base), or none:
     alpha and predictions only.
     """

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 # What stands before the path in an option: a name, a suite, a kind of tree.
-_BEFORE = re.compile(r"(?:[^=/]*=)?(?:@[\w-]+:|static:|sequoia:|auto:|retrieval:|prompt_lookup\+)?")
+_BEFORE = re.compile(r"(?:[^=/]*=)?(?:@[\w-]+:|static:|auto:|retrieval:|prompt_lookup\+)?")
 
 
 def found_again(options: dict[str, Any], directory: str) -> dict[str, Any]:

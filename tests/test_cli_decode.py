@@ -299,7 +299,6 @@ def tree_files(tmp_path_factory):
     contents = {
         "parents": {"parents": [-1, -1, 0]},
         "paths": [[0], [1], [0, 0]],
-        "measured": {"acceptance": [0.6, 0.2], "nodes": 5, "depth": 3},
         "plan": {"tree": {"spec": "kary:2,1"}, "pays": True},
     }
     for name, content in contents.items():
@@ -329,7 +328,6 @@ FAMILIES = [
         "mcsd",
     ),
     ("--draft {draft} --tree static:{parents}", "draft", "static:{parents}", "mcsd"),
-    ("--draft {draft} --tree sequoia:{measured}", "draft", "sequoia:{measured}", "mcsd"),
     ("--draft {draft} --tree auto:{plan}", "draft", "auto:{plan}", "mcsd"),
     ("--draft {draft} --fast false", "draft", "chain:4", "speculative"),
     (

@@ -33,7 +33,6 @@ GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[1, 2, 3, 1, 2], [4], [0, 1, 0, 1]]
 READS = {
     "static:tree.json": {"parents": [-1, -1, 0]},
-    "sequoia:a.json": {"acceptance": [0.6], "nodes": 4, "depth": 4},
 }
 
 
@@ -61,7 +60,6 @@ def test_the_tables_need_no_torch():
         ("kary:4,2,2", "mcsd", "specinfer"),
         ("kary:1,1", "speculative", "specinfer"),
         ("static:tree.json", "mcsd", "specinfer"),
-        ("sequoia:a.json", "speculative", "specinfer"),
         ("eagle2", "exact", "exact"),
         ("opt", "exact", "exact"),
     ],

@@ -1,28 +1,14 @@
-"""Tree specs and their errors, trees that grow, and Sequoia's programme."""
+"""Tree specs and their errors, and trees that grow."""
 
 import json
 import re
 import time
-from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
-from draftsmith.decode.sequoia import optimal_tree
 from draftsmith.decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape
 from draftsmith.decode.tree_spec import TREES, Written, parse_tree, tree_spec
-
-
-def expected_length(tree: Tree, acceptance: Sequence[float]) -> float:
-    """Expected emitted tokens of a step: 1 plus, for every node, the product of the acceptances on
-    its path.
-    """
-    rates = (*acceptance, *([0.0] * tree.size))
-    reach: list[float] = []
-    for parent, rank in zip(tree.parents, tree.ranks, strict=True):
-        reach.append(rates[rank] * (1.0 if parent < 0 else reach[parent]))
-    return 1.0 + sum(reach)
 
 
 @st.composite
@@ -110,15 +96,11 @@ def test_the_defaults_that_the_table_prints_are_the_defaults():
 def test_the_table_is_complete_and_its_examples_work():
     files = {
         "tree.json": {"parents": [-1, -1, 0]},
-        "acceptance.json": {"acceptance": [0.6, 0.15], "nodes": 6, "depth": 4},
         "plan.json": {"tree": {"parents": [-1, 0]}},
     }
     for name, kind in TREES.items():
         assert kind.syntax.startswith(name) and 0 < len(kind.title) <= 60 and kind.paper
         assert parse_tree(kind.example, files.__getitem__).size > 0
-
-
-GOOD = {"acceptance": [0.6, 0.2], "nodes": 8, "depth": 4}
 
 
 @pytest.mark.parametrize(
@@ -143,9 +125,6 @@ GOOD = {"acceptance": [0.6, 0.2], "nodes": 8, "depth": 4}
         ("static:a", {"parents": [-1, 0, -1]}, "breadth-first"),
         ("static:a", {"parent": [-1]}, "unknown key 'parent'; did you mean parents"),
         ("static:a", [[0], [2]], "path [2]: list its parent and its siblings"),
-        ("sequoia:a", {"acceptance": [0.6]}, "key 'nodes' is missing"),
-        ("sequoia:a", GOOD | {"acceptance": [0.6, 0.6]}, "at most 1 together"),
-        ("sequoia:a", GOOD | {"nodes": 10**30}, "is not in 1..256"),
         ("auto:a", {"trees": []}, "key 'tree' is missing; expected a plan"),
     ],
 )
@@ -237,55 +216,3 @@ def test_a_growth_is_valid_exactly_when_its_nodes_can_be_reached(depth, beam, no
     else:
         with pytest.raises(ValueError, match="^tree: "):
             DynamicTree(depth, beam, nodes)
-
-
-def all_trees(most: int) -> list[Tree]:
-    """Every breadth-first tree of up to `most` nodes."""
-    found: list[tuple[int, ...]] = []
-    level: list[tuple[int, ...]] = [()]
-    for node in range(most):
-        level = [
-            (*tree, parent) for tree in level for parent in range(tree[-1] if tree else -1, node)
-        ]
-        found += level
-    return [Tree(parents) for parents in found]
-
-
-ALL = all_trees(7)
-assert len(ALL) == 1 + 2 + 5 + 14 + 42 + 132 + 429  # the Catalan numbers
-rates = (
-    st.lists(st.floats(0, 1), min_size=1, max_size=8)
-    .filter(any)
-    .map(lambda weights: [weight / max(sum(weights), 1.0) for weight in weights])
-)
-
-
-@given(rates, st.integers(1, 7), st.integers(1, 7))
-@settings(deadline=None, max_examples=80)
-def test_no_tree_within_the_budget_is_longer_than_the_optimal_one(acceptance, nodes, depth):
-    tree = optimal_tree(acceptance, nodes, depth)
-    assert tree.size <= nodes and tree.depth <= depth
-    best = max(
-        expected_length(other, acceptance)
-        for other in ALL
-        if other.size <= nodes and other.depth <= depth
-    )
-    assert expected_length(tree, acceptance) == pytest.approx(best, rel=1e-12)
-
-
-def test_the_largest_programme_is_fast():
-    acceptance = [0.5 / 2**rank for rank in range(64)]
-    began = time.process_time()
-    tree = optimal_tree(acceptance, 256, 32)
-    assert time.process_time() - began < 3
-    assert tree.size == 256
-    larger = [
-        expected_length(optimal_tree(acceptance, nodes, 32), acceptance) for nodes in (1, 8, 32)
-    ]
-    assert all(a < b for a, b in pairwise([*larger, expected_length(tree, acceptance)]))
-
-
-def test_a_sequoia_file_is_the_optimal_tree():
-    acceptance = [0.6, 0.2, 0.05]
-    content: dict[str, object] = {"acceptance": acceptance, "nodes": 20, "depth": 6}
-    assert parse_file("sequoia", content) == optimal_tree(acceptance, 20, 6)

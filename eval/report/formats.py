@@ -89,7 +89,7 @@ def named_set(row: Figure) -> str:
 def tree_name(spec: str) -> str:
     """A tree spec; a tree from a file goes by the name of the file, without its directory."""
     kind, colon, body = spec.partition(":")
-    return f"{kind}:{Path(body).name}" if kind in ("static", "sequoia", "auto") and colon else spec
+    return f"{kind}:{Path(body).name}" if kind in ("static", "auto") and colon else spec
 
 
 def shortened(text: str, longest: int) -> str:
