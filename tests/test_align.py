@@ -498,11 +498,11 @@ def test_choices_follow_what_is_given():
 
 
 def test_options_of_a_stage_reach_it(draft_dir):
-    given: dict[str, Any] = {"optim": {"beta2": 0.9}, "batch_size": 4}
+    given: dict[str, Any] = {"optim": {"name": "sgd"}, "batch_size": 4}
     config = AlignConfig(target="t", draft=draft_dir, prompts="p", out="o", plain=True, train=given)
     whole, _ = complete(config, facts())
     kept, plain = (train_config(whole, name) for name in ("jsd-balanced", "jsd-plain"))
-    assert (kept.optim.beta2, kept.batch_size) == (0.9, 4)
+    assert (kept.optim.name, kept.batch_size) == ("sgd", 4)
     assert (kept.accumulation, kept.optim.lr, kept.replay) == (
         1,
         whole.train["optim"]["lr"],

@@ -29,19 +29,6 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.objective import parse_objective
 
 Policy = Literal["id", "balanced"]
-# Options of the stages that `align` sets itself.
-_SHARED = (
-    "target",
-    "out",
-    "seed",
-    "device",
-    "dtype",
-    "chat_template",
-    "revision",
-    "trust_remote_code",
-    "push_to_hub",
-    "prompt_tokens",
-)
 
 
 @options
@@ -116,42 +103,62 @@ class AlignConfig(TargetOptions, RunOptions):
         dict[str, Any],
         Given(
             AlignedDistilling,
-            without=(*_SHARED, "prompts", "domain"),
             shown=("max_new_tokens", "temperature", "max_prompts"),
+            rare=(
+                "general_texts",
+                "general_from",
+                "num_samples",
+                "thinking",
+                "batch_size",
+                "part_rows",
+                "engine",
+                "endpoint",
+                "top_k",
+                "top_p",
+                "min_p",
+            ),
         ),
     ] = field(default_factory=dict)
-    """Options of `draftsmith distill`."""
+    """Some options of `draftsmith distill`; for the others run it by itself."""
     train: Annotated[
         dict[str, Any],
         Given(
             AlignedTraining,
-            without=(
-                *_SHARED,
-                *(
-                    "data",
-                    "kind",
-                    "draft",
-                    "draft_config",
-                    "tokenizer",
-                    "objective",
-                    "heldout",
-                    "replay",
-                ),
-                *("accumulation", "epochs", "head"),
-            ),
             shown=("steps", "optim.lr"),
+            rare=(
+                "rows_per_step",
+                "draft_vocab_size",
+                "heldout_fraction",
+                "max_length",
+                "replay_fraction",
+                "batch_size",
+                "gradient_checkpointing",
+                "precision",
+                "eval_every",
+                "save_every",
+                "optim.name",
+                "optim.warmup_steps",
+            ),
         ),
     ] = field(default_factory=dict)
-    """Options of `draftsmith train`."""
+    """Some options of `draftsmith train`; for the others run it by itself."""
     eval: Annotated[
         dict[str, Any],
         Given(
             EvalConfig,
-            without=(*_SHARED, "draft", "id", "ood", "base", "require", "top_k", "top_p", "min_p"),
             shown=("temperature", "max_prompts"),
+            rare=(
+                "tree",
+                "verifier",
+                "max_new_tokens",
+                "speed_prompts",
+                "batch_size",
+                "bootstrap",
+                "strict",
+            ),
         ),
     ] = field(default_factory=dict)
-    """Options of `draftsmith eval`."""
+    """Some options of `draftsmith eval`; for the others run it by itself."""
     push_to_hub: NotIdentity[Rare[str | None]] = None
     """Upload the best aligned draft to this model on the hub, owner/name, with the token in
     HF_TOKEN. A new model is private.

@@ -63,21 +63,19 @@ T = TypeVar("T")
 class Given:
     """Marker: a dict of options for an inner config, with only the keys that the user set.
 
-    without: fields that the outer config sets. shown: options for the short --help.
+    shown: options that may be set and are in the short --help. rare: the others that may be set.
     """
 
-    def __init__(
-        self, config: type, *, without: Sequence[str] = (), shown: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, config: type, *, shown: Sequence[str], rare: Sequence[str]) -> None:
         self.config = config
-        self.without = without
         self.shown = shown
+        self.keys = (*shown, *rare)
 
     def __get_pydantic_core_schema__(
         self, marked: object, handler: GetCoreSchemaHandler
     ) -> Mapping[str, object]:
         """Check the values by the config's types, without nulls: they leave an option open."""
-        partial = partial_of(self.config, self.without)
+        partial = partial_of(self.config, self.keys)
         return handler.generate_schema(Annotated[partial, BeforeValidator(_without_nulls)])
 
 
@@ -87,14 +85,17 @@ def _without_nulls(values: object) -> object:
     return {key: _without_nulls(value) for key, value in values.items() if value is not None}
 
 
-def partial_of(config: type, without: Sequence[str] = ()) -> type:
-    """Return a TypedDict of the fields of a config, none of them required."""
+def partial_of(config: type, keys: Sequence[str] = ()) -> type:
+    """Return a TypedDict of the fields of a config, none of them required; of all, or of `keys`,
+    which are dotted in a group.
+    """
     types: dict[str, object] = {}
     hints = typing.get_type_hints(config, include_extras=True)
     for name in _field_names(config):
-        if name not in without:
-            group = _split(hints[name]).hint
-            types[name] = partial_of(group) if _is_group(group) else hints[name]
+        group = _split(hints[name]).hint
+        inner = [key.removeprefix(f"{name}.") for key in keys if key.startswith(f"{name}.")]
+        if not keys or name in keys or inner:
+            types[name] = partial_of(group, inner) if _is_group(group) else hints[name]
     partial = TypedDict("partial", types, total=False)  # type: ignore[misc]
     partial.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]
     return typing.cast(type, partial)
@@ -389,7 +390,7 @@ def _walk(
 def _given_options(name: str, given: Given) -> Iterator[Option]:
     for option in _walk(given.config, f"{name}."):
         inner = option.key.removeprefix(f"{name}.")
-        if inner.partition(".")[0] not in given.without:
+        if inner in given.keys:
             yield dataclasses.replace(option, default=None, rare=inner not in given.shown)
 
 
