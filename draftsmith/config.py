@@ -7,7 +7,6 @@ from draftsmith.core.errors import InputError, nearest
 from draftsmith.core.io import check_out
 from draftsmith.core.options import (
     AtLeast1,
-    ModelOptions,
     NotIdentity,
     Out,
     PromptOptions,
@@ -215,7 +214,7 @@ class StatusConfig:
 
 
 @options
-class DemoConfig(ModelOptions):
+class DemoConfig:
     """Align the shipped draft, balanced and plain, and measure both. Then time them beside the same
     target padded to the cost of a large one.
     """
@@ -226,6 +225,8 @@ class DemoConfig(ModelOptions):
     """Use a few prompts and steps, to see in seconds that everything runs; the figures mean
     nothing.
     """
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
 
 
 @options

@@ -142,7 +142,7 @@ def _demo(config: "DemoConfig", command: str) -> Outcome:
     from draftsmith.eval.summary import summary as eval_summary, table
 
     started = time.monotonic()
-    prepared = demo_run.prepare(Path(config.out), config.short, config.device, config.dtype)
+    prepared = demo_run.prepare(Path(config.out), config.short, config.device)
     options, results = run_stages(prepared)
     large = demo_run.time_large(options, config.short)
     page = from_main(lambda: demo_run.write_page(results, large))

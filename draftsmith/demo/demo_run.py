@@ -42,7 +42,7 @@ EVAL_CHARACTERS = 400
 LARGE = {"hidden_size": 768, "intermediate_size": 2432, "num_hidden_layers": 12}
 
 
-def prepare(out: Path, short: bool, device: str, dtype: str) -> AlignConfig:
+def prepare(out: Path, short: bool, device: str) -> AlignConfig:
     """Write the prompts and a copy of the pair under `out`; return the options of `align`."""
     join_processes(device)
     on_main(lambda: _write(out))
@@ -56,7 +56,6 @@ def prepare(out: Path, short: bool, device: str, dtype: str) -> AlignConfig:
         ood=list(prompts.values()),
         out=str(out),
         device=device,
-        dtype=dtype,
     )
 
 
