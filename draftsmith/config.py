@@ -162,8 +162,6 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """Number of prompts to read."""
     max_new_tokens: Rare[AtLeast1] = 48
     """Length of the target's answers that alpha is measured on."""
-    temperature: Rare[Temperature] = 1.0
-    """Temperature of the answers and of alpha."""
 
     def __post_init__(self) -> None:
         for key, methods in _READ_BY.items():

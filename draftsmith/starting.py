@@ -48,6 +48,8 @@ from draftsmith.eval.estimate import alpha_sums
 from draftsmith.train.data import load_examples
 
 _BATCH = 8
+# How answers are drawn, and the draft measured.
+_DRAWN = Sampling(temperature=1.0)
 _BLOCK = 1024  # tokens of a text that are read at a time
 
 
@@ -93,7 +95,7 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
     target_cost = read_per_token(target)
     if warning := too_costly(draft_cost, target_cost):
         say(f"warning: {warning}")
-    figures = alphas(target, used, texts, Sampling(temperature=config.temperature))
+    figures = alphas(target, used, texts, _DRAWN)
     with atomic_dir(out) as directory:
         draft.save_pretrained(directory)
         if ids_D is not None:
@@ -117,8 +119,8 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
     }
 
 
-def in_words(summary: dict[str, Any], temperature: float) -> list[str]:
-    """Return what `init` prints: notes, cost, and alpha at `temperature`."""
+def in_words(summary: dict[str, Any]) -> list[str]:
+    """Return what `init` prints: notes, cost, and alpha."""
     cost = summary["draft_cost"]
     share = cost / summary["target_cost"]
     lines = [
@@ -129,7 +131,7 @@ def in_words(summary: dict[str, Any], temperature: float) -> list[str]:
         return [*lines, "alpha:  not measured; add --prompts"]
     lines.append(
         f"alpha:  {summary['alpha']:.3f} speculative, {summary['alpha_greedy_draft']:.3f} greedy "
-        f"draft, {summary['alpha_match']:.3f} sample match (temperature {temperature:g}, "
+        f"draft, {summary['alpha_match']:.3f} sample match (temperature 1, "
         f"{summary['positions']} positions)"
     )
     if summary["missing_mass"]:
@@ -196,7 +198,7 @@ def answer_texts(
     return measuring.answers(
         target,
         read.prompts,
-        Sampling(temperature=config.temperature),
+        _DRAWN,
         max_new_tokens=config.max_new_tokens,
         batch_size=_BATCH,
         seed=config.seed,

@@ -498,11 +498,11 @@ def test_choices_follow_what_is_given():
 
 
 def test_options_of_a_stage_reach_it(draft_dir):
-    given: dict[str, Any] = {"optim": {"name": "sgd"}, "batch_size": 4}
+    given: dict[str, Any] = {"optim": {"warmup_steps": 3}, "batch_size": 4}
     config = AlignConfig(target="t", draft=draft_dir, prompts="p", out="o", plain=True, train=given)
     whole, _ = complete(config, facts())
     kept, plain = (train_config(whole, name) for name in ("jsd-balanced", "jsd-plain"))
-    assert (kept.optim.name, kept.batch_size) == ("sgd", 4)
+    assert (kept.optim.warmup_steps, kept.batch_size) == (3, 4)
     assert (kept.accumulation, kept.optim.lr, kept.replay) == (
         1,
         whole.train["optim"]["lr"],
@@ -609,7 +609,6 @@ def test_a_chat_and_its_first_question_are_on_one_side(target_dir, tmp_path):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"donor": "m"}, "donor: is not read: it is for --init transplant"),
         ({"policy": "id", "plain": True}, "plain: is not read: every draft is trained so"),
         ({"policy": "id", "distill": {"general_texts": 5}}, "policy: id replays nothing"),
         ({"id": ["a.jsonl"], "heldout_prompts": 3}, "heldout_prompts: --id names the prompts"),

@@ -72,10 +72,8 @@ class AlignConfig(TargetOptions, RunOptions):
     EAGLE-3 if train.draft_vocab_size is given or the vocabulary is a large part of the target, else
     EAGLE.
     """
-    init: Literal["prune", "transplant"] | None = None
-    """Make the draft to start from in OUT/start, as `draftsmith init --method` does."""
-    donor: Rare[str | None] = None
-    """With --init transplant: the model to move."""
+    init: Literal["prune"] | None = None
+    """Make the draft to start from in OUT/start, as `draftsmith init --method prune` does."""
     objective: Annotated[list[str], Field(min_length=1)] = field(
         default_factory=lambda: ["jsd:beta=0.5"]
     )
@@ -108,11 +106,8 @@ class AlignConfig(TargetOptions, RunOptions):
                 "general_texts",
                 "general_from",
                 "num_samples",
-                "thinking",
                 "batch_size",
                 "part_rows",
-                "engine",
-                "endpoint",
                 "top_k",
                 "top_p",
                 "min_p",
@@ -136,7 +131,6 @@ class AlignConfig(TargetOptions, RunOptions):
                 "precision",
                 "eval_every",
                 "save_every",
-                "optim.name",
                 "optim.warmup_steps",
             ),
         ),
@@ -149,12 +143,10 @@ class AlignConfig(TargetOptions, RunOptions):
             shown=("temperature", "max_prompts"),
             rare=(
                 "tree",
-                "verifier",
                 "max_new_tokens",
                 "speed_prompts",
                 "batch_size",
                 "bootstrap",
-                "strict",
             ),
         ),
     ] = field(default_factory=dict)
@@ -167,8 +159,6 @@ class AlignConfig(TargetOptions, RunOptions):
     def __post_init__(self) -> None:
         if self.init is not None and self.draft is not None:
             raise InputError("init: makes the draft that --draft would name; give one of the two")
-        if self.init is None:
-            refuse_unused(self, {"donor": "it is for --init transplant"})
         if self.policy == "id":
             refuse_unused(self, {"plain": "every draft is trained so with --policy id"})
             if self.distill.get("general_texts") or self.train.get("replay_fraction"):

@@ -206,17 +206,16 @@ def _started(config: AlignConfig, run: Run) -> AlignConfig:
             method=config.init,
             out=str(start),
             target=config.target,
-            donor=config.donor,
             prompts=config.prompts,
             prompt_tokens=config.prompt_tokens,
             seed=config.seed,
             chat_template=config.chat_template,
             **loading(config),
         )
-        for line in in_words(init(options), 1.0):
+        for line in in_words(init(options)):
             say(line)
         _free()
-    return replace(config, draft=str(start), init=None, donor=None)
+    return replace(config, draft=str(start), init=None)
 
 
 def _resumed(config: AlignConfig, file: Path) -> AlignConfig:

@@ -39,7 +39,7 @@ def _init(config: "InitConfig", command: str) -> Outcome:
     from draftsmith.starting import in_words, init
 
     summary = init(config)
-    lines = in_words(summary, config.temperature)
+    lines = in_words(summary)
     lines.append(f"draft:  {summary['out']}")
     return Outcome(summary, lines)
 
