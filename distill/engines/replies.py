@@ -111,7 +111,7 @@ def said(text: str, key: str) -> str:
     # The key is replaced before the text is cut to what is shown, so that no half of it stays.
     text = " ".join(text[:_SEARCHED].split())
     if len(key) >= _SHORTEST:
-        text = re.sub(_spellings(key), "(key)", text, flags=re.IGNORECASE)
+        text = re.sub(_spellings(key), "(key)", text, flags=re.IGNORECASE | re.VERBOSE)
     return str(without_secrets(text[: 2 * _SHOWN]))[:_SHOWN]
 
 
@@ -133,12 +133,10 @@ def _letter(letter: str) -> str:
     code = f"{ord(letter):02x}"
     # base64 of URLs has two letters of its own.
     plain = {"+": "[+-]", "/": "[/_]"}.get(letter, re.escape(letter))
-    ways = [
-        rf"\\{{0,4}}{plain}",
-        re.escape(html.escape(letter)),
-        rf"%(?:25){{0,3}}{code}",
-        rf"\\{{1,4}}(?:u00|x){code}",
-        rf"&#0{{0,4}}{ord(letter)};",
-        rf"&#x0{{0,4}}{code};",
-    ]
-    return f"(?:{'|'.join(ways)})"
+    return rf"""(?:
+        \\{{0,4}}{plain}
+        | {re.escape(html.escape(letter))}
+        | %(?:25){{0,3}}{code}
+        | \\{{1,4}}(?:u00|x){code}
+        | &\#(?:0{{0,4}}{ord(letter)}|x0{{0,4}}{code});
+    )"""

@@ -52,6 +52,15 @@ _ENTRY_BYTES = 64
 # one.
 _NO_FAULT = (*range(300, 400), 402, 404, 405, 409, 410, 425, 429, 503)
 _RETRY = (408, *_NO_FAULT)
+# What a reply of any other form raises where it is read.
+_UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
 _NOT_RAW = (
     "its log-probabilities are not the target's own at temperature 1; start vLLM with "
     "--logprobs-mode raw_logprobs"
@@ -290,14 +299,7 @@ class Server:
                 return {}
             self._check(reply)
             return {str(entry["id"]): entry for entry in reply.json()["data"]}
-        except (
-            httpx.HTTPError,
-            TimeoutError,
-            ValueError,
-            LookupError,
-            TypeError,
-            RecursionError,
-        ) as error:
+        except (httpx.HTTPError, TimeoutError, *_UNREADABLE) as error:
             raise self._failed(error, "/models does not answer") from None
 
     async def choose_dialect(
@@ -407,14 +409,7 @@ class Server:
             answered = dialect.answer(completion, request.prompt_ids, reply.content)
         except InputError as error:
             raise InputError(f"{self.url}: {error}") from None
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            OverflowError,
-        ) as error:
+        except _UNREADABLE as error:
             raise self._failed(error, "answered with no completion", reply) from None
         ids = answered.answer.response_ids
         most = completion.max_new_tokens + 1  # one more for EOS

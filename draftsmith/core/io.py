@@ -178,16 +178,14 @@ def checksum_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.sha256")
 
 
-def is_whole(path: Path, digest: str | None = None) -> bool:
-    """Whether a file is what was written: by this sha256, or by the one that `sealed_file` kept.
-    Delete one that is not, with a warning.
+def is_whole(path: Path) -> bool:
+    """Whether a file is what was written, by the sha256 that `sealed_file` kept. Delete one that is
+    not, with a warning.
     """
     if not path.exists():
         return False
     kept = checksum_file(path)
-    if digest is None and kept.exists():
-        digest = kept.read_bytes().decode(errors="replace")
-    if sha256_file(path) == digest:
+    if kept.exists() and kept.read_bytes() == sha256_file(path).encode():
         return True
     log.warning("%s: is damaged; making it again", path)
     path.unlink()

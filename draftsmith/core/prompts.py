@@ -63,6 +63,11 @@ class Chat:
     tools: list[object] | None
     arguments: JsonObject = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, row: JsonObject) -> "Chat":
+        """Return the chat of a row with `messages`."""
+        return cls(tuple(row["messages"]), row.get("tools") or None, row.get(ARGUMENTS) or {})
+
     @property
     def asks_once(self) -> bool:
         """Whether it asks for something else than the next turn: what no earlier turn asks."""
@@ -198,10 +203,7 @@ class PromptReader:
             return Skipped(record.number, encoded)
         if not encoded:
             return Skipped(record.number, "empty prompt")
-        chat = None
-        if row.get("messages") is not None:
-            tools, arguments = row.get("tools") or None, row.get(ARGUMENTS, {})
-            chat = Chat(tuple(row["messages"]), tools, arguments)
+        chat = None if row.get("messages") is None else Chat.of(row)
         limited = self.whole_chats or chat is None
         if limited and self.max_tokens is not None and len(encoded) > self.max_tokens:
             return Skipped(
@@ -454,8 +456,7 @@ def answers(
 def _in_chat(
     row: JsonObject, where: str, tokenizer: Tokenizer, ends: Sequence[int], *, thinking: bool
 ) -> RowAnswers:
-    tools, arguments = row.get("tools") or None, row.get(ARGUMENTS, {})
-    chat = Chat(tuple(row["messages"]), tools, arguments)
+    chat = Chat.of(row)
     turns = chat.messages
     asked(turns, where)
     places = [] if chat.asks_once else chat.answered()
@@ -464,7 +465,15 @@ def _in_chat(
     places = [place for place in places if turns[place].get("weight") != 0]
     if not places:
         raise InputError(f"{where}: the chat does not end with an assistant turn; add the answer")
-    cuts = exchanges(turns, places, tools, tokenizer, ends, thinking=thinking, arguments=arguments)
+    cuts = exchanges(
+        turns,
+        places,
+        chat.tools,
+        tokenizer,
+        ends,
+        thinking=thinking,
+        arguments=chat.arguments,
+    )
     kept = []
     left_out = []
     for place, cut in zip(places, cuts, strict=True):
