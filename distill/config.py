@@ -142,10 +142,6 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Answers to leave out: `empty` text; `truncated` at max_new_tokens; `repetitive`, half of its
     runs of four tokens occurred before.
     """
-    min_response_tokens: Rare[AtLeast1 | None] = None
-    """Leave out shorter answers."""
-    max_response_tokens: Rare[AtLeast1 | None] = None
-    """Leave out longer answers."""
     domain: Rare[Text] = "default"
     """Domain of rows that do not name one."""
     strict: Rare[NotIdentity[bool]] = False
@@ -155,10 +151,6 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     push_to_hub: Rare[NotIdentity[str | None]] = None
     """Upload the finished set to this hub dataset, owner/name (token: HF_TOKEN). A new one is
     private.
-    """
-    copy_to: Rare[NotIdentity[str | None]] = None
-    """Copy the finished set to this directory of a store that fsspec knows, such as
-    s3://BUCKET/DIR.
     """
 
     def __post_init__(self) -> None:
@@ -227,5 +219,3 @@ class ScoreConfig(TargetOptions):
     """Rows of a file per Parquet file; a set keeps its own parts. A killed run loses those in the
     making.
     """
-    domain: Rare[Text] = "default"
-    """Domain of rows of a file that do not name one."""

@@ -35,10 +35,6 @@ def why_dropped(config: DistillConfig, tokenizer: Tokenizer, answer: Answer) -> 
     ids = list(answer.response_ids)
     if "truncated" in config.drop and answer.finish_reason == "length":
         return "truncated"
-    if config.min_response_tokens is not None and len(ids) < config.min_response_tokens:
-        return f"{len(ids)} tokens, fewer than min_response_tokens {config.min_response_tokens}"
-    if config.max_response_tokens is not None and len(ids) > config.max_response_tokens:
-        return f"{len(ids)} tokens, more than max_response_tokens {config.max_response_tokens}"
     if "empty" in config.drop and not decode_text(tokenizer, ids).strip():
         return "empty"
     if config.thinking == "drop" and any(mark in tokenizer.decode(ids) for mark in THINKING):

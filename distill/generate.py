@@ -27,7 +27,6 @@ from draftsmith.distill.filters import Suites
 from draftsmith.distill.manifest import (
     IDENTITY_FILES,
     check_empty,
-    copy_set,
     count_kept,
     finish,
     reopened,
@@ -108,14 +107,13 @@ def _distill(job: Job, run: Run, command: str) -> dict[str, Any]:
     origin = provenance(command, identity["config"] | options.places(config))
     on_main(lambda: finish(out, parts, identity, origin, tokenizer))
     manifest = read_json(out / "manifest.json", "the manifest that this run has written")
-    copies = copy_set(out, config.copy_to) | pushed(out, config.push_to_hub, "dataset")
     return {
         "out": config.out,
         **manifest["counts"],
         **{key: manifest[key] for key in _SUMMARY},
         "sampling": dataclasses.asdict(engine.sampling.sampling),
         "sampling_from_target": engine.sampling.note,
-        **copies,
+        **pushed(out, config.push_to_hub, "dataset"),
     }
 
 

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from draftsmith.core.errors import InputError, RunError, one_line, without_secrets
+from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.io import (
     JsonObject,
     atomic_file,
@@ -217,27 +216,3 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
         "prompts_digest": hash_json(digests),
         "digest": hash_json([file["sha256"] for file in files]),
     }
-
-
-def copy_set(out: Path, url: str | None) -> dict[str, str]:
-    """Copy a finished set to a store, its manifest last; return `{"copied_to": url}` for the
-    summary.
-    """
-    if url is None:
-        return {}
-
-    def copy() -> None:
-        files = [path for path in out.iterdir() if path.is_file() and not path.name.startswith(".")]
-        files.sort(key=lambda path: (path.name == "manifest.json", path.name))
-        try:
-            store, directory = fsspec.core.url_to_fs(url)
-            store.makedirs(directory, exist_ok=True)
-            for path in files:
-                store.put_file(str(path), f"{directory.rstrip('/')}/{path.name}")
-        except Exception as error:  # every store's package has errors of its own
-            raise RunError(
-                f"copy_to {url}: {one_line(error)}; {out} is complete, run again to copy it"
-            ) from None
-
-    on_main(copy)
-    return {"copied_to": without_secrets(url)}

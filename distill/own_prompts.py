@@ -109,8 +109,6 @@ def draw_prompts(job: Job, openings: Openings, run: Run) -> Path:
         turns="last",
         thinking="keep",
         drop=[],
-        min_response_tokens=None,
-        max_response_tokens=None,
         teacher_top_k=0,
         temperature=None,
         # At temperature 0 all texts would be equal.

@@ -319,7 +319,7 @@ def _of_file(
     name = without_secrets(config.score)
     # What is known of answers that `distill` made is unknown here.
     unknown = ("num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
-    known = {"prompts": name, "part_rows": config.part_rows, "domain": config.domain}
+    known = {"prompts": name, "part_rows": config.part_rows}
     return Answers(
         {"file": name}, count_rows(config.score), dict.fromkeys(unknown) | known, parts(), date
     )
@@ -347,7 +347,7 @@ def _row(
             prompt_id=own_id or content_id(prompt),
             prompt_hash=content_id(prompt),
             asked=f"{answer.asked:016x}",
-            domain=text_of(stored, "domain") or config.domain,
+            domain=text_of(stored, "domain") or "default",
             prompt_ids=prompt,
             response_ids=response,
             finish_reason="stop" if response and response[-1] in ends else "length",

@@ -114,8 +114,6 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """wandb: also log figures, results.json and report.html to Weights & Biases (offline with
     WANDB_MODE=offline).
     """
-    project: Rare[str] = "draftsmith"
-    """W&B project."""
 
     def __post_init__(self) -> None:
         if self.tree == ["none"]:

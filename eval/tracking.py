@@ -24,7 +24,7 @@ def track(config: EvalConfig, results: Results) -> None:
     settings = {**results.document["config"], "models": results.document["models"]}
     options = wandb_runs.run_options(out, out=out, config=settings, job_type="eval")
     measured = [name for name in TABLES if any(results.rows(name))]
-    with wandb_runs.without_prompts(), wandb.init(project=config.project, **options) as run:
+    with wandb_runs.without_prompts(), wandb.init(project=wandb_runs.project(), **options) as run:
         wandb_runs.announce(run)
         decision = {"decision": lead(results).headline, "verdict": decide(results).verdict}
         run.summary.update(decision | figures(results))

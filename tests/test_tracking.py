@@ -27,7 +27,7 @@ wandb = pytest.importorskip("wandb")
 ROOT = Path(__file__).parents[1]
 SECRET = "0123456789abcdef" * 2 + "deadbeef"
 ENV = {"WANDB_API_KEY": SECRET, "WANDB_MODE": "offline", "HF_TOKEN": "hf_" + SECRET}
-TRACKED = ["--tracker", "wandb", "--project", "mine", "--device", "cpu"]
+TRACKED = ["--tracker", "wandb", "--device", "cpu"]
 
 
 @pytest.fixture

@@ -40,8 +40,6 @@ class Optim:
     """Peak rate of the matrices that Muon trains, whatever their size."""
     schedule: Rare[Literal["cosine", "wsd"]] = "cosine"
     """How the rate falls after the warm-up: as a cosine at once, or over the last fifth."""
-    beta1: Rare[ShareBelow1] = 0.9
-    """AdamW's decay of the mean gradient."""
     beta2: Rare[ShareBelow1] = 0.95
     """AdamW's decay of the mean squared gradient."""
     weight_decay: Rare[NonNegative] = 0.0
@@ -190,9 +188,9 @@ class TrainConfig(RunOptions, TargetOptions):
     it.
     """
     tracker: Rare[NotIdentity[Literal["none", "wandb", "tensorboard"]]] = "none"
-    """Tracker beside metrics.jsonl (WANDB_MODE=offline needs no account)."""
-    project: NotIdentity[Rare[str]] = "draftsmith"
-    """W&B project."""
+    """Tracker beside metrics.jsonl (WANDB_MODE=offline needs no account). W&B's project is
+    WANDB_PROJECT, else draftsmith.
+    """
     push_to_hub: NotIdentity[Rare[str | None]] = None
     """Upload the checkpoint to this hub model, owner/name, with the token in HF_TOKEN; a new one is
     private.

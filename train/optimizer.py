@@ -78,7 +78,7 @@ def make_optimizer(draft: Draft, optim: Optim) -> "Optimizers":
         if optim.name == "sgd":
             parts.append(torch.optim.SGD(groups, lr=optim.lr))
         else:
-            parts.append(torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2)))
+            parts.append(torch.optim.AdamW(groups, lr=optim.lr, betas=(0.9, optim.beta2)))
     if hidden:
         parts.append(Muon(hidden, optim))
     return Optimizers(parts)

@@ -127,7 +127,6 @@ def train(
                 out,
                 job.identity | {"config": settings},
                 tracker=config.tracker,
-                project=config.project,
             )
             record = _publish(job, _fit(loaded, run.stop), command)
     atexit.register(leave_processes)

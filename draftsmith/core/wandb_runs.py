@@ -98,9 +98,7 @@ def announce(run: "wandb.Run") -> None:
     say(f"W&B: {place}")
 
 
-def start(
-    accelerator: "Accelerator", out: Path, identity: dict[str, Any], *, tracker: str, project: str
-) -> None:
+def start(accelerator: "Accelerator", out: Path, identity: dict[str, Any], *, tracker: str) -> None:
     """Open the tracker of a training run, if there is one; a resumed run continues the same W&B
     run.
     """
@@ -114,15 +112,18 @@ def start(
     elif tracker == "wandb":
         inputs = {name: value for name, value in identity.items() if name != "config"}
         config = {**identity["config"], "inputs": inputs}
-        on_main(lambda: _start_wandb(accelerator, out, config, project))
+        on_main(lambda: _start_wandb(accelerator, out, config))
 
 
-def _start_wandb(
-    accelerator: "Accelerator", out: Path, config: dict[str, Any], project: str
-) -> None:
+def project() -> str:
+    """Return the W&B project of a run."""
+    return os.environ.get("WANDB_PROJECT", "draftsmith")
+
+
+def _start_wandb(accelerator: "Accelerator", out: Path, config: dict[str, Any]) -> None:
     with without_prompts():
         options = run_options(out / "run", out=out, config=config, job_type="train")
-        accelerator.init_trackers(project, init_kwargs={"wandb": options})
+        accelerator.init_trackers(project(), init_kwargs={"wandb": options})
     run = accelerator.get_tracker("wandb", unwrap=True)
     run.define_metric("heldout/*", summary="min,max")
     announce(run)
