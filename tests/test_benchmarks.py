@@ -13,14 +13,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.speed import lengths, sections, sixteen_bits, train as bench_train
+from benchmarks.speed import sections, sixteen_bits, train as bench_train
 from benchmarks.speed.methods import Pair, endless
 from benchmarks.speed.sections import Bench
 from draftsmith.decode.native import kernel
-from draftsmith.demo import corpus
 from draftsmith.demo.widen import widen
 from draftsmith.drafts.heads.eagle import EagleHead
-from tests.test_benchmarks_objectives import texts
 
 ROOT = Path(__file__).parents[1]
 VOCAB = 61
@@ -214,35 +212,3 @@ def test_the_methods_of_the_training_benchmark_make_the_same_step(objective, oth
     assert losses[1] < losses[0]
     for name, step in steps.items():
         assert bench_train.apart(step.draft, steps["chunked"].draft) < 1e-6, name
-
-
-def test_lengths_measures_every_cell(tmp_path, monkeypatch):
-    rows = [
-        {"id": str(number), "text": 20 * f"{row['text']} "}
-        for number, row in enumerate(texts(8, 1))
-    ]
-    monkeypatch.setattr(corpus, "split", lambda domain: corpus.Split((), ()))
-    monkeypatch.setattr(corpus, "passages", lambda *_: rows)
-    options = lengths.Options(
-        out=str(tmp_path / "lengths.json"),
-        prompts=4,
-        group=2,
-        new_tokens=80,
-        batch=[1, 2],
-        prompt_tokens=[8, 510],
-        timed_tokens=4,
-        rounds=1,
-        threads=1,
-    )
-    found = lengths.run(options)
-    names = {"alpha 0", "alpha 2", "batch 1 8", "batch 2 8", "prompt 1 8", "prompt 1 510"}
-    assert set(found["cells"]) == names and "left_out" in found["cells"]["prompt 1 510"]
-    first, second = found["summary"]["alpha"]
-    assert all(
-        0 < row["alpha"]["low"] <= row["alpha"]["value"] <= row["alpha"]["high"] < 1
-        for row in (first, second)
-    )
-    assert all(
-        row["tau"] >= 1 and row["without_prompt"][0] > 0 for row in found["summary"]["speed"][:3]
-    )
-    assert "the models reach 512 positions" in lengths.tables(found["summary"])

@@ -8,14 +8,25 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lib.shipped_pair import PAIR
+from benchmarks.lib.sets import ROOT
 from benchmarks.studies import real_speed, real_study
 from benchmarks.studies.real_pair import best, run
 from benchmarks.studies.real_study import TINY, Options, Study, data, keep_set
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import write_rows
 from draftsmith.eval.results import Results
-from tests.test_benchmarks_objectives import texts
+
+PAIR = ROOT / "draftsmith" / "demo" / "pair"
+WORDS = (
+    "the quick brown fox jumps over a lazy dog that does not mind numbers such as 12 or 345".split()
+)
+
+
+def texts(count: int, start: int) -> list[dict[str, str]]:
+    return [
+        {"text": " ".join(WORDS[(i * k + start) % len(WORDS)] for k in range(1, 16))}
+        for i in range(count)
+    ]
 
 
 @pytest.fixture

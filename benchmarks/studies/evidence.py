@@ -7,7 +7,6 @@ from typing import Any
 from benchmarks.lib.pages import gap, table
 from benchmarks.studies import (
     causal_tables,
-    domains,
     frontier_tables,
     heads_tables,
     objectives_tables,
@@ -154,7 +153,7 @@ def alignment(
         f"Every way, {pair} pair": frontier_tables.by_method(document, "method")
         for pair, document in frontiers.items()
     }
-    sections["Several domains at once, demo"] = domains.gains(several)
+    sections["Several domains at once, demo"] = frontier_tables.gains(several)
     return Evidence(
         name="alignment", title="alignment", table=table(heading, rows), sections=sections
     )
@@ -218,7 +217,7 @@ def recipe(
     longest: LongRuns,
 ) -> Evidence:
     """Return the tables of Muon beside AdamW. evaluations: of drafts of SmolLM2, one for each of
-    RECIPES. speeds: of those with Muon. small: the runs of each small pair (`recipes.py`).
+    RECIPES. speeds: of those with Muon. small: the runs of each small pair.
     """
     rows = []
     for draft in evaluations[1].drafts:
@@ -343,7 +342,7 @@ def targets(document: Document) -> Evidence:
 
 
 def claims(verdicts: str) -> str:
-    """Return the verdict of every claim by pair, of the page that `reproduction.py` writes."""
+    """Return the verdict of every claim by pair, of its page in docs/results/."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     pairs = ("demo", "stories", "SmolLM2")
     for line in verdicts.split("\n"):

@@ -29,7 +29,7 @@ from draftsmith.demo.demo_run import write_page
 from draftsmith.eval.results import Results
 
 ROOT = Path(__file__).parents[2]
-# Pairs of benchmarks/studies/objectives.py.
+# Small pairs of the study of objectives.
 PAIRS = ("nano", "stories")
 
 

@@ -1,4 +1,4 @@
-"""Tables of the study of heads on small pairs (`heads.py`)."""
+"""Tables of the study of heads on small pairs."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ Sums = Callable[[Mapping[str, Any]], Sequence[float]]
 
 
 def heads(results: Results, first: str) -> list[str]:
-    """Drafts called KIND-SEED and KIND-seconds (`heads.py`): alpha and decoded tau, and
+    """Drafts called KIND-SEED and KIND-seconds: alpha and decoded tau, and
     acceptance by depth.
 
     Means over seeds; intervals are over prompts. alpha in distribution also by seed.

@@ -1,94 +1,12 @@
-"""The figures of `objectives.py` with intervals, and their tables in Markdown."""
+"""Tables of the study of objectives on small pairs."""
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from benchmarks.lib.pages import gap, table
-from benchmarks.lib.seeds import pool_sums
-from benchmarks.studies.objectives_data import ALIKE
-from draftsmith.core.sampling import row_seed
-from draftsmith.eval.bootstrap import (
-    PromptSums,
-    Resamples,
-    difference,
-    estimate,
-    pool_resamples,
-    resamples,
-)
 from draftsmith.eval.report.formats import with_interval
 
-# Of one draft: temperature, then domain, then per-prompt sums and counts.
-Alphas = dict[str, dict[str, PromptSums]]
-
-
-def mean_of(seeds: Sequence[PromptSums]) -> PromptSums:
-    """Per prompt, the mean over seeds; they share the prompts and the counts."""
-    return PromptSums(np.mean([each.numerator_P for each in seeds], axis=0), seeds[0].denominator_P)
-
-
-def figures(domains: Sequence[str], alphas: dict[str, list[Alphas]], count: int) -> dict[str, Any]:
-    """By temperature, variant and place (a domain; `ood`: all but the first): alpha, and what it is
-    above fkl and above the base draft; with seeds apart, where they are several.
-    """
-    picks = {
-        domain: resamples(
-            len(alphas["base"][0]["1"][domain].numerator_P), count, row_seed(0, domain) % 2**32
-        )
-        for domain in domains
-    }
-    others = domains[1:]
-    picks["ood"] = pool_resamples([picks[domain] for domain in others])
-
-    def sums(alpha: Alphas, temperature: str, place: str) -> PromptSums:
-        there = alpha[temperature]
-        return pool_sums([there[domain] for domain in others]) if place == "ood" else there[place]
-
-    found: dict[str, Any] = {}
-    for temperature in alphas["base"][0]:
-        found[temperature] = {}
-        for name, seeds in alphas.items():
-            found[temperature][name] = {}
-            for place, pick in picks.items():
-                each = [sums(alpha, temperature, place) for alpha in seeds]
-                row: dict[str, Any] = {
-                    "alpha": estimate(mean_of(each), pick),
-                    "seeds": [one.pooled for one in each],
-                }
-                for other in ("base", ALIKE):
-                    if other in alphas and other != name:
-                        there = [sums(alpha, temperature, place) for alpha in alphas[other]]
-                        row[f"above_{other}"] = above(each, there, pick)
-                found[temperature][name][place] = row
-    return found
-
-
-def places(domains: Sequence[str], alpha: Alphas) -> dict[str, float | None]:
-    """alpha of one draft at temperature 1, by domain and, all but the first pooled, `ood`."""
-    there = alpha["1"]
-    pooled = {domain: there[domain].pooled for domain in domains}
-    return pooled | {"ood": pool_sums([there[domain] for domain in domains[1:]]).pooled}
-
-
-def above(new: Sequence[PromptSums], old: Sequence[PromptSums], picks: Resamples) -> dict[str, Any]:
-    """The difference of the means over seeds, and `told_apart`: the interval has no zero and all
-    seeds agree.
-
-    Seeds are compared with the same seed, or all with the one draft there is.
-    """
-    gap = difference(mean_of(new), mean_of(old), picks)
-    count = max(len(new), len(old))
-    pooled = [[one.pooled or 0.0 for one in each] * (count // len(each)) for each in (new, old)]
-    apart = [a - b for a, b in zip(*pooled, strict=True)]
-    low, high = gap["low"], gap["high"]
-    clear = (
-        low is not None
-        and high is not None
-        and low * high > 0
-        and (min(apart) > 0 or max(apart) < 0)
-    )
-    return {**gap, "seeds": apart, "told_apart": clear}
+# What differences are taken from, and what every data mode is trained with.
+ALIKE = "fkl"
 
 
 def tables(results: dict[str, Any]) -> str:

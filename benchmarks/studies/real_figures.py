@@ -50,14 +50,11 @@ def over_seeds(results: Results, temperature: float) -> dict[str, Any]:
     """
     others = tuple(name for name in results.domains("ood") if name != "chat")
     alphas = sums_of(results, temperature)
-    found: dict[tuple[str, str], list[frontier_tables.Alphas]] = {}
+    found: dict[str, list[frontier_tables.Alphas]] = {}
     for draft in results.aligned:
-        found.setdefault((way_of(draft), "half the rate"), []).append(alphas[draft])
-    sets = frontier_tables.Sets("maths", tuning=(), near=("chat",), far=others)
-    settings = {way: setting for way, setting in found}
-    return frontier_tables.document_of(
-        sets, alphas[results.base], found, settings["plain"], 2000, settings
-    )
+        found.setdefault(way_of(draft), []).append(alphas[draft])
+    sets = frontier_tables.Sets("maths", near=("chat",), far=others)
+    return frontier_tables.document_of(sets, alphas[results.base], found, 2000)
 
 
 def sums_of(results: Results, temperature: float) -> dict[str, frontier_tables.Alphas]:

@@ -8,17 +8,11 @@ wiki.jsonl. The pieces:
 
 data          prompts, and the target's answers: `chat` and `own` (chats whose prompts the target
               writes itself), `maths`
-which         question 1: drafts of about equal trained parameters on equal tokens of chat, beside
-              methods without weights
-align         question 2: the best language model and the best head of chat, aligned to maths,
-              plain and with replay
-amount        question 3: the best head, on a part of the data and for a part of the steps
-recipe        the drafts of RECIPE again, by the optimizer that `train` chooses for them and in half
-              of the steps
-longer        the best of these by the clock, for twice the steps of `which`
-longest       three of these on 2.7 million tokens more, in steps of 16 rows, one of them then
-              aligned to maths; asks for a GPU (--device cuda)
-speed         question 4: tokens per second of the best two, and of other engines (`real_speed.py`)
+which         drafts of about equal trained parameters on equal tokens of chat
+align         pruned layers and the best head of chat, aligned to maths, plain and with replay
+longest       three of these on 2.7 million tokens more, with Muon in steps of 16 rows, one of them
+              then aligned to maths; asks for a GPU (--device cuda)
+speed         tokens per second of the best two, and of other engines (`real_speed.py`)
 drafts-speed  tokens per second of every draft, with the same trees
 
 Every step is a command of draftsmith with an --out of its own, so that the same call continues a
@@ -27,20 +21,18 @@ benchmarks/studies/real/ and results to docs/results/.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 
-from benchmarks.studies import figures, frontier_tables, real_figures, real_speed, real_tables
-from benchmarks.studies.objectives_data import ROOT, write_set
+from benchmarks.lib.sets import ROOT
+from benchmarks.studies import figures, real_speed, real_tables
 from benchmarks.studies.real_study import (
     COMMAND,
-    DOMAINS,
     FULL,
     TINY,
     Options,
@@ -49,11 +41,10 @@ from benchmarks.studies.real_study import (
     more_answers,
     take_or_make,
 )
-from draftsmith.cli.decode_run import decode
-from draftsmith.config import DecodeConfig, InitConfig
+from draftsmith.config import InitConfig
 from draftsmith.core.command_line import parse
 from draftsmith.core.errors import InputError, RunError
-from draftsmith.core.io import atomic_dir, write_json_atomic
+from draftsmith.core.io import atomic_dir
 from draftsmith.core.models import load_model
 from draftsmith.drafts.heads import write_head
 from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, draw
@@ -73,12 +64,6 @@ def pruned(study: Study) -> TrainConfig:
     return study.training(
         "pruned", "lm", draft=start, lr=6e-4, draft_vocab_size=study.sizes.draft_vocab
     )
-
-
-def fresh(study: Study) -> TrainConfig:
-    """A small LLaMA."""
-    start = _started(study, "fresh", method="fresh", cost=study.sizes.fresh_cost)
-    return study.training("fresh", "lm", draft=start, draft_vocab_size=study.sizes.draft_vocab)
 
 
 def _started(study: Study, name: str, **options: Any) -> str:
@@ -142,18 +127,11 @@ DRAFTS: dict[str, Callable[[Study], TrainConfig]] = {
     "pruned": pruned,
     "hydra": hydra,
     "eagle": eagle,
-    "fresh": fresh,
     "dflash": partial(block, "dflash"),
     "jetspec": partial(block, "jetspec"),
     "dspark": partial(block, "dspark"),
 }
 BASE = "pruned"
-# Methods without weights of their own; `joined` are two language models in one tree.
-WEIGHTLESS: dict[str, dict[str, Any]] = {
-    "prompt_lookup": {"tree": "chain:4"},
-    "lookahead": {},
-    "retrieval": {"tree": "chain:4"},
-}
 
 
 def which(study: Study) -> None:
@@ -166,11 +144,6 @@ def which(study: Study) -> None:
     results = evaluate(study.evaluation(study.seeded("which"), _base_first(drafts), "chat"))
     _keep(study, study.seeded("which"))
     sys.stdout.write(drafts_table(results))
-    if not study.options.drafts and study.options.seed == 1:
-        found = list(weightless(study, drafts))
-        write_json_atomic(study.out / "weightless" / "results.json", found)
-        _keep(study, "weightless")
-        sys.stdout.write(f"\n{real_tables.weightless(found)}\n")
 
 
 def trained(config: TrainConfig) -> str:
@@ -192,42 +165,6 @@ def drafts_table(results: Results) -> str:
     return "".join(f"\n{each}\n" for each in tables)
 
 
-def weightless(
-    study: Study, drafts: Mapping[str, str]
-) -> Iterator[tuple[str, str, float, float | None]]:
-    """(method, domain, temperature, tau) of what drafts without weights, and of two language models
-    joined.
-    """
-    methods = {name: {"proposer": name, **words} for name, words in WEIGHTLESS.items()}
-    methods["retrieval"]["datastore"] = str(
-        next(Path(study.sets("chat")[0]).glob("part-*.parquet"))
-    )
-    if {"pruned", "fresh"} <= drafts.keys():
-        methods["pruned + fresh"] = {
-            "draft": [drafts["pruned"], drafts["fresh"]],
-            "tree": "chain:4",
-        }
-    for name, words in methods.items():
-        for domain in DOMAINS:
-            for temperature in (0.0, 1.0):
-                config = DecodeConfig(
-                    target=study.options.target,
-                    prompts=study.prompts(domain),
-                    out=str(
-                        study.out
-                        / "weightless"
-                        / f"{name.replace(' ', '')}-{domain}-{temperature:g}.jsonl"
-                    ),
-                    max_prompts=study.sizes.prompts,
-                    max_new_tokens=study.sizes.new_tokens,
-                    temperature=temperature,
-                    batch_size=32,
-                    device="cpu",
-                    **words,
-                )
-                yield name, domain, temperature, decode(config).summary["tau"]
-
-
 def best(study: Study, *kinds: str) -> str:
     """The draft among these that --drafts names; else that of question 1 with the highest predicted
     tau on chat at temperature 1.
@@ -245,14 +182,11 @@ def best(study: Study, *kinds: str) -> str:
 
 def trained_longest(study: Study, name: str) -> str:
     """Name the longest training of this draft that OUT/drafts holds."""
-    for piece in ("longest", "longer", "recipe"):
-        run = study.seeded(f"{name}-{piece}")
-        if (study.out / "drafts" / run / "config.json").exists():
-            return run
-    return name
+    run = study.seeded(f"{name}-longest")
+    return run if (study.out / "drafts" / run / "config.json").exists() else name
 
 
-LANGUAGE_MODELS = ("pruned", "fresh")
+LANGUAGE_MODELS = ("pruned",)
 HEADS = tuple(name for name in DRAFTS if name not in LANGUAGE_MODELS)
 
 
@@ -293,9 +227,7 @@ def align(study: Study) -> None:
                 drafts[name] = trained(config)
         results = evaluate(study.evaluation(f"align-{base}", drafts, "maths"))
         _keep(study, f"align-{base}")
-        for temperature in results.temperatures:
-            document = real_figures.over_seeds(results, temperature)
-            sys.stdout.write(f"\n{base}, T = {temperature:g}\n\n{frontier_tables.tables(document)}")
+        sys.stdout.write(f"\n{real_tables.changes_over_seeds(results, base)}\n")
 
 
 def _steps(study: Study, sets: list[str]) -> int:
@@ -305,79 +237,7 @@ def _steps(study: Study, sets: list[str]) -> int:
     return max(1, round(study.sizes.epochs * rows * 0.95 / study.sizes.step_rows))
 
 
-# Piece: amount.
-
-SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-
-
-def amount(study: Study) -> None:
-    """The best head of chat on a share of the data, for as many steps; and on all of it, for a
-    share of the steps.
-    """
-    name = best(study, *HEADS)
-    whole = DRAFTS[name](study)
-    steps = _steps(study, whole.data)
-    rows = [
-        row
-        for place in whole.data
-        for part in sorted(Path(place).glob("part-*"))
-        for row in _rows(part)
-    ]
-    order = np.random.default_rng(0).permutation(len(rows))
-    drafts = {"all": trained(whole)}
-    for share in SHARES:
-        label = f"{share:g}"
-        part = study.out / "data" / f"share-{label}"
-        if not part.is_dir():
-            write_set(part, [rows[index] for index in order[: max(2, round(share * len(rows)))]])
-        runs = {"data": ([str(part)], steps), "steps": (whole.data, max(1, round(share * steps)))}
-        for kind, (data_sets, count) in runs.items():
-            out = str(study.out / "drafts" / f"{name}-{kind}-{label}")
-            drafts[f"{kind}-{label}"] = trained(
-                replace(whole, data=data_sets, steps=count, out=out)
-            )
-    results = evaluate(study.evaluation("amount", drafts, "chat", ("chat", "maths")))
-    _keep(study, "amount")
-    for temperature in results.temperatures:
-        sys.stdout.write(
-            f"\n{real_tables.amounts(results, f'share, T = {temperature:g}', temperature)}\n"
-        )
-
-
-def _rows(part: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(
-        part, columns=["prompt_ids", "response_ids"]
-    ).to_pylist()
-    return found
-
-
-# Piece: recipe.
-
-# Drafts of all kinds that `which` trains with AdamW.
-RECIPE = ("pruned", "eagle3", "eagle", "dspark")
-
-
-def recipe(study: Study) -> None:
-    """Train drafts with Muon for half of the steps of `which`, measure them as there, and time
-    them.
-    """
-    _with_muon(study, "recipe", RECIPE, share=1 / 2)
-    names = [f"{name}-recipe" for name in RECIPE]
-    _timed(study, "recipe-speed", real_speed.every_draft(study, names, "recipe-speed"))
-
-
-def longer(study: Study) -> None:
-    """The same of EAGLE-3 for twice the steps of `which`, timed on three sets."""
-    _with_muon(study, "longer", ("eagle3",), share=2)
-    rows = real_speed.every_draft(
-        study,
-        ["eagle3-longer"],
-        "longer-speed",
-        domains=("chat", "maths", "code"),
-        trees=("kary:4", "kary:4,2"),
-    )
-    _timed(study, "longer-speed", rows)
-
+# Piece: longest.
 
 MUON = Optim(name="muon", lr=1e-3, warmup_steps=10)
 # Steps of each draft on all answers: 150 seconds of a shared GPU at most. Then of EAGLE-3 on maths.
@@ -445,24 +305,6 @@ def longest(study: Study) -> None:
     _timed(study, "longest-speed", rows)
 
 
-def _with_muon(study: Study, piece: str, names: Sequence[str], share: float) -> None:
-    """Train drafts with Muon and measure them as OUT/PIECE. share: of the steps of `which`."""
-    drafts = {}
-    for name in names:
-        config = DRAFTS[name](study)
-        drafts[name] = trained(
-            replace(
-                config,
-                out=str(study.out / "drafts" / study.seeded(f"{name}-{piece}")),
-                optim=MUON,
-                steps=int(share * _steps(study, config.data)),
-            )
-        )
-    results = evaluate(study.evaluation(study.seeded(piece), drafts, "chat"))
-    _keep(study, study.seeded(piece))
-    sys.stdout.write(drafts_table(results))
-
-
 def _timed(study: Study, piece: str, rows: Sequence[Mapping[str, Any]]) -> None:
     _keep(study, piece)
     sys.stdout.write(f"\n{real_tables.draft_speeds(rows)}\n")
@@ -498,9 +340,6 @@ PIECES: dict[str, Callable[[Study], None]] = {
     "data": data,
     "which": which,
     "align": align,
-    "amount": amount,
-    "recipe": recipe,
-    "longer": longer,
     "longest": longest,
     "speed": speed,
     "drafts-speed": drafts_speed,

@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.lib.pages import table
+from benchmarks.lib.sets import once
 from benchmarks.lib.timing import rotated
 from benchmarks.speed import decode as bench_decode, peers, sections
-from benchmarks.studies.objectives_data import once
 from benchmarks.studies.real_study import Study
 from draftsmith.core.io import read_json, write_json_atomic
 from draftsmith.core.prompts import read_prompts

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.objectives_data import ROOT, pieces, shuffled
+from benchmarks.lib.sets import ROOT, pieces, shuffled
 from draftsmith.core.io import atomic_dir, read_json, write_rows, write_text_atomic
 from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.prompt_rows import iterate_rows
@@ -59,8 +59,8 @@ class Options:
 @dataclass(frozen=True)
 class Sizes:
     """Prompts of each set, tokens of an answer; rows of a step and passes over the data; prompts
-    and tokens of the evaluation; the draft vocabulary, the parameters of a fresh model as a share
-    of the target's, the feed-forward of EAGLE-1 that gives it as many parameters as the others.
+    and tokens of the evaluation; the draft vocabulary, the feed-forward of EAGLE-1 that gives it as
+    many parameters as the others.
     """
 
     answered: Mapping[str, int]
@@ -71,12 +71,11 @@ class Sizes:
     prompts: int = 60
     new_tokens: int = 64
     draft_vocab: int = 8192
-    fresh_cost: float = 0.09
     eagle_feed_forward: int = 5120
 
 
 FULL = Sizes({"chat": 899, "own": 500, "maths": 800})
-TINY = Sizes({"chat": 12, "own": 4, "maths": 8}, 12, 96, 4, 1, 2, 6, 256, 0.3, 256)
+TINY = Sizes({"chat": 12, "own": 4, "maths": 8}, 12, 96, 4, 1, 2, 6, 256, 256)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tables of the study of optimizers on small pairs (`recipes.py`)."""
+"""Tables of the study of optimizers on small pairs."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
